@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# Install with the test extra, then run linter, formatter and the whole suite at 1, 2 and 4 ranks.
+#   bash batch/test.sh [arguments of pytest]
+# PYTHON and PRUNEX_MPI choose Python and MPI, see _install.sh; PRUNEX_MPI=both, the default when
+# CI=true, runs everything under Open MPI and then the tests again under MPICH.
+# RUN_TIMEOUT_S (600) is the limit of each run of pytest.
+
+source "$(dirname "${BASH_SOURCE[0]}")/_install.sh"
+cd "$ROOT"
+
+if [[ -z ${PRUNEX_MPI:-} && ${CI:-} == true ]]; then PRUNEX_MPI=both; fi
+if [[ ${PRUNEX_MPI:-} == both ]]; then
+    PRUNEX_MPI=openmpi bash batch/test.sh "$@"
+    PRUNEX_MPI=mpich PRUNEX_LINT=off bash batch/test.sh "$@"
+    echo "both MPIs passed after $SECONDS s"
+    exit 0
+fi
+
+# What one rank of the parallel runs does: rank 0 is shown, the others write to a file. The status
+# stays in a file, since a launcher reports only one for all.
+RANK_SCRIPT='
+rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${PMIX_RANK:-0}}}
+log=$PRUNEX_TEST_LOGS/rank-$rank
+mkdir "$log.tmp"
+export PYTEST_DEBUG_TEMPROOT=$log.tmp
+if [[ $rank == 0 ]]; then
+    "$@" &
+else
+    "$@" >"$log" 2>&1 &
+fi
+trap "kill -TERM $!" TERM INT
+status=0
+wait $! || status=$?
+echo "$status" >"$log.status"
+exit "$status"
+'
+
+# Print what rank 0's output does not show: the end of each rank that did not end well.
+show_failed_ranks() {
+    local ranks=$1 rank log status
+    for ((rank = 0; rank < ranks; rank++)); do
+        log=$PRUNEX_TEST_LOGS/rank-$rank
+        status=killed
+        if [[ -f $log.status ]]; then status="status $(<"$log.status")"; fi
+        if [[ $status == "status 0" ]]; then continue; fi
+        echo "---- rank $rank of $ranks: $status"
+        if [[ -f $log ]]; then tail -n 150 "$log"; fi
+    done
+}
+
+# The first failure of a rank ends the job with its message in that rank's log: -x makes pytest exit
+# and mpi4py turns the exit into an abort, where the other ranks would wait in a collective for ever.
+test_in_parallel() {
+    local ranks=$1 cores
+    shift
+    cores=$(nproc)
+    export PRUNEX_TEST_LOGS=$SCRATCH/$ranks
+    mkdir "$PRUNEX_TEST_LOGS"
+    echo "==== ranks: $ranks, $PRUNEX_MPI"
+    # Threads of all ranks together on no more than the cores there are.
+    if ! OMP_NUM_THREADS=$((cores > ranks ? cores / ranks : 1)) \
+        run_mpi "$ranks" bash -c "$RANK_SCRIPT" rank "$VENV_PYTHON" -m mpi4py "${PYTEST[@]}" \
+        --with-mpi -m mpi -x -p no:cacheprovider --color=no "$@"; then
+        show_failed_ranks "$ranks"
+        echo "error: the tests failed on $ranks ranks under $PRUNEX_MPI" >&2
+        exit 1
+    fi
+}
+
+test_serially() {
+    local status=0
+    echo "==== without a launcher, $PRUNEX_MPI"
+    timeout --foreground -k 15 "$RUN_TIMEOUT_S" "$VENV_PYTHON" "${PYTEST[@]}" "$@" || status=$?
+    if [[ $status != 0 ]]; then
+        echo "error: the tests failed without a launcher (status $status)" >&2
+        exit 1
+    fi
+}
+
+# Whoever asks for some tests may ask for none of the parallel ones; the whole suite must have them.
+any_parallel_test() {
+    local status=0
+    "$VENV_PYTHON" "${PYTEST[@]}" --collect-only --with-mpi -m mpi "$@" >/dev/null || status=$?
+    [[ $status != 5 ]] # pytest found no test
+}
+
+export RUN_TIMEOUT_S=${RUN_TIMEOUT_S:-600}
+narrowed=yes
+if [[ $# == 0 ]]; then
+    narrowed=no
+    set -- tests
+fi
+
+prunex_install test
+install_s=$SECONDS
+SCRATCH=$(mktemp -d)
+trap 'rm -rf "$SCRATCH"' EXIT
+# A test that hangs shows where before the limit ends it.
+PYTEST=(-m pytest -q -o "faulthandler_timeout=$((RUN_TIMEOUT_S / 2))")
+
+if [[ ${PRUNEX_LINT:-on} == on ]]; then
+    "$VENV_PYTHON" -m ruff check prunex_mpi tests
+    "$VENV_PYTHON" -m ruff format --check prunex_mpi tests
+fi
+test_serially "$@"
+if [[ $narrowed == no ]] || any_parallel_test "$@"; then
+    for ranks in 1 2 4; do
+        test_in_parallel "$ranks" "$@"
+    done
+fi
+echo "passed under $PRUNEX_MPI: $install_s s for the installation, $((SECONDS - install_s)) s for the tests"

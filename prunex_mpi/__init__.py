@@ -1,0 +1,3 @@
+"""Data-parallel training that prunes while it trains, over MPI."""
+
+__version__ = "0.1.0"

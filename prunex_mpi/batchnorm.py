@@ -1,0 +1,63 @@
+"""Consensus of BatchNorm running statistics.
+
+Means and second moments are averaged: var = mean(var + mu^2) - mean(mu)^2, the variance of the
+pooled data. They travel behind the compact parameters in the same payload. After pruning, the
+statistics of theta do not fit z any more, so they can be estimated again on z.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def find(model: nn.Module) -> list[_BatchNorm]:
+    """Return the BatchNorm modules of `model` that keep running statistics."""
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+
+
+def numel(modules: list[_BatchNorm]) -> int:
+    """Return the length of the flat statistics: a mean and a second moment per channel."""
+    return sum(2 * m.num_features for m in modules)
+
+
+def read_(modules: list[_BatchNorm], flat: Tensor) -> None:
+    """Write means and second moments of `modules` into `flat` [numel], module after module."""
+    if not modules:
+        return
+    parts: list[Tensor] = []
+    for m in modules:
+        parts += [m.running_mean, m.running_var + m.running_mean.square()]
+    torch.cat(parts, out=flat)
+
+
+def write(modules: list[_BatchNorm], flat: Tensor) -> None:
+    """Set the running statistics of `modules` from `flat` [numel]."""
+    offset = 0
+    for m in modules:
+        mean, second = flat[offset : offset + 2 * m.num_features].view(2, -1)
+        m.running_mean.copy_(mean)
+        # Rounding can push the difference of two large moments below zero.
+        m.running_var.copy_((second - mean.square()).clamp_(min=0))
+        offset += 2 * m.num_features
+
+
+@torch.no_grad()
+def estimate(model: nn.Module, modules: list[_BatchNorm], batches: Iterable[Tensor]) -> None:
+    """Replace the running statistics by their plain average over `batches` of images.
+
+    Only the BatchNorm modules run in training mode, so that dropout stays off.
+    """
+    was_training = model.training
+    momenta = [m.momentum for m in modules]
+    model.eval()
+    for m in modules:
+        m.reset_running_stats()
+        m.momentum = None
+        m.train()
+    for images in batches:
+        model(images)
+    for m, momentum in zip(modules, momenta, strict=True):
+        m.momentum = momentum
+    model.train(was_training)

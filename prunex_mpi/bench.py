@@ -1,0 +1,284 @@
+"""Measure kernels, overhead, memory, collectives: `python -m prunex_mpi.bench`, also under mpirun.
+
+One rank measures kernels, overhead and memory; two or more measure the collectives. The tables name
+the machine, the versions and the rank layout, since figures mean nothing without.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from prunex_mpi import __version__
+from prunex_mpi.errors import UserError
+from prunex_mpi.settings import Settings, make
+from prunex_mpi.train import abort_on_exceptions
+from prunex_mpi.values import nearest, quote
+
+if TYPE_CHECKING:
+    import torch
+
+    from mpi4py import MPI
+
+    from prunex_mpi.bench_report import Table
+    from prunex_mpi.collectives import Transport
+    from prunex_mpi.comm import Topology
+
+ALONE = ("kernels", "overhead", "memory")
+TOGETHER = ("collectives",)
+MAX_THREADS = 4096
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure; `sections` empty for everything that fits the number of ranks."""
+
+    sections: tuple[str, ...]
+    settings: Settings
+    train_models: tuple[str, ...]
+    steps: int
+    repeat: int
+    threads: int
+    json_file: str
+    child: str
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raise UserError where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(" ".join(message.split()) + "; see --help")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the benchmark's flags."""
+    parser = _Parser(
+        prog="python -m prunex_mpi.bench",
+        description="Measure kernels, overhead and memory on one rank, collectives on several.",
+        epilog="Without WHAT: everything that makes sense for the number of ranks.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "what",
+        nargs="*",
+        metavar="WHAT",
+        help=f"{', '.join((*ALONE, *TOGETHER))} or all [all]",
+    )
+    add("--version", action="version", version=f"prunex_mpi {__version__}")
+    add("--model", default="resnet152", metavar="NAME", help="model to measure [resnet152]")
+    add(
+        "--train-model",
+        nargs="+",
+        default=["resnet20", "resnet18"],
+        metavar="NAME",
+        help="models that overhead trains [resnet20 resnet18]",
+    )
+    add("--groups", nargs="+", default=["channel"], metavar="KIND", help="groups [channel]")
+    add("--keep-ratio", nargs="+", type=float, default=[0.5], metavar="X", help="[0.5]")
+    add("--batch-size", type=int, default=32, metavar="N", help="of overhead's training [32]")
+    add("--steps", type=int, default=4, metavar="N", help="local steps overhead measures [4]")
+    add("--repeat", type=int, default=7, metavar="N", help="turns; the shortest counts [7]")
+    add("--device", default="auto", metavar="NAME", help="auto, cpu or cuda [auto]")
+    add("--threads", type=int, default=0, metavar="N", help="per rank, 0 for a fair share [0]")
+    add("--ranks-per-node", type=int, default=0, metavar="N", help="virtual nodes, as in training")
+    add("--bucket-mib", type=float, default=32.0, metavar="X", help="size of a bucket [32]")
+    add("--mpi-buffers", default="auto", metavar="NAME", help="auto, host or device [auto]")
+    add("--json", default="", metavar="FILE", dest="json_file", help="write the tables there too")
+    # What memory starts: one measured job.
+    add("--child", default="", help=argparse.SUPPRESS)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Return what `argv` (without the program's name) asks for; neither torch nor MPI is loaded.
+
+    Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
+    """
+    parser = build_parser()
+    given, rest = parser.parse_known_args(list(argv))
+    if rest:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        flag = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
+        shown = flag if re.fullmatch(r"[\w-]{1,60}", flag) else quote(flag)
+        raise UserError(f"unknown flag {shown}; did you mean {nearest(flag, flags)}?")
+    sections = (*ALONE, *TOGETHER)
+    for word in given.what:
+        if word not in (*sections, "all"):
+            guess = nearest(word, (*sections, "all"))
+            raise UserError(f"nothing to measure is called {quote(word)}; did you mean {guess!r}?")
+    for name, low, high in (
+        ("steps", 1, 10**6),
+        ("repeat", 1, 10**6),
+        ("threads", 0, MAX_THREADS),
+    ):
+        if not low <= getattr(given, name) <= high:
+            value = getattr(given, name)
+            raise UserError(f"--{name} must be from {low} to {high}, not {value}")
+    settings = make(
+        model=given.model,
+        groups=given.groups,
+        keep_ratio=given.keep_ratio,
+        batch_size=given.batch_size,
+        device=given.device,
+        ranks_per_node=given.ranks_per_node,
+        bucket_mib=given.bucket_mib,
+        mpi_buffers=given.mpi_buffers,
+    )
+    wanted = tuple(s for s in sections if s in given.what and "all" not in given.what)
+    return Options(
+        wanted,
+        settings,
+        tuple(given.train_model),
+        given.steps,
+        given.repeat,
+        given.threads,
+        given.json_file,
+        given.child,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return its exit code, the same on every rank."""
+    options, error = None, None
+    try:
+        options = parse(sys.argv[1:] if argv is None else argv)
+    except UserError as caught:
+        error = caught
+    from mpi4py import MPI
+
+    from prunex_mpi.comm import raise_together
+
+    world = MPI.COMM_WORLD
+    abort_on_exceptions(world)
+    try:
+        raise_together(world, error)
+        return bench(world, options)
+    except UserError as caught:
+        # Raised on every rank alike, so every rank leaves by itself and one of them speaks.
+        if world.rank == 0:
+            print(f"prunex_mpi.bench: error: {caught}", file=sys.stderr, flush=True)
+        world.Barrier()
+        return caught.exit_code
+
+
+def choose_sections(asked: tuple[str, ...], ranks: int) -> tuple[str, ...]:
+    """Return what to measure on `ranks` ranks; raise UserError for what does not fit them."""
+    for section in asked:
+        if section in ALONE and ranks > 1:
+            raise UserError(
+                f"{section} is measured on one rank, not {ranks}; start it without mpirun"
+            )
+        if section in TOGETHER and ranks == 1:
+            raise UserError(f"{section} needs 2 or more ranks; start it with mpirun or srun")
+    return asked or (ALONE if ranks == 1 else TOGETHER)
+
+
+def bench(world: "MPI.Comm", options: Options) -> int:
+    """Measure and print; only world rank 0 prints and writes. Collective on `world`."""
+    import torch
+
+    from prunex_mpi.bench_report import as_json, describe_machine, format_table
+    from prunex_mpi.collectives import build_transport
+    from prunex_mpi.comm import (
+        build_topology,
+        describe,
+        free_topology,
+        library_name,
+        raise_together,
+        together,
+    )
+    from prunex_mpi.devices import choose_device, lone_singleton, resolve_mpi_buffers, set_threads
+    from prunex_mpi.models import build_model
+
+    singleton = lone_singleton(world)
+    raise_together(world, UserError(singleton) if singleton else None)
+    settings = options.settings
+    sections = choose_sections(options.sections, world.size) if not options.child else ()
+    topology = build_topology(world, settings.ranks_per_node)
+    device = together(world, lambda: choose_device(settings.device, topology.host_rank))
+    threads = options.threads or set_threads(topology.host_size)
+    torch.set_num_threads(threads)
+    mpi_buffers, _ = resolve_mpi_buffers(topology, settings.mpi_buffers, device)
+    transport = build_transport(device, settings.bucket_mib, mpi_buffers)
+    if options.child:
+        from prunex_mpi.bench_memory import child
+
+        answer = together(
+            world, lambda: child(topology, settings, transport, device, options.child)
+        )
+        if world.rank == 0:
+            print(answer, flush=True)
+        free_topology(topology)
+        return 0
+
+    # Refuse what cannot end well before minutes are spent on the rest.
+    if "overhead" in sections:
+        for name in options.train_models:
+            together(world, lambda name=name: build_model(name, num_classes=10, image_size=32))
+    together(world, lambda: prepare_json(options.json_file) if world.rank == 0 else None)
+
+    machine = {
+        "machine": describe_machine(device),
+        "mpi": library_name(),
+        "ranks": describe(topology, f"{device}, {threads} threads"),
+    }
+    if world.rank == 0:
+        print("\n".join(machine.values()), flush=True)
+    tables = []
+    for section in sections:
+        found = measure(section, topology, transport, device, threads, options)
+        tables += found
+        for table in found if world.rank == 0 else ():
+            print(f"\n{format_table(table)}", flush=True)
+    if world.rank == 0 and options.json_file:
+        with open(options.json_file, "w", encoding="utf-8") as file:
+            json.dump(as_json(machine, tables), file, indent=2)
+            file.write("\n")
+    free_topology(topology)
+    return 0
+
+
+def measure(
+    section: str,
+    topology: "Topology",
+    transport: "Transport",
+    device: "torch.device",
+    threads: int,
+    options: Options,
+) -> list["Table"]:
+    """Return the tables of one section. `collectives` is collective on `topology.world`."""
+    settings = options.settings
+    if section == "kernels":
+        from prunex_mpi.bench_kernels import kernels
+
+        return kernels(topology, settings, transport, device, options.repeat)
+    if section == "overhead":
+        from prunex_mpi.bench_overhead import overhead
+
+        return overhead(topology, settings, transport, device, options.train_models, options.steps)
+    if section == "memory":
+        from prunex_mpi.bench_memory import memory
+
+        return memory(settings, device, threads)
+    from prunex_mpi.bench_collectives import collectives
+
+    return collectives(topology, settings, transport, device, options.repeat)
+
+
+def prepare_json(path: str) -> None:
+    """Raise UserError unless the file of --json can be written."""
+    if not path:
+        return
+    try:
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise UserError(f"--json {quote(path, 250)}: {error.strerror}; choose another") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

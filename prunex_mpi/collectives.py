@@ -1,0 +1,159 @@
+"""Collectives on torch tensors: typed buffers, 32 MiB buckets, CUDA tensors handed over or staged.
+
+Each function takes the communicator(s) it uses first; one without does not communicate. Tensors are
+contiguous and 1-D. On the CPU MPI reads and writes the tensor's own memory. A CUDA tensor is handed
+to MPI as it is (`device`; the stream is synchronised first, since MPI does not know streams;
+blocking calls only, since Open MPI's non-blocking reductions crash on device memory) or goes
+through two pinned buckets (`host`), so that copying one overlaps the reduction of the other.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpi4py import MPI
+
+# Every other dtype is refused before MPI sees it: bfloat16 sums are silently wrong under Open MPI.
+MPI_TYPES = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int64: MPI.INT64_T,
+    torch.uint8: MPI.UINT8_T,
+}
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How tensors reach MPI: bucket size in bytes and, where they are staged, two host buckets."""
+
+    bucket_bytes: int
+    staging: tuple[Tensor, Tensor] | None = None
+
+
+def build_transport(device: torch.device, bucket_mib: float, mpi_buffers: str) -> Transport:
+    """Allocate what `mpi_buffers` (device | host) needs for tensors on `device`."""
+    bucket_bytes = max(8, int(bucket_mib * 2**20) // 8 * 8)
+    if device.type == "cpu" or mpi_buffers == "device":
+        return Transport(bucket_bytes)
+    first = torch.empty(bucket_bytes, dtype=torch.uint8, pin_memory=True)
+    return Transport(bucket_bytes, (first, torch.empty_like(first, pin_memory=True)))
+
+
+def mpi_buffer(tensor: Tensor) -> list:
+    """Return the MPI buffer of a contiguous tensor without copying; refuse unknown dtypes.
+
+    Raises TypeError for a dtype whose reduction is not known to be right, ValueError for a tensor
+    that is not contiguous.
+    """
+    if tensor.dtype not in MPI_TYPES:
+        raise TypeError(f"{tensor.dtype} is not reduced over MPI; use one of {list(MPI_TYPES)}")
+    if not tensor.is_contiguous():
+        raise ValueError("a tensor handed to MPI must be contiguous")
+    if tensor.device.type == "cuda":
+        torch.cuda.current_stream(tensor.device).synchronize()
+        return [tensor, MPI_TYPES[tensor.dtype]]
+    return [tensor.numpy(), MPI_TYPES[tensor.dtype]]
+
+
+def buckets(flat: Tensor, transport: Transport) -> Iterator[Tensor]:
+    """Cut `flat` into views of at most one bucket."""
+    yield from flat.split(max(1, transport.bucket_bytes // flat.element_size()))
+
+
+def allreduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, op: MPI.Op = MPI.SUM) -> None:
+    """Reduce `flat` over `comm` in place. Collective on `comm`; every rank receives the result."""
+    if comm.size == 1:
+        return
+    if transport.staging is not None:
+        _staged_allreduce_(comm, flat, transport, op)
+    elif flat.device.type == "cuda":
+        for bucket in buckets(flat, transport):
+            comm.Allreduce(MPI.IN_PLACE, mpi_buffer(bucket), op=op)
+    else:
+        requests = [
+            comm.Iallreduce(MPI.IN_PLACE, mpi_buffer(bucket), op=op)
+            for bucket in buckets(flat, transport)
+        ]
+        MPI.Request.Waitall(requests)
+
+
+def bcast_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) -> None:
+    """Broadcast `flat` from `root` in place. Collective on `comm`."""
+    if comm.size == 1:
+        return
+    for bucket in buckets(flat, transport):
+        if transport.staging is None:
+            comm.Bcast(mpi_buffer(bucket), root=root)
+            continue
+        stage = _stage(transport, 0, bucket)
+        if comm.rank == root:
+            stage.copy_(bucket)
+        comm.Bcast(mpi_buffer(stage), root=root)
+        if comm.rank != root:
+            bucket.copy_(stage)
+
+
+def allreduce_then_bcast_(
+    leader: MPI.Comm, node: MPI.Comm, flat: Tensor, transport: Transport
+) -> None:
+    """Sum `flat` over the leaders and hand the sum to every rank of each node, bucket by bucket.
+
+    Collective on `leader` (where it is not MPI.COMM_NULL), then on `node`. What followers pass in
+    is overwritten. On the CPU the broadcast of a bucket overlaps the reduction of those behind it.
+    """
+    if transport.staging is not None or flat.device.type == "cuda":
+        if leader != MPI.COMM_NULL:
+            allreduce_(leader, flat, transport)
+        bcast_(node, flat, transport)
+        return
+    requests = []
+    if leader != MPI.COMM_NULL and leader.size > 1:
+        requests = [
+            leader.Iallreduce(MPI.IN_PLACE, mpi_buffer(bucket), op=MPI.SUM)
+            for bucket in buckets(flat, transport)
+        ]
+    for number, bucket in enumerate(buckets(flat, transport)):
+        if requests:
+            requests[number].Wait()
+        if node.size > 1:
+            node.Bcast(mpi_buffer(bucket), root=0)
+
+
+def hierarchical_sum_(leader: MPI.Comm, node: MPI.Comm, values: np.ndarray) -> None:
+    """Add a small host array over all ranks: node Reduce, leader Allreduce, node Bcast.
+
+    Collective on `node` and, on its leaders, on `leader`. All ranks of a node receive the same
+    bits.
+    """
+    total = np.empty_like(values)
+    node.Reduce(values, total, op=MPI.SUM, root=0)
+    if leader != MPI.COMM_NULL:
+        leader.Allreduce(MPI.IN_PLACE, total, op=MPI.SUM)
+    node.Bcast(total, root=0)
+    values[...] = total
+
+
+def _stage(transport: Transport, slot: int, bucket: Tensor) -> Tensor:
+    memory = transport.staging[slot]
+    return memory[: bucket.numel() * bucket.element_size()].view(bucket.dtype)
+
+
+def _staged_allreduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, op: MPI.Op) -> None:
+    pending: tuple[MPI.Request, Tensor, Tensor] | None = None
+    for number, bucket in enumerate(buckets(flat, transport)):
+        stage = _stage(transport, number % 2, bucket)
+        stage.copy_(bucket)
+        request = comm.Iallreduce(MPI.IN_PLACE, mpi_buffer(stage), op=op)
+        if pending is not None:
+            _finish(*pending)
+        pending = (request, stage, bucket)
+    if pending is not None:
+        _finish(*pending)
+
+
+def _finish(request: MPI.Request, stage: Tensor, bucket: Tensor) -> None:
+    request.Wait()
+    bucket.copy_(stage)

@@ -1,0 +1,130 @@
+"""Device, threads and MPI buffer kind of one rank, each decided once and stated in the log."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+
+import torch
+
+from mpi4py import MPI
+
+from prunex_mpi.comm import Topology, broadcast_text
+from prunex_mpi.errors import UserError
+
+PROBE_TIMEOUT_S = 60
+# What a launcher leaves in the environment of its ranks; a probe started with it would believe to
+# be one of them.
+LAUNCHER_PREFIXES = ("PMI", "SLURM", "HYDRA", "OMPI_COMM_WORLD", "OMPI_MCA_ess", "PRTE_LAUNCHED")
+
+
+def choose_device(requested: str, host_rank: int) -> torch.device:
+    """Return the device of the rank that is number `host_rank` on its machine.
+
+    Several ranks may share one GPU. Raises UserError when CUDA is asked for and absent.
+    """
+    if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no GPU on this machine; use --device cpu")
+    device = torch.device("cuda", host_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def set_threads(host_size: int) -> int:
+    """Share the cores this rank may use among the ranks that may use the same ones; return threads.
+
+    A launcher that bound the rank to its own cores has already shared them; OMP_NUM_THREADS wins.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        allowed = len(os.sched_getaffinity(0))
+        bound = allowed < (os.cpu_count() or 1)
+        torch.set_num_threads(max(1, allowed if bound else allowed // host_size))
+    return torch.get_num_threads()
+
+
+def claimed_cuda_support() -> bool | None:
+    """Return what the MPI library says of CUDA buffers, None when it does not say."""
+    for variable in ("MPICH_GPU_SUPPORT_ENABLED", "I_MPI_OFFLOAD", "MV2_USE_CUDA"):
+        if variable in os.environ:
+            return os.environ[variable] not in ("", "0")
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        paths = {line.split()[-1] for line in maps if "/libmpi" in line}
+    for path in sorted(paths):
+        library = ctypes.CDLL(path)
+        if hasattr(library, "MPIX_Query_cuda_support"):
+            return bool(library.MPIX_Query_cuda_support())
+        if hasattr(library, "MPIX_GPU_query_support"):
+            supported = ctypes.c_int(0)
+            library.MPIX_GPU_query_support(0, ctypes.byref(supported))
+            return bool(supported.value)
+    return None
+
+
+def probe(device: str) -> str:
+    """Try the collectives on `device` (cuda | cpu) tensors in a job of its own.
+
+    Returns "" when all are right, else what went wrong. A library that cannot take device memory
+    ends with a segmentation fault, hence a separate job: of two ranks where there is an mpiexec,
+    of one where there is none.
+    """
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    command = [sys.executable, "-m", "prunex_mpi.doctor_probe", device]
+    launcher = shutil.which("mpiexec")
+    if launcher:
+        command = [launcher, "-n", "2", *command]
+        environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+        environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+    try:
+        result = subprocess.run(
+            command, env=environment, timeout=PROBE_TIMEOUT_S, capture_output=True, text=True
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"the probe did not end: {type(error).__name__}"
+    if result.returncode == 0 and "probe passed" in result.stdout:
+        return ""
+    lines = (result.stdout + result.stderr).strip().splitlines()
+    return f"the probe ended with code {result.returncode}: {lines[-1] if lines else 'no output'}"
+
+
+def resolve_mpi_buffers(
+    topology: Topology, requested: str, device: torch.device
+) -> tuple[str, str]:
+    """Return ("host" | "device", reason) alike on every rank. Collective on `topology.world`.
+
+    `auto` asks the library and then probes; `device` is refused with a UserError when either says
+    no.
+    """
+    if device.type == "cpu":
+        if requested == "device":
+            raise UserError("--mpi-buffers device needs --device cuda; tensors are on the CPU here")
+        return "host", "tensors are in host memory"
+    if requested == "host":
+        return "host", "asked for"
+    reason = ""
+    if topology.world.rank == 0:
+        if claimed_cuda_support() is False:
+            reason = "the MPI library says that it takes no CUDA buffers"
+        else:
+            reason = probe("cuda")
+    reason = broadcast_text(topology.world, reason)
+    if not reason:
+        return "device", "the MPI library passed the probe on CUDA buffers"
+    if requested == "device":
+        raise UserError(
+            f"--mpi-buffers device: {reason}; use --mpi-buffers host or a CUDA-aware MPI"
+        )
+    return "host", reason
+
+
+def lone_singleton(world: MPI.Comm) -> str:
+    """Return why this job of one rank is not what was asked for, or "" when it is."""
+    wanted = max(int(os.environ.get(v, "1") or 1) for v in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
+    if world.size > 1 or wanted == 1 or "SLURM_STEP_ID" not in os.environ:
+        return ""
+    return (
+        f"Slurm started {wanted} tasks but MPI sees a world of 1 rank: the launcher and the MPI "
+        "library speak different PMI; try srun --mpi=pmix or --mpi=pmi2"
+    )

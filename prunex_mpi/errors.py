@@ -1,0 +1,13 @@
+"""Errors that a user can cause, each with the exit code the process ends with."""
+
+FAILURE = 1
+USAGE = 2
+UNREADABLE = 3
+
+
+class UserError(Exception):
+    """Say in one line what is wrong and what to do about it."""
+
+    def __init__(self, message: str, exit_code: int = USAGE) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -1,0 +1,460 @@
+"""The driver: H-SADMM, one outer iteration as five phases.
+
+| phase                  | communicator     | MPI operation           | operand                   |
+|------------------------|------------------|-------------------------|---------------------------|
+| 1 local computation    | node (step sync) | Iallreduce SUM, T times | gradient, dense           |
+| 2 intra-node consensus | node             | Allreduce SUM           | theta + u, dense          |
+| 3 projection and masks | leader, node     | Reduce SUM, Bcast       | group energies, mask bits |
+| 4 inter-node consensus | leader, node     | Allreduce BOR and SUM,  | mask bits, compact        |
+|                        |                  | Bcast                   | z_i + v_i                 |
+| 5 duals and residuals  | world            | Allreduce SUM, Bcast    | nine norms per layer      |
+
+Names as in the paper: theta_ij, u_ij per rank; z_node (z_i), v_i per node; z everywhere. All are
+flat vectors over all parameters (`layout`). P_i ranks in node i, N in all.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpi4py import MPI
+
+from prunex_mpi import batchnorm
+from prunex_mpi.collectives import Transport, allreduce_, allreduce_then_bcast_
+from prunex_mpi.comm import Topology, digests_agree
+from prunex_mpi.compaction import pack_, unpack_
+from prunex_mpi.errors import FAILURE, UserError
+from prunex_mpi.evaluation import estimate_statistics, evaluate
+from prunex_mpi.gradients import GradientAverager
+from prunex_mpi.layout import fill_, scale_, squared_norms
+from prunex_mpi.logs import log
+from prunex_mpi.masks import agree_by_or, agree_by_vote, broadcast_mask, project_locally
+from prunex_mpi.residuals import NormSums, Residuals, compute_residuals, update_penalty
+from prunex_mpi.schedule import learning_rate, settled, strictness
+from prunex_mpi.settings import Settings
+from prunex_mpi.sparsity import apply_factors_, build_factors, kept_numel, mask_drift
+from prunex_mpi.state import Problem, State, Traffic, adopt_mask, freeze
+
+
+def outer_iterations(
+    topology: Topology, state: State, problem: Problem, settings: Settings, transport: Transport
+) -> Iterator[dict[str, Any]]:
+    """Run H-SADMM and yield the metrics of each outer iteration (interface: metrics.jsonl).
+
+    Collective on `topology.world`: every rank must exhaust the iterator. The record also carries
+    `layers`, the rows of layers.jsonl, and `status`, which is "converged" on an early stop.
+    """
+    node = topology.node
+    averager = None
+    if settings.node_sync == "step":
+        averager = GradientAverager(node, problem.model, state.layout, state.grad, transport)
+    drifts: list[float] = []
+    freeze_next = False
+    for k in range(1, settings.outer_iterations + 1):
+        seconds: dict[str, float] = {}
+        traffic = Traffic()
+        last = k == settings.outer_iterations
+        strict = strictness(k, settings.warmup_iterations, settings.keep_ramp_iterations)
+        freeze_now = not state.frozen and (freeze_next or k == settings.freeze_iteration)
+        # The delivered z must satisfy the constraint, so its masks are voted even after a union.
+        vote = settings.mask_agreement == "vote" or freeze_now or last
+        old_mask = state.mask
+        rho1, rho2 = float(state.rho1.mean()), float(state.rho2.mean())
+
+        with timed(seconds, "local", state):
+            first = (k - 1) * problem.steps
+            loss = local_computation(node, averager, state, problem, settings, first, traffic)
+        refuse_non_finite(topology, state, loss, k)
+        with timed(seconds, "intra", state):
+            intra_node_consensus(node, state, settings, transport, traffic)
+        with timed(seconds, "project", state):
+            moved_node = project(topology, state, settings, strict, vote, freeze_now, traffic)
+        with timed(seconds, "inter", state):
+            moved = inter_node_consensus(topology, state, settings, transport, vote, traffic)
+        with timed(seconds, "dual", state):
+            residuals, loss = update_duals(topology, state, settings, moved_node, moved, loss)
+
+        drift = mask_drift(state.mask, old_mask)
+        drifts = [*drifts, drift] if strict == 1.0 else []
+        freeze_next = settled(drifts, settings.freeze_drift, settings.freeze_window)
+        converged = strict == 1.0 and not state.consensus_sgd and bool(residuals.converged.all())
+        if converged and not (vote or state.frozen):
+            # A union may hold more groups than allowed: vote once more before stopping.
+            converged, freeze_next = False, True
+
+        test_loss = test_accuracy = None
+        with timed(seconds, "evaluate", state):
+            due = last or converged or k % settings.evaluate_every == 0
+            if due and problem.test is not None:
+                if settings.bn == "recalibrate" and drift > 0:
+                    estimate_statistics(topology, state, problem, transport, traffic)
+                test_loss, test_accuracy = evaluate(topology, state, problem, traffic)
+        seconds["total"] = sum(seconds.values())
+        yield {
+            "iteration": k,
+            "seconds": seconds,
+            "bytes": {
+                "dense": (state.layout.numel + state.stats.numel()) * state.theta.element_size(),
+                "payload": traffic.payload,
+                "mask": traffic.mask,
+                "intra": traffic.intra,
+                "evaluate": traffic.evaluate,
+            },
+            "density": sum(kept_numel(state.mask, state.groups)) / state.groups.prunable_numel,
+            "mask_drift": drift,
+            "frozen": state.frozen,
+            "residuals": residuals.totals(),
+            "rho1": rho1,
+            "rho2": rho2,
+            "lr": state.optimizer.param_groups[0]["lr"],
+            "train_loss": loss,
+            "test_loss": test_loss,
+            "test_accuracy": test_accuracy,
+            "layers": layer_records(k, state, residuals),
+            "status": "converged" if converged else "completed" if last else "running",
+        }
+        if converged:
+            break
+        if not state.consensus_sgd:
+            update_penalties(state, settings, residuals)
+    if averager is not None:
+        averager.close()
+
+
+# --------------------------------------------------------------------------------------------------
+# Phase 1: local computation
+# --------------------------------------------------------------------------------------------------
+
+
+def local_computation(
+    node: MPI.Comm,
+    averager: GradientAverager | None,
+    state: State,
+    problem: Problem,
+    settings: Settings,
+    first_step: int,
+    traffic: Traffic,
+) -> float:
+    """Take T steps of SGD on f_ij(theta) + rho1/2 |theta - z_i + u|^2; return the mean loss.
+
+    Eq. 8. No communication, unless `averager` averages each step's gradient inside the node (then
+    collective on `node`). Consensus SGD starts from z and has no proximal term.
+    """
+    if settings.theta_start == "z" or state.consensus_sgd:
+        state.theta.copy_(state.z)
+    rho: float | torch.Tensor = 0.0
+    if not state.consensus_sgd:
+        # rho1 (theta - z_i + u) = rho1 theta - anchor: the anchor stands still during the phase.
+        torch.sub(state.z_node, state.u, out=state.scratch)
+        scale_(state.scratch, state.layout, state.rho1)
+        rho = float(state.rho1[0])
+        if np.any(state.rho1 != rho):
+            rho = state.payload[: state.layout.numel]
+            fill_(rho, state.layout, state.rho1)
+    in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
+    group = state.optimizer.param_groups[0]
+    group["weight_decay"] = settings.weight_decay if in_theta else 0.0
+    device_type = state.theta.device.type
+    amp_dtype = torch.float16 if settings.amp == "fp16" else torch.bfloat16
+    total_loss = torch.zeros((), dtype=torch.float64, device=state.theta.device)
+    problem.model.train()
+    for step in range(first_step, first_step + problem.steps):
+        images, labels = problem.train.next()
+        state.grad.zero_()
+        if averager is not None:
+            averager.begin()
+        with torch.autocast(device_type, amp_dtype, enabled=settings.amp != "off"):
+            loss = problem.loss(problem.forward(images), labels)
+        state.scaler.scale(loss).backward()
+        if averager is not None:
+            averager.finish_()
+            if node.size > 1:
+                traffic.intra += state.grad.numel() * state.grad.element_size()
+        state.scaler.unscale_(state.optimizer)
+        if not state.consensus_sgd:
+            if isinstance(rho, float):
+                state.grad.add_(state.theta, alpha=rho)
+            else:
+                state.grad.addcmul_(state.theta, rho)
+            state.grad.sub_(state.scratch)
+        if state.frozen:
+            apply_factors_(state.grad, state.layout, state.groups, state.factors)
+        group["lr"] = learning_rate(
+            step,
+            settings.outer_iterations * problem.steps,
+            base=settings.lr,
+            schedule=settings.lr_schedule,
+            warmup=settings.lr_warmup,
+            final=settings.lr_final,
+        )
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        total_loss += loss.detach()
+    return float(total_loss) / problem.steps
+
+
+# --------------------------------------------------------------------------------------------------
+# Phase 2: intra-node consensus
+# --------------------------------------------------------------------------------------------------
+
+
+def intra_node_consensus(
+    node: MPI.Comm, state: State, settings: Settings, transport: Transport, traffic: Traffic
+) -> None:
+    """Leave the dense candidate of the node in `scratch`, and its mean statistics in `stats`.
+
+    z~_i = [rho1 mean_j(theta_ij + u_ij) + rho2 (z - v_i)] / (lambda + rho1 + rho2), Eq. 9 with the
+    mean and the global z; in consensus SGD the mean alone. Allreduce SUM of all parameters, dense.
+    Collective on `node`.
+    """
+    torch.add(state.theta, state.u, out=state.scratch)
+    batchnorm.read_(state.bn_modules, state.stats)
+    allreduce_(node, state.scratch, transport)
+    allreduce_(node, state.stats, transport)
+    if node.size > 1:
+        elements = state.scratch.numel() + state.stats.numel()
+        traffic.intra += elements * state.scratch.element_size()
+    state.stats.div_(node.size)
+    if state.consensus_sgd:
+        state.scratch.div_(node.size)
+        return
+    decay = settings.weight_decay if settings.weight_decay_in == "z" else 0.0
+    # Factored so that four passes serve any penalties: rho2/gamma [rho1/rho2 a + z - v].
+    scale_(state.scratch, state.layout, state.rho1 / (state.rho2 * node.size))
+    state.scratch.add_(state.z).sub_(state.v)
+    scale_(state.scratch, state.layout, state.rho2 / (decay + state.rho1 + state.rho2))
+
+
+# --------------------------------------------------------------------------------------------------
+# Phase 3: projection and masks
+# --------------------------------------------------------------------------------------------------
+
+
+def project(
+    topology: Topology,
+    state: State,
+    settings: Settings,
+    strict: float,
+    vote: bool,
+    freeze_now: bool,
+    traffic: Traffic,
+) -> np.ndarray:
+    """Set z_i to the projection of the candidate; return |z_i^{k+1} - z_i^k|^2 per layer.
+
+    With `vote` the leaders choose the shared support that keeps most of all nodes' energy, which is
+    the exact projection of (z~_1 ... z~_M) on shared supports; else each leader projects for its
+    node. Only leaders compute energies: one rank's decision is broadcast, so that no two ranks of a
+    node can disagree on a near tie. After the freeze, z_i = z~_i * m. Collective on `leader`, then
+    on `node`.
+    """
+    factors = state.factors
+    if not state.frozen:
+        mask = np.ones(state.groups.total, dtype=bool)
+        if topology.is_leader:
+            # The payload's memory is free in this phase.
+            squares = state.payload[: state.layout.numel]
+            torch.mul(state.scratch, state.scratch, out=squares)
+            if vote:
+                mask = agree_by_vote(topology, squares, state, strict, settings.round_to, traffic)
+            else:
+                mask = project_locally(squares, state, strict, settings.round_to)
+        mask = broadcast_mask(topology.node, mask, traffic)
+        if vote:
+            adopt_mask(state, mask)
+            factors = state.factors
+            if freeze_now:
+                freeze(state, settings.after_freeze == "local-sgd")
+        else:
+            factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
+            state.mask = mask
+    apply_factors_(state.scratch, state.layout, state.groups, factors)
+    state.z_node.sub_(state.scratch)
+    moved = squared_norms(state.z_node, state.layout)
+    state.z_node, state.scratch = state.scratch, state.z_node
+    return moved
+
+
+# --------------------------------------------------------------------------------------------------
+# Phase 4: inter-node consensus
+# --------------------------------------------------------------------------------------------------
+
+
+def inter_node_consensus(
+    topology: Topology,
+    state: State,
+    settings: Settings,
+    transport: Transport,
+    vote: bool,
+    traffic: Traffic,
+) -> np.ndarray:
+    """Set z = sum_i P_i (z_i + v_i) / N on the mask, zero elsewhere; return |z^{k+1} - z^k|^2.
+
+    The only phase whose bytes cross nodes in bulk: leaders agree on the mask (BOR of packed bits,
+    unless it was voted), pack z_i + v_i and the BatchNorm statistics into one dense message,
+    Allreduce it in buckets, and broadcast the compact result inside their node, where every rank
+    expands it. Collective on `leader`, then on `node`.
+    """
+    if not (vote or state.frozen):
+        mask = state.mask
+        if topology.is_leader:
+            mask = agree_by_or(topology.leader, mask, traffic)
+        adopt_mask(state, broadcast_mask(topology.node, mask, traffic))
+    message = state.message
+    if topology.is_leader:
+        if not digests_agree(topology.leader, state.plan.digest):
+            raise RuntimeError("the leaders' compact layouts differ; nothing was exchanged")
+        torch.add(state.z_node, state.v, out=state.scratch)
+        pack_(state.scratch, state.plan, message)
+        message[state.plan.numel :].copy_(state.stats)
+        message.mul_(topology.node_weight)
+    allreduce_then_bcast_(topology.leader, topology.node, message, transport)
+    traffic.payload += message.numel() * message.element_size()
+    if topology.node_size > 1:
+        traffic.intra += message.numel() * message.element_size()
+    unpack_(message, state.plan, state.scratch)
+    state.stats.copy_(message[state.plan.numel :])
+    batchnorm.write(state.bn_modules, state.stats)
+    state.z.sub_(state.scratch)
+    moved = squared_norms(state.z, state.layout)
+    state.z, state.scratch = state.scratch, state.z
+    return moved
+
+
+# --------------------------------------------------------------------------------------------------
+# Phase 5: duals, residuals, penalties
+# --------------------------------------------------------------------------------------------------
+
+
+def update_duals(
+    topology: Topology,
+    state: State,
+    settings: Settings,
+    moved_node: np.ndarray,
+    moved: np.ndarray,
+    loss: float,
+) -> tuple[Residuals, float]:
+    """u += theta - z_i and v += z_i - z; return the residuals and the mean loss over all ranks.
+
+    One Allreduce of nine norms per layer. Its result is broadcast from rank 0, since MPI does not
+    promise the same bits on every rank and the stopping test and the penalties are decided on it.
+    Collective on `world`.
+    """
+    layout = state.layout
+    torch.sub(state.theta, state.z_node, out=state.scratch)
+    gap_theta = squared_norms(state.scratch, layout)
+    norm_u = squared_norms(state.u, layout)
+    if not state.consensus_sgd:
+        state.u.add_(state.scratch)
+    torch.sub(state.z_node, state.z, out=state.scratch)
+    gap_node = squared_norms(state.scratch, layout)
+    if not state.consensus_sgd:
+        state.v.add_(state.scratch)
+    norms = NormSums(
+        theta_minus_z_node=gap_theta,
+        z_node_step=moved_node,
+        theta=squared_norms(state.theta, layout),
+        z_node=squared_norms(state.z_node, layout),
+        u=norm_u,
+        z_node_minus_z=gap_node,
+        z_step=moved,
+        z=squared_norms(state.z, layout),
+        v=squared_norms(state.v, layout),
+    )
+    buffer = np.append(np.concatenate(norms), loss)
+    topology.world.Allreduce(MPI.IN_PLACE, buffer, op=MPI.SUM)
+    topology.world.Bcast(buffer, root=0)
+    sums = NormSums(*buffer[:-1].reshape(len(norms), -1))
+    numels = np.array([s.numel for s in layout.segments], dtype=np.float64)
+    residuals = compute_residuals(
+        sums,
+        numels,
+        topology.world_size,
+        state.rho1,
+        state.rho2,
+        settings.eps_abs,
+        settings.eps_rel,
+    )
+    return residuals, float(buffer[-1]) / topology.world_size
+
+
+def update_penalties(state: State, settings: Settings, residuals: Residuals) -> None:
+    """Update rho1 and rho2 per layer and rescale the duals: rho u and rho v stay what they were."""
+    rule, factor = settings.penalty, settings.rho_factor
+    limits = settings.rho_min, settings.rho_max
+    pairs = (
+        (state.u, state.rho1, residuals.intra_primal, residuals.intra_dual),
+        (state.v, state.rho2, residuals.inter_primal, residuals.inter_dual),
+    )
+    rhos = []
+    for dual, rho, primal_residual, dual_residual in pairs:
+        new = update_penalty(rho, primal_residual, dual_residual, rule, factor, *limits)
+        if np.any(new != rho):
+            scale_(dual, state.layout, rho / new)
+        rhos.append(new)
+    state.rho1, state.rho2 = rhos
+
+
+# --------------------------------------------------------------------------------------------------
+# Around the phases
+# --------------------------------------------------------------------------------------------------
+
+
+def refuse_non_finite(topology: Topology, state: State, loss: float, iteration: int) -> None:
+    """Raise UserError on every rank if any rank's loss or weights are not finite.
+
+    Comes before phase 2, so that nothing non-finite enters a consensus. Collective on `world`.
+    """
+    finite = np.isfinite(loss) and bool(torch.isfinite(torch.linalg.vector_norm(state.theta)))
+    first = np.array([topology.world_size if finite else topology.world.rank], dtype=np.int64)
+    topology.world.Allreduce(MPI.IN_PLACE, first, op=MPI.MIN)
+    if first[0] < topology.world_size:
+        raise UserError(
+            f"the loss or the weights of rank {first[0]} are not finite in phase 1 of outer "
+            f"iteration {iteration}; lower --lr or check the data",
+            FAILURE,
+        )
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str, state: State) -> Iterator[None]:
+    """Store the wall time of a phase; say which phase an unexpected exception came from."""
+    start = time.perf_counter()
+    try:
+        yield
+    except Exception as error:
+        log.error("phase %s failed: %s: %s", phase, type(error).__name__, error)
+        raise
+    if state.theta.device.type == "cuda":
+        torch.cuda.synchronize(state.theta.device)
+    seconds[phase] = time.perf_counter() - start
+
+
+def layer_records(iteration: int, state: State, residuals: Residuals) -> list[dict[str, Any]]:
+    """Return one row of layers.jsonl per parameter tensor."""
+    kept = dict(
+        zip(
+            (layer.segment for layer in state.groups.layers),
+            kept_numel(state.mask, state.groups),
+            strict=True,
+        )
+    )
+    rows = []
+    for i, segment in enumerate(state.layout.segments):
+        rows.append(
+            {
+                "iteration": iteration,
+                "layer": segment.name,
+                "density": kept.get(i, segment.numel) / segment.numel,
+                "rho1": float(state.rho1[i]),
+                "rho2": float(state.rho2[i]),
+                "intra_primal": float(residuals.intra_primal[i]),
+                "intra_dual": float(residuals.intra_dual[i]),
+                "inter_primal": float(residuals.inter_primal[i]),
+                "inter_dual": float(residuals.inter_dual[i]),
+            }
+        )
+    return rows

@@ -1,0 +1,99 @@
+"""Assemble what one rank trains from the settings: data shard, model, groups."""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from prunex_mpi.collectives import Transport, bcast_, hierarchical_sum_
+from prunex_mpi.comm import Topology, together
+from prunex_mpi.data import (
+    BatchStream,
+    Dataset,
+    channel_moments,
+    evaluation_batches,
+    load,
+    normalisation,
+)
+from prunex_mpi.layout import Layout
+from prunex_mpi.models import build_model
+from prunex_mpi.settings import Settings, layer_keep_ratios
+from prunex_mpi.sparsity import Groups, find_groups
+from prunex_mpi.state import Problem
+
+
+def load_dataset(topology: Topology, settings: Settings) -> Dataset:
+    """Load this rank's shards; what any rank cannot read ends the job. Collective on `world`."""
+    return together(
+        topology.world,
+        lambda: load(
+            settings.dataset,
+            data_dir=settings.data_dir,
+            download=settings.download,
+            train_samples=settings.train_samples,
+            test_samples=settings.test_samples,
+            image_size=settings.image_size,
+            seed=settings.seed,
+            rank=topology.world.rank,
+            size=topology.world_size,
+        ),
+    )
+
+
+def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.nn.Module:
+    """Build the model on the CPU from the seed, the same on every rank."""
+    torch.manual_seed(settings.seed)
+    return build_model(
+        settings.model, num_classes=num_classes, image_size=image_size, stem=settings.stem
+    )
+
+
+def make_groups(settings: Settings, model: torch.nn.Module, layout: Layout) -> Groups:
+    """Find the groups of `model` with the keep ratios of the settings."""
+    overrides = layer_keep_ratios(settings)
+    return find_groups(model, layout, settings.groups, settings.keep_ratio, overrides)
+
+
+def build_problem(
+    topology: Topology,
+    settings: Settings,
+    dataset: Dataset,
+    model: torch.nn.Module,
+    device: torch.device,
+    transport: Transport,
+) -> Problem:
+    """Place model and data on `device`; rank 0's parameters become everyone's.
+
+    Collective on `node`, `leader` and `world`.
+    """
+    moments = channel_moments(dataset.train).numpy()
+    hierarchical_sum_(topology.leader, topology.node, moments)
+    mean, std = normalisation(torch.from_numpy(moments))
+    look = {"mean": mean, "std": std, "device": device, "channels_last": settings.channels_last}
+    augment = settings.augment == "auto"
+    stream = BatchStream(
+        dataset.train,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        rank=topology.world.rank,
+        flip=dataset.flip and augment,
+        pad=dataset.pad if augment else 0,
+        **look,
+    )
+    model.to(device)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_floating_point():
+            bcast_(topology.world, tensor.detach().view(-1), transport)
+    # From here on the ranks' random numbers differ (dropout); the shards' order has its own.
+    torch.manual_seed(settings.seed * topology.world_size + topology.world.rank)
+    steps = settings.local_steps or max(1, round(settings.local_epochs * stream.steps_per_epoch))
+    return Problem(
+        model=model,
+        forward=torch.compile(model) if settings.compile else model,
+        loss=F.cross_entropy,
+        train=stream,
+        train_shard=dataset.train,
+        test=dataset.test,
+        batches=partial(evaluation_batches, **look),
+        steps=steps,
+    )

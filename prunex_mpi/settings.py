@@ -1,0 +1,299 @@
+"""Hold the settings of a run: one frozen dataclass, filled from presets, files and flags.
+
+Each value has one home. What describes the machine, the data and the output has its default
+here; what makes up the training recipe has none here and is set by the preset file.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from importlib import resources
+from typing import Any
+
+import tomli_w
+
+from prunex_mpi.errors import UserError
+from prunex_mpi.values import convert, nearest, quote, split_layer_keep_ratio
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PRESETS = ("recipe", "paper")
+_NO_DEFAULT = dataclasses.MISSING
+
+
+def _setting(section: str, text: str, default: Any = _NO_DEFAULT, **rules: Any) -> Any:
+    """Make a field; `rules` are choices, low, high (inclusive), above, below, share, optional."""
+    return dataclasses.field(default=default, metadata={"section": section, "help": text, **rules})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Carry every setting of a run, checked and resolved.
+
+    Field `a_b` is the flag `--a-b` and the TOML key `a-b`. Build one with `make`, `with_overrides`
+    or `prunex_mpi.cli.parse`: these convert, check and resolve, the constructor does not.
+    """
+
+    _S = "what to train"
+    preset: str = _setting(_S, "file of settings to start from", "recipe", choices=PRESETS)
+    method: str = _setting(_S, "training system", "prunex", choices=("prunex",))
+    model: str = _setting(
+        _S,
+        "resnet20, resnet18, ..., a torchvision classifier, or package.module:factory",
+        "resnet20",
+    )
+    stem: str = _setting(
+        _S,
+        "first layers of the torchvision ResNets; auto: cifar up to 64 pixels",
+        "auto",
+        choices=("auto", "cifar", "imagenet"),
+    )
+    seed: int = _setting(_S, "seed of weights, shuffles and augmentation", 0, low=0)
+
+    _S = "data"
+    dataset: str = _setting(
+        _S,
+        "images to train on; digits needs no files",
+        "digits",
+        choices=("digits", "cifar10", "cifar100", "imagefolder", "synthetic"),
+    )
+    data_dir: str = _setting(_S, "folder of the data", "data")
+    download: bool = _setting(_S, "fetch cifar10 or cifar100 when missing", False)
+    train_samples: int = _setting(_S, "images of the training set to use, 0 for all", 0, low=0)
+    test_samples: int = _setting(_S, "images of the test set to use, 0 for all", 0, low=0)
+    image_size: int = _setting(_S, "side in pixels, 0 for the data's own", 0, low=0)
+    augment: str = _setting(_S, "random crops and flips", "auto", choices=("auto", "off"))
+
+    _S = "local training"
+    outer_iterations: int = _setting(_S, "number of consensus rounds", low=1)
+    local_epochs: Fraction = _setting(_S, "epochs per outer iteration, such as 5 or 1/4", low=0)
+    local_steps: int = _setting(_S, "steps per outer iteration instead of epochs, 0 for off", low=0)
+    batch_size: int = _setting(_S, "images per rank and step", low=1)
+    lr: float = _setting(_S, "peak learning rate", above=0)
+    lr_schedule: str = _setting(_S, "learning rate curve", choices=("constant", "cosine", "step"))
+    lr_warmup: float = _setting(_S, "linear warm-up, as a fraction of all steps", low=0, below=1)
+    lr_final: float = _setting(_S, "end of the cosine, as a fraction of lr", low=0, high=1)
+    momentum: float = _setting(_S, "momentum of SGD", low=0, below=1)
+    weight_decay: float = _setting(_S, "L2 penalty lambda", low=0)
+
+    _S = "sparsity"
+    groups: tuple[str, ...] = _setting(
+        _S, "what is removed whole, composed in this order", choices=("filter", "channel", "shape")
+    )
+    keep_ratio: tuple[float, ...] = _setting(
+        _S, "fraction of the groups to keep, one for all or one per group", above=0, high=1
+    )
+    layer_keep_ratio: tuple[str, ...] = _setting(
+        _S, "PATTERN=RATIO for matching parameter names; the last match wins", optional=True
+    )
+    round_to: int = _setting(_S, "round kept groups up to a multiple of this", low=1)
+    mask_agreement: str = _setting(_S, "how nodes agree on a mask", choices=("or", "vote"))
+    warmup_iterations: int = _setting(
+        _S, "dense outer iterations at first, a count or a share such as 7/16", share=True
+    )
+    keep_ramp_iterations: int = _setting(
+        _S, "outer iterations to reach the keep ratio, a count or a share", share=True
+    )
+    freeze_iteration: int = _setting(
+        _S, "outer iteration that freezes the masks, a count or a share, 0 for never", share=True
+    )
+    freeze_drift: float = _setting(
+        _S, "freeze once the fraction of changed groups is at most this; negative for never"
+    )
+    freeze_window: int = _setting(_S, "outer iterations in a row for --freeze-drift", low=1)
+    after_freeze: str = _setting(_S, "training on the fixed support", choices=("local-sgd", "admm"))
+
+    _S = "consensus"
+    theta_start: str = _setting(_S, "start of each local phase", choices=("z", "theta"))
+    node_sync: str = _setting(
+        _S, "average inside the node at each step or once per iteration", choices=("step", "outer")
+    )
+    weight_decay_in: str = _setting(
+        _S, "weight decay in the local gradient or in the consensus", choices=("theta", "z")
+    )
+    bn: str = _setting(
+        _S, "BatchNorm statistics for evaluation", choices=("average", "recalibrate")
+    )
+
+    _S = "penalties and stopping"
+    penalty: str = _setting(_S, "course of rho", choices=("fixed", "ramp", "balance"))
+    rho1: float = _setting(_S, "penalty inside a node at the start", above=0)
+    rho2: float = _setting(_S, "penalty between nodes at the start", above=0)
+    rho_max: float = _setting(_S, "largest penalty", above=0)
+    rho_min: float = _setting(_S, "smallest penalty", above=0)
+    rho_factor: float = _setting(_S, "factor of one change of a penalty", above=1)
+    eps_abs: float = _setting(_S, "absolute tolerance of the residuals", low=0)
+    eps_rel: float = _setting(_S, "relative tolerance of the residuals", low=0)
+
+    _S = "machine"
+    device: str = _setting(_S, "where to compute", "auto", choices=("auto", "cpu", "cuda"))
+    amp: str = _setting(_S, "mixed precision", "off", choices=("off", "bf16", "fp16"))
+    channels_last: bool = _setting(_S, "keep images in NHWC order", False)
+    compile: bool = _setting(_S, "compile the model with torch.compile", False)
+    bucket_mib: float = _setting(_S, "size of a message buffer in MiB", 32.0, low=1e-4, high=2048)
+    mpi_buffers: str = _setting(
+        _S, "memory handed to MPI", "auto", choices=("auto", "host", "device")
+    )
+    ranks_per_node: int = _setting(
+        _S, "make virtual nodes of this many ranks, 0 for the real nodes", 0, low=0
+    )
+
+    _S = "output"
+    run_dir: str = _setting(
+        _S, "folder of the results; empty: a new one in runs/", "", optional=True
+    )
+    progress: str = _setting(_S, "progress bar on a terminal", "auto", choices=("auto", "off"))
+    evaluate_every: int = _setting(_S, "outer iterations between evaluations", 1, low=1)
+    dry_run: bool = _setting(_S, "print sizes and bytes, then stop without training", False)
+
+    del _S
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+
+
+def key_of(name: str) -> str:
+    """Return the TOML key, and the flag without its dashes, of a field."""
+    return name.replace("_", "-")
+
+
+def preset_values(preset: str) -> dict[str, Any]:
+    """Read a preset file; return converted values by field name."""
+    text = resources.files("prunex_mpi").joinpath("presets", f"{preset}.toml").read_text("utf-8")
+    return from_table(tomllib.loads(text), f"preset {preset}")
+
+
+def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Convert a TOML table to values by field name; a table `versions` is ignored.
+
+    Raises UserError for an unknown key and for a value of the wrong type or range.
+    """
+    names = {key_of(name): name for name in FIELDS}
+    values = {}
+    for key, value in table.items():
+        if key == "versions" and isinstance(value, dict):
+            continue
+        if key not in names:
+            guess = nearest(key, names)
+            raise UserError(f"unknown key {quote(key)} in {source}; did you mean {guess!r}?")
+        values[names[key]] = convert(FIELDS[names[key]], value, f"{key} in {source}")
+    return values
+
+
+def build(preset: str, layers: Sequence[Mapping[str, Any]]) -> Settings:
+    """Lay converted values over a preset, the later the stronger; resolve and check the result."""
+    values = {name: field.default for name, field in FIELDS.items()}
+    for layer in (preset_values(preset), *layers):
+        _lay_over(values, layer)
+    return _resolve({**values, "preset": preset})
+
+
+def make(preset: str = "recipe", **overrides: object) -> Settings:
+    """Return a preset's settings with `overrides`, checked as flags are.
+
+    Raises UserError for an unknown name or a bad value.
+    """
+    preset = convert(FIELDS["preset"], preset, "preset")
+    return build(preset, [_convert_all(overrides)])
+
+
+def with_overrides(settings: Settings, **changes: object) -> Settings:
+    """Return a copy with some values replaced, checked like any other.
+
+    Raises UserError for an unknown name, a bad value, or another preset.
+    """
+    if changes.get("preset", settings.preset) != settings.preset:
+        raise UserError("preset cannot be changed in settings that are already resolved")
+    values = {name: getattr(settings, name) for name in FIELDS}
+    _lay_over(values, _convert_all(changes))
+    return _resolve(values)
+
+
+def layer_keep_ratios(settings: Settings) -> tuple[tuple[str, float], ...]:
+    """Return the (pattern, ratio) pairs of `layer_keep_ratio` in order."""
+    return tuple(split_layer_keep_ratio(item) for item in settings.layer_keep_ratio)
+
+
+def to_toml(settings: Settings, extra: Mapping[str, object]) -> str:
+    """Write settings as TOML text that `--config` reads back to an equal Settings.
+
+    `extra` (the versions of the software) becomes the table `[versions]`, which is not read back.
+    """
+    table: dict[str, Any] = {}
+    for name in FIELDS:
+        value = getattr(settings, name)
+        if isinstance(value, Fraction):
+            value = int(value) if value.denominator == 1 else str(value)
+        table[key_of(name)] = list(value) if isinstance(value, tuple) else value
+    table["versions"] = {key: str(value) for key, value in extra.items()}
+    return tomli_w.dumps(table)
+
+
+def _convert_all(values: Mapping[str, object]) -> dict[str, Any]:
+    for name in values:
+        if name not in FIELDS:
+            raise UserError(f"unknown setting {name!r}; did you mean {nearest(name, FIELDS)!r}?")
+    return {name: convert(FIELDS[name], value, key_of(name)) for name, value in values.items()}
+
+
+def _lay_over(values: dict[str, Any], layer: Mapping[str, Any]) -> None:
+    """Update `values`; epochs and steps exclude each other, so the stronger layer's one counts."""
+    epochs, steps = layer.get("local_epochs", 0), layer.get("local_steps", 0)
+    if epochs and steps:
+        raise UserError("local-epochs and local-steps are both given; keep one of them")
+    values.update(layer)
+    if epochs:
+        values["local_steps"] = 0
+
+
+def _resolve(values: dict[str, Any]) -> Settings:
+    """Turn shares into iterations, drop the epochs that steps replace, check the whole."""
+    outer = values["outer_iterations"]
+    for name, field in FIELDS.items():
+        if field.metadata.get("share"):
+            value = Fraction(values[name])
+            count = math.floor(value * outer + Fraction(1, 2)) if value < 1 else int(value)
+            # 0 means "never" for the freeze: a short run must not turn it off by rounding.
+            values[name] = max(count, 1) if name == "freeze_iteration" and value else count
+    if values["local_steps"]:
+        values["local_epochs"] = Fraction(0)
+    settings = Settings(**values)
+    _check_together(settings)
+    return settings
+
+
+def _check_together(settings: Settings) -> None:
+    """Refuse values that are fine alone and wrong together."""
+    s = settings
+    if not s.local_epochs and not s.local_steps:
+        raise UserError("local-epochs and local-steps are both 0; give one of them")
+    if len(s.keep_ratio) not in (1, len(s.groups)):
+        raise UserError(
+            f"keep-ratio has {len(s.keep_ratio)} values for {len(s.groups)} groups; "
+            "give one for all or one per group"
+        )
+    target = s.warmup_iterations + s.keep_ramp_iterations
+    last = min(s.freeze_iteration or s.outer_iterations, s.outer_iterations)
+    if s.freeze_iteration > s.outer_iterations:
+        raise UserError(
+            f"freeze-iteration {s.freeze_iteration} is after the last of {s.outer_iterations} "
+            "outer-iterations; lower it, give a share such as 10/16, or 0 for never"
+        )
+    if target > last:
+        end = "freeze-iteration" if s.freeze_iteration else "outer-iterations"
+        raise UserError(
+            f"warmup-iterations + keep-ramp-iterations = {target} is beyond {end} {last}: "
+            "the keep ratio would never be reached"
+        )
+    if s.rho_min > s.rho_max:
+        raise UserError(f"rho-min {s.rho_min} is above rho-max {s.rho_max}")
+    for key, rho in (("rho1", s.rho1), ("rho2", s.rho2)):
+        if not s.rho_min <= rho <= s.rho_max:
+            raise UserError(
+                f"{key} {rho} must lie between rho-min {s.rho_min} and rho-max {s.rho_max}"
+            )

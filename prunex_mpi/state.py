@@ -1,0 +1,152 @@
+"""The variables of H-SADMM on one rank, and the operations that touch several of them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from prunex_mpi import batchnorm
+from prunex_mpi.compaction import Plan, build_plan
+from prunex_mpi.data import BatchStream, Shard
+from prunex_mpi.layout import Layout, flatten_
+from prunex_mpi.settings import Settings
+from prunex_mpi.sparsity import Factors, Groups, apply_factors_, build_factors
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained: this rank's f_ij and its share of the test set.
+
+    `forward` is `model`, compiled or not. `steps` is the number of local steps of phase 1.
+    `batches(shard, batch_size=...)` yields (images, labels) in order, without augmentation;
+    with no `test` set nothing is evaluated.
+    """
+
+    model: nn.Module
+    forward: Callable[[Tensor], Tensor]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    train: BatchStream
+    train_shard: Shard
+    test: Shard | None
+    batches: Callable[..., Iterator[tuple[Tensor, Tensor]]]
+    steps: int
+
+
+@dataclass
+class Traffic:
+    """Bytes that one leader hands to collectives in one outer iteration."""
+
+    payload: int = 0
+    mask: int = 0
+    intra: int = 0
+    evaluate: int = 0
+
+
+@dataclass
+class State:
+    """Flat vectors of `layout` on one device, host arrays per layer, and the mask in force.
+
+    theta, grad, u, v, z_node, z and scratch hold `layout.numel` elements. `payload` has room for
+    all of them and the BatchNorm statistics until the masks freeze. `scratch` holds nothing between
+    phases. `consensus_sgd` says that the masks are frozen and the duals retired.
+    """
+
+    layout: Layout
+    groups: Groups
+    bn_modules: list[_BatchNorm]
+    theta: Tensor
+    grad: Tensor
+    optimizer: torch.optim.SGD
+    scaler: torch.amp.GradScaler
+    u: Tensor
+    v: Tensor
+    z_node: Tensor
+    z: Tensor
+    scratch: Tensor
+    payload: Tensor
+    stats: Tensor
+    rho1: np.ndarray
+    rho2: np.ndarray
+    mask: np.ndarray
+    factors: Factors
+    plan: Plan
+    frozen: bool = False
+    consensus_sgd: bool = False
+
+    @property
+    def message(self) -> Tensor:
+        """The part of `payload` that travels: compact parameters, then BatchNorm statistics."""
+        return self.payload[: self.plan.numel + self.stats.numel()]
+
+
+def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Settings) -> State:
+    """Allocate the variables: consensus starts at the model's parameters, duals at 0."""
+    theta, grad = flatten_(model, layout)
+    bn_modules = batchnorm.find(model)
+    stats = theta.new_empty(batchnorm.numel(bn_modules))
+    batchnorm.read_(bn_modules, stats)
+    mask = np.ones(groups.total, dtype=bool)
+    # The fused step makes no temporaries: one pass for weight decay, momentum and update.
+    optimizer = torch.optim.SGD([theta], lr=settings.lr, momentum=settings.momentum, fused=True)
+    layers = len(layout.segments)
+    return State(
+        layout=layout,
+        groups=groups,
+        bn_modules=bn_modules,
+        theta=theta,
+        grad=grad,
+        optimizer=optimizer,
+        scaler=torch.amp.GradScaler(theta.device.type, enabled=settings.amp == "fp16"),
+        u=torch.zeros_like(theta),
+        v=torch.zeros_like(theta),
+        z_node=theta.clone(),
+        z=theta.clone(),
+        scratch=torch.empty_like(theta),
+        payload=theta.new_empty(layout.numel + stats.numel()),
+        stats=stats,
+        rho1=np.full(layers, settings.rho1),
+        rho2=np.full(layers, settings.rho2),
+        mask=mask,
+        factors=build_factors(mask, groups, theta.device, theta.dtype),
+        plan=build_plan(layout, groups, mask, theta.device),
+    )
+
+
+def adopt_mask(state: State, mask: np.ndarray) -> None:
+    """Make `mask` the one in force: its factors and its compaction plan."""
+    state.mask = mask
+    state.factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
+    state.plan = build_plan(state.layout, state.groups, mask, state.theta.device)
+
+
+def freeze(state: State, consensus_sgd: bool) -> None:
+    """Fix the mask in force: from now on theta, duals and momentum live on it.
+
+    With `consensus_sgd` the duals are retired (u = v = 0) and the payload shrinks to what travels;
+    without, they are masked, which keeps sum_i P_i v_i = 0.
+    """
+    state.frozen = True
+    state.consensus_sgd = consensus_sgd
+    momentum = state.optimizer.state[state.theta].get("momentum_buffer")
+    for flat in (state.theta, momentum, state.u, state.v):
+        if flat is not None:
+            apply_factors_(flat, state.layout, state.groups, state.factors)
+    if consensus_sgd:
+        state.u.zero_()
+        state.v.zero_()
+        state.payload = state.theta.new_empty(state.plan.numel + state.stats.numel())
+
+
+@contextmanager
+def weights(state: State, values: Tensor) -> Iterator[None]:
+    """Run the model with `values` as its parameters; theta is restored afterwards."""
+    state.scratch.copy_(state.theta)
+    state.theta.copy_(values)
+    try:
+        yield
+    finally:
+        state.theta.copy_(state.scratch)

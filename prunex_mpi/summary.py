@@ -1,0 +1,174 @@
+"""What a run leaves behind: its totals, the closing table, the delivered weights, the dry run."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import save_file
+from torch import nn
+
+from prunex_mpi import batchnorm
+from prunex_mpi.comm import Topology
+from prunex_mpi.compaction import build_plan
+from prunex_mpi.data import load
+from prunex_mpi.layout import build_layout
+from prunex_mpi.logs import format_table
+from prunex_mpi.problem import make_groups, make_model
+from prunex_mpi.schedule import strictness
+from prunex_mpi.settings import Settings
+from prunex_mpi.sparsity import Groups, kept_numel, select
+from prunex_mpi.state import State, weights
+
+MIB = 2**20
+CIFAR_SIDE = 32
+
+
+def save_model(path: Path, state: State, model: nn.Module) -> None:
+    """Write state.safetensors, the state dict of the delivered model: z masked."""
+    with weights(state, state.z):
+        tensors = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
+    save_file(tensors, path / "state.safetensors")
+
+
+def summarise(
+    settings: Settings,
+    topology: Topology,
+    state: State,
+    records: list[dict[str, Any]],
+    status: str,
+) -> dict[str, Any]:
+    """Return summary.json: totals over the run and the last iteration's quality."""
+    last = records[-1]
+    prunable = state.groups.prunable_numel
+    kept = sum(kept_numel(state.mask, state.groups))
+    sums = {
+        key: {name: sum(r[key][name] for r in records) for name in last[key]}
+        for key in ("seconds", "bytes")
+    }
+    return {
+        "status": status,
+        "iterations": len(records),
+        "test_accuracy": last["test_accuracy"],
+        "test_loss": last["test_loss"],
+        "density": last["density"],
+        "parameters": state.layout.numel,
+        "parameters_kept": state.layout.numel - prunable + kept,
+        "prunable": prunable,
+        "prunable_kept": kept,
+        "seconds": sums["seconds"],
+        "bytes": sums["bytes"],
+        "nodes": list(topology.node_sizes),
+        "model": settings.model,
+        "dataset": settings.dataset,
+    }
+
+
+def closing_table(summary: dict[str, Any], run_dir: Path) -> str:
+    """Return the table that ends a run."""
+    accuracy = summary["test_accuracy"]
+    sent, seconds = summary["bytes"], summary["seconds"]
+    dense = sent["dense"]
+    share = f"{100 * sent['payload'] / dense:.1f} % of dense"
+    phases = ", ".join(f"{k} {v:.2f}" for k, v in seconds.items() if k != "total")
+    rows = [
+        ("status", f"{summary['status']} after {summary['iterations']} outer iterations"),
+        (
+            "test accuracy of the pruned model",
+            "not evaluated" if accuracy is None else f"{100 * accuracy:.2f} %",
+        ),
+        (
+            "parameters",
+            f"{summary['parameters']:,} before, {summary['parameters_kept']:,} after pruning",
+        ),
+        (
+            "prunable weights kept",
+            f"{summary['prunable_kept']:,} of {summary['prunable']:,} "
+            f"(density {summary['density']:.3f})",
+        ),
+        ("bytes between nodes per leader, dense", f"{dense / MIB:.2f} MiB"),
+        ("bytes between nodes per leader, sent", f"{sent['payload'] / MIB:.2f} MiB ({share})"),
+        ("  and for mask agreement", f"{sent['mask'] / MIB:.2f} MiB"),
+        ("bytes inside a node per leader", f"{sent['intra'] / MIB:.2f} MiB"),
+        ("seconds per phase", phases),
+        ("seconds in all", f"{summary['seconds_total']:.1f}"),
+        ("results", str(run_dir)),
+    ]
+    return format_table(rows)
+
+
+def dry_run(settings: Settings, topology: Topology) -> str:
+    """Return the payload per outer iteration and over the run, without training.
+
+    Exact for one kind of group under `vote`; for compositions and before the freeze under `or` the
+    masks decide, and the text says so. No communication.
+    """
+    if settings.dataset.startswith("cifar"):
+        num_classes = int(settings.dataset.removeprefix("cifar"))
+        image_size = settings.image_size or CIFAR_SIDE
+    else:
+        # One image of each half tells sizes and classes.
+        data = load(
+            settings.dataset,
+            data_dir=settings.data_dir,
+            download=False,
+            train_samples=1,
+            test_samples=1,
+            image_size=settings.image_size,
+            seed=settings.seed,
+            rank=0,
+            size=1,
+        )
+        num_classes, image_size = data.num_classes, data.image_size
+    model = make_model(settings, num_classes, image_size)
+    layout = build_layout(model)
+    groups = make_groups(settings, model, layout)
+    parameter = next(model.parameters())
+    size, statistics = parameter.element_size(), batchnorm.numel(batchnorm.find(model))
+
+    def travelling(strict: float) -> int:
+        mask = _nominal_mask(groups, strict, settings.round_to)
+        return build_plan(layout, groups, mask, parameter.device).numel + statistics
+
+    dense, final = layout.numel + statistics, travelling(1.0)
+    run = [
+        strictness(k, settings.warmup_iterations, settings.keep_ramp_iterations)
+        for k in range(1, settings.outer_iterations + 1)
+    ]
+    by_strictness = {s: travelling(s) for s in set(run)}
+    total = sum(by_strictness[s] for s in run)
+    kept = sum(kept_numel(_nominal_mask(groups, 1.0, settings.round_to), groups))
+    quality = ""
+    if len(groups.kinds) > 1:
+        quality = " (an upper bound: how compositions overlap depends on the weights)"
+    if settings.mask_agreement == "or":
+        quality = " (a lower bound before the freeze: a union of masks may hold more groups)"
+
+    def size_of(elements: int) -> str:
+        return f"{elements * size:,} B ({elements * size / MIB:.2f} MiB)"
+
+    rows = [
+        ("model", f"{settings.model}, {layout.numel:,} parameters, {statistics:,} statistics"),
+        ("groups", f"{' then '.join(settings.groups)}, {groups.total:,} groups"),
+        ("topology", f"{topology.num_nodes} nodes of {list(topology.node_sizes)} ranks"),
+        ("prunable weights kept", f"{kept:,} of {groups.prunable_numel:,}"),
+        ("dense payload per outer iteration", size_of(dense)),
+        (
+            "payload per outer iteration at the keep ratio",
+            f"{size_of(final)}, {100 * final / dense:.1f} % of dense{quality}",
+        ),
+        (
+            f"payload over {settings.outer_iterations} outer iterations",
+            f"{size_of(total)}, dense {size_of(dense * len(run))}",
+        ),
+        *(("not pruned", text) for text in groups.excluded),
+    ]
+    return format_table(rows)
+
+
+def _nominal_mask(groups: Groups, strict: float, round_to: int) -> np.ndarray:
+    """Keep the first alpha groups of every selection: any mask of the same sizes travels alike."""
+    mask = np.zeros(groups.total, dtype=bool)
+    for selections in groups.kinds:
+        start, stop = selections[0].start, selections[-1].stop
+        mask[start:stop] = select(np.zeros(stop - start), selections, strict, round_to)
+    return mask

@@ -1,0 +1,159 @@
+"""Train and prune a network over MPI: `mpirun -n 4 python -m prunex_mpi.train [flags]`.
+
+The algorithm itself is in hsadmm.py; this program reads settings, makes communicators and files,
+and prints. Nothing that starts MPI or loads torch is imported before the flags are parsed.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prunex_mpi import __version__
+from prunex_mpi.cli import parse
+from prunex_mpi.errors import FAILURE, UserError
+from prunex_mpi.settings import Settings, to_toml
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit code, the same on every rank."""
+    settings, error = None, None
+    try:
+        settings = parse(sys.argv[1:] if argv is None else argv)
+    except UserError as caught:
+        error = caught
+    from mpi4py import MPI
+
+    from prunex_mpi.comm import raise_together
+
+    world = MPI.COMM_WORLD
+    abort_on_exceptions(world)
+    try:
+        raise_together(world, error)
+        return train(world, settings)
+    except UserError as caught:
+        # Raised on every rank alike, so every rank leaves by itself and one of them speaks.
+        if world.rank == 0:
+            print(f"prunex_mpi.train: error: {caught}", file=sys.stderr, flush=True)
+        world.Barrier()
+        return caught.exit_code
+
+
+def abort_on_exceptions(world: "MPI.Comm") -> None:
+    """End the whole job when an exception leaves this rank: the others would wait for it."""
+
+    def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        if issubclass(kind, OSError):
+            where = f" ({value.filename})" if getattr(value, "filename", None) else ""
+            print(f"rank {world.rank}: {kind.__name__}: {value}{where}", file=sys.stderr)
+        else:
+            sys.__excepthook__(kind, value, trace)
+        sys.stderr.flush()
+        world.Abort(FAILURE)
+
+    sys.excepthook = hook
+
+
+def train(world: "MPI.Comm", settings: Settings) -> int:
+    """Set up the job, iterate and write the run directory. Collective on `world`."""
+    import torch
+
+    from prunex_mpi import hsadmm, summary
+    from prunex_mpi.collectives import build_transport
+    from prunex_mpi.comm import (
+        broadcast_text,
+        build_topology,
+        describe,
+        free_topology,
+        library_name,
+        raise_together,
+        require_same,
+        together,
+    )
+    from prunex_mpi.devices import (
+        choose_device,
+        lone_singleton,
+        resolve_mpi_buffers,
+        set_threads,
+    )
+    from prunex_mpi.layout import build_layout
+    from prunex_mpi.logs import Progress, RunDirectory, log, set_up_logging
+    from prunex_mpi.problem import (
+        build_problem,
+        load_dataset,
+        make_groups,
+        make_model,
+    )
+    from prunex_mpi.state import build_state
+
+    # Find the ranks and agree that they were started alike.
+    started = time.time()
+    set_up_logging(world.rank, world.size)
+    singleton = lone_singleton(world)
+    raise_together(world, UserError(singleton) if singleton else None)
+    versions = {"prunex_mpi": __version__, "torch": torch.__version__, "mpi": library_name()}
+    versions["python"] = sys.version.split()[0]
+    require_same(world, "the settings or the versions of the software", to_toml(settings, versions))
+    topology = build_topology(world, settings.ranks_per_node)
+    device = together(world, lambda: choose_device(settings.device, topology.host_rank))
+    threads = set_threads(topology.host_size)
+    line = describe(topology, f"{device}, {threads} threads")
+    if world.rank == 0:
+        log.info("%s", line)
+
+    # Load the data, build the model, find what can be pruned.
+    mpi_buffers, reason = resolve_mpi_buffers(topology, settings.mpi_buffers, device)
+    transport = build_transport(device, settings.bucket_mib, mpi_buffers)
+    if device.type == "cuda":
+        log.info("MPI buffers: %s (%s)", mpi_buffers, reason)
+    if settings.dry_run:
+        text = together(world, lambda: summary.dry_run(settings, topology))
+        if world.rank == 0:
+            print(text, flush=True)
+        free_topology(topology)
+        return 0
+    dataset = load_dataset(topology, settings)
+    model = together(world, lambda: make_model(settings, dataset.num_classes, dataset.image_size))
+    problem = build_problem(topology, settings, dataset, model, device, transport)
+    layout = together(world, lambda: build_layout(model))
+    groups = together(world, lambda: make_groups(settings, model, layout))
+    for excluded in groups.excluded:
+        log.info("not pruned: %s", excluded)
+    state = build_state(model, layout, groups, settings)
+
+    # Open the run directory on rank 0.
+    chosen = settings.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{settings.model}"
+    path = Path(broadcast_text(world, chosen))
+    config = to_toml(settings, versions)
+    run = together(world, lambda: RunDirectory(path, config) if world.rank == 0 else None)
+
+    # Iterate.
+    progress = Progress(settings.outer_iterations, settings.progress, world.rank)
+    records = []
+    for record in hsadmm.outer_iterations(topology, state, problem, settings, transport):
+        layers = record.pop("layers")
+        status = record.pop("status")
+        records.append(record)
+        if run is not None:
+            run.append("metrics.jsonl", [record])
+            run.append("layers.jsonl", layers)
+        progress.update(record)
+    progress.close()
+
+    # Deliver the masked z.
+    if run is not None:
+        summary.save_model(run.path, state, model)
+        totals = summary.summarise(settings, topology, state, records, status)
+        totals["seconds_total"] = time.time() - started
+        run.write_summary(totals)
+        print(summary.closing_table(totals, run.path), flush=True)
+    free_topology(topology)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,313 @@
+"""H-SADMM of all ranks simulated in one process, without MPI and without the package's mathematics.
+
+Everything is per tensor, in dictionaries, with loops: slow and plain, so that it can be compared
+with algorithm and equations line by line. It shares with the package only the data a rank sees.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+
+def conv_shapes(model):
+    """Return {weight name: (conv groups, is first conv, is last without Linear)} of all convs."""
+    convs = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Conv2d)]
+    has_linear = any(isinstance(m, nn.Linear) for m in model.modules())
+    return {
+        f"{n}.weight": (m.groups, i == 0, i == len(convs) - 1 and not has_linear)
+        for i, (n, m) in enumerate(convs)
+    }
+
+
+def slices_of(weight, kind, conv_groups):
+    """Yield lists of element masks: one list per selection, one mask per group."""
+    rows_per_group = weight.shape[0] // conv_groups
+    if kind == "filter":
+        masks = []
+        for o in range(weight.shape[0]):
+            mask = torch.zeros_like(weight, dtype=torch.bool)
+            mask[o] = True
+            masks.append(mask)
+        yield masks
+        return
+    for q in range(conv_groups):
+        rows = slice(q * rows_per_group, (q + 1) * rows_per_group)
+        masks = []
+        for c in range(weight.shape[1]):
+            if kind == "channel":
+                mask = torch.zeros_like(weight, dtype=torch.bool)
+                mask[rows, c] = True
+                masks.append(mask)
+            else:
+                for y in range(weight.shape[2]):
+                    for x in range(weight.shape[3]):
+                        mask = torch.zeros_like(weight, dtype=torch.bool)
+                        mask[rows, c, y, x] = True
+                        masks.append(mask)
+        yield masks
+
+
+def is_prunable(weight, kind, info):
+    _, first, classifier = info
+    if kind == "filter":
+        return not classifier
+    count = weight.shape[1] * (1 if kind == "channel" else weight.shape[2] * weight.shape[3])
+    return not first and count > 1
+
+
+def keep_of(count, ratio):
+    alpha = int(ratio * count)
+    if alpha < ratio * count - 1e-9:
+        alpha += 1
+    return max(alpha, 1)
+
+
+def project(candidates, infos, kinds, ratio, node_weights):
+    """Return {name: element mask} of the support shared by `candidates`, a list of {name: tensor}.
+
+    With one candidate this is its own projection; with several, their weighted energies are added.
+    Kinds are applied one after the other, each to what the one before left.
+    """
+    masks = {}
+    for name, info in infos.items():
+        weights = [c[name] for c in candidates]
+        support = torch.ones_like(weights[0], dtype=torch.bool)
+        for kind in kinds:
+            if not is_prunable(weights[0], kind, info):
+                continue
+            kept = torch.zeros_like(support)
+            for groups in slices_of(weights[0], kind, info[0]):
+                energies = [
+                    sum(
+                        p * float(((w * support)[g].double() ** 2).sum())
+                        for p, w in zip(node_weights, weights, strict=True)
+                    )
+                    for g in groups
+                ]
+                order = sorted(range(len(groups)), key=lambda i: (-energies[i], i))
+                for i in order[: keep_of(len(groups), ratio)]:
+                    kept |= groups[i]
+            support &= kept
+        masks[name] = support
+    return masks
+
+
+@dataclass
+class Rank:
+    model: nn.Module
+    stream: object
+    optimizer: object
+    u: dict = field(default_factory=dict)
+
+
+def parameters(model):
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+
+def batchnorms(model):
+    return {n: m for n, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
+
+
+def masked(values, masks):
+    return {n: v * masks[n].to(v.dtype) if n in masks else v for n, v in values.items()}
+
+
+def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
+    """Run `s.outer_iterations` outer iterations; return one SimpleNamespace per iteration.
+
+    `s` has the fields of the package's settings that matter here, and `steps` local steps.
+    """
+    names = list(parameters(model))
+    infos = conv_shapes(model)
+    total_ranks, nodes = sum(node_sizes), len(node_sizes)
+    node_of = [i for i, size in enumerate(node_sizes) for _ in range(size)]
+    start = {n: p.detach().clone() for n, p in parameters(model).items()}
+    ranks = []
+    for stream in streams:
+        mine = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(mine.parameters(), lr=s.lr, momentum=s.momentum)
+        zero = {n: torch.zeros_like(v) for n, v in start.items()}
+        ranks.append(Rank(mine, stream, optimizer, zero))
+    z = {n: v.clone() for n, v in start.items()}
+    z_node = [{n: v.clone() for n, v in start.items()} for _ in range(nodes)]
+    v = [{n: torch.zeros_like(x) for n, x in start.items()} for _ in range(nodes)]
+    rho1 = dict.fromkeys(names, s.rho1)
+    rho2 = dict.fromkeys(names, s.rho2)
+    mask = {n: torch.ones_like(start[n], dtype=torch.bool) for n in infos}
+    frozen = sgd_only = False
+    history = []
+    for k in range(1, s.outer_iterations + 1):
+        past = k - s.warmup_iterations
+        if past <= 0:
+            strict = 0.0
+        elif past >= max(1, s.keep_ramp_iterations):
+            strict = 1.0
+        else:
+            strict = 1 - (1 - past / s.keep_ramp_iterations) ** 3
+        ratio = 1 - strict * (1 - s.keep_ratio)
+
+        # Phase 1
+        for r in ranks:
+            if s.theta_start == "z" or sgd_only:
+                for n, p in parameters(r.model).items():
+                    p.data.copy_(z[n])
+            r.model.train()
+        losses = [0.0] * total_ranks
+        for _ in range(s.steps):
+            for j, r in enumerate(ranks):
+                images, labels = r.stream.next()
+                r.optimizer.zero_grad()
+                loss = loss_fn(r.model(images), labels)
+                loss.backward()
+                losses[j] += float(loss.detach()) / s.steps
+            if s.node_sync == "step":
+                for i in range(nodes):
+                    mine = [r for j, r in enumerate(ranks) if node_of[j] == i]
+                    for n in names:
+                        grads = [parameters(r.model)[n].grad for r in mine]
+                        mean = sum(grads) / len(grads)
+                        for g in grads:
+                            g.copy_(mean)
+            for j, r in enumerate(ranks):
+                for n, p in parameters(r.model).items():
+                    if s.weight_decay_in == "theta" or sgd_only:
+                        p.grad += s.weight_decay * p.data
+                    if not sgd_only:
+                        p.grad += rho1[n] * (p.data - z_node[node_of[j]][n] + r.u[n])
+                    if frozen and n in mask:
+                        p.grad *= mask[n]
+                r.optimizer.step()
+        theta = [{n: p.detach().clone() for n, p in parameters(r.model).items()} for r in ranks]
+
+        # Phase 2
+        decay = s.weight_decay if s.weight_decay_in == "z" else 0.0
+        candidate = []
+        for i in range(nodes):
+            mine = [j for j in range(total_ranks) if node_of[j] == i]
+            c = {}
+            for n in names:
+                a = sum(theta[j][n] + ranks[j].u[n] for j in mine) / len(mine)
+                gamma = decay + rho1[n] + rho2[n]
+                c[n] = a if sgd_only else (rho1[n] * a + rho2[n] * (z[n] - v[i][n])) / gamma
+            candidate.append(c)
+
+        # Phase 3 and the masks of phase 4
+        freeze_now = not frozen and k == s.freeze_iteration
+        vote = s.mask_agreement == "vote" or freeze_now or k == s.outer_iterations
+        node_masks = [mask] * nodes
+        if not frozen:
+            if vote:
+                mask = project(candidate, infos, s.groups, ratio, node_sizes)
+                node_masks = [mask] * nodes
+            else:
+                node_masks = [project([c], infos, s.groups, ratio, [1]) for c in candidate]
+                mask = {n: sum(m[n].int() for m in node_masks) > 0 for n in infos}
+                # What travels is rows times columns of the union, which holds every support.
+                for n in infos:
+                    mask[n] = rows_times_columns(mask[n], infos[n][0])
+        if freeze_now:
+            frozen, sgd_only = True, s.after_freeze == "local-sgd"
+            for j, r in enumerate(ranks):
+                theta[j] = masked(theta[j], mask)
+                r.u = masked(r.u, mask)
+                for n, p in parameters(r.model).items():
+                    p.data.copy_(theta[j][n])
+                    buffer = r.optimizer.state[p].get("momentum_buffer")
+                    if n in mask and buffer is not None:
+                        buffer *= mask[n]
+            v = [masked(x, mask) for x in v]
+            if sgd_only:
+                for r in ranks:
+                    r.u = {n: torch.zeros_like(x) for n, x in r.u.items()}
+                v = [{n: torch.zeros_like(x) for n, x in y.items()} for y in v]
+        old_z_node, old_z = z_node, z
+        z_node = [masked(c, m) for c, m in zip(candidate, node_masks, strict=True)]
+
+        # Phase 4
+        z = {}
+        for n in names:
+            weighted = [p * (z_node[i][n] + v[i][n]) for i, p in enumerate(node_sizes)]
+            z[n] = sum(weighted) / total_ranks
+        outside = max(
+            (float(z[n][~mask[n]].abs().max()) for n in mask if not mask[n].all()), default=0.0
+        )
+        z = masked(z, mask)
+        for n in batchnorms(model):
+            modules = [batchnorms(r.model)[n] for r in ranks]
+            mean = sum(m.running_mean for m in modules) / total_ranks
+            second = sum(m.running_var + m.running_mean**2 for m in modules) / total_ranks
+            for m in modules:
+                m.running_mean.copy_(mean)
+                m.running_var.copy_(second - mean**2)
+
+        # Phase 5
+        residuals = {}
+        for n in names:
+            pri1 = sum(
+                float(((theta[j][n] - z_node[node_of[j]][n]) ** 2).sum())
+                for j in range(total_ranks)
+            )
+            pri2 = sum(
+                p * float(((z_node[i][n] - z[n]) ** 2).sum()) for i, p in enumerate(node_sizes)
+            )
+            dual1 = sum(
+                p * float(((z_node[i][n] - old_z_node[i][n]) ** 2).sum())
+                for i, p in enumerate(node_sizes)
+            )
+            dual2 = total_ranks * float(((z[n] - old_z[n]) ** 2).sum())
+            residuals[n] = (
+                pri1**0.5,
+                rho1[n] * dual1**0.5,
+                pri2**0.5,
+                rho2[n] * dual2**0.5,
+            )
+        if not sgd_only:
+            for j, r in enumerate(ranks):
+                r.u = {n: r.u[n] + theta[j][n] - z_node[node_of[j]][n] for n in names}
+            v = [{n: v[i][n] + z_node[i][n] - z[n] for n in names} for i in range(nodes)]
+        history.append(
+            SimpleNamespace(
+                theta=theta,
+                u=[dict(r.u) for r in ranks],
+                v=[dict(x) for x in v],
+                z_node=z_node,
+                z=z,
+                mask=mask,
+                residuals=residuals,
+                loss=sum(losses) / total_ranks,
+                rho1=dict(rho1),
+                rho2=dict(rho2),
+                outside=outside,
+                statistics={
+                    n: (m.running_mean.clone(), m.running_var.clone())
+                    for n, m in batchnorms(ranks[0].model).items()
+                },
+            )
+        )
+        if sgd_only or s.penalty == "fixed":
+            continue
+        for n in names:
+            for rho, duals, primal, dual in (
+                (rho1, [r.u for r in ranks], residuals[n][0], residuals[n][1]),
+                (rho2, v, residuals[n][2], residuals[n][3]),
+            ):
+                new = rho[n]
+                if s.penalty == "ramp" or primal > 10 * dual:
+                    new = min(rho[n] * s.rho_factor, s.rho_max)
+                elif dual > 10 * primal:
+                    new = max(rho[n] / s.rho_factor, s.rho_min)
+                for x in duals:
+                    x[n] = x[n] * (rho[n] / new)
+                rho[n] = new
+    return history
+
+
+def rows_times_columns(mask, conv_groups):
+    """Return the smallest product of kept rows and kept columns (per conv group) holding `mask`."""
+    blocks = mask.view(conv_groups, mask.shape[0] // conv_groups, -1)
+    rows = blocks.any(dim=2, keepdim=True)
+    columns = blocks.any(dim=1, keepdim=True)
+    return (rows & columns).view(mask.shape)

@@ -1,0 +1,131 @@
+"""Consensus of running statistics, and their estimation on other weights."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from prunex_mpi import batchnorm
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Conv2d(4, 2, 3),
+        nn.BatchNorm2d(2, momentum=0.3),
+        nn.BatchNorm2d(2, track_running_stats=False),
+        nn.GroupNorm(1, 2),
+    )
+
+
+def set_statistics(module: nn.Module, data: Tensor) -> None:
+    """Set what a module would know of `data` [samples, channels], as population moments."""
+    module.running_mean.copy_(data.mean(dim=0))
+    module.running_var.copy_(data.var(dim=0, unbiased=False))
+
+
+def test_find_takes_only_modules_that_keep_statistics_and_each_once() -> None:
+    model = small_model()
+    shared = nn.Sequential(model, model[1])
+    assert batchnorm.find(shared) == [model[1], model[5]]
+    assert batchnorm.numel(batchnorm.find(shared)) == 2 * 4 + 2 * 2
+    assert batchnorm.find(nn.Conv2d(1, 1, 1)) == []
+
+
+def test_writing_what_was_read_changes_nothing() -> None:
+    modules = batchnorm.find(small_model().double())
+    for module in modules:
+        module.running_mean.normal_()
+        module.running_var.uniform_(0.5, 2)
+    before = [(m.running_mean.clone(), m.running_var.clone()) for m in modules]
+    flat = torch.full((batchnorm.numel(modules),), torch.nan, dtype=torch.float64)
+    batchnorm.read_(modules, flat)
+    assert torch.equal(flat[:4], modules[0].running_mean)
+    assert torch.equal(flat[8:10], modules[1].running_mean)
+    for module in modules:
+        module.reset_running_stats()
+    batchnorm.write(modules, flat)
+    for module, (mean, variance) in zip(modules, before, strict=True):
+        assert torch.equal(module.running_mean, mean)
+        torch.testing.assert_close(module.running_var, variance, rtol=1e-12, atol=0)
+
+
+def test_averaging_moments_of_shards_gives_the_statistics_of_the_pooled_data() -> None:
+    torch.manual_seed(1)
+    # Shards of different means: averaging variances alone would miss the spread between them.
+    shards = [torch.randn(50, 4, dtype=torch.float64) * s + s for s in (0.5, 1.0, 3.0, 7.0)]
+    total = torch.zeros(8, dtype=torch.float64)
+    for data in shards:
+        module = nn.BatchNorm2d(4).double()
+        set_statistics(module, data)
+        flat = torch.empty(8, dtype=torch.float64)
+        batchnorm.read_([module], flat)
+        total += flat / len(shards)
+    result, expected = nn.BatchNorm2d(4).double(), nn.BatchNorm2d(4).double()
+    batchnorm.write([result], total)
+    set_statistics(expected, torch.cat(shards))
+    torch.testing.assert_close(result.running_mean, expected.running_mean, rtol=1e-13, atol=0)
+    torch.testing.assert_close(result.running_var, expected.running_var, rtol=1e-12, atol=0)
+
+
+def test_rounding_never_makes_a_variance_negative() -> None:
+    module = nn.BatchNorm2d(1)
+    batchnorm.write([module], torch.tensor([3.0, 9.0 - 1e-6]))
+    assert module.running_var.item() == 0
+
+
+def test_a_model_without_statistics_needs_no_buffer() -> None:
+    flat = torch.empty(0)
+    batchnorm.read_([], flat)
+    batchnorm.write([], flat)
+    assert batchnorm.numel([]) == 0
+
+
+def test_estimate_on_one_batch_gives_the_statistics_of_that_batch() -> None:
+    model = small_model()
+    modules = batchnorm.find(model)
+    for module in modules:
+        module.running_mean.fill_(100)
+    images = torch.randn(16, 3, 10, 10)
+    batchnorm.estimate(model, modules, [images])
+    with torch.no_grad():
+        first = model[0](images)
+        # Dropout is off while the statistics are taken.
+        second = model[4](model[2](normalise(first, modules[0])))
+    for module, values in zip(modules, (first, second), strict=True):
+        columns = values.transpose(0, 1).flatten(1)
+        torch.testing.assert_close(module.running_mean, columns.mean(dim=1))
+        torch.testing.assert_close(module.running_var, columns.var(dim=1))
+
+
+def normalise(values: Tensor, module: nn.BatchNorm2d) -> Tensor:
+    variance = values.var(dim=(0, 2, 3), unbiased=False, keepdim=True)
+    scaled = (values - values.mean(dim=(0, 2, 3), keepdim=True)) / (variance + module.eps).sqrt()
+    return scaled * module.weight.view(1, -1, 1, 1) + module.bias.view(1, -1, 1, 1)
+
+
+def test_estimate_over_batches_weighs_the_first_as_much_as_the_last() -> None:
+    model = small_model()
+    images = torch.randn(24, 3, 10, 10) + torch.arange(24.0).view(-1, 1, 1, 1)
+    # A generator, as the driver passes.
+    batchnorm.estimate(model, batchnorm.find(model), (b for b in images.split(8)))
+    with torch.no_grad():
+        values = model[0](images).transpose(0, 1)
+    torch.testing.assert_close(model[1].running_mean, values.flatten(1).mean(dim=1))
+    spread = torch.stack([v.flatten(1).var(dim=1) for v in values.split(8, dim=1)]).mean(dim=0)
+    torch.testing.assert_close(model[1].running_var, spread)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_estimate_restores_momentum_and_mode_and_leaves_weights_alone(training: bool) -> None:
+    model = small_model().train(training)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    batchnorm.estimate(model, batchnorm.find(model), [torch.randn(4, 3, 10, 10)])
+    assert [model[1].momentum, model[5].momentum] == [0.1, 0.3]
+    assert all(module.training is training for module in model.modules())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.grad is None

@@ -1,0 +1,185 @@
+"""Collectives on tensors against numpy: any size, dtype and node shape, staged or not."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mpi4py import MPI
+
+from prunex_mpi.collectives import (
+    MPI_TYPES,
+    Transport,
+    allreduce_,
+    allreduce_then_bcast_,
+    bcast_,
+    buckets,
+    build_transport,
+    hierarchical_sum_,
+    mpi_buffer,
+)
+from prunex_mpi.comm import Topology, build_topology, free_topology
+
+WORLD = MPI.COMM_WORLD
+CPU = torch.device("cpu")
+TINY = 104  # bytes, what 1e-4 MiB come to: 26 float32, 13 float64, 104 uint8
+DTYPES = tuple(MPI_TYPES)
+SIZES = (0, 1, 13, 26, 27, 104, 1000)
+
+
+class NoCommunication:
+    """A communicator of two ranks that must not be used."""
+
+    size, rank = 2, 0
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: pytest.fail(f"MPI was entered: {name}")
+
+
+@contextmanager
+def nodes_of(ranks_per_node: int) -> Iterator[Topology]:
+    topology = build_topology(WORLD, min(ranks_per_node, WORLD.size))
+    yield topology
+    free_topology(topology)
+
+
+def transport(kind: str) -> Transport:
+    """Return the transport of the CPU, or one that stages as it is done for a GPU."""
+    if kind == "direct":
+        return build_transport(CPU, 1e-4, "host")
+    return Transport(TINY, (torch.empty(TINY, dtype=torch.uint8), torch.empty(TINY).byte()))
+
+
+def numbers(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Return what rank `rank` holds: small integers, so that every order of summation is exact."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 50, (size,), generator=generator).to(dtype)
+
+
+def total(size: int, dtype: torch.dtype, ranks: range) -> Tensor:
+    return torch.stack([numbers(rank, size, dtype) for rank in ranks]).sum(0).to(dtype)
+
+
+def test_buckets_of_the_transport() -> None:
+    assert build_transport(CPU, 32.0, "host") == Transport(32 * 2**20)
+    assert build_transport(CPU, 1e-4, "host").bucket_bytes == TINY
+    assert build_transport(CPU, 1e-9, "host").bucket_bytes == 8
+    flat = torch.arange(30.0)
+    pieces = list(buckets(flat, Transport(TINY)))
+    assert [p.numel() for p in pieces] == [26, 4]
+    assert pieces[1].data_ptr() == flat[26:].data_ptr()
+    assert [p.numel() for p in buckets(flat.double()[:3], Transport(8))] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mpi_works_on_the_tensors_own_memory(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(9, dtype=dtype)[2:7]
+    memory, kind = mpi_buffer(tensor)
+    assert np.shares_memory(memory, tensor.numpy())
+    assert memory.nbytes == 5 * kind.Get_size()
+    assert kind.Get_size() == tensor.element_size()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float16, torch.int32])
+@pytest.mark.parametrize("kind", ["direct", "staged"])
+def test_unsafe_dtypes_are_refused_before_mpi_is_entered(dtype: torch.dtype, kind: str) -> None:
+    tensor = torch.ones(40, dtype=dtype)
+    calls = [
+        lambda comm: mpi_buffer(tensor),
+        lambda comm: allreduce_(comm, tensor, transport(kind)),
+        lambda comm: bcast_(comm, tensor, transport(kind)),
+        lambda comm: allreduce_then_bcast_(comm, comm, tensor, transport(kind)),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=str(dtype)):
+            call(NoCommunication())
+
+
+def test_scattered_tensors_are_refused_before_mpi_is_entered() -> None:
+    tensor = torch.ones(80)[::2]
+    for call in (allreduce_, bcast_):
+        with pytest.raises(ValueError, match="contiguous"):
+            call(NoCommunication(), tensor, transport("direct"))
+    with pytest.raises(ValueError, match="contiguous"):
+        mpi_buffer(torch.ones(4, 6).T)
+
+
+def test_one_rank_alone_communicates_nothing() -> None:
+    class Alone(NoCommunication):
+        size = 1
+
+    tensor = torch.arange(40.0)
+    for kind in ("direct", "staged"):
+        allreduce_(Alone(), tensor, transport(kind))
+        bcast_(Alone(), tensor, transport(kind))
+        allreduce_then_bcast_(Alone(), Alone(), tensor, transport(kind))
+    assert torch.equal(tensor, torch.arange(40.0))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["direct", "staged"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_allreduce_sums_every_element_and_nothing_else(dtype: torch.dtype, kind: str) -> None:
+    how = transport(kind)
+    for size in SIZES:
+        # Neighbours in the same memory must stay what they are.
+        memory = torch.full((size + 2,), 77, dtype=dtype)
+        flat = memory[1:-1]
+        flat.copy_(numbers(WORLD.rank, size, dtype))
+        allreduce_(WORLD, flat, how)
+        assert torch.equal(flat, total(size, dtype, range(WORLD.size)))
+        assert memory[0] == memory[-1] == 77
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["direct", "staged"])
+def test_allreduce_takes_other_operations(kind: str) -> None:
+    every = [numbers(rank, 300, torch.uint8).numpy() for rank in range(WORLD.size)]
+    for operation, function in ((MPI.BOR, np.bitwise_or), (MPI.MAX, np.maximum)):
+        flat = numbers(WORLD.rank, 300, torch.uint8)
+        allreduce_(WORLD, flat, transport(kind), operation)
+        assert np.array_equal(flat.numpy(), function.reduce(every))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["direct", "staged"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bcast_copies_the_root(dtype: torch.dtype, kind: str) -> None:
+    how = transport(kind)
+    for root in {0, WORLD.size - 1}:
+        for size in SIZES:
+            flat = numbers(WORLD.rank, size, dtype)
+            bcast_(WORLD, flat, how, root)
+            assert torch.equal(flat, numbers(root, size, dtype))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["direct", "staged"])
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4])
+def test_leaders_sum_reaches_every_rank_of_every_node(ranks_per_node: int, kind: str) -> None:
+    leaders = range(0, WORLD.size, min(ranks_per_node, WORLD.size))
+    how = transport(kind)
+    with nodes_of(ranks_per_node) as topology:
+        for dtype in (torch.float32, torch.float64):
+            for size in SIZES:
+                flat = numbers(WORLD.rank, size, dtype)
+                if not topology.is_leader:
+                    flat.fill_(torch.nan)
+                allreduce_then_bcast_(topology.leader, topology.node, flat, how)
+                assert torch.equal(flat, total(size, dtype, leaders))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4])
+def test_hierarchical_sum_is_that_of_all_ranks_with_the_same_bits(ranks_per_node: int) -> None:
+    every = np.random.default_rng(0).standard_normal((WORLD.size, 2, 50))
+    values = every[WORLD.rank].copy()
+    with nodes_of(ranks_per_node) as topology:
+        hierarchical_sum_(topology.leader, topology.node, values)
+        np.testing.assert_allclose(values, every.sum(axis=0), rtol=1e-12, atol=1e-13)
+        in_node = np.empty((topology.node_size, 2, 50))
+        topology.node.Allgather(values, in_node)
+        assert np.array_equal(in_node, np.broadcast_to(values, in_node.shape))

@@ -1,0 +1,226 @@
+"""Communicators of every node shape, and errors and texts that all ranks share."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from mpi4py import MPI
+
+from prunex_mpi.comm import (
+    Topology,
+    broadcast_text,
+    build_topology,
+    describe,
+    digests_agree,
+    free_topology,
+    gather_text,
+    library_name,
+    raise_together,
+    require_same,
+    together,
+)
+from prunex_mpi.errors import UNREADABLE, USAGE, UserError
+
+WORLD = MPI.COMM_WORLD
+# With 4 ranks: 4 nodes of 1, 2 of 2, 3 + 1 and 1 of 4; with fewer ranks, what is left of these.
+NODE_SHAPES = (1, 2, 3, 4)
+
+
+@contextmanager
+def nodes_of(ranks_per_node: int) -> Iterator[Topology]:
+    topology = build_topology(WORLD, min(ranks_per_node, WORLD.size))
+    yield topology
+    free_topology(topology)
+
+
+def gathered(values: list[int]) -> np.ndarray:
+    """Return the numbers of all ranks, one row per rank, by way of MPI alone."""
+    rows = np.empty((WORLD.size, len(values)), dtype=np.int64)
+    WORLD.Allgather(np.array(values, dtype=np.int64), rows)
+    return rows
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
+def test_virtual_nodes_hold_consecutive_ranks_and_the_last_takes_the_rest(
+    ranks_per_node: int,
+) -> None:
+    step = min(ranks_per_node, WORLD.size)
+    starts = range(0, WORLD.size, step)
+    sizes = tuple(min(step, WORLD.size - start) for start in starts)
+    with nodes_of(ranks_per_node) as topology:
+        index, node_rank = divmod(WORLD.rank, step)
+        assert topology.node_sizes == sizes
+        assert topology.num_nodes == len(sizes)
+        assert topology.node_index == index
+        assert (topology.node.rank, topology.node_size) == (node_rank, sizes[index])
+        assert (topology.world.rank, topology.world_size) == (WORLD.rank, WORLD.size)
+        assert topology.is_leader == (node_rank == 0)
+        assert (topology.leader == MPI.COMM_NULL) == (node_rank != 0)
+        if topology.is_leader:
+            assert (topology.leader.rank, topology.leader.size) == (index, len(sizes))
+        weights = np.array([topology.node_weight if topology.is_leader else 0.0])
+        WORLD.Allreduce(MPI.IN_PLACE, weights, op=MPI.SUM)
+        assert weights[0] == pytest.approx(1, abs=1e-15)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks_per_node", [0, 1])
+def test_nodes_and_host_ranks_are_what_shares_memory(ranks_per_node: int) -> None:
+    shared = WORLD.Split_type(MPI.COMM_TYPE_SHARED, key=WORLD.rank)
+    with nodes_of(ranks_per_node) as topology:
+        # Virtual nodes do not change who shares the machine's cores and devices.
+        assert (topology.host_rank, topology.host_size) == (shared.rank, shared.size)
+        if ranks_per_node == 0:
+            assert (topology.node.rank, topology.node_size) == (shared.rank, shared.size)
+            assert sum(topology.node_sizes) == WORLD.size
+    shared.Free()
+
+
+@pytest.mark.mpi
+def test_the_callers_communicator_is_only_borrowed() -> None:
+    with nodes_of(2) as topology:
+        # The same ranks in the same order, but messages of their own.
+        assert MPI.Comm.Compare(topology.world, WORLD) == MPI.CONGRUENT
+    assert topology.world == MPI.COMM_NULL
+    assert topology.node == MPI.COMM_NULL
+    assert topology.leader == MPI.COMM_NULL
+    WORLD.Barrier()
+
+
+@pytest.mark.mpi
+def test_communicators_do_not_run_out() -> None:
+    for round_number in range(200):
+        with nodes_of(round_number % 3):
+            pass
+
+
+@pytest.mark.mpi
+def test_more_ranks_per_node_than_ranks_is_refused_everywhere() -> None:
+    with pytest.raises(UserError, match=f"--ranks-per-node {WORLD.size + 1} .* {WORLD.size} ranks"):
+        build_topology(WORLD, WORLD.size + 1)
+
+
+TEXTS = ("", "a", "Grüße, θ ⊙ m", "x" * 100_000, "line\nline\0end")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("shift", range(len(TEXTS)))
+def test_texts_of_any_length_reach_rank_zero_in_order(shift: int) -> None:
+    texts = [TEXTS[(rank + shift) % len(TEXTS)] for rank in range(WORLD.size)]
+    assert gather_text(WORLD, texts[WORLD.rank]) == ([] if WORLD.rank else texts)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_of_any_root_reaches_every_rank(text: str) -> None:
+    for root in {0, WORLD.size - 1}:
+        mine = text if WORLD.rank == root else f"other {WORLD.rank}"
+        assert broadcast_text(WORLD, mine, root) == text
+
+
+@pytest.mark.mpi
+def test_without_an_error_nothing_is_raised() -> None:
+    raise_together(WORLD, None)
+    assert together(WORLD, lambda: WORLD.rank + 1) == WORLD.rank + 1
+
+
+@pytest.mark.mpi
+def test_error_of_one_rank_is_raised_on_all_with_its_code_and_place() -> None:
+    for rank in range(WORLD.size):
+        error = UserError("cannot read θ.bin", UNREADABLE) if WORLD.rank == rank else None
+        with pytest.raises(UserError) as caught:
+            raise_together(WORLD, error)
+        assert caught.value.exit_code == UNREADABLE
+        assert str(caught.value).endswith("cannot read θ.bin")
+        if WORLD.size > 1:
+            assert str(caught.value).startswith(f"rank {rank} on ")
+
+
+@pytest.mark.mpi
+def test_error_that_all_ranks_share_is_said_once_without_a_rank() -> None:
+    with pytest.raises(UserError) as caught:
+        raise_together(WORLD, UserError("keep ratio 0"))
+    assert str(caught.value) == "keep ratio 0"
+    assert caught.value.exit_code == USAGE
+
+
+@pytest.mark.mpi(min_size=3)
+def test_of_several_errors_the_lowest_ranks_is_raised() -> None:
+    code = WORLD.rank + 1
+    error = None if WORLD.rank == 0 else UserError(f"fault {WORLD.rank}", code)
+    with pytest.raises(UserError, match=r"^rank 1 on .*: fault 1$") as caught:
+        raise_together(WORLD, error)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.mpi
+def test_together_turns_the_failure_of_one_rank_into_that_of_all() -> None:
+    last = WORLD.size - 1
+
+    def action() -> int:
+        if WORLD.rank == last:
+            raise UserError("no such file", UNREADABLE)
+        return WORLD.rank
+
+    with pytest.raises(UserError, match="no such file") as caught:
+        together(WORLD, action)
+    assert caught.value.exit_code == UNREADABLE
+    # Nobody was left behind in a collective.
+    assert gathered([WORLD.rank]).ravel().tolist() == list(range(WORLD.size))
+
+
+@pytest.mark.mpi
+def test_require_same_accepts_equal_values_and_refuses_one_stranger() -> None:
+    require_same(WORLD, "the settings", "lr = 0.1")
+    if WORLD.size == 1:
+        return
+    for rank in range(WORLD.size):
+        with pytest.raises(UserError, match=r"^the settings differ between ranks") as caught:
+            require_same(WORLD, "the settings", f"lr = {0.1 if WORLD.rank != rank else 0.2}")
+        assert caught.value.exit_code == USAGE
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("digest", [0, 1, 2**63 - 1, 2**63, 2**64 - 1])
+def test_digests_agree_only_if_all_do_and_every_rank_hears_it(digest: int) -> None:
+    assert digests_agree(WORLD, digest)
+    if WORLD.size == 1:
+        return
+    for rank in range(WORLD.size):
+        for other in (digest ^ 1, digest ^ (1 << 63), digest ^ (2**64 - 1)):
+            assert not digests_agree(WORLD, other if WORLD.rank == rank else digest)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
+def test_description_names_each_node_its_host_and_its_devices_once(ranks_per_node: int) -> None:
+    with nodes_of(ranks_per_node) as topology:
+        text = describe(topology, f"cpu, {WORLD.rank + 1} threads")
+        sizes = topology.node_sizes
+    if WORLD.rank:
+        assert text == ""
+        return
+    head, *tail = text.split("; ")
+    summary, first = head.rsplit(": ", 1)
+    assert f"{len(sizes)} nodes, {WORLD.size} ranks" in summary
+    assert library_name() in summary
+    assert first.count(socket.gethostname()) == 1
+    expected = [f"node {node} = {size} ranks on " for node, size in enumerate(sizes)]
+    assert [node[: len(start)] for node, start in zip([first, *tail], expected, strict=True)] == (
+        expected
+    )
+    places = [text.index(f"cpu, {rank + 1} threads") for rank in range(WORLD.size)]
+    assert places == sorted(places)
+    assert "\n" not in text
+
+
+def test_library_is_named_with_its_version_in_a_few_words() -> None:
+    name = library_name()
+    assert name == name.strip()
+    assert "\n" not in name
+    assert len(name) < 60
+    assert any(letter.isdigit() for letter in name)

@@ -1,0 +1,220 @@
+"""Packing by a mask and back is multiplying by it, and payloads have the size counted by hand."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from prunex_mpi import batchnorm
+from prunex_mpi.compaction import Plan, build_plan, pack_, unpack_
+from prunex_mpi.layout import Layout, build_layout
+from prunex_mpi.models import build_model
+from prunex_mpi.sparsity import (
+    Groups,
+    apply_factors_,
+    build_factors,
+    find_groups,
+    kept_numel,
+    select,
+)
+
+ORDERS = [o for n in (1, 2, 3) for o in itertools.permutations(("filter", "channel", "shape"), n)]
+CPU = torch.device("cpu")
+
+
+def convolutions() -> nn.Module:
+    """Convolutions of every sort; what lies between them is never pruned."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.Conv2d(8, 6, 3),
+        nn.Conv2d(6, 8, 1, bias=False),
+        nn.Conv2d(8, 12, (3, 2), groups=4),
+        nn.Conv2d(6, 6, 3, groups=6),
+        nn.Conv2d(4, 8, 1, groups=2),
+        nn.Conv1d(5, 4, 3),
+        nn.Linear(4, 3),
+    )
+
+
+def prepare(kinds: tuple[str, ...]) -> tuple[Layout, Groups]:
+    model = convolutions()
+    layout = build_layout(model)
+    return layout, find_groups(model, layout, kinds, [0.4])
+
+
+def masks(groups: Groups, seed: int) -> list[np.ndarray]:
+    """Return a mask of exactly alpha groups, a union of two, all, one group each, and any bits."""
+    random = np.random.default_rng(seed)
+
+    def drawn(strictness: float) -> np.ndarray:
+        mask = np.zeros(groups.total, dtype=bool)
+        for selections in groups.kinds:
+            start, stop = selections[0].start, selections[-1].stop
+            mask[start:stop] = select(random.random(stop - start), selections, strictness)
+        return mask
+
+    return [
+        drawn(1.0),
+        drawn(1.0) | drawn(1.0),
+        np.ones(groups.total, dtype=bool),
+        # More than 1 is below every keep ratio: what is left is the one group that must stay.
+        drawn(1.6),
+        random.random(groups.total) < 0.5,
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
+def test_expanding_what_was_compacted_is_multiplying_by_the_mask(
+    kinds: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    layout, groups = prepare(kinds)
+    torch.manual_seed(0)
+    flat = torch.randn(layout.numel, dtype=dtype)
+    for mask in masks(groups, seed=len(kinds)):
+        expected = flat.clone()
+        apply_factors_(expected, layout, groups, build_factors(mask, groups, CPU, dtype))
+        plan = build_plan(layout, groups, mask, CPU)
+        assert plan.numel == layout.numel - groups.prunable_numel + sum(kept_numel(mask, groups))
+        payload = torch.full((plan.numel + 5,), 17, dtype=dtype)
+        pack_(flat, plan, payload)
+        # What lies behind the parameters belongs to others.
+        assert torch.equal(payload[plan.numel :], torch.full((5,), 17, dtype=dtype))
+        assert torch.equal(payload[: plan.numel].sort().values, kept_values(expected, layout, plan))
+        result = torch.full_like(flat, torch.nan)
+        unpack_(payload, plan, result)
+        assert torch.equal(result, expected)
+
+
+def kept_values(masked: torch.Tensor, layout: Layout, plan: Plan) -> torch.Tensor:
+    """Return all elements that must travel, sorted; random weights are never zero themselves."""
+    values = masked[masked != 0]
+    assert values.numel() == plan.numel <= layout.numel
+    return values.sort().values
+
+
+def test_pieces_tile_the_flat_vector_and_the_payload() -> None:
+    layout, groups = prepare(("filter", "shape"))
+    for mask in masks(groups, seed=3):
+        plan = build_plan(layout, groups, mask, CPU)
+        position = start = 0
+        for piece in plan.pieces:
+            assert (piece.offset, piece.start) == (position, start)
+            position, start = position + piece.numel, start + piece.kept
+        assert (position, start) == (layout.numel, plan.numel)
+    dense = build_plan(layout, groups, np.ones(groups.total, dtype=bool), CPU)
+    assert len(dense.pieces) == 1
+
+
+def test_digests_tell_masks_and_layouts_apart() -> None:
+    layout, groups = prepare(("channel",))
+    mask = masks(groups, seed=0)[0]
+    digests = [build_plan(layout, groups, mask, CPU).digest]
+    assert build_plan(layout, groups, mask.copy(), CPU).digest == digests[0]
+    for bit in range(groups.total):
+        flipped = mask.copy()
+        flipped[bit] ^= True
+        digests.append(build_plan(layout, groups, flipped, CPU).digest)
+    assert len(set(digests)) == groups.total + 1
+    assert all(0 <= digest < 2**64 for digest in digests)
+
+    other = convolutions()
+    other[-1] = nn.Linear(3, 4)
+    other_layout = build_layout(other)
+    other_groups = find_groups(other, other_layout, ["channel"], [0.4])
+    assert other_groups == groups
+    assert build_plan(other_layout, other_groups, mask, CPU).digest != digests[0]
+
+
+def resnet18_elements(divisor: int) -> int:
+    """Count ResNet-18 with the CIFAR stem and 10 classes, 1/divisor of the input channels kept."""
+    d = divisor
+    elements = 64 * 3 * 3 * 3 + 2 * 64  # stem: its input channels are the image's
+    elements += 2 * (2 * 64 * (64 // d) * 9 + 2 * (64 + 64))  # layer1: two blocks, no projection
+    for c in (128, 256, 512):
+        elements += c * (c // 2 // d) * 9 + c * (c // d) * 9 + 2 * (c + c)  # first block
+        elements += c * (c // 2 // d) + 2 * c  # its 1x1 projection
+        elements += 2 * c * (c // d) * 9 + 2 * (c + c)  # second block
+    return elements + 512 * 10 + 10
+
+
+def bottleneck_elements(blocks: tuple[int, ...], widening: int, divisor: int) -> int:
+    """Count a ResNet of bottlenecks with the ImageNet stem and 10 classes, likewise."""
+    d = divisor
+    elements = 64 * 3 * 7 * 7 + 2 * 64
+    before = 64
+    for count, base in zip(blocks, (64, 128, 256, 512), strict=True):
+        w, out = widening * base, 4 * base
+        norms = 2 * (w + w + out)
+        inner = w * (w // d) * 9 + out * (w // d)  # 3x3 and the last 1x1
+        elements += w * (before // d) + inner + norms  # first block
+        elements += out * (before // d) + 2 * out  # its projection
+        elements += (count - 1) * (w * (out // d) + inner + norms)
+        before = out
+    return elements + 2048 * 10 + 10
+
+
+def basic_statistics() -> int:
+    """Count mean and second moment of ResNet-18's BatchNorm channels."""
+    return 2 * (64 + 4 * 64 + (4 + 1) * (128 + 256 + 512))
+
+
+def bottleneck_statistics(blocks: tuple[int, ...], widening: int) -> int:
+    channels = 64
+    for count, base in zip(blocks, (64, 128, 256, 512), strict=True):
+        channels += count * (2 * widening * base + 4 * base) + 4 * base
+    return 2 * channels
+
+
+R152, WRN50 = (3, 8, 36, 3), (3, 4, 6, 3)
+
+
+BY_HAND = {
+    "resnet18": (resnet18_elements(1), resnet18_elements(2), basic_statistics()),
+    "resnet152": (
+        bottleneck_elements(R152, 1, 1),
+        bottleneck_elements(R152, 1, 2),
+        bottleneck_statistics(R152, 1),
+    ),
+    "wide_resnet50_2": (
+        bottleneck_elements(WRN50, 2, 1),
+        bottleneck_elements(WRN50, 2, 2),
+        bottleneck_statistics(WRN50, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "stem", "parameters"),
+    [
+        ("resnet18", "cifar", 11_173_962),
+        ("resnet152", "imagenet", 58_164_298),
+        ("wide_resnet50_2", "imagenet", 66_854_730),
+    ],
+)
+def test_payload_of_real_networks_is_the_count_by_hand(
+    name: str, stem: str, parameters: int
+) -> None:
+    dense, half, statistics = BY_HAND[name]
+    assert dense == parameters
+    model = build_without_memory(name, stem)
+    layout = build_layout(model)
+    groups = find_groups(model, layout, ["channel"], [0.5])
+    moving = batchnorm.numel(batchnorm.find(model))
+    assert moving == statistics
+    energies = np.random.default_rng(0).random(groups.total)
+    for strictness, expected in ((0.0, dense), (1.0, half)):
+        mask = select(energies, groups.kinds[0], strictness)
+        plan = build_plan(layout, groups, mask, CPU)
+        assert plan.numel + moving == expected + statistics
+    # Half of every convolution but the first; what is never pruned travels whole.
+    assert dense - half == groups.prunable_numel // 2
+
+
+def build_without_memory(name: str, stem: str) -> nn.Module:
+    """Build a network of which only the shapes exist."""
+    with torch.device("meta"):
+        return build_model(name, num_classes=10, image_size=32, stem=stem)

@@ -1,0 +1,399 @@
+"""Shards, data sets and augmented batches."""
+
+import itertools
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+from prunex_mpi import data
+from prunex_mpi.data import BatchStream, Dataset, Shard, evaluation_batches
+from prunex_mpi.errors import UNREADABLE, USAGE, UserError
+
+ZERO, ONE = torch.zeros(3), torch.ones(3)
+
+LOAD = dict(data_dir="nowhere", download=False, train_samples=0, test_samples=0)
+LOAD |= dict(image_size=0, seed=0, rank=0, size=1)
+STREAM = dict(batch_size=4, seed=0, rank=0, mean=ZERO, std=ONE, device="cpu", flip=False, pad=0)
+
+
+def load(name: str, **changes: object) -> Dataset:
+    return data.load(name, **(LOAD | changes))
+
+
+def stream(shard: Shard, **changes: object) -> BatchStream:
+    return BatchStream(shard, **(STREAM | changes))
+
+
+def refuse(name: str, exit_code: int, **changes: object) -> str:
+    with pytest.raises(UserError) as caught:
+        load(name, **changes)
+    assert caught.value.exit_code == exit_code
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def images_of(shard: Shard) -> list[bytes]:
+    return [image.numpy().tobytes() for image in shard.images]
+
+
+def is_valid(dataset: Dataset) -> bool:
+    side = dataset.image_size
+    return all(
+        shard.images.dtype == torch.uint8
+        and shard.labels.dtype == torch.int64
+        and shard.images.shape == (len(shard.labels), 3, side, side)
+        and shard.images.is_contiguous()
+        and bool((shard.labels < dataset.num_classes).all())
+        for shard in (dataset.train, dataset.test)
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_shards_are_disjoint_and_training_shards_equal(size: int) -> None:
+    options = {"image_size": 8, "train_samples": 50, "test_samples": 7}
+    whole = load("synthetic", **options)
+    parts = [load("synthetic", **options, rank=rank, size=size) for rank in range(size)]
+    assert all(is_valid(part) for part in parts)
+    train = [images_of(part.train) for part in parts]
+    assert {len(images) for images in train} == {50 // size}
+    assert len(set(itertools.chain(*train))) == 50 // size * size == parts[0].train_total
+    # What is read must not depend on how many ranks read it.
+    labels = torch.cat([part.train.labels for part in parts])
+    assert list(itertools.chain(*train)) == images_of(whole.train)[: len(labels)]
+    assert torch.equal(labels, whole.train.labels[: len(labels)])
+    test = [images_of(part.test) for part in parts]
+    assert set(itertools.chain(*test)) == set(images_of(whole.test))
+    assert sorted(map(len, test)) == [7 // size + (r >= size - 7 % size) for r in range(size)]
+    assert parts[0].test_total == 7
+
+
+def test_seed_reorders_training_images_and_leaves_the_test_set() -> None:
+    first, again, other = (load("digits", seed=s, test_samples=50) for s in (1, 1, 2))
+    assert torch.equal(first.train.images, again.train.images)
+    assert not torch.equal(first.train.labels, other.train.labels)
+    assert sorted(images_of(first.train)) == sorted(images_of(other.train))
+    assert torch.equal(first.test.images, other.test.images)
+
+
+def test_more_ranks_than_test_images_leaves_an_empty_shard() -> None:
+    for name in ("synthetic", "digits"):
+        part = load(name, image_size=16, test_samples=2, rank=3, size=4)
+        assert len(part.test.labels) == 0
+        assert is_valid(part)
+
+
+def test_impossible_counts_are_refused() -> None:
+    too_many = "4 ranks are more than the 3 training images"
+    assert too_many in refuse("synthetic", USAGE, train_samples=3, image_size=8, size=4)
+    assert "1438" in refuse("digits", USAGE, train_samples=1800)
+    assert "--test-samples 400" in refuse("digits", USAGE, test_samples=400)
+    assert "cifar10?" in refuse("cifar-10", USAGE)
+
+
+def test_digits_are_those_of_scikit_learn_with_a_stratified_fifth_held_out() -> None:
+    original = load_digits()
+    images = np.rint(original.images * 255 / 16).astype(np.uint8)
+    known = {images[i].tobytes(): original.target[i] for i in range(len(images))}
+    digits = load("digits")
+    assert (digits.train_total, digits.test_total) == (1438, 359)
+    assert (digits.num_classes, digits.image_size, digits.flip, digits.pad) == (10, 8, False, 1)
+    assert is_valid(digits)
+    counts = [torch.bincount(part.labels) for part in (digits.train, digits.test)]
+    assert ((counts[1] / (counts[0] + counts[1]) - 0.2).abs() < 0.005).all()
+    for shard in (digits.train, digits.test):
+        for image, label in zip(shard.images, shard.labels, strict=True):
+            assert known[image[0].numpy().tobytes()] == label
+            assert torch.equal(image[0], image[2])
+    large = load("digits", image_size=32)
+    assert is_valid(large)
+    assert large.pad == 4
+    means = [part.train.images.float().mean((1, 2, 3)) for part in (digits, large)]
+    assert (means[0] - means[1]).abs().max() < 20
+
+
+def test_missing_scikit_learn_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert 'pip install "prunex_mpi[digits]"' in refuse("digits", USAGE)
+
+
+def test_synthetic_classes_can_be_told_apart() -> None:
+    part = load("synthetic")
+    assert (part.train_total, part.test_total, part.pad) == (2048, 512, 0)
+    train, test = (shard.images.float().flatten(1) for shard in (part.train, part.test))
+    centres = torch.stack([train[part.train.labels == label].mean(0) for label in range(10)])
+    distances = torch.cdist(test, centres)
+    assert torch.equal(distances.argmin(1), part.test.labels)
+    assert not set(images_of(part.train)) & set(images_of(part.test))
+
+
+def fake_cifar(downloads: list[str], error: Exception | None = None) -> type:
+    """Return a stand-in for torchvision's class that counts downloads in a folder."""
+
+    class Fake:
+        def __init__(self, root: Path, train: bool, download: bool) -> None:
+            complete = Path(root) / "complete"
+            if download and not complete.exists():
+                if error is not None:
+                    raise error
+                downloads.append(str(root))
+                time.sleep(0.2)  # long enough for the others to arrive
+                complete.write_text("")
+            if not complete.exists():
+                raise RuntimeError("Dataset not found or corrupted.")
+            self.targets = [index % 10 for index in range(20 if train else 6)]
+            self.data = np.zeros((len(self.targets), 32, 32, 3), np.uint8)
+            self.data += np.arange(len(self.targets), dtype=np.uint8)[:, None, None, None]
+            self.data[:, 0, 1] = (7, 8, 9)
+
+    return Fake
+
+
+@pytest.mark.parametrize(("name", "classes"), [("cifar10", 10), ("cifar100", 100)])
+def test_cifar_is_downloaded_once_by_whoever_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, classes: int
+) -> None:
+    downloads: list[str] = []
+    monkeypatch.setattr(data, name.upper(), fake_cifar(downloads))
+
+    def work(rank: int) -> Dataset:
+        return load(name, data_dir=str(tmp_path / "new"), download=True, rank=rank, size=3)
+
+    with ThreadPoolExecutor(3) as pool:
+        parts = list(pool.map(work, range(3)))
+    assert len(downloads) == 1
+    assert all(is_valid(part) and part.num_classes == classes for part in parts)
+    assert len({x for part in parts for x in images_of(part.train)}) == 18
+    assert (parts[0].flip, parts[0].pad, parts[0].image_size) == (True, 4, 32)
+    # Height, width and channel must end where they belong.
+    assert parts[0].train.images[0, :, 0, 1].tolist() == [7, 8, 9]
+    assert int(parts[0].train.images[0, 0, 5, 5]) % 10 == int(parts[0].train.labels[0])
+
+
+def test_missing_cifar_names_the_folder_and_the_flag(tmp_path: Path) -> None:
+    assert f"{tmp_path}: add --download" in refuse("cifar10", UNREADABLE, data_dir=str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError("no\nroute"), RuntimeError("corrupted"), None])
+def test_failed_download_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    monkeypatch.setattr(data, "CIFAR10", fake_cifar([], error))
+    folder = tmp_path / "data"
+    if error is None:
+        folder.write_text("a file where a folder should be")
+    assert "network" in refuse("cifar10", UNREADABLE, data_dir=str(folder), download=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Write two classes, red and blue, of 16x16 images in several formats."""
+    for split, number in (("train", 6), ("test", 3)):
+        for name, colour in (("blue", (0, 0, 250)), ("red", (250, 0, 0))):
+            (tmp_path / split / name).mkdir(parents=True)
+            for index in range(number):
+                suffix = ("png", "jpg", "JPEG")[index % 3]
+                image = Image.new("RGB", (16, 16), tuple(max(c - index, 0) for c in colour))
+                image.save(tmp_path / split / name / f"{index}.{suffix}")
+    (tmp_path / "train" / "red" / "notes.txt").write_text("not an image")
+    (tmp_path / "train" / ".hidden").mkdir()
+    return tmp_path
+
+
+def test_imagefolder_reads_classes_and_colours(folder: Path) -> None:
+    parts = [load("imagefolder", data_dir=str(folder), rank=rank, size=4) for rank in range(4)]
+    assert all(is_valid(part) for part in parts)
+    assert (parts[0].num_classes, parts[0].train_total, parts[0].pad) == (2, 12, 2)
+    for part in parts:
+        for shard in (part.train, part.test):
+            for image, label in zip(shard.images, shard.labels, strict=True):
+                assert image.float().mean((1, 2)).argmax() == (2, 0)[int(label)]
+
+
+def test_each_rank_decodes_its_own_files_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spy = Mock(side_effect=data._decode)
+    monkeypatch.setattr(data, "_decode", spy)
+    for rank in range(3):
+        load("imagefolder", data_dir=str(folder), rank=rank, size=3)
+        assert spy.call_count == 6 * (rank + 1)
+    assert len({call.args[0] for call in spy.call_args_list}) == 18
+
+
+def test_imagefolder_takes_val_for_test_and_grey_images(folder: Path) -> None:
+    (folder / "test").rename(folder / "val")
+    for file in (folder / "val").glob("*/*.png"):
+        Image.new("L", (16, 16), 77).save(file)
+    part = load("imagefolder", data_dir=str(folder))
+    assert (part.test.images == 77).flatten(1).all(1).sum() == 2
+
+
+def test_imagefolder_crops_the_centre_on_request(folder: Path) -> None:
+    stripes = np.zeros((20, 60, 3), np.uint8)
+    stripes[:, 15:45] = 200
+    for file in (folder / "train").glob("*/*.png"):
+        Image.fromarray(stripes).save(file)
+    assert "is 60x20" in refuse("imagefolder", UNREADABLE, data_dir=str(folder))
+    part = load("imagefolder", data_dir=str(folder), image_size=10)
+    assert part.train.images.shape == (12, 3, 10, 10)
+    assert (part.train.images == 200).flatten(1).all(1).sum() == 4
+
+
+@pytest.mark.parametrize("content", [b"", b"no image at all", None])
+def test_corrupt_image_is_named(folder: Path, content: bytes | None) -> None:
+    broken = folder / "train" / "red" / "1.jpg"
+    broken.write_bytes(broken.read_bytes()[:200] if content is None else content)
+    assert str(broken) in refuse("imagefolder", UNREADABLE, data_dir=str(folder))
+
+
+def test_imagefolder_needs_both_splits_with_the_same_classes(folder: Path) -> None:
+    (folder / "test" / "blue").rename(folder / "test" / "green")
+    assert "'blue'" in refuse("imagefolder", UNREADABLE, data_dir=str(folder))
+    missing = str(folder / "train" / "train")
+    assert missing in refuse("imagefolder", UNREADABLE, data_dir=str(folder / "train"))
+
+
+@pytest.mark.skipif("PRUNEX_CIFAR10_DIR" not in os.environ, reason="PRUNEX_CIFAR10_DIR is not set")
+def test_cifar10_as_image_files() -> None:
+    part = load("imagefolder", data_dir=os.environ["PRUNEX_CIFAR10_DIR"], train_samples=800)
+    assert is_valid(part)
+    assert (part.num_classes, part.image_size, part.train_total) == (10, 32, 800)
+    mean, _ = data.normalisation(data.channel_moments(part.train))
+    assert torch.allclose(mean, torch.tensor([0.491, 0.482, 0.447]), atol=0.05)
+
+
+def random_shard(count: int, side: int = 6) -> Shard:
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randint(1, 256, (count, 3, side, side), generator=generator)
+    return Shard(images.to(torch.uint8), torch.arange(count))
+
+
+def to_bytes(images: Tensor) -> Tensor:
+    return (images.double() * 255).round().to(torch.uint8)
+
+
+def test_moments_of_shards_add_up_to_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "CHUNK_IMAGES", 3)
+    shard = random_shard(11)
+    parts = [Shard(shard.images[part], shard.labels[part]) for part in (slice(4), slice(4, None))]
+    empty = Shard(shard.images[:0], shard.labels[:0])
+    moments = sum(data.channel_moments(part) for part in [*parts, empty])
+    mean, std = data.normalisation(moments)
+    values = shard.images.double() / 255
+    assert moments.dtype == torch.float64
+    assert (mean.dtype, std.dtype) == (torch.float32, torch.float32)
+    assert int(moments[0]) == 11 * 36
+    assert torch.allclose(mean.double(), values.mean((0, 2, 3)))
+    assert torch.allclose(std.double(), values.std((0, 2, 3), unbiased=False))
+    # Constant images must become zeros, not NaN.
+    constant = Shard(torch.full_like(shard.images, 200), shard.labels)
+    mean, std = data.normalisation(data.channel_moments(constant))
+    assert stream(constant, mean=mean, std=std).next()[0].abs().max() < 1e-4
+
+
+def test_an_epoch_shows_each_image_once_and_the_next_reorders() -> None:
+    batches = stream(shard := random_shard(11))
+    assert batches.steps_per_epoch == 2
+    epochs = []
+    for _ in range(3):
+        images, labels = map(torch.cat, zip(batches.next(), batches.next(), strict=True))
+        assert len(set(labels.tolist())) == 8
+        assert torch.equal(to_bytes(images), shard.images[labels])
+        epochs.append(labels.tolist())
+    assert batches.epoch == 2
+    assert epochs[0] != epochs[1] != epochs[2]
+    small = stream(random_shard(3), batch_size=32)
+    assert (small.batch_size, small.steps_per_epoch) == (3, 1)
+    assert [sorted(small.next()[1].tolist()) for _ in range(2)] == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_batches_follow_seed_and_rank() -> None:
+    shard, global_state = random_shard(40), torch.get_rng_state()
+    first, again, seed, rank = (
+        stream(shard, flip=True, pad=2, seed=s, rank=r).next()
+        for s, r in ((1, 0), (1, 0), (2, 0), (1, 1))
+    )
+    assert torch.equal(first[0], again[0])
+    assert first[1].tolist() != seed[1].tolist()
+    assert first[1].tolist() != rank[1].tolist()
+    assert torch.equal(global_state, torch.get_rng_state())
+
+
+def crops(image: Tensor, pad: int) -> dict[bytes, tuple[int, int]]:
+    """Return every crop of a zero-padded uint8 image [3, s, s] with its offset."""
+    side = image.shape[-1]
+    padded = np.pad(image.numpy(), ((0, 0), (pad, pad), (pad, pad)))
+    offsets = itertools.product(range(2 * pad + 1), repeat=2)
+    return {padded[:, y : y + side, x : x + side].tobytes(): (y, x) for y, x in offsets}
+
+
+@pytest.mark.parametrize(("flip", "pad"), [(False, 2), (True, 0), (True, 2)])
+def test_augmented_images_are_crops_of_the_padded_or_mirrored_image(flip: bool, pad: int) -> None:
+    shard = random_shard(8)
+    batches = stream(shard, batch_size=8, flip=flip, pad=pad)
+    plain = [crops(image, pad) for image in shard.images]
+    mirrored = [crops(image.flip(-1), pad) for image in shard.images]
+    offsets, flips = set(), 0
+    for _ in range(40):
+        images, labels = batches.next()
+        for image, label in zip(to_bytes(images), labels.tolist(), strict=True):
+            key = image.numpy().tobytes()
+            is_mirrored = key not in plain[label]
+            offsets.add((mirrored if is_mirrored else plain)[label][key])
+            flips += is_mirrored
+    assert len(offsets) == (2 * pad + 1) ** 2
+    assert 120 < flips < 200 if flip else flips == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_values_type_and_layout(dtype: torch.dtype, channels_last: bool) -> None:
+    shard = random_shard(8)
+    mean, std = torch.rand(3), 0.1 + torch.rand(3)
+    options = {"mean": mean, "std": std, "dtype": dtype, "channels_last": channels_last}
+    evaluation = evaluation_batches(shard, batch_size=4, device="cpu", **options)
+    for images, labels in (stream(shard, **options).next(), next(evaluation)):
+        expected = shard.images[labels].double() / 255
+        expected = (expected - mean.double()[:, None, None]) / std.double()[:, None, None]
+        assert images.dtype == dtype
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        assert images.is_contiguous(memory_format=layout)
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-2
+        assert torch.allclose(images.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_evaluation_goes_through_the_shard_in_order() -> None:
+    shard = random_shard(10)
+    options = {"batch_size": 4, "mean": ZERO, "std": ONE, "device": "cpu"}
+    images, labels = zip(*evaluation_batches(shard, **options), strict=True)
+    assert [len(part) for part in labels] == [4, 4, 2]
+    assert torch.equal(torch.cat(labels), shard.labels)
+    assert torch.equal(to_bytes(torch.cat(images)), shard.images)
+    empty = Shard(shard.images[:0], shard.labels[:0])
+    assert list(evaluation_batches(empty, **options)) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_sees_the_same_batches_without_waiting_for_the_device() -> None:
+    shard = random_shard(64)
+    cpu, cuda = (stream(shard, flip=True, pad=2, device=device) for device in ("cpu", "cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batches = [cuda.next() for _ in range(20)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for images, labels in batches:
+        expected, expected_labels = cpu.next()
+        assert torch.equal(labels.cpu(), expected_labels)
+        assert torch.allclose(images.cpu(), expected, atol=1e-6)

@@ -1,0 +1,234 @@
+"""Device, threads and buffer kind: what is chosen, and what is refused."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpi4py import MPI
+
+from prunex_mpi import devices
+from prunex_mpi.comm import build_topology, free_topology
+from prunex_mpi.errors import USAGE, UserError
+
+WORLD = MPI.COMM_WORLD
+ROOT = Path(__file__).resolve().parents[1]
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def _as_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a probe find this package and the launcher that lies beside python."""
+    beside = str(Path(sys.executable).parent)
+    monkeypatch.setenv("PATH", os.pathsep.join([beside, os.environ.get("PATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.setenv(name, "1")
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
+    """Let torch see `count` GPUs; return the list of devices that are made current."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
+
+
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 0)
+    for requested in ("auto", "cpu"):
+        assert devices.choose_device(requested, 3) == torch.device("cpu")
+    with pytest.raises(UserError, match="--device cuda.*--device cpu") as caught:
+        devices.choose_device("cuda", 0)
+    assert caught.value.exit_code == USAGE
+
+
+def test_ranks_of_a_machine_share_its_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = pretend_gpus(monkeypatch, 2)
+    for requested in ("auto", "cuda"):
+        found = [devices.choose_device(requested, rank).index for rank in range(5)]
+        assert found == [0, 1, 0, 1, 0]
+    assert [d.index for d in current] == [0, 1, 0, 1, 0] * 2
+    assert devices.choose_device("cpu", 1) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "cores", "host_size", "threads"),
+    [
+        (8, 8, 1, 8),
+        (8, 8, 4, 2),
+        (8, 8, 3, 2),
+        (2, 2, 4, 1),
+        # Bound by the launcher: these cores are the rank's own.
+        (2, 8, 4, 2),
+        (1, 8, 4, 1),
+    ],
+)
+def test_threads_share_the_cores_that_the_launcher_left(
+    allowed: int, cores: int, host_size: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_to: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed)))
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    devices.set_threads(host_size)
+    assert set_to == [threads]
+
+
+def test_omp_num_threads_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    before = torch.get_num_threads()
+    assert devices.set_threads(1) == before == torch.get_num_threads()
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
+@pytest.mark.parametrize("name", ["MPICH_GPU_SUPPORT_ENABLED", "I_MPI_OFFLOAD", "MV2_USE_CUDA"])
+def test_variables_of_the_vendors_say_whether_mpi_takes_cuda(
+    name: str, value: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert devices.claimed_cuda_support() is expected
+
+
+def test_library_is_asked_without_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MPICH_GPU_SUPPORT_ENABLED", "I_MPI_OFFLOAD", "MV2_USE_CUDA"):
+        monkeypatch.delenv(name, raising=False)
+    assert devices.claimed_cuda_support() in (True, False, None)
+
+
+@pytest.mark.usefixtures("_as_in_the_environment")
+def test_probe_passes_on_host_memory_in_a_job_of_its_own() -> None:
+    assert devices.probe("cpu") == ""
+
+
+@pytest.mark.usefixtures("_as_in_the_environment")
+def test_probe_without_a_launcher_runs_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices.shutil, "which", lambda _: None)
+    assert devices.probe("cpu") == ""
+    assert "code 1" in devices.probe("no-such-device")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("_as_in_the_environment")
+def test_probe_passes_from_inside_a_job() -> None:
+    reason = devices.probe("cpu") if WORLD.rank == 0 else ""
+    request = WORLD.Ibarrier()
+    # Waiting inside MPI would take the cores from the probe.
+    while not request.Test():
+        time.sleep(0.05)
+    assert reason == ""
+
+
+def test_probe_reports_a_crash_a_hang_and_a_missing_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices.shutil, "which", lambda _: None)
+    this_python = sys.executable
+    monkeypatch.setattr(devices.sys, "executable", "/bin/false")
+    assert "code 1: no output" in devices.probe("cuda")
+    monkeypatch.setattr(devices.sys, "executable", "/no/such/python")
+    assert "FileNotFoundError" in devices.probe("cuda")
+    monkeypatch.setattr(devices.sys, "executable", this_python)
+    monkeypatch.setattr(devices, "PROBE_TIMEOUT_S", 0.01)
+    assert "TimeoutExpired" in devices.probe("cpu")
+
+
+def test_probe_is_not_started_as_a_rank_of_this_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str] = {}
+
+    def run(_command: list[str], env: dict[str, str], **_: object) -> None:
+        seen.update(env)
+        raise OSError("not started")
+
+    for name in ("PMI_RANK", "PMIX_RANK", "SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "HOME_OF_PMI"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(devices.subprocess, "run", run)
+    assert "OSError" in devices.probe("cpu")
+    assert "HOME_OF_PMI" in seen
+    assert not {"PMI_RANK", "PMIX_RANK", "SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK"} & set(seen)
+
+
+@pytest.mark.mpi
+def test_tensors_on_the_cpu_are_handed_over_as_they_are() -> None:
+    topology = build_topology(WORLD)
+    for requested in ("auto", "host"):
+        kind, _ = devices.resolve_mpi_buffers(topology, requested, torch.device("cpu"))
+        assert kind == "host"
+    with pytest.raises(UserError, match="--mpi-buffers device needs --device cuda"):
+        devices.resolve_mpi_buffers(topology, "device", torch.device("cpu"))
+    free_topology(topology)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("claim", [None, False, True])
+@pytest.mark.parametrize("probed", ["", "the probe ended with code 139: no output"])
+def test_cuda_buffers_are_used_only_if_rank_zero_saw_them_work(
+    claim: bool | None, probed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes: list[str] = []
+
+    def probe(device: str) -> str:
+        assert WORLD.rank == 0
+        probes.append(device)
+        return probed
+
+    monkeypatch.setattr(devices, "claimed_cuda_support", lambda: claim)
+    monkeypatch.setattr(devices, "probe", probe)
+    topology = build_topology(WORLD)
+    works = claim is not False and not probed
+    kind, reason = devices.resolve_mpi_buffers(topology, "auto", CUDA)
+    assert kind == ("device" if works else "host")
+    if works:
+        assert devices.resolve_mpi_buffers(topology, "device", CUDA)[0] == "device"
+    else:
+        with pytest.raises(UserError, match="--mpi-buffers device") as caught:
+            devices.resolve_mpi_buffers(topology, "device", CUDA)
+        assert reason in str(caught.value)
+    # A library that says no is not probed; one that was told to stage is not even asked.
+    asked = 0 if claim is False or WORLD.rank else 2
+    assert probes == ["cuda"] * asked
+    assert devices.resolve_mpi_buffers(topology, "host", CUDA)[0] == "host"
+    assert len(probes) == asked
+    free_topology(topology)
+
+
+@pytest.mark.parametrize(
+    ("variables", "lone"),
+    [
+        ({}, False),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}, False),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}, True),
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}, True),
+        # One step of one task inside a larger allocation is what was asked for.
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"}, False),
+        # Inside an allocation, but started without srun.
+        ({"SLURM_NTASKS": "4"}, False),
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": ""}, False),
+    ],
+)
+def test_slurm_tasks_that_do_not_find_each_other_are_noticed(
+    variables: dict[str, str], lone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    message = devices.lone_singleton(MPI.COMM_SELF)
+    assert bool(message) is lone
+    if lone:
+        assert "4 tasks" in message
+        assert "--mpi=" in message
+
+
+def test_a_job_of_several_ranks_is_no_singleton(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Two:
+        size = 2
+
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert devices.lone_singleton(Two()) == ""

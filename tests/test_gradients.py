@@ -1,0 +1,161 @@
+"""Averaged gradients: right whatever took part in the loss, started while backward runs."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpi4py import MPI
+
+from prunex_mpi import gradients
+from prunex_mpi.collectives import Transport
+from prunex_mpi.gradients import GradientAverager
+from prunex_mpi.layout import Layout, build_layout, flatten_
+
+WORLD = MPI.COMM_WORLD
+BUCKETS = (1, 100, 400, 4 * 2**20)  # bytes: one parameter, a few, a few more, all
+
+
+class Branches(nn.Module):
+    """Two branches of which a rank uses one, a module used twice and one never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 6)
+        self.left = nn.Linear(6, 6)
+        self.right = nn.Linear(6, 6)
+        self.unused = nn.Linear(5, 5)
+        self.shared = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, branch: str = "left") -> Tensor:
+        hidden = torch.tanh(self.stem(x))
+        if branch == "both":
+            hidden = self.right(torch.tanh(self.left(hidden)))
+        elif branch != "none":
+            hidden = getattr(self, branch)(hidden)
+        return self.head(self.shared(torch.tanh(self.shared(hidden))))
+
+
+class Recorder:
+    """A communicator of two ranks that only notes which part of a gradient it is handed."""
+
+    size, rank = 2, 0
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def Iallreduce(self, _send: object, buffer: list, op: MPI.Op) -> MPI.Request:
+        assert op == MPI.SUM
+        self.sizes.append(buffer[0].size)
+        return MPI.Request()
+
+
+def prepare() -> tuple[Branches, Layout, Tensor]:
+    torch.manual_seed(0)
+    model = Branches().double()
+    layout = build_layout(model)
+    _, grad = flatten_(model, layout)
+    return model, layout, grad
+
+
+def backward(model: Branches, rank: int, step: int, branch: str) -> None:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(3, 4, dtype=torch.float64, generator=generator)
+    model(x, branch).square().sum().backward()
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKETS)
+def test_buckets_hold_every_element_and_every_parameter_once(
+    bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
+    model, layout, grad = prepare()
+    averager = GradientAverager(Recorder(), model, layout, grad, Transport(2**20))
+    # From the end of the vector to its start, without gap or overlap.
+    stops = [stop for _, stop in averager.bounds]
+    starts = [start for start, _ in averager.bounds]
+    assert stops == [layout.numel, *starts[:-1]]
+    assert starts[-1] == 0
+    inside = [
+        [s for s in layout.segments if start <= s.offset and s.offset + s.numel <= stop]
+        for start, stop in averager.bounds
+    ]
+    assert averager.members == [len(segments) for segments in inside]
+    assert sum(averager.members) == len(layout.segments)
+    assert all(averager.members)
+    for (start, stop), segments in zip(averager.bounds, inside, strict=True):
+        assert (stop - start) * 8 <= bucket_bytes or len(segments) == 1
+
+
+@pytest.mark.parametrize("branch", ["left", "right", "both", "none"])
+@pytest.mark.parametrize("bucket_bytes", BUCKETS)
+def test_reductions_start_in_one_order_whatever_backward_does(
+    branch: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
+    model, layout, grad = prepare()
+    recorder = Recorder()
+    averager = GradientAverager(recorder, model, layout, grad, Transport(2**20))
+    expected = [stop - start for start, stop in averager.bounds]
+    for step in range(2):
+        recorder.sizes.clear()
+        averager.begin()
+        backward(model, 0, step, branch)
+        early = len(recorder.sizes)
+        averager.finish_()
+        assert recorder.sizes == expected
+        if bucket_bytes == 1:
+            # The head's two and the shared module's two are there before the unused module blocks.
+            assert early == 4
+
+
+def test_all_reductions_start_during_backward_when_all_parameters_take_part() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2))
+    layout = build_layout(model)
+    _, grad = flatten_(model, layout)
+    recorder = Recorder()
+    averager = GradientAverager(recorder, model, layout, grad, Transport(2**20))
+    averager.begin()
+    loss = model(torch.rand(3, 4)).sum()
+    assert recorder.sizes == []
+    loss.backward()
+    assert sum(recorder.sizes) == layout.numel
+    averager.close()
+    loss = model(torch.rand(3, 4)).sum()
+    averager.begin()
+    loss.backward()
+    assert sum(recorder.sizes) == layout.numel
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("bucket_bytes", BUCKETS)
+def test_gradients_are_the_mean_over_ranks_that_took_different_branches(
+    bucket_bytes: int, staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
+    model, layout, grad = prepare()
+    staging = torch.empty(2, 208, dtype=torch.uint8).unbind() if staged else None
+    averager = GradientAverager(WORLD, model, layout, grad, Transport(208, staging))
+    assert averager.overlap == (WORLD.size > 1 and not staged)
+    branches = ("left", "right", "none", "both")
+    for step in range(4):
+        everyone = np.zeros(layout.numel)
+        for rank in range(WORLD.size):
+            other, _, gradient = prepare()
+            backward(other, rank, step, branches[(rank + step) % 4])
+            everyone += gradient.numpy()
+        grad.zero_()
+        averager.begin()
+        backward(model, WORLD.rank, step, branches[(WORLD.rank + step) % 4])
+        averager.finish_()
+        np.testing.assert_allclose(grad.numpy(), everyone / WORLD.size, rtol=1e-12, atol=1e-14)
+    averager.close()
+
+    # Without the averager, a gradient is the rank's own again.
+    grad.zero_()
+    backward(model, WORLD.rank, 9, "left")
+    other, _, gradient = prepare()
+    backward(other, WORLD.rank, 9, "left")
+    assert torch.equal(grad, gradient)

@@ -1,0 +1,150 @@
+"""Flat vectors: every parameter has its place in them, and the model lives there."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from prunex_mpi.errors import UserError
+from prunex_mpi.layout import (
+    Layout,
+    build_layout,
+    fill_,
+    flatten_,
+    scale_,
+    squared_norms,
+)
+
+
+class Tied(nn.Module):
+    """A module used twice, a frozen parameter, a scalar and an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.again = self.inner
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+        self.gain = nn.Parameter(torch.tensor(2.0))
+        self.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * self.again(self.inner(x))
+
+
+def test_segments_follow_named_parameters_without_gaps() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    layout = build_layout(model)
+    named = list(model.named_parameters())
+    assert [s.name for s in layout.segments] == [name for name, _ in named]
+    assert [s.shape for s in layout.segments] == [tuple(p.shape) for _, p in named]
+    offsets = [s.offset for s in layout.segments] + [layout.numel]
+    assert offsets == [0, *np.cumsum([p.numel() for _, p in named])]
+
+
+def test_shared_modules_count_once_and_frozen_parameters_not_at_all() -> None:
+    layout = build_layout(Tied())
+    names = [s.name for s in layout.segments]
+    assert names == ["gain", "nothing", "inner.weight", "inner.bias"]
+    assert layout.numel == 1 + 0 + 9 + 3
+
+
+def test_views_share_the_memory_of_the_flat_vector() -> None:
+    layout = build_layout(nn.Conv2d(2, 4, 3))
+    flat = torch.zeros(layout.numel)
+    weight, bias = layout.views(flat)
+    weight[3, 1, 2, 2] = 7
+    bias[0] = 5
+    assert flat[4 * 2 * 9 - 1] == 7
+    assert flat[4 * 2 * 9] == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_model_computes_and_differentiates_in_the_flat_vectors(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Tied().to(dtype)
+    x = torch.rand(4, 3, dtype=dtype)
+    before = model(x)
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    layout = build_layout(model)
+    theta, grad = flatten_(model, layout)
+    assert theta.dtype == grad.dtype == dtype
+    assert theta.grad is grad
+    assert torch.equal(grad, torch.zeros_like(grad))
+    assert torch.equal(model(x), before)
+
+    model(x).sum().backward()
+    found = [v for v in layout.views(grad) if v.numel()]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    theta.zero_()
+    assert torch.equal(model(x), torch.zeros_like(before))
+    # The frozen parameter is none of ours.
+    assert torch.equal(model.frozen, torch.ones_like(model.frozen))
+
+
+def test_an_optimizer_over_the_flat_vector_is_sgd_on_the_model() -> None:
+    torch.manual_seed(0)
+    x = torch.rand(8, 3)
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    models[1].load_state_dict(models[0].state_dict())
+    layout = build_layout(models[0])
+    theta, grad = flatten_(models[0], layout)
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+    optimizers = [
+        torch.optim.SGD([theta], fused=True, **options),
+        torch.optim.SGD(models[1].parameters(), **options),
+    ]
+    for _ in range(3):
+        grad.zero_()
+        optimizers[1].zero_grad()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(x).square().sum().backward()
+            optimizer.step()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("kind", ["half", "bfloat16", "mixed", "frozen"])
+def test_what_mpi_cannot_add_up_is_refused(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if kind == "half":
+        model.half()
+    elif kind == "bfloat16":
+        model.bfloat16()
+    elif kind == "mixed":
+        model[1].double()
+    else:
+        model.requires_grad_(False)
+    with pytest.raises(UserError, match="float32 or all float64") as caught:
+        build_layout(model)
+    assert "\n" not in str(caught.value)
+
+
+def tied_vector() -> tuple[Layout, Tensor]:
+    layout = build_layout(Tied())
+    return layout, torch.arange(1.0, 1 + layout.numel, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("factors", [[3, 3, 3, 3], [2, 5, -1, 0.5]])
+def test_scale_multiplies_each_segment_by_its_factor(factors: list[float]) -> None:
+    layout, flat = tied_vector()
+    expected = flat.clone()
+    for segment, factor in zip(layout.segments, factors, strict=True):
+        expected[segment.offset : segment.offset + segment.numel] *= factor
+    scale_(flat, layout, np.array(factors, dtype=np.float64))
+    assert torch.equal(flat, expected)
+
+
+def test_fill_and_squared_norms_go_segment_by_segment() -> None:
+    layout, flat = tied_vector()
+    numbers = flat.numpy()
+    expected = [float(np.sum(numbers[s.offset : s.offset + s.numel] ** 2)) for s in layout.segments]
+    norms = squared_norms(flat, layout)
+    assert norms.dtype == np.float64
+    np.testing.assert_allclose(norms, expected, rtol=1e-14)
+
+    values = np.array([4.0, 9.0, -2.0, 0.25])
+    fill_(flat, layout, values)
+    for view, value in zip(layout.views(flat), values, strict=True):
+        assert torch.all(view == value)

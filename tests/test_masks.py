@@ -1,0 +1,194 @@
+"""Mask agreement against brute force over all supports that the nodes could share."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpi4py import MPI
+
+from prunex_mpi.comm import Topology, build_topology, free_topology
+from prunex_mpi.layout import build_layout
+from prunex_mpi.masks import agree_by_or, agree_by_vote, broadcast_mask, project_locally
+from prunex_mpi.settings import make
+from prunex_mpi.sparsity import Selection, find_groups
+from prunex_mpi.state import State, Traffic, build_state
+
+WORLD = MPI.COMM_WORLD
+ORDERS = [("filter",), ("channel",), ("shape",), ("channel", "filter"), ("filter", "shape")]
+NODE_SHAPES = (1, 2, 3, 4)
+
+
+@contextmanager
+def nodes_of(ranks_per_node: int) -> Iterator[Topology]:
+    topology = build_topology(WORLD, min(ranks_per_node, WORLD.size))
+    yield topology
+    free_topology(topology)
+
+
+def prepare(kinds: tuple[str, ...]) -> State:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 1),
+        nn.Conv2d(4, 6, 2),
+        nn.Conv2d(6, 4, 1, groups=2),
+        nn.Linear(4, 2),
+    )
+    model.double()
+    layout = build_layout(model)
+    return build_state(model, layout, find_groups(model, layout, kinds, [0.4]), make())
+
+
+def candidate(state: State, node: int) -> np.ndarray:
+    """Return what node `node` would project."""
+    return np.random.default_rng(node).standard_normal(state.layout.numel)
+
+
+def weight_blocks(state: State, selection: Selection, flat: np.ndarray) -> np.ndarray:
+    """Return a selection's weights as [selections, groups, elements of the group], as a copy."""
+    layer = state.groups.layers[selection.layer]
+    offset = state.layout.segments[layer.segment].offset
+    weight = flat[offset : offset + layer.numel]
+    if selection.kind == "filter":
+        return weight.reshape(1, layer.blocks * layer.rows, -1)
+    if selection.kind == "channel":
+        shape = (layer.blocks, layer.rows, layer.channels, layer.kernel)
+        return weight.reshape(shape).transpose(0, 2, 1, 3).reshape(*shape[::2], -1)
+    return weight.reshape(layer.blocks, layer.rows, layer.columns).transpose(0, 2, 1)
+
+
+def best_shared_mask(state: State, flats: list[np.ndarray], sizes: tuple[int, ...]) -> np.ndarray:
+    """Try every support of alpha groups for the least sum_i P_i |z~_i - projection|^2."""
+    mask, flats = np.ones(state.groups.total, dtype=bool), [flat.copy() for flat in flats]
+    for selections in state.groups.kinds:
+        for s in selections:
+            blocks = [weight_blocks(state, s, flat) for flat in flats]
+            alpha = -(-2 * s.count // 5)
+            chosen = []
+            for number in range(s.selections):
+                # What is cut off is lost: weighted by the ranks that hold it.
+                lost = sum(
+                    p * (b[number] ** 2).sum(axis=1) for p, b in zip(sizes, blocks, strict=True)
+                )
+                supports = itertools.combinations(range(s.count), alpha)
+                chosen.append(min(supports, key=lambda keep: lost.sum() - lost[list(keep)].sum()))
+            bits = np.array([[g in keep for g in range(s.count)] for keep in chosen])
+            mask[s.start : s.stop] = bits.reshape(-1)
+            for flat in flats:
+                erase(state, s, flat, bits)
+    return mask
+
+
+def erase(state: State, selection: Selection, flat: np.ndarray, bits: np.ndarray) -> None:
+    """Set the groups that `bits` [selections, groups] leaves out to zero."""
+    index = np.arange(float(flat.size))
+    elements = weight_blocks(state, selection, index)[~bits].astype(int)
+    flat[elements.reshape(-1)] = 0
+
+
+def assert_alike_on_all_ranks(mask: np.ndarray) -> None:
+    every = np.empty((WORLD.size, mask.size), dtype=np.uint8)
+    WORLD.Allgather(mask.astype(np.uint8), every)
+    assert np.array_equal(every, np.broadcast_to(mask, every.shape))
+
+
+def squares(flat: np.ndarray) -> Tensor:
+    return torch.from_numpy(flat).square()
+
+
+@pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
+def test_local_projection_is_the_best_support_of_its_own_candidate(kinds: tuple[str, ...]) -> None:
+    state = prepare(kinds)
+    for node in range(5):
+        flat = candidate(state, node)
+        found = project_locally(squares(flat), state, 1.0, 1)
+        assert np.array_equal(found, best_shared_mask(state, [flat], (1,)))
+
+
+def test_strictness_and_rounding_reach_the_projection() -> None:
+    state = prepare(("channel",))
+    flat = squares(candidate(state, 0))
+    assert project_locally(flat, state, 0.0, 1).all()
+    half, rounded = project_locally(flat, state, 0.5, 1), project_locally(flat, state, 1.0, 3)
+    for s in state.groups.kinds[0]:
+        # 0.7 of 4 and of 3 channels; 0.4 of them in threes.
+        assert half[s.start : s.stop].sum() == s.selections * 3
+        assert rounded[s.start : s.stop].sum() == s.selections * 3
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
+@pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
+def test_vote_is_the_best_shared_support_for_nodes_of_any_size(
+    kinds: tuple[str, ...], ranks_per_node: int
+) -> None:
+    state, traffic = prepare(kinds), Traffic()
+    with nodes_of(ranks_per_node) as topology:
+        flats = [candidate(state, node) for node in range(topology.num_nodes)]
+        mask = np.zeros(state.groups.total, dtype=bool)
+        if topology.is_leader:
+            mine = squares(flats[topology.node_index])
+            mask = agree_by_vote(topology, mine, state, 1.0, 1, traffic)
+        mask = broadcast_mask(topology.node, mask, traffic)
+        expected = best_shared_mask(state, flats, topology.node_sizes)
+        node_size, is_leader = topology.node_size, topology.is_leader
+    assert mask.dtype == bool
+    assert np.array_equal(mask, expected)
+    assert_alike_on_all_ranks(mask)
+    counts = [selections[-1].stop - selections[0].start for selections in state.groups.kinds]
+    voted = sum(8 * count + -(-count // 8) for count in counts)
+    assert traffic.mask == (voted if is_leader else 0)
+    assert traffic.intra == (-(-state.groups.total // 8) if node_size > 1 else 0)
+    assert traffic.payload == traffic.evaluate == 0
+
+
+@pytest.mark.mpi(min_size=4)
+def test_vote_weighs_nodes_by_their_ranks() -> None:
+    state = prepare(("filter",))
+    with nodes_of(3) as topology:
+        assert topology.node_sizes == (3, 1)
+        flats = [candidate(state, node) for node in range(2)]
+        weighted = best_shared_mask(state, flats, (3, 1))
+        assert not np.array_equal(weighted, best_shared_mask(state, flats, (1, 1)))
+        mask = np.zeros(state.groups.total, dtype=bool)
+        if topology.is_leader:
+            mine = squares(flats[topology.node_index])
+            mask = agree_by_vote(topology, mine, state, 1.0, 1, Traffic())
+        assert np.array_equal(broadcast_mask(topology.node, mask, Traffic()), weighted)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
+def test_or_is_the_union_of_the_leaders_masks(ranks_per_node: int) -> None:
+    # 21 groups: the last byte is only partly used.
+    random, traffic = np.random.default_rng(0), Traffic()
+    with nodes_of(ranks_per_node) as topology:
+        masks = random.random((topology.num_nodes, 21)) < 0.3
+        mask = np.zeros(21, dtype=bool)
+        if topology.is_leader:
+            mask = agree_by_or(topology.leader, masks[topology.node_index], traffic)
+            assert traffic.mask == 3
+        mask = broadcast_mask(topology.node, mask, traffic)
+        assert traffic.intra == (3 if topology.node_size > 1 else 0)
+    assert mask.dtype == bool
+    assert np.array_equal(mask, masks.any(axis=0))
+    assert_alike_on_all_ranks(mask)
+
+
+@pytest.mark.mpi
+def test_vote_of_equal_energies_keeps_the_lower_indices_everywhere() -> None:
+    state = prepare(("channel",))
+    with nodes_of(2) as topology:
+        mask = np.zeros(state.groups.total, dtype=bool)
+        if topology.is_leader:
+            ones = torch.ones(state.layout.numel, dtype=torch.float64)
+            mask = agree_by_vote(topology, ones, state, 1.0, 1, Traffic())
+        mask = broadcast_mask(topology.node, mask, Traffic())
+    for s in state.groups.kinds[0]:
+        kept = mask[s.start : s.stop].reshape(s.selections, s.count)
+        assert kept[:, : -(-2 * s.count // 5)].all()
+        assert not kept[:, -(-2 * s.count // 5) :].any()

@@ -1,0 +1,181 @@
+"""Names, sizes and stems of the networks."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from prunex_mpi.errors import USAGE, UserError
+from prunex_mpi.models import BasicBlock, build_model, model_names
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def refuse(name: str, *, image_size: int = 32, stem: str = "auto") -> str:
+    with pytest.raises(UserError) as caught:
+        build_model(name, num_classes=10, image_size=image_size, stem=stem)
+    assert caught.value.exit_code == USAGE
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "stem", "parameters"),
+    [
+        ("resnet8", "auto", 75_290),
+        ("resnet20", "auto", 269_722),
+        ("resnet56", "auto", 853_018),
+        ("resnet18", "cifar", 11_173_962),
+        ("resnet152", "imagenet", 58_164_298),
+    ],
+)
+def test_parameter_counts_are_those_of_the_literature(
+    name: str, stem: str, parameters: int
+) -> None:
+    assert count(build_model(name, num_classes=10, image_size=32, stem=stem)) == parameters
+
+
+def test_cifar_family_takes_small_images_and_has_biases_only_in_the_classifier() -> None:
+    model = build_model("resnet8", num_classes=7, image_size=8)
+    assert model(torch.zeros(2, 3, 8, 8)).shape == (2, 7)
+    convs = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    assert len(convs) == 7
+    assert all(conv.bias is None for conv in convs)
+
+
+def test_shortcut_keeps_old_channels_and_adds_zeros() -> None:
+    block = BasicBlock(2, 4, stride=2).eval()
+    nn.init.zeros_(block.conv2.weight)
+    x = torch.rand(1, 2, 6, 6)
+    out = block(x)
+    assert torch.equal(out[:, :2], x[:, :, ::2, ::2])
+    assert torch.equal(out[:, 2:], torch.zeros(1, 2, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("image_size", "stem", "kernel"),
+    [(64, "auto", 3), (65, "auto", 7), (32, "imagenet", 7), (96, "cifar", 3)],
+)
+def test_stem_follows_image_size_unless_given(image_size: int, stem: str, kernel: int) -> None:
+    model = build_model("resnet18", num_classes=10, image_size=image_size, stem=stem)
+    assert model.conv1.kernel_size == (kernel, kernel)
+    assert isinstance(model.maxpool, nn.Identity) == (kernel == 3)
+
+
+def test_wide_and_grouped_resnets_are_of_the_family() -> None:
+    for name in ("wide_resnet50_2", "resnext50_32x4d"):
+        model = build_model(name, num_classes=10, image_size=32)
+        assert model.conv1.kernel_size == (3, 3)
+
+
+@pytest.mark.parametrize("name", ["resnet20", "resnet18"])
+def test_weights_follow_the_seed(name: str) -> None:
+    models = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        models.append(build_model(name, num_classes=10, image_size=32).state_dict())
+    assert all(torch.equal(models[0][key], models[1][key]) for key in models[0])
+    assert not torch.equal(models[0]["conv1.weight"], models[2]["conv1.weight"])
+
+
+def test_trying_the_model_leaves_statistics_and_training_mode() -> None:
+    model = build_model("resnet8", num_classes=10, image_size=8)
+    assert model.training
+    assert torch.equal(model.bn1.running_mean, torch.zeros(16))
+    assert int(model.bn1.num_batches_tracked) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "image_size"),
+    [("mobilenet_v2", 32), ("vit_b_16", 32), ("googlenet", 64), ("shufflenet_v2_x0_5", 32)],
+)
+def test_other_torchvision_classifiers_return_plain_logits_silently(
+    name: str, image_size: int
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = build_model(name, num_classes=10, image_size=image_size)
+    assert model.train()(torch.zeros(2, 3, image_size, image_size)).shape == (2, 10)
+
+
+def test_names_are_classifiers_only() -> None:
+    names = model_names()
+    assert {"resnet20", "resnet18", "wide_resnet50_2", "vgg19_bn", "inception_v3"} <= set(names)
+    assert "fcn_resnet50" not in names
+    assert "fcn_resnet50" in refuse("fcn_resnet50")
+
+
+def test_unknown_name_gets_the_nearest_one() -> None:
+    assert "resnet20" in refuse("resnet-20")
+    assert "wide_resnet50_2" in refuse("wideresnet50_2")
+
+
+@pytest.mark.parametrize(
+    ("name", "stem"),
+    [("mobilenet_v2", "cifar"), ("resnet20", "imagenet"), ("resnet18", "tiny")],
+)
+def test_a_stem_that_does_not_fit_is_refused(name: str, stem: str) -> None:
+    assert stem in refuse(name, stem=stem)
+
+
+def test_the_cifar_family_accepts_its_own_stem_by_name() -> None:
+    assert count(build_model("resnet8", num_classes=10, image_size=8, stem="cifar")) == 75_290
+
+
+@pytest.mark.parametrize("name", ["alexnet", "vit_b_16"])
+def test_images_too_small_for_the_model_are_refused(name: str) -> None:
+    message = refuse(name, image_size=8)
+    assert "8x8" in message
+    assert name in message
+
+
+@pytest.fixture
+def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_models.py").write_text(
+        "from torch import nn\n"
+        "LIMIT = 3\n"
+        "def net(*, num_classes, image_size):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, num_classes))\n"
+        "def number(*, num_classes, image_size): return num_classes\n"
+        "def positional(): return nn.Identity()\n"
+        "def headless(*, num_classes, image_size): return nn.Identity()\n"
+    )
+    (tmp_path / "broken_models.py").write_text("def net(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("own_models", None)
+
+
+@pytest.mark.usefixtures("own_models")
+def test_own_factory_is_called_with_classes_and_size() -> None:
+    model = build_model("own_models:net", num_classes=5, image_size=4)
+    assert count(model) == 5 * 48 + 5
+
+
+@pytest.mark.usefixtures("own_models")
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no_such_package.models:net", "no_such_package"),
+        ("broken_models:net", "SyntaxError"),
+        ("own_models:missing", "missing"),
+        ("own_models:LIMIT", "LIMIT"),
+        ("own_models:", "no function"),
+        (":net", "cannot import"),
+        ("own_models:number", "int"),
+        ("own_models:positional", "num_classes"),
+        ("own_models:headless", "[1, 3, 32, 32]"),
+    ],
+)
+def test_bad_factories_are_refused_in_one_line(name: str, says: str) -> None:
+    assert says in refuse(name)
+
+
+@pytest.mark.usefixtures("own_models")
+def test_a_factory_has_no_stem() -> None:
+    assert "--stem cifar" in refuse("own_models:net", stem="cifar")

@@ -1,0 +1,343 @@
+"""The MPI program against the oracle of tests/reference.py, and the invariants of the algorithm."""
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import simulate
+from torch import nn
+
+from mpi4py import MPI
+
+from prunex_mpi.collectives import build_transport
+from prunex_mpi.comm import build_topology, free_topology
+from prunex_mpi.data import Shard
+from prunex_mpi.hsadmm import outer_iterations
+from prunex_mpi.layout import build_layout
+from prunex_mpi.settings import make
+from prunex_mpi.sparsity import find_groups, layer_masks
+from prunex_mpi.state import Problem, build_state
+
+CPU = torch.device("cpu")
+STEPS = 2
+
+RECIPE = {
+    "outer_iterations": 6,
+    "warmup_iterations": 1,
+    "keep_ramp_iterations": 2,
+    "freeze_iteration": 4,
+    "lr": 0.05,
+    "lr_schedule": "constant",
+    "lr_warmup": 0.0,
+    "bn": "average",
+    "rho1": 0.02,
+    "rho2": 0.005,
+}
+PAPER = {
+    **RECIPE,
+    "warmup_iterations": 0,
+    "keep_ramp_iterations": 0,
+    "theta_start": "theta",
+    "node_sync": "outer",
+    "mask_agreement": "or",
+    "after_freeze": "admm",
+    "weight_decay_in": "z",
+    "weight_decay": 1e-3,
+    "penalty": "balance",
+}
+SCENARIOS = {
+    "recipe": RECIPE,
+    "recipe-admm-filter-channel": {
+        **RECIPE,
+        "after_freeze": "admm",
+        "groups": ("filter", "channel"),
+        "penalty": "ramp",
+    },
+    "recipe-shape-outer": {**RECIPE, "groups": ("shape",), "node_sync": "outer"},
+    "paper": PAPER,
+    "paper-unfrozen-composed": {
+        **PAPER,
+        "freeze_iteration": 0,
+        "groups": ("channel", "filter"),
+    },
+}
+
+CASES = [(name, torch.float32) for name in SCENARIOS]
+CASES += [(name, torch.float64) for name in ("recipe", "paper-unfrozen-composed")]
+
+
+class Net(nn.Module):
+    """A 3x3, a grouped, a depthwise and a 1x1 convolution, BatchNorm and a classifier."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3, padding=1, groups=2),
+            nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 12, 1, bias=False),
+            nn.BatchNorm2d(12),
+            nn.ReLU(),
+        )
+        self.fc = nn.Linear(12, 5)
+
+    def forward(self, x):
+        return self.fc(self.features(x).mean(dim=(2, 3)))
+
+
+class RandomStream:
+    """Batches that depend only on the rank and the step."""
+
+    def __init__(self, rank, dtype):
+        self.generator = torch.Generator().manual_seed(1000 + rank)
+        self.dtype = dtype
+
+    def next(self):
+        labels = torch.randint(5, (8,), generator=self.generator)
+        noise = torch.randn(8, 3, 6, 6, generator=self.generator, dtype=torch.float64)
+        return (noise + 0.3 * labels.view(-1, 1, 1, 1)).to(self.dtype), labels
+
+
+def run_driver(world, ranks_per_node, model, stream, settings, loss=F.cross_entropy, steps=STEPS):
+    """Yield (record, state, topology) after each outer iteration of the real driver."""
+    topology = build_topology(world, ranks_per_node)
+    layout = build_layout(model)
+    groups = find_groups(model, layout, settings.groups, settings.keep_ratio)
+    state = build_state(model, layout, groups, settings)
+    nothing = Shard(torch.empty(0), torch.empty(0))
+    problem = Problem(model, model, loss, stream, nothing, None, iter, steps)
+    # Buckets of 1 KiB: every message is cut.
+    transport = build_transport(CPU, 2**-10, "host")
+    for record in outer_iterations(topology, state, problem, settings, transport):
+        yield record, state, topology
+    free_topology(topology)
+
+
+def element_masks(state):
+    """Return {parameter name: bool tensor of its shape} of the mask in force."""
+    result = {}
+    for layer, (rows, columns) in zip(
+        state.groups.layers, layer_masks(state.mask, state.groups), strict=True
+    ):
+        segment = state.layout.segments[layer.segment]
+        full = rows.reshape(layer.blocks, layer.rows, 1) & columns[:, None, :]
+        result[segment.name] = torch.from_numpy(full.reshape(segment.shape))
+    return result
+
+
+def by_name(flat, state):
+    names = [s.name for s in state.layout.segments]
+    return dict(zip(names, state.layout.views(flat), strict=True))
+
+
+def difference(mine, reference):
+    """Return the relative 2-norm difference of two {name: tensor}, over all tensors."""
+    gap = sum(float(((mine[n] - reference[n]).double() ** 2).sum()) for n in reference)
+    size = sum(float((reference[n].double() ** 2).sum()) for n in reference)
+    return gap**0.5 / max(size**0.5, 1e-12)
+
+
+def node_sizes_of(size, ranks_per_node):
+    sizes = [ranks_per_node] * (size // ranks_per_node)
+    return sizes + ([size % ranks_per_node] if size % ranks_per_node else [])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("scenario", "dtype"), CASES)
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4])
+def test_program_equals_oracle(ranks_per_node, scenario, dtype):
+    world = MPI.COMM_WORLD
+    if ranks_per_node > world.size:
+        pytest.skip("covered by a smaller node size: the job has fewer ranks")
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-11
+    settings = make(**SCENARIOS[scenario])
+    sizes = node_sizes_of(world.size, ranks_per_node)
+    torch.manual_seed(7)
+    model = Net().to(dtype)
+    wanted = {**{k: getattr(settings, k) for k in vars(settings)}, "steps": STEPS}
+    wanted["keep_ratio"] = settings.keep_ratio[0]
+    history = simulate(
+        copy.deepcopy(model),
+        [RandomStream(r, dtype) for r in range(world.size)],
+        sizes,
+        F.cross_entropy,
+        SimpleNamespace(**wanted),
+    )
+    stream = RandomStream(world.rank, dtype)
+    runs = run_driver(world, ranks_per_node, model, stream, settings)
+    count = 0
+    for (record, state, topology), expected in zip(runs, history, strict=True):
+        count += 1
+        assert expected.outside < tolerance
+        i, r = topology.node_index, world.rank
+        for name, mask in element_masks(state).items():
+            assert torch.equal(mask, expected.mask[name]), (count, name)
+        assert difference(by_name(state.z, state), expected.z) < tolerance, count
+        assert difference(by_name(state.z_node, state), expected.z_node[i]) < tolerance, count
+        assert difference(by_name(state.theta, state), expected.theta[r]) < tolerance, count
+        scale = {n: x for n, x in expected.z.items()}
+        for mine, theirs in ((state.u, expected.u[r]), (state.v, expected.v[i])):
+            # Duals are differences of near numbers: their error counts against the weights'.
+            gap = {n: scale[n] + x - theirs[n] for n, x in by_name(mine, state).items()}
+            assert difference(gap, scale) < 10 * tolerance, count
+        assert record["train_loss"] == pytest.approx(expected.loss, rel=1e-4)
+        for level, column in (("intra_primal", 0), ("inter_primal", 2), ("inter_dual", 3)):
+            total = sum(x[column] ** 2 for x in expected.residuals.values()) ** 0.5
+            assert record["residuals"][level] == pytest.approx(total, rel=1e-3, abs=1e-6)
+        for module, statistics in zip(state.bn_modules, expected.statistics.values(), strict=True):
+            torch.testing.assert_close(module.running_mean, statistics[0], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(module.running_var, statistics[1], rtol=1e-4, atol=1e-6)
+    assert count == settings.outer_iterations
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("scenario", ["recipe-admm-filter-channel", "paper-unfrozen-composed"])
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3])
+def test_invariants_hold_in_every_iteration(ranks_per_node, scenario):
+    world = MPI.COMM_WORLD
+    if ranks_per_node > world.size:
+        pytest.skip("covered by a smaller node size: the job has fewer ranks")
+    settings = make(**SCENARIOS[scenario])
+    torch.manual_seed(3)
+    model = Net().double()
+    stream = RandomStream(world.rank, torch.float64)
+    for _, state, _ in run_driver(world, ranks_per_node, model, stream, settings):
+        # sum_i P_i v_i = 0 in every coordinate.
+        total = state.v.numpy().copy()
+        world.Allreduce(MPI.IN_PLACE, total, op=MPI.SUM)
+        assert np.abs(total).max() < 1e-12
+        # Zero-fill is exact (the oracle checks that the mean it replaces vanishes).
+        for name, mask in element_masks(state).items():
+            assert torch.all(by_name(state.z, state)[name][~mask] == 0)
+        # Masks and z are the same bits on all ranks.
+        for array in (state.mask.astype(np.uint8), state.z.numpy()):
+            reference = array.copy()
+            world.Bcast(reference, root=0)
+            assert np.array_equal(reference, array)
+
+
+class Quadratic:
+    """One full batch for ever: f_ij(W) = mean |W x - t|^2 / 2 over this rank's samples."""
+
+    def __init__(self, rank):
+        generator = torch.Generator().manual_seed(50 + rank)
+        self.x = torch.randn(40, 6, generator=generator, dtype=torch.float64)
+        truth = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        noise = torch.randn(40, 4, generator=generator, dtype=torch.float64)
+        self.t = self.x @ truth.T + 0.5 * noise
+
+    def next(self):
+        return self.x.view(-1, 6, 1, 1), self.t
+
+
+class Linear1x1(nn.Module):
+    """A 1x1 convolution; the fixed layer behind it makes the convolution's filters prunable."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(6, 4, 1, bias=False)
+        self.out = nn.Linear(4, 4, bias=False)
+        with torch.no_grad():
+            self.out.weight.copy_(torch.eye(4))
+        self.out.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.out(self.conv(x).flatten(1))
+
+
+def half_squares(outputs, targets):
+    return 0.5 * ((outputs - targets) ** 2).sum(dim=1).mean()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("keep", [1.0, 0.5])
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4])
+def test_strongly_convex_optimum(ranks_per_node, keep):
+    """The fixed point solves (1/N) sum grad f_ij + lambda z = 0 on the support, for any P_i."""
+    world = MPI.COMM_WORLD
+    if ranks_per_node > world.size:
+        pytest.skip("covered by a smaller node size: the job has fewer ranks")
+    decay = 0.1
+    settings = make(
+        preset="paper",
+        outer_iterations=100,
+        lr=0.5,
+        momentum=0.0,
+        weight_decay=decay,
+        rho1=0.7,
+        rho2=0.7,
+        penalty="fixed",
+        groups=("filter",),
+        keep_ratio=(keep,),
+        freeze_iteration=1,
+        eps_abs=0.0,
+        eps_rel=0.0,
+    )
+    torch.manual_seed(0)
+    model = Linear1x1().double()
+    with torch.no_grad():
+        model.conv.weight.zero_()
+    stream = Quadratic(world.rank)
+    runs = run_driver(world, ranks_per_node, model, stream, settings, loss=half_squares, steps=10)
+    state = [state for _, state, _ in runs][-1]
+    everyone = [Quadratic(r) for r in range(world.size)]
+    gram = sum(q.x.T @ q.x / 40 for q in everyone) / world.size
+    cross = sum(q.t.T @ q.x / 40 for q in everyone) / world.size
+    optimum = cross @ torch.linalg.inv(gram + decay * torch.eye(6, dtype=torch.float64))
+    kept = torch.from_numpy(state.mask)
+    assert int(kept.sum()) == round(4 * keep)
+    optimum[~kept] = 0
+    assert float((state.z.view(4, 6) - optimum).abs().max()) < 1e-8
+
+
+@pytest.mark.mpi
+def test_run_stops_when_converged():
+    settings = make(
+        preset="paper",
+        outer_iterations=200,
+        lr=0.5,
+        momentum=0.0,
+        rho1=0.7,
+        rho2=0.7,
+        penalty="fixed",
+        groups=("filter",),
+        freeze_iteration=2,
+        eps_abs=1e-5,
+        eps_rel=1e-5,
+    )
+    torch.manual_seed(0)
+    model = Linear1x1().double()
+    world = MPI.COMM_WORLD
+    records = [
+        record
+        for record, _, _ in run_driver(
+            world, 1, model, Quadratic(world.rank), settings, loss=half_squares, steps=10
+        )
+    ]
+    assert records[-1]["status"] == "converged"
+    assert 2 < len(records) < 200
+
+
+@pytest.mark.mpi
+def test_same_run_twice_gives_the_same_metrics():
+    world = MPI.COMM_WORLD
+    settings = make(**RECIPE)
+    outcomes = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        stream = RandomStream(world.rank, torch.float32)
+        nodes = 2 if world.size > 1 else 1
+        steps = list(run_driver(world, nodes, Net(), stream, settings))
+        records = [record for record, _, _ in steps]
+        for record in records:
+            record.pop("seconds")
+        outcomes.append((records, steps[-1][1].z.clone()))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert torch.equal(outcomes[0][1], outcomes[1][1])

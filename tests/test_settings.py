@@ -1,0 +1,378 @@
+"""Settings: precedence, resolution, the round trip through a file, and every kind of bad input."""
+
+import dataclasses
+import subprocess
+import sys
+from fractions import Fraction
+from importlib import resources
+
+import pytest
+
+from prunex_mpi import __version__
+from prunex_mpi.cli import parse
+from prunex_mpi.errors import USAGE, UserError
+from prunex_mpi.settings import (
+    FIELDS,
+    PRESETS,
+    key_of,
+    layer_keep_ratios,
+    make,
+    to_toml,
+    with_overrides,
+)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def write(folder, text):
+    path = folder / "settings.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def assert_refused(call, culprit):
+    with pytest.raises(UserError) as caught:
+        call()
+    message = str(caught.value)
+    assert caught.value.exit_code == USAGE
+    assert culprit in message
+    assert len(message.splitlines()) == 1 and len(message) < 400
+
+
+# ---------------------------------------------------------------------------------------------
+# one home per value
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_field_is_set_by_the_preset_or_by_the_dataclass_and_never_by_both(preset):
+    text = resources.files("prunex_mpi").joinpath("presets", f"{preset}.toml").read_text("utf-8")
+    in_file = set(tomllib.loads(text))
+    in_class = {
+        key_of(name) for name, field in FIELDS.items() if field.default is not dataclasses.MISSING
+    }
+    assert in_file & in_class == set()
+    assert in_file | in_class == {key_of(name) for name in FIELDS}
+
+
+def test_recipe_is_the_default_and_shares_become_iterations():
+    settings = parse([])
+    assert settings == make() == make("recipe")
+    assert settings.preset == "recipe"
+    assert settings.local_epochs == Fraction(1, 4)
+    resolved = (
+        settings.warmup_iterations,
+        settings.keep_ramp_iterations,
+        settings.freeze_iteration,
+    )
+    assert resolved == (28, 8, 40)
+    assert all(type(value) is int for value in resolved)
+
+
+def test_paper_preset_has_the_numbers_of_the_paper():
+    s = parse(["--preset", "paper"])
+    assert (s.outer_iterations, s.local_epochs, s.batch_size) == (60, 5, 128)
+    assert (s.lr, s.lr_schedule, s.lr_warmup, s.momentum) == (1e-3, "constant", 0.0, 0.9)
+    assert (s.weight_decay, s.weight_decay_in) == (1e-4, "z")
+    assert (s.penalty, s.rho1, s.rho2, s.rho_max) == ("balance", 1.5e-3, 1.5e-4, 10.0)
+    assert (s.groups, s.keep_ratio, s.mask_agreement) == (("channel",), (0.5,), "or")
+    assert (s.warmup_iterations, s.keep_ramp_iterations, s.freeze_iteration) == (0, 0, 15)
+    assert (s.theta_start, s.node_sync, s.after_freeze) == ("theta", "outer", "admm")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_suit_runs_of_any_length(preset):
+    for outer in range(1, 301):
+        settings = make(preset, outer_iterations=outer)
+        assert settings.freeze_iteration >= 1
+
+
+# ---------------------------------------------------------------------------------------------
+# precedence and conversion
+# ---------------------------------------------------------------------------------------------
+
+
+def test_flag_beats_file_beats_preset(tmp_path):
+    path = write(tmp_path, 'preset = "paper"\nlr = 0.03\nbatch-size = 7\n')
+    settings = parse(["--batch-size", "9", "--config", path])
+    assert (settings.batch_size, settings.lr, settings.outer_iterations) == (9, 0.03, 60)
+    assert parse(["--config", path, "--preset", "recipe"]).outer_iterations == 64
+    assert parse(["--config", path, "--preset", "recipe"]).preset == "recipe"
+
+
+@pytest.mark.parametrize(
+    "flags", [["--groups", "filter", "channel"], ["--groups", "filter", "--groups", "channel"]]
+)
+def test_lists_extend_on_the_command_line_and_replace_those_of_the_file(tmp_path, flags):
+    path = write(tmp_path, 'groups = ["shape"]\nkeep-ratio = 0.25\n')
+    settings = parse(["--config", path, *flags])
+    assert settings.groups == ("filter", "channel")
+    assert settings.keep_ratio == (0.25,)
+
+
+@pytest.mark.parametrize(
+    ("text", "outer", "expected"),
+    [("7/16", 64, 28), ("0.4375", 64, 28), ("0.5", 5, 3), ("1", 64, 1), ("1.0", 8, 1), ("0", 8, 0)],
+)
+def test_shares_and_counts(text, outer, expected):
+    flags = ["--outer-iterations", str(outer), "--keep-ramp-iterations", "0"]
+    flags += ["--freeze-iteration", "0", "--warmup-iterations", text]
+    assert parse(flags).warmup_iterations == expected
+
+
+def test_numbers_of_a_file_may_be_whole_or_text_where_fractions_are_meant(tmp_path):
+    path = write(tmp_path, 'lr = 1\nlocal-epochs = 0.25\nwarmup-iterations = "1/4"\n')
+    settings = parse(["--config", path])
+    assert type(settings.lr) is float and settings.lr == 1.0
+    assert settings.local_epochs == Fraction(1, 4)
+    assert settings.warmup_iterations == 16
+
+
+@pytest.mark.parametrize("text", ["-1", "-1.0", "-1e-3", "-.5"])
+def test_negative_numbers_are_values(text):
+    assert parse(["--freeze-drift", text]).freeze_drift == float(text)
+
+
+def test_switches():
+    assert parse(["--download"]).download is True
+    assert parse(["--download", "--no-download"]).download is False
+
+
+def test_the_stronger_of_epochs_and_steps_counts(tmp_path):
+    steps = write(tmp_path, "local-steps = 10\n")
+    settings = parse(["--config", steps])
+    assert (settings.local_steps, settings.local_epochs) == (10, 0)
+    settings = parse(["--config", steps, "--local-epochs", "2"])
+    assert (settings.local_steps, settings.local_epochs) == (0, 2)
+    assert parse(["--config", steps, "--local-steps", "0"]).local_epochs == Fraction(1, 4)
+    assert with_overrides(settings, local_steps=3).local_epochs == 0
+
+
+def test_layer_keep_ratios_keep_their_order():
+    settings = parse(["--layer-keep-ratio", "layer3.*=0.25", "a=b=1"])
+    assert layer_keep_ratios(settings) == (("layer3.*", 0.25), ("a=b", 1.0))
+
+
+def test_overrides_are_checked():
+    settings = make()
+    assert with_overrides(settings, lr=0.1) == dataclasses.replace(settings, lr=0.1)
+    assert_refused(lambda: with_overrides(settings, lr=-1.0), "lr")
+    assert_refused(lambda: with_overrides(settings, learning_rate=1.0), "learning_rate")
+    assert_refused(lambda: with_overrides(settings, preset="paper"), "preset")
+    assert_refused(lambda: make(batch_size="32"), "batch-size")
+    assert_refused(lambda: make("papers"), "'paper'")
+
+
+# ---------------------------------------------------------------------------------------------
+# the file of a run
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--preset", "paper"],
+        ["--local-steps", "12", "--groups", "filter", "shape", "--keep-ratio", "0.5", "0.3"],
+        ["--local-epochs", "1/3", "--layer-keep-ratio", "*.conv1.weight=0.125", "--rho2", "1e-05"],
+        ["--data-dir", 'a "quoted"\nfolder\\é', "--download", "--freeze-iteration", "0"],
+        ["--outer-iterations", "1", "--seed", str(2**63 - 1)],
+    ],
+)
+def test_round_trip_through_the_file_of_a_run(tmp_path, flags):
+    settings = parse(flags)
+    text = to_toml(settings, {"torch": "2.4", "mpi": "Open MPI\n5"})
+    table = tomllib.loads(text)
+    assert table["versions"] == {"torch": "2.4", "mpi": "Open MPI\n5"}
+    assert set(table) == {key_of(name) for name in FIELDS} | {"versions"}
+    assert parse(["--config", write(tmp_path, text)]) == settings
+
+
+# ---------------------------------------------------------------------------------------------
+# bad input
+# ---------------------------------------------------------------------------------------------
+
+BAD_FLAGS = [
+    ("--keep-ration 0.5", "unknown flag --keep-ration; did you mean --keep-ratio?"),
+    ("--keep_ratio=0.5", "did you mean --keep-ratio?"),
+    ("--keep 0.5", "--keep;"),
+    ("-lr 0.1", "unknown flag -lr; did you mean --lr?"),
+    ("--no-downlaod", "did you mean --no-download?"),
+    ("--zzz", "unknown flag --zzz; did you mean --"),
+    ("stray", "'stray'"),
+    ("--download yes", "'yes'"),
+    ("--download=yes", "--download"),
+    ("--lr", "--lr"),
+    ("--groups", "--groups"),
+    ("--lr fast", "--lr must be a number, not 'fast'"),
+    ("--lr nan", "--lr"),
+    ("--lr inf", "--lr"),
+    ("--lr 1e999", "--lr"),
+    ("--lr -inf", "--lr"),
+    ("--lr 0", "--lr must be above 0"),
+    ("--lr -1e-3", "--lr must be above 0"),
+    ("--momentum 1", "--momentum"),
+    ("--momentum -0.1", "--momentum"),
+    ("--weight-decay -1e-4", "--weight-decay"),
+    ("--weight-decay nan", "--weight-decay"),
+    ("--lr-warmup 1", "--lr-warmup"),
+    ("--lr-final 1.5", "--lr-final"),
+    ("--batch-size 0", "--batch-size must be at least 1"),
+    ("--batch-size 1.5", "--batch-size must be a whole number"),
+    ("--batch-size -4", "--batch-size"),
+    (f"--seed {2**63}", "--seed"),
+    ("--seed -1", "--seed"),
+    ("--outer-iterations 0", "--outer-iterations"),
+    ("--evaluate-every 0", "--evaluate-every"),
+    ("--train-samples -1", "--train-samples"),
+    ("--ranks-per-node -1", "--ranks-per-node"),
+    ("--round-to 0", "--round-to"),
+    ("--freeze-window 0", "--freeze-window"),
+    ("--freeze-drift nan", "--freeze-drift"),
+    ("--bucket-mib 0", "--bucket-mib"),
+    ("--bucket-mib 4096", "--bucket-mib"),
+    ("--keep-ratio 0", "--keep-ratio must be above 0"),
+    ("--keep-ratio 1.5", "--keep-ratio must be at most 1"),
+    ("--keep-ratio -0.5", "--keep-ratio"),
+    ("--keep-ratio nan", "--keep-ratio"),
+    ("--keep-ratio 0.5 half", "'half'"),
+    ("--keep-ratio 0.5 0.5", "keep-ratio has 2 values for 1 groups"),
+    ("--groups filter channel shape --keep-ratio 0.5 0.5", "keep-ratio has 2 values for 3"),
+    ("--groups chanel", "did you mean 'channel'?"),
+    ("--groups coupled", "'coupled'"),
+    ("--groups filter filter", "names 'filter' twice"),
+    ("--layer-keep-ratio layer3", "'layer3'"),
+    ("--layer-keep-ratio =0.5", "'=0.5'"),
+    ("--layer-keep-ratio layer3=0", "'layer3=0'"),
+    ("--layer-keep-ratio layer3=nan", "'layer3=nan'"),
+    ("--method dense", "'dense'"),
+    ("--method prunx", "did you mean 'prunex'?"),
+    ("--dataset cifar", "did you mean 'cifar10'"),
+    ("--preset papr", "did you mean 'paper'?"),
+    ("--amp fp8", "--amp"),
+    ("--model=", "--model"),
+    ("--data-dir=", "--data-dir"),
+    ("--local-epochs 0", "local-epochs"),
+    ("--local-epochs -1", "--local-epochs"),
+    ("--local-epochs 1/0", "--local-epochs"),
+    ("--local-epochs 1/2/3", "'1/2/3'"),
+    ("--local-epochs nan", "--local-epochs"),
+    ("--local-epochs 1e999999999", "--local-epochs"),
+    ("--local-epochs 1 --local-steps 5", "--local-steps"),
+    ("--warmup-iterations 3/2", "--warmup-iterations"),
+    ("--warmup-iterations 1.5", "--warmup-iterations"),
+    ("--warmup-iterations -1", "--warmup-iterations"),
+    ("--warmup-iterations x", "'x'"),
+    ("--warmup-iterations 40", "warmup-iterations + keep-ramp-iterations = 48"),
+    ("--warmup-iterations 60 --freeze-iteration 0", "is beyond outer-iterations 64"),
+    ("--freeze-iteration 65", "freeze-iteration 65 is after the last of 64"),
+    ("--rho1 0", "--rho1"),
+    ("--rho1 20", "rho1 20.0 must lie between rho-min"),
+    ("--rho2 1e-7", "rho2 1e-07 must lie between rho-min"),
+    ("--rho-min 20", "rho-min 20.0 is above rho-max 10.0"),
+    ("--rho-factor 1", "--rho-factor must be above 1"),
+    ("--eps-abs -1", "--eps-abs"),
+    ("--config", "--config"),
+    ("--config /no/such/file.toml", "'/no/such/file.toml': No such file"),
+    ("--config /", "--config '/'"),
+    ("--config a.toml --config b.toml", "--config"),
+]
+
+
+@pytest.mark.parametrize(("line", "culprit"), BAD_FLAGS)
+def test_bad_flags_end_with_one_line_that_names_them(line, culprit):
+    assert_refused(lambda: parse(line.split()), culprit)
+
+
+@pytest.mark.parametrize("value", ["", "two\nlines", "\udcff", "x" * 5000])
+def test_odd_text_stays_on_one_short_line(value):
+    assert_refused(lambda: parse(["--dataset", value]), "--dataset")
+    assert_refused(lambda: parse([f"--{value}x"]), "unknown flag")
+
+
+def test_bytes_that_no_file_could_hold_are_refused():
+    assert_refused(lambda: parse(["--data-dir", "\udcff"]), "--data-dir")
+    assert_refused(lambda: parse(["--run-dir", "a\0b"]), "--run-dir")
+
+
+BAD_FILES = [
+    ("keep-ration = 0.5", "'keep-ration'"),
+    ("keep_ratio = 0.5", "did you mean 'keep-ratio'?"),
+    ("[sparsity]\nround-to = 1", "'sparsity'"),
+    ("versions = 1", "'versions'"),
+    ("lr = ", "not a TOML file"),
+    ("lr = 0.1.2", "line 1"),
+    ("lr = 0.1\nlr = 0.2", "not a TOML file"),
+    ("lr = '0.1'", "lr in"),
+    ("lr = true", "lr in"),
+    ("lr = nan", "lr in"),
+    ("lr = -inf", "lr in"),
+    ("lr = [0.1]", "lr in"),
+    ("lr = {peak = 0.1}", "lr in"),
+    (f"lr = {10**400}", "lr in"),
+    ("batch-size = 1.0", "batch-size in"),
+    ("batch-size = true", "batch-size in"),
+    (f"batch-size = {2**63}", "batch-size in"),
+    ("download = 1", "download in"),
+    ("download = 'yes'", "download in"),
+    ("data-dir = 3", "data-dir in"),
+    ("run-dir = 2026-01-01", "run-dir in"),
+    ("groups = []", "groups in"),
+    ("groups = [1]", "groups in"),
+    ("groups = ['channel', 'fliter']", "did you mean 'filter'?"),
+    ("keep-ratio = []", "keep-ratio in"),
+    ("keep-ratio = ['0.5']", "keep-ratio in"),
+    ("keep-ratio = [true]", "keep-ratio in"),
+    ("layer-keep-ratio = [0.5]", "layer-keep-ratio in"),
+    ("local-epochs = true", "local-epochs in"),
+    ("local-epochs = inf", "local-epochs in"),
+    ("local-epochs = 1\nlocal-steps = 5", "local-steps"),
+    ("preset = 'papers'", "did you mean 'paper'?"),
+    ("preset = ['paper']", "preset in"),
+    ("a = " + "[" * 100_000, "not a TOML file"),
+]
+
+
+@pytest.mark.parametrize(("text", "culprit"), BAD_FILES)
+def test_bad_files_end_with_one_line_that_names_the_key(tmp_path, text, culprit):
+    path = write(tmp_path, text)
+    assert_refused(lambda: parse(["--config", path]), culprit)
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path):
+    path = tmp_path / "settings.toml"
+    path.write_bytes(b"lr = \xff\xfe")
+    assert_refused(lambda: parse(["--config", str(path)]), "settings.toml")
+
+
+# ---------------------------------------------------------------------------------------------
+# help and version
+# ---------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_flag_and_starts_neither_torch_nor_mpi():
+    code = (
+        "import sys\n"
+        "from prunex_mpi.cli import parse\n"
+        "try:\n"
+        "    parse(['--help'])\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 0\n"
+        "assert not {'torch', 'mpi4py', 'numpy'} & set(sys.modules)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    words = run.stdout.replace(",", " ").split()
+    assert [key for key in map(key_of, FIELDS) if f"--{key}" not in words] == []
+    assert "--keep-ratio X [X ...]" in run.stdout and "[0.5]" in run.stdout
+    assert "{filter,channel,shape}" in run.stdout
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"prunex_mpi {__version__}\n"

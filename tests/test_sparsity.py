@@ -1,0 +1,353 @@
+"""Groups of real networks, and the projection against brute force over all supports."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from prunex_mpi.errors import UserError
+from prunex_mpi.layout import Layout, build_layout
+from prunex_mpi.sparsity import (
+    Groups,
+    apply_factors_,
+    build_factors,
+    find_groups,
+    gemm_views,
+    group_energies,
+    kept_count,
+    kept_numel,
+    mask_drift,
+    select,
+)
+
+ORDERS = [o for n in (1, 2, 3) for o in itertools.permutations(("filter", "channel", "shape"), n)]
+
+
+class Convolutions(nn.Module):
+    """Convolutions of every sort behind the first; they need not fit each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.plain = nn.Conv2d(4, 3, 2)
+        self.pointwise = nn.Conv2d(5, 4, 1)
+        self.grouped = nn.Conv2d(6, 4, (1, 2), groups=2)
+        self.depthwise = nn.Conv2d(3, 6, 2, groups=3)
+        self.signal = nn.Conv1d(3, 2, 2)
+        self.volume = nn.Conv3d(2, 2, (1, 1, 2))
+        self.head = nn.Linear(4, 2)
+
+
+def prepare(
+    model: nn.Module,
+    kinds: Sequence[str],
+    ratios: Sequence[float] = (0.5,),
+    by_layer: Sequence[tuple[str, float]] = (),
+) -> tuple[Layout, Groups]:
+    layout = build_layout(model)
+    return layout, find_groups(model, layout, kinds, ratios, by_layer)
+
+
+def project(
+    flat: Tensor, layout: Layout, groups: Groups, strictness: float = 1.0
+) -> tuple[Tensor, np.ndarray]:
+    """Return the projection of `flat` and its mask: kinds one after the other."""
+    mask, result = np.ones(groups.total, dtype=bool), flat.clone()
+    for selections in groups.kinds:
+        energies = group_energies(result.square(), layout, groups, selections).numpy()
+        mask[selections[0].start : selections[-1].stop] = select(energies, selections, strictness)
+        factors = build_factors(mask, groups, flat.device, flat.dtype)
+        apply_factors_(result, layout, groups, factors)
+    return result, mask
+
+
+def group_elements(shape: Sequence[int], conv_groups: int, kind: str) -> list[list[np.ndarray]]:
+    """Return the flat indices of each group of a weight, one list per independent selection."""
+    index = np.arange(math.prod(shape)).reshape(shape)
+    if kind == "filter":
+        return [[row.reshape(-1) for row in index]]
+    selections = []
+    for block in np.split(index, conv_groups):
+        columns = block.reshape(block.shape[0], -1)
+        if kind == "shape":
+            selections.append(list(columns.T))
+        else:
+            selections.append([block[:, c].reshape(-1) for c in range(shape[1])])
+    return selections
+
+
+def naive_support(model: nn.Module, layout: Layout, groups: Groups, mask: np.ndarray) -> np.ndarray:
+    """Return the 0/1 vector of a mask by walking over all groups of all layers."""
+    modules = dict(model.named_modules())
+    support = np.ones(layout.numel)
+    for selection in itertools.chain(*groups.kinds):
+        segment = layout.segments[groups.layers[selection.layer].segment]
+        conv = modules[segment.name.removesuffix(".weight")]
+        every = group_elements(segment.shape, conv.groups, selection.kind)
+        members = list(itertools.chain(*every))
+        for bit, elements in zip(mask[selection.start : selection.stop], members, strict=True):
+            support[segment.offset + elements] *= bit
+    return support
+
+
+@pytest.mark.parametrize("kind", ["filter", "channel", "shape"])
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.67])
+def test_projection_keeps_alpha_groups_and_the_most_energy_of_all_supports(
+    kind: str, ratio: float
+) -> None:
+    model = Convolutions().double()
+    layout, groups = prepare(model, [kind], [ratio])
+    modules = dict(model.named_modules())
+    torch.manual_seed(int(ratio * 100))
+    flat = torch.randn(layout.numel, dtype=torch.float64)
+    result, _ = project(flat, layout, groups)
+    squares, support = flat.square().numpy(), result.numpy() != 0
+    assert torch.equal(result[support], flat[support])
+    for selection in groups.kinds[0]:
+        segment = layout.segments[groups.layers[selection.layer].segment]
+        piece = slice(segment.offset, segment.offset + segment.numel)
+        conv = modules[segment.name.removesuffix(".weight")]
+        for candidates in group_elements(segment.shape, conv.groups, kind):
+            alpha = math.ceil(ratio * len(candidates))
+            kept = [bool(support[piece][g].all()) for g in candidates]
+            assert kept == [bool(support[piece][g].any()) for g in candidates]
+            assert sum(kept) == alpha
+            energy = [squares[piece][g].sum() for g in candidates]
+            best = max(sum(c) for c in itertools.combinations(energy, alpha))
+            assert np.dot(kept, energy) == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
+def test_masks_factors_and_counts_agree_with_walking_over_the_groups(kinds: list[str]) -> None:
+    model = Convolutions()
+    layout, groups = prepare(model, kinds)
+    torch.manual_seed(0)
+    flat = torch.randn(layout.numel)
+    result, mask = project(flat, layout, groups)
+    support = naive_support(model, layout, groups, mask)
+    assert torch.equal(result, flat * torch.from_numpy(support).float())
+    kept = [
+        int(support[s.offset : s.offset + s.numel].sum())
+        for s in (layout.segments[layer.segment] for layer in groups.layers)
+    ]
+    assert kept_numel(mask, groups) == kept
+    assert groups.prunable_numel == sum(layer.numel for layer in groups.layers)
+
+
+@pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
+def test_projection_is_idempotent(kinds: list[str]) -> None:
+    layout, groups = prepare(Convolutions(), kinds)
+    torch.manual_seed(1)
+    once, _ = project(torch.randn(layout.numel), layout, groups)
+    twice, _ = project(once, layout, groups)
+    assert torch.equal(once, twice)
+
+
+@pytest.mark.parametrize("kind", ["filter", "channel", "shape"])
+def test_ties_go_to_the_lower_index_and_never_to_more_groups(kind: str) -> None:
+    layout, groups = prepare(Convolutions(), [kind])
+    for value in (0.0, 1.0):
+        _, mask = project(torch.full((layout.numel,), value), layout, groups)
+        for s in groups.kinds[0]:
+            alpha = math.ceil(s.count / 2)
+            expected = [[True] * alpha + [False] * (s.count - alpha)] * s.selections
+            assert mask[s.start : s.stop].reshape(s.selections, s.count).tolist() == expected
+
+
+def test_order_of_a_composition_matters() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 2, 1, bias=False), nn.Conv2d(2, 2, 1, bias=False))
+    model.append(nn.Linear(1, 1))
+    delivered = {}
+    for kinds in (("filter", "channel"), ("channel", "filter")):
+        layout, groups = prepare(model, kinds, [0.5], [("0.*", 1.0)])
+        flat = torch.zeros(layout.numel)
+        layout.views(flat)[1].copy_(torch.tensor([[0, 3], [2.9, 1]]).view(2, 2, 1, 1))
+        result, _ = project(flat, layout, groups)
+        delivered[kinds] = layout.views(result)[1].flatten().tolist()
+    # Row 1 holds more than row 0, but column 1 more than column 0.
+    assert delivered["filter", "channel"] == pytest.approx([0, 0, 2.9, 0])
+    assert delivered["channel", "filter"] == [0, 3, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("count", "ratio", "round_to", "alpha"),
+    [
+        (30, 0.1, 1, 3),
+        (10, 0.3, 1, 3),
+        (100, 0.07, 1, 7),
+        (100, 0.29, 1, 29),
+        (3, 0.5, 1, 2),
+        (64, 0.5, 1, 32),
+        (64, 1e-6, 1, 1),
+        (1, 0.5, 1, 1),
+        (64, 1.0, 1, 64),
+        (64, 0.3, 8, 24),
+        (64, 0.25, 8, 16),
+        (12, 0.75, 8, 12),
+        (4, 0.25, 16, 4),
+        (10, 1.0 - 1.0 * (1.0 - 0.3), 1, 3),
+        (30, 1.0 - 1.0 * (1.0 - 0.1), 1, 3),
+    ],
+)
+def test_kept_count_survives_floats_and_rounds_up(
+    count: int, ratio: float, round_to: int, alpha: int
+) -> None:
+    assert kept_count(count, ratio, round_to) == alpha
+
+
+@pytest.mark.parametrize("count", [3, 30, 64, 512, 4608, 20480])
+def test_percent_ratios_of_the_keep_ramp_end_at_the_exact_ceiling(count: int) -> None:
+    for percent in range(1, 101):
+        target = 1.0 - 1.0 * (1.0 - percent / 100)
+        assert kept_count(count, target) == max(1, -(-percent * count // 100))
+
+
+def test_strictness_moves_from_dense_to_the_target_and_round_to_applies() -> None:
+    layout, groups = prepare(Convolutions(), ["channel"], [0.25])
+    torch.manual_seed(2)
+    energies = np.random.default_rng(0).random(groups.total)
+    for strictness, ratio in ((0.0, 1.0), (0.5, 0.625), (1.0, 0.25)):
+        for round_to in (1, 2):
+            mask = select(energies, groups.kinds[0], strictness, round_to)
+            for s in groups.kinds[0]:
+                kept = mask[s.start : s.stop].reshape(s.selections, s.count).sum(axis=1)
+                assert kept.tolist() == [kept_count(s.count, ratio, round_to)] * s.selections
+    assert layout.numel > groups.prunable_numel
+
+
+def test_ratios_per_kind_and_per_layer_and_the_last_pattern_wins() -> None:
+    model = Convolutions()
+    patterns = [("p*", 0.75), ("plain.*", 0.3), ("grouped.weight", 1.0)]
+    layout, groups = prepare(model, ["filter", "channel"], [0.5, 0.25], patterns)
+    names = [layout.segments[layer.segment].name for layer in groups.layers]
+    found = {(names[s.layer], s.kind): s.keep_ratio for s in itertools.chain(*groups.kinds)}
+    assert found["stem.weight", "filter"] == 0.5
+    assert found["volume.weight", "channel"] == 0.25
+    assert found["pointwise.weight", "filter"] == found["pointwise.weight", "channel"] == 0.75
+    assert found["plain.weight", "filter"] == found["plain.weight", "channel"] == 0.3
+    assert found["grouped.weight", "channel"] == 1.0
+
+
+def test_selections_fill_the_mask_without_gaps() -> None:
+    _, groups = prepare(Convolutions(), ["shape", "filter", "channel"])
+    position = 0
+    for selection in itertools.chain(*groups.kinds):
+        assert selection.start == position
+        position = selection.stop
+    assert position == groups.total
+    assert [s[0].kind for s in groups.kinds] == ["shape", "filter", "channel"]
+
+
+def test_gemm_views_share_memory() -> None:
+    layout, groups = prepare(Convolutions(), ["filter"])
+    flat = torch.zeros(layout.numel)
+    views = gemm_views(flat, layout, groups)
+    assert [tuple(v.shape) for v in views[1:4]] == [(1, 3, 16), (1, 4, 5), (2, 2, 6)]
+    for view in views:
+        view.fill_(1)
+    assert int(flat.sum()) == groups.prunable_numel
+
+
+def test_drift_counts_changed_groups_against_kept_ones() -> None:
+    old, new = np.array([1, 1, 0, 0], dtype=bool), np.array([1, 0, 1, 0], dtype=bool)
+    assert mask_drift(new, old) == 1.0
+    assert mask_drift(old, old) == 0.0
+    assert mask_drift(old, np.ones(4, dtype=bool)) == 1.0
+    assert mask_drift(np.ones(4, dtype=bool), old) == 0.5
+
+
+CLASSES = 7
+CLASSIFIERS = [
+    "convnext_tiny",
+    "densenet121",
+    "efficientnet_b0",
+    "googlenet",
+    "mobilenet_v2",
+    "regnet_y_400mf",
+    "resnet18",
+    "resnext50_32x4d",
+    "shufflenet_v2_x1_0",
+    "squeezenet1_0",
+    "vgg11_bn",
+    "vit_b_16",
+]
+
+
+@pytest.mark.parametrize("kind", ["filter", "channel", "shape"])
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_every_conv_layer_of_a_classifier_has_groups_or_a_reason(name: str, kind: str) -> None:
+    options = {"aux_logits": False, "init_weights": False} if name == "googlenet" else {}
+    # Without memory where the network allows it: only shapes matter.
+    with torch.device("cpu" if name.startswith("regnet") else "meta"):
+        model = torchvision.models.get_model(name, num_classes=CLASSES, **options)
+    convs = {n: m for n, m in model.named_modules() if isinstance(m, nn.Conv2d)}
+    if name == "vit_b_16" and kind != "filter":
+        with pytest.raises(UserError, match="no layer of the model can be pruned"):
+            prepare(model, [kind])
+        return
+    layout, groups = prepare(model, [kind])
+    pruned = {layout.segments[layer.segment].name for layer in groups.layers}
+    assert [s.layer for s in groups.kinds[0]] == list(range(len(groups.layers)))
+    reasons = dict(text.split(f".weight [{kind}]: ") for text in groups.excluded)
+    assert not pruned & {f"{n}.weight" for n in reasons}
+    assert pruned | {f"{n}.weight" for n in reasons} == {f"{n}.weight" for n in convs}
+    for conv_name, conv in convs.items():
+        one_column = conv.weight[0].numel() == 1 if kind == "shape" else conv.weight.shape[1] == 1
+        if kind != "filter" and conv.in_channels == 3:
+            assert "the image's" in reasons[conv_name]
+        elif kind != "filter" and one_column:
+            assert "depthwise" in reasons[conv_name]
+        elif kind == "filter" and conv.out_channels == CLASSES:
+            assert "classes" in reasons[conv_name]
+        else:
+            assert conv_name not in reasons
+
+
+def test_compositions_leave_out_a_kind_that_no_layer_has() -> None:
+    with torch.device("meta"):
+        model = torchvision.models.vit_b_16(num_classes=CLASSES)
+    _, groups = prepare(model, ["filter", "channel"])
+    # Its only convolution reads the image: filters are all that can be pruned.
+    assert [[s.kind for s in selections] for selections in groups.kinds] == [["filter"]]
+    assert len(groups.excluded) == 1
+
+
+def test_classes_are_kept_when_linear_layers_stand_before_a_convolutional_classifier() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(4, 4))
+    model.append(nn.Conv2d(8, CLASSES, 1))
+    layout, groups = prepare(model, ["filter"])
+    assert [layout.segments[layer.segment].name for layer in groups.layers] == [
+        "0.weight",
+        "1.weight",
+    ]
+    assert [text.split(" ")[0] for text in groups.excluded] == ["3.weight"]
+
+
+def test_frozen_convolutions_are_named_and_stay_the_first() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    layout, groups = prepare(model, ["channel"])
+    # The input of the second convolution is not the image.
+    assert [layout.segments[layer.segment].name for layer in groups.layers] == ["1.weight"]
+    assert [text.split(" ")[0] for text in groups.excluded] == ["0.weight"]
+
+
+@pytest.mark.parametrize(
+    ("model", "kinds", "patterns", "message"),
+    [
+        (nn.Linear(2, 2), ["channel"], [], "no convolution layer"),
+        (nn.Conv2d(3, 4, 3), ["channel"], [], "image's"),
+        (Convolutions(), ["channel"], [("layer9.*", 0.5)], "no convolution matches 'layer9"),
+    ],
+)
+def test_nothing_to_prune_is_a_user_error(
+    model: nn.Module, kinds: list[str], patterns: list[tuple[str, float]], message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        prepare(model, kinds, by_layer=patterns)
+    assert "\n" not in str(caught.value)
