@@ -49,7 +49,7 @@ def estimate(model: nn.Module, modules: list[_BatchNorm], batches: Iterable[Tens
 
     Only the BatchNorm modules run in training mode, so that dropout stays off.
     """
-    was_training = model.training
+    modes = [(m, m.training) for m in model.modules()]
     momenta = [m.momentum for m in modules]
     model.eval()
     for m in modules:
@@ -60,4 +60,5 @@ def estimate(model: nn.Module, modules: list[_BatchNorm], batches: Iterable[Tens
         model(images)
     for m, momentum in zip(modules, momenta, strict=True):
         m.momentum = momentum
-    model.train(was_training)
+    for m, training in modes:
+        m.training = training

@@ -200,7 +200,7 @@ def bench(world: "MPI.Comm", options: Options) -> int:
     sections = choose_sections(options.sections, world.size) if not options.child else ()
     topology = build_topology(world, settings.ranks_per_node)
     device = together(world, lambda: choose_device(settings.device, topology.host_rank))
-    threads = options.threads or set_threads(topology.host_size)
+    threads = options.threads or set_threads(topology.core_sharers)
     torch.set_num_threads(threads)
     mpi_buffers, _ = resolve_mpi_buffers(topology, settings.mpi_buffers, device)
     transport = build_transport(device, settings.bucket_mib, mpi_buffers)

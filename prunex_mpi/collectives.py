@@ -67,17 +67,12 @@ def allreduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, op: MPI.Op = 
     """Reduce `flat` over `comm` in place. Collective on `comm`; every rank receives the result."""
     if comm.size == 1:
         return
-    if transport.staging is not None:
-        _staged_allreduce_(comm, flat, transport, op)
-    elif flat.device.type == "cuda":
+    if flat.device.type == "cuda" and transport.staging is None:
         for bucket in buckets(flat, transport):
             comm.Allreduce(MPI.IN_PLACE, mpi_buffer(bucket), op=op)
-    else:
-        requests = [
-            comm.Iallreduce(MPI.IN_PLACE, mpi_buffer(bucket), op=op)
-            for bucket in buckets(flat, transport)
-        ]
-        MPI.Request.Waitall(requests)
+        return
+    for _ in _reduced_buckets(comm, flat, transport, op):
+        pass
 
 
 def bcast_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) -> None:
@@ -104,22 +99,15 @@ def allreduce_then_bcast_(
     Collective on `leader` (where it is not MPI.COMM_NULL), then on `node`. What followers pass in
     is overwritten. On the CPU the broadcast of a bucket overlaps the reduction of those behind it.
     """
-    if transport.staging is not None or flat.device.type == "cuda":
-        if leader != MPI.COMM_NULL:
-            allreduce_(leader, flat, transport)
+    if leader == MPI.COMM_NULL:
         bcast_(node, flat, transport)
-        return
-    requests = []
-    if leader != MPI.COMM_NULL and leader.size > 1:
-        requests = [
-            leader.Iallreduce(MPI.IN_PLACE, mpi_buffer(bucket), op=MPI.SUM)
-            for bucket in buckets(flat, transport)
-        ]
-    for number, bucket in enumerate(buckets(flat, transport)):
-        if requests:
-            requests[number].Wait()
-        if node.size > 1:
-            node.Bcast(mpi_buffer(bucket), root=0)
+    elif leader.size == 1 or (flat.device.type == "cuda" and transport.staging is None):
+        allreduce_(leader, flat, transport)
+        bcast_(node, flat, transport)
+    else:
+        for operand in _reduced_buckets(leader, flat, transport, MPI.SUM):
+            if node.size > 1:
+                node.Bcast(mpi_buffer(operand), root=0)
 
 
 def hierarchical_sum_(leader: MPI.Comm, node: MPI.Comm, values: np.ndarray) -> None:
@@ -141,19 +129,29 @@ def _stage(transport: Transport, slot: int, bucket: Tensor) -> Tensor:
     return memory[: bucket.numel() * bucket.element_size()].view(bucket.dtype)
 
 
-def _staged_allreduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, op: MPI.Op) -> None:
-    pending: tuple[MPI.Request, Tensor, Tensor] | None = None
+def _reduced_buckets(
+    comm: MPI.Comm, flat: Tensor, transport: Transport, op: MPI.Op
+) -> Iterator[Tensor]:
+    """Reduce bucket after bucket with the next one in flight; yield the memory MPI wrote it to.
+
+    Two at a time, since every outstanding reduction may hold a buffer of its own inside MPI.
+    """
+    previous: tuple[MPI.Request, Tensor, Tensor] | None = None
     for number, bucket in enumerate(buckets(flat, transport)):
-        stage = _stage(transport, number % 2, bucket)
-        stage.copy_(bucket)
-        request = comm.Iallreduce(MPI.IN_PLACE, mpi_buffer(stage), op=op)
-        if pending is not None:
-            _finish(*pending)
-        pending = (request, stage, bucket)
-    if pending is not None:
-        _finish(*pending)
+        operand = bucket
+        if transport.staging is not None:
+            operand = _stage(transport, number % 2, bucket)
+            operand.copy_(bucket)
+        request = comm.Iallreduce(MPI.IN_PLACE, mpi_buffer(operand), op=op)
+        if previous is not None:
+            yield _finish(*previous)
+        previous = (request, operand, bucket)
+    if previous is not None:
+        yield _finish(*previous)
 
 
-def _finish(request: MPI.Request, stage: Tensor, bucket: Tensor) -> None:
+def _finish(request: MPI.Request, operand: Tensor, bucket: Tensor) -> Tensor:
     request.Wait()
-    bucket.copy_(stage)
+    if operand is not bucket:
+        bucket.copy_(operand)
+    return operand

@@ -8,6 +8,7 @@ the driver walks would hide which communicator carries which bytes without savin
 """
 
 import hashlib
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ class Topology:
     """The communicators of one rank; `leader` is MPI.COMM_NULL except on node rank 0.
 
     World rank 0 is always rank 0 of its node and of the leaders. `host_rank` and `host_size` count
-    the ranks that share the machine, whatever the (virtual) nodes are: they choose device and
-    threads.
+    the ranks that share the machine, whatever the (virtual) nodes are; `core_sharers` of them,
+    this one included, may use the same cores. They choose device and threads.
     """
 
     world: MPI.Comm
@@ -38,6 +39,7 @@ class Topology:
     node_sizes: tuple[int, ...]
     host_rank: int
     host_size: int
+    core_sharers: int
 
     @property
     def world_size(self) -> int:
@@ -76,6 +78,11 @@ def build_topology(world: MPI.Comm, ranks_per_node: int = 0) -> Topology:
     world = world.Dup()
     host = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
     host_rank, host_size = host.rank, host.size
+    affinity = repr(sorted(os.sched_getaffinity(0))).encode()
+    mine = np.frombuffer(hashlib.sha256(affinity).digest()[:8], dtype=np.uint64)
+    everyone = np.empty(host_size, dtype=np.uint64)
+    host.Allgather(mine, everyone)
+    core_sharers = int(np.count_nonzero(everyone == mine))
     if ranks_per_node:
         host.Free()
         node = world.Split(world.rank // ranks_per_node, key=world.rank)
@@ -90,7 +97,16 @@ def build_topology(world: MPI.Comm, ranks_per_node: int = 0) -> Topology:
     if leader != MPI.COMM_NULL:
         leader.Allgather(np.array([node.size], dtype=np.int64), sizes)
     node.Bcast(sizes, root=0)
-    return Topology(world, node, leader, int(shape[0]), tuple(sizes.tolist()), host_rank, host_size)
+    return Topology(
+        world,
+        node,
+        leader,
+        int(shape[0]),
+        tuple(sizes.tolist()),
+        host_rank,
+        host_size,
+        core_sharers,
+    )
 
 
 def free_topology(topology: Topology) -> None:

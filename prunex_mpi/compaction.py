@@ -65,7 +65,8 @@ def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.d
             pieces.append(piece)
         start += piece.kept
     bits = np.packbits(mask).tobytes()
-    shapes = repr([(s.name, s.shape) for s in layout.segments]).encode()
+    places = [(p.offset, p.start, p.kept, p.shape, p.dim) for p in pieces]
+    shapes = repr((layout.segments, places)).encode()
     digest = int.from_bytes(hashlib.sha256(shapes + bits).digest()[:8], "little")
     return Plan(tuple(pieces), start, digest)
 

@@ -33,15 +33,13 @@ def choose_device(requested: str, host_rank: int) -> torch.device:
     return device
 
 
-def set_threads(host_size: int) -> int:
-    """Share the cores this rank may use among the ranks that may use the same ones; return threads.
+def set_threads(core_sharers: int) -> int:
+    """Share the cores this rank may use among the ranks that may use the same; return threads.
 
-    A launcher that bound the rank to its own cores has already shared them; OMP_NUM_THREADS wins.
+    OMP_NUM_THREADS wins.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        allowed = len(os.sched_getaffinity(0))
-        bound = allowed < (os.cpu_count() or 1)
-        torch.set_num_threads(max(1, allowed if bound else allowed // host_size))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // core_sharers))
     return torch.get_num_threads()
 
 
@@ -51,9 +49,14 @@ def claimed_cuda_support() -> bool | None:
         if variable in os.environ:
             return os.environ[variable] not in ("", "0")
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        paths = {line.split()[-1] for line in maps if "/libmpi" in line}
+        # The sixth field is the path, which may hold spaces.
+        paths = {line.rstrip("\n").split(maxsplit=5)[-1] for line in maps if "/libmpi" in line}
     for path in sorted(paths):
-        library = ctypes.CDLL(path)
+        try:
+            library = ctypes.CDLL(path)
+        except OSError:
+            # Replaced on disk since it was loaded: it cannot be asked.
+            continue
         if hasattr(library, "MPIX_Query_cuda_support"):
             return bool(library.MPIX_Query_cuda_support())
         if hasattr(library, "MPIX_GPU_query_support"):
@@ -121,8 +124,9 @@ def resolve_mpi_buffers(
 
 def lone_singleton(world: MPI.Comm) -> str:
     """Return why this job of one rank is not what was asked for, or "" when it is."""
-    wanted = max(int(os.environ.get(v, "1") or 1) for v in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
-    if world.size > 1 or wanted == 1 or "SLURM_STEP_ID" not in os.environ:
+    # Under srun; an interactive shell of an allocation may start one process by itself.
+    wanted = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS") or "1"
+    if world.size > 1 or "SLURM_STEP_ID" not in os.environ or int(wanted) == 1:
         return ""
     return (
         f"Slurm started {wanted} tasks but MPI sees a world of 1 rank: the launcher and the MPI "

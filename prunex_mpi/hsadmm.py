@@ -15,7 +15,6 @@ flat vectors over all parameters (`layout`). P_i ranks in node i, N in all.
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -31,12 +30,12 @@ from prunex_mpi.errors import FAILURE, UserError
 from prunex_mpi.evaluation import estimate_statistics, evaluate
 from prunex_mpi.gradients import GradientAverager
 from prunex_mpi.layout import fill_, scale_, squared_norms
-from prunex_mpi.logs import log
 from prunex_mpi.masks import agree_by_or, agree_by_vote, broadcast_mask, project_locally
+from prunex_mpi.metrics import iteration_record, layer_records, timed
 from prunex_mpi.residuals import NormSums, Residuals, compute_residuals, update_penalty
 from prunex_mpi.schedule import learning_rate, settled, strictness
 from prunex_mpi.settings import Settings
-from prunex_mpi.sparsity import apply_factors_, build_factors, kept_numel, mask_drift
+from prunex_mpi.sparsity import apply_factors_, build_factors, mask_drift
 from prunex_mpi.state import Problem, State, Traffic, adopt_mask, freeze
 
 
@@ -55,6 +54,7 @@ def outer_iterations(
     drifts: list[float] = []
     freeze_next = False
     for k in range(1, settings.outer_iterations + 1):
+        started = time.perf_counter()
         seconds: dict[str, float] = {}
         traffic = Traffic()
         last = k == settings.outer_iterations
@@ -93,24 +93,12 @@ def outer_iterations(
                 if settings.bn == "recalibrate" and drift > 0:
                     estimate_statistics(topology, state, problem, transport, traffic)
                 test_loss, test_accuracy = evaluate(topology, state, problem, traffic)
-        seconds["total"] = sum(seconds.values())
+        seconds["total"] = time.perf_counter() - started
         yield {
-            "iteration": k,
-            "seconds": seconds,
-            "bytes": {
-                "dense": (state.layout.numel + state.stats.numel()) * state.theta.element_size(),
-                "payload": traffic.payload,
-                "mask": traffic.mask,
-                "intra": traffic.intra,
-                "evaluate": traffic.evaluate,
-            },
-            "density": sum(kept_numel(state.mask, state.groups)) / state.groups.prunable_numel,
+            **iteration_record(k, state, seconds, traffic, residuals),
             "mask_drift": drift,
-            "frozen": state.frozen,
-            "residuals": residuals.totals(),
             "rho1": rho1,
             "rho2": rho2,
-            "lr": state.optimizer.param_groups[0]["lr"],
             "train_loss": loss,
             "test_loss": test_loss,
             "test_accuracy": test_accuracy,
@@ -346,7 +334,6 @@ def update_duals(
     layout = state.layout
     torch.sub(state.theta, state.z_node, out=state.scratch)
     gap_theta = squared_norms(state.scratch, layout)
-    norm_u = squared_norms(state.u, layout)
     if not state.consensus_sgd:
         state.u.add_(state.scratch)
     torch.sub(state.z_node, state.z, out=state.scratch)
@@ -358,7 +345,7 @@ def update_duals(
         z_node_step=moved_node,
         theta=squared_norms(state.theta, layout),
         z_node=squared_norms(state.z_node, layout),
-        u=norm_u,
+        u=squared_norms(state.u, layout),
         z_node_minus_z=gap_node,
         z_step=moved,
         z=squared_norms(state.z, layout),
@@ -417,44 +404,3 @@ def refuse_non_finite(topology: Topology, state: State, loss: float, iteration: 
             f"iteration {iteration}; lower --lr or check the data",
             FAILURE,
         )
-
-
-@contextmanager
-def timed(seconds: dict[str, float], phase: str, state: State) -> Iterator[None]:
-    """Store the wall time of a phase; say which phase an unexpected exception came from."""
-    start = time.perf_counter()
-    try:
-        yield
-    except Exception as error:
-        log.error("phase %s failed: %s: %s", phase, type(error).__name__, error)
-        raise
-    if state.theta.device.type == "cuda":
-        torch.cuda.synchronize(state.theta.device)
-    seconds[phase] = time.perf_counter() - start
-
-
-def layer_records(iteration: int, state: State, residuals: Residuals) -> list[dict[str, Any]]:
-    """Return one row of layers.jsonl per parameter tensor."""
-    kept = dict(
-        zip(
-            (layer.segment for layer in state.groups.layers),
-            kept_numel(state.mask, state.groups),
-            strict=True,
-        )
-    )
-    rows = []
-    for i, segment in enumerate(state.layout.segments):
-        rows.append(
-            {
-                "iteration": iteration,
-                "layer": segment.name,
-                "density": kept.get(i, segment.numel) / segment.numel,
-                "rho1": float(state.rho1[i]),
-                "rho2": float(state.rho2[i]),
-                "intra_primal": float(residuals.intra_primal[i]),
-                "intra_dual": float(residuals.intra_dual[i]),
-                "inter_primal": float(residuals.inter_primal[i]),
-                "inter_dual": float(residuals.inter_dual[i]),
-            }
-        )
-    return rows

@@ -69,9 +69,11 @@ class RunDirectory:
 
     def __init__(self, path: Path, config_toml: str) -> None:
         self.path = path
-        if (path / "config.toml").exists():
-            raise UserError(f"--run-dir {path} already holds a run; choose another or remove it")
         try:
+            if (path / "config.toml").exists():
+                raise UserError(
+                    f"--run-dir {path} already holds a run; choose another or remove it"
+                )
             path.mkdir(parents=True, exist_ok=True)
             (path / "config.toml").write_text(config_toml, encoding="utf-8")
         except OSError as error:

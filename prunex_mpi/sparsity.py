@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from prunex_mpi.errors import UserError
 from prunex_mpi.layout import Layout
 
-KINDS = ("filter", "channel", "shape")
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -101,23 +101,26 @@ def find_groups(
     """
     ratios = list(keep_ratios) * (len(kinds) if len(keep_ratios) == 1 else 1)
     index = {s.name: i for i, s in enumerate(layout.segments)}
-    convs = [
+    weighted = [
         (f"{name}.weight" if name else "weight", module)
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+        if isinstance(module, (*CONVOLUTIONS, nn.Linear))
     ]
-    convs = [(name, module) for name, module in convs if name in index]
+    convs = [(name, module) for name, module in weighted if isinstance(module, CONVOLUTIONS)]
     if not convs:
         raise UserError("the model has no convolution layer to prune; choose a convolutional model")
     for pattern, _ in layer_keep_ratios:
         if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in convs):
             raise UserError(f"--layer-keep-ratio: no convolution matches {pattern!r}")
-    has_linear = any(isinstance(module, nn.Linear) for module in model.modules())
+    classifier = weighted[-1][0]
 
     layers: list[PrunableLayer] = []
     excluded: list[str] = []
     candidates: list[tuple[str, PrunableLayer, list[str]]] = []
     for position, (name, conv) in enumerate(convs):
+        if name not in index:
+            excluded += [f"{name} [{kind}]: its weight is not trained" for kind in kinds]
+            continue
         weight = conv.weight
         layer = PrunableLayer(
             segment=index[name],
@@ -128,9 +131,7 @@ def find_groups(
         )
         usable = []
         for kind in kinds:
-            reason = _why_not(
-                layer, kind, position == 0, position == len(convs) - 1 and not has_linear
-            )
+            reason = _why_not(layer, kind, position == 0, name == classifier)
             if reason:
                 excluded.append(f"{name} [{kind}]: {reason}")
             else:
@@ -156,7 +157,8 @@ def find_groups(
             keep = matching[-1] if matching else ratio
             selections.append(Selection(number, kind, blocks, count, start, keep))
             start += blocks * count
-        by_kind.append(tuple(selections))
+        if selections:
+            by_kind.append(tuple(selections))
     return Groups(tuple(layers), tuple(by_kind), start, tuple(excluded))
 
 

@@ -69,6 +69,8 @@ def closing_table(summary: dict[str, Any], run_dir: Path) -> str:
     sent, seconds = summary["bytes"], summary["seconds"]
     dense = sent["dense"]
     share = f"{100 * sent['payload'] / dense:.1f} % of dense"
+    if len(summary["nodes"]) == 1:
+        share += "; one node: none of it leaves the machine"
     phases = ", ".join(f"{k} {v:.2f}" for k, v in seconds.items() if k != "total")
     rows = [
         ("status", f"{summary['status']} after {summary['iterations']} outer iterations"),

@@ -100,7 +100,7 @@ def train(world: "MPI.Comm", settings: Settings) -> int:
     require_same(world, "the settings or the versions of the software", to_toml(settings, versions))
     topology = build_topology(world, settings.ranks_per_node)
     device = together(world, lambda: choose_device(settings.device, topology.host_rank))
-    threads = set_threads(topology.host_size)
+    threads = set_threads(topology.core_sharers)
     line = describe(topology, f"{device}, {threads} threads")
     if world.rank == 0:
         log.info("%s", line)
@@ -118,9 +118,10 @@ def train(world: "MPI.Comm", settings: Settings) -> int:
         return 0
     dataset = load_dataset(topology, settings)
     model = together(world, lambda: make_model(settings, dataset.num_classes, dataset.image_size))
-    problem = build_problem(topology, settings, dataset, model, device, transport)
     layout = together(world, lambda: build_layout(model))
+    require_same(world, "the parameters of the model", repr(layout))
     groups = together(world, lambda: make_groups(settings, model, layout))
+    problem = build_problem(topology, settings, dataset, model, device, transport)
     for excluded in groups.excluded:
         log.info("not pruned: %s", excluded)
     state = build_state(model, layout, groups, settings)

@@ -11,6 +11,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
 
+def pytest_collection_finish(session):
+    # What is loaded by now stays: collecting it again after every parallel test takes a second.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish(session):
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _end_together(request):
     """Let all ranks finish a parallel test before the next one starts its collectives."""

@@ -42,7 +42,7 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_an_error(monkeypatch: pytest.Mon
     pretend_gpus(monkeypatch, 0)
     for requested in ("auto", "cpu"):
         assert devices.choose_device(requested, 3) == torch.device("cpu")
-    with pytest.raises(UserError, match="--device cuda.*--device cpu") as caught:
+    with pytest.raises(UserError, match=r"--device cuda.*--device cpu") as caught:
         devices.choose_device("cuda", 0)
     assert caught.value.exit_code == USAGE
 
@@ -57,26 +57,16 @@ def test_ranks_of_a_machine_share_its_gpus_in_turn(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("allowed", "cores", "host_size", "threads"),
-    [
-        (8, 8, 1, 8),
-        (8, 8, 4, 2),
-        (8, 8, 3, 2),
-        (2, 2, 4, 1),
-        # Bound by the launcher: these cores are the rank's own.
-        (2, 8, 4, 2),
-        (1, 8, 4, 1),
-    ],
+    ("allowed", "sharers", "threads"), [(8, 1, 8), (8, 4, 2), (8, 3, 2), (2, 4, 1), (2, 1, 2)]
 )
-def test_threads_share_the_cores_that_the_launcher_left(
-    allowed: int, cores: int, host_size: int, threads: int, monkeypatch: pytest.MonkeyPatch
+def test_ranks_share_the_cores_they_may_all_use(
+    allowed: int, sharers: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_to: list[int] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed)))
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
-    devices.set_threads(host_size)
+    devices.set_threads(sharers)
     assert set_to == [threads]
 
 
@@ -107,15 +97,16 @@ def test_probe_passes_on_host_memory_in_a_job_of_its_own() -> None:
 
 
 @pytest.mark.usefixtures("_as_in_the_environment")
-def test_probe_without_a_launcher_runs_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_that_fails_says_why_even_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices.shutil, "which", lambda _: None)
-    assert devices.probe("cpu") == ""
-    assert "code 1" in devices.probe("no-such-device")
+    assert "code 1: " in devices.probe("no-such-device")
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.usefixtures("_as_in_the_environment")
 def test_probe_passes_from_inside_a_job() -> None:
+    if WORLD.size > 2:
+        pytest.skip("two ranks show it; more would only share the cores with the probe")
     reason = devices.probe("cpu") if WORLD.rank == 0 else ""
     request = WORLD.Ibarrier()
     # Waiting inside MPI would take the cores from the probe.

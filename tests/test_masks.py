@@ -34,7 +34,7 @@ def prepare(kinds: tuple[str, ...]) -> State:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 4, 1),
-        nn.Conv2d(4, 6, 2),
+        nn.Conv2d(4, 6, (1, 2)),
         nn.Conv2d(6, 4, 1, groups=2),
         nn.Linear(4, 2),
     )
@@ -122,7 +122,7 @@ def test_strictness_and_rounding_reach_the_projection() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
-@pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
+@pytest.mark.parametrize("kinds", ORDERS[1::3], ids="+".join)
 def test_vote_is_the_best_shared_support_for_nodes_of_any_size(
     kinds: tuple[str, ...], ranks_per_node: int
 ) -> None:

@@ -124,6 +124,37 @@ def test_each_of_the_four_conditions_can_stop_convergence(violated: str) -> None
         assert bool(found.converged[0]) is expected
 
 
+@pytest.mark.parametrize(
+    ("gap", "scale", "against", "threshold"),
+    [
+        ("theta_minus_z_node", 1.0, {"theta": 9.0, "z_node": 4.0}, 3.0),
+        ("theta_minus_z_node", 1.0, {"theta": 4.0, "z_node": 9.0}, 3.0),
+        ("z_node_step", 0.5, {"u": 16.0}, 0.5 * 4.0),
+        ("z_node_minus_z", 1.0, {"z_node": 25.0, "z": 4.0}, 5.0),
+        ("z_node_minus_z", 1.0, {"z_node": 4.0, "z": 25.0}, 5.0),
+        ("z_step", 0.25, {"v": 36.0}, 0.25 * 6.0),
+    ],
+)
+def test_relative_thresholds_are_those_of_the_variables_and_scaled_duals(
+    gap: str, scale: float, against: dict[str, float], threshold: float
+) -> None:
+    others = {name: np.array([square]) for name, square in against.items()}
+    sums = NormSums(*np.zeros((9, 1)))._replace(**others)
+    for factor, expected in ((0.99, True), (1.01, False)):
+        # The residual is `scale` times the gap, and a tenth of the threshold is allowed.
+        square = (factor * 0.1 * threshold / scale) ** 2
+        found = compute_residuals(
+            sums._replace(**{gap: np.array([square])}),
+            np.array([4.0]),
+            WORLD,
+            np.array([0.5]),
+            np.array([0.25]),
+            0.0,
+            0.1,
+        )
+        assert bool(found.converged[0]) is expected
+
+
 PRIMAL = np.array([100.0, 10.0, 1.0, 1.0, 0.0, 0.0])
 DUAL = np.array([1.0, 1.0, 10.0, 100.0, 0.0, 1.0])
 

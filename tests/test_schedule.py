@@ -1,5 +1,6 @@
 """Learning rate, keep ramp and the moment of the freeze."""
 
+import itertools
 import math
 
 import pytest
@@ -28,7 +29,7 @@ def test_step_divides_by_ten_at_half_and_three_quarters() -> None:
 def test_cosine_runs_from_the_base_to_the_final_share() -> None:
     found = rates("cosine", warmup=0.05)
     assert found[5] == pytest.approx(0.2)
-    assert all(a > b for a, b in zip(found[5:], found[6:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(found[5:]))
     # The middle of the 95 steps after the warm-up lies between steps 52 and 53.
     assert (found[52] + found[53]) / 2 == pytest.approx(0.2 * (1 + 0.01) / 2, rel=1e-3)
     # One step past the run would be the end itself.

@@ -1,0 +1,57 @@
+"""Start jobs of several ranks from serial tests."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 240
+
+
+def launcher() -> list[str]:
+    """Return the launcher and its flags, as batch/test.sh exports it or as found; else skip."""
+    if os.environ.get("PRUNEX_MPIRUN"):
+        return shlex.split(os.environ["PRUNEX_MPIRUN"])
+    path = Path(sys.executable).with_name("mpirun")
+    found = str(path) if path.exists() else shutil.which("mpirun")
+    if found is None:
+        pytest.skip("no mpirun beside python or on PATH")
+    version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+    return [found, "--oversubscribe", "--bind-to", "none"] if "Open MPI" in version else [found]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Return the environment of a job: one thread per rank, the package importable."""
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [root, str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in paths if p),
+        **extra,
+    }
+
+
+def run_job(ranks: int, arguments: list[str], cwd: Path, **extra: str):
+    """Run `python arguments` on `ranks` ranks with a time limit; return the ended process."""
+    command = [*launcher(), "-n", str(ranks), sys.executable, *arguments]
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment(**extra),
+        timeout=LIMIT_S,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def train(ranks: int, arguments: list[str], cwd: Path, **extra: str):
+    """Run the training program on `ranks` ranks in `cwd`."""
+    return run_job(ranks, ["-m", "prunex_mpi.train", *arguments], cwd, **extra)

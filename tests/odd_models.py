@@ -1,0 +1,55 @@
+"""Model factories for tests of what users may hand in, good and bad."""
+
+import os
+
+import torch
+from torch import nn
+
+
+def _rank() -> int:
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+    return int(next((os.environ[n] for n in names if n in os.environ), "0"))
+
+
+def no_convolution(num_classes: int, image_size: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, num_classes))
+
+
+def small(num_classes: int, image_size: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, num_classes),
+    )
+
+
+def differs_between_ranks(num_classes: int, image_size: int) -> nn.Module:
+    width = 8 + _rank()
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1),
+        nn.Conv2d(width, 8, 3, padding=1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, num_classes),
+    )
+
+
+class _FailsLater(nn.Module):
+    """Raise in the forward pass of the third training step of rank 1."""
+
+    def __init__(self, body: nn.Module, error: type[Exception]):
+        super().__init__()
+        self.body, self.error, self.calls = body, error, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        if self.calls == 3 and _rank() == 1:
+            raise self.error("broken on purpose")
+        return self.body(x)
+
+
+def fails_on_rank_1(num_classes: int, image_size: int) -> nn.Module:
+    return _FailsLater(small(num_classes, image_size), ValueError)

@@ -1,0 +1,270 @@
+"""The benchmark: its tables are complete and sane, its flags are checked, --help loads nothing."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from mpi4py import MPI
+
+from prunex_mpi import bench
+from prunex_mpi.bench_collectives import collectives
+from prunex_mpi.bench_kernels import kernels, make_state, project_alone, update_duals_alone
+from prunex_mpi.bench_memory import child, memory
+from prunex_mpi.bench_overhead import CONSENSUS, MEASURED, overhead, train
+from prunex_mpi.bench_report import Action, Table, as_json, format_table, min_seconds
+from prunex_mpi.collectives import Transport, build_transport
+from prunex_mpi.comm import build_topology, free_topology
+from prunex_mpi.errors import USAGE, UserError
+from prunex_mpi.settings import make
+from prunex_mpi.state import Traffic
+
+CPU = torch.device("cpu")
+SMALL = make(model="resnet8", batch_size=4, device="cpu")
+
+
+@pytest.fixture
+def alone():
+    topology = build_topology(MPI.COMM_SELF)
+    yield topology
+    free_topology(topology)
+
+
+def column(table: Table, name: str) -> list:
+    index = table.columns.index(name)
+    return [row[index] for row in table.rows]
+
+
+def assert_sane(table: Table) -> None:
+    assert table.rows, table.title
+    for row in table.rows:
+        assert len(row) == len(table.columns)
+        numbers = [cell for cell in row if not isinstance(cell, str | None)]
+        assert numbers, row
+        assert all(math.isfinite(n) and n >= 0 for n in numbers), row
+    lines = format_table(table).splitlines()
+    assert len(lines) == 2 + len(table.rows) + len(table.notes)
+
+
+def run(*flags: str, code: str = "") -> subprocess.CompletedProcess:
+    command = ["-c", code] if code else ["-m", "prunex_mpi.bench"]
+    return subprocess.run(
+        [sys.executable, *command, *flags], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_kernels_time_every_step_against_a_copy_of_the_stated_bytes(alone):
+    steps, phases, parts = kernels(alone, SMALL, build_transport(CPU, 32.0, "host"), CPU, 2)
+    for table in (steps, phases, parts):
+        assert_sane(table)
+        assert all(
+            ms > 0 for name in table.columns if name.endswith("ms") for ms in column(table, name)
+        )
+    assert column(steps, "step") == [
+        "intra candidate",
+        "projection",
+        "pack",
+        "unpack",
+        "dual update",
+        "dual update + norms",
+    ]
+    size = dict(zip(column(steps, "step"), column(steps, "MiB"), strict=True))
+    assert size["dual update"] == 2 * size["projection"] == 2 * size["unpack"]
+    assert 0.4 < size["pack"] / size["projection"] < 0.7
+    for row in steps.rows:
+        named = dict(zip(steps.columns, row, strict=True))
+        assert named["times copy"] == pytest.approx(named["step ms"] / named["copy ms"])
+        assert named["aim"] == 3.0
+    assert len(phases.rows) == 5
+    milliseconds = column(phases, "ms")
+    assert milliseconds[-1] == pytest.approx(sum(milliseconds[:-1]))
+
+
+def test_stand_alone_steps_do_what_the_driver_does(alone):
+    from prunex_mpi import hsadmm
+
+    state, twin = make_state(SMALL, CPU), make_state(SMALL, CPU)
+    for name in ("u", "v", "scratch", "z_node", "z"):
+        values = torch.randn_like(state.theta)
+        getattr(state, name).copy_(values)
+        getattr(twin, name).copy_(values)
+    update_duals_alone(state)
+    moved = np.zeros(len(twin.layout.segments))
+    candidate = twin.scratch.clone()
+    hsadmm.update_duals(alone, twin, SMALL, moved, moved, 0.0)
+    assert torch.equal(state.u, twin.u)
+    assert torch.equal(state.v, twin.v)
+    state.scratch.copy_(candidate)
+    twin.scratch.copy_(candidate)
+    mask = project_alone(state, SMALL)
+    hsadmm.project(alone, twin, SMALL, 1.0, True, False, Traffic())
+    assert np.array_equal(mask, twin.mask)
+    assert torch.equal(state.scratch, twin.z_node)
+
+
+def test_overhead_trains_with_the_driver_before_and_after_the_freeze(alone):
+    transport = build_transport(CPU, 32.0, "host")
+    records = train(alone, SMALL, transport, CPU, "resnet8", 1)
+    assert [r["frozen"] for r in records] == [False] * (1 + MEASURED) + [True] * (1 + MEASURED)
+    (table,) = overhead(alone, SMALL, transport, CPU, ("resnet8",), 1)
+    assert_sane(table)
+    assert column(table, "freeze") == ["before", "after"]
+    for row in table.rows:
+        named = dict(zip(table.columns, row, strict=True))
+        consensus = sum(named[f"{phase} ms"] for phase in CONSENSUS) / 1e3
+        share = 100 * consensus / (named["local s"] + consensus)
+        assert named["share %"] == pytest.approx(share)
+        assert 0 < share < 100
+
+
+def test_memory_subtracts_processes_of_their_own(monkeypatch):
+    # Only the job of one rank: a launcher cannot start inside another.
+    monkeypatch.setattr("prunex_mpi.bench_memory.shutil.which", lambda *_, **__: None)
+    (table,) = memory(SMALL, CPU, 1)
+    assert_sane(table)
+    assert column(table, "preset") == ["recipe", "paper"]
+    for row in table.rows:
+        named = dict(zip(table.columns, row, strict=True))
+        assert named["beyond MiB"] == pytest.approx(named["H-SADMM MiB"] - named["SGD MiB"])
+
+
+def test_memory_child_runs_the_driver_and_reports_its_peak(alone):
+    answer = json.loads(child(alone, SMALL, build_transport(CPU, 32.0, "host"), CPU, "recipe"))
+    state = make_state(SMALL, CPU)
+    assert answer["model_bytes"] == 4 * state.layout.numel
+    assert answer["peak_bytes"] > 8 * answer["model_bytes"]
+    assert answer["ranks"] == 1
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_collectives_are_timed_alike_on_every_rank(ranks_per_node):
+    world = MPI.COMM_WORLD
+    topology = build_topology(world, ranks_per_node)
+    transfers, agreement = collectives(topology, SMALL, Transport(2**20), CPU, 1)
+    many_nodes, big_nodes = topology.num_nodes > 1, max(topology.node_sizes) > 1
+    free_topology(topology)
+    assert_sane(transfers)
+    assert_sane(agreement)
+    measured = set(
+        zip(column(transfers, "operation"), column(transfers, "communicator"), strict=True)
+    )
+    assert {("Allreduce", "world"), ("Bcast", "world")} <= measured
+    assert (("Allreduce", "leader") in measured) == many_nodes
+    assert (("Bcast", "node") in measured) == big_nodes
+    assert (("Allreduce, Bcast", "leader, node") in measured) == (many_nodes and big_nodes)
+    titles = world.allgather([[row[:2] for row in t.rows] for t in (transfers, agreement)])
+    assert all(other == titles[0] for other in titles)
+    if world.rank == 0:
+        sent = column(agreement, "bytes between nodes")
+        assert sent[1] > sent[0] > sent[2] == 0
+
+
+def test_help_loads_neither_torch_nor_mpi():
+    code = (
+        "import sys\n"
+        "from prunex_mpi import bench\n"
+        "try:\n    bench.main(['--help'])\n"
+        "except SystemExit as end:\n    assert end.code == 0\n"
+        "assert not {'torch', 'mpi4py'} & set(sys.modules)\n"
+    )
+    done = run(code=code)
+    assert done.returncode == 0, done.stderr
+    assert "kernels, overhead, memory, collectives or all" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "culprits"),
+    [
+        (["--repaet", "3"], ["--repaet", "--repeat"]),
+        (["kernel"], ["'kernel'", "'kernels'"]),
+        (["--repeat", "0"], ["--repeat", "0"]),
+        (["--repeat", "x"], ["--repeat", "'x'"]),
+        (["--threads", "-1"], ["--threads", "-1"]),
+        (["--keep-ratio", "1.5"], ["keep-ratio", "1.5"]),
+        (["--groups", "row"], ["groups", "'row'"]),
+        (["--device", "tpu"], ["device", "'tpu'"]),
+    ],
+)
+def test_bad_flags_are_refused(flags, culprits):
+    with pytest.raises(UserError) as caught:
+        bench.parse(flags)
+    assert caught.value.exit_code == USAGE
+    assert "\n" not in str(caught.value)
+    assert all(culprit in str(caught.value) for culprit in culprits)
+
+
+@pytest.mark.parametrize(
+    ("flags", "culprit"), [(["--bogus"], "--bogus"), (["collectives"], "collectives")]
+)
+def test_user_errors_end_with_code_2_and_one_line(flags, culprit):
+    done = run(*flags)
+    assert done.returncode == USAGE
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("prunex_mpi.bench: error:")
+    assert culprit in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "culprit"),
+    [
+        (["kernels", "--model", "resnet21"], "resnet21"),
+        (["overhead", "--train-model", "resnet21"], "resnet21"),
+        (["kernels", "--model", "resnet8", "--json", "/nowhere/x.json"], "/nowhere/x.json"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(flags, culprit):
+    threads = torch.get_num_threads()
+    with pytest.raises(UserError) as caught:
+        bench.bench(MPI.COMM_SELF, bench.parse([*flags, f"--threads={threads}"]))
+    assert caught.value.exit_code == USAGE
+    assert culprit in str(caught.value)
+
+
+def test_sections_fit_the_number_of_ranks():
+    assert bench.choose_sections((), 1) == ("kernels", "overhead", "memory")
+    assert bench.choose_sections((), 4) == ("collectives",)
+    assert bench.choose_sections(("memory",), 1) == ("memory",)
+    with pytest.raises(UserError):
+        bench.choose_sections(("kernels",), 2)
+
+
+def test_the_program_prints_the_machine_and_writes_the_same_tables(tmp_path):
+    path = tmp_path / "bench.json"
+    done = run("kernels", "--model", "resnet8", "--repeat=1", "--threads=1", f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    written = json.loads(path.read_text())
+    assert f"torch {torch.__version__}" in written["machine"]["machine"]
+    assert "1 threads per rank" in written["machine"]["machine"]
+    for text in (*written["machine"].values(), *(t["title"] for t in written["tables"])):
+        assert text in done.stdout
+
+
+def test_actions_take_turns_and_the_first_turn_is_not_counted():
+    order = []
+    actions = {
+        "a": Action(lambda: order.append("a"), lambda: order.append("prepare")),
+        "b": Action(lambda: order.append("b")),
+    }
+    best = min_seconds(actions, 2, CPU)
+    assert order == ["prepare", "a", "b"] * 3
+    assert all(0 <= seconds < 1 for seconds in best.values())
+
+
+def test_tables_align_and_survive_json():
+    table = Table("t", ("name", "n"), (("long name", 1), ("x", None), ("y", 1234.5)), ("note",))
+    assert format_table(table).splitlines() == [
+        "t",
+        "  name          n",
+        "  long name     1",
+        "  x             -",
+        "  y          1234",
+        "  note",
+    ]
+    written = json.loads(json.dumps(as_json({"mpi": "m"}, [table])))
+    assert written["tables"][0]["rows"] == [["long name", 1], ["x", None], ["y", 1234.5]]

@@ -1,0 +1,238 @@
+"""The training program as its users start it: files, table, exit codes, errors on any rank."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launch import train
+from safetensors.torch import load_file
+
+from prunex_mpi import data
+from prunex_mpi.models import build_model
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+QUICK = ["--model", "resnet8", "--outer-iterations", "8", "--ranks-per-node", "2"]
+RECORD = {
+    "iteration",
+    "seconds",
+    "bytes",
+    "density",
+    "mask_drift",
+    "frozen",
+    "residuals",
+    "rho1",
+    "rho2",
+    "lr",
+    "train_loss",
+    "test_loss",
+    "test_accuracy",
+}
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One finished run of 4 ranks as 2x2 on digits, shared by the tests that only look at it."""
+    folder = tmp_path_factory.mktemp("train")
+    result = train(4, [*QUICK, "--run-dir", "run"], folder)
+    assert result.returncode == 0, result.stderr
+    return folder, result
+
+
+def test_run_directory_is_complete(finished):
+    folder, _ = finished
+    records = read_lines(folder / "run/metrics.jsonl")
+    assert [r["iteration"] for r in records] == list(range(1, 9))
+    assert all(set(r) == RECORD for r in records)
+    phases = {"local", "intra", "project", "inter", "dual", "evaluate", "total"}
+    assert all(set(r["seconds"]) == phases for r in records)
+    assert set(records[0]["residuals"]) == {
+        "intra_primal",
+        "intra_dual",
+        "inter_primal",
+        "inter_dual",
+    }
+    config = tomllib.loads((folder / "run/config.toml").read_text())
+    assert config["model"] == "resnet8"
+    assert {"torch", "mpi", "python", "prunex_mpi"} <= set(config["versions"])
+    layers = read_lines(folder / "run/layers.jsonl")
+    assert len(layers) == 8 * len([r for r in layers if r["iteration"] == 1])
+    summary = json.loads((folder / "run/summary.json").read_text())
+    assert summary["status"] == "completed"
+    assert summary["nodes"] == [2, 2]
+
+
+def test_bytes_are_those_of_the_tensors(finished):
+    """Payload, dense and intra from the model's shapes, not from the program's own counters."""
+    folder, _ = finished
+    records = read_lines(folder / "run/metrics.jsonl")
+    model = build_model("resnet8", num_classes=10, image_size=8)
+    parameters = sum(p.numel() for p in model.parameters())
+    statistics = sum(b.numel() for n, b in model.named_buffers() if "running" in n)
+    pruned = sum(
+        p.numel() // 2 for n, p in model.named_parameters() if p.dim() == 4 and n != "conv1.weight"
+    )
+    dense = 4 * (parameters + statistics)
+    assert {r["bytes"]["dense"] for r in records} == {dense}
+    assert records[0]["bytes"]["payload"] == dense
+    last = records[-1]
+    assert last["frozen"] and last["density"] == 0.5
+    assert last["bytes"]["payload"] == dense - 4 * pruned
+    assert last["bytes"]["mask"] == 0
+    # Frozen: T gradients, theta with the statistics, and the payload's broadcast.
+    steps = round(0.25 * (359 // 32))
+    assert last["bytes"]["intra"] == 4 * steps * parameters + dense + last["bytes"]["payload"]
+
+
+def test_delivered_model_is_the_one_that_was_evaluated(finished):
+    folder, _ = finished
+    tensors = load_file(folder / "run/state.safetensors")
+    model = build_model("resnet8", num_classes=10, image_size=8)
+    model.load_state_dict(tensors)
+    model.eval()
+    whole = data.load(
+        "digits",
+        data_dir="",
+        download=False,
+        train_samples=0,
+        test_samples=0,
+        image_size=0,
+        seed=0,
+        rank=0,
+        size=1,
+    )
+    # The run normalised by the training images its four ranks used; the last two digits of 1438
+    # fell to no rank.
+    used = data.Shard(whole.train.images[: 4 * 359], whole.train.labels[: 4 * 359])
+    mean, std = data.normalisation(data.channel_moments(used))
+    correct = 0
+    with torch.no_grad():
+        for images, labels in data.evaluation_batches(
+            whole.test, batch_size=100, mean=mean, std=std, device="cpu"
+        ):
+            correct += int((model(images).argmax(1) == labels).sum())
+    summary = json.loads((folder / "run/summary.json").read_text())
+    assert correct / len(whole.test.labels) == pytest.approx(summary["test_accuracy"], abs=0.003)
+    zero_channels = sum(
+        int((t.abs().sum(dim=(0, 2, 3)) == 0).sum())
+        for n, t in tensors.items()
+        if t.dim() == 4 and n != "conv1.weight"
+    )
+    channels = sum(t.shape[1] for n, t in tensors.items() if t.dim() == 4 and n != "conv1.weight")
+    assert zero_channels == channels // 2
+
+
+def test_closing_table_and_lines(finished):
+    _, result = finished
+    for words in ("test accuracy", "parameters", "dense", "sent", "seconds per phase", "results"):
+        assert words in result.stdout
+    assert "2 nodes, 4 ranks" in result.stderr
+    assert result.stderr.count("iteration 8/8") == 1
+    assert "not pruned: conv1.weight" in result.stderr
+
+
+def test_saved_config_repeats_the_run_exactly(finished):
+    folder, _ = finished
+    result = train(4, ["--config", "run/config.toml", "--run-dir", "again"], folder)
+    assert result.returncode == 0, result.stderr
+    first, again = (read_lines(folder / name / "metrics.jsonl") for name in ("run", "again"))
+    for a, b in zip(first, again, strict=True):
+        assert {k: v for k, v in a.items() if k != "seconds"} == {
+            k: v for k, v in b.items() if k != "seconds"
+        }
+
+
+def test_existing_run_is_not_overwritten(finished):
+    folder, _ = finished
+    before = (folder / "run/summary.json").read_text()
+    result = train(2, ["--outer-iterations", "1", "--run-dir", "run"], folder)
+    assert_refused(result, 2, "already holds a run")
+    assert (folder / "run/summary.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--ranks-per-node 3 --preset paper --outer-iterations 4 --local-epochs 1",
+        "--ranks-per-node 3 --outer-iterations 4 --amp bf16 --channels-last --penalty balance "
+        "--groups filter shape",
+        "--outer-iterations 4 --amp fp16 --node-sync outer --mask-agreement or --bn average",
+    ],
+    ids=["paper-3+1", "bf16-3+1", "fp16-nodes-as-found"],
+)
+def test_options_run(tmp_path, flags):
+    result = train(4, ["--model", "resnet8", "--run-dir", "run", *flags.split()], tmp_path)
+    assert result.returncode == 0, result.stderr
+    records = read_lines(tmp_path / "run/metrics.jsonl")
+    assert records[-1]["density"] <= 0.51
+    assert all(math.isfinite(r["train_loss"]) for r in records)
+
+
+def assert_refused(result, code: int, words: str) -> None:
+    """One line of ours, the right code, no traceback; the launcher may add its own remarks."""
+    assert result.returncode == code, result.stdout + result.stderr
+    ours = [line for line in result.stderr.splitlines() if "prunex_mpi.train: error:" in line]
+    assert len(ours) == 1, result.stderr
+    assert words in ours[0]
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--keep-ration", "0.5"], 2, "--keep-ratio"),
+        (["--keep-ratio", "1.5"], 2, "keep-ratio"),
+        (["--model", "resnet19"], 2, "resnet"),
+        (["--model", "odd_models:no_convolution"], 2, "no convolution layer"),
+        (["--model", "odd_models:differs_between_ranks"], 2, "differ between ranks"),
+        (["--dataset", "cifar10", "--data-dir", "nowhere"], 3, "nowhere"),
+        (["--dataset", "synthetic", "--train-samples", "1"], 2, "2 ranks"),
+        (["--device", "cpu", "--mpi-buffers", "device"], 2, "--mpi-buffers device"),
+        (["--model", "odd_models:small", "--lr", "1e18", "--outer-iterations", "2"], 1, "finite"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
+)
+def test_bad_input_is_one_line_and_a_code(tmp_path, flags, code, words):
+    assert_refused(train(2, [*flags, "--run-dir", "run"], tmp_path), code, words)
+    assert not (tmp_path / "run/summary.json").exists()
+
+
+def test_exception_on_one_rank_ends_the_job(tmp_path):
+    arguments = ["--model", "odd_models:fails_on_rank_1", "--run-dir", "run"]
+    result = train(2, arguments, tmp_path)
+    assert result.returncode != 0
+    assert "broken on purpose" in result.stderr
+    assert "[1/2] phase local failed" in result.stderr
+    assert not (tmp_path / "run/summary.json").exists()
+
+
+def test_launcher_mismatch_is_refused(tmp_path):
+    """Slurm started two tasks but the MPI sees one: N silent singletons otherwise."""
+    slurm = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0"}
+    assert_refused(train(1, [], tmp_path, **slurm), 2, "Slurm started 2 tasks")
+
+
+def test_dry_run_counts_without_training(tmp_path):
+    result = train(1, ["--dry-run", "--model", "resnet18", "--dataset", "cifar10"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "11,173,962 parameters" in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_digits_train_above_95_percent(tmp_path):
+    """The quickstart: 4 ranks on 2 virtual nodes, half of the channels, no other flags."""
+    result = train(4, ["--ranks-per-node", "2", "--run-dir", "run"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["test_accuracy"] > 0.95
+    assert summary["density"] == 0.5
