@@ -10,12 +10,13 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from prunex_mpi import __version__
+from prunex_mpi.cli import Parser
 from prunex_mpi.errors import UserError
+from prunex_mpi.program import run_program
 from prunex_mpi.settings import Settings, make
-from prunex_mpi.train import abort_on_exceptions
 from prunex_mpi.values import nearest, quote
 
 if TYPE_CHECKING:
@@ -46,16 +47,9 @@ class Options:
     child: str
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raise UserError where argparse would print its usage and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(" ".join(message.split()) + "; see --help")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the benchmark's flags."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m prunex_mpi.bench",
         description="Measure kernels, overhead and memory on one rank, collectives on several.",
         epilog="Without WHAT: everything that makes sense for the number of ranks.",
@@ -143,26 +137,14 @@ def parse(argv: Sequence[str]) -> Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code, the same on every rank."""
-    options, error = None, None
-    try:
-        options = parse(sys.argv[1:] if argv is None else argv)
-    except UserError as caught:
-        error = caught
+    return run_program("prunex_mpi.bench", parse, start_mpi, bench, argv)
+
+
+def start_mpi() -> "MPI.Comm":
+    """Start MPI by importing it; return the communicator of all ranks."""
     from mpi4py import MPI
 
-    from prunex_mpi.comm import raise_together
-
-    world = MPI.COMM_WORLD
-    abort_on_exceptions(world)
-    try:
-        raise_together(world, error)
-        return bench(world, options)
-    except UserError as caught:
-        # Raised on every rank alike, so every rank leaves by itself and one of them speaks.
-        if world.rank == 0:
-            print(f"prunex_mpi.bench: error: {caught}", file=sys.stderr, flush=True)
-        world.Barrier()
-        return caught.exit_code
+    return MPI.COMM_WORLD
 
 
 def choose_sections(asked: tuple[str, ...], ranks: int) -> tuple[str, ...]:

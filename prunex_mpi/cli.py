@@ -20,7 +20,7 @@ else:
 _METAVARS = {int: "N", float: "X", Fraction: "N|P/Q", str: "NAME"}
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Raise UserError where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
@@ -68,7 +68,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return a parser with one flag per setting, grouped by subject, that converts nothing."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m prunex_mpi.train",
         usage="%(prog)s [--config FILE] [--preset NAME] [--FLAG VALUE ...]",
         description="Train a network on several MPI ranks and prune it while it trains.",

@@ -8,11 +8,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prunex_mpi import __version__
 from prunex_mpi.cli import parse
-from prunex_mpi.errors import FAILURE, UserError
+from prunex_mpi.errors import UserError
+from prunex_mpi.program import run_program
 from prunex_mpi.settings import Settings, to_toml
 
 if TYPE_CHECKING:
@@ -21,41 +22,14 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code, the same on every rank."""
-    settings, error = None, None
-    try:
-        settings = parse(sys.argv[1:] if argv is None else argv)
-    except UserError as caught:
-        error = caught
+    return run_program("prunex_mpi.train", parse, start_mpi, train, argv)
+
+
+def start_mpi() -> "MPI.Comm":
+    """Start MPI by importing it; return the communicator of all ranks."""
     from mpi4py import MPI
 
-    from prunex_mpi.comm import raise_together
-
-    world = MPI.COMM_WORLD
-    abort_on_exceptions(world)
-    try:
-        raise_together(world, error)
-        return train(world, settings)
-    except UserError as caught:
-        # Raised on every rank alike, so every rank leaves by itself and one of them speaks.
-        if world.rank == 0:
-            print(f"prunex_mpi.train: error: {caught}", file=sys.stderr, flush=True)
-        world.Barrier()
-        return caught.exit_code
-
-
-def abort_on_exceptions(world: "MPI.Comm") -> None:
-    """End the whole job when an exception leaves this rank: the others would wait for it."""
-
-    def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
-        if issubclass(kind, OSError):
-            where = f" ({value.filename})" if getattr(value, "filename", None) else ""
-            print(f"rank {world.rank}: {kind.__name__}: {value}{where}", file=sys.stderr)
-        else:
-            sys.__excepthook__(kind, value, trace)
-        sys.stderr.flush()
-        world.Abort(FAILURE)
-
-    sys.excepthook = hook
+    return MPI.COMM_WORLD
 
 
 def train(world: "MPI.Comm", settings: Settings) -> int:
