@@ -8,6 +8,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/_install.sh"
 TRAIN_FLAGS=(--dataset digits --model resnet20 --ranks-per-node 2)
 
 prunex_install digits
-cd "$ROOT"
 run_mpi 4 "$VENV_PYTHON" -m prunex_mpi.train \
-    --run-dir "runs/quickstart-$(date +%Y%m%d-%H%M%S)" "${TRAIN_FLAGS[@]}" "$@"
+    --run-dir "$ROOT/runs/quickstart-$(date +%Y%m%d-%H%M%S)" "${TRAIN_FLAGS[@]}" "$@"

@@ -171,6 +171,7 @@ def bench(world: "MPI.Comm", options: Options) -> int:
         free_topology,
         library_name,
         raise_together,
+        require_same,
         together,
     )
     from prunex_mpi.devices import choose_device, lone_singleton, resolve_mpi_buffers, set_threads
@@ -182,6 +183,7 @@ def bench(world: "MPI.Comm", options: Options) -> int:
     sections = choose_sections(options.sections, world.size) if not options.child else ()
     topology = build_topology(world, settings.ranks_per_node)
     device = together(world, lambda: choose_device(settings.device, topology.host_rank))
+    require_same(world, "the kinds of device (some ranks found no GPU)", device.type)
     threads = options.threads or set_threads(topology.core_sharers)
     torch.set_num_threads(threads)
     mpi_buffers, _ = resolve_mpi_buffers(topology, settings.mpi_buffers, device)

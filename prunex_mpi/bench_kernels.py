@@ -164,10 +164,10 @@ def _phases(
         hsadmm.intra_node_consensus(alone.node, state, settings, transport, Traffic())
 
     def project() -> None:
-        seen["node"] = hsadmm.project(alone, state, settings, 1.0, True, False, Traffic())
+        seen["node"] = hsadmm.project(alone, state, settings, 1.0, True, True, Traffic())
 
     def inter() -> None:
-        seen["z"] = hsadmm.inter_node_consensus(alone, state, settings, transport, True, Traffic())
+        seen["z"] = hsadmm.inter_node_consensus(alone, state, transport, False, Traffic())
 
     def dual() -> None:
         hsadmm.update_duals(alone, state, settings, seen["node"], seen["z"], 0.0)

@@ -16,7 +16,15 @@ from prunex_mpi.errors import UserError
 PROBE_TIMEOUT_S = 60
 # What a launcher leaves in the environment of its ranks; a probe started with it would believe to
 # be one of them.
-LAUNCHER_PREFIXES = ("PMI", "SLURM", "HYDRA", "OMPI_COMM_WORLD", "OMPI_MCA_ess", "PRTE_LAUNCHED")
+LAUNCHER_PREFIXES = (
+    "PMI",
+    "MV2_COMM_WORLD",
+    "SLURM",
+    "HYDRA",
+    "OMPI_COMM_WORLD",
+    "OMPI_MCA_ess",
+    "PRTE_LAUNCHED",
+)
 
 
 def choose_device(requested: str, host_rank: int) -> torch.device:
@@ -124,9 +132,17 @@ def resolve_mpi_buffers(
 
 def lone_singleton(world: MPI.Comm) -> str:
     """Return why this job of one rank is not what was asked for, or "" when it is."""
+    if world.size > 1:
+        return ""
+    for variable in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
+        if int(os.environ.get(variable) or "1") > 1:
+            return (
+                f"the launcher started {os.environ[variable]} ranks but MPI sees a world of 1: the "
+                "launcher and the MPI library are of different MPIs; use the mpirun of the library"
+            )
     # Under srun; an interactive shell of an allocation may start one process by itself.
     wanted = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS") or "1"
-    if world.size > 1 or "SLURM_STEP_ID" not in os.environ or int(wanted) == 1:
+    if "SLURM_STEP_ID" not in os.environ or int(wanted) == 1:
         return ""
     return (
         f"Slurm started {wanted} tasks but MPI sees a world of 1 rank: the launcher and the MPI "

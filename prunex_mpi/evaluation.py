@@ -1,4 +1,4 @@
-"""Evaluate what is delivered: the masked z with the consensus BatchNorm statistics."""
+"""Evaluate what is delivered, the masked z with the consensus BatchNorm statistics; guard it."""
 
 from itertools import islice
 
@@ -7,7 +7,8 @@ import torch
 
 from prunex_mpi import batchnorm
 from prunex_mpi.collectives import Transport, allreduce_, allreduce_then_bcast_, hierarchical_sum_
-from prunex_mpi.comm import Topology
+from prunex_mpi.comm import Topology, raise_together
+from prunex_mpi.errors import FAILURE, UserError
 from prunex_mpi.state import Problem, State, Traffic, weights
 
 # Per rank: the statistics of a channel settle within a few thousand activations.
@@ -33,6 +34,9 @@ def evaluate(
             sums[2] += len(labels)
     hierarchical_sum_(topology.leader, topology.node, sums)
     traffic.evaluate += sums.nbytes
+    if not np.isfinite(sums[0]):
+        # Every rank holds the same sums, so every rank raises.
+        raise UserError("the loss on the test set is not finite; check model and data", FAILURE)
     return float(sums[0] / sums[2]), float(sums[1] / sums[2])
 
 
@@ -47,7 +51,9 @@ def estimate_statistics(
     if not state.bn_modules:
         return
     batches = problem.batches(problem.train_shard, batch_size=problem.train.batch_size)
-    images = (images for images, _ in islice(batches, RECALIBRATION_BATCHES))
+    # Whole batches only: BatchNorm refuses a single image, and a small batch would weigh too much.
+    count = min(RECALIBRATION_BATCHES, problem.train.steps_per_epoch)
+    images = (images for images, _ in islice(batches, count))
     with weights(state, state.z):
         batchnorm.estimate(problem.model, state.bn_modules, images)
     batchnorm.read_(state.bn_modules, state.stats)
@@ -55,4 +61,21 @@ def estimate_statistics(
     state.stats.div_(topology.world_size)
     allreduce_then_bcast_(topology.leader, topology.node, state.stats, transport)
     batchnorm.write(state.bn_modules, state.stats)
-    traffic.evaluate += state.stats.numel() * state.stats.element_size()
+    size = state.stats.numel() * state.stats.element_size()
+    traffic.evaluate += size
+    if topology.node_size > 1:
+        traffic.intra += 2 * size
+
+
+def refuse_non_finite(topology: Topology, state: State, loss: float, iteration: int) -> None:
+    """Raise UserError on every rank if any rank's loss or weights are not finite.
+
+    Comes before phase 2, so that nothing non-finite enters a consensus. Collective on `world`.
+    """
+    finite = np.isfinite(loss) and bool(torch.isfinite(torch.linalg.vector_norm(state.theta)))
+    error = UserError(
+        f"the loss or the weights are not finite in phase 1 of outer iteration {iteration}; "
+        "lower --lr or check the data",
+        FAILURE,
+    )
+    raise_together(topology.world, None if finite else error)

@@ -26,8 +26,7 @@ from prunex_mpi import batchnorm
 from prunex_mpi.collectives import Transport, allreduce_, allreduce_then_bcast_
 from prunex_mpi.comm import Topology, digests_agree
 from prunex_mpi.compaction import pack_, unpack_
-from prunex_mpi.errors import FAILURE, UserError
-from prunex_mpi.evaluation import estimate_statistics, evaluate
+from prunex_mpi.evaluation import estimate_statistics, evaluate, refuse_non_finite
 from prunex_mpi.gradients import GradientAverager
 from prunex_mpi.layout import fill_, scale_, squared_norms
 from prunex_mpi.masks import agree_by_or, agree_by_vote, broadcast_mask, project_locally
@@ -35,7 +34,13 @@ from prunex_mpi.metrics import iteration_record, layer_records, timed
 from prunex_mpi.residuals import NormSums, Residuals, compute_residuals, update_penalty
 from prunex_mpi.schedule import learning_rate, settled, strictness
 from prunex_mpi.settings import Settings
-from prunex_mpi.sparsity import apply_factors_, build_factors, mask_drift
+from prunex_mpi.sparsity import (
+    apply_factors_,
+    build_factors,
+    factor_views,
+    mask_drift,
+    mask_views_,
+)
 from prunex_mpi.state import Problem, State, Traffic, adopt_mask, freeze
 
 
@@ -52,7 +57,7 @@ def outer_iterations(
     if settings.node_sync == "step":
         averager = GradientAverager(node, problem.model, state.layout, state.grad, transport)
     drifts: list[float] = []
-    freeze_next = False
+    freeze_next = vote_next = False
     for k in range(1, settings.outer_iterations + 1):
         started = time.perf_counter()
         seconds: dict[str, float] = {}
@@ -61,20 +66,25 @@ def outer_iterations(
         strict = strictness(k, settings.warmup_iterations, settings.keep_ramp_iterations)
         freeze_now = not state.frozen and (freeze_next or k == settings.freeze_iteration)
         # The delivered z must satisfy the constraint, so its masks are voted even after a union.
-        vote = settings.mask_agreement == "vote" or freeze_now or last
+        vote = settings.mask_agreement == "vote" or freeze_now or vote_next or last
+        # Before the keep ratio falls, and after the freeze, there is no mask to agree on.
+        choose = strict > 0 and not state.frozen
         old_mask = state.mask
         rho1, rho2 = float(state.rho1.mean()), float(state.rho2.mean())
 
         with timed(seconds, "local", state):
             first = (k - 1) * problem.steps
             loss = local_computation(node, averager, state, problem, settings, first, traffic)
-        refuse_non_finite(topology, state, loss, k)
+            refuse_non_finite(topology, state, loss, k)
         with timed(seconds, "intra", state):
             intra_node_consensus(node, state, settings, transport, traffic)
         with timed(seconds, "project", state):
-            moved_node = project(topology, state, settings, strict, vote, freeze_now, traffic)
+            moved_node = project(topology, state, settings, strict, choose, vote, traffic)
+            if freeze_now:
+                freeze(state, settings.after_freeze == "local-sgd")
         with timed(seconds, "inter", state):
-            moved = inter_node_consensus(topology, state, settings, transport, vote, traffic)
+            union = choose and not vote
+            moved = inter_node_consensus(topology, state, transport, union, traffic)
         with timed(seconds, "dual", state):
             residuals, loss = update_duals(topology, state, settings, moved_node, moved, loss)
 
@@ -82,15 +92,16 @@ def outer_iterations(
         drifts = [*drifts, drift] if strict == 1.0 else []
         freeze_next = settled(drifts, settings.freeze_drift, settings.freeze_window)
         converged = strict == 1.0 and not state.consensus_sgd and bool(residuals.converged.all())
-        if converged and not (vote or state.frozen):
-            # A union may hold more groups than allowed: vote once more before stopping.
-            converged, freeze_next = False, True
+        # A union may hold more groups than allowed: vote once more before stopping.
+        vote_next = converged and union
+        converged = converged and not union
 
         test_loss = test_accuracy = None
         with timed(seconds, "evaluate", state):
             due = last or converged or k % settings.evaluate_every == 0
             if due and problem.test is not None:
-                if settings.bn == "recalibrate" and drift > 0:
+                # On the support that theta was trained on, averaged statistics fit z.
+                if settings.bn == "recalibrate" and choose:
                     estimate_statistics(topology, state, problem, transport, traffic)
                 test_loss, test_accuracy = evaluate(topology, state, problem, traffic)
         seconds["total"] = time.perf_counter() - started
@@ -102,7 +113,7 @@ def outer_iterations(
             "train_loss": loss,
             "test_loss": test_loss,
             "test_accuracy": test_accuracy,
-            "layers": layer_records(k, state, residuals),
+            "layers": layer_records(k, state, residuals) if topology.world.rank == 0 else [],
             "status": "converged" if converged else "completed" if last else "running",
         }
         if converged:
@@ -134,21 +145,25 @@ def local_computation(
     """
     if settings.theta_start == "z" or state.consensus_sgd:
         state.theta.copy_(state.z)
-    rho: float | torch.Tensor = 0.0
+    group = state.optimizer.param_groups[0]
+    in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
+    group["weight_decay"] = settings.weight_decay if in_theta else 0.0
+    rho_by_weight = None
     if not state.consensus_sgd:
-        # rho1 (theta - z_i + u) = rho1 theta - anchor: the anchor stands still during the phase.
+        # rho1 (theta - z_i + u) = rho1 theta - anchor. The anchor stands still during the phase,
+        # and rho1 theta is a weight decay: the optimizer's one pass adds it.
         torch.sub(state.z_node, state.u, out=state.scratch)
         scale_(state.scratch, state.layout, state.rho1)
-        rho = float(state.rho1[0])
-        if np.any(state.rho1 != rho):
-            rho = state.payload[: state.layout.numel]
-            fill_(rho, state.layout, state.rho1)
-    in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
-    group = state.optimizer.param_groups[0]
-    group["weight_decay"] = settings.weight_decay if in_theta else 0.0
+        if np.all(state.rho1 == state.rho1[0]):
+            group["weight_decay"] += float(state.rho1[0])
+        else:
+            rho_by_weight = state.payload[: state.layout.numel]
+            fill_(rho_by_weight, state.layout, state.rho1)
+    masked = factor_views(state.grad, state.layout, state.groups, state.factors)
     device_type = state.theta.device.type
     amp_dtype = torch.float16 if settings.amp == "fp16" else torch.bfloat16
     total_loss = torch.zeros((), dtype=torch.float64, device=state.theta.device)
+    counted = torch.zeros_like(total_loss)
     problem.model.train()
     for step in range(first_step, first_step + problem.steps):
         images, labels = problem.train.next()
@@ -164,13 +179,11 @@ def local_computation(
                 traffic.intra += state.grad.numel() * state.grad.element_size()
         state.scaler.unscale_(state.optimizer)
         if not state.consensus_sgd:
-            if isinstance(rho, float):
-                state.grad.add_(state.theta, alpha=rho)
-            else:
-                state.grad.addcmul_(state.theta, rho)
             state.grad.sub_(state.scratch)
+            if rho_by_weight is not None:
+                state.grad.addcmul_(state.theta, rho_by_weight)
         if state.frozen:
-            apply_factors_(state.grad, state.layout, state.groups, state.factors)
+            mask_views_(masked, state.factors)
         group["lr"] = learning_rate(
             step,
             settings.outer_iterations * problem.steps,
@@ -181,8 +194,15 @@ def local_computation(
         )
         state.scaler.step(state.optimizer)
         state.scaler.update()
-        total_loss += loss.detach()
-    return float(total_loss) / problem.steps
+        if settings.amp == "fp16":
+            # The scaler skips steps that overflow; their loss says nothing.
+            finite = torch.isfinite(loss.detach())
+            total_loss += torch.where(finite, loss.detach(), 0.0)
+            counted += finite
+        else:
+            total_loss += loss.detach()
+            counted += 1
+    return float(total_loss / counted)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -227,8 +247,8 @@ def project(
     state: State,
     settings: Settings,
     strict: float,
+    choose: bool,
     vote: bool,
-    freeze_now: bool,
     traffic: Traffic,
 ) -> np.ndarray:
     """Set z_i to the projection of the candidate; return |z_i^{k+1} - z_i^k|^2 per layer.
@@ -236,12 +256,12 @@ def project(
     With `vote` the leaders choose the shared support that keeps most of all nodes' energy, which is
     the exact projection of (z~_1 ... z~_M) on shared supports; else each leader projects for its
     node. Only leaders compute energies: one rank's decision is broadcast, so that no two ranks of a
-    node can disagree on a near tie. After the freeze, z_i = z~_i * m. Collective on `leader`, then
+    node can disagree on a near tie. Unless `choose`, z_i = z~_i * m. Collective on `leader`, then
     on `node`.
     """
     factors = state.factors
-    if not state.frozen:
-        mask = np.ones(state.groups.total, dtype=bool)
+    if choose:
+        mask = state.mask
         if topology.is_leader:
             # The payload's memory is free in this phase.
             squares = state.payload[: state.layout.numel]
@@ -254,8 +274,6 @@ def project(
         if vote:
             adopt_mask(state, mask)
             factors = state.factors
-            if freeze_now:
-                freeze(state, settings.after_freeze == "local-sgd")
         else:
             factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
             state.mask = mask
@@ -274,9 +292,8 @@ def project(
 def inter_node_consensus(
     topology: Topology,
     state: State,
-    settings: Settings,
     transport: Transport,
-    vote: bool,
+    union: bool,
     traffic: Traffic,
 ) -> np.ndarray:
     """Set z = sum_i P_i (z_i + v_i) / N on the mask, zero elsewhere; return |z^{k+1} - z^k|^2.
@@ -286,15 +303,16 @@ def inter_node_consensus(
     Allreduce it in buckets, and broadcast the compact result inside their node, where every rank
     expands it. Collective on `leader`, then on `node`.
     """
-    if not (vote or state.frozen):
+    if union:
         mask = state.mask
         if topology.is_leader:
             mask = agree_by_or(topology.leader, mask, traffic)
         adopt_mask(state, broadcast_mask(topology.node, mask, traffic))
     message = state.message
     if topology.is_leader:
-        if not digests_agree(topology.leader, state.plan.digest):
+        if not state.plan_agreed and not digests_agree(topology.leader, state.plan.digest):
             raise RuntimeError("the leaders' compact layouts differ; nothing was exchanged")
+        state.plan_agreed = True
         torch.add(state.z_node, state.v, out=state.scratch)
         pack_(state.scratch, state.plan, message)
         message[state.plan.numel :].copy_(state.stats)
@@ -383,24 +401,3 @@ def update_penalties(state: State, settings: Settings, residuals: Residuals) -> 
             scale_(dual, state.layout, rho / new)
         rhos.append(new)
     state.rho1, state.rho2 = rhos
-
-
-# --------------------------------------------------------------------------------------------------
-# Around the phases
-# --------------------------------------------------------------------------------------------------
-
-
-def refuse_non_finite(topology: Topology, state: State, loss: float, iteration: int) -> None:
-    """Raise UserError on every rank if any rank's loss or weights are not finite.
-
-    Comes before phase 2, so that nothing non-finite enters a consensus. Collective on `world`.
-    """
-    finite = np.isfinite(loss) and bool(torch.isfinite(torch.linalg.vector_norm(state.theta)))
-    first = np.array([topology.world_size if finite else topology.world.rank], dtype=np.int64)
-    topology.world.Allreduce(MPI.IN_PLACE, first, op=MPI.MIN)
-    if first[0] < topology.world_size:
-        raise UserError(
-            f"the loss or the weights of rank {first[0]} are not finite in phase 1 of outer "
-            f"iteration {iteration}; lower --lr or check the data",
-            FAILURE,
-        )

@@ -55,6 +55,13 @@ def build_layout(model: nn.Module) -> Layout:
             "the model's trainable parameters must all be float32 or all float64, found "
             + (", ".join(sorted(map(str, dtypes))) or "none")
         )
+    # What is not trained is broadcast at the start.
+    others = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    odd = {t.dtype for t in others} - set(PARAMETER_DTYPES)
+    if odd:
+        raise UserError(
+            f"the model holds {', '.join(sorted(map(str, odd)))}; make it float32 and use --amp"
+        )
     for name, parameter in parameters:
         segments.append(Segment(name, tuple(parameter.shape), offset, parameter.numel()))
         offset += parameter.numel()

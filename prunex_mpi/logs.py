@@ -83,12 +83,14 @@ class RunDirectory:
         """Append one JSON object per line to the file `name`."""
         with open(self.path / name, "a", encoding="utf-8") as file:
             for record in records:
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json in one atomic step: its presence says that the run ended well."""
         temporary = self.path / "summary.json.partial"
-        temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(
+            json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+        )
         os.replace(temporary, self.path / "summary.json")
 
 

@@ -1,5 +1,6 @@
 """What is measured in one outer iteration: seconds per phase and the records of the run's files."""
 
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 
+from prunex_mpi.errors import UserError
 from prunex_mpi.logs import log
 from prunex_mpi.residuals import Residuals
 from prunex_mpi.sparsity import kept_numel
@@ -19,8 +21,11 @@ def timed(seconds: dict[str, float], phase: str, state: State) -> Iterator[None]
     start = time.perf_counter()
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
-        log.error("phase %s failed: %s: %s", phase, type(error).__name__, error)
+        host = socket.gethostname()
+        log.error("phase %s failed on %s: %s: %s", phase, host, type(error).__name__, error)
         raise
     if state.theta.device.type == "cuda":
         torch.cuda.synchronize(state.theta.device)

@@ -69,7 +69,13 @@ def build_problem(
     moments = channel_moments(dataset.train).numpy()
     hierarchical_sum_(topology.leader, topology.node, moments)
     mean, std = normalisation(torch.from_numpy(moments))
-    look = {"mean": mean, "std": std, "device": device, "channels_last": settings.channels_last}
+    look = {
+        "mean": mean,
+        "std": std,
+        "device": device,
+        "dtype": next(p.dtype for p in model.parameters() if p.requires_grad),
+        "channels_last": settings.channels_last,
+    }
     augment = settings.augment == "auto"
     stream = BatchStream(
         dataset.train,
@@ -83,7 +89,10 @@ def build_problem(
     model.to(device)
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.is_floating_point():
-            bcast_(topology.world, tensor.detach().view(-1), transport)
+            # A copy where the memory is not in order, as in a model that is channels_last itself.
+            flat = tensor.detach().reshape(-1)
+            bcast_(topology.world, flat, transport)
+            tensor.detach().copy_(flat.view(tensor.shape))
     # From here on the ranks' random numbers differ (dropout); the shards' order has its own.
     torch.manual_seed(settings.seed * topology.world_size + topology.world.rank)
     steps = settings.local_steps or max(1, round(settings.local_epochs * stream.steps_per_epoch))

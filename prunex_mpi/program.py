@@ -1,5 +1,6 @@
 """What every program of the package does around its work: flags, start of MPI, the way it ends."""
 
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -49,7 +50,8 @@ def abort_on_exceptions(world: "MPI.Comm") -> None:
 
     def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
         if issubclass(kind, OSError):
-            print(f"rank {world.rank}: {kind.__name__}: {value}", file=sys.stderr)
+            where = f"rank {world.rank} on {socket.gethostname()}"
+            print(f"{where}: {kind.__name__}: {value}", file=sys.stderr)
         else:
             sys.__excepthook__(kind, value, trace)
         sys.stderr.flush()

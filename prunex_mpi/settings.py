@@ -89,7 +89,9 @@ class Settings:
         _S, "fraction of the groups to keep, one for all or one per group", above=0, high=1
     )
     layer_keep_ratio: tuple[str, ...] = _setting(
-        _S, "PATTERN=RATIO for matching parameter names; the last match wins", optional=True
+        _S,
+        "PATTERN=RATIO for matching parameter names, for all groups; the last match wins",
+        optional=True,
     )
     round_to: int = _setting(_S, "round kept groups up to a multiple of this", low=1)
     mask_agreement: str = _setting(_S, "how nodes agree on a mask", choices=("or", "vote"))
@@ -114,7 +116,9 @@ class Settings:
         _S, "average inside the node at each step or once per iteration", choices=("step", "outer")
     )
     weight_decay_in: str = _setting(
-        _S, "weight decay in the local gradient or in the consensus", choices=("theta", "z")
+        _S,
+        "weight decay in the local gradient or in the consensus (after a local-sgd freeze: theta)",
+        choices=("theta", "z"),
     )
     bn: str = _setting(
         _S, "BatchNorm statistics for evaluation", choices=("average", "recalibrate")
@@ -258,13 +262,22 @@ def _resolve(values: dict[str, Any]) -> Settings:
         if field.metadata.get("share"):
             value = Fraction(values[name])
             count = math.floor(value * outer + Fraction(1, 2)) if value < 1 else int(value)
-            # 0 means "never" for the freeze: a short run must not turn it off by rounding.
-            values[name] = max(count, 1) if name == "freeze_iteration" and value else count
+            if name == "freeze_iteration" and 0 < value < 1:
+                # Rounding must neither turn the freeze off (0) nor leave it an iteration before
+                # the keep ratio is reached. Its two predecessors are resolved already.
+                count = max(count, 1)
+                count += _first_at_target(values) == count + 1
+            values[name] = count
     if values["local_steps"]:
         values["local_epochs"] = Fraction(0)
     settings = Settings(**values)
     _check_together(settings)
     return settings
+
+
+def _first_at_target(values: Mapping[str, Any]) -> int:
+    """Return the first outer iteration with the target keep ratio."""
+    return values["warmup_iterations"] + max(1, values["keep_ramp_iterations"])
 
 
 def _check_together(settings: Settings) -> None:
@@ -277,7 +290,7 @@ def _check_together(settings: Settings) -> None:
             f"keep-ratio has {len(s.keep_ratio)} values for {len(s.groups)} groups; "
             "give one for all or one per group"
         )
-    target = s.warmup_iterations + s.keep_ramp_iterations
+    target = _first_at_target(vars(s))
     last = min(s.freeze_iteration or s.outer_iterations, s.outer_iterations)
     if s.freeze_iteration > s.outer_iterations:
         raise UserError(
@@ -287,13 +300,13 @@ def _check_together(settings: Settings) -> None:
     if target > last:
         end = "freeze-iteration" if s.freeze_iteration else "outer-iterations"
         raise UserError(
-            f"warmup-iterations + keep-ramp-iterations = {target} is beyond {end} {last}: "
-            "the keep ratio would never be reached"
+            f"warmup-iterations and keep-ramp-iterations reach the keep ratio in iteration "
+            f"{target}, beyond {end} {last}; lower them"
         )
     if s.rho_min > s.rho_max:
         raise UserError(f"rho-min {s.rho_min} is above rho-max {s.rho_max}")
     for key, rho in (("rho1", s.rho1), ("rho2", s.rho2)):
-        if not s.rho_min <= rho <= s.rho_max:
+        if s.penalty != "fixed" and not s.rho_min <= rho <= s.rho_max:
             raise UserError(
                 f"{key} {rho} must lie between rho-min {s.rho_min} and rho-max {s.rho_max}"
             )

@@ -28,6 +28,7 @@ from prunex_mpi.errors import UserError
 from prunex_mpi.layout import Layout
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,14 @@ def find_groups(
         if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in convs):
             raise UserError(f"--layer-keep-ratio: no convolution matches {pattern!r}")
     classifier = weighted[-1][0]
+    transposed = [
+        f"{name}.weight: transposed convolutions are not pruned"
+        for name, module in model.named_modules()
+        if isinstance(module, TRANSPOSED)
+    ]
 
     layers: list[PrunableLayer] = []
-    excluded: list[str] = []
+    excluded = transposed
     candidates: list[tuple[str, PrunableLayer, list[str]]] = []
     for position, (name, conv) in enumerate(convs):
         if name not in index:
@@ -278,10 +284,19 @@ def build_factors(
 
 def apply_factors_(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> None:
     """Multiply `flat` by the mask in place (flat ⊙ m); parameters without groups are untouched."""
-    if factors.entries:
-        views = gemm_views(flat, layout, groups)
-        targets = [views[number] for number, _ in factors.entries]
-        torch._foreach_mul_(targets, [factor for _, factor in factors.entries])
+    mask_views_(factor_views(flat, layout, groups, factors), factors)
+
+
+def factor_views(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> list[Tensor]:
+    """Return the view of `flat` that each factor multiplies, for use with `mask_views_`."""
+    views = gemm_views(flat, layout, groups)
+    return [views[number] for number, _ in factors.entries]
+
+
+def mask_views_(views: list[Tensor], factors: Factors) -> None:
+    """Multiply each view of `factor_views` by its factor in place."""
+    if views:
+        torch._foreach_mul_(views, [factor for _, factor in factors.entries])
 
 
 def kept_numel(mask: np.ndarray, groups: Groups) -> list[int]:

@@ -50,9 +50,10 @@ class Traffic:
 class State:
     """Flat vectors of `layout` on one device, host arrays per layer, and the mask in force.
 
-    theta, grad, u, v, z_node, z and scratch hold `layout.numel` elements. `payload` has room for
-    all of them and the BatchNorm statistics until the masks freeze. `scratch` holds nothing between
-    phases. `consensus_sgd` says that the masks are frozen and the duals retired.
+    theta, grad, u, v, z_node, z and scratch hold `layout.numel` elements, `payload` has room for
+    all of them and the BatchNorm statistics. `scratch` holds nothing between phases.
+    `consensus_sgd` says that the masks are frozen and the duals retired; the payload has shrunk to
+    what travels then. `plan_agreed` says that the leaders have compared the plan in force.
     """
 
     layout: Layout
@@ -76,6 +77,7 @@ class State:
     plan: Plan
     frozen: bool = False
     consensus_sgd: bool = False
+    plan_agreed: bool = False
 
     @property
     def message(self) -> Tensor:
@@ -92,6 +94,9 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
     mask = np.ones(groups.total, dtype=bool)
     # The fused step makes no temporaries: one pass for weight decay, momentum and update.
     optimizer = torch.optim.SGD([theta], lr=settings.lr, momentum=settings.momentum, fused=True)
+    if settings.momentum:
+        # The fused step leaves a buffer of its own uninitialised when fp16 skips the first step.
+        optimizer.state[theta]["momentum_buffer"] = torch.zeros_like(theta)
     layers = len(layout.segments)
     return State(
         layout=layout,
@@ -119,6 +124,7 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
 def adopt_mask(state: State, mask: np.ndarray) -> None:
     """Make `mask` the one in force: its factors and its compaction plan."""
     state.mask = mask
+    state.plan_agreed = False
     state.factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
     state.plan = build_plan(state.layout, state.groups, mask, state.theta.device)
 

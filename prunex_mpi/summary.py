@@ -90,6 +90,7 @@ def closing_table(summary: dict[str, Any], run_dir: Path) -> str:
         ("bytes between nodes per leader, dense", f"{dense / MIB:.2f} MiB"),
         ("bytes between nodes per leader, sent", f"{sent['payload'] / MIB:.2f} MiB ({share})"),
         ("  and for mask agreement", f"{sent['mask'] / MIB:.2f} MiB"),
+        ("  and for evaluation", f"{sent['evaluate'] / MIB:.2f} MiB"),
         ("bytes inside a node per leader", f"{sent['intra'] / MIB:.2f} MiB"),
         ("seconds per phase", phases),
         ("seconds in all", f"{summary['seconds_total']:.1f}"),
@@ -139,11 +140,12 @@ def dry_run(settings: Settings, topology: Topology) -> str:
     by_strictness = {s: travelling(s) for s in set(run)}
     total = sum(by_strictness[s] for s in run)
     kept = sum(kept_numel(_nominal_mask(groups, 1.0, settings.round_to), groups))
-    quality = ""
+    caveats = []
     if len(groups.kinds) > 1:
-        quality = " (an upper bound: how compositions overlap depends on the weights)"
+        caveats.append("less, where the groups of a composition overlap")
     if settings.mask_agreement == "or":
-        quality = " (a lower bound before the freeze: a union of masks may hold more groups)"
+        caveats.append("more before the freeze, since a union of masks may hold more groups")
+    quality = f" ({'; '.join(caveats)})" if caveats else ""
 
     def size_of(elements: int) -> str:
         return f"{elements * size:,} B ({elements * size / MIB:.2f} MiB)"
@@ -160,7 +162,7 @@ def dry_run(settings: Settings, topology: Topology) -> str:
         ),
         (
             f"payload over {settings.outer_iterations} outer iterations",
-            f"{size_of(total)}, dense {size_of(dense * len(run))}",
+            f"{size_of(total)}, dense {size_of(dense * len(run))}{quality}",
         ),
         *(("not pruned", text) for text in groups.excluded),
     ]

@@ -74,26 +74,29 @@ def train(world: "MPI.Comm", settings: Settings) -> int:
     require_same(world, "the settings or the versions of the software", to_toml(settings, versions))
     topology = build_topology(world, settings.ranks_per_node)
     device = together(world, lambda: choose_device(settings.device, topology.host_rank))
+    require_same(world, "the kinds of device (some ranks found no GPU)", device.type)
     threads = set_threads(topology.core_sharers)
     line = describe(topology, f"{device}, {threads} threads")
     if world.rank == 0:
         log.info("%s", line)
 
-    # Load the data, build the model, find what can be pruned.
-    mpi_buffers, reason = resolve_mpi_buffers(topology, settings.mpi_buffers, device)
-    transport = build_transport(device, settings.bucket_mib, mpi_buffers)
-    if device.type == "cuda":
-        log.info("MPI buffers: %s (%s)", mpi_buffers, reason)
     if settings.dry_run:
         text = together(world, lambda: summary.dry_run(settings, topology))
         if world.rank == 0:
             print(text, flush=True)
         free_topology(topology)
         return 0
+
+    # Load the data, build the model, find what can be pruned.
+    mpi_buffers, reason = resolve_mpi_buffers(topology, settings.mpi_buffers, device)
+    transport = build_transport(device, settings.bucket_mib, mpi_buffers)
+    if device.type == "cuda":
+        log.info("MPI buffers: %s (%s)", mpi_buffers, reason)
     dataset = load_dataset(topology, settings)
     model = together(world, lambda: make_model(settings, dataset.num_classes, dataset.image_size))
     layout = together(world, lambda: build_layout(model))
-    require_same(world, "the parameters of the model", repr(layout))
+    tensors = [(name, t.shape, t.dtype) for name, t in model.state_dict().items()]
+    require_same(world, "the parameters of the model", repr((layout, tensors)))
     groups = together(world, lambda: make_groups(settings, model, layout))
     problem = build_problem(topology, settings, dataset, model, device, transport)
     for excluded in groups.excluded:

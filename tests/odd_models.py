@@ -26,6 +26,10 @@ def small(num_classes: int, image_size: int) -> nn.Module:
     )
 
 
+def small_double(num_classes: int, image_size: int) -> nn.Module:
+    return small(num_classes, image_size).double()
+
+
 def differs_between_ranks(num_classes: int, image_size: int) -> nn.Module:
     width = 8 + _rank()
     return nn.Sequential(

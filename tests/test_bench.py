@@ -124,19 +124,20 @@ def test_overhead_trains_with_the_driver_before_and_after_the_freeze(alone):
 def test_memory_subtracts_processes_of_their_own(monkeypatch):
     # Only the job of one rank: a launcher cannot start inside another.
     monkeypatch.setattr("prunex_mpi.bench_memory.shutil.which", lambda *_, **__: None)
-    (table,) = memory(SMALL, CPU, 1)
+    # Large enough for a process's own ups and downs not to count.
+    (table,) = memory(make(model="resnet18"), CPU, 1)
     assert_sane(table)
     assert column(table, "preset") == ["recipe", "paper"]
     for row in table.rows:
         named = dict(zip(table.columns, row, strict=True))
         assert named["beyond MiB"] == pytest.approx(named["H-SADMM MiB"] - named["SGD MiB"])
+        assert 4 < named["times the model"] < named["aim"]
 
 
 def test_memory_child_runs_the_driver_and_reports_its_peak(alone):
     answer = json.loads(child(alone, SMALL, build_transport(CPU, 32.0, "host"), CPU, "recipe"))
     state = make_state(SMALL, CPU)
     assert answer["model_bytes"] == 4 * state.layout.numel
-    assert answer["peak_bytes"] > 8 * answer["model_bytes"]
     assert answer["ranks"] == 1
 
 

@@ -22,6 +22,7 @@ from prunex_mpi.sparsity import find_groups, layer_masks
 from prunex_mpi.state import Problem, build_state
 
 CPU = torch.device("cpu")
+RESIDUALS = {"intra_primal": 0, "intra_dual": 1, "inter_primal": 2, "inter_dual": 3}
 STEPS = 2
 
 RECIPE = {
@@ -188,7 +189,7 @@ def test_program_equals_oracle(ranks_per_node, scenario, dtype):
             gap = {n: scale[n] + x - theirs[n] for n, x in by_name(mine, state).items()}
             assert difference(gap, scale) < 10 * tolerance, count
         assert record["train_loss"] == pytest.approx(expected.loss, rel=1e-4)
-        for level, column in (("intra_primal", 0), ("inter_primal", 2), ("inter_dual", 3)):
+        for level, column in RESIDUALS.items():
             total = sum(x[column] ** 2 for x in expected.residuals.values()) ** 0.5
             assert record["residuals"][level] == pytest.approx(total, rel=1e-3, abs=1e-6)
         for module, statistics in zip(state.bn_modules, expected.statistics.values(), strict=True):
@@ -297,32 +298,59 @@ def test_strongly_convex_optimum(ranks_per_node, keep):
     assert float((state.z.view(4, 6) - optimum).abs().max()) < 1e-8
 
 
-@pytest.mark.mpi
-def test_run_stops_when_converged():
-    settings = make(
-        preset="paper",
-        outer_iterations=200,
-        lr=0.5,
-        momentum=0.0,
-        rho1=0.7,
-        rho2=0.7,
-        penalty="fixed",
-        groups=("filter",),
-        freeze_iteration=2,
-        eps_abs=1e-5,
-        eps_rel=1e-5,
-    )
+def converge(**changes):
+    """Run the quadratic problem on nodes of one rank until it stops; return records and state."""
+    wanted = {
+        "preset": "paper",
+        "outer_iterations": 200,
+        "lr": 0.5,
+        "momentum": 0.0,
+        "rho1": 0.7,
+        "rho2": 0.7,
+        "penalty": "fixed",
+        "groups": ("filter",),
+        "freeze_drift": -1.0,
+        "eps_abs": 1e-5,
+        "eps_rel": 1e-5,
+    }
+    settings = make(**{**wanted, **changes})
     torch.manual_seed(0)
     model = Linear1x1().double()
     world = MPI.COMM_WORLD
-    records = [
-        record
-        for record, _, _ in run_driver(
-            world, 1, model, Quadratic(world.rank), settings, loss=half_squares, steps=10
-        )
-    ]
+    stream = Quadratic(world.rank)
+    steps = list(run_driver(world, 1, model, stream, settings, loss=half_squares, steps=10))
+    return [record for record, _, _ in steps], steps[-1][1]
+
+
+@pytest.mark.mpi
+def test_run_stops_when_converged():
+    records, state = converge(freeze_iteration=2)
     assert records[-1]["status"] == "converged"
     assert 2 < len(records) < 200
+    assert state.frozen
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("agreement", ["or", "vote"])
+def test_convergence_before_the_freeze_delivers_voted_masks(agreement):
+    """A union is voted on once more; then the run stops with exactly alpha groups."""
+    records, state = converge(mask_agreement=agreement, freeze_iteration=0)
+    assert records[-1]["status"] == "converged"
+    assert 2 < len(records) < 200
+    assert not state.frozen
+    assert int(state.mask.sum()) == 2
+    # Energies are four times eight bytes, packed masks one.
+    voted = [r["bytes"]["mask"] > 8 for r in records]
+    assert voted[-1] and all(voted) == (agreement == "vote")
+
+
+@pytest.mark.mpi
+def test_masks_freeze_once_they_have_settled():
+    records, state = converge(freeze_iteration=0, freeze_drift=0.0, freeze_window=3, eps_rel=0.0)
+    first_frozen = next(r["iteration"] for r in records if r["frozen"])
+    quiet = [r["mask_drift"] == 0 for r in records[: first_frozen - 1]]
+    assert quiet[-3:] == [True] * 3 and not all(quiet[-4:])
+    assert state.frozen
 
 
 @pytest.mark.mpi

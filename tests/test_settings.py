@@ -11,6 +11,7 @@ import pytest
 from prunex_mpi import __version__
 from prunex_mpi.cli import parse
 from prunex_mpi.errors import USAGE, UserError
+from prunex_mpi.schedule import strictness
 from prunex_mpi.settings import (
     FIELDS,
     PRESETS,
@@ -87,7 +88,9 @@ def test_paper_preset_has_the_numbers_of_the_paper():
 def test_presets_suit_runs_of_any_length(preset):
     for outer in range(1, 301):
         settings = make(preset, outer_iterations=outer)
-        assert settings.freeze_iteration >= 1
+        assert 1 <= settings.freeze_iteration <= outer
+        warmup, ramp = settings.warmup_iterations, settings.keep_ramp_iterations
+        assert strictness(settings.freeze_iteration, warmup, ramp) == 1.0
 
 
 # ---------------------------------------------------------------------------------------------
@@ -266,12 +269,13 @@ BAD_FLAGS = [
     ("--warmup-iterations 1.5", "--warmup-iterations"),
     ("--warmup-iterations -1", "--warmup-iterations"),
     ("--warmup-iterations x", "'x'"),
-    ("--warmup-iterations 40", "warmup-iterations + keep-ramp-iterations = 48"),
-    ("--warmup-iterations 60 --freeze-iteration 0", "is beyond outer-iterations 64"),
+    ("--warmup-iterations 40", "reach the keep ratio in iteration 48, beyond freeze-iteration 40"),
+    ("--warmup-iterations 60 --freeze-iteration 0", "beyond outer-iterations 64"),
+    ("--warmup-iterations 5 --keep-ramp-iterations 0 --freeze-iteration 5", "in iteration 6"),
     ("--freeze-iteration 65", "freeze-iteration 65 is after the last of 64"),
     ("--rho1 0", "--rho1"),
-    ("--rho1 20", "rho1 20.0 must lie between rho-min"),
-    ("--rho2 1e-7", "rho2 1e-07 must lie between rho-min"),
+    ("--penalty ramp --rho1 20", "rho1 20.0 must lie between rho-min"),
+    ("--penalty balance --rho2 1e-7", "rho2 1e-07 must lie between rho-min"),
     ("--rho-min 20", "rho-min 20.0 is above rho-max 10.0"),
     ("--rho-factor 1", "--rho-factor must be above 1"),
     ("--eps-abs -1", "--eps-abs"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from launch import train
 from safetensors.torch import load_file
+from test_compaction import BY_HAND
 
 from prunex_mpi import data
 from prunex_mpi.models import build_model
@@ -222,11 +223,24 @@ def test_launcher_mismatch_is_refused(tmp_path):
     assert_refused(train(1, [], tmp_path, **slurm), 2, "Slurm started 2 tasks")
 
 
-def test_dry_run_counts_without_training(tmp_path):
-    result = train(1, ["--dry-run", "--model", "resnet18", "--dataset", "cifar10"], tmp_path)
+@pytest.mark.parametrize("name", BY_HAND)
+def test_dry_run_counts_without_training(tmp_path, name):
+    dense, half, statistics = BY_HAND[name]
+    stem = "cifar" if name == "resnet18" else "imagenet"
+    arguments = ["--dry-run", "--model", name, "--dataset", "cifar10", "--stem", stem]
+    result = train(1, arguments, tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "11,173,962 parameters" in result.stdout
+    assert f"{dense:,} parameters" in result.stdout
+    for count in (dense, half):
+        assert f"{4 * (count + statistics):,} B" in result.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_float64_models_train(tmp_path):
+    arguments = ["--model", "odd_models:small_double", "--outer-iterations", "2"]
+    result = train(1, [*arguments, "--run-dir", "run"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert load_file(tmp_path / "run/state.safetensors")["0.weight"].dtype == torch.float64
 
 
 def test_digits_train_above_95_percent(tmp_path):

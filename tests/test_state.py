@@ -1,0 +1,64 @@
+"""The variables of one rank: what freezing and mixed precision leave in them."""
+
+import pytest
+import torch
+from torch import nn
+
+from prunex_mpi.layout import build_layout
+from prunex_mpi.settings import make
+from prunex_mpi.sparsity import find_groups, select
+from prunex_mpi.state import State, adopt_mask, build_state, freeze, weights
+
+
+def make_state(**changes: object) -> State:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.Flatten())
+    layout = build_layout(model)
+    groups = find_groups(model, layout, ["channel"], [0.5])
+    return build_state(model, layout, groups, make(**changes))
+
+
+def adopt_half(state: State) -> None:
+    energies = torch.arange(state.groups.total, dtype=torch.float32).numpy()
+    adopt_mask(state, select(energies, state.groups.kinds[0], 1.0))
+
+
+def test_a_skipped_first_step_leaves_no_momentum() -> None:
+    """The fused step returns early on overflow and must not leave uninitialised memory behind."""
+    state = make_state(amp="fp16")
+    before = state.theta.clone()
+    state.scaler.scale(torch.zeros(()))
+    state.grad.fill_(float("inf"))
+    state.scaler.unscale_(state.optimizer)
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    assert torch.equal(state.theta, before)
+    assert torch.all(state.optimizer.state[state.theta]["momentum_buffer"] == 0)
+
+
+@pytest.mark.parametrize("consensus_sgd", [True, False])
+def test_freezing_masks_what_lives_on(consensus_sgd: bool) -> None:
+    state = make_state()
+    momentum = state.optimizer.state[state.theta]["momentum_buffer"]
+    for flat in (state.theta, momentum, state.u, state.v):
+        flat.fill_(1.0)
+    adopt_half(state)
+    freeze(state, consensus_sgd)
+    pruned = state.layout.numel - state.plan.numel
+    assert pruned == 8
+    for flat in (state.theta, momentum):
+        assert int((flat == 0).sum()) == pruned
+    for dual in (state.u, state.v):
+        assert int((dual == 0).sum()) == (dual.numel() if consensus_sgd else pruned)
+    travelling = state.plan.numel + state.stats.numel()
+    assert state.message.numel() == travelling
+    assert (state.payload.numel() == travelling) == consensus_sgd
+
+
+def test_weights_are_lent_and_returned() -> None:
+    state = make_state()
+    before = state.theta.clone()
+    with pytest.raises(RuntimeError), weights(state, torch.zeros_like(before)):
+        assert torch.all(state.theta == 0)
+        raise RuntimeError
+    assert torch.equal(state.theta, before)
