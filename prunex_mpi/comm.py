@@ -201,7 +201,8 @@ def describe(topology: Topology, device: str) -> str:
     for node, size in enumerate(topology.node_sizes):
         mine = [r for r in ranks if int(r[0]) == node]
         hosts = "+".join(sorted({r[1] for r in mine}))
-        nodes.append(f"node {node} = {size} ranks on {hosts} ({', '.join(r[2] for r in mine)})")
+        places = ", ".join(dict.fromkeys(r[2] for r in mine))
+        nodes.append(f"node {node} = {size} ranks on {hosts} ({places})")
     return (
         f"{topology.num_nodes} nodes, {topology.world_size} ranks, {library_name()}: "
         + "; ".join(nodes)
@@ -211,4 +212,4 @@ def describe(topology: Topology, device: str) -> str:
 def library_name() -> str:
     """Return the MPI library's name and version in a few words."""
     first = MPI.Get_library_version().split("\n")[0].split(",")[0]
-    return " ".join(first.replace("\t", " ").rstrip("\x00").split())
+    return " ".join(first.replace("Version:", "").rstrip("\x00").split())

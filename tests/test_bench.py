@@ -78,7 +78,8 @@ def test_kernels_time_every_step_against_a_copy_of_the_stated_bytes(alone):
     for row in steps.rows:
         named = dict(zip(steps.columns, row, strict=True))
         assert named["times copy"] == pytest.approx(named["step ms"] / named["copy ms"])
-        assert named["aim"] == 3.0
+        promised = named["step"] in ("projection", "pack", "unpack", "dual update")
+        assert named["aim"] == (3.0 if promised else None)
     assert len(phases.rows) == 5
     milliseconds = column(phases, "ms")
     assert milliseconds[-1] == pytest.approx(sum(milliseconds[:-1]))
