@@ -5,16 +5,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from prunex_mpi.batches import BatchStream, channel_moments, evaluation_batches, normalisation
 from prunex_mpi.collectives import Transport, bcast_, hierarchical_sum_
 from prunex_mpi.comm import Topology, together
-from prunex_mpi.data import (
-    BatchStream,
-    Dataset,
-    channel_moments,
-    evaluation_batches,
-    load,
-    normalisation,
-)
+from prunex_mpi.data import Dataset, load
 from prunex_mpi.layout import Layout
 from prunex_mpi.models import build_model
 from prunex_mpi.settings import Settings, layer_keep_ratios

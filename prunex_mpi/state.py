@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunex_mpi import batchnorm
+from prunex_mpi.batches import BatchStream, Shard
 from prunex_mpi.compaction import Plan, build_plan
-from prunex_mpi.data import BatchStream, Shard
 from prunex_mpi.layout import Layout, flatten_
 from prunex_mpi.settings import Settings
 from prunex_mpi.sparsity import Factors, Groups, apply_factors_, build_factors

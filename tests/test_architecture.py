@@ -24,6 +24,7 @@ TENSORS = {
     "schedule",
     "batchnorm",
     "models",
+    "batches",
     "data",
 }
 # Communication, which knows vectors and their layout but not what they mean.

@@ -12,9 +12,9 @@ from torch import nn
 
 from mpi4py import MPI
 
+from prunex_mpi.batches import Shard
 from prunex_mpi.collectives import build_transport
 from prunex_mpi.comm import build_topology, free_topology
-from prunex_mpi.data import Shard
 from prunex_mpi.hsadmm import outer_iterations
 from prunex_mpi.layout import build_layout
 from prunex_mpi.settings import make

@@ -11,7 +11,7 @@ from launch import train
 from safetensors.torch import load_file
 from test_compaction import BY_HAND
 
-from prunex_mpi import data
+from prunex_mpi import batches, data
 from prunex_mpi.models import build_model
 
 if sys.version_info >= (3, 11):
@@ -114,11 +114,11 @@ def test_delivered_model_is_the_one_that_was_evaluated(finished):
     )
     # The run normalised by the training images its four ranks used; the last two digits of 1438
     # fell to no rank.
-    used = data.Shard(whole.train.images[: 4 * 359], whole.train.labels[: 4 * 359])
-    mean, std = data.normalisation(data.channel_moments(used))
+    used = batches.Shard(whole.train.images[: 4 * 359], whole.train.labels[: 4 * 359])
+    mean, std = batches.normalisation(batches.channel_moments(used))
     correct = 0
     with torch.no_grad():
-        for images, labels in data.evaluation_batches(
+        for images, labels in batches.evaluation_batches(
             whole.test, batch_size=100, mean=mean, std=std, device="cpu"
         ):
             correct += int((model(images).argmax(1) == labels).sum())

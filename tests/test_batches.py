@@ -1,0 +1,151 @@
+"""Batches, augmentation and normalisation."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from prunex_mpi import batches
+from prunex_mpi.batches import (
+    BatchStream,
+    Shard,
+    channel_moments,
+    evaluation_batches,
+    normalisation,
+)
+
+ZERO, ONE = torch.zeros(3), torch.ones(3)
+
+STREAM = dict(batch_size=4, seed=0, rank=0, mean=ZERO, std=ONE, device="cpu", flip=False, pad=0)
+
+
+def stream(shard: Shard, **changes: object) -> BatchStream:
+    return BatchStream(shard, **(STREAM | changes))
+
+
+def random_shard(count: int, side: int = 6) -> Shard:
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randint(1, 256, (count, 3, side, side), generator=generator)
+    return Shard(images.to(torch.uint8), torch.arange(count))
+
+
+def to_bytes(images: Tensor) -> Tensor:
+    return (images.double() * 255).round().to(torch.uint8)
+
+
+def test_moments_of_shards_add_up_to_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "CHUNK_IMAGES", 3)
+    shard = random_shard(11)
+    parts = [Shard(shard.images[part], shard.labels[part]) for part in (slice(4), slice(4, None))]
+    empty = Shard(shard.images[:0], shard.labels[:0])
+    moments = sum(channel_moments(part) for part in [*parts, empty])
+    mean, std = normalisation(moments)
+    values = shard.images.double() / 255
+    assert moments.dtype == torch.float64
+    assert (mean.dtype, std.dtype) == (torch.float32, torch.float32)
+    assert int(moments[0]) == 11 * 36
+    assert torch.allclose(mean.double(), values.mean((0, 2, 3)))
+    assert torch.allclose(std.double(), values.std((0, 2, 3), unbiased=False))
+    # Constant images must become zeros, not NaN.
+    constant = Shard(torch.full_like(shard.images, 200), shard.labels)
+    mean, std = normalisation(channel_moments(constant))
+    assert stream(constant, mean=mean, std=std).next()[0].abs().max() < 1e-4
+
+
+def test_an_epoch_shows_each_image_once_and_the_next_reorders() -> None:
+    batches = stream(shard := random_shard(11))
+    assert batches.steps_per_epoch == 2
+    epochs = []
+    for _ in range(3):
+        images, labels = map(torch.cat, zip(batches.next(), batches.next(), strict=True))
+        assert len(set(labels.tolist())) == 8
+        assert torch.equal(to_bytes(images), shard.images[labels])
+        epochs.append(labels.tolist())
+    assert batches.epoch == 2
+    assert epochs[0] != epochs[1] != epochs[2]
+    small = stream(random_shard(3), batch_size=32)
+    assert (small.batch_size, small.steps_per_epoch) == (3, 1)
+    assert [sorted(small.next()[1].tolist()) for _ in range(2)] == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_batches_follow_seed_and_rank() -> None:
+    shard, global_state = random_shard(40), torch.get_rng_state()
+    first, again, seed, rank = (
+        stream(shard, flip=True, pad=2, seed=s, rank=r).next()
+        for s, r in ((1, 0), (1, 0), (2, 0), (1, 1))
+    )
+    assert torch.equal(first[0], again[0])
+    assert first[1].tolist() != seed[1].tolist()
+    assert first[1].tolist() != rank[1].tolist()
+    assert torch.equal(global_state, torch.get_rng_state())
+
+
+def crops(image: Tensor, pad: int) -> dict[bytes, tuple[int, int]]:
+    """Return every crop of a zero-padded uint8 image [3, s, s] with its offset."""
+    side = image.shape[-1]
+    padded = np.pad(image.numpy(), ((0, 0), (pad, pad), (pad, pad)))
+    offsets = itertools.product(range(2 * pad + 1), repeat=2)
+    return {padded[:, y : y + side, x : x + side].tobytes(): (y, x) for y, x in offsets}
+
+
+@pytest.mark.parametrize(("flip", "pad"), [(False, 2), (True, 0), (True, 2)])
+def test_augmented_images_are_crops_of_the_padded_or_mirrored_image(flip: bool, pad: int) -> None:
+    shard = random_shard(8)
+    batches = stream(shard, batch_size=8, flip=flip, pad=pad)
+    plain = [crops(image, pad) for image in shard.images]
+    mirrored = [crops(image.flip(-1), pad) for image in shard.images]
+    offsets, flips = set(), 0
+    for _ in range(40):
+        images, labels = batches.next()
+        for image, label in zip(to_bytes(images), labels.tolist(), strict=True):
+            key = image.numpy().tobytes()
+            is_mirrored = key not in plain[label]
+            offsets.add((mirrored if is_mirrored else plain)[label][key])
+            flips += is_mirrored
+    assert len(offsets) == (2 * pad + 1) ** 2
+    assert 120 < flips < 200 if flip else flips == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_values_type_and_layout(dtype: torch.dtype, channels_last: bool) -> None:
+    shard = random_shard(8)
+    mean, std = torch.rand(3), 0.1 + torch.rand(3)
+    options = {"mean": mean, "std": std, "dtype": dtype, "channels_last": channels_last}
+    evaluation = evaluation_batches(shard, batch_size=4, device="cpu", **options)
+    for images, labels in (stream(shard, **options).next(), next(evaluation)):
+        expected = shard.images[labels].double() / 255
+        expected = (expected - mean.double()[:, None, None]) / std.double()[:, None, None]
+        assert images.dtype == dtype
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        assert images.is_contiguous(memory_format=layout)
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-2
+        assert torch.allclose(images.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_evaluation_goes_through_the_shard_in_order() -> None:
+    shard = random_shard(10)
+    options = {"batch_size": 4, "mean": ZERO, "std": ONE, "device": "cpu"}
+    images, labels = zip(*evaluation_batches(shard, **options), strict=True)
+    assert [len(part) for part in labels] == [4, 4, 2]
+    assert torch.equal(torch.cat(labels), shard.labels)
+    assert torch.equal(to_bytes(torch.cat(images)), shard.images)
+    empty = Shard(shard.images[:0], shard.labels[:0])
+    assert list(evaluation_batches(empty, **options)) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_sees_the_same_batches_without_waiting_for_the_device() -> None:
+    shard = random_shard(64)
+    cpu, cuda = (stream(shard, flip=True, pad=2, device=device) for device in ("cpu", "cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batches = [cuda.next() for _ in range(20)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for images, labels in batches:
+        expected, expected_labels = cpu.next()
+        assert torch.equal(labels.cpu(), expected_labels)
+        assert torch.allclose(images.cpu(), expected, atol=1e-6)
