@@ -121,7 +121,9 @@ class Settings:
         choices=("theta", "z"),
     )
     bn: str = _setting(
-        _S, "BatchNorm statistics for evaluation", choices=("average", "recalibrate")
+        _S,
+        "BatchNorm statistics of z: averages, or estimated again while pruning",
+        choices=("average", "recalibrate"),
     )
 
     _S = "penalties and stopping"
