@@ -3,7 +3,7 @@
 #   bash batch/test.sh [arguments of pytest]
 # PYTHON and PRUNEX_MPI choose Python and MPI, see _install.sh; PRUNEX_MPI=both, the default when
 # CI=true, runs everything under Open MPI and then the tests again under MPICH.
-# RUN_TIMEOUT_S (600) is the limit of each run of pytest.
+# RUN_TIMEOUT_S (900) is the limit of each run of pytest.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_install.sh"
 cd "$ROOT"
@@ -84,7 +84,7 @@ any_parallel_test() {
     [[ $status != 5 ]] # pytest found no test
 }
 
-export RUN_TIMEOUT_S=${RUN_TIMEOUT_S:-600}
+export RUN_TIMEOUT_S=${RUN_TIMEOUT_S:-900}
 narrowed=yes
 if [[ $# == 0 ]]; then
     narrowed=no
