@@ -26,7 +26,7 @@ from prunex_mpi.bench_kernels import IMAGE_SIZE, MIB, NUM_CLASSES
 from prunex_mpi.bench_report import Table
 from prunex_mpi.collectives import Transport
 from prunex_mpi.comm import Topology
-from prunex_mpi.devices import LAUNCHER_PREFIXES
+from prunex_mpi.devices import run_separately
 from prunex_mpi.errors import FAILURE, UserError
 from prunex_mpi.layout import build_layout, flatten_
 from prunex_mpi.problem import build_problem, load_dataset, make_groups, make_model
@@ -35,7 +35,6 @@ from prunex_mpi.state import build_state
 
 AIM_MODELS = 7
 CHILD_TIMEOUT_S = 900
-CHILDREN = ("plain", "recipe", "paper")
 OUTER_ITERATIONS = 4
 # (rank layout, ranks, ranks per node)
 LAYOUTS = (("1 rank", 1, 0), ("2 nodes x 1", 2, 1), ("1 node x 2", 2, 2))
@@ -143,15 +142,8 @@ def run_child(
         command.append(f"--{flag}={value}")
     command += ["--groups", *settings.groups]
     command += ["--keep-ratio", *map(str, settings.keep_ratio)]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
-    if ranks > 1:
-        command = [str(launcher), "-n", str(ranks), *command]
-        environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
-        environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
     try:
-        done = subprocess.run(
-            command, env=environment, timeout=CHILD_TIMEOUT_S, capture_output=True, text=True
-        )
+        done = run_separately(command, ranks, launcher, CHILD_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"the child job did not end: {type(error).__name__}", FAILURE) from None
     answers = [line for line in done.stdout.splitlines() if line.startswith('{"peak_bytes"')]

@@ -1,6 +1,5 @@
 """Load each rank's part of a data set into memory, as uint8 images."""
 
-import difflib
 import glob
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from prunex_mpi.batches import CHUNK_IMAGES, Shard
-from prunex_mpi.errors import UNREADABLE, UserError
+from prunex_mpi.errors import UNREADABLE, UserError, one_line
+from prunex_mpi.values import nearest
 
 DATASETS = ("digits", "cifar10", "cifar100", "imagefolder", "synthetic")
 DIGITS_TEST_SHARE = 0.2
@@ -83,8 +83,7 @@ def load(
         case "synthetic":
             source = _synthetic(train_samples, test_samples, image_size)
         case _:
-            nearest = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.0)[0]
-            raise UserError(f"unknown data set {name!r}: did you mean {nearest}?")
+            raise UserError(f"unknown data set {name!r}: did you mean {nearest(name, DATASETS)}?")
     train_order = _order("train", source.counts[0], train_samples, seed)
     test_order = _order("test", source.counts[1], test_samples, FIXED_SEED)
     per_rank = len(train_order) // size
@@ -151,7 +150,7 @@ def _read_cifar(name: str, data_dir: Path, download: bool, train: bool) -> Shard
             with FileLock(data_dir / f".{name}.lock"):
                 half = cifar(data_dir, train=train, download=True)
         except (RuntimeError, OSError, HTTPException) as error:
-            message = f"cannot download {name} to {data_dir} ({_one_line(error)}): "
+            message = f"cannot download {name} to {data_dir} ({one_line(error)}): "
             advice = "check the network, or copy the files there from another machine"
             raise UserError(message + advice, UNREADABLE) from error
     images = torch.from_numpy(half.data).permute(0, 3, 1, 2)
@@ -216,7 +215,7 @@ def _open_image(file: str) -> Image.Image:
         with Image.open(file) as image:
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
-        message = f"cannot read image {file} ({_one_line(error)}): repair or remove it"
+        message = f"cannot read image {file} ({one_line(error)}): repair or remove it"
         raise UserError(message, UNREADABLE) from error
 
 
@@ -252,7 +251,3 @@ def _synthetic(train_samples: int, test_samples: int, image_size: int) -> _Sourc
 
     counts = (train_samples or SYNTHETIC_TRAIN, test_samples or SYNTHETIC_TEST)
     return _Source(counts, read, SYNTHETIC_CLASSES, side, flip=False, pad=0)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -81,23 +81,33 @@ def probe(device: str) -> str:
     ends with a segmentation fault, hence a separate job: of two ranks where there is an mpiexec,
     of one where there is none.
     """
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
     command = [sys.executable, "-m", "prunex_mpi.doctor_probe", device]
     launcher = shutil.which("mpiexec")
-    if launcher:
-        command = [launcher, "-n", "2", *command]
-        environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
-        environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
     try:
-        result = subprocess.run(
-            command, env=environment, timeout=PROBE_TIMEOUT_S, capture_output=True, text=True
-        )
+        result = run_separately(command, 2 if launcher else 1, launcher, PROBE_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the probe did not end: {type(error).__name__}"
     if result.returncode == 0 and "probe passed" in result.stdout:
         return ""
     lines = (result.stdout + result.stderr).strip().splitlines()
     return f"the probe ended with code {result.returncode}: {lines[-1] if lines else 'no output'}"
+
+
+def run_separately(
+    command: list[str], ranks: int, launcher: str | None, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run `command` as a job of its own, even from inside a job; one rank needs no launcher.
+
+    Raises OSError or subprocess.TimeoutExpired when it cannot start or does not end.
+    """
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    if ranks > 1:
+        command = [str(launcher), "-n", str(ranks), *command]
+        environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+        environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+    return subprocess.run(
+        command, env=environment, timeout=timeout_s, capture_output=True, text=True
+    )
 
 
 def resolve_mpi_buffers(

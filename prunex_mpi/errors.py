@@ -11,3 +11,9 @@ class UserError(Exception):
     def __init__(self, message: str, exit_code: int = USAGE) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def one_line(error: Exception) -> str:
+    """Return the kind and the text of a caught exception, for a message of one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

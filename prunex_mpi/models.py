@@ -1,6 +1,5 @@
 """Build the networks that can be trained, by name."""
 
-import difflib
 import importlib
 from collections.abc import Callable
 
@@ -9,7 +8,8 @@ import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 
-from prunex_mpi.errors import USAGE, UserError
+from prunex_mpi.errors import USAGE, UserError, one_line
+from prunex_mpi.values import nearest
 
 CIFAR_STEM_MAX_SIDE = 64  # "auto" gives images up to this side the stem that keeps their resolution
 CIFAR_FAMILY = {f"resnet{depth}": depth for depth in (8, 20, 32, 44, 56, 110)}
@@ -41,7 +41,7 @@ def build_model(name: str, *, num_classes: int, image_size: int, stem: str = "au
     except Exception as error:
         raise UserError(
             f"model {name} does not fit {num_classes} classes of {image_size}x{image_size} images "
-            f"({_one_line(error)}): choose another --model or --image-size",
+            f"({one_line(error)}): choose another --model or --image-size",
             USAGE,
         ) from error
     return model
@@ -59,9 +59,8 @@ def _builder(name: str) -> Callable[[int, int, str], nn.Module]:
         return lambda classes, side, stem: _cifar_family(name, classes, stem)
     if name in model_names():
         return lambda classes, side, stem: _from_torchvision(name, classes, side, stem)
-    nearest = difflib.get_close_matches(name, model_names(), n=1, cutoff=0.0)[0]
     raise UserError(
-        f"unknown model {name!r}: did you mean {nearest}? "
+        f"unknown model {name!r}: did you mean {nearest(name, model_names())}? "
         "(any torchvision classifier, or package.module:factory)",
         USAGE,
     )
@@ -112,7 +111,7 @@ def _from_factory(name: str, num_classes: int, image_size: int, stem: str) -> nn
     # Importing runs the user's module, which can raise anything.
     except Exception as error:
         raise UserError(
-            f"model {name}: cannot import {module_name!r} ({_one_line(error)}): "
+            f"model {name}: cannot import {module_name!r} ({one_line(error)}): "
             "give package.module:factory with the package on PYTHONPATH",
             USAGE,
         ) from error
@@ -142,11 +141,6 @@ def _try_forward(model: nn.Module, num_classes: int, image_size: int) -> None:
     if not isinstance(output, Tensor) or output.shape != (1, num_classes):
         found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(f"it returns {found} for one image, not [1, {num_classes}]")
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
 class BasicBlock(nn.Module):
