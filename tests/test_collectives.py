@@ -1,11 +1,11 @@
 """Collectives on tensors against numpy: any size, dtype and node shape, staged or not."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+from nodes import WORLD, nodes_of
 from torch import Tensor
 
 from mpi4py import MPI
@@ -21,9 +21,7 @@ from prunex_mpi.collectives import (
     hierarchical_sum_,
     mpi_buffer,
 )
-from prunex_mpi.comm import Topology, build_topology, free_topology
 
-WORLD = MPI.COMM_WORLD
 CPU = torch.device("cpu")
 TINY = 104  # bytes, what 1e-4 MiB come to: 26 float32, 13 float64, 104 uint8
 DTYPES = tuple(MPI_TYPES)
@@ -37,13 +35,6 @@ class NoCommunication:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: pytest.fail(f"MPI was entered: {name}")
-
-
-@contextmanager
-def nodes_of(ranks_per_node: int) -> Iterator[Topology]:
-    topology = build_topology(WORLD, min(ranks_per_node, WORLD.size))
-    yield topology
-    free_topology(topology)
 
 
 def transport(kind: str) -> Transport:

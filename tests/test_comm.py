@@ -1,21 +1,18 @@
 """Communicators of every node shape, and errors and texts that all ranks share."""
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from nodes import NODE_SHAPES, WORLD, nodes_of
 
 from mpi4py import MPI
 
 from prunex_mpi.comm import (
-    Topology,
     broadcast_text,
     build_topology,
     describe,
     digests_agree,
-    free_topology,
     gather_text,
     library_name,
     raise_together,
@@ -23,17 +20,6 @@ from prunex_mpi.comm import (
     together,
 )
 from prunex_mpi.errors import UNREADABLE, USAGE, UserError
-
-WORLD = MPI.COMM_WORLD
-# With 4 ranks: 4 nodes of 1, 2 of 2, 3 + 1 and 1 of 4; with fewer ranks, what is left of these.
-NODE_SHAPES = (1, 2, 3, 4)
-
-
-@contextmanager
-def nodes_of(ranks_per_node: int) -> Iterator[Topology]:
-    topology = build_topology(WORLD, min(ranks_per_node, WORLD.size))
-    yield topology
-    free_topology(topology)
 
 
 def gathered(values: list[int]) -> np.ndarray:

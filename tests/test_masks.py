@@ -1,33 +1,20 @@
 """Mask agreement against brute force over all supports that the nodes could share."""
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
+from nodes import NODE_SHAPES, WORLD, nodes_of
 from torch import Tensor, nn
 
-from mpi4py import MPI
-
-from prunex_mpi.comm import Topology, build_topology, free_topology
 from prunex_mpi.layout import build_layout
 from prunex_mpi.masks import agree_by_or, agree_by_vote, broadcast_mask, project_locally
 from prunex_mpi.settings import make
 from prunex_mpi.sparsity import Selection, find_groups
 from prunex_mpi.state import State, Traffic, build_state
 
-WORLD = MPI.COMM_WORLD
 ORDERS = [("filter",), ("channel",), ("shape",), ("channel", "filter"), ("filter", "shape")]
-NODE_SHAPES = (1, 2, 3, 4)
-
-
-@contextmanager
-def nodes_of(ranks_per_node: int) -> Iterator[Topology]:
-    topology = build_topology(WORLD, min(ranks_per_node, WORLD.size))
-    yield topology
-    free_topology(topology)
 
 
 def prepare(kinds: tuple[str, ...]) -> State:
