@@ -4,7 +4,7 @@ Images stay in memory as uint8 and are augmented a batch at a time on the device
 cannot be forked once MPI is initialised.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,10 +97,15 @@ class BatchStream:
         rows = columns[:, None] * self.stride
         # Where a plain and a mirrored crop's pixels lie in a padded image, int64 [2, H * W].
         self.windows = torch.stack([rows + columns, rows + columns.flip(0)]).flatten(1).to(device)
-        mixed_seed = np.random.SeedSequence([seed, rank]).generate_state(1)[0]
-        self.generator = torch.Generator().manual_seed(int(mixed_seed))
+        self.generator = torch.Generator()
+        self.reshuffle([seed, rank])
+
+    def reshuffle(self, entropy: Sequence[int]) -> None:
+        """Begin a first epoch in an order drawn from `entropy`."""
+        mixed_seed = np.random.SeedSequence(entropy).generate_state(1)[0]
+        self.generator.manual_seed(int(mixed_seed))
         self.epoch, self.position = 0, 0
-        self.order = torch.randperm(len(shard.labels), generator=self.generator)
+        self.order = torch.randperm(len(self.labels), generator=self.generator)
 
     def next(self) -> tuple[Tensor, Tensor]:
         """Return images [b, 3, H, W] in `dtype` and int64 labels [b], both on `device`."""

@@ -32,6 +32,7 @@ from prunex_mpi.layout import build_layout, flatten_
 from prunex_mpi.problem import build_problem, load_dataset, make_groups, make_model
 from prunex_mpi.settings import Settings, make
 from prunex_mpi.state import build_state
+from prunex_mpi.watchdog import Heartbeat
 
 AIM_MODELS = 7
 CHILD_TIMEOUT_S = 900
@@ -204,7 +205,9 @@ def child(
         element_size = theta.element_size()
     else:
         state = build_state(model, layout, make_groups(settings, model, layout), settings)
-        for _ in hsadmm.outer_iterations(topology, state, problem, settings, transport):
+        for _ in hsadmm.outer_iterations(
+            topology, state, problem, settings, transport, Heartbeat()
+        ):
             pass
         element_size = state.theta.element_size()
     largest = np.array([peak_bytes(device)], dtype=np.int64)

@@ -12,6 +12,7 @@ from prunex_mpi.layout import build_layout
 from prunex_mpi.problem import build_problem, load_dataset, make_groups, make_model
 from prunex_mpi.settings import Settings, with_overrides
 from prunex_mpi.state import build_state
+from prunex_mpi.watchdog import Heartbeat
 
 AIM_PERCENT = 5.0
 # A quarter of an epoch of CIFAR-10's 50,000 images on 4 ranks at batch 32.
@@ -114,4 +115,4 @@ def train(
     problem = build_problem(alone, settings, dataset, model, device, transport)
     layout = build_layout(model)
     state = build_state(model, layout, make_groups(settings, model, layout), settings)
-    return list(hsadmm.outer_iterations(alone, state, problem, settings, transport))
+    return list(hsadmm.outer_iterations(alone, state, problem, settings, transport, Heartbeat()))

@@ -1,15 +1,26 @@
 """Read settings from the command line and from the file of `--config`."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from prunex_mpi import __version__
-from prunex_mpi.errors import UserError
-from prunex_mpi.settings import FIELDS, Settings, build, from_table, key_of, preset_values
+from prunex_mpi.errors import UNREADABLE, UserError
+from prunex_mpi.settings import (
+    FIELDS,
+    Settings,
+    build,
+    check_saved,
+    from_table,
+    key_of,
+    preset_values,
+    resumed,
+)
 from prunex_mpi.values import convert, nearest, quote
 
 if sys.version_info >= (3, 11):
@@ -44,6 +55,13 @@ def parse(argv: Sequence[str]) -> Settings:
     flag_values = {name: _convert_flag(name, text) for name, text in flags.items()}
     if flag_values.get("local_epochs") and flag_values.get("local_steps"):
         raise UserError("--local-epochs and --local-steps are both given; keep one of them")
+    given = {**file_values, **flag_values}
+    if given.get("resume"):
+        if not given.get("run_dir"):
+            raise UserError("--resume needs --run-dir, the folder of the run that goes on")
+        # os.path says no where Path.exists raises; the run directory then says what is wrong.
+        if os.path.exists(Path(given["run_dir"]) / "config.toml"):
+            return resumed(read_saved(given["run_dir"]), given)
     default = FIELDS["preset"].default
     preset = flag_values.get("preset", file_values.get("preset", default))
     return build(preset, [file_values, flag_values])
@@ -54,7 +72,22 @@ def read_config(path: str) -> dict[str, Any]:
 
     Raises UserError when the file cannot be read, is not TOML or holds a bad key or value.
     """
-    where = f"--config {quote(path, 250)}"
+    return _read_toml(path, f"--config {quote(path, 250)}")
+
+
+def read_saved(run_dir: str) -> dict[str, Any]:
+    """Read the config.toml of a run, as `read_config` does; all settings must be there and fit."""
+    path = str(Path(run_dir) / "config.toml")
+    where = quote(path, 250)
+    try:
+        saved = _read_toml(path, where)
+        check_saved(saved, where)
+    except UserError as error:
+        raise UserError(str(error), UNREADABLE) from None
+    return saved
+
+
+def _read_toml(path: str, where: str) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             table = tomllib.load(file)
@@ -101,6 +134,7 @@ def _action(kind: Any, rules: Mapping[str, Any], text: str) -> dict[str, Any]:
     choices = rules.get("choices")
     metavar = "{" + ",".join(choices) + "}" if choices else _METAVARS[item]
     metavar = "N|P/Q" if rules.get("share") else metavar
+    metavar = "|".join(["N", *rules["words"]]) if "words" in rules else metavar
     many = {"nargs": "+", "action": "extend"} if get_args(kind) else {}
     return {"metavar": metavar, "help": text, **many}
 

@@ -1,6 +1,7 @@
 """Load each rank's part of a data set into memory, as uint8 images."""
 
 import glob
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -84,6 +85,7 @@ def load(
             source = _synthetic(train_samples, test_samples, image_size)
         case _:
             raise UserError(f"unknown data set {name!r}: did you mean {nearest(name, DATASETS)}?")
+    _refuse_too_large(source, train_samples, test_samples, size)
     train_order = _order("train", source.counts[0], train_samples, seed)
     test_order = _order("test", source.counts[1], test_samples, FIXED_SEED)
     per_rank = len(train_order) // size
@@ -100,6 +102,18 @@ def load(
         flip=source.flip,
         pad=source.pad,
     )
+
+
+def _refuse_too_large(source: _Source, train_samples: int, test_samples: int, size: int) -> None:
+    """Raise UserError when one rank's images, or the order of all, can't fit in memory."""
+    images = (train_samples or source.counts[0]) + (test_samples or source.counts[1])
+    needed = images // size * 3 * source.image_size**2 + 8 * sum(source.counts)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise UserError(
+            f"the images of one rank take {needed / 2**30:.3g} GiB and this machine has "
+            f"{memory / 2**30:.3g}; lower --train-samples, --test-samples or --image-size"
+        )
 
 
 def _order(split: str, count: int, wanted: int, seed: int) -> Tensor:
@@ -178,7 +192,8 @@ def _resize(images: Tensor, side: int) -> Tensor:
 
 def _imagefolder(data_dir: Path, image_size: int) -> _Source:
     """List train/<class>/* and test/<class>/*; files are decoded only by the rank they go to."""
-    val_only = (data_dir / "val").is_dir() and not (data_dir / "test").is_dir()
+    # os.path says no where Path.is_dir raises, as for names that are too long.
+    val_only = os.path.isdir(data_dir / "val") and not os.path.isdir(data_dir / "test")
     folders = ("train", "val" if val_only else "test")
     train, test = (_list_images(data_dir / folder) for folder in folders)
     classes = sorted({Path(file).parent.name for file in train})

@@ -3,6 +3,7 @@
 FAILURE = 1
 USAGE = 2
 UNREADABLE = 3
+PREEMPTED = 75
 
 
 class UserError(Exception):
@@ -11,6 +12,14 @@ class UserError(Exception):
     def __init__(self, message: str, exit_code: int = USAGE) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class Diverged(UserError):
+    """Say that training does not converge; raised on every rank alike."""
+
+
+class DamagedCheckpoint(Exception):
+    """Say in one line why a checkpoint can't be used."""
 
 
 def one_line(error: Exception) -> str:

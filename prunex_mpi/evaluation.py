@@ -8,12 +8,13 @@ import torch
 from prunex_mpi import batchnorm
 from prunex_mpi.collectives import Transport, allreduce_, allreduce_then_bcast_, hierarchical_sum_
 from prunex_mpi.comm import Topology, raise_together
-from prunex_mpi.errors import FAILURE, UserError
+from prunex_mpi.errors import FAILURE, Diverged, UserError
 from prunex_mpi.state import Problem, State, Traffic, weights
 
 # Per rank: the statistics of a channel settle within a few thousand activations.
 RECALIBRATION_BATCHES = 8
 EVALUATION_BATCH = 256
+BLOW_UP = 10
 
 
 @torch.no_grad()
@@ -36,7 +37,7 @@ def evaluate(
     traffic.evaluate += sums.nbytes
     if not np.isfinite(sums[0]):
         # Every rank holds the same sums, so every rank raises.
-        raise UserError("the loss on the test set is not finite; check model and data", FAILURE)
+        raise Diverged("the loss on the test set is not finite; check model and data", FAILURE)
     return float(sums[0] / sums[2]), float(sums[1] / sums[2])
 
 
@@ -67,15 +68,23 @@ def estimate_statistics(
         traffic.intra += 2 * size
 
 
-def refuse_non_finite(topology: Topology, state: State, loss: float, iteration: int) -> None:
-    """Raise UserError on every rank if any rank's loss or weights are not finite.
+def refuse_divergence(topology: Topology, state: State, loss: float) -> None:
+    """Raise Diverged on every rank if any rank's loss or weights say that training went wrong.
 
-    Comes before phase 2, so that nothing non-finite enters a consensus. Collective on `world`.
+    Not finite, or a mean loss of many times the first outer iteration's. Comes before phase 2, so
+    that nothing of it enters a consensus. Collective on `world`.
     """
-    finite = np.isfinite(loss) and bool(torch.isfinite(torch.linalg.vector_norm(state.theta)))
+    problem = ""
+    if not np.isfinite(loss) or not bool(torch.isfinite(torch.linalg.vector_norm(state.theta))):
+        problem = "the loss or the weights are not finite"
+    elif state.position.first_loss is not None and loss > BLOW_UP * state.position.first_loss:
+        problem = f"the loss {loss:.3g} is {BLOW_UP} times the first iteration's or more"
     error = UserError(
-        f"the loss or the weights are not finite in phase 1 of outer iteration {iteration}; "
+        f"{problem} in phase local of outer iteration {state.position.iteration}; "
         "lower --lr or check the data",
         FAILURE,
     )
-    raise_together(topology.world, None if finite else error)
+    try:
+        raise_together(topology.world, error if problem else None)
+    except UserError as together:
+        raise Diverged(str(together), together.exit_code) from None

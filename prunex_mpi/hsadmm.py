@@ -15,6 +15,7 @@ flat vectors over all parameters (`layout`). P_i ranks in node i, N in all.
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,14 @@ from prunex_mpi import batchnorm
 from prunex_mpi.collectives import Transport, allreduce_, allreduce_then_bcast_
 from prunex_mpi.comm import Topology, digests_agree
 from prunex_mpi.compaction import pack_, unpack_
-from prunex_mpi.evaluation import estimate_statistics, evaluate, refuse_non_finite
+from prunex_mpi.evaluation import estimate_statistics, evaluate, refuse_divergence
 from prunex_mpi.gradients import GradientAverager
 from prunex_mpi.layout import fill_, scale_, squared_norms
 from prunex_mpi.masks import agree_by_or, agree_by_vote, broadcast_mask, project_locally
 from prunex_mpi.metrics import iteration_record, layer_records, timed
+from prunex_mpi.preemption import StopAgreement
 from prunex_mpi.residuals import NormSums, Residuals, compute_residuals, update_penalty
-from prunex_mpi.schedule import learning_rate, settled, strictness
+from prunex_mpi.schedule import ROLLBACK_FACTOR, learning_rate, settled, strictness
 from prunex_mpi.settings import Settings
 from prunex_mpi.sparsity import (
     apply_factors_,
@@ -41,87 +43,104 @@ from prunex_mpi.sparsity import (
     mask_drift,
     mask_views_,
 )
-from prunex_mpi.state import Problem, State, Traffic, adopt_mask, freeze
+from prunex_mpi.state import Problem, State, Traffic, adopt_mask, freeze, next_iteration
+from prunex_mpi.watchdog import Heartbeat
 
 
 def outer_iterations(
-    topology: Topology, state: State, problem: Problem, settings: Settings, transport: Transport
+    topology: Topology,
+    state: State,
+    problem: Problem,
+    settings: Settings,
+    transport: Transport,
+    heartbeat: Heartbeat,
+    stop: StopAgreement | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Run H-SADMM and yield the metrics of each outer iteration (interface: metrics.jsonl).
+    """Run H-SADMM from `state.position` on; yield each outer iteration's metrics (metrics.jsonl).
 
-    Collective on `topology.world`: every rank must exhaust the iterator. The record also carries
-    `layers`, the rows of layers.jsonl, and `status`, which is "converged" on an early stop.
+    Collective on `topology.world`: every rank must exhaust the iterator, which ends early, between
+    two local steps, where the ranks agree to `stop`. The record also carries `layers`, the rows of
+    layers.jsonl, and `status`, which is "converged" on an early stop. Between two records the state
+    is all there is to know. Raises Diverged on every rank.
     """
-    node = topology.node
-    averager = None
-    if settings.node_sync == "step":
-        averager = GradientAverager(node, problem.model, state.layout, state.grad, transport)
-    drifts: list[float] = []
-    freeze_next = vote_next = False
-    for k in range(1, settings.outer_iterations + 1):
-        started = time.perf_counter()
-        seconds: dict[str, float] = {}
-        traffic = Traffic()
-        last = k == settings.outer_iterations
-        strict = strictness(k, settings.warmup_iterations, settings.keep_ramp_iterations)
-        freeze_now = not state.frozen and (freeze_next or k == settings.freeze_iteration)
-        # The delivered z must satisfy the constraint, so its masks are voted even after a union.
-        vote = settings.mask_agreement == "vote" or freeze_now or vote_next or last
-        # Before the keep ratio falls, and after the freeze, there is no mask to agree on.
-        choose = strict > 0 and not state.frozen
-        old_mask = state.mask
-        rho1, rho2 = float(state.rho1.mean()), float(state.rho2.mean())
-
-        with timed(seconds, "local", state):
-            first = (k - 1) * problem.steps
-            loss = local_computation(node, averager, state, problem, settings, first, traffic)
-            refuse_non_finite(topology, state, loss, k)
-        with timed(seconds, "intra", state):
-            intra_node_consensus(node, state, settings, transport, traffic)
-        with timed(seconds, "project", state):
-            moved_node = project(topology, state, settings, strict, choose, vote, traffic)
-            if freeze_now:
-                freeze(state, settings.after_freeze == "local-sgd")
-        with timed(seconds, "inter", state):
+    node, position = topology.node, state.position
+    with ExitStack() as exits:
+        averager = None
+        if settings.node_sync == "step":
+            averager = GradientAverager(node, problem.model, state.layout, state.grad, transport)
+            exits.callback(averager.close)
+        for k in range(position.iteration, settings.outer_iterations + 1):
+            started = time.perf_counter()
+            seconds: dict[str, float] = {}
+            traffic = Traffic()
+            last = k == settings.outer_iterations
+            strict = strictness(k, settings.warmup_iterations, settings.keep_ramp_iterations)
+            freeze_due = position.freeze_next or k == settings.freeze_iteration
+            freeze_now = freeze_due and not state.frozen
+            # The delivered z must satisfy the constraint: its masks are voted even after a union.
+            vote = settings.mask_agreement == "vote" or freeze_now or position.vote_next or last
+            # Before the keep ratio falls, and after the freeze, there is no mask to agree on.
+            choose = strict > 0 and not state.frozen
             union = choose and not vote
-            moved = inter_node_consensus(topology, state, transport, union, traffic)
-        with timed(seconds, "dual", state):
-            residuals, loss = update_duals(topology, state, settings, moved_node, moved, loss)
+            old_mask = state.mask
+            rho1, rho2 = float(state.rho1.mean()), float(state.rho2.mean())
 
-        drift = mask_drift(state.mask, old_mask)
-        drifts = [*drifts, drift] if strict == 1.0 else []
-        freeze_next = settled(drifts, settings.freeze_drift, settings.freeze_window)
-        converged = strict == 1.0 and not state.consensus_sgd and bool(residuals.converged.all())
-        # A union may hold more groups than allowed: vote once more before stopping.
-        vote_next = converged and union
-        converged = converged and not union
+            heartbeat.iteration = k
+            with timed(heartbeat, seconds, "local", state):
+                loss = local_computation(
+                    node, averager, state, problem, settings, heartbeat, stop, traffic
+                )
+                if loss is None:
+                    return
+                refuse_divergence(topology, state, loss)
+            with timed(heartbeat, seconds, "intra", state):
+                intra_node_consensus(node, state, settings, transport, traffic)
+            with timed(heartbeat, seconds, "project", state):
+                moved_node = project(topology, state, settings, strict, choose, vote, traffic)
+                if freeze_now:
+                    freeze(state, settings.after_freeze == "local-sgd")
+            with timed(heartbeat, seconds, "inter", state):
+                moved = inter_node_consensus(topology, state, transport, union, traffic)
+            with timed(heartbeat, seconds, "dual", state):
+                residuals, loss = update_duals(topology, state, settings, moved_node, moved, loss)
 
-        test_loss = test_accuracy = None
-        with timed(seconds, "evaluate", state):
-            due = last or converged or k % settings.evaluate_every == 0
-            if due and problem.test is not None:
-                # On the support that theta was trained on, averaged statistics fit z.
-                if settings.bn == "recalibrate" and choose:
-                    estimate_statistics(topology, state, problem, transport, traffic)
-                test_loss, test_accuracy = evaluate(topology, state, problem, traffic)
-        seconds["total"] = time.perf_counter() - started
-        yield {
-            **iteration_record(k, state, seconds, traffic, residuals),
-            "mask_drift": drift,
-            "rho1": rho1,
-            "rho2": rho2,
-            "train_loss": loss,
-            "test_loss": test_loss,
-            "test_accuracy": test_accuracy,
-            "layers": layer_records(k, state, residuals) if topology.world.rank == 0 else [],
-            "status": "converged" if converged else "completed" if last else "running",
-        }
-        if converged:
-            break
-        if not state.consensus_sgd:
-            update_penalties(state, settings, residuals)
-    if averager is not None:
-        averager.close()
+            drift = mask_drift(state.mask, old_mask)
+            settles = not state.consensus_sgd and bool(residuals.converged.all())
+            # A union may hold more groups than allowed: vote once more before stopping.
+            position.vote_next = strict == 1.0 and settles and union
+            converged = strict == 1.0 and settles and not union
+            position.drifts = [*position.drifts, drift] if strict == 1.0 else []
+            position.drifts = position.drifts[-settings.freeze_window :]
+            position.freeze_next = settled(
+                position.drifts, settings.freeze_drift, settings.freeze_window
+            )
+
+            test_loss = test_accuracy = None
+            with timed(heartbeat, seconds, "evaluate", state):
+                due = last or converged or k % settings.evaluate_every == 0
+                if due and problem.test is not None:
+                    # On the support that theta was trained on, averaged statistics fit z.
+                    if settings.bn == "recalibrate" and choose:
+                        estimate_statistics(topology, state, problem, transport, traffic)
+                    test_loss, test_accuracy = evaluate(topology, state, problem, traffic)
+            seconds["total"] = time.perf_counter() - started + position.local_seconds
+            record = {
+                **iteration_record(k, state, seconds, traffic, residuals),
+                "mask_drift": drift,
+                "rho1": rho1,
+                "rho2": rho2,
+                "train_loss": loss,
+                "test_loss": test_loss,
+                "test_accuracy": test_accuracy,
+                "layers": layer_records(k, state, residuals) if topology.world.rank == 0 else [],
+                "status": "converged" if converged else "completed" if last else "running",
+            }
+            if not state.consensus_sgd:
+                update_penalties(state, settings, residuals)
+            next_iteration(position, loss)
+            yield record
+            if converged:
+                return
 
 
 # --------------------------------------------------------------------------------------------------
@@ -135,15 +154,18 @@ def local_computation(
     state: State,
     problem: Problem,
     settings: Settings,
-    first_step: int,
+    heartbeat: Heartbeat,
+    stop: StopAgreement | None,
     traffic: Traffic,
-) -> float:
+) -> float | None:
     """Take T steps of SGD on f_ij(theta) + rho1/2 |theta - z_i + u|^2; return the mean loss.
 
     Eq. 8. No communication, unless `averager` averages each step's gradient inside the node (then
-    collective on `node`). Consensus SGD starts from z and has no proximal term.
+    collective on `node`). Consensus SGD starts from z and has no proximal term. Returns None where
+    the ranks agree to stop: `state.position` then says which step comes next.
     """
-    if settings.theta_start == "z" or state.consensus_sgd:
+    position = state.position
+    if position.step == 0 and (settings.theta_start == "z" or state.consensus_sgd):
         state.theta.copy_(state.z)
     group = state.optimizer.param_groups[0]
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
@@ -162,10 +184,19 @@ def local_computation(
     masked = factor_views(state.grad, state.layout, state.groups, state.factors)
     device_type = state.theta.device.type
     amp_dtype = torch.float16 if settings.amp == "fp16" else torch.bfloat16
-    total_loss = torch.zeros((), dtype=torch.float64, device=state.theta.device)
-    counted = torch.zeros_like(total_loss)
+    sums = torch.tensor([position.loss_sum, position.loss_count], dtype=torch.float64)
+    total_loss, counted = sums.to(state.theta.device)
+    traffic.intra += position.intra_bytes
+    first_step = (position.iteration - 1) * problem.steps
+    started = time.perf_counter()
     problem.model.train()
-    for step in range(first_step, first_step + problem.steps):
+    while position.step < problem.steps:
+        if stop is not None and stop.reached():
+            position.loss_sum, position.loss_count = float(total_loss), float(counted)
+            position.intra_bytes = traffic.intra
+            position.local_seconds += time.perf_counter() - started
+            return None
+        heartbeat.beat(position.step)
         images, labels = problem.train.next()
         state.grad.zero_()
         if averager is not None:
@@ -185,9 +216,9 @@ def local_computation(
         if state.frozen:
             mask_views_(masked, state.factors)
         group["lr"] = learning_rate(
-            step,
+            first_step + position.step,
             settings.outer_iterations * problem.steps,
-            base=settings.lr,
+            base=settings.lr * ROLLBACK_FACTOR**position.rollbacks,
             schedule=settings.lr_schedule,
             warmup=settings.lr_warmup,
             final=settings.lr_final,
@@ -202,6 +233,7 @@ def local_computation(
         else:
             total_loss += loss.detach()
             counted += 1
+        position.step += 1
     return float(total_loss / counted)
 
 

@@ -1,6 +1,5 @@
 """What is measured in one outer iteration: seconds per phase and the records of the run's files."""
 
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,25 +7,20 @@ from typing import Any
 
 import torch
 
-from prunex_mpi.errors import UserError
-from prunex_mpi.logs import log
 from prunex_mpi.residuals import Residuals
 from prunex_mpi.sparsity import kept_numel
 from prunex_mpi.state import State, Traffic
+from prunex_mpi.watchdog import Heartbeat
 
 
 @contextmanager
-def timed(seconds: dict[str, float], phase: str, state: State) -> Iterator[None]:
-    """Store the wall time of a phase; say which phase an unexpected exception came from."""
+def timed(
+    heartbeat: Heartbeat, seconds: dict[str, float], phase: str, state: State
+) -> Iterator[None]:
+    """Store the wall time of a phase, and tell the watchdog of it."""
+    heartbeat.enter(phase)
     start = time.perf_counter()
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        host = socket.gethostname()
-        log.error("phase %s failed on %s: %s: %s", phase, host, type(error).__name__, error)
-        raise
+    yield
     if state.theta.device.type == "cuda":
         torch.cuda.synchronize(state.theta.device)
     seconds[phase] = time.perf_counter() - start

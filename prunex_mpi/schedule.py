@@ -4,6 +4,8 @@ import math
 
 # Each milestone divides the rate of the `step` schedule by ten.
 STEP_MILESTONES = (0.5, 0.75)
+# What each return to a checkpoint after a divergence does to all rates that follow.
+ROLLBACK_FACTOR = 0.5
 
 
 def learning_rate(

@@ -66,7 +66,7 @@ class Settings:
     download: bool = _setting(_S, "fetch cifar10 or cifar100 when missing", False)
     train_samples: int = _setting(_S, "images of the training set to use, 0 for all", 0, low=0)
     test_samples: int = _setting(_S, "images of the test set to use, 0 for all", 0, low=0)
-    image_size: int = _setting(_S, "side in pixels, 0 for the data's own", 0, low=0)
+    image_size: int = _setting(_S, "side in pixels, 0 for the data's own", 0, low=0, high=4096)
     augment: str = _setting(_S, "random crops and flips", "auto", choices=("auto", "off"))
 
     _S = "local training"
@@ -149,6 +149,36 @@ class Settings:
         _S, "make virtual nodes of this many ranks, 0 for the real nodes", 0, low=0
     )
 
+    _S = "safety"
+    resume: bool = _setting(_S, "go on with the run in --run-dir, or begin it", False)
+    checkpoint_every: str = _setting(
+        _S,
+        "outer iterations between checkpoints; auto: below 2 % of the time; off: when preempted",
+        "auto",
+        words=("auto", "off"),
+    )
+    timeout: float = _setting(
+        _S, "seconds without progress on any rank before the job is ended", 1800.0, low=1
+    )
+    time_limit: float = _setting(
+        _S,
+        "seconds after which to have left with a checkpoint, 0 for the end of the Slurm job",
+        0.0,
+        low=0,
+    )
+    preempt_signals: tuple[str, ...] = _setting(
+        _S,
+        "signals to leave on with a checkpoint",
+        ("TERM", "USR1"),
+        choices=("TERM", "USR1", "USR2", "INT", "HUP", "XCPU"),
+    )
+    on_divergence: str = _setting(
+        _S,
+        "end the run, or go back to the last checkpoint with half the learning rate",
+        "stop",
+        choices=("stop", "rollback"),
+    )
+
     _S = "output"
     run_dir: str = _setting(
         _S, "folder of the results; empty: a new one in runs/", "", optional=True
@@ -160,6 +190,23 @@ class Settings:
     del _S
 
 
+# What may change when a run is resumed: it describes the job and the machine, not the run.
+OF_THE_JOB = (
+    "run_dir",
+    "resume",
+    "checkpoint_every",
+    "timeout",
+    "time_limit",
+    "preempt_signals",
+    "on_divergence",
+    "data_dir",
+    "download",
+    "device",
+    "mpi_buffers",
+    "ranks_per_node",
+    "progress",
+    "dry_run",
+)
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 
 
@@ -218,6 +265,41 @@ def with_overrides(settings: Settings, **changes: object) -> Settings:
     values = {name: getattr(settings, name) for name in FIELDS}
     _lay_over(values, _convert_all(changes))
     return _resolve(values)
+
+
+def check_saved(saved: Mapping[str, Any], where: str) -> None:
+    """Raise UserError unless `saved` holds every setting and they fit together."""
+    missing = [key_of(name) for name in FIELDS if name not in saved]
+    if missing:
+        raise UserError(f"{where} has no {missing[0]}; put back the file that the run wrote")
+    try:
+        _resolve(dict(saved))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def resumed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
+    """Return the settings of a run that goes on: those `saved` in its config.toml, by field name.
+
+    What is `given` beside them may only repeat them, except for OF_THE_JOB, where it counts. Raises
+    UserError that names the first difference.
+    """
+    before = _resolve({**saved, "resume": True})
+    after = {**saved, "resume": True}
+    _lay_over(after, given)
+    settings = _resolve(after)
+    for name in FIELDS:
+        old, new = getattr(before, name), getattr(settings, name)
+        if name not in OF_THE_JOB and old != new:
+            raise UserError(
+                f"--{key_of(name)} {_plain(new)} differs from the run's {_plain(old)}; a resumed "
+                "run keeps its settings: leave it away, or start a new run"
+            )
+    return settings
+
+
+def _plain(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def layer_keep_ratios(settings: Settings) -> tuple[tuple[str, float], ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -47,6 +47,27 @@ class Traffic:
 
 
 @dataclass
+class Position:
+    """Where a run stands: all that the driver remembers from one local step to the next.
+
+    `step` counts the local steps that outer iteration `iteration` has behind it; the sums and
+    counts of phase 1 so far are this rank's own.
+    """
+
+    iteration: int = 1
+    step: int = 0
+    loss_sum: float = 0.0
+    loss_count: float = 0.0
+    intra_bytes: int = 0
+    local_seconds: float = 0.0
+    drifts: list[float] = field(default_factory=list)
+    freeze_next: bool = False
+    vote_next: bool = False
+    first_loss: float | None = None
+    rollbacks: int = 0
+
+
+@dataclass
 class State:
     """Flat vectors of `layout` on one device, host arrays per layer, and the mask in force.
 
@@ -75,6 +96,7 @@ class State:
     mask: np.ndarray
     factors: Factors
     plan: Plan
+    position: Position = field(default_factory=Position)
     frozen: bool = False
     consensus_sgd: bool = False
     plan_agreed: bool = False
@@ -145,6 +167,24 @@ def freeze(state: State, consensus_sgd: bool) -> None:
         state.u.zero_()
         state.v.zero_()
         state.payload = state.theta.new_empty(state.plan.numel + state.stats.numel())
+
+
+def next_iteration(position: Position, loss: float) -> None:
+    """Move on to the first step of the next outer iteration; `loss` is this one's mean."""
+    if position.first_loss is None:
+        position.first_loss = loss
+    position.iteration += 1
+    position.step, position.loss_sum, position.loss_count = 0, 0.0, 0.0
+    position.intra_bytes, position.local_seconds = 0, 0.0
+
+
+def put_mask_back(state: State, mask: np.ndarray, frozen: bool, consensus_sgd: bool) -> None:
+    """Adopt `mask` and the stage of an earlier moment; the caller sets the vectors afterwards."""
+    state.frozen = state.consensus_sgd = False
+    state.payload = state.theta.new_empty(state.layout.numel + state.stats.numel())
+    adopt_mask(state, mask)
+    if frozen:
+        freeze(state, consensus_sgd)
 
 
 @contextmanager

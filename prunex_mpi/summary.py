@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.torch import save_file
 from torch import nn
 
 from prunex_mpi import batchnorm
+from prunex_mpi.checkpoint_files import save_tensors
 from prunex_mpi.comm import Topology
 from prunex_mpi.compaction import build_plan
 from prunex_mpi.data import load
@@ -27,7 +27,7 @@ def save_model(path: Path, state: State, model: nn.Module) -> None:
     """Write state.safetensors, the state dict of the delivered model: z masked."""
     with weights(state, state.z):
         tensors = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
-    save_file(tensors, path / "state.safetensors")
+    save_tensors(tensors, path / "state.safetensors")
 
 
 def summarise(

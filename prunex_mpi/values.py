@@ -1,7 +1,7 @@
 """Convert and check one value of a setting by the rules of its field.
 
 A field is one of the dataclass `prunex_mpi.settings.Settings`: its type and its metadata (choices,
-low and high inclusive, above and below exclusive, share, optional) are the rules.
+low and high inclusive, above and below exclusive, share, words, optional) are the rules.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def convert(field: dataclasses.Field, value: object, where: str) -> Any:
     if field.name == "layer_keep_ratio":
         for item in converted:
             split_layer_keep_ratio(item, where)
-    if field.name == "groups" and len(set(converted)) < len(converted):
+    if field.metadata.get("choices") and len(set(converted)) < len(converted):
         twice = next(item for item in converted if converted.count(item) > 1)
         raise UserError(f"{where} names {twice!r} twice")
     return converted
@@ -65,6 +65,8 @@ def _convert_item(field: dataclasses.Field, kind: type, value: object, where: st
     rules = field.metadata
     if rules.get("share") or kind is Fraction:
         return _check_share(_to_fraction(value, where), bool(rules.get("share")), where)
+    if "words" in rules:
+        return _to_count_or_word(value, rules["words"], where)
     number = kind in (int, float)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value) if abs(value) <= _MAX_INT else math.inf
@@ -76,6 +78,16 @@ def _convert_item(field: dataclasses.Field, kind: type, value: object, where: st
     elif isinstance(value, str):
         _check_text(value, rules, where)
     return value
+
+
+def _to_count_or_word(value: object, words: tuple[str, ...], where: str) -> str:
+    """Return one of `words` or a whole number from 1 on, as text."""
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if isinstance(text, str) and (text in words or re.fullmatch(r"0*[1-9]\d{0,17}", text)):
+        return text
+    raise UserError(
+        f"{where} must be {', '.join(words)} or a whole number from 1 on, not {quote(value)}"
+    )
 
 
 def _to_fraction(value: object, where: str) -> Fraction:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "prunex_mpi"
 NAME = PACKAGE.name
 
 # Quick to import, so that --help and wrong flags answer at once.
-PLAIN = {"errors", "values", "settings", "cli", "logs"}
+PLAIN = {"errors", "values", "settings", "cli", "logs", "watchdog", "files"}
 # Mathematics on tensors and host arrays.
 TENSORS = {
     "layout",
@@ -26,9 +26,10 @@ TENSORS = {
     "models",
     "batches",
     "data",
+    "checkpoint_files",
 }
 # Communication, which knows vectors and their layout but not what they mean.
-COMMUNICATION = {"comm", "collectives", "gradients", "devices"}
+COMMUNICATION = {"comm", "collectives", "gradients", "devices", "preemption"}
 # Everything else may use all of these.
 
 PICKLING_ALWAYS = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prunex_mpi import logs
+from prunex_mpi import files
 from prunex_mpi.errors import UserError
 from prunex_mpi.logs import Progress, RunDirectory, format_table, log, set_up_logging
 
@@ -124,13 +124,13 @@ def test_summary_appears_whole_or_not_at_all(
     run.write_summary({"status": "completed", "iterations": 3})
     summary = tmp_path / "summary.json"
     assert json.loads(summary.read_text(encoding="utf-8"))["iterations"] == 3
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.toml", "summary.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.toml", "lock", "summary.json"]
 
     def killed(_source: Path, _target: Path) -> None:
         raise KeyboardInterrupt
 
     summary.unlink()
-    monkeypatch.setattr(logs.os, "replace", killed)
+    monkeypatch.setattr(files.os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         run.write_summary({"status": "completed"})
     assert not os.path.exists(summary)

@@ -20,6 +20,7 @@ from prunex_mpi.layout import build_layout
 from prunex_mpi.settings import make
 from prunex_mpi.sparsity import find_groups, layer_masks
 from prunex_mpi.state import Problem, build_state
+from prunex_mpi.watchdog import Heartbeat
 
 CPU = torch.device("cpu")
 RESIDUALS = {"intra_primal": 0, "intra_dual": 1, "inter_primal": 2, "inter_dual": 3}
@@ -116,7 +117,7 @@ def run_driver(world, ranks_per_node, model, stream, settings, loss=F.cross_entr
     problem = Problem(model, model, loss, stream, nothing, None, iter, steps)
     # Buckets of 1 KiB: every message is cut.
     transport = build_transport(CPU, 2**-10, "host")
-    for record in outer_iterations(topology, state, problem, settings, transport):
+    for record in outer_iterations(topology, state, problem, settings, transport, Heartbeat()):
         yield record, state, topology
     free_topology(topology)
 

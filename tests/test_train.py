@@ -210,7 +210,8 @@ def test_exception_on_one_rank_ends_the_job(tmp_path):
     result = train(2, arguments, tmp_path)
     assert result.returncode != 0
     assert "broken on purpose" in result.stderr
-    assert "[1/2] phase local failed" in result.stderr
+    assert "in phase local of outer iteration 1, step 2: ValueError" in result.stderr
+    assert result.stderr.count("Traceback") == 1
     assert not (tmp_path / "run/summary.json").exists()
 
 

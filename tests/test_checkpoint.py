@@ -1,0 +1,311 @@
+"""Checkpoints over MPI: bit-exact on the same nodes, a stated rule on others, damage refused."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from nodes import NODE_SHAPES, WORLD, nodes_of
+from torch import nn
+
+from prunex_mpi import checkpoint, checkpoint_files
+from prunex_mpi.collectives import Transport, build_transport
+from prunex_mpi.comm import Topology, broadcast_text
+from prunex_mpi.errors import UserError
+from prunex_mpi.hsadmm import outer_iterations
+from prunex_mpi.layout import build_layout
+from prunex_mpi.logs import RunDirectory
+from prunex_mpi.preemption import ReceivedSignal, StopAgreement
+from prunex_mpi.problem import build_problem, load_dataset, make_groups
+from prunex_mpi.settings import Settings, make
+from prunex_mpi.state import Problem, State, build_state
+from prunex_mpi.watchdog import Heartbeat
+
+pytestmark = pytest.mark.mpi
+
+COMMON = {
+    "dataset": "synthetic",
+    "train_samples": 64,
+    "test_samples": 16,
+    "image_size": 8,
+    "batch_size": 4,
+    "outer_iterations": 6,
+    "local_steps": 3,
+    "lr": 0.05,
+    "warmup_iterations": 1,
+    "keep_ramp_iterations": 2,
+}
+SCENARIOS = {
+    "recipe": {"freeze_iteration": 4},
+    "paper": {
+        "preset": "paper",
+        "freeze_iteration": 5,
+        "freeze_drift": -1.0,
+        "groups": ("channel", "filter"),
+    },
+    "fp16": {"amp": "fp16", "freeze_iteration": 3, "after_freeze": "admm", "node_sync": "outer"},
+}
+
+
+class Net(nn.Module):
+    """BatchNorm, dropout of torch's own generator, noise of NumPy's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, 10),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 1 + 0.01 * float(np.random.rand()) if self.training else 1.0
+        return self.body(x * scale)
+
+
+@dataclass
+class Run:
+    """What one job holds."""
+
+    topology: Topology
+    settings: Settings
+    state: State
+    problem: Problem
+    transport: Transport
+
+    def iterate(self, stop: StopAgreement | None = None) -> Iterator[dict]:
+        for record in outer_iterations(
+            self.topology,
+            self.state,
+            self.problem,
+            self.settings,
+            self.transport,
+            Heartbeat(),
+            stop,
+        ):
+            yield {key: value for key, value in record.items() if key != "seconds"}
+
+    def restore(self, files: RunDirectory | None) -> checkpoint.Restored:
+        return checkpoint.restore(
+            self.topology, files, self.state, self.problem, self.settings, self.transport
+        )
+
+
+def new_run(topology: Topology, scenario: str) -> Run:
+    """Build a run as the program does, from the same seeds each time."""
+    settings = make(**{**COMMON, **SCENARIOS[scenario]})
+    torch.manual_seed(0)
+    np.random.seed(topology.world.rank)
+    model = Net()
+    layout = build_layout(model)
+    transport = build_transport(torch.device("cpu"), 2**-10, "host")
+    dataset = load_dataset(topology, settings)
+    problem = build_problem(topology, settings, dataset, model, torch.device("cpu"), transport)
+    state = build_state(model, layout, make_groups(settings, model, layout), settings)
+    return Run(topology, settings, state, problem, transport)
+
+
+@contextmanager
+def run_directory() -> Iterator[RunDirectory | None]:
+    """Make a run directory that all ranks see; rank 0 receives it, the others None."""
+    folder = broadcast_text(WORLD, tempfile.mkdtemp() if WORLD.rank == 0 else "")
+    files = RunDirectory(Path(folder), "config") if WORLD.rank == 0 else None
+    yield files
+    WORLD.Barrier()
+    if files is not None:
+        files.close()
+        shutil.rmtree(folder)
+
+
+def vectors(run: Run) -> dict[str, torch.Tensor]:
+    """Return copies of all that a run computes with."""
+    state = run.state
+    found = {name: getattr(state, name) for name in ("theta", "u", "v", "z_node", "z")}
+    found |= {"momentum": state.optimizer.state[state.theta]["momentum_buffer"]}
+    found |= dict(run.problem.model.named_buffers())
+    found |= {name: torch.from_numpy(getattr(state, name)) for name in ("mask", "rho1", "rho2")}
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def assert_same(first: Run, second: Run) -> None:
+    a, b = vectors(first), vectors(second)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+    assert first.state.position == second.state.position
+
+
+@pytest.mark.parametrize(
+    ("scenario", "ranks_per_node"),
+    [*(("recipe", shape) for shape in NODE_SHAPES), ("paper", 3), ("fp16", 2)],
+)
+def test_a_restored_run_goes_on_bit_for_bit(scenario: str, ranks_per_node: int) -> None:
+    with nodes_of(ranks_per_node) as topology, run_directory() as files:
+        whole = new_run(topology, scenario)
+        expected = list(whole.iterate())
+        first = new_run(topology, scenario)
+        iterations = first.iterate()
+        records = [next(iterations) for _ in range(2)]
+        checkpoint.save(topology, files, first.state, first.problem)
+        records += [next(iterations) for _ in range(2)]
+        iterations.close()
+        # Restored twice over used variables: before the freeze, as after a divergence, and after.
+        assert first.restore(files).name == "000001-iteration-3-step-0"
+        again = first.iterate()
+        records[2:] = [next(again) for _ in range(3)]
+        checkpoint.save(topology, files, first.state, first.problem)
+        second = new_run(topology, scenario)
+        assert second.restore(files).name == "000002-iteration-6-step-0"
+        assert_same(first, second)
+        records += list(second.iterate())
+        assert records == expected
+        assert_same(whole, second)
+
+
+class StopsAt:
+    """Take the place of StopAgreement: every rank leaves at its `call`-th safe point."""
+
+    def __init__(self, call: int) -> None:
+        self.left = call
+
+    def reached(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario: str) -> None:
+    with nodes_of(2) as topology, run_directory() as files:
+        whole = new_run(topology, scenario)
+        expected = list(whole.iterate())
+        first = new_run(topology, scenario)
+        records = list(first.iterate(StopsAt(10)))
+        assert (first.state.position.iteration, first.state.position.step) == (4, 1)
+        checkpoint.save(topology, files, first.state, first.problem)
+        second = new_run(topology, scenario)
+        assert second.restore(files).name == "000001-iteration-4-step-1"
+        assert records + list(second.iterate()) == expected
+        assert_same(whole, second)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (3, 2)])
+@pytest.mark.parametrize("scenario", ["recipe", "paper"])
+def test_other_nodes_take_over_what_is_common(scenario: str, before: int, after: int) -> None:
+    if WORLD.size == 1:
+        pytest.skip("one rank makes one kind of node")
+    with run_directory() as files:
+        with nodes_of(before) as topology:
+            first = new_run(topology, scenario)
+            # In the fourth iteration, one local step in.
+            list(first.iterate(StopsAt(10)))
+            checkpoint.save(topology, files, first.state, first.problem)
+            old, sizes = vectors(first), topology.node_sizes
+        momentum = old["momentum"].double().numpy()
+        WORLD.Allreduce(momentum.copy(), momentum)
+        with nodes_of(after) as topology:
+            if topology.node_sizes == sizes:
+                return
+            second = new_run(topology, scenario)
+            restored = second.restore(files)
+            assert restored.other_nodes
+            assert "duals start at 0" in restored.describe()
+            new = vectors(second)
+            for name in ("z", "mask", "rho1", "rho2"):
+                assert torch.equal(new[name], old[name]), name
+            assert torch.equal(new["theta"], old["z"])
+            assert torch.equal(new["z_node"], old["z"])
+            assert not new["u"].any()
+            assert not new["v"].any()
+            mean = torch.from_numpy(momentum / WORLD.size).float()
+            torch.testing.assert_close(new["momentum"], mean)
+            assert (second.state.position.iteration, second.state.position.step) == (4, 0)
+            records = list(second.iterate())
+            assert [record["iteration"] for record in records] == [4, 5, 6]
+            assert records[-1]["density"] < 0.7
+            # sum_i P_i v_i = 0 holds on the new nodes, too.
+            weighted = topology.node_size * second.state.v.double().numpy()
+            total = np.zeros_like(weighted)
+            if topology.is_leader:
+                topology.leader.Allreduce(weighted, total)
+                scale = max(1e-3, float(np.abs(weighted).max()))
+                assert np.abs(total).max() < 1e-4 * scale
+
+
+@pytest.mark.parametrize("victim", ["first", "last", "manifest"])
+def test_damage_on_one_rank_is_refused_by_all(victim: str) -> None:
+    with nodes_of(2) as topology, run_directory() as files:
+        run = new_run(topology, "recipe")
+        iterations = run.iterate()
+        next(iterations)
+        checkpoint.save(topology, files, run.state, run.problem)
+        good = vectors(run)
+        next(iterations)
+        checkpoint.save(topology, files, run.state, run.problem)
+        rank = 0 if victim == "first" else WORLD.size - 1
+        if files is not None:
+            newest = files.path / "checkpoints" / checkpoint_files.valid_names(files.path)[0]
+            path = newest / f"rank-{rank:05d}.safetensors"
+            path = newest / "manifest.json" if victim == "manifest" else path
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+        WORLD.Barrier()
+        second = new_run(topology, "recipe")
+        restored = second.restore(files)
+        assert restored.name == "000001-iteration-2-step-0"
+        assert len(restored.refused) == 1
+        assert victim in restored.refused[0] or f"{rank:05d}.safetensors" in restored.refused[0]
+        found = vectors(second)
+        assert all(torch.equal(found[name], good[name]) for name in good)
+        # The damaged one does not count any more: two good ones remain after the next two.
+        for _ in range(2):
+            checkpoint.save(topology, files, second.state, second.problem)
+        if files is not None:
+            names = checkpoint_files.valid_names(files.path)
+            assert len(names) == 2
+            assert len(list((files.path / "checkpoints").iterdir())) == 2
+
+
+def test_a_rank_that_cannot_write_ends_all_and_leaves_the_last(monkeypatch) -> None:
+    with nodes_of(2) as topology, run_directory() as files:
+        run = new_run(topology, "recipe")
+        checkpoint.save(topology, files, run.state, run.problem)
+        if WORLD.rank == WORLD.size - 1:
+
+            def full(*_: object) -> None:
+                raise OSError(28, "No space left on device")
+
+            monkeypatch.setattr(checkpoint_files, "save_tensors", full)
+        with pytest.raises(UserError, match="No space left on device"):
+            checkpoint.save(topology, files, run.state, run.problem)
+        if files is not None:
+            assert checkpoint_files.valid_names(files.path) == ["000001-iteration-1-step-0"]
+        assert new_run(topology, "recipe").restore(files).name == "000001-iteration-1-step-0"
+
+
+def test_ranks_agree_on_where_to_stop() -> None:
+    """One rank's signal stops all of them at the same step, without waiting for each other."""
+    received = ReceivedSignal()
+    stop = StopAgreement(WORLD, received, None)
+    steps = 0
+    while not stop.reached():
+        steps += 1
+        if steps == 5 and WORLD.rank == WORLD.size - 1:
+            received.number = 10
+        assert steps < 10**7
+    assert stop.reason == "SIGUSR1"
+    every = np.empty(WORLD.size, dtype=np.int64)
+    WORLD.Allgather(np.array([steps]), every)
+    assert len(set(every.tolist())) == 1
+    assert steps >= 5
+    stop.close()
