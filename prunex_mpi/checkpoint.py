@@ -45,16 +45,17 @@ class Restored:
     refused: tuple[str, ...]
     other_nodes: bool = False
 
-    def describe(self) -> str:
-        """Return in words where the run goes on from."""
+    def describe(self) -> list[str]:
+        """Return lines that say where the run goes on from, and what was refused."""
+        place = f"going on from checkpoint {self.name}"
         if not self.name:
-            return "there is no checkpoint: the run begins"
-        if not self.other_nodes:
-            return f"going on from checkpoint {self.name}"
-        return (
-            f"going on from checkpoint {self.name} on other nodes: z, masks, penalties and mean "
-            "momentum are kept, duals start at 0, data are shuffled anew"
-        )
+            place = "there is no checkpoint: the run begins"
+        elif self.other_nodes:
+            place += (
+                " on other nodes: z, masks, penalties and mean momentum are kept, duals start at "
+                "0, data are shuffled anew"
+            )
+        return [*(f"refused checkpoint {line}" for line in self.refused), place]
 
 
 def save(topology: Topology, run: RunDirectory | None, state: State, problem: Problem) -> None:

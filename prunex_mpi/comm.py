@@ -10,7 +10,8 @@ the driver walks would hide which communicator carries which bytes without savin
 import hashlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -109,6 +110,21 @@ def build_topology(world: MPI.Comm, ranks_per_node: int = 0) -> Topology:
     )
 
 
+@contextmanager
+def nodes_of(world: MPI.Comm, ranks_per_node: int = 0) -> Iterator[Topology]:
+    """Build the topology for the time of the block.
+
+    Collective on `world`, at both ends: it ends the same on every rank, or the job is ended anyway.
+    """
+    topology = build_topology(world, ranks_per_node)
+    try:
+        yield topology
+    except UserError:
+        free_topology(topology)
+        raise
+    free_topology(topology)
+
+
 def free_topology(topology: Topology) -> None:
     """Free the communicators. Collective on each of them."""
     if topology.leader != MPI.COMM_NULL:
@@ -122,7 +138,7 @@ def gather_text(world: MPI.Comm, text: str) -> list[str]:
 
     Plain bytes rather than pickled objects, so that nothing received is ever executed.
     """
-    data = np.frombuffer(text.encode(), dtype=np.uint8)
+    data = np.frombuffer(_encode(text), dtype=np.uint8)
     counts = np.zeros(world.size, dtype=np.int64)
     world.Gather(np.array([data.size], dtype=np.int64), counts, root=0)
     everything = np.empty(int(counts.sum()), dtype=np.uint8)
@@ -131,17 +147,26 @@ def gather_text(world: MPI.Comm, text: str) -> list[str]:
     if world.rank:
         return []
     ends = np.cumsum(counts)
-    return [bytes(everything[e - c : e]).decode() for c, e in zip(counts, ends, strict=True)]
+    return [_decode(everything[e - c : e]) for c, e in zip(counts, ends, strict=True)]
 
 
 def broadcast_text(world: MPI.Comm, text: str, root: int = 0) -> str:
     """Return rank `root`'s text on every rank. Collective on `world`."""
-    data = np.frombuffer(text.encode(), dtype=np.uint8)
+    data = np.frombuffer(_encode(text), dtype=np.uint8)
     length = np.array([data.size], dtype=np.int64)
     world.Bcast(length, root=root)
     buffer = data.copy() if world.rank == root else np.empty(int(length[0]), dtype=np.uint8)
     world.Bcast(buffer, root=root)
-    return bytes(buffer).decode()
+    return _decode(buffer)
+
+
+def _encode(text: str) -> bytes:
+    """Return UTF-8, and the bytes of file names that are not UTF-8 as they were."""
+    return text.encode(errors="surrogateescape")
+
+
+def _decode(data: np.ndarray) -> str:
+    return bytes(data).decode(errors="surrogateescape")
 
 
 def raise_together(world: MPI.Comm, error: UserError | None) -> None:

@@ -229,7 +229,7 @@ def _open_image(file: str) -> Image.Image:
     try:
         with Image.open(file) as image:
             return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+    except Exception as error:
         message = f"cannot read image {file} ({one_line(error)}): repair or remove it"
         raise UserError(message, UNREADABLE) from error
 

@@ -33,7 +33,7 @@ from prunex_mpi.layout import fill_, scale_, squared_norms
 from prunex_mpi.masks import agree_by_or, agree_by_vote, broadcast_mask, project_locally
 from prunex_mpi.metrics import iteration_record, layer_records, timed
 from prunex_mpi.preemption import StopAgreement
-from prunex_mpi.residuals import NormSums, Residuals, compute_residuals, update_penalty
+from prunex_mpi.residuals import NormSums, Residuals, compute_residuals
 from prunex_mpi.schedule import ROLLBACK_FACTOR, learning_rate, settled, strictness
 from prunex_mpi.settings import Settings
 from prunex_mpi.sparsity import (
@@ -43,7 +43,15 @@ from prunex_mpi.sparsity import (
     mask_drift,
     mask_views_,
 )
-from prunex_mpi.state import Problem, State, Traffic, adopt_mask, freeze, next_iteration
+from prunex_mpi.state import (
+    Problem,
+    State,
+    Traffic,
+    adopt_mask,
+    freeze,
+    next_iteration,
+    update_penalties,
+)
 from prunex_mpi.watchdog import Heartbeat
 
 
@@ -75,15 +83,14 @@ def outer_iterations(
             traffic = Traffic()
             last = k == settings.outer_iterations
             strict = strictness(k, settings.warmup_iterations, settings.keep_ramp_iterations)
-            freeze_due = position.freeze_next or k == settings.freeze_iteration
-            freeze_now = freeze_due and not state.frozen
+            due = position.freeze_next or k == settings.freeze_iteration
+            freeze_now = due and not state.frozen
             # The delivered z must satisfy the constraint: its masks are voted even after a union.
             vote = settings.mask_agreement == "vote" or freeze_now or position.vote_next or last
             # Before the keep ratio falls, and after the freeze, there is no mask to agree on.
             choose = strict > 0 and not state.frozen
             union = choose and not vote
             old_mask = state.mask
-            rho1, rho2 = float(state.rho1.mean()), float(state.rho2.mean())
 
             heartbeat.iteration = k
             with timed(heartbeat, seconds, "local", state):
@@ -93,6 +100,7 @@ def outer_iterations(
                 if loss is None:
                     return
                 refuse_divergence(topology, state, loss)
+            seconds["local"] += position.local_seconds
             with timed(heartbeat, seconds, "intra", state):
                 intra_node_consensus(node, state, settings, transport, traffic)
             with timed(heartbeat, seconds, "project", state):
@@ -109,11 +117,10 @@ def outer_iterations(
             # A union may hold more groups than allowed: vote once more before stopping.
             position.vote_next = strict == 1.0 and settles and union
             converged = strict == 1.0 and settles and not union
-            position.drifts = [*position.drifts, drift] if strict == 1.0 else []
-            position.drifts = position.drifts[-settings.freeze_window :]
-            position.freeze_next = settled(
-                position.drifts, settings.freeze_drift, settings.freeze_window
-            )
+            if strict == 1.0:
+                threshold, window = settings.freeze_drift, settings.freeze_window
+                position.drifts = [*position.drifts, drift][-window:]
+                position.freeze_next = settled(position.drifts, threshold, window)
 
             test_loss = test_accuracy = None
             with timed(heartbeat, seconds, "evaluate", state):
@@ -127,8 +134,6 @@ def outer_iterations(
             record = {
                 **iteration_record(k, state, seconds, traffic, residuals),
                 "mask_drift": drift,
-                "rho1": rho1,
-                "rho2": rho2,
                 "train_loss": loss,
                 "test_loss": test_loss,
                 "test_accuracy": test_accuracy,
@@ -416,20 +421,3 @@ def update_duals(
         settings.eps_rel,
     )
     return residuals, float(buffer[-1]) / topology.world_size
-
-
-def update_penalties(state: State, settings: Settings, residuals: Residuals) -> None:
-    """Update rho1 and rho2 per layer and rescale the duals: rho u and rho v stay what they were."""
-    rule, factor = settings.penalty, settings.rho_factor
-    limits = settings.rho_min, settings.rho_max
-    pairs = (
-        (state.u, state.rho1, residuals.intra_primal, residuals.intra_dual),
-        (state.v, state.rho2, residuals.inter_primal, residuals.inter_dual),
-    )
-    rhos = []
-    for dual, rho, primal_residual, dual_residual in pairs:
-        new = update_penalty(rho, primal_residual, dual_residual, rule, factor, *limits)
-        if np.any(new != rho):
-            scale_(dual, state.layout, rho / new)
-        rhos.append(new)
-    state.rho1, state.rho2 = rhos

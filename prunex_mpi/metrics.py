@@ -74,5 +74,7 @@ def iteration_record(
         "density": sum(kept_numel(state.mask, state.groups)) / state.groups.prunable_numel,
         "frozen": state.frozen,
         "residuals": residuals.totals(),
+        "rho1": float(state.rho1.mean()),
+        "rho2": float(state.rho2.mean()),
         "lr": state.optimizer.param_groups[0]["lr"],
     }

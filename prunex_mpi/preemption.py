@@ -16,6 +16,8 @@ import numpy as np
 
 from mpi4py import MPI
 
+from prunex_mpi.errors import UserError
+
 # Between two safe points; a request takes at most two such periods to be agreed.
 PERIOD_S = 1.0
 GROWTH = 8  # of the steps between two, at a time: the first steps may be untypical
@@ -51,13 +53,12 @@ def catching(names: Sequence[str]) -> Iterator[ReceivedSignal]:
 class StopAgreement:
     """Agree with the other ranks on whether to stop, and where.
 
-    Make one on every rank: collective on `world`, as are `reached` and `close`. `reason` is ""
-    until all ranks have agreed to stop, then says why. `reserve_s` is the time to keep for the
-    checkpoint.
+    `reached` is collective on `comm`. `reason` is "" until all ranks have agreed to stop, then says
+    why. `reserve_s` is the time to keep for the checkpoint.
     """
 
-    def __init__(self, world: MPI.Comm, received: ReceivedSignal, deadline: float | None) -> None:
-        self.comm = world.Dup()
+    def __init__(self, comm: MPI.Comm, received: ReceivedSignal, deadline: float | None) -> None:
+        self.comm = comm
         self.received = received
         self.deadline = deadline
         self.reserve_s = 0.0
@@ -93,18 +94,35 @@ class StopAgreement:
         self.calls, self.last = 0, now
         return False
 
-    def close(self) -> None:
-        """Complete what is under way."""
-        if self.request is not None:
-            self.request.Wait()
-        self.comm.Free()
-
     def _wanted(self) -> int:
         if self.deadline is None or self.received.number:
             return self.received.number
         # Two safe points from now the phases between them may lie in the way.
         needed = MARGIN_S + 2 * max(self.longest_s, PERIOD_S) + self.reserve_s
         return TIME_LIMIT if time.time() + needed > self.deadline else 0
+
+
+@contextmanager
+def stop_agreement(
+    world: MPI.Comm, received: ReceivedSignal, deadline: float | None
+) -> Iterator[StopAgreement]:
+    """Make an agreement with a communicator of its own for the time of the block.
+
+    Collective on `world`, at both ends: it ends the same on every rank, or the job is ended anyway.
+    """
+    stop = StopAgreement(world.Dup(), received, deadline)
+
+    def release() -> None:
+        if stop.request is not None:
+            stop.request.Wait()
+        stop.comm.Free()
+
+    try:
+        yield stop
+    except UserError:
+        release()
+        raise
+    release()
 
 
 def find_deadline(time_limit_s: float, started: float) -> float | None:

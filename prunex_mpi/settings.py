@@ -70,7 +70,7 @@ class Settings:
     augment: str = _setting(_S, "random crops and flips", "auto", choices=("auto", "off"))
 
     _S = "local training"
-    outer_iterations: int = _setting(_S, "number of consensus rounds", low=1)
+    outer_iterations: int = _setting(_S, "number of consensus rounds", low=1, high=10**6)
     local_epochs: Fraction = _setting(_S, "epochs per outer iteration, such as 5 or 1/4", low=0)
     local_steps: int = _setting(_S, "steps per outer iteration instead of epochs, 0 for off", low=0)
     batch_size: int = _setting(_S, "images per rank and step", low=1)

@@ -12,7 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from prunex_mpi import batchnorm
 from prunex_mpi.batches import BatchStream, Shard
 from prunex_mpi.compaction import Plan, build_plan
-from prunex_mpi.layout import Layout, flatten_
+from prunex_mpi.layout import Layout, flatten_, scale_
+from prunex_mpi.residuals import Residuals, update_penalty
 from prunex_mpi.settings import Settings
 from prunex_mpi.sparsity import Factors, Groups, apply_factors_, build_factors
 
@@ -185,6 +186,23 @@ def put_mask_back(state: State, mask: np.ndarray, frozen: bool, consensus_sgd: b
     adopt_mask(state, mask)
     if frozen:
         freeze(state, consensus_sgd)
+
+
+def update_penalties(state: State, settings: Settings, residuals: Residuals) -> None:
+    """Update rho1 and rho2 per layer and rescale the duals: rho u and rho v stay what they were."""
+    rule, factor = settings.penalty, settings.rho_factor
+    limits = settings.rho_min, settings.rho_max
+    pairs = (
+        (state.u, state.rho1, residuals.intra_primal, residuals.intra_dual),
+        (state.v, state.rho2, residuals.inter_primal, residuals.inter_dual),
+    )
+    rhos = []
+    for dual, rho, primal_residual, dual_residual in pairs:
+        new = update_penalty(rho, primal_residual, dual_residual, rule, factor, *limits)
+        if np.any(new != rho):
+            scale_(dual, state.layout, rho / new)
+        rhos.append(new)
+    state.rho1, state.rho2 = rhos
 
 
 @contextmanager

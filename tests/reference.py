@@ -268,28 +268,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
             for j, r in enumerate(ranks):
                 r.u = {n: r.u[n] + theta[j][n] - z_node[node_of[j]][n] for n in names}
             v = [{n: v[i][n] + z_node[i][n] - z[n] for n in names} for i in range(nodes)]
-        history.append(
-            SimpleNamespace(
-                theta=theta,
-                u=[dict(r.u) for r in ranks],
-                v=[dict(x) for x in v],
-                z_node=z_node,
-                z=z,
-                mask=mask,
-                residuals=residuals,
-                loss=sum(losses) / total_ranks,
-                rho1=dict(rho1),
-                rho2=dict(rho2),
-                outside=outside,
-                statistics={
-                    n: (m.running_mean.clone(), m.running_var.clone())
-                    for n, m in batchnorms(ranks[0].model).items()
-                },
-            )
-        )
-        if sgd_only or s.penalty == "fixed":
-            continue
-        for n in names:
+        for n in names if not sgd_only and s.penalty != "fixed" else ():
             for rho, duals, primal, dual in (
                 (rho1, [r.u for r in ranks], residuals[n][0], residuals[n][1]),
                 (rho2, v, residuals[n][2], residuals[n][3]),
@@ -302,6 +281,23 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                 for x in duals:
                     x[n] = x[n] * (rho[n] / new)
                 rho[n] = new
+        history.append(
+            SimpleNamespace(
+                theta=theta,
+                u=[dict(r.u) for r in ranks],
+                v=[dict(x) for x in v],
+                z_node=z_node,
+                z=z,
+                mask=mask,
+                residuals=residuals,
+                loss=sum(losses) / total_ranks,
+                outside=outside,
+                statistics={
+                    n: (m.running_mean.clone(), m.running_var.clone())
+                    for n, m in batchnorms(ranks[0].model).items()
+                },
+            )
+        )
     return history
 
 
