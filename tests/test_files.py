@@ -1,0 +1,40 @@
+"""Files that survive a crash."""
+
+import os
+import zlib
+from pathlib import Path
+
+import pytest
+
+from prunex_mpi import files
+from prunex_mpi.errors import UserError
+from prunex_mpi.files import FileRecord, read_record, telling_disk_errors, write_durably
+
+
+@pytest.mark.parametrize("size", [0, 1, 999, files.CHUNK_BYTES, files.CHUNK_BYTES + 3])
+def test_records_are_of_the_whole_file_or_of_its_beginning(size: int, tmp_path: Path) -> None:
+    data = os.urandom(size)
+    (tmp_path / "file").write_bytes(data + b"tail")
+    assert read_record(tmp_path / "file", size) == FileRecord(size, zlib.crc32(data))
+    assert read_record(tmp_path / "file") == FileRecord(size + 4, zlib.crc32(data + b"tail"))
+    assert read_record(tmp_path / "file", size + 9).size == size + 4
+    assert FileRecord().extended(data).extended(b"tail") == read_record(tmp_path / "file")
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    write_durably(path, "old")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    synced: list[int] = []
+
+    def full(descriptor: int) -> None:
+        synced.append(descriptor)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(UserError, match=r"the thing can't be written: No space left on device"):
+        telling_disk_errors("the thing", lambda: write_durably(path, "new"))
+    assert synced
+    assert path.read_text() == "old"

@@ -1,0 +1,68 @@
+"""Signals are noted, and time limits leave time for a checkpoint."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from mpi4py import MPI
+
+from prunex_mpi import preemption
+from prunex_mpi.preemption import ReceivedSignal, catching, find_deadline, stop_agreement
+
+
+def agreed(received: ReceivedSignal, deadline: float | None, reserve_s: float = 0.0) -> str:
+    """Return what a job of one rank agrees on within five safe points."""
+    with stop_agreement(MPI.COMM_SELF, received, deadline) as stop:
+        stop.reserve_s = reserve_s
+        for _ in range(5):
+            if stop.reached():
+                break
+        return stop.reason
+
+
+def test_signals_are_noted_and_given_back() -> None:
+    before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGTERM)
+    with catching(("TERM", "USR1")) as received:
+        assert received.number == 0
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert received.number == signal.SIGUSR1
+        # A second one, of another kind, does no harm.
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert agreed(received, None) == "SIGTERM"
+    assert before == (signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGTERM))
+
+
+def test_without_a_request_nothing_stops() -> None:
+    assert agreed(ReceivedSignal(), None) == ""
+    assert agreed(ReceivedSignal(), time.time() + 1000) == ""
+
+
+def test_the_time_limit_leaves_time_for_the_checkpoint() -> None:
+    limit = time.time() + preemption.MARGIN_S + 60
+    assert agreed(ReceivedSignal(), limit) == ""
+    assert agreed(ReceivedSignal(), limit, reserve_s=70) == "the time limit"
+
+
+def test_the_deadline_is_the_flag_s_or_slurm_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    assert find_deadline(0.0, 1000.0) is None
+    assert find_deadline(60.0, 1000.0) == 1060.0
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
+    assert find_deadline(0.0, 1000.0) == 1.7e9
+    assert find_deadline(60.0, 1000.0) == 1060.0
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "Unknown")
+    assert find_deadline(0.0, 1000.0) is None
+
+
+def test_safe_points_settle_about_a_second_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The distance in steps follows the time of a step, on a clock of our own."""
+    now = [0.0]
+    monkeypatch.setattr(preemption.time, "perf_counter", lambda: now[0])
+    with stop_agreement(MPI.COMM_SELF, ReceivedSignal(), None) as stop:
+        for step_s, wanted in ((0.01, 100), (0.2, 5), (3.0, 1)):
+            for _ in range(1000):
+                now[0] += step_s
+                assert not stop.reached()
+            assert stop.interval == pytest.approx(wanted, abs=1)

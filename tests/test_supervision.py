@@ -1,0 +1,146 @@
+"""The course of a run in one process: going back, time limits, what is complete, what it costs."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mpi4py import MPI
+
+from prunex_mpi import evaluation, program, supervision, train
+from prunex_mpi.supervision import Checkpoints
+
+SMALL = [
+    *("--model", "odd_models:small", "--dataset", "synthetic", "--image-size", "8"),
+    *("--train-samples", "64", "--test-samples", "16", "--batch-size", "8"),
+    *("--outer-iterations", "6", "--local-steps", "2"),
+]
+
+
+@pytest.fixture(autouse=True)
+def failing_instead_of_aborting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def end_job(_world: object) -> None:
+        raise AssertionError("the program aborted the job")
+
+    monkeypatch.setattr(program, "end_job", end_job)
+    monkeypatch.setattr(train, "end_job", end_job)
+    hook = program.sys.excepthook
+    yield
+    program.sys.excepthook = hook
+
+
+def run(path: Path, *flags: str) -> int:
+    return train.main([*SMALL, "--run-dir", str(path), *flags])
+
+
+def metrics(path: Path) -> list[dict]:
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+
+
+def status(path: Path) -> str:
+    return json.loads((path / "summary.json").read_text())["status"]
+
+
+@pytest.fixture
+def blows_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Make the loss of outer iteration 4 not finite, as often as the list says."""
+    left = [1]
+    real = evaluation.refuse_divergence
+
+    def refuse(topology, state, loss: float) -> None:
+        if state.position.iteration == 4 and left[0]:
+            left[0] -= 1
+            loss = float("nan")
+        real(topology, state, loss)
+
+    monkeypatch.setattr(supervision.hsadmm, "refuse_divergence", refuse)
+    return left
+
+
+def test_a_divergence_ends_the_run(
+    tmp_path: Path, blows_up: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path / "run") == 1
+    text = capfd.readouterr().err
+    assert "not finite in phase local of outer iteration 4" in text
+    assert not (tmp_path / "run/summary.json").exists()
+
+
+def test_a_divergence_goes_back_with_half_the_rate(
+    tmp_path: Path, blows_up: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--lr-schedule", "constant", "--lr-warmup", "0", "--lr", "0.05"]
+    flags += ["--on-divergence", "rollback", "--checkpoint-every", "2"]
+    assert run(tmp_path / "run", *flags) == 0
+    assert "going back to checkpoint 000002-iteration-3-step-0" in capfd.readouterr().err
+    records = metrics(tmp_path / "run")
+    assert [r["iteration"] for r in records] == [1, 2, 3, 4, 5, 6]
+    assert [r["lr"] for r in records] == [0.05, 0.05, 0.025, 0.025, 0.025, 0.025]
+    assert blows_up == [0]
+
+
+def test_it_does_not_go_back_for_ever(
+    tmp_path: Path, blows_up: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    blows_up[0] = 100
+    assert run(tmp_path / "run", "--on-divergence", "rollback", "--checkpoint-every", "off") == 1
+    assert blows_up[0] == 100 - 1 - supervision.MAX_ROLLBACKS
+    assert capfd.readouterr().err.count("going back") == supervision.MAX_ROLLBACKS
+
+
+def test_a_loss_that_explodes_is_a_divergence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evaluation, "BLOW_UP", 0.5)
+    assert run(tmp_path / "run") == 1
+    assert "times the first iteration's or more" in capfd.readouterr().err
+
+
+def test_a_time_limit_leaves_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
+    assert run(tmp_path / "whole") == 0
+    assert run(tmp_path / "run", "--time-limit", "1") == 75
+    assert status(tmp_path / "run") == "preempted"
+    again = ["--resume", "--run-dir", str(tmp_path / "run"), "--time-limit", "0"]
+    assert train.main(again) == 0
+    assert status(tmp_path / "run") == "completed"
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    first, second = (load_file(tmp_path / x / "state.safetensors") for x in ("whole", "run"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_complete_run_is_left_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "run", "--resume") == 0
+    assert "there is no checkpoint: the run begins" in capfd.readouterr().err
+    before = (tmp_path / "run/summary.json").read_bytes()
+    assert run(tmp_path / "run", "--resume") == 0
+    assert "nothing left to do" in capfd.readouterr().err
+    assert (tmp_path / "run/summary.json").read_bytes() == before
+
+
+def test_automatic_checkpoints_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of our own: an iteration takes 7 s, a checkpoint 2 s, so 100 s lie between two."""
+    now = [0.0]
+    monkeypatch.setattr(supervision.time, "monotonic", lambda: now[0])
+
+    def save(*_: object) -> None:
+        now[0] += 2.0
+
+    monkeypatch.setattr(supervision.checkpoint, "save", save)
+    checkpoints = Checkpoints("auto")
+    for iteration in range(1, 1001):
+        now[0] += 7.0
+        if checkpoints.due(MPI.COMM_SELF, iteration):
+            checkpoints.write(None, None, None, None)
+    assert checkpoints.seconds == 2.0 * checkpoints.count
+    assert 0.015 < checkpoints.seconds / now[0] < 0.02
+
+
+@pytest.mark.parametrize(("every", "expected"), [("off", []), ("3", [3, 6, 9]), ("4", [4, 8])])
+def test_checkpoints_are_due_as_asked(every: str, expected: list[int]) -> None:
+    checkpoints = Checkpoints(every)
+    due = [i for i in range(1, 10) if checkpoints.due(MPI.COMM_SELF, i)]
+    assert due == expected

@@ -1,0 +1,132 @@
+"""The watchdog: who is blamed, when it stays silent, what it leaves behind."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from prunex_mpi import watchdog
+from prunex_mpi.errors import UserError
+from prunex_mpi.watchdog import Heartbeat, Record, Watchdog, blame, read_record
+
+LIMIT_S = 20
+
+
+def record(rank: int, **changes: object) -> Record:
+    fields = {
+        "host": "a",
+        "pid": 1,
+        "phase": "intra",
+        "iteration": 3,
+        "step": 0,
+        "beats": 7,
+        "at": 100.0,
+        "frame": "collectives.py:80 allreduce_",
+        "computing": False,
+    }
+    return Record(rank=rank, **{**fields, **changes})
+
+
+def test_the_silent_one_is_blamed_before_the_one_behind() -> None:
+    records = [record(0, phase="local"), record(1), record(2, at=50.0)]
+    assert blame(records, alive_since=97.0).rank == 2
+
+
+def test_the_one_that_has_come_least_far_is_blamed() -> None:
+    assert blame([record(0), record(1, phase="local", step=9), record(2)], 97.0).rank == 1
+    assert blame([record(0), record(1, phase="dual"), record(2, iteration=2)], 97.0).rank == 2
+
+
+def test_of_equals_the_one_that_computes_is_blamed() -> None:
+    records = [record(0), record(1), record(2, computing=True, frame="mine.py:3 forward")]
+    assert blame(records, 97.0).rank == 2
+
+
+class Job:
+    """Collect what a watchdog does instead of aborting."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def wait(self) -> bool:
+        return self.aborted.wait(LIMIT_S)
+
+
+def test_no_progress_ends_the_job_with_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    job, heartbeat = Job(), Heartbeat()
+    heartbeat.enter("local", 4)
+    heartbeat.beat(17)
+    dog = Watchdog(heartbeat, 3, 0.3, job.aborted.set)
+    assert job.wait()
+    dog.close()
+    text = capfd.readouterr().err
+    assert "rank 3 on" in text
+    assert "no progress for 0 s in phase local of outer iteration 4, step 17" in text
+    assert text.splitlines()[0].startswith("prunex_mpi: error: ")
+
+
+def test_progress_keeps_it_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    job, heartbeat = Job(), Heartbeat()
+    dog = Watchdog(heartbeat, 0, 1.0, job.aborted.set)
+    started = time.monotonic()
+    while time.monotonic() < started + 2.5:
+        heartbeat.beat(0)
+        time.sleep(0.01)
+    dog.close()
+    assert not job.aborted.is_set()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_silent_neighbour_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 1's thread never publishes again, as in a process that was stopped."""
+    job, heartbeat = Job(), Heartbeat()
+    dogs = [Watchdog(heartbeat, rank, 0.5, job.aborted.set) for rank in (0, 1)]
+    for dog in dogs:
+        dog.share(tmp_path, 2)
+    dogs[1].ended.set()
+    waiting = threading.Thread(target=job.wait)
+    waiting.start()
+    while waiting.is_alive():
+        heartbeat.beat(0)
+        time.sleep(0.01)
+    assert job.aborted.is_set()
+    for dog in dogs:
+        dog.close()
+    assert "rank 1 on" in capfd.readouterr().err
+
+
+def test_one_rank_reports_and_none_of_it_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "heartbeats"
+    folder.mkdir()
+    dogs = [Watchdog(Heartbeat(), rank, 100, pytest.fail) for rank in range(3)]
+    for dog in dogs:
+        dog.share(folder, 3)
+    found = read_record(folder, 2)
+    assert found is not None
+    assert (found.rank, found.phase) == (2, "start")
+    for dog in dogs:
+        dog.close()
+    assert not folder.exists()
+    folder.mkdir()
+    dog = Watchdog(Heartbeat(), 0, 100, pytest.fail)
+    dog.share(folder, 3)
+    assert [dog.first_to_report() for _ in range(3)] == [True, False, False]
+    dog.close()
+
+
+def test_a_folder_that_is_not_shared_is_a_user_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "SHARE_LIMIT_S", 0.3)
+    dog = Watchdog(Heartbeat(), 0, 100, pytest.fail)
+    with pytest.raises(UserError, match="all nodes share"):
+        dog.share(tmp_path / "elsewhere", 2)
+    dog.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"rank": 0}', b"\xff\xfe"])
+def test_a_record_that_cannot_be_read_is_none(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "rank-00000").write_bytes(content)
+    assert read_record(tmp_path, 0) is None
+    assert read_record(tmp_path, 1) is None
