@@ -167,7 +167,7 @@ class Watchdog:
         found = [record for record in records if record is not None]
         if not found:
             return f"rank {self.rank} on {self.host}: {self._stalled(seconds)}"
-        alive_since = max(record.at for record in found) - max(3 * self.pause_s, 1.0)
+        alive_since = max(record.at for record in found) - self.timeout_s / 2
         late = blame(found, alive_since)
         state = "is stopped or gone" if late.at < alive_since else "hangs"
         return (
