@@ -1,7 +1,8 @@
-"""Measure kernels, overhead, memory, collectives: `python -m prunex_mpi.bench`, also under mpirun.
+"""Measure what training costs: `python -m prunex_mpi.bench`, also under mpirun.
 
-One rank measures kernels, overhead and memory; two or more measure the collectives. The tables name
-the machine, the versions and the rank layout, since figures mean nothing without.
+One rank measures kernels, overhead and memory, two or more the collectives, any number the writing
+of checkpoints. The tables name the machine, the versions and the rank layout, since figures mean
+nothing without.
 """
 
 import argparse
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 ALONE = ("kernels", "overhead", "memory")
 TOGETHER = ("collectives",)
+ANYWHERE = ("checkpoint",)
 MAX_THREADS = 4096
 
 
@@ -43,6 +45,7 @@ class Options:
     steps: int
     repeat: int
     threads: int
+    folder: str
     json_file: str
     child: str
 
@@ -51,7 +54,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the benchmark's flags."""
     parser = Parser(
         prog="python -m prunex_mpi.bench",
-        description="Measure kernels, overhead and memory on one rank, collectives on several.",
+        description="Measure kernels, overhead and memory on one rank, collectives on several, "
+        "checkpoints on any number.",
         epilog="Without WHAT: everything that makes sense for the number of ranks.",
         allow_abbrev=False,
     )
@@ -60,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         "what",
         nargs="*",
         metavar="WHAT",
-        help=f"{', '.join((*ALONE, *TOGETHER))} or all [all]",
+        help=f"{', '.join((*ALONE, *TOGETHER, *ANYWHERE))} or all [all]",
     )
     add("--version", action="version", version=f"prunex_mpi {__version__}")
     add("--model", default="resnet152", metavar="NAME", help="model to measure [resnet152]")
@@ -81,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ranks-per-node", type=int, default=0, metavar="N", help="virtual nodes, as in training")
     add("--bucket-mib", type=float, default=32.0, metavar="X", help="size of a bucket [32]")
     add("--mpi-buffers", default="auto", metavar="NAME", help="auto, host or device [auto]")
+    add("--dir", default=".", metavar="DIR", dest="folder", help="where checkpoints go [.]")
     add("--json", default="", metavar="FILE", dest="json_file", help="write the tables there too")
     # What memory starts: one measured job.
     add("--child", default="", help=argparse.SUPPRESS)
@@ -99,7 +104,7 @@ def parse(argv: Sequence[str]) -> Options:
         flag = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
         shown = flag if re.fullmatch(r"[\w-]{1,60}", flag) else quote(flag)
         raise UserError(f"unknown flag {shown}; did you mean {nearest(flag, flags)}?")
-    sections = (*ALONE, *TOGETHER)
+    sections = (*ALONE, *TOGETHER, *ANYWHERE)
     for word in given.what:
         if word not in (*sections, "all"):
             guess = nearest(word, (*sections, "all"))
@@ -130,6 +135,7 @@ def parse(argv: Sequence[str]) -> Options:
         given.steps,
         given.repeat,
         given.threads,
+        given.folder,
         given.json_file,
         given.child,
     )
@@ -156,7 +162,7 @@ def choose_sections(asked: tuple[str, ...], ranks: int) -> tuple[str, ...]:
             )
         if section in TOGETHER and ranks == 1:
             raise UserError(f"{section} needs 2 or more ranks; start it with mpirun or srun")
-    return asked or (ALONE if ranks == 1 else TOGETHER)
+    return asked or ((ALONE if ranks == 1 else TOGETHER) + ANYWHERE)
 
 
 def bench(world: "MPI.Comm", options: Options) -> int:
@@ -234,7 +240,7 @@ def measure(
     threads: int,
     options: Options,
 ) -> list["Table"]:
-    """Return the tables of one section. `collectives` is collective on `topology.world`."""
+    """Return the tables of one section. Collective on `topology.world`."""
     settings = options.settings
     if section == "kernels":
         from prunex_mpi.bench_kernels import kernels
@@ -248,6 +254,10 @@ def measure(
         from prunex_mpi.bench_memory import memory
 
         return memory(settings, device, threads)
+    if section == "checkpoint":
+        from prunex_mpi.bench_checkpoint import checkpoints
+
+        return checkpoints(topology, settings, transport, device, options.repeat, options.folder)
     from prunex_mpi.bench_collectives import collectives
 
     return collectives(topology, settings, transport, device, options.repeat)

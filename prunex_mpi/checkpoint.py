@@ -69,6 +69,7 @@ def save(topology: Topology, run: RunDirectory | None, state: State, problem: Pr
     def begin() -> str:
         if run is None:
             return ""
+        run.finish_removals()
         return str(checkpoint_files.begin(run.path, position.iteration, position.step))
 
     def write() -> FileRecord:
@@ -91,7 +92,7 @@ def save(topology: Topology, run: RunDirectory | None, state: State, problem: Pr
                 "model": _model_digest(state, problem),
                 "files": run.sizes(),
             }
-            checkpoint_files.publish(folder, manifest)
+            run.remove_later(checkpoint_files.publish(folder, manifest))
 
     together(world, lambda: telling_disk_errors(what, publish))
 
@@ -252,7 +253,7 @@ def _read_parts(
         size, crc32 = records[rank]
         record = FileRecord(size, crc32)
         tensors, numbers = checkpoint_files.read_rank_file(run, name, rank, record)
-        if not _alike(_numbers(state, problem.train, Position()), numbers):
+        if not _usable(numbers, _numbers(state, problem.train, Position())):
             raise DamagedCheckpoint(f"the numbers of rank {rank} are not what this version writes")
         wanted = _expected(state, problem, rank in leaders, rank == 0, numbers)
         if not other_nodes:
@@ -271,12 +272,21 @@ def _read_parts(
         yield tensors, numbers
 
 
+def _usable(numbers: Any, template: Numbers) -> bool:
+    """Say whether `numbers` are what `_numbers` returns for this run, as it did for `template`."""
+    # The spare Gaussian of the generator is a number or None.
+    template["python"][2] = None
+    if not _alike(template, numbers):
+        return False
+    return numbers["position"]["iteration"] >= 1 and numbers["position"]["step"] >= 0
+
+
 def _alike(template: Any, value: Any) -> bool:
     """Say whether `value` has the keys, lengths and types of `template`, all the way down.
 
-    What is None on either side may be anything there, and so may the length of an empty list.
+    What is None in `template` may be anything, and so may the length of an empty list.
     """
-    if template is None or value is None:
+    if template is None:
         return True
     if isinstance(template, dict):
         return (

@@ -57,10 +57,10 @@ def begin(run: Path, iteration: int, step: int) -> Path:
     return partial
 
 
-def publish(partial: Path, manifest: dict[str, Any]) -> str:
-    """Make a folder of written files a checkpoint: manifest, then one rename. Return its name.
+def publish(partial: Path, manifest: dict[str, Any]) -> list[Path]:
+    """Make a folder of written files a checkpoint: manifest, then one rename.
 
-    Afterwards all but the last `KEEP` checkpoints are removed.
+    All but the last `KEEP` checkpoints lose their names; returns their folders, to be removed.
     """
     body = json.dumps(manifest, allow_nan=False, sort_keys=True)
     text = json.dumps({"crc32": zlib.crc32(body.encode()), "body": body})
@@ -68,18 +68,15 @@ def publish(partial: Path, manifest: dict[str, Any]) -> str:
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
     os.rename(partial, final)
     sync(final.parent)
-    for old in valid_names(final.parent.parent)[KEEP:]:
-        # Renamed first: a removal cut short must not leave what looks complete.
-        doomed = final.parent / f"{old}{PARTIAL}"
-        os.rename(final.parent / old, doomed)
-        shutil.rmtree(doomed)
-    return final.name
+    run = final.parent.parent
+    # Renamed first: a removal cut short must not leave what looks complete.
+    return [set_aside(run, name) for name in valid_names(run)[KEEP:]]
 
 
-def set_aside(run: Path, name: str) -> None:
-    """Take a checkpoint that can't be used out of the count; the next write removes it."""
+def set_aside(run: Path, name: str) -> Path:
+    """Take a checkpoint out of the count; what remains is removed before the next write."""
     folder = run / "checkpoints" / name
-    os.rename(folder, folder.with_name(f"{name}{PARTIAL}"))
+    return folder.rename(folder.with_name(f"{name}{PARTIAL}"))
 
 
 def write_rank_file(
@@ -90,7 +87,7 @@ def write_rank_file(
     `tensors` are contiguous CPU tensors of separate memory, `numbers` goes through JSON. Raises
     OSError.
     """
-    path = folder / _rank_file(rank)
+    path = rank_file(folder, rank)
     save_tensors(tensors, path, {"numbers": json.dumps(numbers, allow_nan=False)})
     # The disk works while the checksum is computed.
     with ThreadPoolExecutor(1) as reader:
@@ -163,7 +160,7 @@ def read_rank_file(
     run: Path, name: str, rank: int, record: FileRecord
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what one rank wrote; raise DamagedCheckpoint unless every bit is as written."""
-    path = run / "checkpoints" / name / _rank_file(rank)
+    path = rank_file(run / "checkpoints" / name, rank)
     _require_file(path)
     try:
         found = read_record(path)
@@ -181,8 +178,9 @@ def read_rank_file(
         raise DamagedCheckpoint(f"{path.name}: {' '.join(str(error).split())[:200]}") from None
 
 
-def _rank_file(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
+def rank_file(folder: Path, rank: int) -> Path:
+    """Return where `rank` writes in the folder of a checkpoint."""
+    return folder / f"rank-{rank:05d}.safetensors"
 
 
 def _require_file(path: Path) -> None:

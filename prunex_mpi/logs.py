@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ class RunDirectory:
         self.config = config
         self.records = {name: FileRecord() for name in LINES}
         self.lock = FileLock(path / "lock", timeout=0)
+        self.removal: threading.Thread | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
             # FileLock takes any failure to make its file for a lock that is held.
@@ -114,7 +116,27 @@ class RunDirectory:
 
     def close(self) -> None:
         """Let other jobs have the run."""
+        self.finish_removals()
         self.lock.release()
+
+    def remove_later(self, folders: list[Path]) -> None:
+        """Remove folders while training goes on: gigabytes take as long to free as to write."""
+
+        def remove() -> None:
+            for folder in folders:
+                # What stays is removed before the next write, and refused there if need be.
+                shutil.rmtree(folder, ignore_errors=True)
+
+        self.finish_removals()
+        if folders:
+            self.removal = threading.Thread(target=remove, name="removal", daemon=True)
+            self.removal.start()
+
+    def finish_removals(self) -> None:
+        """Wait until what was to be removed is."""
+        if self.removal is not None:
+            self.removal.join()
+            self.removal = None
 
     def append(self, name: str, records: Iterable[dict[str, Any]]) -> None:
         """Append one JSON object per line to the file `name`, one of LINES."""

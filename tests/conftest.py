@@ -11,6 +11,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--fault-trials", type=int, default=0, help="number of faults to draw")
+    parser.addoption("--fault-seed", type=int, default=1, help="seed of the first chain of faults")
+    parser.addoption("--soak-iterations", type=int, default=80, help="outer iterations of a soak")
+
+
 def pytest_collection_finish(session):
     # What is loaded by now stays: collecting it again after every parallel test takes a second.
     gc.collect()

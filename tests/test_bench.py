@@ -12,6 +12,7 @@ import torch
 from mpi4py import MPI
 
 from prunex_mpi import bench
+from prunex_mpi.bench_checkpoint import checkpoints
 from prunex_mpi.bench_collectives import collectives
 from prunex_mpi.bench_kernels import kernels, make_state, project_alone, update_duals_alone
 from prunex_mpi.bench_memory import child, memory
@@ -166,6 +167,14 @@ def test_collectives_are_timed_alike_on_every_rank(ranks_per_node):
         assert sent[1] > sent[0] > sent[2] == 0
 
 
+def test_checkpoints_are_timed_against_dd_and_leave_nothing(alone, tmp_path):
+    (table,) = checkpoints(alone, SMALL, build_transport(CPU, 1, "host"), CPU, 1, str(tmp_path))
+    assert_sane(table)
+    # theta, u, momentum, v, z_node and z of resnet8, and little else.
+    assert column(table, "MiB in all")[0] == pytest.approx(6 * 4 * 75_290 / 2**20, rel=0.05)
+    assert not list(tmp_path.iterdir())
+
+
 def test_help_loads_neither_torch_nor_mpi():
     code = (
         "import sys\n"
@@ -229,8 +238,9 @@ def test_what_cannot_be_measured_is_refused(flags, culprit):
 
 
 def test_sections_fit_the_number_of_ranks():
-    assert bench.choose_sections((), 1) == ("kernels", "overhead", "memory")
-    assert bench.choose_sections((), 4) == ("collectives",)
+    assert bench.choose_sections((), 1) == ("kernels", "overhead", "memory", "checkpoint")
+    assert bench.choose_sections((), 4) == ("collectives", "checkpoint")
+    assert bench.choose_sections(("checkpoint",), 3) == ("checkpoint",)
     assert bench.choose_sections(("memory",), 1) == ("memory",)
     with pytest.raises(UserError):
         bench.choose_sections(("kernels",), 2)

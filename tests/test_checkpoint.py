@@ -271,6 +271,7 @@ def test_damage_on_one_rank_is_refused_by_all(victim: str) -> None:
         for _ in range(2):
             checkpoint.save(topology, files, second.state, second.problem)
         if files is not None:
+            files.finish_removals()
             names = checkpoint_files.valid_names(files.path)
             assert len(names) == 2
             assert len(list((files.path / "checkpoints").iterdir())) == 2

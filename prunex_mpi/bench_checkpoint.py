@@ -1,0 +1,121 @@
+"""Measure writing and reading a checkpoint against dd with the same bytes on the same disk."""
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mpi4py import MPI
+
+from prunex_mpi import checkpoint, checkpoint_files
+from prunex_mpi.bench_report import Action, Table, min_seconds
+from prunex_mpi.collectives import Transport
+from prunex_mpi.comm import Topology, broadcast_text, together
+from prunex_mpi.errors import UserError
+from prunex_mpi.layout import build_layout
+from prunex_mpi.logs import RunDirectory
+from prunex_mpi.problem import build_problem, load_dataset, make_groups, make_model
+from prunex_mpi.settings import Settings, with_overrides
+from prunex_mpi.state import build_state
+
+AIM_TIMES_DD = 1.5
+MIB = 2**20
+
+
+def checkpoints(
+    topology: Topology,
+    settings: Settings,
+    transport: Transport,
+    device: torch.device,
+    repeat: int,
+    folder: str,
+) -> list[Table]:
+    """Write and read checkpoints of a fresh run in `folder`. Collective on `world`."""
+    world = topology.world
+    path = Path(broadcast_text(world, together(world, lambda: _make_folder(world.rank, folder))))
+    files = RunDirectory(path, "bench") if world.rank == 0 else None
+    settings = with_overrides(
+        settings,
+        dataset="synthetic",
+        image_size=8,
+        train_samples=settings.batch_size * world.size,
+        test_samples=world.size,
+    )
+    dataset = load_dataset(topology, settings)
+    model = make_model(settings, dataset.num_classes, dataset.image_size)
+    problem = build_problem(topology, settings, dataset, model, device, transport)
+    layout = build_layout(model)
+    state = build_state(model, layout, make_groups(settings, model, layout), settings)
+    # No disk shall gain from zeros.
+    for flat in (state.u, state.v, state.optimizer.state[state.theta]["momentum_buffer"]):
+        flat.normal_()
+
+    def save() -> None:
+        checkpoint.save(topology, files, state, problem)
+
+    def read() -> None:
+        checkpoint.restore(topology, files, state, problem, settings, transport)
+
+    def settle() -> None:
+        if files is not None:
+            files.finish_removals()
+        world.Barrier()
+
+    def copy_with_dd() -> None:
+        # Each rank its own file, as in a checkpoint, from memory through to the disk.
+        command = ["dd", f"if={source}", f"of={copy}", "bs=1M", "conv=fsync"]
+        subprocess.run(command, check=True, capture_output=True)
+        world.Barrier()
+
+    def forget_copy() -> None:
+        copy.unlink(missing_ok=True)
+        settle()
+
+    save()
+    size = np.zeros(1, dtype=np.int64)
+    newest = broadcast_text(world, checkpoint_files.valid_names(path)[0] if files else "")
+    written = checkpoint_files.rank_file(path / "checkpoints" / newest, world.rank)
+    # Checkpoints come and go; what dd reads stays, in the page cache.
+    source, copy = (path / f"{word}-{world.rank}" for word in ("source", "copy"))
+    shutil.copyfile(written, source)
+    world.Allreduce(np.array([source.stat().st_size]), size, op=MPI.SUM)
+    actions = {
+        "write": Action(save, settle),
+        "dd": Action(copy_with_dd, forget_copy),
+        "read": Action(read, settle),
+    }
+    seconds = min_seconds(actions, repeat, device)
+    world.Barrier()
+    if files is not None:
+        files.close()
+        shutil.rmtree(path)
+    row = (
+        settings.model,
+        size[0] / MIB,
+        1e3 * seconds["write"],
+        1e3 * seconds["dd"],
+        seconds["write"] / seconds["dd"],
+        AIM_TIMES_DD,
+        1e3 * seconds["read"],
+    )
+    return [
+        Table(
+            f"Checkpoints of {world.size} ranks on {topology.num_nodes} nodes, before the freeze",
+            ("model", "MiB in all", "write ms", "dd ms", "times dd", "aim", "read ms"),
+            (row,),
+            (
+                f"minimum of {repeat}; dd copies the same bytes with conv=fsync, one per rank",
+                "a thread removes old checkpoints while training goes on: not in these times",
+            ),
+        )
+    ]
+
+
+def _make_folder(rank: int, folder: str) -> str:
+    try:
+        return tempfile.mkdtemp(prefix="bench-checkpoint-", dir=folder) if rank == 0 else ""
+    except OSError as error:
+        raise UserError(f"--dir {folder}: {error.strerror}; choose another") from None

@@ -1,0 +1,1107 @@
+"""Bad flags, files, data, run directories and checkpoints: one line, the right code, no traceback.
+
+All inputs go through `prunex_mpi.train.main` in this process, a world of one rank.
+"""
+
+import io
+import json
+import logging
+import os
+import shutil
+import signal
+import string
+import subprocess
+import sys
+import tempfile
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import odd_models
+import pytest
+import tomli_w
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from prunex_mpi import checkpoint_files, program, train
+from prunex_mpi.files import read_record
+from prunex_mpi.settings import FIELDS, key_of
+
+FAILURE, USAGE, UNREADABLE = 1, 2, 3
+LIMIT_S = 20
+SHORT = [
+    *("--model", "odd_models:small", "--local-steps", "1", "--batch-size", "16"),
+    *("--warmup-iterations", "1", "--keep-ramp-iterations", "1", "--freeze-iteration", "3"),
+    *("--outer-iterations", "3", "--checkpoint-every", "1"),
+]
+SYNTHETIC = [
+    *("--dataset", "synthetic", "--image-size", "8"),
+    *("--train-samples", "64", "--test-samples", "16"),
+]
+DRY = ["--dry-run", "--model", "odd_models:small", *SYNTHETIC]
+OLDER, NEWEST = "000001-iteration-2-step-0", "000002-iteration-3-step-0"
+RANK_0, RANK_1, MANIFEST = "rank-00000.safetensors", "rank-00001.safetensors", "manifest.json"
+BOTH_REFUSED = (f"{NEWEST}: ", f"{OLDER}: ")
+# The same inputs each time, and nothing kept between two runs of the suite.
+PROPERTY = settings(deadline=None, database=None, derandomize=True, max_examples=25)
+
+Damage = Callable[[Path], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One bad input: what is damaged or given, and how the program must answer."""
+
+    name: str
+    damage: Damage
+    code: int | tuple[int, ...]
+    words: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the program ended and what it wrote to standard error, but for records of the log."""
+
+    code: int
+    lines: list[str]
+    records: list[str]
+
+
+# --------------------------------------------------------------------------------------------------
+# The program in this process
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_alive() -> Iterator[None]:
+    """Turn an abort of the job into a failure of the test, and give the logger back as it was."""
+
+    def end_job(_world: object) -> None:
+        raise AssertionError("the program aborted the job")
+
+    log = logging.getLogger("prunex_mpi")
+    before = log.handlers, log.propagate, log.level
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "end_job", end_job)
+        patch.setattr(train, "end_job", end_job)
+        yield
+    log.handlers, log.propagate, log.level = before
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Raise TimeoutError where the program hangs."""
+
+    def stop(_number: int, _frame: object) -> None:
+        raise TimeoutError(f"the program did not end within {LIMIT_S} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in sorted(signal.valid_signals())]
+
+
+def run(*argv: object) -> Ended:
+    """Run the program; whatever its end, no thread and no handler of a signal may stay."""
+    errors = io.StringIO()
+    hook = sys.excepthook
+    try:
+        with limited(), redirect_stderr(errors), redirect_stdout(io.StringIO()):
+            before = handlers(), threading.enumerate()
+            code = train.main([str(word) for word in argv])
+            assert (handlers(), threading.enumerate()) == before
+    finally:
+        # It stays for what main raises, and would abort the job of these tests.
+        sys.excepthook = hook
+    lines = errors.getvalue().splitlines()
+    is_record = [line.startswith("[0/1] ") for line in lines]
+    records = [line for line, record in zip(lines, is_record, strict=True) if record]
+    return Ended(code, [line for line in lines if line not in records], records)
+
+
+def assert_refused(ended: Ended, codes: int | tuple[int, ...], *words: str) -> None:
+    assert ended.code in (codes if isinstance(codes, tuple) else (codes,)), ended
+    assert len(ended.lines) == 1, ended.lines
+    assert ended.lines[0].startswith("prunex_mpi.train: error: ")
+    for word in words:
+        assert word in ended.lines[0]
+
+
+def assert_refused_or_ran(ended: Ended, *codes: int) -> None:
+    """For drawn inputs, some of which are good."""
+    if ended.code:
+        assert_refused(ended, codes)
+    else:
+        assert not ended.lines
+
+
+def parameters(cases: list[Case]) -> Any:
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+# --------------------------------------------------------------------------------------------------
+# Flags
+# --------------------------------------------------------------------------------------------------
+
+BIG = str(2**62)
+FLAGS: dict[str, tuple[int, tuple[str, ...]]] = {
+    # flags: code, words of the line
+    "--keep-ration 0.5": (USAGE, ("--keep-ration", "--keep-ratio")),
+    "--Lr 1": (USAGE, ("--Lr", "--lr")),
+    "--lr": (USAGE, ("--lr", "argument")),
+    "--lr x": (USAGE, ("--lr", "number", "'x'")),
+    "--lr 0": (USAGE, ("--lr", "above 0")),
+    "--lr -1e-3": (USAGE, ("--lr", "above 0")),
+    "--lr nan": (USAGE, ("--lr", "finite")),
+    "--lr inf": (USAGE, ("--lr", "finite")),
+    "--lr 1e19": (USAGE, ("--lr", "at most")),
+    "--lr 0.1 0.2": (USAGE, ("0.2",)),
+    "0.1": (USAGE, ("unexpected argument '0.1'",)),
+    "--seed 1.5": (USAGE, ("--seed", "whole number")),
+    "--seed -1": (USAGE, ("--seed", "at least 0")),
+    f"--seed {2**63}": (USAGE, ("--seed", "at most")),
+    "--batch-size 0": (USAGE, ("--batch-size", "at least 1")),
+    "--momentum 1": (USAGE, ("--momentum", "below 1")),
+    "--keep-ratio 0": (USAGE, ("--keep-ratio", "above 0")),
+    "--keep-ratio 1.01": (USAGE, ("--keep-ratio", "at most 1")),
+    "--keep-ratio 0.5 0.5 0.5": (USAGE, ("keep-ratio", "3 values for 1 groups")),
+    "--groups": (USAGE, ("--groups", "argument")),
+    "--groups filter filter": (USAGE, ("--groups", "twice")),
+    "--groups chanel": (USAGE, ("'chanel'", "'channel'")),
+    "--layer-keep-ratio 0.weight": (USAGE, ("--layer-keep-ratio", "PATTERN=RATIO")),
+    "--layer-keep-ratio 0.weight=2": (USAGE, ("--layer-keep-ratio", "0 < r <= 1")),
+    "--layer-keep-ratio layer9*=0.5": (USAGE, ("--layer-keep-ratio", "'layer9*'")),
+    "--preset receipt": (USAGE, ("--preset", "'recipe'")),
+    "--dataset cifar": (USAGE, ("--dataset", "'cifar10'")),
+    "--local-epochs 1": (USAGE, ("--local-epochs", "--local-steps")),
+    "--local-epochs 1/0 --local-steps 0": (USAGE, ("--local-epochs", "fraction", "'1/0'")),
+    "--local-epochs 0 --local-steps 0": (USAGE, ("local-epochs", "local-steps", "both 0")),
+    "--warmup-iterations 3/2": (USAGE, ("--warmup-iterations", "share below 1")),
+    "--warmup-iterations 3": (USAGE, ("warmup-iterations", "freeze-iteration 3")),
+    "--freeze-iteration 9": (USAGE, ("freeze-iteration 9", "outer-iterations")),
+    "--rho-min 2 --rho-max 1": (USAGE, ("rho-min 2.0", "rho-max 1.0")),
+    "--penalty ramp --rho1 1e9": (USAGE, ("rho1", "rho-max")),
+    "--checkpoint-every 0": (USAGE, ("--checkpoint-every", "'0'")),
+    "--checkpoint-every often": (USAGE, ("--checkpoint-every", "'often'")),
+    "--timeout 0": (USAGE, ("--timeout", "at least 1")),
+    "--time-limit -1": (USAGE, ("--time-limit", "at least 0")),
+    "--preempt-signals KILL": (USAGE, ("--preempt-signals", "'KILL'")),
+    "--resume --run-dir=": (USAGE, ("--resume needs --run-dir",)),
+    "--resume=yes": (USAGE, ("--resume", "'yes'")),
+    "--no-lr": (USAGE, ("--no-lr",)),
+    "--ranks-per-node 2": (USAGE, ("--ranks-per-node 2", "1 ranks")),
+    "--mpi-buffers device --device cpu": (USAGE, ("--mpi-buffers device", "--device cuda")),
+    "--bucket-mib 0": (USAGE, ("--bucket-mib", "at least")),
+    "--config a.toml --config b.toml": (USAGE, ("--config", "2 times")),
+    "--model resnet21": (USAGE, ("'resnet21'", "did you mean resnet")),
+    "--model nowhere:f": (USAGE, ("cannot import 'nowhere'",)),
+    "--model :": (USAGE, ("cannot import ''",)),
+    "--model odd_models:absent": (USAGE, ("odd_models has no function 'absent'",)),
+    "--model odd_models:no_convolution": (USAGE, ("no convolution layer",)),
+    "--model odd_models:_rank": (USAGE, ("odd_models:_rank", "TypeError")),
+    "--model json:dumps": (USAGE, ("json:dumps", "TypeError")),
+    "--model odd_models:small --stem cifar": (USAGE, ("--stem cifar",)),
+    f"--image-size {BIG}": (USAGE, ("image-size",)),
+    f"--dataset digits --image-size {2**31} --train-samples 0": (USAGE, ("image-size",)),
+    f"--train-samples {BIG}": (USAGE, ("train-samples",)),
+    f"--test-samples {BIG}": (USAGE, ("test-samples",)),
+    "--dataset digits --train-samples 9999": (USAGE, ("--train-samples 9999",)),
+    "--lr 9e18": (FAILURE, ("not finite",)),
+    "--weight-decay 9e18": (FAILURE, ("not finite",)),
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_bad_flags(tmp_path, flags):
+    code, words = FLAGS[flags]
+    ended = run(*SHORT, *SYNTHETIC, "--run-dir", tmp_path / "run", *flags.split())
+    assert_refused(ended, code, *words)
+    assert not (tmp_path / "run/summary.json").exists()
+
+
+WORDS = st.text(st.characters(exclude_categories=["Cs"]) | st.just("\udcff"), max_size=20)
+NAMES = st.text(string.ascii_lowercase + string.digits + "-", min_size=1, max_size=20)
+
+
+@PROPERTY
+@given(NAMES.filter(lambda name: name not in ("help", "version", "config")))
+def test_unknown_flags_are_named_with_a_known_one(name):
+    if name.removeprefix("no-") in map(key_of, FIELDS):
+        return
+    assert_refused(run(*SHORT, f"--{name}"), USAGE, "unknown flag", "did you mean --")
+
+
+@PROPERTY
+@given(st.lists(WORDS.filter(lambda word: not word.startswith("-h")), min_size=1, max_size=3))
+def test_words_that_are_no_flags(words):
+    assert_refused(run(*words, *DRY), USAGE)
+
+
+NUMBERS = (
+    st.integers(max_value=10)
+    | st.integers(min_value=2**62)
+    | st.floats()
+    | st.fractions().map(str)
+    | st.sampled_from(["", " ", "1_0", "٣", "1e999999999", "0x10", "--", "1/0", "true"])
+)
+# How long a dry run takes, and how much memory, depends on these two.
+COUNTED = ("outer_iterations", "image_size")
+VALUED = sorted(name for name, field in FIELDS.items() if field.type is not bool)
+
+
+@settings(PROPERTY, max_examples=80)
+@given(st.sampled_from(VALUED), WORDS | NUMBERS)
+def test_drawn_values_of_flags(name, value):
+    if name in COUNTED and isinstance(value, int) and value > 10:
+        value = -value
+    ended = run(*DRY, f"--{key_of(name)}={value}")
+    assert_refused_or_ran(ended, USAGE)
+
+
+@pytest.mark.parametrize("flag", ["--run-dir", "--data-dir", "--model", "--config"])
+@pytest.mark.parametrize("name", ["first\nsecond", "\r", "\udcff", "a" * 300, "/dev/null/x"])
+def test_names_that_no_message_may_break_on(flag, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for existing in ("first\nsecond", "\r"):
+        Path(existing).write_text("not TOML, not a folder")
+    extra = ["--dataset", "imagefolder"] if flag == "--data-dir" else []
+    run_dir = ["--run-dir", "run"] if flag != "--run-dir" else []
+    ended = run(*SHORT, *SYNTHETIC, *extra, *run_dir, f"{flag}={name}")
+    assert_refused(ended, (USAGE, UNREADABLE))
+
+
+# --------------------------------------------------------------------------------------------------
+# Files of settings
+# --------------------------------------------------------------------------------------------------
+
+CONFIGS: dict[str, tuple[bytes, tuple[str, ...]]] = {
+    # name: contents, words of the line
+    "not toml": (b"lr 0.1", ("not a TOML file",)),
+    "cut": (b"lr = 0.1\nmodel = 'res", ("not a TOML file",)),
+    "binary": (b"\x7fELF\x00\xff", ("not a TOML file",)),
+    "latin-1": ("model = 'é'".encode("latin-1"), ("not a TOML file",)),
+    "byte order mark": (b"\xef\xbb\xbflr = 0.1", ("not a TOML file",)),
+    "zeros": (b"\0" * 100, ("not a TOML file",)),
+    "deep": (b"lr = " + b"[" * 100_000, ("not a TOML file",)),
+    "long number": (b"seed = " + b"9" * 5000, ("not a TOML file",)),
+    "twice": (b"lr = 0.1\nlr = 0.1", ("not a TOML file",)),
+    "json": (b'{"lr": 0.1}', ("not a TOML file",)),
+    "unknown key": (b"learning-rate = 0.1", ("'learning-rate'",)),
+    "underscore": (b"batch_size = 8", ("'batch_size'", "'batch-size'")),
+    "empty key": (b'"" = 8', ("unknown key ''",)),
+    "newline in key": (b'"a\\nb" = 8', ("unknown key 'a\\nb'",)),
+    "table": (b"[lr]\nx = 1", ("lr", "a number")),
+    "unknown table": (b"[training]\nlr = 1", ("'training'",)),
+    "versions": (b"versions = 1", ("'versions'",)),
+    "text for number": (b"lr = '0.1'", ("lr", "a number")),
+    "number for text": (b"model = 8", ("model", "a string")),
+    "number for switch": (b"compile = 1", ("compile", "true or false")),
+    "switch for number": (b"seed = true", ("seed", "whole number")),
+    "float for int": (b"seed = 1.0", ("seed", "whole number")),
+    "date": (b"seed = 2026-01-01", ("seed", "whole number")),
+    "nan": (b"lr = nan", ("lr", "finite")),
+    "infinite": (b"lr = -inf", ("lr", "finite")),
+    "huge": (b"lr = 1" + b"0" * 400, ("lr", "finite")),
+    "list": (b"lr = [0.1]", ("lr", "a number")),
+    "empty list": (b"groups = []", ("groups", "at least one")),
+    "nested list": (b"groups = [['filter']]", ("groups", "a string")),
+    "nul": (b'model = "a\\u0000b"', ("model", "UTF-8")),
+    "empty text": (b'model = ""', ("model", "empty")),
+    "resume": (b"resume = true", ("--resume needs --run-dir",)),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bad_files_of_settings(tmp_path, name):
+    contents, words = CONFIGS[name]
+    (tmp_path / "a.toml").write_bytes(contents)
+    assert_refused(run("--config", tmp_path / "a.toml", *DRY), USAGE, *words)
+
+
+@pytest.mark.parametrize("kind", ["absent", "folder", "link to itself", "under a file"])
+def test_no_file_of_settings(tmp_path, kind):
+    path = tmp_path / "a.toml"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "link to itself":
+        path.symlink_to(path)
+    elif kind == "under a file":
+        path.write_text("")
+        path /= "b.toml"
+    assert_refused(run("--config", path, *DRY), USAGE, "cannot read --config", path.name)
+
+
+def run_with_config(contents: bytes) -> Ended:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.toml"
+        path.write_bytes(contents)
+        return run("--config", path, *DRY)
+
+
+@PROPERTY
+@given(st.binary(max_size=40) | st.text(max_size=40).map(lambda text: text.encode()))
+def test_drawn_bytes_as_settings(contents):
+    assert_refused_or_ran(run_with_config(contents), USAGE)
+
+
+TOML_VALUES = st.recursive(
+    st.booleans()
+    | st.integers(-(2**70), 10)
+    | st.floats()
+    | st.text(max_size=10)
+    | st.dates().map(lambda day: date(max(day.year, 1000), 1, 1)),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(PROPERTY, max_examples=60)
+@given(st.dictionaries(st.sampled_from(sorted(FIELDS)), TOML_VALUES, min_size=1, max_size=3))
+def test_drawn_values_of_keys(values):
+    table = {key_of(name): value for name, value in values.items()}
+    assert_refused_or_ran(run_with_config(tomli_w.dumps(table).encode()), USAGE)
+
+
+@PROPERTY
+@given(st.sampled_from(sorted(FIELDS)), st.sampled_from([date(2026, 1, 1), {"x": 1}, [[1]]]))
+def test_values_of_no_type_that_a_key_has(name, value):
+    contents = tomli_w.dumps({key_of(name): value}).encode()
+    assert_refused(run_with_config(contents), USAGE, key_of(name))
+
+
+# --------------------------------------------------------------------------------------------------
+# Folders of images
+# --------------------------------------------------------------------------------------------------
+
+
+def make_images(folder: Path, suffix: str = "png") -> None:
+    """Write 8 training and 2 test images of 8x8 for each of two classes."""
+    for half, count in (("train", 8), ("test", 2)):
+        for label in ("cat", "dog"):
+            (folder / half / label).mkdir(parents=True)
+            for number in range(count):
+                pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
+                Image.fromarray(pixels).save(folder / half / label / f"{number}.{suffix}")
+
+
+def empty(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+
+
+def replace(path: Path, contents: bytes | None = None, link: str = "") -> None:
+    """Put bytes, a link or, without both, a folder in the place of whatever is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    if link:
+        path.symlink_to(link)
+    elif contents is None:
+        path.mkdir()
+    else:
+        path.write_bytes(contents)
+
+
+def cut(path: Path, size: int) -> None:
+    replace(path, path.read_bytes()[:size])
+
+
+def save_image(path: Path, mode: str, width: int, height: int) -> None:
+    Image.new(mode, (width, height)).save(path)
+
+
+IMAGE = "train/cat/3.png"
+SHAPE = ("--data-dir must hold train/<class>/*",)
+BROKEN = ("cannot read image", "repair or remove it")
+FOLDERS = [
+    Case("absent", shutil.rmtree, UNREADABLE, SHAPE),
+    Case("file", lambda p: replace(p, b""), UNREADABLE, SHAPE),
+    Case("no train", lambda p: shutil.rmtree(p / "train"), UNREADABLE, ("train", *SHAPE)),
+    Case("no test", lambda p: shutil.rmtree(p / "test"), UNREADABLE, ("test", *SHAPE)),
+    Case("no classes", lambda p: replace(p / "train"), UNREADABLE, ("train", *SHAPE)),
+    Case("train is a file", lambda p: replace(p / "train", b""), UNREADABLE, SHAPE),
+    Case("class is a file", lambda p: replace(p / "train/cat", b""), UNREADABLE, ("'cat'",)),
+    Case("empty class", lambda p: empty(p / "train/dog"), UNREADABLE, ("'dog'",)),
+    Case("empty test class", lambda p: empty(p / "test/dog"), UNREADABLE, ("'dog'",)),
+    Case("other test class", lambda p: (p / "test/dog").rename(p / "test/cow"), 3, ("'cow'",)),
+    Case("more test classes", lambda p: shutil.copytree(p / "test/dog", p / "test/c"), 3, ("c",)),
+    Case("text named png", lambda p: replace(p / IMAGE, b"hello"), UNREADABLE, BROKEN),
+    Case("empty file", lambda p: replace(p / IMAGE, b""), UNREADABLE, BROKEN),
+    Case("zeros", lambda p: replace(p / IMAGE, b"\0" * 200), UNREADABLE, BROKEN),
+    Case("cut header", lambda p: cut(p / IMAGE, 20), UNREADABLE, BROKEN),
+    Case("cut data", lambda p: cut(p / IMAGE, 60), UNREADABLE, BROKEN),
+    Case("folder named png", lambda p: replace(p / IMAGE), UNREADABLE, BROKEN),
+    Case("dangling link", lambda p: replace(p / IMAGE, link="nowhere"), UNREADABLE, BROKEN),
+    Case("link to itself", lambda p: replace(p / IMAGE, link="3.png"), UNREADABLE, BROKEN),
+    Case("bomb", lambda p: save_image(p / IMAGE, "1", 15000, 15000), UNREADABLE, BROKEN),
+    Case("other size", lambda p: save_image(p / IMAGE, "RGB", 9, 8), 3, ("9x8", "--image-size")),
+    Case("bad test image", lambda p: replace(p / "test/cat/1.png", b"x"), UNREADABLE, BROKEN),
+    Case("newline in name", lambda p: replace(p / "train/cat/a\nb.png", b"x"), UNREADABLE, BROKEN),
+    Case("odd name", lambda p: replace(p / "train/cat/\udcff.png", b"x"), UNREADABLE, BROKEN),
+    Case("odd class", lambda p: (p / "train/cat").rename(p / "train/\udcff"), 3, ("class",)),
+    Case("too few", lambda _: None, USAGE, ("--train-samples 17",), ("--train-samples", "17")),
+    Case("huge", lambda _: None, USAGE, ("image-size",), ("--image-size", str(2**31))),
+]
+
+
+@parameters(FOLDERS)
+def test_bad_folders_of_images(tmp_path, case):
+    images = tmp_path / "images"
+    make_images(images)
+    case.damage(images)
+    data = ["--dataset", "imagefolder", "--data-dir", images, *case.flags]
+    assert_refused(run(*SHORT, *data, "--run-dir", tmp_path / "run"), case.code, *case.words)
+
+
+def test_image_that_may_not_be_read(tmp_path):
+    if os.geteuid() == 0:
+        pytest.skip("root may read everything")
+    make_images(tmp_path / "images")
+    (tmp_path / "images" / IMAGE).chmod(0)
+    data = ["--dataset", "imagefolder", "--data-dir", tmp_path / "images"]
+    assert_refused(run(*SHORT, *data, "--run-dir", tmp_path / "run"), UNREADABLE, *BROKEN)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_damaged_cifar(tmp_path, name):
+    folder = "cifar-10-batches-py" if name == "cifar10" else "cifar-100-python"
+    (tmp_path / folder).mkdir()
+    for file in ("data_batch_1", "train", "test", "batches.meta", "meta"):
+        (tmp_path / folder / file).write_bytes(b"not a pickle")
+    data = ["--dataset", name, "--data-dir", tmp_path]
+    assert_refused(run(*SHORT, *data, "--run-dir", tmp_path / "run"), UNREADABLE, "--download")
+    # A folder that can't be made, and so nothing is fetched.
+    data = ["--dataset", name, "--data-dir", "/dev/null/x", "--download"]
+    assert_refused(run(*SHORT, *data, "--run-dir", tmp_path / "run"), UNREADABLE, "/dev/null/x")
+
+
+@PROPERTY
+@given(st.sampled_from(["png", "jpg", "bmp", "ppm", "webp"]), st.data())
+def test_damaged_images(suffix, data):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_images(folder / "images", suffix)
+        image = folder / f"images/train/dog/2.{suffix}"
+        contents = bytearray(image.read_bytes())
+        for place in data.draw(st.lists(st.integers(0, len(contents) - 1), max_size=4)):
+            contents[place] = data.draw(st.integers(0, 255))
+        image.write_bytes(contents[: data.draw(st.integers(0, len(contents)))])
+        source = ["--dataset", "imagefolder", "--data-dir", folder / "images"]
+        ended = run(*SHORT, *source, "--evaluate-every", 3, "--run-dir", folder / "run")
+        assert_refused_or_ran(ended, UNREADABLE)
+
+
+# --------------------------------------------------------------------------------------------------
+# Run directories
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A finished run with two checkpoints, to be copied and damaged."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    ended = run(*SHORT, *SYNTHETIC, "--run-dir", folder)
+    assert (ended.code, ended.lines) == (0, [])
+    assert sorted(os.listdir(folder / "checkpoints")) == [OLDER, NEWEST]
+    return folder
+
+
+@pytest.fixture
+def interrupted(finished, tmp_path) -> Path:
+    return interrupt(finished, tmp_path / "run")
+
+
+def interrupt(finished: Path, folder: Path) -> Path:
+    """Return a copy of the run as a job leaves it that dies after its last checkpoint."""
+    shutil.copytree(finished, folder)
+    (folder / "summary.json").unlink()
+    (folder / "state.safetensors").unlink()
+    return folder
+
+
+def resume(folder: Path, *flags: object) -> Ended:
+    return run("--resume", "--run-dir", folder, *flags)
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
+def config(old: str, new: str) -> Damage:
+    return lambda folder: edit(folder / "config.toml", old, new)
+
+
+def drop_line(folder: Path, key: str) -> None:
+    path = folder / "config.toml"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith(f"{key} =")))
+
+
+def flag(*flags: str) -> dict[str, Any]:
+    return {"damage": lambda _: None, "code": USAGE, "flags": flags}
+
+
+ANOTHER = ("no checkpoint can be used", "another config.toml")
+CHANGED = ("no checkpoint can be used", "metrics.jsonl")
+SUMMARY = ("summary.json", "can't be read")
+RUNS = [
+    Case("no config", lambda p: (p / "config.toml").unlink(), 3, ("without its config.toml",)),
+    Case("config a folder", lambda p: replace(p / "config.toml"), 3, ("config.toml", "directory")),
+    Case(
+        "config a link to nothing", lambda p: replace(p / "config.toml", link="x"), 3, ("config",)
+    ),
+    Case("config binary", lambda p: replace(p / "config.toml", b"\xff\0"), 3, ("not a TOML file",)),
+    Case("config deep", lambda p: replace(p / "config.toml", b"a=" + b"[" * 10**5), 3, ("TOML",)),
+    Case("config empty", lambda p: replace(p / "config.toml", b""), 3, ("config.toml",)),
+    Case("config lacks lr", lambda p: drop_line(p, "lr"), 3, ("config.toml", "has no lr")),
+    Case("config unknown key", config("lr =", "rl ="), 3, ("'rl'", "config.toml")),
+    Case("config bad value", config("lr = ", "lr = -"), 3, ("lr", "above 0", "config.toml")),
+    Case("config other model", config("odd_models:small", "resnet8"), UNREADABLE, ANOTHER),
+    Case("config other lr", config("lr = ", "lr = 1"), UNREADABLE, ANOTHER),
+    Case("config other versions", config("[versions]", "[versions]\nx = '1'"), 3, ANOTHER),
+    Case("config unknown model", config("odd_models:small", "odd_models:x"), 2, ("odd_models:x",)),
+    Case(
+        "config values do not fit",
+        config("freeze-iteration = 3", "freeze-iteration = 9"),
+        UNREADABLE,
+        ("freeze-iteration 9", "config.toml"),
+    ),
+    *(
+        Case(f"summary {text[:12]}", lambda p, t=text: replace(p / "summary.json", t), 3, SUMMARY)
+        for text in (b"", b"{", b"[]", b"{}", b"3", b"null", b"\xff", b"9" * 5000, b"[" * 10**5)
+    ),
+    Case("summary a folder", lambda p: replace(p / "summary.json"), UNREADABLE, SUMMARY),
+    Case("summary a loop", lambda p: replace(p / "summary.json", link="summary.json"), 3, SUMMARY),
+    Case("metrics empty", lambda p: replace(p / "metrics.jsonl", b""), UNREADABLE, CHANGED),
+    Case("metrics cut", lambda p: cut(p / "metrics.jsonl", 99), UNREADABLE, CHANGED),
+    Case("metrics absent", lambda p: (p / "metrics.jsonl").unlink(), UNREADABLE, CHANGED),
+    Case("metrics a folder", lambda p: replace(p / "metrics.jsonl"), UNREADABLE, CHANGED),
+    Case("metrics endless", lambda p: replace(p / "metrics.jsonl", link="/dev/zero"), 3, CHANGED),
+    Case(
+        "metrics changed",
+        lambda p: edit(p / "metrics.jsonl", '"iteration": 1', '"iteration": 2'),
+        UNREADABLE,
+        CHANGED,
+    ),
+    Case(
+        "layers changed",
+        lambda p: edit(p / "layers.jsonl", "0", "1"),
+        UNREADABLE,
+        ("no checkpoint can be used", "layers.jsonl"),
+    ),
+    Case(
+        "metrics a folder, no checkpoint",
+        lambda p: (shutil.rmtree(p / "checkpoints"), replace(p / "metrics.jsonl")),
+        UNREADABLE,
+        ("metrics.jsonl",),
+    ),
+    Case("state a folder", lambda p: replace(p / "state.safetensors"), FAILURE, ("results",)),
+    Case("checkpoints a file", lambda p: replace(p / "checkpoints", b""), (1, 3), ("checkpoint",)),
+    Case("heartbeats a file", lambda p: replace(p / "heartbeats", b""), USAGE, ("heartbeats",)),
+    Case("lock a folder", lambda p: replace(p / "lock"), USAGE, ("--run-dir", "directory")),
+    Case("run a file", lambda p: replace(p, b""), USAGE, ("--run-dir", "File exists")),
+    Case("lr differs", **flag("--lr", "0.5"), words=("--lr 0.5 differs from the run's",)),
+    Case("model differs", **flag("--model", "resnet8"), words=("--model resnet8 differs",)),
+    Case("preset differs", **flag("--preset", "paper"), words=("--preset paper differs",)),
+    Case("groups differ", **flag("--groups", "filter"), words=("--groups filter differs",)),
+    Case("more iterations", **flag("--outer-iterations", "4"), words=("--outer-iterations 4",)),
+    Case("unknown flag", **flag("--checkpoint", "1"), words=("--checkpoint-every",)),
+]
+
+
+@parameters(RUNS)
+def test_bad_run_directories(interrupted, case):
+    case.damage(interrupted)
+    assert_refused(resume(interrupted, *case.flags), case.code, *case.words)
+
+
+def test_a_whole_run_goes_on(interrupted):
+    """What the other tests damage is good: without damage it is taken."""
+    ended = resume(interrupted)
+    assert (ended.code, ended.lines) == (0, [])
+    assert any(f"going on from checkpoint {NEWEST}" in line for line in ended.records)
+
+
+def test_a_run_is_not_begun_again_without_resume(interrupted):
+    ended = run(*SHORT, *SYNTHETIC, "--run-dir", interrupted)
+    assert_refused(ended, USAGE, "already holds a run", "--resume")
+
+
+@pytest.mark.parametrize("extra", [[], ["--resume"]], ids=["new", "resume"])
+@pytest.mark.parametrize("place", ["file", "file/run", "/dev/null/run", "/proc/run", "a" * 300])
+def test_run_directory_that_can_not_be_made(tmp_path, place, extra):
+    (tmp_path / "file").write_text("")
+    ended = run(*SHORT, *SYNTHETIC, *extra, "--run-dir", tmp_path / place)
+    assert_refused(ended, USAGE, "--run-dir", "choose another")
+
+
+def test_run_directory_that_may_not_be_written(interrupted):
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    interrupted.chmod(0o500)
+    try:
+        assert_refused(resume(interrupted), USAGE, "--run-dir", "ermission")
+    finally:
+        interrupted.chmod(0o700)
+
+
+def test_run_directory_in_use_by_another_process(interrupted):
+    code = "import sys, filelock as f; l = f.FileLock(sys.argv[1]); l.acquire(); print(); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, interrupted / "lock"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        other.stdout.readline()
+        ended = resume(interrupted)
+        other.communicate(b"\n", timeout=LIMIT_S)
+    assert_refused(ended, USAGE, "in use by another job")
+
+
+def test_the_lock_is_given_back_after_an_error_too(interrupted):
+    manifest = interrupted / "checkpoints" / NEWEST / MANIFEST
+    contents = manifest.read_bytes()
+    in_both(lambda p: cut(p / MANIFEST, 10))(interrupted)
+    assert resume(interrupted).code == UNREADABLE
+    manifest.write_bytes(contents)
+    assert resume(interrupted).code == 0
+
+
+@pytest.mark.parametrize("place", ["link", "file"])
+def test_what_is_no_checkpoint_does_not_stop_the_next_ones(interrupted, place):
+    """The newest is taken away, and something else has its name."""
+    newest = interrupted / "checkpoints" / NEWEST
+    shutil.rmtree(newest)
+    replace(newest, b"", link=OLDER if place == "link" else "")
+    ended = resume(interrupted)
+    assert (ended.code, ended.lines) == (0, [])
+    assert any(f"going on from checkpoint {OLDER}" in line for line in ended.records)
+
+
+@PROPERTY
+@given(st.data())
+def test_config_of_a_run_cut_anywhere(finished, data):
+    size = (finished / "config.toml").stat().st_size
+    with tempfile.TemporaryDirectory() as name:
+        folder = interrupt(finished, Path(name) / "run")
+        cut(folder / "config.toml", data.draw(st.integers(0, size - 1)))
+        assert_refused(resume(folder), UNREADABLE, "config.toml")
+
+
+def flip(path: Path, place: int, bit: int) -> None:
+    contents = bytearray(path.read_bytes())
+    contents[place] ^= 1 << bit
+    path.write_bytes(contents)
+
+
+@PROPERTY
+@given(st.data())
+def test_config_of_a_run_with_a_flipped_bit(finished, data):
+    size = (finished / "config.toml").stat().st_size
+    with tempfile.TemporaryDirectory() as name:
+        folder = interrupt(finished, Path(name) / "run")
+        path = folder / "config.toml"
+        flip(path, data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 7)))
+        assert_refused(resume(folder), (USAGE, UNREADABLE))
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoints
+# --------------------------------------------------------------------------------------------------
+
+
+def in_both(damage: Damage) -> Damage:
+    """Return what does `damage` to the folder of each checkpoint."""
+    return lambda run: [damage(run / "checkpoints" / name) for name in (OLDER, NEWEST)]
+
+
+def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change what the manifest says and make its checksum right again."""
+    path = folder / MANIFEST
+    manifest = json.loads(json.loads(path.read_text())["body"])
+    changed = change(manifest)
+    body = json.dumps(manifest if changed is None else changed)
+    path.write_text(json.dumps({"crc32": zlib.crc32(body.encode()), "body": body}))
+
+
+def drop(mapping: Any, key: object) -> None:
+    del mapping[key]
+
+
+def says(key: str, value: object) -> Damage:
+    def change(manifest: dict[str, Any]) -> None:
+        assert key in manifest
+        manifest[key] = value
+
+    return in_both(lambda folder: rewrite_manifest(folder, change))
+
+
+def lacks(key: str) -> Damage:
+    return in_both(lambda folder: rewrite_manifest(folder, lambda m: drop(m, key)))
+
+
+def record_of(path: Path) -> list[int]:
+    record = read_record(path)
+    return [record.size, record.crc32]
+
+
+def link_to_itself_moved(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+    path.symlink_to("moved")
+
+
+def both(name: str, damage: Damage, *words: str) -> Case:
+    return Case(name, in_both(damage), UNREADABLE, (*BOTH_REFUSED, *words))
+
+
+WRITTEN = f"{MANIFEST} is not what was written"
+PLAIN = "is missing or is not a plain file"
+CHECKPOINTS = [
+    both("rank file absent", lambda p: (p / RANK_0).unlink(), RANK_0, PLAIN),
+    both("rank file a folder", lambda p: replace(p / RANK_0), RANK_0, PLAIN),
+    both("rank file a link", lambda p: link_to_itself_moved(p / RANK_0), RANK_0, PLAIN),
+    both("rank file a pipe", lambda p: ((p / RANK_0).unlink(), os.mkfifo(p / RANK_0)), PLAIN),
+    both("rank file a device", lambda p: replace(p / RANK_0, link="/dev/zero"), PLAIN),
+    *(
+        both(
+            f"rank file cut at {size}", lambda p, s=size: cut(p / RANK_0, s), RANK_0, f"has {size}"
+        )
+        for size in (0, 1, 8, 100, 20_000)
+    ),
+    both("rank file cut by one", lambda p: cut(p / RANK_0, -1), RANK_0, "bytes of"),
+    both("rank file longer", lambda p: (p / RANK_0).open("ab").write(b"\0"), RANK_0, "bytes of"),
+    both("rank file flipped", lambda p: flip(p / RANK_0, 30_000, 4), "checksum", RANK_0),
+    both("manifest absent", lambda p: (p / MANIFEST).unlink(), MANIFEST, PLAIN),
+    both("manifest a folder", lambda p: replace(p / MANIFEST), MANIFEST, PLAIN),
+    both("manifest a link", lambda p: link_to_itself_moved(p / MANIFEST), MANIFEST, PLAIN),
+    both("manifest cut", lambda p: cut(p / MANIFEST, 300), WRITTEN),
+    *(
+        both(f"manifest {text[:12]}", lambda p, t=text: replace(p / MANIFEST, t), WRITTEN)
+        for text in (b"", b"{}", b"[]", b"3", b"null", b"\xff", b"9" * 5000, b"[" * 10**5)
+    ),
+    both(
+        "manifest of another body",
+        lambda p: edit(p / MANIFEST, "node_sizes", "node_sizeS"),
+        f"checksum of {MANIFEST}",
+    ),
+    both("both absent", lambda p: empty(p), PLAIN),
+    Case("other format", says("format", 2), UNREADABLE, (*BOTH_REFUSED, "format 2")),
+    Case("format a list", says("format", [1]), UNREADABLE, BOTH_REFUSED),
+    *(
+        Case(f"manifest without {key}", lacks(key), UNREADABLE, BOTH_REFUSED)
+        for key in ("format", "ranks", "node_sizes", "files", "config")
+    ),
+    *(
+        Case(f"{key} {value!r}", says(key, value), UNREADABLE, BOTH_REFUSED)
+        for key, values in {
+            "ranks": (None, 3, "x", [], [3], [[1]], [["a", 0]], {"0": [1, 2]}, [[2**70, 1]]),
+            "node_sizes": (None, 3, "x", [], [0], [-1], ["a"], [[1]], [2], [1, 1], [2**70], [1.5]),
+            "files": (
+                None,
+                3,
+                {},
+                {"metrics.jsonl": 3},
+                {"metrics.jsonl": ["a", 3]},
+                {"\0": [1, 1]},
+            ),
+            "config": (None, 3, [], ""),
+        }.items()
+        for value in values
+    ),
+    *(
+        both(f"body {body!r}", lambda p, b=body: rewrite_manifest(p, lambda _: b), WRITTEN)
+        for body in ([], 3, "x", {})
+    ),
+]
+
+
+@parameters(CHECKPOINTS)
+def test_bad_checkpoints(interrupted, case):
+    case.damage(interrupted)
+    assert_refused(resume(interrupted), case.code, "no checkpoint can be used", *case.words)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda p: cut(p / RANK_0, 100),
+        lambda p: flip(p / RANK_0, 30_000, 0),
+        lambda p: (p / RANK_0).unlink(),
+        lambda p: replace(p / MANIFEST, b""),
+        lambda p: rewrite_manifest(p, lambda m: m.update(config="")),
+        lambda p: rewrite_numbers(p, lambda n: drop(n, "stage")),
+    ],
+    ids=["cut", "flipped", "absent", "manifest", "config", "numbers"],
+)
+def test_the_older_checkpoint_is_used_when_the_newest_is_damaged(interrupted, finished, damage):
+    damage(interrupted / "checkpoints" / NEWEST)
+    ended = resume(interrupted)
+    assert (ended.code, ended.lines) == (0, [])
+    assert any(f"refused checkpoint {NEWEST}: " in line for line in ended.records)
+    assert any(f"going on from checkpoint {OLDER}" in line for line in ended.records)
+    delivered = [folder / "state.safetensors" for folder in (interrupted, finished)]
+    assert delivered[0].read_bytes() == delivered[1].read_bytes()
+
+
+@settings(PROPERTY, max_examples=60)
+@given(st.sampled_from([RANK_0, MANIFEST]), st.booleans(), st.data())
+def test_one_flipped_bit_or_any_cut_is_noticed(finished, file, flipped, data):
+    with tempfile.TemporaryDirectory() as name:
+        folder = interrupt(finished, Path(name) / "run")
+        for checkpoint in (OLDER, NEWEST):
+            path = folder / "checkpoints" / checkpoint / file
+            place = data.draw(st.integers(0, path.stat().st_size - 1))
+            if flipped:
+                flip(path, place, data.draw(st.integers(0, 7)))
+            else:
+                cut(path, place)
+        assert_refused(resume(folder), UNREADABLE, *BOTH_REFUSED, file)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@PROPERTY
+@given(st.sampled_from(["format", "ranks", "node_sizes", "files", "config"]), JSON)
+def test_drawn_manifests_of_right_checksum(finished, key, value):
+    if (key, value) in (("format", 1), ("node_sizes", [1])):
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = interrupt(finished, Path(name) / "run")
+        says(key, value)(folder)
+        assert_refused(resume(folder), UNREADABLE, *BOTH_REFUSED)
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoints of right checksums that are not of this run
+# --------------------------------------------------------------------------------------------------
+
+
+def rewrite_rank_file(
+    folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], Any]
+) -> None:
+    """Change what rank 0 wrote, and make all checksums right again."""
+    path = folder / RANK_0
+    with safe_open(path, framework="pt") as file:
+        tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+        numbers = json.loads(file.metadata()["numbers"])
+    changed = change(tensors, numbers)
+    path.unlink()
+    checkpoint_files.write_rank_file(folder, 0, tensors, numbers if changed is None else changed)
+    rewrite_manifest(folder, lambda manifest: manifest.update(ranks=[record_of(path)]))
+
+
+def rewrite_numbers(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    rewrite_rank_file(folder, lambda _, numbers: change(numbers))
+
+
+def write_rank_file(folder: Path, contents: bytes) -> None:
+    replace(folder / RANK_0, contents)
+    rewrite_manifest(folder, lambda m: m.update(ranks=[record_of(folder / RANK_0)]))
+
+
+def write_metadata(folder: Path, text: str | None) -> None:
+    metadata = None if text is None else {"numbers": text}
+    save_file({"theta": torch.zeros(3)}, folder / RANK_0, metadata)
+    rewrite_manifest(folder, lambda m: m.update(ranks=[record_of(folder / RANK_0)]))
+
+
+def tensor_case(name: str, key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Case:
+    def damage(tensors: dict[str, Any], _numbers: object) -> None:
+        tensors[key] = change(tensors[key])
+
+    return both(f"{key} {name}", lambda p: rewrite_rank_file(p, damage))
+
+
+def numbers_case(name: str, change: Callable[[dict[str, Any]], Any]) -> Case:
+    return both(name, lambda p: rewrite_numbers(p, change))
+
+
+TENSORS = (
+    *("theta", "u", "v", "z", "z_node", "momentum", "mask", "rho1"),
+    *("order", "generator.data", "generator.torch"),
+)
+CONTENTS = [
+    *(
+        both(
+            f"no {key}",
+            lambda p, k=key: rewrite_rank_file(p, lambda t, _: drop(t, k)),
+        )
+        for key in TENSORS
+    ),
+    *(tensor_case("short", key, lambda t: t[:-1].clone()) for key in TENSORS),
+    *(tensor_case("of another type", key, lambda t: t.to(torch.int32)) for key in TENSORS),
+    tensor_case("of another shape", "theta", lambda t: t[None].clone()),
+    tensor_case("out of range", "order", lambda t: t + 10**6),
+    *(
+        numbers_case(f"no numbers {key}", lambda n, k=key: drop(n, k))
+        for key in ("position", "stage", "data", "python", "numpy")
+    ),
+    *(
+        numbers_case(f"{key} {value!r}", lambda n, k=key, v=value: n.update({k: v}))
+        for key in ("position", "stage", "data", "python", "numpy")
+        for value in (None, 3, [None] * 5)
+    ),
+    numbers_case("unknown place", lambda n: n["position"].update(more=1)),
+    numbers_case("place lacks step", lambda n: drop(n["position"], "step")),
+    numbers_case("place before the first", lambda n: n["position"].update(iteration=-1)),
+    numbers_case("place before the first step", lambda n: n["position"].update(step=-1)),
+    numbers_case("place null", lambda n: n["position"].update(iteration=None)),
+    numbers_case("place text", lambda n: n["position"].update(loss_sum="x")),
+    numbers_case("numbers a list", lambda _: []),
+    both("numbers absent", lambda p: write_metadata(p, None), RANK_0),
+    both("numbers empty", lambda p: write_metadata(p, ""), RANK_0),
+    both("numbers deep", lambda p: write_metadata(p, "[" * 10**5), RANK_0),
+    both("numbers long", lambda p: write_metadata(p, "9" * 5000), RANK_0),
+    *(
+        both(f"bytes {contents[:8]!r}", lambda p, c=contents: write_rank_file(p, c), RANK_0)
+        for contents in (b"", b"\0" * 8, b"\xff" * 99, b"hello world", b"\x02" + b"\0" * 7 + b"{}")
+    ),
+]
+
+
+@parameters(CONTENTS)
+def test_checkpoints_of_right_checksum_and_wrong_contents(interrupted, case):
+    case.damage(interrupted)
+    assert_refused(resume(interrupted), case.code, "no checkpoint can be used", *case.words)
+
+
+class OtherOrder(nn.Module):
+    """As many parameters as odd_models.small, in another order."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, num_classes)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.first(x)).mean((2, 3)))
+
+
+SMALL = odd_models.small
+
+
+def wider(num_classes: int, image_size: int) -> nn.Module:
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes)]
+    return nn.Sequential(nn.Conv2d(3, 9, 3), nn.Conv2d(9, 8, 3), *head)
+
+
+def with_statistics(num_classes: int, image_size: int) -> nn.Module:
+    body = SMALL(num_classes, image_size)
+    return nn.Sequential(*body[:1], nn.BatchNorm2d(8, affine=False), *body[1:])
+
+
+MODELS: dict[str, tuple[Callable[..., Any], int, tuple[str, ...]]] = {
+    # name: factory, code, words of the line
+    "wider": (wider, UNREADABLE, BOTH_REFUSED),
+    "in another order": (lambda num_classes, image_size: OtherOrder(num_classes), 3, BOTH_REFUSED),
+    "in float64": (lambda **sizes: SMALL(**sizes).double(), UNREADABLE, BOTH_REFUSED),
+    "with statistics": (with_statistics, UNREADABLE, BOTH_REFUSED),
+    "without convolution": (odd_models.no_convolution, USAGE, ("no convolution",)),
+    "none": (lambda **_: None, USAGE, ("NoneType",)),
+    "raising": (lambda **_: {}["x"], USAGE, ("KeyError",)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_source_of_the_model_has_changed(interrupted, monkeypatch, name):
+    factory, code, words = MODELS[name]
+    monkeypatch.setattr(odd_models, "small", factory)
+    assert_refused(resume(interrupted), code, *words)
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoints of two ranks
+# --------------------------------------------------------------------------------------------------
+
+
+def as_of_two_ranks(folder: Path) -> None:
+    """Add what rank 1 of the same node would have written."""
+    with safe_open(folder / RANK_0, framework="pt") as file:
+        tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+        numbers = json.loads(file.metadata()["numbers"])
+    for key in ("z", "z_node", "v", "mask", "rho1", "rho2"):
+        del tensors[key]
+    checkpoint_files.write_rank_file(folder, 1, tensors, numbers)
+    records = [record_of(folder / name) for name in (RANK_0, RANK_1)]
+    rewrite_manifest(folder, lambda m: m.update(node_sizes=[2], ranks=records))
+
+
+def swap(folder: Path, with_records: bool = False) -> None:
+    (folder / RANK_0).rename(folder / "x")
+    (folder / RANK_1).rename(folder / RANK_0)
+    (folder / "x").rename(folder / RANK_1)
+    if with_records:
+        rewrite_manifest(folder, lambda m: m.update(ranks=m["ranks"][::-1]))
+
+
+TWO_RANKS = [
+    both("swapped", swap, RANK_0),
+    both("swapped with their records", lambda p: swap(p, True), "rank 0"),
+    both("the same twice", lambda p: shutil.copy(p / RANK_0, p / RANK_1), RANK_1),
+    both("second absent", lambda p: (p / RANK_1).unlink(), RANK_1, PLAIN),
+    both("second cut", lambda p: cut(p / RANK_1, 500), RANK_1),
+    both("second flipped", lambda p: flip(p / RANK_1, 20_000, 7), RANK_1),
+    both("second a link", lambda p: replace(p / RANK_1, link=RANK_0), RANK_1, PLAIN),
+    both("one record", lambda p: rewrite_manifest(p, lambda m: drop(m["ranks"], 0))),
+    both("three records", lambda p: rewrite_manifest(p, lambda m: m["ranks"].append([1, 1]))),
+]
+
+
+@parameters(TWO_RANKS)
+def test_bad_checkpoints_of_two_ranks(interrupted, case):
+    in_both(as_of_two_ranks)(interrupted)
+    case.damage(interrupted)
+    assert_refused(resume(interrupted), case.code, "no checkpoint can be used", *case.words)
+
+
+def test_a_whole_checkpoint_of_two_ranks_is_taken(interrupted):
+    in_both(as_of_two_ranks)(interrupted)
+    ended = resume(interrupted)
+    assert (ended.code, ended.lines) == (0, [])
+    assert any(f"going on from checkpoint {NEWEST} on other nodes" in s for s in ended.records)
+
+
+# --------------------------------------------------------------------------------------------------
+# How many there are
+# --------------------------------------------------------------------------------------------------
+
+
+def test_there_are_at_least_100_bad_inputs():
+    """Without the drawn ones."""
+    tables = (FLAGS, CONFIGS, FOLDERS, RUNS, CHECKPOINTS, CONTENTS, MODELS, TWO_RANKS)
+    for table in tables:
+        names = [case.name if isinstance(case, Case) else case for case in table]
+        assert len(set(names)) == len(names)
+    assert sum(map(len, tables)) >= 100

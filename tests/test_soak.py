@@ -1,0 +1,105 @@
+"""Many outer iterations leave memory, communicators, requests and file handles as they were.
+
+The suite runs a short one; `--soak-iterations 1000` is the long one.
+"""
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from nodes import WORLD, nodes_of
+from test_checkpoint import Net, run_directory
+
+from mpi4py import MPI
+
+from prunex_mpi import supervision
+from prunex_mpi.collectives import build_transport
+from prunex_mpi.layout import build_layout
+from prunex_mpi.preemption import ReceivedSignal, stop_agreement
+from prunex_mpi.problem import build_problem, load_dataset, make_groups
+from prunex_mpi.settings import make
+from prunex_mpi.state import build_state
+from prunex_mpi.supervision import Checkpoints, run_to_end
+from prunex_mpi.watchdog import Heartbeat
+
+WARM = 50
+GROWTH = 1.01
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def handles() -> tuple[int, int, int]:
+    """Return the lowest free communicator and request handle, and the number of open files."""
+    comm = WORLD.Dup()
+    request = WORLD.Send_init(np.zeros(1), dest=MPI.PROC_NULL)
+    found = comm.py2f(), request.py2f(), len(os.listdir("/proc/self/fd"))
+    request.Free()
+    comm.Free()
+    return found
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * PAGE
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("preset", ["recipe", "paper"])
+def test_a_long_run_leaves_nothing_behind(
+    preset: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iterations = request.config.getoption("--soak-iterations")
+    settings = make(
+        preset,
+        dataset="synthetic",
+        train_samples=32,
+        test_samples=8,
+        image_size=8,
+        batch_size=4,
+        outer_iterations=iterations,
+        local_steps=1,
+        warmup_iterations=WARM // 2,
+        keep_ramp_iterations=WARM // 5,
+        # Masks go on being agreed on, in the longest stage there is.
+        freeze_iteration=0 if preset == "paper" else WARM - 5,
+        freeze_drift=-1.0,
+        eps_abs=0.0,
+        eps_rel=0.0,
+        progress="off",
+    )
+    samples: list[tuple[int, tuple[int, int, int]]] = []
+    real = supervision.hsadmm.outer_iterations
+
+    def watched(*arguments: object) -> Iterator[dict]:
+        for record in real(*arguments):
+            if record["iteration"] in (WARM, iterations):
+                samples.append((resident_bytes(), handles()))
+            yield record
+
+    monkeypatch.setattr(supervision.hsadmm, "outer_iterations", watched)
+    with nodes_of(2) as topology, run_directory() as files:
+        model = Net()
+        layout = build_layout(model)
+        transport = build_transport(torch.device("cpu"), 2**-10, "host")
+        dataset = load_dataset(topology, settings)
+        device = torch.device("cpu")
+        problem = build_problem(topology, settings, dataset, model, device, transport)
+        state = build_state(model, layout, make_groups(settings, model, layout), settings)
+        with stop_agreement(topology.world, ReceivedSignal(), None) as stop:
+            status = run_to_end(
+                topology,
+                files,
+                state,
+                problem,
+                settings,
+                transport,
+                Heartbeat(),
+                stop,
+                Checkpoints("10"),
+            )
+    assert status == "completed"
+    (early, handles_early), (late, handles_late) = samples
+    assert handles_late == handles_early
+    assert late < GROWTH * early, f"{early / 2**20:.1f} MiB, then {late / 2**20:.1f} MiB"
+    print(f"rank {WORLD.rank}: {early / 2**20:.1f} MiB after {WARM}, {late / 2**20:.1f} at the end")
