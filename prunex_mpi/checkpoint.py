@@ -1,40 +1,33 @@
-"""Save and restore the whole state of a run: every rank writes its part, all agree on the result.
+"""Save and restore the whole state of a run: every rank its part (`snapshot`), all agree on it."""
 
-Rank r's file holds theta, u, momentum, the model's buffers, its place in the data and its random
-generators; node leaders' files also z_i and v_i, world rank 0's also z, mask and penalties. On the
-same nodes a restored run goes on bit for bit (on the CPU). On other nodes it goes on from what the
-ranks have in common: z, mask, penalties, the means of momentum and of BatchNorm statistics; theta
-and z_i start from z, the duals from 0, so that sum_i P_i v_i = 0, and the data are shuffled anew
-from the first step of the outer iteration.
-"""
-
-import hashlib
 import json
-import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi import batchnorm, checkpoint_files
-from prunex_mpi.batches import BatchStream
-from prunex_mpi.collectives import Transport, allreduce_, bcast_
+from prunex_mpi import checkpoint_files
+from prunex_mpi.collectives import Transport
 from prunex_mpi.comm import Topology, broadcast_text, gather_text, together
 from prunex_mpi.errors import UNREADABLE, DamagedCheckpoint, UserError
 from prunex_mpi.files import FileRecord, telling_disk_errors
 from prunex_mpi.logs import RunDirectory
 from prunex_mpi.settings import Settings
-from prunex_mpi.state import Position, Problem, State, put_mask_back
-
-Tensors = dict[str, Tensor]
-Numbers = dict[str, Any]
+from prunex_mpi.snapshot import (
+    Numbers,
+    Tensors,
+    contents,
+    misfit,
+    model_digest,
+    put_all,
+    put_common,
+)
+from prunex_mpi.state import Problem, State
 
 
 @dataclass(frozen=True)
@@ -73,7 +66,7 @@ def save(topology: Topology, run: RunDirectory | None, state: State, problem: Pr
         return str(checkpoint_files.begin(run.path, position.iteration, position.step))
 
     def write() -> FileRecord:
-        tensors, numbers = _contents(topology, state, problem)
+        tensors, numbers = contents(topology, state, problem)
         return checkpoint_files.write_rank_file(folder, world.rank, tensors, numbers)
 
     what = "the checkpoint"
@@ -89,7 +82,7 @@ def save(topology: Topology, run: RunDirectory | None, state: State, problem: Pr
                 "node_sizes": list(topology.node_sizes),
                 "ranks": records.tolist(),
                 "config": run.config,
-                "model": _model_digest(state, problem),
+                "model": model_digest(state, problem),
                 "files": run.sizes(),
             }
             run.remove_later(checkpoint_files.publish(folder, manifest))
@@ -129,12 +122,15 @@ def restore(
     listed = together(world, list_names)
     refused: list[str] = []
     for name in filter(None, broadcast_text(world, listed).split("/")):
-        path, manifest, reason = _read_manifest(world, run, name, _model_digest(state, problem))
+        path, manifest, reason = _read_manifest(world, run, name, model_digest(state, problem))
         if not reason:
             other = manifest["node_sizes"] != list(topology.node_sizes)
-            parts, mine = [], ""
+            part, mine = None, ""
+            parts = partial(_read_parts, topology, path, name, manifest, other, state, problem)
             try:
-                parts = list(_read_parts(topology, path, name, manifest, other, state, problem))
+                # Of several, none stays in memory: they are read once more.
+                for part in parts():  # noqa: B007
+                    pass
             except DamagedCheckpoint as damage:
                 mine = str(damage)
             reason = _first_reason(world, mine)
@@ -144,74 +140,14 @@ def restore(
         together(world, partial(rewind, manifest["files"], refused))
         if other:
             old_size = sum(manifest["node_sizes"])
-            _put_common(topology, parts, old_size, state, problem, settings, transport)
+            put_common(topology, parts(), old_size, state, problem, settings, transport)
         else:
-            _put_all(topology, *parts[0], state, problem, transport)
+            put_all(topology, *part, state, problem, transport)
         return Restored(name, tuple(refused), other)
     if refused:
         raise UserError("no checkpoint can be used: " + "; ".join(refused), UNREADABLE)
     together(world, lambda: rewind({}))
     return Restored("", ())
-
-
-# --------------------------------------------------------------------------------------------------
-# What a rank writes
-# --------------------------------------------------------------------------------------------------
-
-
-def _contents(topology: Topology, state: State, problem: Problem) -> tuple[Tensors, Numbers]:
-    """Return copies on the CPU of all that this rank has to write."""
-    stream = problem.train
-    tensors = {"theta": state.theta, "order": stream.order}
-    tensors |= {f"buffer.{name}": buffer for name, buffer in problem.model.named_buffers()}
-    tensors |= {"generator.data": stream.generator.get_state()}
-    tensors |= {"generator.torch": torch.get_rng_state()}
-    if state.theta.device.type == "cuda":
-        tensors["generator.cuda"] = torch.cuda.get_rng_state(state.theta.device)
-    momentum = state.optimizer.state[state.theta].get("momentum_buffer")
-    if momentum is not None:
-        tensors["momentum"] = momentum
-    if not state.consensus_sgd:
-        tensors["u"] = state.u
-        if topology.is_leader:
-            tensors["v"] = state.v
-    if topology.is_leader:
-        tensors["z_node"] = state.z_node
-    if topology.world.rank == 0:
-        tensors["z"] = state.z
-        tensors["mask"] = torch.from_numpy(np.packbits(state.mask))
-        tensors["rho1"], tensors["rho2"] = map(torch.from_numpy, (state.rho1, state.rho2))
-    numbers = _numbers(state, stream, state.position)
-    # Buffers of a model may share memory or lie in another order.
-    return {
-        k: t.detach().cpu().contiguous().clone() if k.startswith("buffer.") else t.cpu()
-        for k, t in tensors.items()
-    }, numbers
-
-
-def _numbers(state: State, stream: BatchStream, position: Position) -> Numbers:
-    """Return what goes through JSON."""
-    name, keys, *rest = np.random.get_state()
-    version, words, gauss = random.getstate()
-    return {
-        "position": asdict(position),
-        "stage": [state.frozen, state.consensus_sgd],
-        "data": [stream.epoch, stream.position],
-        "scaler": state.scaler.state_dict(),
-        "python": [version, list(words), gauss],
-        "numpy": [name, keys.tolist(), *rest],
-    }
-
-
-def _model_digest(state: State, problem: Problem) -> str:
-    """Return what changes when parameters, buffers or groups have other names, shapes or order."""
-    buffers = [(name, buffer.shape) for name, buffer in problem.model.named_buffers()]
-    return hashlib.sha256(repr((state.layout, state.groups, buffers)).encode()).hexdigest()
-
-
-# --------------------------------------------------------------------------------------------------
-# What a rank reads
-# --------------------------------------------------------------------------------------------------
 
 
 def _read_manifest(
@@ -253,208 +189,21 @@ def _read_parts(
         size, crc32 = records[rank]
         record = FileRecord(size, crc32)
         tensors, numbers = checkpoint_files.read_rank_file(run, name, rank, record)
-        if not _usable(numbers, _numbers(state, problem.train, Position())):
-            raise DamagedCheckpoint(f"the numbers of rank {rank} are not what this version writes")
-        wanted = _expected(state, problem, rank in leaders, rank == 0, numbers)
-        if not other_nodes:
-            order, generator = problem.train.order, problem.train.generator.get_state()
-            wanted["order"] = (tuple(order.shape), order.dtype)
-            wanted["generator.data"] = (tuple(generator.shape), generator.dtype)
-            wanted["generator.torch"] = (tuple(torch.get_rng_state().shape), torch.uint8)
-        found = {key: (tuple(t.shape), t.dtype) for key, t in tensors.items()}
-        for key, kind in wanted.items():
-            if found.get(key) != kind:
-                raise DamagedCheckpoint(
-                    f"{key} of rank {rank} is {found.get(key)}, the model asks for {kind}"
-                )
-        if not other_nodes and not torch.equal(tensors["order"].sort()[0], order.sort()[0]):
-            raise DamagedCheckpoint(f"the order of rank {rank} is not one of its images")
+        reason = misfit(
+            tensors,
+            numbers,
+            state,
+            problem,
+            leader=rank in leaders,
+            first=rank == 0,
+            same_nodes=not other_nodes,
+        )
+        if reason:
+            raise DamagedCheckpoint(f"rank {rank}: {reason}")
         yield tensors, numbers
-
-
-def _usable(numbers: Any, template: Numbers) -> bool:
-    """Say whether `numbers` are what `_numbers` returns for this run, as it did for `template`."""
-    # The spare Gaussian of the generator is a number or None.
-    template["python"][2] = None
-    if not _alike(template, numbers):
-        return False
-    return numbers["position"]["iteration"] >= 1 and numbers["position"]["step"] >= 0
-
-
-def _alike(template: Any, value: Any) -> bool:
-    """Say whether `value` has the keys, lengths and types of `template`, all the way down.
-
-    What is None in `template` may be anything, and so may the length of an empty list.
-    """
-    if template is None:
-        return True
-    if isinstance(template, dict):
-        return (
-            isinstance(value, dict)
-            and template.keys() == value.keys()
-            and all(_alike(template[key], value[key]) for key in template)
-        )
-    if isinstance(template, list):
-        return isinstance(value, list) and (
-            not template or (len(template) == len(value) and all(map(_alike, template, value)))
-        )
-    return type(value) is type(template) or (isinstance(template, float) and type(value) is int)
-
-
-def _expected(
-    state: State, problem: Problem, leader: bool, first: bool, numbers: Numbers
-) -> dict[str, tuple]:
-    """Return shape and dtype of what a rank's file must hold for this model."""
-    flat = (tuple(state.theta.shape), state.theta.dtype)
-    keys = ["theta"]
-    if "momentum_buffer" in state.optimizer.state[state.theta]:
-        keys.append("momentum")
-    retired = numbers["stage"][1]
-    keys += [] if retired else ["u"]
-    if leader:
-        keys += ["z_node"] if retired else ["z_node", "v"]
-    if first:
-        keys.append("z")
-    wanted = dict.fromkeys(keys, flat)
-    for name, buffer in problem.model.named_buffers():
-        wanted[f"buffer.{name}"] = (tuple(buffer.shape), buffer.dtype)
-    if first:
-        wanted["mask"] = ((-(-state.groups.total // 8),), torch.uint8)
-        wanted["rho1"] = wanted["rho2"] = (state.rho1.shape, torch.float64)
-    return wanted
 
 
 def _first_reason(world: MPI.Comm, mine: str) -> str:
     """Return the lowest rank's reason on every rank, "" when none has one. Collective."""
     reasons = [reason for reason in gather_text(world, mine) if reason]
     return broadcast_text(world, reasons[0] if reasons else "")
-
-
-# --------------------------------------------------------------------------------------------------
-# What a rank puts back
-# --------------------------------------------------------------------------------------------------
-
-
-def _put_all(
-    topology: Topology,
-    tensors: Tensors,
-    numbers: Numbers,
-    state: State,
-    problem: Problem,
-    transport: Transport,
-) -> None:
-    """Restore this rank exactly. Collective on `world` and `node`."""
-    frozen, retired = numbers["stage"]
-    _put_shared(topology, tensors, frozen, retired, state, transport)
-    state.theta.copy_(tensors["theta"])
-    for key, flat in (("u", state.u), ("v", state.v), ("z_node", state.z_node)):
-        if key in tensors:
-            flat.copy_(tensors[key])
-    if retired:
-        state.u.zero_()
-        state.v.zero_()
-    else:
-        bcast_(topology.node, state.v, transport)
-    bcast_(topology.node, state.z_node, transport)
-    if "momentum" in tensors:
-        state.optimizer.state[state.theta]["momentum_buffer"].copy_(tensors["momentum"])
-    for name, buffer in problem.model.named_buffers():
-        buffer.copy_(tensors[f"buffer.{name}"])
-    _put_position(state, numbers["position"])
-    if state.scaler.is_enabled():
-        state.scaler.load_state_dict(numbers["scaler"])
-    stream = problem.train
-    stream.epoch, stream.position = numbers["data"]
-    stream.order = tensors["order"]
-    stream.generator.set_state(tensors["generator.data"])
-    torch.set_rng_state(tensors["generator.torch"])
-    if state.theta.device.type == "cuda" and "generator.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["generator.cuda"], state.theta.device)
-    version, words, gauss = numbers["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = numbers["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-
-
-def _put_common(
-    topology: Topology,
-    parts: list[tuple[Tensors, Numbers]],
-    old_size: int,
-    state: State,
-    problem: Problem,
-    settings: Settings,
-    transport: Transport,
-) -> None:
-    """Restore what ranks on other nodes have in common. Collective on `world` and `node`."""
-    world = topology.world
-    momentum = state.optimizer.state[state.theta].get("momentum_buffer")
-    sums, stats = torch.zeros_like(state.theta), torch.zeros_like(state.stats)
-    for tensors, _ in parts:
-        for name, buffer in problem.model.named_buffers():
-            buffer.copy_(tensors[f"buffer.{name}"])
-        batchnorm.read_(state.bn_modules, state.stats)
-        stats.add_(state.stats)
-        if momentum is not None:
-            sums.add_(tensors["momentum"].to(sums.device))
-    allreduce_(world, sums, transport)
-    allreduce_(world, stats, transport)
-    first = parts[0] if world.rank == 0 else ({}, {})
-    common = json.loads(broadcast_text(world, json.dumps(first[1])))
-    frozen, retired = common["stage"]
-    _put_shared(topology, first[0], frozen, retired, state, transport)
-    state.theta.copy_(state.z)
-    state.z_node.copy_(state.z)
-    state.u.zero_()
-    state.v.zero_()
-    if momentum is not None:
-        momentum.copy_(sums.div_(old_size))
-    if world.rank == 0:
-        for name, buffer in problem.model.named_buffers():
-            buffer.copy_(first[0][f"buffer.{name}"])
-    for buffer in problem.model.buffers():
-        # A copy where the memory is not in order; as bytes, since counters travel as well.
-        flat = buffer.detach().reshape(-1).clone()
-        bcast_(world, flat.view(torch.uint8), transport)
-        buffer.copy_(flat.view(buffer.shape))
-    batchnorm.write(state.bn_modules, stats.div_(old_size))
-    _put_position(state, {**common["position"], **_PHASE_START})
-    if state.scaler.is_enabled():
-        state.scaler.load_state_dict(common["scaler"])
-    problem.train.reshuffle([settings.seed, world.rank, state.position.iteration])
-    torch.manual_seed((settings.seed + state.position.iteration) * world.size + world.rank)
-
-
-_PHASE_START = {
-    "step": 0,
-    "loss_sum": 0.0,
-    "loss_count": 0.0,
-    "intra_bytes": 0,
-    "local_seconds": 0.0,
-}
-
-
-def _put_shared(
-    topology: Topology,
-    tensors: Tensors,
-    frozen: bool,
-    retired: bool,
-    state: State,
-    transport: Transport,
-) -> None:
-    """Give every rank z, mask and penalties of world rank 0, which holds them in `tensors`."""
-    world = topology.world
-    bits = np.packbits(state.mask)
-    if world.rank == 0:
-        bits[:] = tensors["mask"].numpy()
-        state.rho1[:], state.rho2[:] = tensors["rho1"].numpy(), tensors["rho2"].numpy()
-        state.z.copy_(tensors["z"])
-    for array in (bits, state.rho1, state.rho2):
-        world.Bcast(array, root=0)
-    put_mask_back(state, np.unpackbits(bits, count=state.mask.size).astype(bool), frozen, retired)
-    bcast_(world, state.z, transport)
-
-
-def _put_position(state: State, values: dict[str, Any]) -> None:
-    """Set the position in place: the driver holds on to the object."""
-    for name, value in asdict(Position(**values)).items():
-        setattr(state.position, name, value)

@@ -31,7 +31,7 @@ from prunex_mpi.preemption import ReceivedSignal, find_deadline, stop_agreement
 from prunex_mpi.problem import build_problem, load_dataset, make_groups, make_model
 from prunex_mpi.settings import Settings, to_toml
 from prunex_mpi.state import Problem, State, build_state
-from prunex_mpi.supervision import Checkpoints, run_to_end
+from prunex_mpi.supervision import Checkpoints, Job, run_to_end
 from prunex_mpi.watchdog import Heartbeat, Watchdog
 
 
@@ -78,17 +78,8 @@ def run(
             checkpoints = Checkpoints(settings.checkpoint_every)
             deadline = find_deadline(settings.time_limit, started)
             with stop_agreement(topology.world, received, deadline) as stop:
-                status = run_to_end(
-                    topology,
-                    files,
-                    state,
-                    problem,
-                    settings,
-                    transport,
-                    heartbeat,
-                    stop,
-                    checkpoints,
-                )
+                job = Job(topology, files, state, problem, settings, transport, heartbeat, stop)
+                status = run_to_end(job, checkpoints)
             heartbeat.enter("finish")
 
             def finish() -> None:

@@ -1,6 +1,7 @@
 """Iterate to the end: records, checkpoints when due, back after a divergence, out when asked."""
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,7 +27,7 @@ MAX_ROLLBACKS = 5
 
 
 class Checkpoints:
-    """Write checkpoints when they are due; `seconds` and `count` tell what they took."""
+    """Say when checkpoints are due; `seconds` and `count` tell what they took."""
 
     def __init__(self, every: str) -> None:
         self.every = every
@@ -44,99 +45,86 @@ class Checkpoints:
         world.Bcast(flag, root=0)
         return bool(flag[0])
 
-    def write(
-        self, topology: Topology, files: RunDirectory | None, state: State, problem: Problem
-    ) -> None:
-        """Write one now. Collective on `world`."""
-        started = time.monotonic()
-        checkpoint.save(topology, files, state, problem)
-        self.ended = time.monotonic()
-        self.last_s = self.ended - started
-        self.count, self.seconds = self.count + 1, self.seconds + self.last_s
+    def note(self, seconds: float) -> None:
+        """Count one that has just been written."""
+        self.ended, self.last_s = time.monotonic(), seconds
+        self.count, self.seconds = self.count + 1, self.seconds + seconds
 
 
-def run_to_end(
-    topology: Topology,
-    files: RunDirectory | None,
-    state: State,
-    problem: Problem,
-    settings: Settings,
-    transport: Transport,
-    heartbeat: Heartbeat,
-    stop: StopAgreement,
-    checkpoints: Checkpoints,
-) -> str:
-    """Iterate from where `state` stands; return "completed", "converged" or "preempted".
+@dataclass(frozen=True)
+class Job:
+    """What a job works on; `files` is None on all ranks but world rank 0."""
 
-    `files` is None on all ranks but world rank 0. Raises Diverged on every rank. Collective on
-    `world`.
+    topology: Topology
+    files: RunDirectory | None
+    state: State
+    problem: Problem
+    settings: Settings
+    transport: Transport
+    heartbeat: Heartbeat
+    stop: StopAgreement
+
+
+def run_to_end(job: Job, checkpoints: Checkpoints) -> str:
+    """Iterate from where the state stands; return "completed", "converged" or "preempted".
+
+    Raises Diverged on every rank. Collective on `world`.
     """
-    progress = Progress(settings.outer_iterations, settings.progress, topology.world.rank)
-    progress.start(state.position.iteration - 1)
-    if settings.on_divergence == "rollback" and state.position.iteration == 1:
-        heartbeat.enter("checkpoint")
-        checkpoints.write(topology, files, state, problem)
+    settings, position = job.settings, job.state.position
+    progress = Progress(settings.outer_iterations, settings.progress, job.topology.world.rank)
+    progress.start(position.iteration - 1)
+    if settings.on_divergence == "rollback" and position.iteration == 1:
+        write_checkpoint(job, checkpoints)
     while True:
         try:
-            status = _iterate(
-                topology,
-                files,
-                state,
-                problem,
-                settings,
-                transport,
-                heartbeat,
-                stop,
-                checkpoints,
-                progress,
-            )
+            status = iterate(job, checkpoints, progress)
             break
         except Diverged as error:
-            rollbacks = state.position.rollbacks
+            rollbacks = position.rollbacks
             if settings.on_divergence == "stop" or rollbacks == MAX_ROLLBACKS:
                 raise
-            restored = checkpoint.restore(topology, files, state, problem, settings, transport)
-            state.position.rollbacks = rollbacks + 1
-            log.info(
-                "%s; going back to checkpoint %s with %g of the learning rate",
-                error,
-                restored.name,
-                ROLLBACK_FACTOR ** (rollbacks + 1),
+            restored = checkpoint.restore(
+                job.topology, job.files, job.state, job.problem, settings, job.transport
             )
+            position.rollbacks = rollbacks + 1
+            factor = ROLLBACK_FACTOR**position.rollbacks
+            text = "%s; going back to checkpoint %s with %g of the learning rate"
+            log.info(text, error, restored.name, factor)
     progress.close()
     return status
 
 
-def _iterate(
-    topology: Topology,
-    files: RunDirectory | None,
-    state: State,
-    problem: Problem,
-    settings: Settings,
-    transport: Transport,
-    heartbeat: Heartbeat,
-    stop: StopAgreement,
-    checkpoints: Checkpoints,
-    progress: Progress,
-) -> str:
+def iterate(job: Job, checkpoints: Checkpoints, progress: Progress) -> str:
     """Run the driver until it ends, stops or diverges; return the status. Collective."""
     status = "running"
     for record in hsadmm.outer_iterations(
-        topology, state, problem, settings, transport, heartbeat, stop
+        job.topology,
+        job.state,
+        job.problem,
+        job.settings,
+        job.transport,
+        job.heartbeat,
+        job.stop,
     ):
-        heartbeat.enter("record")
+        job.heartbeat.enter("record")
         layers = record.pop("layers")
         status = record.pop("status")
-        if files is not None:
-            files.append("metrics.jsonl", [record])
-            files.append("layers.jsonl", layers)
+        if job.files is not None:
+            job.files.append("metrics.jsonl", [record])
+            job.files.append("layers.jsonl", layers)
         progress.update(record)
-        if status == "running" and checkpoints.due(topology.world, record["iteration"]):
-            heartbeat.enter("checkpoint")
-            checkpoints.write(topology, files, state, problem)
-            stop.reserve_s = RESERVE * checkpoints.last_s
-    if stop.reason:
-        heartbeat.enter("checkpoint")
-        checkpoints.write(topology, files, state, problem)
+        if status == "running" and checkpoints.due(job.topology.world, record["iteration"]):
+            write_checkpoint(job, checkpoints)
+    if job.stop.reason:
+        write_checkpoint(job, checkpoints)
         return "preempted"
     return status
+
+
+def write_checkpoint(job: Job, checkpoints: Checkpoints) -> None:
+    """Write a checkpoint and note what it took. Collective on `world`."""
+    job.heartbeat.enter("checkpoint")
+    started = time.monotonic()
+    checkpoint.save(job.topology, job.files, job.state, job.problem)
+    checkpoints.note(time.monotonic() - started)
+    job.stop.reserve_s = RESERVE * checkpoints.last_s

@@ -14,6 +14,8 @@ from prunex_mpi import devices
 from prunex_mpi.comm import build_topology, free_topology
 from prunex_mpi.errors import USAGE, UserError
 
+pytestmark = pytest.mark.jobs
+
 WORLD = MPI.COMM_WORLD
 ROOT = Path(__file__).resolve().parents[1]
 CUDA = torch.device("cuda", 0)

@@ -21,7 +21,7 @@ from prunex_mpi.preemption import ReceivedSignal, stop_agreement
 from prunex_mpi.problem import build_problem, load_dataset, make_groups
 from prunex_mpi.settings import make
 from prunex_mpi.state import build_state
-from prunex_mpi.supervision import Checkpoints, run_to_end
+from prunex_mpi.supervision import Checkpoints, Job, run_to_end
 from prunex_mpi.watchdog import Heartbeat
 
 WARM = 50
@@ -87,17 +87,8 @@ def test_a_long_run_leaves_nothing_behind(
         problem = build_problem(topology, settings, dataset, model, device, transport)
         state = build_state(model, layout, make_groups(settings, model, layout), settings)
         with stop_agreement(topology.world, ReceivedSignal(), None) as stop:
-            status = run_to_end(
-                topology,
-                files,
-                state,
-                problem,
-                settings,
-                transport,
-                Heartbeat(),
-                stop,
-                Checkpoints("10"),
-            )
+            job = Job(topology, files, state, problem, settings, transport, Heartbeat(), stop)
+            status = run_to_end(job, Checkpoints("10"))
     assert status == "completed"
     (early, handles_early), (late, handles_late) = samples
     assert handles_late == handles_early

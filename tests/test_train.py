@@ -19,6 +19,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+pytestmark = pytest.mark.jobs
+
 QUICK = ["--model", "resnet8", "--outer-iterations", "8", "--ranks-per-node", "2"]
 RECORD = {
     "iteration",
