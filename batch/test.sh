@@ -4,7 +4,7 @@
 # PYTHON and PRUNEX_MPI choose Python and MPI, see _install.sh; PRUNEX_MPI=both, the default when
 # CI=true, runs everything under Open MPI, and then again under MPICH what depends on the MPI: the
 # tests on several ranks and those that start jobs.
-# RUN_TIMEOUT_S (1500) is the limit of each run of pytest.
+# RUN_TIMEOUT_S (2400) is the limit of each run of pytest.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_install.sh"
 cd "$ROOT"
@@ -88,7 +88,7 @@ any_parallel_test() {
     [[ $status != 5 ]] # pytest found no test
 }
 
-export RUN_TIMEOUT_S=${RUN_TIMEOUT_S:-1500}
+export RUN_TIMEOUT_S=${RUN_TIMEOUT_S:-2400}
 narrowed=yes
 if [[ $# == 0 ]]; then
     narrowed=no

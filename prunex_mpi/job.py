@@ -63,12 +63,14 @@ def run(
                 print(text, flush=True)
             return 0
         state, problem, transport = set_up(topology, settings, device, heartbeat)
+        heartbeat.beat(3)
         with open_run(world, settings, config) as (path, files):
             together(world, lambda: watchdog.share(path / "heartbeats", world.size))
             if settings.resume:
                 if broadcast_text(world, _complete(world, files)):
                     log.info("%s is complete: there is nothing left to do", path)
                     return 0
+                heartbeat.enter("checkpoint")
                 restored = checkpoint.restore(topology, files, state, problem, settings, transport)
                 for line in restored.describe():
                     log.info("%s", line)

@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 def pytest_addoption(parser):
     parser.addoption("--fault-trials", type=int, default=0, help="number of faults to draw")
     parser.addoption("--fault-seed", type=int, default=1, help="seed of the first chain of faults")
-    parser.addoption("--soak-iterations", type=int, default=80, help="outer iterations of a soak")
+    parser.addoption("--soak-iterations", type=int, default=60, help="outer iterations of a soak")
 
 
 def pytest_collection_finish(session):
