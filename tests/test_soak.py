@@ -61,6 +61,8 @@ def test_a_long_run_leaves_nothing_behind(
         local_steps=1,
         warmup_iterations=WARM // 2,
         keep_ramp_iterations=WARM // 5,
+        # Balanced penalties grow for as long as a run goes on.
+        penalty="fixed",
         # Masks go on being agreed on, in the longest stage there is.
         freeze_iteration=0 if preset == "paper" else WARM - 5,
         freeze_drift=-1.0,
