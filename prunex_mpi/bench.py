@@ -172,10 +172,9 @@ def bench(world: "MPI.Comm", options: Options) -> int:
     from prunex_mpi.bench_report import as_json, describe_machine, format_table
     from prunex_mpi.collectives import build_transport
     from prunex_mpi.comm import (
-        build_topology,
         describe,
-        free_topology,
         library_name,
+        nodes_of,
         raise_together,
         require_same,
         together,
@@ -187,48 +186,46 @@ def bench(world: "MPI.Comm", options: Options) -> int:
     raise_together(world, UserError(singleton) if singleton else None)
     settings = options.settings
     sections = choose_sections(options.sections, world.size) if not options.child else ()
-    topology = build_topology(world, settings.ranks_per_node)
-    device = together(world, lambda: choose_device(settings.device, topology.host_rank))
-    require_same(world, "the kinds of device (some ranks found no GPU)", device.type)
-    threads = options.threads or set_threads(topology.core_sharers)
-    torch.set_num_threads(threads)
-    mpi_buffers, _ = resolve_mpi_buffers(topology, settings.mpi_buffers, device)
-    transport = build_transport(device, settings.bucket_mib, mpi_buffers)
-    if options.child:
-        from prunex_mpi.bench_memory import child
+    with nodes_of(world, settings.ranks_per_node) as topology:
+        device = together(world, lambda: choose_device(settings.device, topology.host_rank))
+        require_same(world, "the kinds of device (some ranks found no GPU)", device.type)
+        threads = options.threads or set_threads(topology.core_sharers)
+        torch.set_num_threads(threads)
+        mpi_buffers, _ = resolve_mpi_buffers(topology, settings.mpi_buffers, device)
+        transport = build_transport(device, settings.bucket_mib, mpi_buffers)
+        if options.child:
+            from prunex_mpi.bench_memory import child
 
-        answer = together(
-            world, lambda: child(topology, settings, transport, device, options.child)
-        )
+            answer = together(
+                world, lambda: child(topology, settings, transport, device, options.child)
+            )
+            if world.rank == 0:
+                print(answer, flush=True)
+            return 0
+
+        # Refuse what cannot end well before minutes are spent on the rest.
+        if "overhead" in sections:
+            for name in options.train_models:
+                together(world, lambda name=name: build_model(name, num_classes=10, image_size=32))
+        together(world, lambda: prepare_json(options.json_file) if world.rank == 0 else None)
+
+        machine = {
+            "machine": describe_machine(device),
+            "mpi": library_name(),
+            "ranks": describe(topology, f"{device}, {threads} threads"),
+        }
         if world.rank == 0:
-            print(answer, flush=True)
-        free_topology(topology)
-        return 0
-
-    # Refuse what cannot end well before minutes are spent on the rest.
-    if "overhead" in sections:
-        for name in options.train_models:
-            together(world, lambda name=name: build_model(name, num_classes=10, image_size=32))
-    together(world, lambda: prepare_json(options.json_file) if world.rank == 0 else None)
-
-    machine = {
-        "machine": describe_machine(device),
-        "mpi": library_name(),
-        "ranks": describe(topology, f"{device}, {threads} threads"),
-    }
-    if world.rank == 0:
-        print("\n".join(machine.values()), flush=True)
-    tables = []
-    for section in sections:
-        found = measure(section, topology, transport, device, threads, options)
-        tables += found
-        for table in found if world.rank == 0 else ():
-            print(f"\n{format_table(table)}", flush=True)
-    if world.rank == 0 and options.json_file:
-        with open(options.json_file, "w", encoding="utf-8") as file:
-            json.dump(as_json(machine, tables), file, indent=2)
-            file.write("\n")
-    free_topology(topology)
+            print("\n".join(machine.values()), flush=True)
+        tables = []
+        for section in sections:
+            found = measure(section, topology, transport, device, threads, options)
+            tables += found
+            for table in found if world.rank == 0 else ():
+                print(f"\n{format_table(table)}", flush=True)
+        if world.rank == 0 and options.json_file:
+            with open(options.json_file, "w", encoding="utf-8") as file:
+                json.dump(as_json(machine, tables), file, indent=2)
+                file.write("\n")
     return 0
 
 

@@ -8,10 +8,8 @@ from prunex_mpi import hsadmm
 from prunex_mpi.bench_report import Table
 from prunex_mpi.collectives import Transport
 from prunex_mpi.comm import Topology
-from prunex_mpi.layout import build_layout
-from prunex_mpi.problem import build_problem, load_dataset, make_groups, make_model
+from prunex_mpi.job import set_up
 from prunex_mpi.settings import Settings, with_overrides
-from prunex_mpi.state import build_state
 from prunex_mpi.watchdog import Heartbeat
 
 AIM_PERCENT = 5.0
@@ -110,9 +108,6 @@ def train(
         freeze_iteration=2 + MEASURED,
         evaluate_every=2 + 2 * MEASURED,
     )
-    dataset = load_dataset(alone, settings)
-    model = make_model(settings, dataset.num_classes, dataset.image_size)
-    problem = build_problem(alone, settings, dataset, model, device, transport)
-    layout = build_layout(model)
-    state = build_state(model, layout, make_groups(settings, model, layout), settings)
-    return list(hsadmm.outer_iterations(alone, state, problem, settings, transport, Heartbeat()))
+    heartbeat = Heartbeat()
+    state, problem = set_up(alone, settings, device, transport, heartbeat)
+    return list(hsadmm.outer_iterations(alone, state, problem, settings, transport, heartbeat))

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from prunex_mpi.errors import DamagedCheckpoint
-from prunex_mpi.files import LINES, FileRecord, read_record, sync, write_durably
+from prunex_mpi.files import LINES, FileRecord, read_record, sync, write_durably, written_record
 
 FORMAT = 1
 KEEP = 2
@@ -91,7 +91,7 @@ def write_rank_file(
     save_tensors(tensors, path, {"numbers": json.dumps(numbers, allow_nan=False)})
     # The disk works while the checksum is computed.
     with ThreadPoolExecutor(1) as reader:
-        record = reader.submit(read_record, path)
+        record = reader.submit(written_record, path)
         sync(path)
         return record.result()
 

@@ -1,5 +1,6 @@
 """Write files that survive a crash, and tell whether they did."""
 
+import mmap
 import os
 import zlib
 from collections.abc import Callable
@@ -40,6 +41,20 @@ def read_record(path: Path, size: int | None = None) -> FileRecord:
             crc32 = zlib.crc32(buffer[:count], crc32)
             done += count
     return FileRecord(done, crc32)
+
+
+def written_record(path: Path) -> FileRecord:
+    """Return the record of a file just written, in half the time; raise OSError.
+
+    It is mapped, not copied out of the page cache. Where the disk fails to read, a map ends the
+    process with SIGBUS, so what was written some time ago goes through `read_record`.
+    """
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
+            return FileRecord()
+        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
+            return FileRecord(size, zlib.crc32(content))
 
 
 def write_durably(path: Path, text: str) -> None:

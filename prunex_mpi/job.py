@@ -62,7 +62,8 @@ def run(
             if world.rank == 0:
                 print(text, flush=True)
             return 0
-        state, problem, transport = set_up(topology, settings, device, heartbeat)
+        transport = find_transport(topology, settings, device)
+        state, problem = set_up(topology, settings, device, transport, heartbeat)
         heartbeat.beat(3)
         with open_run(world, settings, config) as (path, files):
             together(world, lambda: watchdog.share(path / "heartbeats", world.size))
@@ -117,15 +118,23 @@ def find_device(topology: Topology, settings: Settings) -> torch.device:
     return device
 
 
-def set_up(
-    topology: Topology, settings: Settings, device: torch.device, heartbeat: Heartbeat
-) -> tuple[State, Problem, Transport]:
-    """Load the data, build the model, find what can be pruned. Collective on `world`."""
-    world = topology.world
+def find_transport(topology: Topology, settings: Settings, device: torch.device) -> Transport:
+    """Decide how tensors reach MPI, and log it. Collective on `world`."""
     mpi_buffers, reason = resolve_mpi_buffers(topology, settings.mpi_buffers, device)
-    transport = build_transport(device, settings.bucket_mib, mpi_buffers)
     if device.type == "cuda":
         log.info("MPI buffers: %s (%s)", mpi_buffers, reason)
+    return build_transport(device, settings.bucket_mib, mpi_buffers)
+
+
+def set_up(
+    topology: Topology,
+    settings: Settings,
+    device: torch.device,
+    transport: Transport,
+    heartbeat: Heartbeat,
+) -> tuple[State, Problem]:
+    """Load the data, build the model, find what can be pruned. Collective on `world`."""
+    world = topology.world
     heartbeat.enter("data")
     dataset = load_dataset(topology, settings)
     heartbeat.enter("model")
@@ -140,7 +149,7 @@ def set_up(
     heartbeat.beat(1)
     state = build_state(model, layout, groups, settings)
     heartbeat.beat(2)
-    return state, problem, transport
+    return state, problem
 
 
 @contextmanager

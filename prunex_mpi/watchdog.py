@@ -155,7 +155,7 @@ class Watchdog:
                     self._end(f"rank {self.rank} on {self.host}: {self._stalled(idle_s)}")
                 continue
             self._publish()
-            successor = read_record(self.folder, (self.rank + 1) % self.size)
+            successor = read_heartbeat(self.folder, (self.rank + 1) % self.size)
             # A rank that has left takes its record away.
             silent_s = next_one.seconds_since_change(successor.at if successor else time.time())
             if max(idle_s, silent_s) > self.timeout_s:
@@ -163,7 +163,7 @@ class Watchdog:
 
     def _reason(self, seconds: float) -> str:
         """Name the rank that the others wait for, as well as the records tell."""
-        records = [read_record(self.folder, rank) for rank in range(self.size)]
+        records = [read_heartbeat(self.folder, rank) for rank in range(self.size)]
         found = [record for record in records if record is not None]
         if not found:
             return f"rank {self.rank} on {self.host}: {self._stalled(seconds)}"
@@ -245,7 +245,7 @@ def blame(records: list[Record], alive_since: float) -> Record:
     return min(records, key=key)
 
 
-def read_record(folder: Path, rank: int) -> Record | None:
+def read_heartbeat(folder: Path, rank: int) -> Record | None:
     """Return what `rank` published, None when there is nothing that can be read."""
     try:
         with open(_path(folder, rank), "rb") as file:

@@ -1,20 +1,17 @@
 """Virtual nodes of every shape for parallel tests."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from mpi4py import MPI
 
-from prunex_mpi.comm import Topology, build_topology, free_topology
+from prunex_mpi import comm
+from prunex_mpi.comm import Topology
 
 WORLD = MPI.COMM_WORLD
 # With 4 ranks: 4 nodes of 1, 2 of 2, 3 + 1 and 1 of 4; with fewer ranks, what is left of these.
 NODE_SHAPES = (1, 2, 3, 4)
 
 
-@contextmanager
-def nodes_of(ranks_per_node: int) -> Iterator[Topology]:
+def nodes_of(ranks_per_node: int) -> AbstractContextManager[Topology]:
     """Build nodes of `ranks_per_node` ranks, or of all where there are fewer; free them after."""
-    topology = build_topology(WORLD, min(ranks_per_node, WORLD.size))
-    yield topology
-    free_topology(topology)
+    return comm.nodes_of(WORLD, min(ranks_per_node, WORLD.size))

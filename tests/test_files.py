@@ -8,7 +8,13 @@ import pytest
 
 from prunex_mpi import files
 from prunex_mpi.errors import UserError
-from prunex_mpi.files import FileRecord, read_record, telling_disk_errors, write_durably
+from prunex_mpi.files import (
+    FileRecord,
+    read_record,
+    telling_disk_errors,
+    write_durably,
+    written_record,
+)
 
 
 @pytest.mark.parametrize("size", [0, 1, 999, files.CHUNK_BYTES, files.CHUNK_BYTES + 3])
@@ -17,6 +23,7 @@ def test_records_are_of_the_whole_file_or_of_its_beginning(size: int, tmp_path: 
     (tmp_path / "file").write_bytes(data + b"tail")
     assert read_record(tmp_path / "file", size) == FileRecord(size, zlib.crc32(data))
     assert read_record(tmp_path / "file") == FileRecord(size + 4, zlib.crc32(data + b"tail"))
+    assert written_record(tmp_path / "file") == read_record(tmp_path / "file")
     assert read_record(tmp_path / "file", size + 9).size == size + 4
     assert FileRecord().extended(data).extended(b"tail") == read_record(tmp_path / "file")
 

@@ -8,7 +8,7 @@ import pytest
 
 from prunex_mpi import watchdog
 from prunex_mpi.errors import UserError
-from prunex_mpi.watchdog import Heartbeat, Record, Watchdog, blame, read_record
+from prunex_mpi.watchdog import Heartbeat, Record, Watchdog, blame, read_heartbeat
 
 LIMIT_S = 20
 
@@ -102,7 +102,7 @@ def test_one_rank_reports_and_none_of_it_stays(tmp_path: Path) -> None:
     dogs = [Watchdog(Heartbeat(), rank, 100, pytest.fail) for rank in range(3)]
     for dog in dogs:
         dog.share(folder, 3)
-    found = read_record(folder, 2)
+    found = read_heartbeat(folder, 2)
     assert found is not None
     assert (found.rank, found.phase) == (2, "start")
     for dog in dogs:
@@ -128,5 +128,5 @@ def test_a_folder_that_is_not_shared_is_a_user_error(
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"rank": 0}', b"\xff\xfe"])
 def test_a_record_that_cannot_be_read_is_none(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "rank-00000").write_bytes(content)
-    assert read_record(tmp_path, 0) is None
-    assert read_record(tmp_path, 1) is None
+    assert read_heartbeat(tmp_path, 0) is None
+    assert read_heartbeat(tmp_path, 1) is None
