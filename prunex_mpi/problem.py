@@ -1,5 +1,6 @@
 """Assemble what one rank trains from the settings: data shard, model, groups."""
 
+import hashlib
 from functools import partial
 
 import torch
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 
 from prunex_mpi.batches import BatchStream, channel_moments, evaluation_batches, normalisation
 from prunex_mpi.collectives import Transport, bcast_, hierarchical_sum_
-from prunex_mpi.comm import Topology, together
+from prunex_mpi.comm import Topology, digests_agree, together
 from prunex_mpi.data import Dataset, load
 from prunex_mpi.layout import Layout
 from prunex_mpi.models import build_model
@@ -80,13 +81,15 @@ def build_problem(
         pad=dataset.pad if augment else 0,
         **look,
     )
+    agreed = digests_agree(topology.world, _digest(model))
     model.to(device)
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.is_floating_point():
-            # A copy where the memory is not in order, as in a model that is channels_last itself.
-            flat = tensor.detach().reshape(-1)
-            bcast_(topology.world, flat, transport)
-            tensor.detach().copy_(flat.view(tensor.shape))
+    # The seed gives all ranks the same weights; they travel only where software or processors are
+    # so different that it does not.
+    for tensor in [] if agreed else _floating(model):
+        # A copy where the memory is not in order, as in a model that is channels_last itself.
+        flat = tensor.detach().reshape(-1)
+        bcast_(topology.world, flat, transport)
+        tensor.detach().copy_(flat.view(tensor.shape))
     # From here on the ranks' random numbers differ (dropout); the shards' order has its own.
     torch.manual_seed(settings.seed * topology.world_size + topology.world.rank)
     steps = settings.local_steps or max(1, round(settings.local_epochs * stream.steps_per_epoch))
@@ -100,3 +103,16 @@ def build_problem(
         batches=partial(evaluation_batches, **look),
         steps=steps,
     )
+
+
+def _floating(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+
+
+def _digest(model: torch.nn.Module) -> int:
+    """Return 64 bits that differ when the weights differ in any bit."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in _floating(model):
+        # Bytes, since numpy knows no bfloat16.
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return int.from_bytes(digest.digest(), "little")

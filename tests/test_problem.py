@@ -1,0 +1,48 @@
+"""What a rank trains: the same weights everywhere, whatever each rank has built."""
+
+import numpy as np
+import pytest
+import torch
+from nodes import WORLD, nodes_of
+from torch import nn
+
+from prunex_mpi import problem
+from prunex_mpi.collectives import build_transport, mpi_buffer
+from prunex_mpi.problem import build_problem, load_dataset
+from prunex_mpi.settings import make
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("alike", [True, False])
+def test_all_ranks_begin_with_the_weights_of_rank_0(
+    alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = make("recipe", dataset="synthetic", train_samples=16, test_samples=8, image_size=8)
+    torch.manual_seed(0 if alike else WORLD.rank)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10))
+    if not alike:
+        # One bit of one buffer is enough.
+        model[1].running_mean[2] = float(WORLD.rank == 0)
+    before = [t.clone() for t in model.state_dict().values()]
+    sent = []
+    real = problem.bcast_
+
+    def bcast(*operands: object) -> None:
+        sent.append(1)
+        real(*operands)
+
+    monkeypatch.setattr(problem, "bcast_", bcast)
+    transport = build_transport(CPU, 1.0, "host")
+    with nodes_of(2) as topology:
+        build_problem(topology, settings, load_dataset(topology, settings), model, CPU, transport)
+    assert bool(sent) == (not alike and WORLD.size > 1)
+    for tensor in model.state_dict().values():
+        flat = tensor.reshape(-1).clone()
+        first = flat.clone()
+        WORLD.Bcast(mpi_buffer(first), root=0)
+        assert np.array_equal(first.numpy(), flat.numpy())
+    if WORLD.rank == 0:
+        after = model.state_dict().values()
+        assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
