@@ -1,10 +1,14 @@
 """Time the collectives of the driver, as its transport hands tensors to MPI, and mask agreement."""
 
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mpi4py import MPI
@@ -12,12 +16,15 @@ from mpi4py import MPI
 from prunex_mpi.bench_kernels import MIB, make_state
 from prunex_mpi.bench_report import Table, synchronize
 from prunex_mpi.collectives import Transport, allreduce_, allreduce_then_bcast_, bcast_
-from prunex_mpi.comm import Topology
+from prunex_mpi.comm import Topology, broadcast_text, together
 from prunex_mpi.masks import agree_by_or, agree_by_vote, broadcast_mask, project_locally
 from prunex_mpi.settings import Settings
 from prunex_mpi.state import State, Traffic
 
 SMALL_BYTES = 16 * MIB
+# torch's default for the buckets of DistributedDataParallel.
+DDP_BUCKET_BYTES = 25 * MIB
+GLOO_TIMEOUT_S = 60
 
 
 def collectives(
@@ -29,10 +36,11 @@ def collectives(
     Whether an entry is left out depends only on the node sizes, which all ranks know.
     """
     state = make_state(settings, device)
-    return [
-        _transfers(topology, state, transport, repeat),
-        _mask_agreement(topology, state, settings, repeat),
-    ]
+    tables = [_transfers(topology, state, transport, repeat)]
+    tables.append(_mask_agreement(topology, state, settings, repeat))
+    if device.type == "cpu":
+        tables.append(_rival(topology, state, transport, repeat))
+    return tables
 
 
 def slowest_of_ranks(
@@ -174,6 +182,62 @@ def _mask_agreement(topology: Topology, state: State, settings: Settings, repeat
         tuple(rows),
         (f"minimum of {repeat}; operands of one leader in each call",),
     )
+
+
+def _rival(topology: Topology, state: State, transport: Transport, repeat: int) -> Table:
+    """Compare a dense synchronisation with what DistributedDataParallel does over gloo."""
+    world = topology.world
+    flat = torch.zeros_like(state.theta)
+
+    def ours() -> None:
+        allreduce_then_bcast_(topology.leader, topology.node, flat, transport)
+
+    def gloo() -> None:
+        works = [dist.all_reduce(b, async_op=True) for b in flat.split(DDP_BUCKET_BYTES // 4)]
+        for work in works:
+            work.wait()
+
+    seconds = {"leaders, then nodes, over MPI": slowest_of_ranks(world, ours, repeat, flat.device)}
+    with _gloo(world):
+        seconds["all ranks, over gloo, as DDP does"] = slowest_of_ranks(
+            world, gloo, repeat, flat.device
+        )
+    size = flat.numel() * flat.element_size()
+    return Table(
+        f"One dense synchronisation: {size / MIB:.1f} MiB",
+        ("how", "ms", "MB/s"),
+        tuple((how, 1e3 * s, size / s / 1e6) for how, s in seconds.items()),
+        (f"minimum of {repeat}; DDP's buckets are of {DDP_BUCKET_BYTES // MIB} MiB",),
+    )
+
+
+@contextmanager
+def _gloo(world: MPI.Comm) -> Iterator[None]:
+    """Let torch.distributed have the same ranks for the time of the block. Collective on `world`.
+
+    GLOO_SOCKET_IFNAME chooses its interface.
+    """
+
+    def place() -> str:
+        if world.rank:
+            return ""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"tcp://{socket.gethostname()}:{free.getsockname()[1]}"
+
+    where = broadcast_text(world, place())
+    together(
+        world,
+        lambda: dist.init_process_group(
+            "gloo",
+            init_method=where,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=GLOO_TIMEOUT_S),
+        ),
+    )
+    yield
+    dist.destroy_process_group()
 
 
 def _all_ranks_share_a_host(topology: Topology) -> bool:
