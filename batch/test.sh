@@ -70,7 +70,7 @@ test_in_parallel() {
 
 test_serially() {
     local status=0 only=()
-    if [[ -n ${PRUNEX_AGAIN:-} ]]; then only=(-m jobs); fi
+    if [[ -n ${PRUNEX_AGAIN:-} ]]; then only=(-m "jobs and not any_mpi"); fi
     echo "==== without a launcher, $PRUNEX_MPI ${only[*]}"
     timeout --foreground -k 15 "$RUN_TIMEOUT_S" "$VENV_PYTHON" "${PYTEST[@]}" "${only[@]}" "$@" \
         || status=$?

@@ -12,6 +12,9 @@ from mpi4py import MPI
 
 from prunex_mpi.comm import Topology, broadcast_text
 from prunex_mpi.errors import UserError
+from prunex_mpi.findings import errors
+from prunex_mpi.findings_gpu import device_buffers_on_cpu, device_buffers_refused
+from prunex_mpi.findings_launcher import check_launcher
 
 PROBE_TIMEOUT_S = 60
 # What a launcher leaves in the environment of its ranks; a probe started with it would believe to
@@ -74,14 +77,15 @@ def claimed_cuda_support() -> bool | None:
     return None
 
 
-def probe(device: str) -> str:
-    """Try the collectives on `device` (cuda | cpu) tensors in a job of its own.
+def probe(device: str, operation: str = "") -> str:
+    """Try a collective (sum | bcast | bor, or all) on `device` (cuda | cpu) in a job of its own.
 
-    Returns "" when all are right, else what went wrong. A library that cannot take device memory
+    Returns "" when all is right, else what went wrong. A library that cannot take device memory
     ends with a segmentation fault, hence a separate job: of two ranks where there is an mpiexec,
     of one where there is none.
     """
     command = [sys.executable, "-m", "prunex_mpi.doctor_probe", device]
+    command += [operation] if operation else []
     launcher = shutil.which("mpiexec")
     try:
         result = run_separately(command, 2 if launcher else 1, launcher, PROBE_TIMEOUT_S)
@@ -120,7 +124,7 @@ def resolve_mpi_buffers(
     """
     if device.type == "cpu":
         if requested == "device":
-            raise UserError("--mpi-buffers device needs --device cuda; tensors are on the CPU here")
+            raise UserError(device_buffers_on_cpu().line())
         return "host", "tensors are in host memory"
     if requested == "host":
         return "host", "asked for"
@@ -134,27 +138,11 @@ def resolve_mpi_buffers(
     if not reason:
         return "device", "the MPI library passed the probe on CUDA buffers"
     if requested == "device":
-        raise UserError(
-            f"--mpi-buffers device: {reason}; use --mpi-buffers host or a CUDA-aware MPI"
-        )
+        raise UserError(device_buffers_refused(reason).line())
     return "host", reason
 
 
 def lone_singleton(world: MPI.Comm) -> str:
     """Return why this job of one rank is not what was asked for, or "" when it is."""
-    if world.size > 1:
-        return ""
-    for variable in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
-        if int(os.environ.get(variable) or "1") > 1:
-            return (
-                f"the launcher started {os.environ[variable]} ranks but MPI sees a world of 1: the "
-                "launcher and the MPI library are of different MPIs; use the mpirun of the library"
-            )
-    # Under srun; an interactive shell of an allocation may start one process by itself.
-    wanted = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS") or "1"
-    if "SLURM_STEP_ID" not in os.environ or int(wanted) == 1:
-        return ""
-    return (
-        f"Slurm started {wanted} tasks but MPI sees a world of 1 rank: the launcher and the MPI "
-        "library speak different PMI; try srun --mpi=pmix or --mpi=pmi2"
-    )
+    lone = errors(check_launcher(world.size, os.environ))
+    return lone[0].line() if lone else ""

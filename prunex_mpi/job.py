@@ -23,8 +23,11 @@ from prunex_mpi.comm import (
     together,
 )
 from prunex_mpi.devices import choose_device, lone_singleton, resolve_mpi_buffers, set_threads
+from prunex_mpi.doctor_facts import gather_facts
 from prunex_mpi.errors import PREEMPTED, UserError
 from prunex_mpi.files import telling_disk_errors
+from prunex_mpi.findings import errors
+from prunex_mpi.findings_ranks import check_ranks
 from prunex_mpi.layout import build_layout
 from prunex_mpi.logs import RunDirectory, log, set_up_logging
 from prunex_mpi.preemption import ReceivedSignal, find_deadline, stop_agreement
@@ -62,6 +65,7 @@ def run(
             if world.rank == 0:
                 print(text, flush=True)
             return 0
+        heed_findings(topology, settings, device)
         transport = find_transport(topology, settings, device)
         state, problem = set_up(topology, settings, device, transport, heartbeat)
         heartbeat.beat(3)
@@ -116,6 +120,21 @@ def find_device(topology: Topology, settings: Settings) -> torch.device:
     if world.rank == 0:
         log.info("%s", line)
     return device
+
+
+def heed_findings(topology: Topology, settings: Settings, device: torch.device) -> None:
+    """Log what the doctor would warn of and refuse what can't work. Collective on `world`."""
+    facts = gather_facts(topology, device, settings.run_dir)
+    refused = ""
+    if facts:
+        findings = check_ranks(facts, settings.mpi_buffers, settings.ranks_per_node > 0)
+        for finding in findings:
+            if finding.severity == "warning":
+                log.warning("%s", finding.line())
+        refused = "; ".join(finding.line() for finding in errors(findings))
+    refused = broadcast_text(topology.world, refused)
+    if refused:
+        raise UserError(refused)
 
 
 def find_transport(topology: Topology, settings: Settings, device: torch.device) -> Transport:

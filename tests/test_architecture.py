@@ -14,7 +14,10 @@ PACKAGE = Path(__file__).resolve().parents[1] / "prunex_mpi"
 NAME = PACKAGE.name
 
 # Quick to import, so that --help and wrong flags answer at once.
-PLAIN = {"errors", "values", "settings", "cli", "logs", "watchdog", "files"}
+PLAIN = {
+    *("errors", "values", "settings", "cli", "logs", "watchdog", "files"),
+    *("findings", "findings_gpu", "findings_launcher", "findings_ranks"),
+}
 # Mathematics on tensors and host arrays.
 TENSORS = {
     "layout",
@@ -29,7 +32,10 @@ TENSORS = {
     "checkpoint_files",
 }
 # Communication, which knows vectors and their layout but not what they mean.
-COMMUNICATION = {"comm", "collectives", "gradients", "devices", "preemption"}
+COMMUNICATION = {
+    *("comm", "collectives", "gradients", "devices", "preemption"),
+    *("doctor_facts", "doctor_folder", "doctor_links", "doctor_probe"),
+}
 # Everything else may use all of these.
 
 PICKLING_ALWAYS = {

@@ -131,6 +131,23 @@ def test_probe_reports_a_crash_a_hang_and_a_missing_program(
     assert "TimeoutExpired" in devices.probe("cpu")
 
 
+def test_probe_of_one_operation_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> None:
+        commands.append(command)
+        raise OSError("not started")
+
+    monkeypatch.setattr(devices.shutil, "which", lambda _: None)
+    monkeypatch.setattr(devices.subprocess, "run", run)
+    devices.probe("cpu", "bor")
+    devices.probe("cpu")
+    assert [command[2:] for command in commands] == [
+        ["prunex_mpi.doctor_probe", "cpu", "bor"],
+        ["prunex_mpi.doctor_probe", "cpu"],
+    ]
+
+
 def test_probe_is_not_started_as_a_rank_of_this_job(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, str] = {}
 
@@ -152,7 +169,7 @@ def test_tensors_on_the_cpu_are_handed_over_as_they_are() -> None:
     for requested in ("auto", "host"):
         kind, _ = devices.resolve_mpi_buffers(topology, requested, torch.device("cpu"))
         assert kind == "host"
-    with pytest.raises(UserError, match="--mpi-buffers device needs --device cuda"):
+    with pytest.raises(UserError, match=r"--mpi-buffers device: .*--device cuda"):
         devices.resolve_mpi_buffers(topology, "device", torch.device("cpu"))
     free_topology(topology)
 

@@ -144,6 +144,7 @@ def test_closing_table_and_lines(finished):
     assert "not pruned: conv1.weight" in result.stderr
 
 
+@pytest.mark.any_mpi
 def test_saved_config_repeats_the_run_exactly(finished):
     folder, _ = finished
     result = train(4, ["--config", "run/config.toml", "--run-dir", "again"], folder)
@@ -163,6 +164,7 @@ def test_existing_run_is_not_overwritten(finished):
     assert (folder / "run/summary.json").read_text() == before
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     "flags",
     [
@@ -223,6 +225,7 @@ def test_launcher_mismatch_is_refused(tmp_path):
     assert_refused(train(1, [], tmp_path, **slurm), 2, "Slurm started 2 tasks")
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("name", BY_HAND)
 def test_dry_run_counts_without_training(tmp_path, name):
     dense, half, statistics = BY_HAND[name]
@@ -243,6 +246,7 @@ def test_float64_models_train(tmp_path):
     assert load_file(tmp_path / "run/state.safetensors")["0.weight"].dtype == torch.float64
 
 
+@pytest.mark.any_mpi
 def test_digits_train_above_95_percent(tmp_path):
     """The quickstart: 4 ranks on 2 virtual nodes, half of the channels, no other flags."""
     result = train(4, ["--ranks-per-node", "2", "--run-dir", "run"], tmp_path)

@@ -1,0 +1,91 @@
+"""What is found out about a job before it trains: facts of its ranks, and findings about them.
+
+The modules findings_*.py judge facts. Each of their checks is a plain function that communicates
+nothing and needs neither torch nor MPI. The doctor prints all that is found; train says the
+warnings and refuses the errors.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+# From the worst on.
+SEVERITIES = ("error", "warning", "note", "ok")
+SHOWN_NAMES = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: how bad it is, why, and what to do about it."""
+
+    severity: str
+    subject: str
+    reason: str
+    remedy: str = ""
+
+    def line(self) -> str:
+        """Return the finding, without its severity, on one line."""
+        return f"{self.subject}: {self.reason}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank knows of itself.
+
+    `cores` are those that it may run on, `job_cores` how many its launcher may use on this machine.
+    `clock` is the time of day when all ranks left one barrier. `gpu` and `gpu_id` are empty on the
+    CPU; `device_problem` says why there is not the device that was asked for.
+    """
+
+    rank: int
+    host: str
+    node: int
+    host_rank: int
+    cores: tuple[int, ...]
+    job_cores: int
+    threads: int
+    omp_num_threads: str
+    versions: dict[str, str]
+    clock: float
+    device: str
+    device_problem: str
+    gpu: str
+    gpu_id: str
+    gpus: int
+    allocator: str
+    launcher: str
+    free_bytes: int
+
+
+def errors(findings: Iterable[Finding]) -> list[Finding]:
+    """Return those with which training would fail."""
+    return [finding for finding in findings if finding.severity == "error"]
+
+
+def by_host(facts: Iterable[RankFacts]) -> dict[str, list[RankFacts]]:
+    """Sort the ranks by the machine that they are on."""
+    hosts: dict[str, list[RankFacts]] = {}
+    for rank in facts:
+        hosts.setdefault(rank.host, []).append(rank)
+    return hosts
+
+
+def per_machine(
+    facts: Sequence[RankFacts], check: Callable[[Sequence[RankFacts]], list[Finding]]
+) -> list[Finding]:
+    """Check every machine by itself; say what is the same on several of them once."""
+    hosts: dict[Finding, list[str]] = {}
+    for host, ranks in by_host(facts).items():
+        for finding in check(ranks):
+            hosts.setdefault(finding, []).append(host)
+    return [
+        Finding(f.severity, f.subject, f"on {listed(names)}: {f.reason}", f.remedy)
+        for f, names in hosts.items()
+    ]
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return some distinct names and how many more there are."""
+    distinct = list(dict.fromkeys(names))
+    more = len(distinct) - SHOWN_NAMES
+    shown = ", ".join(distinct[:SHOWN_NAMES])
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,618 @@
+"""The doctor: every check on facts that are right and wrong, what is gathered, and the program."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from launch import run_job
+from nodes import NODE_SHAPES, WORLD, nodes_of
+
+from mpi4py import MPI
+
+from prunex_mpi import (
+    devices,
+    doctor,
+    doctor_folder,
+    doctor_probe,
+    doctor_report,
+    findings_gpu,
+    findings_ranks,
+)
+from prunex_mpi.comm import broadcast_text
+from prunex_mpi.doctor_facts import (
+    bytes_free,
+    cores_of_the_job,
+    existing_folder,
+    from_json,
+    gather_facts,
+)
+from prunex_mpi.doctor_links import ALLREDUCE_BYTES, BANDWIDTH_BYTES, Link, measure_links
+from prunex_mpi.errors import USAGE, UserError
+from prunex_mpi.findings import SEVERITIES, Finding, RankFacts, errors, listed, per_machine
+from prunex_mpi.findings_launcher import check_launcher, describe_launcher, launcher_rank
+from prunex_mpi.watchdog import Heartbeat
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+RANK = RankFacts(
+    rank=0,
+    host="alpha",
+    node=0,
+    host_rank=0,
+    cores=(0, 1, 2, 3),
+    job_cores=4,
+    threads=2,
+    omp_num_threads="",
+    versions={"torch": "2.5", "prunex_mpi": "0.1", "python": "3.11", "mpi": "M", "mpi4py": "4.1"},
+    clock=1000.0,
+    device="cpu",
+    device_problem="",
+    gpu="",
+    gpu_id="",
+    gpus=0,
+    allocator="",
+    launcher="srun (PMIx)",
+    free_bytes=2**40,
+)
+# Two machines of two ranks, all well.
+JOB = [
+    replace(RANK, rank=i, host=("alpha", "beta")[i // 2], node=i // 2, host_rank=i % 2)
+    for i in range(4)
+]
+
+
+def with_gpus(ranks: list[RankFacts], names: list[str], gpus: int = 2) -> list[RankFacts]:
+    """Give the ranks the GPUs that are named."""
+    return [
+        replace(rank, device=f"cuda:{i}", gpu="H", gpu_id=name, gpus=gpus)
+        for i, (rank, name) in enumerate(zip(ranks, names, strict=True))
+    ]
+
+
+def changed(rank: int, **changes: object) -> list[RankFacts]:
+    """Return the job with one rank changed."""
+    return [replace(r, **changes) if r.rank == rank else r for r in JOB]
+
+
+def the_only(findings: list[Finding], severity: str, *words: str) -> Finding:
+    """Return the one finding, which must have this severity and hold these words."""
+    assert len(findings) == 1, findings
+    assert findings[0].severity == severity, findings[0]
+    for word in words:
+        assert word in findings[0].line()
+    return findings[0]
+
+
+def test_a_good_job_has_no_complaints() -> None:
+    findings = findings_ranks.check_ranks(JOB, "auto", False)
+    assert {f.severity for f in findings} == {"ok"}
+    assert {"versions", "clocks", "nodes", "device", "cores", "threads"} <= {
+        f.subject for f in findings
+    }
+    assert doctor_report.verdict(findings) == "ready to train"
+
+
+@pytest.mark.parametrize(
+    ("name", "severity"),
+    [
+        ("torch", "error"),
+        ("prunex_mpi", "error"),
+        ("python", "error"),
+        ("mpi", "error"),
+        ("mpi4py", "warning"),
+    ],
+)
+def test_versions_that_differ_are_named_with_their_hosts(name: str, severity: str) -> None:
+    other = changed(3, versions={**RANK.versions, name: "9.9"})
+    found = findings_ranks.check_versions(other)
+    the_only(found, severity, f"{name} is {RANK.versions[name]} on alpha, beta", "9.9 on beta")
+
+
+@pytest.mark.parametrize(
+    ("ahead", "severity"), [(0.5, "ok"), (1.5, "note"), (60.0, "note"), (61.0, "warning")]
+)
+def test_clocks_may_differ_by_little(ahead: float, severity: str) -> None:
+    found = the_only(findings_ranks.check_clocks(changed(2, clock=1000.0 + ahead)), severity)
+    assert ("beta is" in found.reason) == (severity != "ok")
+
+
+def test_nodes_are_what_shares_a_machine() -> None:
+    check = findings_ranks.check_nodes
+    the_only(check(JOB, False), "ok", "2 nodes of 2 ranks on 2 machines")
+    apart = [replace(rank, node=rank.rank) for rank in JOB]
+    the_only(check(apart, False), "warning", "/dev/shm")
+    the_only(check(apart, True), "ok", "4 virtual nodes")
+    across = [replace(rank, node=(rank.rank + 1) // 2) for rank in JOB]
+    the_only(check(across, True), "warning", "spans alpha, beta", "--ranks-per-node")
+    the_only(check(JOB[:3], False), "note", "1 to 2 ranks")
+
+
+def test_every_rank_needs_the_same_kind_of_device() -> None:
+    check = findings_gpu.check_devices
+    the_only(check(JOB), "ok", "CPU")
+    the_only(check([replace(RANK, gpus=2)]), "ok", "beside GPUs")
+    mixed = with_gpus(JOB[:2], ["a", "b"]) + JOB[2:]
+    the_only(check(mixed), "error", "cuda on alpha, cpu on beta")
+    without = [replace(rank, device_problem="no GPU") for rank in JOB]
+    the_only(check(without), "error", "rank 0 on alpha: no GPU")
+
+
+def test_gpus_are_counted_per_machine() -> None:
+    check = findings_gpu.check_gpus
+    assert check(JOB) == []
+    the_only(check(with_gpus(JOB, ["a", "b", "c", "d"])), "ok", "on alpha, beta: 2 ranks")
+    shared = the_only(check(with_gpus(JOB, ["a", "a", "c", "d"]))[:1], "warning", "on alpha")
+    assert "2 ranks share one GPU of 2" in shared.reason
+    the_only(check(with_gpus(JOB[:2], ["a", "b"], gpus=4)), "note", "2 of 4 GPUs are not used")
+    # Each rank sees only its own: the same number of another GPU.
+    the_only(check(with_gpus(JOB[:2], ["a", "b"], gpus=1)), "ok")
+
+
+@pytest.mark.parametrize(
+    ("setting", "buffers", "severity"),
+    [
+        (EXPANDABLE, "auto", "warning"),
+        (EXPANDABLE, "device", "error"),
+        (EXPANDABLE, "host", None),
+        ("PYTORCH_ALLOC_CONF=max_split_size_mb:64, expandable_segments : true", "auto", "warning"),
+        ("PYTORCH_ALLOC_CONF=expandable_segments:False", "device", None),
+        ("", "device", None),
+    ],
+)
+def test_expandable_segments_and_mpi(setting: str, buffers: str, severity: str | None) -> None:
+    on_cpu = [replace(rank, allocator=setting) for rank in JOB]
+    assert findings_gpu.check_allocator(on_cpu, buffers) == []
+    found = findings_gpu.check_allocator(with_gpus(on_cpu, list("abcd")), buffers)
+    if severity is None:
+        assert found == []
+    else:
+        the_only(found, severity, "expandable_segments", "CUDA IPC", "alpha, beta")
+
+
+@pytest.mark.parametrize(
+    ("cores", "job_cores", "severity", "words"),
+    [
+        ([(0, 1)] * 2, 2, "ok", "2 ranks may use 2 cores"),
+        ([(0,), (1,)], 2, "ok", "2 ranks may use 2 cores"),
+        ([(0, 1)] * 4, 2, "warning", "4 ranks share 2 cores"),
+        ([(0,)] * 2, 4, "warning", "2 ranks are bound to the same 1 of 4 cores"),
+        ([(0,)] * 2, 1, "warning", "2 ranks share 1 cores"),
+        ([(0,), (0,), (1, 2, 3)], 8, "warning", "2 ranks are bound to the same 1 of 8"),
+        ([(0,), (0, 1), (1,)], 8, "warning", "3 ranks are bound to the same 2 of 8"),
+        ([(0,), (1,)], 64, "warning", "bound to 2 of 64 cores"),
+    ],
+)
+def test_ranks_need_cores_of_their_own(
+    cores: list[tuple[int, ...]], job_cores: int, severity: str, words: str
+) -> None:
+    ranks = [replace(RANK, rank=i, cores=c, job_cores=job_cores) for i, c in enumerate(cores)]
+    found = the_only(findings_ranks.check_cores(ranks), severity, words)
+    assert bool(found.remedy) == (severity == "warning")
+
+
+def test_idle_cores_matter_less_beside_a_gpu() -> None:
+    ranks = with_gpus([replace(RANK, cores=(0,), job_cores=64)], ["a"], gpus=1)
+    the_only(findings_ranks.check_cores(ranks), "note", "bound to 1 of 64")
+
+
+@pytest.mark.parametrize(
+    ("threads", "ranks", "severity"),
+    [(2, 2, "ok"), (4, 1, "ok"), (4, 2, "warning"), (1, 8, "ok"), (2, 8, "warning")],
+)
+def test_threads_fit_the_cores(threads: int, ranks: int, severity: str) -> None:
+    job = [replace(RANK, rank=i, threads=threads) for i in range(ranks)]
+    fair = f"OMP_NUM_THREADS={max(1, 4 // ranks)}"
+    words = [fair, f"{ranks} ranks of {threads} threads share 4 cores"]
+    the_only(findings_ranks.check_threads(job), severity, *(words if severity != "ok" else []))
+
+
+def test_free_space_is_that_of_rank_zero() -> None:
+    check = findings_ranks.check_free_space
+    the_only(check(changed(1, free_bytes=0)), "ok", "1024.0 GiB")
+    the_only(check(changed(0, free_bytes=2**20)), "warning", "1 MiB are left", "--run-dir")
+    assert check(changed(0, free_bytes=-1)) == []
+
+
+def test_a_folder_that_is_not_shared_is_an_error_per_host() -> None:
+    the_only(findings_ranks.check_shared_folder("runs", {}), "ok", "runs")
+    found = findings_ranks.check_shared_folder("runs", {"alpha": "no space", "beta": "not there"})
+    assert [f.severity for f in found] == ["error", "error"]
+    assert "on beta: not there" in found[1].reason
+
+
+PASSED = {"Allreduce SUM": "", "Bcast": ""}
+CRASHED = {"Allreduce SUM": "", "Bcast": "the probe ended with code 139"}
+
+
+@pytest.mark.parametrize(
+    ("requested", "kind", "claimed", "probed", "severities"),
+    [
+        ("auto", "cpu", None, None, ["note"]),
+        ("host", "cpu", None, None, ["note"]),
+        ("device", "cpu", None, None, ["error"]),
+        ("host", "cuda", True, None, ["ok"]),
+        ("auto", "cuda", True, None, ["note"]),
+        ("auto", "cuda", False, None, ["note"]),
+        ("device", "cuda", False, None, ["error"]),
+        ("auto", "cuda", None, PASSED, ["ok", "ok"]),
+        ("auto", "cuda", True, CRASHED, ["ok", "note"]),
+        ("device", "cuda", True, CRASHED, ["ok", "error"]),
+    ],
+)
+def test_cuda_awareness_is_what_the_probe_says(
+    requested: str,
+    kind: str,
+    claimed: bool | None,
+    probed: dict[str, str] | None,
+    severities: list[str],
+) -> None:
+    found = findings_gpu.check_mpi_buffers(requested, kind, claimed, probed)
+    assert [f.severity for f in found] == severities
+    if kind == "cuda":
+        says = {True: "claims", False: "denies", None: "does not say"}[claimed]
+        assert says in found[0].reason
+    if probed is CRASHED:
+        assert "Bcast on CUDA buffers: the probe ended with code 139" in found[1].reason
+    for finding in errors(found):
+        assert finding.subject == "--mpi-buffers device"
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "rank"),
+    [
+        ({}, "none", 0),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "PMIX_RANK": "2"},
+            "mpirun of Open MPI (PMIx)",
+            2,
+        ),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "SLURM_STEP_ID": "0"},
+            "mpiexec of MPICH or Intel MPI (PMI-1 or PMI-2)",
+            1,
+        ),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "3"}, "srun (no PMI)", 3),
+        ({"SLURM_STEP_ID": "0", "PMIX_RANK": "1", "SLURM_PROCID": "1"}, "srun (PMIx)", 1),
+        ({"SLURM_STEP_ID": "0", "PMI_FD": "9", "PMI_RANK": "5"}, "srun (PMI-1 or PMI-2)", 5),
+        # The shell of an allocation; mpirun leaves it as it is in its first rank.
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, "none", 0),
+        ({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "SLURM_PROCID": "0"}, "PMIx", 1),
+    ],
+)
+def test_launchers_are_known_by_what_they_leave(
+    variables: dict[str, str], name: str, rank: int
+) -> None:
+    assert name in describe_launcher(variables)
+    assert launcher_rank(variables) == rank
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "0"}, "4 ranks"),
+        ({"MV2_COMM_WORLD_SIZE": "3"}, "3 ranks"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "2 ranks"),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "4 tasks"),
+        # srun itself offers PMI-2; mpiexec in an allocation has srun start one helper per node.
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "PMI_SIZE": "4"}, "4 tasks"),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "8"}, "8 ranks"),
+    ],
+)
+def test_a_job_that_fell_apart_is_an_error(variables: dict[str, str], words: str) -> None:
+    found = the_only(check_launcher(1, variables), "error", words, "world of 1")
+    assert ("srun --mpi=" in found.remedy) == ("tasks" in words)
+    the_only(check_launcher(4, variables), "ok", "one job of 4 ranks")
+
+
+def test_one_process_is_what_it_is() -> None:
+    the_only(check_launcher(1, {}), "note", "mpirun or srun")
+    the_only(check_launcher(1, {"OMPI_COMM_WORLD_SIZE": "1"}), "ok")
+    the_only(check_launcher(1, {"SLURM_NTASKS": "4"}), "note")
+    the_only(check_launcher(1, {"PMI_SIZE": "many"}), "note")
+
+
+def test_machines_with_the_same_finding_are_named_together() -> None:
+    def check(ranks: list[RankFacts]) -> list[Finding]:
+        return [Finding("note", "host", "even" if int(ranks[0].host) % 2 == 0 else "odd")]
+
+    ranks = [replace(RANK, host=str(i)) for i in range(9)]
+    reasons = [f.reason for f in per_machine(ranks, check)]
+    assert reasons == ["on 0, 2, 4 and 2 more: even", "on 1, 3, 5 and 1 more: odd"]
+    assert listed(["a", "b", "a", "c"]) == "a, b, c"
+
+
+def test_the_worst_stands_first_with_its_remedy() -> None:
+    findings = [
+        Finding("ok", "fine", "all is well"),
+        Finding("error", "very bad", "long " * 40, "do this"),
+    ]
+    text = doctor_report.format_findings(findings)
+    lines = text.splitlines()
+    assert lines[1].startswith("  error    very bad  long long")
+    assert all(len(line) <= doctor_report.WIDTH for line in lines)
+    assert lines[-2].strip() == "-> do this"
+    assert lines[-1] == "  ok       fine      all is well"
+    assert doctor_report.verdict(findings) == "training would fail: very bad"
+    assert {f.severity for f in findings} <= set(SEVERITIES)
+
+
+def test_tables_have_a_line_per_node_and_per_link() -> None:
+    rows = doctor_report.format_topology(with_gpus(JOB, ["a", "b", "c", "d"])).splitlines()
+    assert len(rows) == 4
+    assert rows[2].split() == ["0", "alpha", "2", "4", "of", "4", "2", "cuda:0", "H+cuda:1", "H"]
+    links = [Link("latency", "nodes 0 and 1", 8, 2e-6, 5), Link("Allreduce", "w", 10**6, 1e-3, 5)]
+    text = doctor_report.format_links(links, JOB)
+    assert "2.00" in text
+    assert "1000" in text
+    assert "no network" not in text
+    assert "no network" in doctor_report.format_links(links, [replace(r, host="one") for r in JOB])
+
+
+def test_facts_survive_as_text_even_from_another_version() -> None:
+    assert from_json(json.dumps(asdict(JOB[3])), JOB[0]) == JOB[3]
+    sent = asdict(JOB[3])
+    del sent["gpus"]
+    sent["more"] = 1
+    assert from_json(json.dumps(sent), replace(RANK, gpus=7)) == replace(JOB[3], gpus=7)
+
+
+def test_cores_of_a_slurm_job_are_those_it_was_given() -> None:
+    assert cores_of_the_job({}) >= 1
+    assert cores_of_the_job({"SLURM_CPUS_ON_NODE": "1"}) == 1
+
+
+def test_the_folder_above_counts_where_there_is_none_yet(tmp_path: Path) -> None:
+    assert existing_folder(str(tmp_path / "a" / "b")) == tmp_path
+    assert existing_folder(str(tmp_path)) == tmp_path
+    assert bytes_free(str(tmp_path / "a")) > 0
+
+
+def test_tokens_are_left_and_found(tmp_path: Path) -> None:
+    path = str(tmp_path / "token")
+    left = {"run_dir": "/r", "path": path, "token": "secret"}
+    assert doctor_folder.leave_token(path, "secret") == ""
+    assert doctor_folder.find_token("/r", left) == ""
+    assert "--run-dir means /s here" in doctor_folder.find_token("/s", left)
+    other = {**left, "token": "other"}
+    assert "another file" in doctor_folder.find_token("/r", other, limit_s=0)
+    Path(path).unlink()
+    assert "No such file" in doctor_folder.find_token("/r", left, limit_s=0)
+    assert "can't be written" in doctor_folder.leave_token("/proc/none/token", "secret")
+
+
+@pytest.mark.parametrize(
+    ("flags", "culprits"),
+    [
+        (["--qiuck"], ["--qiuck", "--quick"]),
+        (["--mpi-bufers=host"], ["--mpi-bufers", "--mpi-buffers"]),
+        (["now"], ["'now'"]),
+        (["--device", "tpu"], ["device", "'tpu'"]),
+        (["--ranks-per-node", "-1"], ["ranks-per-node", "-1"]),
+        (["--timeout", "0"], ["timeout", "0"]),
+    ],
+)
+def test_bad_flags_are_refused(flags: list[str], culprits: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        doctor.parse(flags)
+    assert caught.value.exit_code == USAGE
+    assert "\n" not in str(caught.value)
+    assert all(culprit in str(caught.value) for culprit in culprits)
+
+
+def test_help_loads_neither_torch_nor_mpi() -> None:
+    code = (
+        "import sys\n"
+        "from prunex_mpi import doctor\n"
+        "try:\n    doctor.main(['--help'])\n"
+        "except SystemExit as end:\n    assert end.code == 0\n"
+        "assert not {'torch', 'mpi4py', 'numpy'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--mpi-buffers" in done.stdout
+
+
+def test_a_device_that_is_absent_is_told_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    device, problem = doctor.find_device("cuda", 0)
+    assert device == CPU
+    assert "--device cuda" in problem
+    assert doctor.find_device("auto", 0) == (CPU, "")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
+def test_facts_of_all_ranks_reach_rank_zero(ranks_per_node: int) -> None:
+    with nodes_of(ranks_per_node) as topology:
+        facts = gather_facts(topology, CPU, "runs", f"problem of {WORLD.rank}")
+        assert bool(facts) == (WORLD.rank == 0)
+        if not facts:
+            return
+    assert [rank.rank for rank in facts] == list(range(WORLD.size))
+    assert [rank.node for rank in facts] == [
+        i // min(ranks_per_node, WORLD.size) for i in range(WORLD.size)
+    ]
+    assert [rank.device_problem for rank in facts] == [f"problem of {i}" for i in range(WORLD.size)]
+    for rank in facts:
+        assert rank.cores and set(rank.cores) <= set(range(os.cpu_count() or 1))
+        assert rank.job_cores >= len(rank.cores)
+        assert rank.threads >= 1
+        assert set(rank.versions) == {"prunex_mpi", "torch", "python", "mpi4py", "mpi"}
+    assert max(r.clock for r in facts) - min(r.clock for r in facts) < 1
+    assert findings_ranks.check_versions(facts)[0].severity == "ok"
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
+def test_links_are_measured_where_there_are_any(ranks_per_node: int) -> None:
+    beats: list[int] = []
+    with nodes_of(ranks_per_node) as topology:
+        links = measure_links(topology, 0.05, lambda: beats.append(1))
+        nodes, largest = topology.num_nodes, max(topology.node_sizes)
+    assert bool(beats) == (WORLD.size > 1)
+    expected = [("latency", 8), ("bandwidth", BANDWIDTH_BYTES)] * ((largest > 1) + (nodes > 1))
+    expected += [("Allreduce", ALLREDUCE_BYTES)] * (nodes > 1)
+    if WORLD.rank:
+        assert links == []
+        return
+    assert [(link.what, link.size_bytes) for link in links] == expected
+    for link in links:
+        assert math.isfinite(link.seconds) and link.seconds > 0
+        assert link.turns >= 1
+    assert {link.between for link in links if nodes > 1} >= {f"{nodes} leaders"} - {"1 leaders"}
+
+
+@pytest.mark.mpi
+def test_every_node_opens_what_rank_zero_wrote(tmp_path: Path) -> None:
+    folder = broadcast_text(WORLD, str(tmp_path))
+    with nodes_of(1) as topology:
+        assert doctor_folder.try_folder(topology, f"{folder}/new/run") == {}
+        problems = doctor_folder.try_folder(topology, "/proc/none/run")
+        assert list(problems.values()) == (
+            ["/proc can't be written (No such file or directory)"] if WORLD.rank == 0 else []
+        )
+    if WORLD.rank == 0:
+        assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_node_that_sees_another_folder_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    if WORLD.rank == 1:
+        monkeypatch.setattr(doctor_folder.os.path, "abspath", lambda path: f"/elsewhere/{path}")
+    with nodes_of(1) as topology:
+        problems = doctor_folder.try_folder(topology, "runs")
+    monkeypatch.undo()
+    if WORLD.rank == 0:
+        (problem,) = problems.values()
+        assert "--run-dir means /elsewhere/runs here" in problem
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("requested", "quick", "claim", "probes"),
+    [
+        ("auto", False, True, 3),
+        ("device", False, None, 3),
+        ("auto", True, True, None),
+        ("host", False, True, None),
+        ("auto", False, False, None),
+    ],
+)
+def test_each_operation_is_probed_by_itself_on_rank_zero(
+    requested: str,
+    quick: bool,
+    claim: bool | None,
+    probes: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def probe(device: str, operation: str) -> str:
+        assert (WORLD.rank, device) == (0, "cuda")
+        return f"{operation} crashed" if operation == "bcast" else ""
+
+    monkeypatch.setattr(devices, "claimed_cuda_support", lambda: claim)
+    monkeypatch.setattr(devices, "probe", probe)
+    with nodes_of(1) as topology:
+        claimed, probed = doctor.ask_mpi(topology, requested, CUDA, quick, Heartbeat())
+        assert doctor.ask_mpi(topology, "auto", CPU, False, Heartbeat()) == (None, None)
+    if WORLD.rank or probes is None:
+        assert probed is None
+    else:
+        assert probed == {"Allreduce SUM": "", "Bcast": "bcast crashed", "Allreduce BOR": ""}
+    assert claimed == (claim if WORLD.rank == 0 else None)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("operation", doctor_probe.TRIALS)
+def test_trials_pass_on_host_memory(operation: str) -> None:
+    doctor_probe.TRIALS[operation](WORLD, "cpu")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_trial_sees_wrong_numbers() -> None:
+    class Deaf:
+        """A library that answers, but wrongly."""
+
+        size, rank = 2, 1
+
+        def Allreduce(self, *_: object, **__: object) -> None:
+            pass
+
+        Bcast = Allreduce
+
+    for operation in doctor_probe.TRIALS.values():
+        with pytest.raises(AssertionError, match="wrong"):
+            operation(Deaf(), "cpu")
+
+
+def test_operations_of_the_doctor_are_those_of_the_probe() -> None:
+    assert list(doctor.OPERATIONS) == list(doctor_probe.TRIALS)
+
+
+@pytest.mark.jobs
+def test_program_under_the_launcher(tmp_path: Path) -> None:
+    arguments = ["-m", "prunex_mpi.doctor", "--ranks-per-node", "1", "--json", "found.json"]
+    ended = run_job(2, [*arguments, "--device", "cpu"], tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for words in ("MPI library", "Topology: 2 ranks", "Findings", "Links", "2 leaders"):
+        assert ended.stdout.count(words) == 1, ended.stdout
+    assert ended.stdout.rstrip().endswith("ready to train")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["ready"] is True
+    assert len(found["ranks"]) == 2
+    assert {link["what"] for link in found["links"]} == {"latency", "bandwidth", "Allreduce"}
+    assert not any(f["severity"] == "error" for f in found["findings"])
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+
+
+@pytest.mark.jobs
+def test_program_says_what_would_fail(tmp_path: Path) -> None:
+    arguments = ["--quick", "--run-dir", "/proc/none/run", "--device", "cpu"]
+    arguments += ["--mpi-buffers", "device"]
+    ended = run_job(2, ["-m", "prunex_mpi.doctor", *arguments], tmp_path)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    last = [line for line in ended.stdout.splitlines() if line.startswith("training would fail")]
+    assert last == ["training would fail: file system, --mpi-buffers device"]
+    assert "/proc can't be written" in ended.stdout
+    assert "Links" not in ended.stdout
+
+
+@pytest.mark.jobs
+def test_singletons_are_one_finding_told_by_one_of_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for name in list(os.environ):
+        if name.startswith(("OMPI_COMM", "PMI", "SLURM")):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(doctor, "SINGLETON_GRACE_S", 0.0)
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for rank in "01":
+        monkeypatch.setenv("SLURM_PROCID", rank)
+        assert doctor.doctor(MPI.COMM_SELF, doctor.parse([])) == 1
+        printed = capsys.readouterr().out
+        if rank == "1":
+            assert printed == ""
+        else:
+            assert printed.count("  error  ") == 1
+            assert "Slurm started 2 tasks" in printed
+            assert printed.endswith("training would fail: launcher\n")
+
+
+@pytest.mark.jobs
+def test_training_says_the_same(tmp_path: Path) -> None:
+    """More ranks than cores is said once; what can't work is refused with the doctor's words."""
+    arguments = ["--device", "cpu", "--mpi-buffers", "device", "--run-dir", "run"]
+    limited = {"OMP_NUM_THREADS": str(4 * (os.cpu_count() or 1))}
+    ended = run_job(2, ["-m", "prunex_mpi.train", *arguments], tmp_path, **limited)
+    assert ended.returncode == USAGE, ended.stderr
+    assert ended.stderr.count("set OMP_NUM_THREADS=") == 1
+    assert ended.stderr.count(findings_gpu.device_buffers_on_cpu().line()) == 1
+    assert not (tmp_path / "run").exists()
