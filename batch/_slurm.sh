@@ -1,0 +1,33 @@
+# Sourced by the sbatch scripts: the environment of the job, and run_ranks COMMAND..., which starts
+# COMMAND once per task. batch/README.md says what can be chosen.
+
+set -euo pipefail
+
+export PRUNEX_HOME
+cd "${SLURM_SUBMIT_DIR:-.}"
+PRUNEX_ENV=${PRUNEX_ENV:-$PRUNEX_HOME/batch/env-pip.sh}
+if [[ ! -f $PRUNEX_ENV ]]; then
+    echo "error: PRUNEX_ENV=$PRUNEX_ENV is not a file: name one like batch/env-modules.sh" >&2
+    exit 2
+fi
+# Names that a module or an environment leaves unset are its own affair.
+set +u
+# shellcheck source=/dev/null
+source "$PRUNEX_ENV"
+set -u
+
+# Since Slurm 22.05 srun no longer takes this from the allocation.
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
+    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+fi
+
+run_ranks() {
+    local words=(srun --kill-on-bad-exit=1)
+    if [[ -n ${PRUNEX_SRUN_MPI:-} ]]; then words+=(--mpi="$PRUNEX_SRUN_MPI"); fi
+    # Every rank sees all GPUs of its node and takes its own; a GPU hidden from its neighbours can't
+    # be reached by CUDA's own copies between processes.
+    if [[ -n ${SLURM_GPUS_ON_NODE:-} ]]; then words+=(--gpu-bind=none); fi
+    "${words[@]}" "$@"
+}
+
+echo "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}: $SLURM_NTASKS tasks on $SLURM_JOB_NODELIST"

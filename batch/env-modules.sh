@@ -1,0 +1,19 @@
+# Environment of a job: MPI and Python from the cluster's modules. Copy it, put in your cluster's
+# names, and give it to sbatch: `sbatch --export=ALL,PRUNEX_ENV=$PWD/my-env.sh batch/train.sbatch ...`.
+#
+# The virtual environment was made once, on the cluster, with the same modules:
+#   module load openmpi && python -m venv .venv && .venv/bin/pip install -e ".[digits]"
+# mpi4py's wheel finds the libmpi that the module puts on the library path.
+
+module purge
+module load openmpi
+
+export PATH=${PRUNEX_VENV:-$PRUNEX_HOME/.venv}/bin:$PATH
+
+# pmix for Open MPI, pmi2 for MPICH and Intel MPI, cray_shasta for Cray MPICH; empty: the cluster's
+# own default. `srun --mpi=list` says what there is.
+PRUNEX_SRUN_MPI=${PRUNEX_SRUN_MPI:-pmix}
+
+# The interconnect, where the default of the MPI is not it. Nothing of this concerns the program.
+# export OMPI_MCA_pml=ucx
+# export UCX_NET_DEVICES=mlx5_0:1

@@ -1,0 +1,35 @@
+"""Train, and write what the kernel counts on this host's link during each phase 4.
+
+    mpirun -n 4 python count_phase4.py FILE [flags of prunex_mpi.train]
+
+Each leader writes FILE-NODE, a JSON list: what `eth0` has sent in each outer iteration.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from prunex_mpi import hsadmm, train
+
+COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
+sent: list[int] = []
+nodes: list[int] = []
+real = hsadmm.inter_node_consensus
+
+
+def counted(topology, *arguments):
+    """Do phase 4 between two readings; nothing else is on the link."""
+    topology.world.Barrier()
+    before = int(COUNTER.read_text())
+    moved = real(topology, *arguments)
+    topology.world.Barrier()
+    sent.append(int(COUNTER.read_text()) - before)
+    nodes[:] = [topology.node_index] if topology.is_leader else []
+    return moved
+
+
+hsadmm.inter_node_consensus = counted
+status = train.main(sys.argv[2:])
+for node in nodes:
+    Path(f"{sys.argv[1]}-{node}").write_text(json.dumps(sent))
+sys.exit(status)

@@ -1,0 +1,189 @@
+"""Several real hosts: nodes found by MPI, Slurm's jobs, and bytes as the kernel counts them.
+
+Needs root, iproute2 and Slurm; .ci/run installs them where it may.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import cluster as machines
+import pytest
+from cluster import Cluster, mpirun_words, on_host, run_on, srun_words
+
+HOSTS = 4
+LIMIT_S = 300
+ROOT = Path(__file__).resolve().parent.parent
+TRAIN = [sys.executable, "-m", "prunex_mpi.train"]
+SMALL = (
+    *("--model", "resnet8", "--dataset", "synthetic", "--image-size", "8"),
+    *("--train-samples", "64", "--test-samples", "16", "--batch-size", "4"),
+    *("--outer-iterations", "4", "--local-steps", "2", "--progress", "off"),
+)
+# Long enough to be met by a signal.
+LONGER = (*SMALL, "--outer-iterations", "12", "--local-steps", "10", "--node-sync", "outer")
+LONGER += ("--checkpoint-every", "off", "--evaluate-every", "12")
+# No round before the keep ratio holds.
+PRUNED = ("--warmup-iterations", "0", "--keep-ramp-iterations", "0", "--mask-agreement", "vote")
+
+pytestmark = pytest.mark.jobs
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Cluster]:
+    reason = machines.why_not()
+    if reason:
+        pytest.skip(reason)
+    with machines.cluster(HOSTS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def slurm(hosts: Cluster) -> Iterator[dict[str, str]]:
+    reason = machines.why_not("slurm")
+    if reason:
+        pytest.skip(reason)
+    with machines.slurm(hosts) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def whole(hosts: Cluster, slurm: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of an srun on two hosts that nobody has disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    words = [*srun_words(2, 2), *TRAIN, *LONGER, "--run-dir", "run"]
+    require(run_on(hosts, words, folder, LIMIT_S, **slurm))
+    return folder / "run"
+
+
+def summary(run: Path) -> dict:
+    """Return summary.json, {} while there is none: a job that goes on takes it away first."""
+    path = run / "summary.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def records(run: Path) -> list[dict]:
+    """Return the metrics that do not depend on the time."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+
+
+def require(done: subprocess.CompletedProcess[str], code: int = 0) -> None:
+    assert done.returncode == code, (done.stdout + done.stderr)[-4000:]
+
+
+@pytest.mark.parametrize(
+    "tasks", [[2, 2], pytest.param([3, 1], marks=pytest.mark.any_mpi)], ids=str
+)
+def test_the_link_carries_what_the_metrics_say(
+    tasks: list[int], hosts: Cluster, tmp_path: Path
+) -> None:
+    script = str(ROOT / "tests" / "count_phase4.py")
+    flags = [*SMALL, *PRUNED, "--model", "resnet20", "--run-dir", "run"]
+    pair = Cluster(hosts.hosts[:2], hosts.folder)
+    words = [*mpirun_words(pair, tasks), sys.executable, script, str(tmp_path / "sent"), *flags]
+    require(run_on(pair, words, tmp_path, LIMIT_S))
+    assert summary(tmp_path / "run")["nodes"] == tasks
+    payloads = [record["bytes"]["payload"] for record in records(tmp_path / "run")]
+    dense = [record["bytes"]["dense"] for record in records(tmp_path / "run")]
+    assert all(p < 0.53 * d for p, d in zip(payloads, dense, strict=True))
+    for node in range(2):
+        sent = json.loads((tmp_path / f"sent-{node}").read_text())
+        # Between two leaders every algorithm of Allreduce sends the operand once each way.
+        assert sent == pytest.approx(payloads, rel=0.05)
+
+
+def test_a_job_on_hosts_is_stopped_and_goes_on_exactly(
+    hosts: Cluster, whole: Path, tmp_path: Path
+) -> None:
+    pair = Cluster(hosts.hosts[:2], hosts.folder)
+    words = [*mpirun_words(pair, [2, 2]), *TRAIN, *LONGER]
+    flags = ["--run-dir", "run", "--resume"]
+    job = subprocess.Popen(
+        on_host(pair.first, [*words, *flags]),
+        cwd=tmp_path,
+        env=machines.job_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, job)
+    job.send_signal(signal.SIGUSR1)
+    out, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 75, out
+    assert summary(tmp_path / "run")["status"] == "preempted"
+    require(run_on(pair, [*words, *flags], tmp_path, LIMIT_S))
+    assert records(tmp_path / "run") == records(whole)
+
+
+def complete(run: Path, nodes: int) -> bool:
+    """Say whether `run` has all its files and was one of two ranks on each of `nodes` hosts."""
+    found = summary(run)
+    names = ("config.toml", "metrics.jsonl", "layers.jsonl", "state.safetensors")
+    return (
+        found["status"] == "completed"
+        and found["nodes"] == [2] * nodes
+        and all((run / name).exists() for name in names)
+    )
+
+
+def test_srun_finds_two_hosts(whole: Path) -> None:
+    assert complete(whole, 2)
+
+
+@pytest.mark.any_mpi
+def test_srun_finds_four_hosts(hosts: Cluster, slurm: dict[str, str], tmp_path: Path) -> None:
+    words = [*srun_words(4, 2), *TRAIN, *SMALL, "--run-dir", "run"]
+    require(run_on(hosts, words, tmp_path, LIMIT_S, **slurm))
+    assert complete(tmp_path / "run", 4)
+
+
+def test_sbatch_requeues_a_preempted_job_which_goes_on(
+    hosts: Cluster, slurm: dict[str, str], whole: Path, tmp_path: Path
+) -> None:
+    words = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"]
+    words += ["--output=job.out", str(ROOT / "batch" / "train.sbatch"), *LONGER]
+    folder = Path(sys.executable).parent.parent
+    places = {"PRUNEX_HOME": str(ROOT), "PRUNEX_VENV": str(folder)}
+    done = run_on(hosts, words, tmp_path, LIMIT_S, **slurm, **places)
+    require(done)
+    number = done.stdout.strip()
+    run = tmp_path / "runs" / f"prunex-{number}"
+    metrics = run / "metrics.jsonl"
+
+    def log() -> str:
+        path = tmp_path / "job.out"
+        return path.read_text() if path.exists() else "no output"
+
+    def state() -> str:
+        answer = run_on(hosts, ["squeue", "-h", "-j", number, "-o", "%T %r"], tmp_path, 30, **slurm)
+        return answer.stdout.strip()
+
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, log=log)
+    require(run_on(hosts, ["scontrol", "requeue", number], tmp_path, 30, **slurm))
+    wait_for(lambda: summary(run).get("status") == "preempted", log=log)
+    reached = len(records(run))
+    assert reached < 12
+    # Slurm holds a requeued job back for a while.
+    wait_for(lambda: state().startswith("PENDING"), log=log)
+    now = ["scontrol", "update", f"JobId={number}", "StartTime=now"]
+    require(run_on(hosts, now, tmp_path, 30, **slurm))
+    wait_for(lambda: summary(run).get("status") == "completed", log=log)
+    assert "restart 1" in log()
+    assert "going on from checkpoint" in log()
+    assert records(run) == records(whole)
+
+
+def wait_for(condition, job: subprocess.Popen | None = None, log=lambda: "") -> None:
+    """Wait until `condition()`; fail when `job` ends before, or nothing happens for long."""
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert job is None or job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < end, f"it did not happen within {LIMIT_S} s: {log()[-4000:]}"
+        time.sleep(0.3)
