@@ -22,7 +22,9 @@ if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
 fi
 
 run_ranks() {
-    local words=(srun --kill-on-bad-exit=1)
+    # A minute after one task has ended Slurm ends those that are left. At once would be too soon:
+    # where all leave with code 75, the last ones would be killed, and srun would say so instead.
+    local words=(srun --kill-on-bad-exit=0 --wait=60)
     if [[ -n ${PRUNEX_SRUN_MPI:-} ]]; then words+=(--mpi="$PRUNEX_SRUN_MPI"); fi
     # Every rank sees all GPUs of its node and takes its own; a GPU hidden from its neighbours can't
     # be reached by CUDA's own copies between processes.
