@@ -7,7 +7,6 @@ nothing without.
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ class Options:
     child: str
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser of the benchmark's flags."""
     parser = Parser(
         prog="python -m prunex_mpi.bench",
@@ -97,13 +96,7 @@ def parse(argv: Sequence[str]) -> Options:
 
     Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
     """
-    parser = build_parser()
-    given, rest = parser.parse_known_args(list(argv))
-    if rest:
-        flags = [flag for action in parser._actions for flag in action.option_strings]
-        flag = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
-        shown = flag if re.fullmatch(r"[\w-]{1,60}", flag) else quote(flag)
-        raise UserError(f"unknown flag {shown}; did you mean {nearest(flag, flags)}?")
+    given = build_parser().parse_all(argv)
     sections = (*ALONE, *TOGETHER, *ANYWHERE)
     for word in given.what:
         if word not in (*sections, "all"):
@@ -143,14 +136,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code, the same on every rank."""
-    return run_program("prunex_mpi.bench", parse, start_mpi, bench, argv)
-
-
-def start_mpi() -> "MPI.Comm":
-    """Start MPI by importing it; return the communicator of all ranks."""
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
+    return run_program("prunex_mpi.bench", parse, bench, argv)
 
 
 def choose_sections(asked: tuple[str, ...], ranks: int) -> tuple[str, ...]:

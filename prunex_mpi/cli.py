@@ -37,6 +37,21 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(" ".join(message.split()) + "; see --help")
 
+    def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse `argv`; raise UserError that names the first word that no flag takes."""
+        given, rest = self.parse_known_args(list(argv))
+        if not rest:
+            return given
+        word = next((word for word in rest if word.startswith("-")), None)
+        if word is None:
+            raise UserError(
+                f"unexpected argument {quote(rest[0])}: values follow a flag, switches take none"
+            )
+        flag = word.partition("=")[0]
+        flags = [name for action in self._actions for name in action.option_strings]
+        shown = flag if re.fullmatch(r"[\w-]{1,60}", flag) else quote(flag)
+        raise UserError(f"unknown flag {shown}; did you mean {nearest(flag, flags)}?")
+
 
 def parse(argv: Sequence[str]) -> Settings:
     """Return the settings that `argv` (without the program's name) asks for.
@@ -44,10 +59,7 @@ def parse(argv: Sequence[str]) -> Settings:
     Weak to strong: defaults, preset, file of `--config`, flags. Raises UserError, with one line
     that names the culprit, for whatever is wrong; `--help` and `--version` print and exit.
     """
-    given, rest = build_parser().parse_known_args(_join_negative_numbers(argv))
-    if rest:
-        raise UserError(_describe_leftover(rest))
-    flags = vars(given)
+    flags = vars(build_parser().parse_all(_join_negative_numbers(argv)))
     paths = flags.pop("config", [])
     if len(paths) > 1:
         raise UserError(f"--config is given {len(paths)} times; give it once")
@@ -99,7 +111,7 @@ def _read_toml(path: str, where: str) -> dict[str, Any]:
     return from_table(table, where)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return a parser with one flag per setting, grouped by subject, that converts nothing."""
     parser = Parser(
         prog="python -m prunex_mpi.train",
@@ -176,16 +188,3 @@ def _join_negative_numbers(argv: Sequence[str]) -> list[str]:
         else:
             joined.append(word)
     return joined
-
-
-def _describe_leftover(rest: Sequence[str]) -> str:
-    """Say what is wrong with the first word that no flag took."""
-    word = next((word for word in rest if word.startswith("-")), None)
-    if word is None:
-        return f"unexpected argument {quote(rest[0])}: values follow a flag, switches take none"
-    flag = word.partition("=")[0]
-    switches = [f"--no-{key_of(name)}" for name, field in FIELDS.items() if field.type is bool]
-    valid = [f"--{key_of(name)}" for name in FIELDS]
-    guess = nearest(flag, [*valid, *switches, "--config", "--help", "--version"])
-    shown = flag if re.fullmatch(r"[\w-]{1,60}", flag) else quote(flag)
-    return f"unknown flag {shown}; did you mean {guess}?"

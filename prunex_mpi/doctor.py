@@ -4,9 +4,7 @@ Start it as training is to be started. Nothing that starts MPI or loads torch is
 the flags are parsed.
 """
 
-import argparse
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +20,6 @@ from prunex_mpi.findings import Finding, errors
 from prunex_mpi.findings_launcher import check_launcher, launcher_rank
 from prunex_mpi.program import abort_on_exceptions, end_job, run_program
 from prunex_mpi.settings import Settings, make
-from prunex_mpi.values import nearest, quote
 from prunex_mpi.watchdog import Heartbeat, Watchdog
 
 if TYPE_CHECKING:
@@ -48,7 +45,7 @@ class Options:
     quick: bool
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser of the doctor's flags."""
     parser = Parser(
         prog="python -m prunex_mpi.doctor",
@@ -80,15 +77,7 @@ def parse(argv: Sequence[str]) -> Options:
 
     Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
     """
-    parser = build_parser()
-    given, rest = parser.parse_known_args(list(argv))
-    if rest:
-        flag = next((word for word in rest if word.startswith("-")), "").partition("=")[0]
-        if not flag:
-            raise UserError(f"unexpected argument {quote(rest[0])}; see --help")
-        flags = [name for action in parser._actions for name in action.option_strings]
-        shown = flag if re.fullmatch(r"[\w-]{1,60}", flag) else quote(flag)
-        raise UserError(f"unknown flag {shown}; did you mean {nearest(flag, flags)}?")
+    given = build_parser().parse_all(argv)
     settings = make(
         run_dir=given.run_dir,
         device=given.device,
@@ -101,14 +90,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the doctor and return its exit code, the same on every rank."""
-    return run_program("prunex_mpi.doctor", parse, start_mpi, doctor, argv)
-
-
-def start_mpi() -> "MPI.Comm":
-    """Start MPI by importing it; return the communicator of all ranks."""
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
+    return run_program("prunex_mpi.doctor", parse, doctor, argv)
 
 
 def doctor(world: "MPI.Comm", options: Options) -> int:

@@ -22,7 +22,6 @@ FLUSH_S = 0.5
 def run_program(
     name: str,
     parse: Callable[[Sequence[str]], Options],
-    start_mpi: Callable[[], "MPI.Comm"],
     work: Callable[["MPI.Comm", Options], int],
     argv: Sequence[str] | None,
 ) -> int:
@@ -36,7 +35,10 @@ def run_program(
         options = parse(sys.argv[1:] if argv is None else argv)
     except UserError as caught:
         error = caught
-    world = start_mpi()
+    # Importing it starts it.
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
     abort_on_exceptions(world)
     from prunex_mpi.comm import raise_together
 

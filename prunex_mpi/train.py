@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code, the same on every rank."""
-    return run_program("prunex_mpi.train", parse, start_mpi, train, argv)
-
-
-def start_mpi() -> "MPI.Comm":
-    """Start MPI by importing it; return the communicator of all ranks."""
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
+    return run_program("prunex_mpi.train", parse, train, argv)
 
 
 def train(world: "MPI.Comm", settings: Settings) -> int:
