@@ -70,10 +70,14 @@ def why_not(launcher: str = "mpirun") -> str:
     if missing:
         return f"not installed: {', '.join(missing)}"
     name = f"{PREFIX}try"
-    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if tried.returncode:
-        return f"network namespaces are not allowed here: {tried.stderr.strip()}"
-    run("ip", "netns", "del", name)
+    for make, remove in (
+        (("ip", "netns", "add", name), ("ip", "netns", "del", name)),
+        (("ip", "link", "add", name, "type", "bridge"), ("ip", "link", "del", name)),
+    ):
+        tried = subprocess.run(make, capture_output=True, text=True)
+        if tried.returncode:
+            return f"`{shlex.join(make)}` is not allowed here: {tried.stderr.strip()}"
+        run(*remove)
     return ""
 
 

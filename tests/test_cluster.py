@@ -16,7 +16,7 @@ import pytest
 from cluster import Cluster, mpirun_words, on_host, run_on, srun_words
 
 HOSTS = 4
-LIMIT_S = 300
+LIMIT_S = 600
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = [sys.executable, "-m", "prunex_mpi.train"]
 SMALL = (
