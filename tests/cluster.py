@@ -259,6 +259,7 @@ def run_on(
 
 SLURM_CONF = """\
 ClusterName=prunex
+FirstJobId={first_job}
 SlurmctldHost={first}
 SlurmUser=root
 SlurmdUser=root
@@ -294,7 +295,12 @@ def slurm(made: Cluster, kill_wait_s: int = 30) -> Iterator[dict[str, str]]:
     names = ",".join(h.name for h in made.hosts)
     (folder / "slurm.conf").write_text(
         SLURM_CONF.format(
-            first=made.first.name, folder=folder, names=names, kill_wait_s=kill_wait_s
+            first=made.first.name,
+            # MPICH names shared memory after the job, and a killed one leaves it behind.
+            first_job=1 + int(time.time()) % 10**7,
+            folder=folder,
+            names=names,
+            kill_wait_s=kill_wait_s,
         )
     )
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
