@@ -156,7 +156,6 @@ def bench(world: "MPI.Comm", options: Options) -> int:
     import torch
 
     from prunex_mpi.bench_report import as_json, describe_machine, format_table
-    from prunex_mpi.collectives import build_transport
     from prunex_mpi.comm import (
         describe,
         library_name,
@@ -165,7 +164,8 @@ def bench(world: "MPI.Comm", options: Options) -> int:
         require_same,
         together,
     )
-    from prunex_mpi.devices import choose_device, lone_singleton, resolve_mpi_buffers, set_threads
+    from prunex_mpi.devices import choose_device, lone_singleton, set_threads
+    from prunex_mpi.job import find_transport
     from prunex_mpi.models import build_model
 
     singleton = lone_singleton(world)
@@ -177,8 +177,7 @@ def bench(world: "MPI.Comm", options: Options) -> int:
         require_same(world, "the kinds of device (some ranks found no GPU)", device.type)
         threads = options.threads or set_threads(topology.core_sharers)
         torch.set_num_threads(threads)
-        mpi_buffers, _ = resolve_mpi_buffers(topology, settings.mpi_buffers, device)
-        transport = build_transport(device, settings.bucket_mib, mpi_buffers)
+        transport = find_transport(topology, settings, device)
         if options.child:
             from prunex_mpi.bench_memory import child
 

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from prunex_mpi.bench_kernels import MIB, make_state
 from prunex_mpi.bench_report import Table, synchronize
-from prunex_mpi.collectives import Transport, allreduce_, allreduce_then_bcast_, bcast_
+from prunex_mpi.collectives import Transport, allreduce_, allreduce_then_bcast_, bcast_, buckets
 from prunex_mpi.comm import Topology, broadcast_text, together
 from prunex_mpi.masks import agree_by_or, agree_by_vote, broadcast_mask, project_locally
 from prunex_mpi.settings import Settings
@@ -193,7 +193,8 @@ def _rival(topology: Topology, state: State, transport: Transport, repeat: int) 
         allreduce_then_bcast_(topology.leader, topology.node, flat, transport)
 
     def gloo() -> None:
-        works = [dist.all_reduce(b, async_op=True) for b in flat.split(DDP_BUCKET_BYTES // 4)]
+        of_ddp = buckets(flat, Transport(DDP_BUCKET_BYTES))
+        works = [dist.all_reduce(bucket, async_op=True) for bucket in of_ddp]
         for work in works:
             work.wait()
 

@@ -35,7 +35,7 @@ BRIDGE = "prunexbr"
 NETWORK = "10.78.0"
 LAUNCHERS = ("mpirun", "slurm")
 START_LIMIT_S = 30
-# A queue of 10 ms at 1 Gbit/s: less and TCP starves, more and a short message waits behind it.
+# Bursts of a millisecond at 1 Gbit/s, and a queue so long that TCP has nothing to send again.
 SHAPE = "burst 128kb latency 400ms"
 SLURM_PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "munged")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from faulty import noisy
 from nodes import NODE_SHAPES, WORLD, nodes_of
 from torch import nn
 
@@ -57,16 +58,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.Dropout(0.2),
-            nn.Conv2d(8, 8, 3, padding=1),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(8, 10),
-        )
+        self.body = noisy(num_classes=10, image_size=8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = 1 + 0.01 * float(np.random.rand()) if self.training else 1.0
