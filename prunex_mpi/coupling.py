@@ -24,7 +24,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
@@ -106,8 +105,7 @@ ELEMENTWISE = {"sigmoid", "sigmoid_", "hardsigmoid", "hardsigmoid_", "softplus",
 SHAPING = {
     *("view", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim", "squeeze"),
     *("unsqueeze", "expand", "expand_as", "cat", "concat", "stack", "chunk", "split", "unbind"),
-    *("__getitem__", "roll", "flip", "swapaxes", "narrow", "select", "t", "tile", "repeat"),
-    *("tensor_split", "broadcast_to"),
+    *("__getitem__", "swapaxes", "narrow", "select", "t", "tensor_split", "broadcast_to"),
 }
 # Each channel by itself, over positions only.
 POOLING = {
@@ -397,15 +395,21 @@ class _Trace(TorchFunctionMode):
         self.label(result, labels, zero)
 
     def _shape(self, result, func: Callable, args, kwargs) -> None:
-        zeros = [self.labels_of(t)[1] for t in _tensors([args, kwargs])]
+        operands = list(_tensors([args, kwargs]))
+        zero = all(self.labels_of(t)[1] for t in operands)
+        whole = set(_distinct(self.labels_of(t)[0] for t in operands))
+        outputs = list(_tensors([result]))
         try:
-            moved = func(*self._labels_in(args), **self._labels_in(kwargs))
+            moved = list(_tensors([func(*self._labels_in(args), **self._labels_in(kwargs))]))
         except RuntimeError:
             # Such as an operation that integers do not have.
-            self.pin([args, kwargs], f"{_plain_name(func)} cannot be followed")
-            moved = [torch.full(t.shape, PINNED) for t in _tensors([result])]
-        for tensor, labels in zip(_tensors([result]), _tensors([moved]), strict=True):
-            self.label(tensor, labels, all(zeros))
+            moved = [torch.full(t.shape, PINNED) for t in outputs]
+        # Cutting channels apart counts them, and would cut elsewhere once some are gone.
+        cut = any(set(_distinct([m])) != whole or _varying(m) > 1 for m in moved)
+        if cut:
+            self.pin(operands, f"{_plain_name(func)} counts its channels")
+        for tensor, labels in zip(outputs, moved, strict=True):
+            self.label(tensor, labels, zero)
 
     def _labels_in(self, value):
         """Return `value` with labels in the place of tensors of numbers."""
@@ -430,6 +434,18 @@ def _thin(*labels: Tensor) -> list[Tensor]:
         if all(t.stride(dim) == 0 for t in thin):
             thin = [t.narrow(dim, 0, 1) for t in thin]
     return thin
+
+
+def _distinct(labels: Iterable[Tensor]) -> Iterable[int]:
+    """Return all labels that occur."""
+    for tensor in labels:
+        yield from _thin(tensor)[0].unique().tolist()
+
+
+def _varying(labels: Tensor) -> int:
+    """Return along how many dimensions labels differ."""
+    thin = _thin(labels)[0]
+    return sum(bool((thin != thin.narrow(d, 0, 1)).any()) for d in range(thin.dim()))
 
 
 def _tensors(values: Iterable[object]) -> Iterable[Tensor]:
