@@ -43,10 +43,19 @@ def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.n
     )
 
 
-def make_groups(settings: Settings, model: torch.nn.Module, layout: Layout) -> Groups:
-    """Find the groups of `model` with the keep ratios of the settings."""
-    overrides = layer_keep_ratios(settings)
-    return find_groups(model, layout, settings.groups, settings.keep_ratio, overrides)
+def make_groups(
+    settings: Settings, model: torch.nn.Module, layout: Layout, image_size: int
+) -> Groups:
+    """Find the groups of `model`, which is on the CPU, with the keep ratios of the settings."""
+    return find_groups(
+        model,
+        layout,
+        settings.groups,
+        settings.keep_ratio,
+        layer_keep_ratios(settings),
+        image_size=image_size,
+        keep_by=settings.keep_by,
+    )
 
 
 def build_problem(

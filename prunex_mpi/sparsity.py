@@ -11,6 +11,17 @@ A selection keeps exactly alpha groups, so in a grouped convolution each block k
 channels as the others. Compositions are applied one after the other in the order given, each to
 what the one before left; alpha always refers to all groups of the layer.
 
+- `coupled`: all slices that have to go together for a channel to be removable (`coupling`), chosen
+  among the channels that have slices in the same places. With W_m[g] the slice of group g in tensor
+  m, of n_m slices, its score is
+
+      s_g = 1/|M_g| sum_m n_m |W_m[g]|^2 / |W_m|^2
+
+  over the weights and BatchNorm gammas M_g (both restricted to what belongs to groups): an average
+  slice counts 1, whatever the tensor's size,
+  so that scores can be compared over sets. The alpha best of a set are their projection in the norm
+  that weighs every tensor like that. Biases and betas go with their group and do not score.
+
 Masks are host arrays (bool, one entry per group): they are small, decisions are taken on them, and
 they travel as packed bits. What multiplies tensors are 0/1 factors on the tensors' device.
 """
@@ -18,12 +29,14 @@ they travel as packed bits. What multiplies tensors are 0/1 factors on the tenso
 import fnmatch
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from prunex_mpi.coupling import Coupling, find_coupling
 from prunex_mpi.errors import UserError
 from prunex_mpi.layout import Layout
 
@@ -33,7 +46,7 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 @dataclass(frozen=True)
 class PrunableLayer:
-    """A convolution weight as `blocks` GEMM blocks of [rows, channels * kernel]."""
+    """A weight as `blocks` GEMM blocks of [rows, channels * kernel]; a vector is one column."""
 
     segment: int
     blocks: int
@@ -52,7 +65,10 @@ class PrunableLayer:
 
 @dataclass(frozen=True)
 class Selection:
-    """The groups of one kind in one layer: `selections` independent choices among `count` each."""
+    """The groups of one kind in one layer: `selections` independent choices among `count` each.
+
+    Coupled groups belong to no layer (-1); each is `unit` channels wide.
+    """
 
     layer: int
     kind: str
@@ -60,6 +76,7 @@ class Selection:
     count: int
     start: int
     keep_ratio: float
+    unit: int = 1
 
     @property
     def stop(self) -> int:
@@ -67,13 +84,40 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class CoupledLayer:
+    """The place in the mask of each row [blocks * rows] and column [columns] of a layer, -1: none.
+
+    `scored` says that its slices count in the score of their groups.
+    """
+
+    layer: int
+    rows: np.ndarray
+    columns: np.ndarray
+    scored: bool
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A limit on `price[layer]` per kept weight, summed over all layers, plus what is `fixed`."""
+
+    limit: float
+    price: np.ndarray
+    fixed: float
+
+
+@dataclass(frozen=True)
 class Groups:
-    """All groups of a model; a mask is a bool array [total], kind after kind, layer after layer."""
+    """All groups of a model; a mask is a bool array [total], kind after kind, layer after layer.
+
+    With a `budget` the coupled groups are chosen among all sets at once.
+    """
 
     layers: tuple[PrunableLayer, ...]
     kinds: tuple[tuple[Selection, ...], ...]
     total: int
     excluded: tuple[str, ...]
+    coupled: tuple[CoupledLayer, ...] = ()
+    budget: Budget | None = None
 
     @property
     def prunable_numel(self) -> int:
@@ -93,15 +137,82 @@ def find_groups(
     kinds: Sequence[str],
     keep_ratios: Sequence[float],
     layer_keep_ratios: Sequence[tuple[str, float]] = (),
+    *,
+    image_size: int = 0,
+    keep_by: str = "groups",
 ) -> Groups:
-    """List the groups of every convolution and say which cannot be pruned and why.
+    """List the groups of `model` and say which slices cannot be pruned and why.
 
     `keep_ratios` holds one ratio per kind, or one for all; `layer_keep_ratios` are (fnmatch pattern
-    on the parameter's name, ratio) pairs of which the last match wins. Raises UserError when the
-    model has no convolution, when no group can be pruned or when a pattern matches no layer.
+    on the parameter's name, ratio) pairs of which the last match wins. Coupled groups need the side
+    of the images; `keep_by` (groups | parameters | multiply-adds) says what their ratio is of.
+    Raises UserError when no group can be pruned, when a pattern matches no layer, or when a budget
+    can't be met.
     """
     ratios = list(keep_ratios) * (len(kinds) if len(keep_ratios) == 1 else 1)
     index = {s.name: i for i, s in enumerate(layout.segments)}
+    coupling = find_coupling(model, image_size) if "coupled" in kinds else None
+    candidates, excluded = _find_layers(model, index, [k for k in kinds if k != "coupled"])
+    names = [name for name, _, _ in candidates]
+    layers = [layer for _, layer, _ in candidates]
+    if coupling is not None:
+        excluded += coupling.excluded
+        for name in [*coupling.rows, *coupling.columns]:
+            if name not in index:
+                raise UserError(f"--groups coupled: {name} is not trained; choose other --groups")
+            if name not in names:
+                names.append(name)
+                layers.append(_as_layer(index[name], model.get_parameter(name)))
+    for pattern, _ in layer_keep_ratios:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise UserError(f"--layer-keep-ratio: no prunable layer matches {pattern!r}")
+    if not layers:
+        raise UserError(
+            f"no layer of the model can be pruned by {'+'.join(kinds)} groups "
+            f"({excluded[0]}); choose other --groups"
+        )
+
+    def keep_ratio(name: str, ratio: float) -> float:
+        matching = [r for p, r in layer_keep_ratios if fnmatch.fnmatchcase(name, p)]
+        return matching[-1] if matching else ratio
+
+    gammas = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    by_kind: list[tuple[Selection, ...]] = []
+    coupled: list[CoupledLayer] = []
+    start = 0
+    for kind, ratio in zip(kinds, ratios, strict=True):
+        selections = []
+        if kind == "coupled":
+            for s in coupling.sets:
+                keep = keep_ratio(s.name, ratio)
+                selections.append(Selection(-1, kind, 1, s.count, start + s.start, keep, s.unit))
+            for number, (name, layer) in enumerate(zip(names, layers, strict=True)):
+                if name in coupling.rows or name in coupling.columns:
+                    scored = len(layout.segments[layer.segment].shape) > 1 or name in gammas
+                    coupled.append(_couple(name, number, layer, coupling, start, scored))
+            start += coupling.total
+        for number, (name, layer, usable) in enumerate(candidates):
+            if kind not in usable:
+                continue
+            blocks, count = _extent(layer, kind)
+            selections.append(
+                Selection(number, kind, blocks, count, start, keep_ratio(name, ratio))
+            )
+            start += blocks * count
+        if selections:
+            by_kind.append(tuple(selections))
+    groups = Groups(tuple(layers), tuple(by_kind), start, tuple(excluded), tuple(coupled))
+    if keep_by == "groups":
+        return groups
+    return _with_budget(groups, layout, coupling, ratios[0], keep_by)
+
+
+def _find_layers(
+    model: nn.Module, index: dict[str, int], kinds: Sequence[str]
+) -> tuple[list[tuple[str, PrunableLayer, list[str]]], list[str]]:
+    """Return (name, layer, usable kinds) of the convolutions, and what cannot be pruned and why."""
+    if not kinds:
+        return [], []
     weighted = [
         (f"{name}.weight" if name else "weight", module)
         for name, module in model.named_modules()
@@ -110,31 +221,18 @@ def find_groups(
     convs = [(name, module) for name, module in weighted if isinstance(module, CONVOLUTIONS)]
     if not convs:
         raise UserError("the model has no convolution layer to prune; choose a convolutional model")
-    for pattern, _ in layer_keep_ratios:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in convs):
-            raise UserError(f"--layer-keep-ratio: no convolution matches {pattern!r}")
     classifier = weighted[-1][0]
-    transposed = [
+    excluded = [
         f"{name}.weight: transposed convolutions are not pruned"
         for name, module in model.named_modules()
         if isinstance(module, TRANSPOSED)
     ]
-
-    layers: list[PrunableLayer] = []
-    excluded = transposed
     candidates: list[tuple[str, PrunableLayer, list[str]]] = []
     for position, (name, conv) in enumerate(convs):
         if name not in index:
             excluded += [f"{name} [{kind}]: its weight is not trained" for kind in kinds]
             continue
-        weight = conv.weight
-        layer = PrunableLayer(
-            segment=index[name],
-            blocks=conv.groups,
-            rows=weight.shape[0] // conv.groups,
-            channels=weight.shape[1],
-            kernel=math.prod(weight.shape[2:]),
-        )
+        layer = _as_layer(index[name], conv.weight, conv.groups)
         usable = []
         for kind in kinds:
             reason = _why_not(layer, kind, position == 0, name == classifier)
@@ -144,28 +242,49 @@ def find_groups(
                 usable.append(kind)
         if usable:
             candidates.append((name, layer, usable))
-    if not candidates:
-        raise UserError(
-            f"no layer of the model can be pruned by {'+'.join(kinds)} groups "
-            f"({excluded[0]}); choose other --groups"
-        )
+    return candidates, excluded
 
-    by_kind: list[tuple[Selection, ...]] = []
-    start = 0
-    layers = [layer for _, layer, _ in candidates]
-    for kind, ratio in zip(kinds, ratios, strict=True):
-        selections = []
-        for number, (name, layer, usable) in enumerate(candidates):
-            if kind not in usable:
-                continue
-            matching = [r for p, r in layer_keep_ratios if fnmatch.fnmatchcase(name, p)]
-            blocks, count = _extent(layer, kind)
-            keep = matching[-1] if matching else ratio
-            selections.append(Selection(number, kind, blocks, count, start, keep))
-            start += blocks * count
-        if selections:
-            by_kind.append(tuple(selections))
-    return Groups(tuple(layers), tuple(by_kind), start, tuple(excluded))
+
+def _as_layer(segment: int, weight: Tensor, conv_groups: int = 1) -> PrunableLayer:
+    return PrunableLayer(
+        segment=segment,
+        blocks=conv_groups,
+        rows=weight.shape[0] // conv_groups,
+        channels=weight.shape[1] if weight.dim() > 1 else 1,
+        kernel=math.prod(weight.shape[2:]),
+    )
+
+
+def _couple(
+    name: str, number: int, layer: PrunableLayer, coupling: Coupling, start: int, scored: bool
+) -> CoupledLayer:
+    """Translate the groups of one parameter's rows and channels to places in the mask."""
+    rows = coupling.rows.get(name, np.full(layer.blocks * layer.rows, -1))
+    channels = coupling.columns.get(name, np.full(layer.channels, -1))
+    # A convolution in groups has no coupled columns, so that one block's stand for all.
+    columns = np.repeat(channels, layer.kernel)
+    places = [np.where(ids < 0, -1, ids + start) for ids in (rows, columns)]
+    return CoupledLayer(number, *places, scored)
+
+
+def _with_budget(
+    groups: Groups, layout: Layout, coupling: Coupling, ratio: float, keep_by: str
+) -> Groups:
+    """Limit what is kept of all parameters, or of all multiply-adds of weights, to `ratio`."""
+    segments = layout.segments
+    positions = np.array([coupling.positions.get(s.name, 0) for s in segments], dtype=np.float64)
+    price = np.ones(len(segments)) if keep_by == "parameters" else positions
+    total = float(price @ [s.numel for s in segments])
+    mine = [layer.segment for layer in groups.layers]
+    fixed = total - float(price[mine] @ [layer.numel for layer in groups.layers])
+    limited = replace(groups, budget=Budget(ratio * total, price[mine], fixed))
+    least = _cost(_reduce_to(np.zeros(groups.total), limited, groups.total, 1), limited)
+    if least > ratio * total:
+        raise UserError(
+            f"--keep-ratio {ratio} of the {keep_by} can't be reached: with one channel in each set "
+            f"{least / total:.3f} are left; raise it"
+        )
+    return limited
 
 
 def _why_not(layer: PrunableLayer, kind: str, first: bool, classifier: bool) -> str:
@@ -210,6 +329,8 @@ def group_energies(
     in the order of the mask.
     """
     views = gemm_views(squares, layout, groups)
+    if selections[0].kind == "coupled":
+        return _coupled_scores(views, groups, selections)
     energies = []
     for selection in selections:
         layer = groups.layers[selection.layer]
@@ -224,23 +345,100 @@ def group_energies(
     return torch.cat(energies).cpu()
 
 
+def _coupled_scores(
+    views: list[Tensor], groups: Groups, selections: tuple[Selection, ...]
+) -> Tensor:
+    """Return s_g of every coupled group, 1-D on the host."""
+    start, stop = selections[0].start, selections[-1].stop
+    scores = views[0].new_zeros(stop - start)
+    members = np.zeros(stop - start)
+    for entry in groups.coupled:
+        if not entry.scored:
+            continue
+        view = views[entry.layer]
+        for places, sums in (
+            (entry.rows, view.sum(dim=2).reshape(-1)),
+            (entry.columns, view.sum(dim=(0, 1))),
+        ):
+            inside = np.flatnonzero(places >= 0)
+            if not inside.size:
+                continue
+            found = np.unique(places[inside])
+            energies = sums[torch.from_numpy(inside).to(sums.device)]
+            scale = found.size / energies.sum().clamp_min(torch.finfo(sums.dtype).tiny)
+            target = torch.from_numpy(places[inside] - start).to(sums.device)
+            scores.index_add_(0, target, energies * scale)
+            members[found - start] += 1
+    return scores.cpu() / torch.from_numpy(members).clamp_min(1).to(scores.dtype)
+
+
 def select(
-    energies: np.ndarray, selections: tuple[Selection, ...], strictness: float, round_to: int = 1
+    energies: np.ndarray,
+    selections: tuple[Selection, ...],
+    strictness: float,
+    round_to: int = 1,
+    groups: Groups | None = None,
 ) -> np.ndarray:
     """Keep exactly alpha groups of largest energy in every selection; ties go to the lower index.
 
-    `strictness` in [0, 1] moves every keep ratio from 1 to its target (the keep ramp). Returns a
-    bool array of the energies' length.
+    `strictness` in [0, 1] moves every keep ratio from 1 to its target (the keep ramp). Where
+    `groups` have a budget, it decides how many coupled groups are kept in all. Returns a bool array
+    of the energies' length.
     """
+    if groups is not None and groups.budget is not None:
+        return _select_within_budget(energies, groups, strictness, round_to)
     mask = np.zeros(energies.shape, dtype=bool)
     base = selections[0].start
     for s in selections:
-        alpha = kept_count(s.count, 1.0 - strictness * (1.0 - s.keep_ratio), round_to)
+        alpha = kept_count(s.count, 1.0 - strictness * (1.0 - s.keep_ratio), _in_units(round_to, s))
         block = energies[s.start - base : s.stop - base].reshape(s.selections, s.count)
         kept = np.argsort(-block, axis=1, kind="stable")[:, :alpha]
         view = mask[s.start - base : s.stop - base].reshape(s.selections, s.count)
         np.put_along_axis(view, kept, True, axis=1)
     return mask
+
+
+def _in_units(round_to: int, selection: Selection) -> int:
+    """Return the multiple of groups that makes a multiple of `round_to` channels."""
+    return round_to // math.gcd(round_to, selection.unit)
+
+
+def _select_within_budget(
+    scores: np.ndarray, groups: Groups, strictness: float, round_to: int
+) -> np.ndarray:
+    """Remove the groups of least score, of all sets, until what is left fits the budget.
+
+    What is left falls with every group that goes, so the number to remove is found by bisection.
+    """
+    everything = _cost(np.ones(groups.total, dtype=bool), groups)
+    limit = everything - strictness * (everything - groups.budget.limit)
+    low, high = 0, groups.total
+    while low < high:
+        removed = (low + high) // 2
+        if _cost(_reduce_to(scores, groups, removed, round_to), groups) <= limit:
+            high = removed
+        else:
+            low = removed + 1
+    return _reduce_to(scores, groups, low, round_to)
+
+
+def _reduce_to(scores: np.ndarray, groups: Groups, removed: int, round_to: int) -> np.ndarray:
+    """Return the mask without the `removed` groups of least score, rounded up in every set."""
+    # Of equal scores the higher index goes first.
+    order = np.lexsort((-np.arange(scores.size), scores))
+    mask = np.ones(scores.size, dtype=bool)
+    mask[order[:removed]] = False
+    for s in groups.kinds[0]:
+        kept = mask[s.start : s.stop]
+        alpha = kept_count(s.count, np.count_nonzero(kept) / s.count, _in_units(round_to, s))
+        best = np.argsort(-scores[s.start : s.stop], kind="stable")[:alpha]
+        kept[best] = True
+    return mask
+
+
+def _cost(mask: np.ndarray, groups: Groups) -> float:
+    budget = groups.budget
+    return budget.fixed + float(budget.price @ kept_numel(mask, groups))
 
 
 def layer_masks(mask: np.ndarray, groups: Groups) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -254,6 +452,8 @@ def layer_masks(mask: np.ndarray, groups: Groups) -> list[tuple[np.ndarray, np.n
     ]
     for selections in groups.kinds:
         for s in selections:
+            if s.kind == "coupled":
+                continue
             bits = mask[s.start : s.stop]
             rows, columns = result[s.layer]
             if s.kind == "filter":
@@ -263,6 +463,12 @@ def layer_masks(mask: np.ndarray, groups: Groups) -> list[tuple[np.ndarray, np.n
                 columns &= np.repeat(bits.reshape(s.selections, s.count), kernel, axis=1)
             else:
                 columns &= bits.reshape(s.selections, s.count)
+    # The last entry stands for what belongs to no group.
+    bits = np.append(mask, True)
+    for entry in groups.coupled:
+        rows, columns = result[entry.layer]
+        rows &= bits[entry.rows]
+        columns &= bits[entry.columns]
     return result
 
 
