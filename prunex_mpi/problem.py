@@ -10,10 +10,11 @@ from prunex_mpi.batches import BatchStream, channel_moments, evaluation_batches,
 from prunex_mpi.collectives import Transport, bcast_, hierarchical_sum_
 from prunex_mpi.comm import Topology, digests_agree, together
 from prunex_mpi.data import Dataset, load
+from prunex_mpi.groups import find_groups
 from prunex_mpi.layout import Layout
 from prunex_mpi.models import build_model
 from prunex_mpi.settings import Settings, layer_keep_ratios
-from prunex_mpi.sparsity import Groups, find_groups
+from prunex_mpi.sparsity import Groups
 from prunex_mpi.state import Problem
 
 
@@ -55,6 +56,7 @@ def make_groups(
         layer_keep_ratios(settings),
         image_size=image_size,
         keep_by=settings.keep_by,
+        round_to=settings.round_to,
     )
 
 

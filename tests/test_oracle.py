@@ -15,10 +15,11 @@ from mpi4py import MPI
 from prunex_mpi.batches import Shard
 from prunex_mpi.collectives import build_transport
 from prunex_mpi.comm import build_topology, free_topology
+from prunex_mpi.groups import find_groups
 from prunex_mpi.hsadmm import outer_iterations
 from prunex_mpi.layout import build_layout
 from prunex_mpi.settings import make
-from prunex_mpi.sparsity import find_groups, layer_masks
+from prunex_mpi.sparsity import layer_masks
 from prunex_mpi.state import Problem, build_state
 from prunex_mpi.watchdog import Heartbeat
 
