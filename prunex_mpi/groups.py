@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prunex_mpi.coupling import Coupling, find_coupling
+from prunex_mpi.coupling import Coupling
 from prunex_mpi.errors import UserError
 from prunex_mpi.layout import Layout
 from prunex_mpi.sparsity import (
@@ -33,22 +33,21 @@ def find_groups(
     keep_ratios: Sequence[float],
     layer_keep_ratios: Sequence[tuple[str, float]] = (),
     *,
-    image_size: int = 0,
+    coupling: Coupling | None = None,
     keep_by: str = "groups",
     round_to: int = 1,
 ) -> Groups:
     """List the groups of `model` and say which slices cannot be pruned and why.
 
     `keep_ratios` holds one ratio per kind, or one for all; `layer_keep_ratios` are (fnmatch pattern
-    on the parameter's name, ratio) pairs of which the last match wins. Coupled groups need the side
-    of the images; `keep_by` (groups | parameters | multiply-adds) says what their ratio is of, and
-    `round_to` what numbers of channels a budget can choose from.
+    on the parameter's name, ratio) pairs of which the last match wins. Coupled groups need the
+    model's `coupling`; `keep_by` (groups | parameters | multiply-adds) says what their ratio is of,
+    and `round_to` what numbers of channels a budget can choose from.
     Raises UserError when no group can be pruned, when a pattern matches no layer, or when a budget
     can't be met.
     """
     ratios = list(keep_ratios) * (len(kinds) if len(keep_ratios) == 1 else 1)
     index = {s.name: i for i, s in enumerate(layout.segments)}
-    coupling = find_coupling(model, image_size) if "coupled" in kinds else None
     candidates, excluded = _find_layers(model, index, [k for k in kinds if k != "coupled"])
     names = [name for name, _, _ in candidates]
     layers = [layer for _, layer, _ in candidates]

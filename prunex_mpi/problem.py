@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from prunex_mpi.batches import BatchStream, channel_moments, evaluation_batches, normalisation
 from prunex_mpi.collectives import Transport, bcast_, hierarchical_sum_
 from prunex_mpi.comm import Topology, digests_agree, together
+from prunex_mpi.coupling import find_coupling
 from prunex_mpi.data import Dataset, load
 from prunex_mpi.groups import find_groups
 from prunex_mpi.layout import Layout
@@ -48,13 +49,14 @@ def make_groups(
     settings: Settings, model: torch.nn.Module, layout: Layout, image_size: int
 ) -> Groups:
     """Find the groups of `model`, which is on the CPU, with the keep ratios of the settings."""
+    coupling = find_coupling(model, image_size) if "coupled" in settings.groups else None
     return find_groups(
         model,
         layout,
         settings.groups,
         settings.keep_ratio,
         layer_keep_ratios(settings),
-        image_size=image_size,
+        coupling=coupling,
         keep_by=settings.keep_by,
         round_to=settings.round_to,
     )

@@ -15,6 +15,7 @@ from mpi4py import MPI
 from prunex_mpi.batches import Shard
 from prunex_mpi.collectives import build_transport
 from prunex_mpi.comm import build_topology, free_topology
+from prunex_mpi.coupling import find_coupling
 from prunex_mpi.groups import find_groups
 from prunex_mpi.hsadmm import outer_iterations
 from prunex_mpi.layout import build_layout
@@ -147,7 +148,8 @@ def run_driver(world, ranks_per_node, model, stream, settings, loss=F.cross_entr
     """Yield (record, state, topology) after each outer iteration of the real driver."""
     topology = build_topology(world, ranks_per_node)
     layout = build_layout(model)
-    groups = find_groups(model, layout, settings.groups, settings.keep_ratio, image_size=6)
+    coupling = find_coupling(model, 6) if "coupled" in settings.groups else None
+    groups = find_groups(model, layout, settings.groups, settings.keep_ratio, coupling=coupling)
     state = build_state(model, layout, groups, settings)
     nothing = Shard(torch.empty(0), torch.empty(0))
     problem = Problem(model, model, loss, stream, nothing, None, iter, steps)

@@ -10,6 +10,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from prunex_mpi.coupling import find_coupling
 from prunex_mpi.errors import UserError
 from prunex_mpi.groups import find_groups
 from prunex_mpi.layout import Layout, build_layout
@@ -378,7 +379,8 @@ def coupled_groups(**options: object) -> tuple[nn.Module, Layout, Groups]:
     model = Coupled().double()
     layout = build_layout(model)
     ratios = options.pop("ratios", [0.5])
-    return model, layout, find_groups(model, layout, ["coupled"], ratios, image_size=8, **options)
+    options["coupling"] = find_coupling(model, 8)
+    return model, layout, find_groups(model, layout, ["coupled"], ratios, **options)
 
 
 def test_a_coupled_score_is_the_mean_share_of_its_tensors() -> None:
@@ -462,7 +464,8 @@ def test_a_budget_is_spent_on_the_groups_of_highest_score(
 
 def test_rounding_counts_channels_not_heads() -> None:
     model = build_model("vit_b_16", num_classes=2, image_size=16)
-    groups = find_groups(model, build_layout(model), ["coupled"], [0.3], image_size=16)
+    coupling = find_coupling(model, 16)
+    groups = find_groups(model, build_layout(model), ["coupled"], [0.3], coupling=coupling)
     mask = select(np.zeros(groups.total), groups.kinds[0], 1.0, 16)
     kept = [int(mask[s.start : s.stop].sum()) for s in groups.kinds[0]]
     # 0.3 of 12 heads of 64, and of 3,072 hidden units.
