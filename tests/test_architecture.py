@@ -27,6 +27,7 @@ TENSORS = {
     "schedule",
     "batchnorm",
     "models",
+    "standalone",
     "batches",
     "data",
     "checkpoint_files",
