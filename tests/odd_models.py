@@ -1,9 +1,12 @@
 """Model factories for tests of what users may hand in, good and bad."""
 
 import os
+import time
 
 import torch
 from torch import nn
+
+from prunex_mpi.models import build_model
 
 
 def _rank() -> int:
@@ -57,3 +60,21 @@ class _FailsLater(nn.Module):
 
 def fails_on_rank_1(num_classes: int, image_size: int) -> nn.Module:
     return _FailsLater(small(num_classes, image_size), ValueError)
+
+
+class _Unhurried(nn.Module):
+    """Take a while for each training step, however fast the machine is."""
+
+    def __init__(self, body: nn.Module):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            time.sleep(0.05)
+        return self.body(x)
+
+
+def unhurried(num_classes: int, image_size: int) -> nn.Module:
+    body = build_model("resnet8", num_classes=num_classes, image_size=image_size)
+    return _Unhurried(body)

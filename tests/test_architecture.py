@@ -21,6 +21,7 @@ PLAIN = {
 # Mathematics on tensors and host arrays.
 TENSORS = {
     "layout",
+    "coupling",
     "sparsity",
     "compaction",
     "residuals",

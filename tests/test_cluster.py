@@ -24,9 +24,9 @@ SMALL = (
     *("--train-samples", "64", "--test-samples", "16", "--batch-size", "4"),
     *("--outer-iterations", "4", "--local-steps", "2", "--progress", "off"),
 )
-# Long enough to be met by a signal.
+# Long enough to be met by a signal, on the fastest machine.
 LONGER = (*SMALL, "--outer-iterations", "12", "--local-steps", "10", "--node-sync", "outer")
-LONGER += ("--checkpoint-every", "off", "--evaluate-every", "12")
+LONGER += ("--model", "odd_models:unhurried", "--checkpoint-every", "off", "--evaluate-every", "12")
 # No round before the keep ratio holds.
 PRUNED = ("--warmup-iterations", "0", "--keep-ramp-iterations", "0", "--mask-agreement", "vote")
 
