@@ -118,3 +118,15 @@ def _try_forward(model: nn.Module, num_classes: int, image_size: int) -> None:
     if not isinstance(output, Tensor) or output.shape != (1, num_classes):
         found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(f"it returns {found} for one image, not [1, {num_classes}]")
+
+
+@torch.no_grad()
+def probe(model: nn.Module, image_size: int) -> list[float]:
+    """Return the logits of a fixed image in evaluation mode: they tell networks apart."""
+    parameter = next(model.parameters())
+    ramp = torch.linspace(-1, 1, 3 * image_size**2, dtype=parameter.dtype)
+    training = model.training
+    model.eval()
+    logits = model(ramp.view(1, 3, image_size, image_size).to(parameter.device))
+    model.train(training)
+    return logits[0].tolist()

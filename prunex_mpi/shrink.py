@@ -24,7 +24,6 @@ from prunex_mpi.errors import FAILURE, UserError
 from prunex_mpi.standalone import BATCH_NORMS, CONVOLUTIONS, resize_
 
 WEIGHT = ".weight"
-IN_BIAS, OUT_WEIGHT = ".in_proj_bias", ".out_proj.weight"
 STATISTICS = (".running_mean", ".running_var")
 SHOWN = 2  # names per line of a report
 
@@ -108,22 +107,21 @@ def _activity(model: nn.Module, coupling: Coupling, images: Tensor) -> dict[str,
     def watch(name: str, dim: int) -> None:
         def look(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             marks = ~_zero_slices(arguments[0], dim)
-            carried = _carried(coupling.columns[name], marks, coupling.total)
-            found[name] = found.get(name, np.zeros(coupling.total, dtype=bool)) | carried
+            # A module may be called more than once.
+            before = found.get(name, np.zeros(coupling.total, dtype=bool))
+            found[name] = before | _carried(coupling.columns[name], marks, coupling.total)
 
         module = model.get_submodule(name.removesuffix(WEIGHT))
         handles.append(module.register_forward_pre_hook(look))
 
     for name, ids in coupling.columns.items():
         module = _owner(model, name)
-        if _attention_of(model, name) is not None:
+        attention = _attention_of(model, name)
+        if attention is not None:
             # Its input is inside the attention: a head of zero filters gives its values' bias.
-            bias = dict(model.named_parameters()).get(name.removesuffix(OUT_WEIGHT) + IN_BIAS)
-            marks = np.ones(len(ids), dtype=bool)
-            if bias is not None:
-                marks = (bias.chunk(3)[2] != 0).cpu().numpy()
-            elif model.get_submodule(name.removesuffix(OUT_WEIGHT)).in_proj_bias is None:
-                marks = np.zeros(len(ids), dtype=bool)
+            marks = np.zeros(len(ids), dtype=bool)
+            if attention.in_proj_bias is not None:
+                marks = (attention.in_proj_bias.chunk(3)[2] != 0).cpu().numpy()
             found[name] = _carried(ids, marks, coupling.total)
         elif isinstance(module, (*CONVOLUTIONS, nn.Linear)):
             watch(name, 1 if isinstance(module, CONVOLUTIONS) else -1)
