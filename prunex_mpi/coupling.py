@@ -491,9 +491,9 @@ def _collect(trace: _Trace) -> Coupling:
     rows_first = {name: number for number, name in enumerate(trace.rows)}
     for found, roots in members.items():
         name = min((n for n, kind in found if kind == "rows"), key=rows_first.__getitem__)
-        sets.append(ChannelSet(name, len(ids), len(roots), trace.units.get(roots[0], 1)))
-        # A dictionary, complete before `ids` grows.
-        ids.update({root: len(ids) + i for i, root in enumerate(roots)})
+        start = len(ids)
+        sets.append(ChannelSet(name, start, len(roots), trace.units.get(roots[0], 1)))
+        ids.update((root, start + i) for i, root in enumerate(roots))
 
     def translate(known: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         found = {}
