@@ -74,14 +74,14 @@ def judge(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
         partly = stays & is_written[part] & _some_idle(coupling.rows, written, part)
         if partly.any():
             lines.append(
-                f"{_channels(s, partly.sum())}: zero in {_idle_names(coupling.rows, written, s)}, "
-                f"but not in {_names(written, part, partly)}"
+                f"{_channels(s, partly.sum())}: the filters are zero in some but not all of "
+                f"{_carriers(coupling.rows, written, s)}"
             )
         unread = stays & is_written[part] & _some_idle(coupling.columns, read, part)
         if unread.any():
             lines.append(
-                f"{_channels(s, unread.sum())}: not read by "
-                f"{_idle_names(coupling.columns, read, s)}, but by {_names(read, part, unread)}"
+                f"{_channels(s, unread.sum())}: ignored by some but not all of "
+                f"{_carriers(coupling.columns, read, s)}"
             )
     return Verdict(removed, (*lines, *_zeros_elsewhere(weights, coupling)))
 
@@ -273,11 +273,11 @@ def _some_idle(
     return idle
 
 
-def _idle_names(
-    ids: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], s: ChannelSet
-) -> str:
-    part = slice(s.start, s.start + s.count)
-    return _join(name for name in found if _some_idle(ids, {name: found[name]}, part).any())
+def _carriers(ids: Mapping[str, np.ndarray], among: Iterable[str], s: ChannelSet) -> str:
+    """Return the weights of `among` in which a set has slices."""
+    return _join(
+        name for name in among if ((ids[name] >= s.start) & (ids[name] < s.start + s.count)).any()
+    )
 
 
 def _names(found: Mapping[str, np.ndarray], part: slice, among: np.ndarray) -> str:
@@ -286,8 +286,25 @@ def _names(found: Mapping[str, np.ndarray], part: slice, among: np.ndarray) -> s
 
 def _join(names: Iterable[str]) -> str:
     plain = [name.removesuffix(WEIGHT) for name in names]
-    more = len(plain) - SHOWN
-    return " and ".join([*plain[:SHOWN], *([f"{more} more"] if more > 0 else [])])
+    shown, more = plain[:SHOWN], len(plain) - SHOWN
+    last = f"{more} more" if more > 0 else shown.pop()
+    return " and ".join([*([", ".join(shown)] if shown else []), last])
+
+
+def zeros_that_stay(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return a line for the zeros inside the weights of a smaller network, if there are any."""
+    weights = [t for t in tensors.values() if t.dim() > 1]
+    zeros, all_of_them = (sum(f(t) for t in weights) for f in (_count_zeros, Tensor.numel))
+    if not zeros:
+        return []
+    return [
+        f"{zeros:,} of {all_of_them:,} weights are zeros inside kept channels: dense kernels "
+        "gain nothing by them"
+    ]
+
+
+def _count_zeros(tensor: Tensor) -> int:
+    return int((tensor == 0).sum())
 
 
 def _zeros_elsewhere(weights: Mapping[str, Tensor], coupling: Coupling) -> list[str]:
