@@ -88,7 +88,8 @@ def judge(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
 
 def _zero_slices(weight: Tensor, dim: int) -> np.ndarray:
     """Return for each index of `dim` whether the slice is all zeros, bool [weight.shape[dim]]."""
-    return (weight.movedim(dim, 0).flatten(1) == 0).all(dim=1).cpu().numpy()
+    others = [d for d in range(weight.dim()) if d != dim % weight.dim()]
+    return (weight.abs().amax(dim=others) == 0).cpu().numpy()
 
 
 def _carried(ids: np.ndarray, marks: np.ndarray, total: int) -> np.ndarray:
