@@ -32,6 +32,19 @@ def read_(modules: list[_BatchNorm], flat: Tensor) -> None:
     torch.cat(parts, out=flat)
 
 
+def reset_(modules: list[_BatchNorm], flat: Tensor) -> None:
+    """Fill `flat` [numel] with mean 0 and second moment 1: what a removed channel is left with.
+
+    Were it to come back, a variance of 0 would blow it up.
+    """
+    offset = 0
+    for m in modules:
+        mean, second = flat[offset : offset + 2 * m.num_features].view(2, -1)
+        mean.zero_()
+        second.fill_(1)
+        offset += 2 * m.num_features
+
+
 def write(modules: list[_BatchNorm], flat: Tensor) -> None:
     """Set the running statistics of `modules` from `flat` [numel]."""
     offset = 0

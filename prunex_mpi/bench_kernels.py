@@ -29,9 +29,10 @@ def make_state(settings: Settings, device: torch.device) -> State:
 
     The variables hold noise, so that no page is shared and no two groups tie.
     """
-    model = make_model(settings, NUM_CLASSES, IMAGE_SIZE).to(device)
+    model = make_model(settings, NUM_CLASSES, IMAGE_SIZE)
     layout = build_layout(model)
-    state = build_state(model, layout, make_groups(settings, model, layout), settings)
+    groups = make_groups(settings, model, layout, IMAGE_SIZE)
+    state = build_state(model.to(device), layout, groups, settings)
     for flat in (state.u, state.v, state.grad, state.scratch, state.payload):
         flat.normal_(std=1e-3)
     return state

@@ -56,7 +56,15 @@ class StandIn(nn.Module):
 
 
 def memory(settings: Settings, device: torch.device, threads: int) -> list[Table]:
-    """Run the children and return their table. Does not communicate; for a job of one rank."""
+    """Run the children and return their table. Does not communicate; for a job of one rank.
+
+    Raises UserError for coupled groups.
+    """
+    if "coupled" in settings.groups:
+        raise UserError(
+            "bench memory replaces the network's forward pass, which coupled groups are read from; "
+            "give other --groups"
+        )
     launcher = shutil.which(
         "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     )
@@ -191,9 +199,10 @@ def child(
     network = make_model(settings, NUM_CLASSES, IMAGE_SIZE)
     model = StandIn(network, NUM_CLASSES)
     dataset = load_dataset(topology, settings)
+    layout = build_layout(model)
+    groups = make_groups(settings, model, layout, dataset.image_size)
     problem = build_problem(topology, settings, dataset, model, device, transport)
     reset_peak(device)
-    layout = build_layout(model)
     if kind == "plain":
         theta, grad = flatten_(model, layout)
         optimizer = torch.optim.SGD([theta], lr=settings.lr, momentum=0.9, fused=True)
@@ -204,7 +213,7 @@ def child(
             optimizer.step()
         element_size = theta.element_size()
     else:
-        state = build_state(model, layout, make_groups(settings, model, layout), settings)
+        state = build_state(model, layout, groups, settings)
         for _ in hsadmm.outer_iterations(
             topology, state, problem, settings, transport, Heartbeat()
         ):

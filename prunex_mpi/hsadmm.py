@@ -352,14 +352,17 @@ def inter_node_consensus(
         state.plan_agreed = True
         torch.add(state.z_node, state.v, out=state.scratch)
         pack_(state.scratch, state.plan, message)
-        message[state.plan.numel :].copy_(state.stats)
+        statistics = message[state.plan.numel :]
+        torch.index_select(state.stats, 0, state.stats_kept, out=statistics)
         message.mul_(topology.node_weight)
     allreduce_then_bcast_(topology.leader, topology.node, message, transport)
     traffic.payload += message.numel() * message.element_size()
     if topology.node_size > 1:
         traffic.intra += message.numel() * message.element_size()
     unpack_(message, state.plan, state.scratch)
-    state.stats.copy_(message[state.plan.numel :])
+    if state.stats_kept.numel() < state.stats.numel():
+        batchnorm.reset_(state.bn_modules, state.stats)
+    state.stats.index_copy_(0, state.stats_kept, message[state.plan.numel :])
     batchnorm.write(state.bn_modules, state.stats)
     state.z.sub_(state.scratch)
     moved = squared_norms(state.z, state.layout)

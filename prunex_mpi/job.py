@@ -162,7 +162,8 @@ def set_up(
     layout = together(world, lambda: build_layout(model))
     tensors = [(name, t.shape, t.dtype) for name, t in model.state_dict().items()]
     require_same(world, "the parameters of the model", repr((layout, tensors)))
-    groups = together(world, lambda: make_groups(settings, model, layout))
+    side = dataset.image_size
+    groups = together(world, lambda: make_groups(settings, model, layout, side))
     problem = build_problem(topology, settings, dataset, model, device, transport)
     for excluded in groups.excluded:
         log.info("not pruned: %s", excluded)

@@ -24,7 +24,8 @@ def project_locally(squares: Tensor, state: State, strict: float, round_to: int)
     mask = np.ones(state.groups.total, dtype=bool)
     for selections in state.groups.kinds:
         energies = group_energies(squares, state.layout, state.groups, selections).numpy()
-        _keep(mask, selections, select(energies, selections, strict, round_to))
+        chosen = select(energies, selections, strict, round_to, state.groups)
+        _keep(mask, selections, chosen)
         _mask_squares_(squares, state, mask)
     return mask
 
@@ -51,7 +52,7 @@ def agree_by_vote(
         topology.leader.Reduce(energies, total, op=MPI.SUM, root=0)
         chosen = np.zeros(energies.shape, dtype=bool)
         if topology.leader.rank == 0:
-            chosen = select(total, selections, strict, round_to)
+            chosen = select(total, selections, strict, round_to, state.groups)
         bits = np.packbits(chosen)
         topology.leader.Bcast(bits, root=0)
         traffic.mask += energies.nbytes + bits.nbytes

@@ -10,10 +10,11 @@ from prunex_mpi.batches import BatchStream, channel_moments, evaluation_batches,
 from prunex_mpi.collectives import Transport, bcast_, hierarchical_sum_
 from prunex_mpi.comm import Topology, digests_agree, together
 from prunex_mpi.data import Dataset, load
+from prunex_mpi.groups import find_groups
 from prunex_mpi.layout import Layout
 from prunex_mpi.models import build_model
 from prunex_mpi.settings import Settings, layer_keep_ratios
-from prunex_mpi.sparsity import Groups, find_groups
+from prunex_mpi.sparsity import Groups
 from prunex_mpi.state import Problem
 
 
@@ -43,10 +44,20 @@ def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.n
     )
 
 
-def make_groups(settings: Settings, model: torch.nn.Module, layout: Layout) -> Groups:
-    """Find the groups of `model` with the keep ratios of the settings."""
-    overrides = layer_keep_ratios(settings)
-    return find_groups(model, layout, settings.groups, settings.keep_ratio, overrides)
+def make_groups(
+    settings: Settings, model: torch.nn.Module, layout: Layout, image_size: int
+) -> Groups:
+    """Find the groups of `model`, which is on the CPU, with the keep ratios of the settings."""
+    return find_groups(
+        model,
+        layout,
+        settings.groups,
+        settings.keep_ratio,
+        layer_keep_ratios(settings),
+        image_size=image_size,
+        keep_by=settings.keep_by,
+        round_to=settings.round_to,
+    )
 
 
 def build_problem(

@@ -83,7 +83,9 @@ class Settings:
 
     _S = "sparsity"
     groups: tuple[str, ...] = _setting(
-        _S, "what is removed whole, composed in this order", choices=("filter", "channel", "shape")
+        _S,
+        "what is removed whole, composed in this order",
+        choices=("filter", "channel", "shape", "coupled"),
     )
     keep_ratio: tuple[float, ...] = _setting(
         _S, "fraction of the groups to keep, one for all or one per group", above=0, high=1
@@ -92,6 +94,13 @@ class Settings:
         _S,
         "PATTERN=RATIO for matching parameter names, for all groups; the last match wins",
         optional=True,
+    )
+    keep_by: str = _setting(
+        _S,
+        "what --keep-ratio is a fraction of: the groups of each layer or set, or, of coupled "
+        "groups, all parameters or multiply-adds of the model",
+        "groups",
+        choices=("groups", "parameters", "multiply-adds"),
     )
     round_to: int = _setting(_S, "round kept groups up to a multiple of this", low=1)
     mask_agreement: str = _setting(_S, "how nodes agree on a mask", choices=("or", "vote"))
@@ -374,6 +383,10 @@ def _check_together(settings: Settings) -> None:
             f"keep-ratio has {len(s.keep_ratio)} values for {len(s.groups)} groups; "
             "give one for all or one per group"
         )
+    if s.keep_by != "groups" and s.groups != ("coupled",):
+        raise UserError(f"keep-by {s.keep_by} is for coupled groups alone; give --groups coupled")
+    if s.keep_by != "groups" and s.layer_keep_ratio:
+        raise UserError(f"keep-by {s.keep_by} has one ratio for all; leave layer-keep-ratio out")
     target = _first_at_target(vars(s))
     last = min(s.freeze_iteration or s.outer_iterations, s.outer_iterations)
     if s.freeze_iteration > s.outer_iterations:

@@ -11,29 +11,34 @@ A selection keeps exactly alpha groups, so in a grouped convolution each block k
 channels as the others. Compositions are applied one after the other in the order given, each to
 what the one before left; alpha always refers to all groups of the layer.
 
+- `coupled`: all slices that have to go together for a channel to be removable (`coupling`), chosen
+  among the channels that have slices in the same places. With W_m[g] the slice of group g in tensor
+  m, of n_m slices, its score is
+
+      s_g = 1/|M_g| sum_m n_m |W_m[g]|^2 / |W_m|^2
+
+  over the weights and BatchNorm gammas M_g (both restricted to what belongs to groups): an average
+  slice counts 1, whatever the tensor's size,
+  so that scores can be compared over sets. The alpha best of a set are their projection in the norm
+  that weighs every tensor like that. Biases and betas go with their group and do not score.
+
 Masks are host arrays (bool, one entry per group): they are small, decisions are taken on them, and
 they travel as packed bits. What multiplies tensors are 0/1 factors on the tensors' device.
 """
 
-import fnmatch
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from prunex_mpi.errors import UserError
 from prunex_mpi.layout import Layout
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
 class PrunableLayer:
-    """A convolution weight as `blocks` GEMM blocks of [rows, channels * kernel]."""
+    """A weight as `blocks` GEMM blocks of [rows, channels * kernel]; a vector is one column."""
 
     segment: int
     blocks: int
@@ -52,7 +57,10 @@ class PrunableLayer:
 
 @dataclass(frozen=True)
 class Selection:
-    """The groups of one kind in one layer: `selections` independent choices among `count` each."""
+    """The groups of one kind in one layer: `selections` independent choices among `count` each.
+
+    Coupled groups belong to no layer (-1); each is `unit` channels wide.
+    """
 
     layer: int
     kind: str
@@ -60,6 +68,7 @@ class Selection:
     count: int
     start: int
     keep_ratio: float
+    unit: int = 1
 
     @property
     def stop(self) -> int:
@@ -67,13 +76,40 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class CoupledLayer:
+    """The place in the mask of each row [blocks * rows] and column [columns] of a layer, -1: none.
+
+    `scored` says that its slices count in the score of their groups.
+    """
+
+    layer: int
+    rows: np.ndarray
+    columns: np.ndarray
+    scored: bool
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A limit on `price[layer]` per kept weight, summed over all layers, plus what is `fixed`."""
+
+    limit: float
+    price: np.ndarray
+    fixed: float
+
+
+@dataclass(frozen=True)
 class Groups:
-    """All groups of a model; a mask is a bool array [total], kind after kind, layer after layer."""
+    """All groups of a model; a mask is a bool array [total], kind after kind, layer after layer.
+
+    With a `budget` the coupled groups are chosen among all sets at once.
+    """
 
     layers: tuple[PrunableLayer, ...]
     kinds: tuple[tuple[Selection, ...], ...]
     total: int
     excluded: tuple[str, ...]
+    coupled: tuple[CoupledLayer, ...] = ()
+    budget: Budget | None = None
 
     @property
     def prunable_numel(self) -> int:
@@ -85,103 +121,6 @@ class Factors:
     """The 0/1 factors of a mask: (layer index, factor broadcastable to [blocks, rows, columns])."""
 
     entries: tuple[tuple[int, Tensor], ...]
-
-
-def find_groups(
-    model: nn.Module,
-    layout: Layout,
-    kinds: Sequence[str],
-    keep_ratios: Sequence[float],
-    layer_keep_ratios: Sequence[tuple[str, float]] = (),
-) -> Groups:
-    """List the groups of every convolution and say which cannot be pruned and why.
-
-    `keep_ratios` holds one ratio per kind, or one for all; `layer_keep_ratios` are (fnmatch pattern
-    on the parameter's name, ratio) pairs of which the last match wins. Raises UserError when the
-    model has no convolution, when no group can be pruned or when a pattern matches no layer.
-    """
-    ratios = list(keep_ratios) * (len(kinds) if len(keep_ratios) == 1 else 1)
-    index = {s.name: i for i, s in enumerate(layout.segments)}
-    weighted = [
-        (f"{name}.weight" if name else "weight", module)
-        for name, module in model.named_modules()
-        if isinstance(module, (*CONVOLUTIONS, nn.Linear))
-    ]
-    convs = [(name, module) for name, module in weighted if isinstance(module, CONVOLUTIONS)]
-    if not convs:
-        raise UserError("the model has no convolution layer to prune; choose a convolutional model")
-    for pattern, _ in layer_keep_ratios:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in convs):
-            raise UserError(f"--layer-keep-ratio: no convolution matches {pattern!r}")
-    classifier = weighted[-1][0]
-    transposed = [
-        f"{name}.weight: transposed convolutions are not pruned"
-        for name, module in model.named_modules()
-        if isinstance(module, TRANSPOSED)
-    ]
-
-    layers: list[PrunableLayer] = []
-    excluded = transposed
-    candidates: list[tuple[str, PrunableLayer, list[str]]] = []
-    for position, (name, conv) in enumerate(convs):
-        if name not in index:
-            excluded += [f"{name} [{kind}]: its weight is not trained" for kind in kinds]
-            continue
-        weight = conv.weight
-        layer = PrunableLayer(
-            segment=index[name],
-            blocks=conv.groups,
-            rows=weight.shape[0] // conv.groups,
-            channels=weight.shape[1],
-            kernel=math.prod(weight.shape[2:]),
-        )
-        usable = []
-        for kind in kinds:
-            reason = _why_not(layer, kind, position == 0, name == classifier)
-            if reason:
-                excluded.append(f"{name} [{kind}]: {reason}")
-            else:
-                usable.append(kind)
-        if usable:
-            candidates.append((name, layer, usable))
-    if not candidates:
-        raise UserError(
-            f"no layer of the model can be pruned by {'+'.join(kinds)} groups "
-            f"({excluded[0]}); choose other --groups"
-        )
-
-    by_kind: list[tuple[Selection, ...]] = []
-    start = 0
-    layers = [layer for _, layer, _ in candidates]
-    for kind, ratio in zip(kinds, ratios, strict=True):
-        selections = []
-        for number, (name, layer, usable) in enumerate(candidates):
-            if kind not in usable:
-                continue
-            matching = [r for p, r in layer_keep_ratios if fnmatch.fnmatchcase(name, p)]
-            blocks, count = _extent(layer, kind)
-            keep = matching[-1] if matching else ratio
-            selections.append(Selection(number, kind, blocks, count, start, keep))
-            start += blocks * count
-        if selections:
-            by_kind.append(tuple(selections))
-    return Groups(tuple(layers), tuple(by_kind), start, tuple(excluded))
-
-
-def _why_not(layer: PrunableLayer, kind: str, first: bool, classifier: bool) -> str:
-    if kind == "filter":
-        return "its outputs are the classes" if classifier else ""
-    if first:
-        return "its input channels are the image's"
-    if _extent(layer, kind)[1] == 1:
-        return "one input channel per convolution group (depthwise): nothing to choose from"
-    return ""
-
-
-def _extent(layer: PrunableLayer, kind: str) -> tuple[int, int]:
-    if kind == "filter":
-        return 1, layer.blocks * layer.rows
-    return layer.blocks, layer.channels if kind == "channel" else layer.columns
 
 
 def kept_count(count: int, ratio: float, round_to: int = 1) -> int:
@@ -210,6 +149,8 @@ def group_energies(
     in the order of the mask.
     """
     views = gemm_views(squares, layout, groups)
+    if selections[0].kind == "coupled":
+        return _coupled_scores(views, groups, selections)
     energies = []
     for selection in selections:
         layer = groups.layers[selection.layer]
@@ -224,23 +165,101 @@ def group_energies(
     return torch.cat(energies).cpu()
 
 
+def _coupled_scores(
+    views: list[Tensor], groups: Groups, selections: tuple[Selection, ...]
+) -> Tensor:
+    """Return s_g of every coupled group, 1-D on the host."""
+    start, stop = selections[0].start, selections[-1].stop
+    scores = views[0].new_zeros(stop - start)
+    members = np.zeros(stop - start)
+    for entry in groups.coupled:
+        if not entry.scored:
+            continue
+        view = views[entry.layer]
+        for places, sums in (
+            (entry.rows, view.sum(dim=2).reshape(-1)),
+            (entry.columns, view.sum(dim=(0, 1))),
+        ):
+            inside = np.flatnonzero(places >= 0)
+            if not inside.size:
+                continue
+            found = np.unique(places[inside])
+            energies = sums[torch.from_numpy(inside).to(sums.device)]
+            scale = found.size / energies.sum().clamp_min(torch.finfo(sums.dtype).tiny)
+            target = torch.from_numpy(places[inside] - start).to(sums.device)
+            scores.index_add_(0, target, energies * scale)
+            members[found - start] += 1
+    return scores.cpu() / torch.from_numpy(members).clamp_min(1).to(scores.dtype)
+
+
 def select(
-    energies: np.ndarray, selections: tuple[Selection, ...], strictness: float, round_to: int = 1
+    energies: np.ndarray,
+    selections: tuple[Selection, ...],
+    strictness: float,
+    round_to: int = 1,
+    groups: Groups | None = None,
 ) -> np.ndarray:
     """Keep exactly alpha groups of largest energy in every selection; ties go to the lower index.
 
-    `strictness` in [0, 1] moves every keep ratio from 1 to its target (the keep ramp). Returns a
-    bool array of the energies' length.
+    `strictness` in [0, 1] moves every keep ratio from 1 to its target (the keep ramp). Where
+    `groups` have a budget, it decides how many coupled groups are kept in all. Returns a bool array
+    of the energies' length.
     """
+    if groups is not None and groups.budget is not None:
+        return _select_within_budget(energies, groups, strictness, round_to)
     mask = np.zeros(energies.shape, dtype=bool)
     base = selections[0].start
     for s in selections:
-        alpha = kept_count(s.count, 1.0 - strictness * (1.0 - s.keep_ratio), round_to)
+        alpha = kept_count(s.count, 1.0 - strictness * (1.0 - s.keep_ratio), _in_units(round_to, s))
         block = energies[s.start - base : s.stop - base].reshape(s.selections, s.count)
         kept = np.argsort(-block, axis=1, kind="stable")[:, :alpha]
         view = mask[s.start - base : s.stop - base].reshape(s.selections, s.count)
         np.put_along_axis(view, kept, True, axis=1)
     return mask
+
+
+def _in_units(round_to: int, selection: Selection) -> int:
+    """Return the multiple of groups that makes a multiple of `round_to` channels."""
+    return round_to // math.gcd(round_to, selection.unit)
+
+
+def _select_within_budget(
+    scores: np.ndarray, groups: Groups, strictness: float, round_to: int
+) -> np.ndarray:
+    """Remove the groups of least score, of all sets, until what is left fits the budget.
+
+    What is left falls with every group that goes, so the number to remove is found by bisection.
+    """
+    everything = cost(np.ones(groups.total, dtype=bool), groups)
+    limit = everything - strictness * (everything - groups.budget.limit)
+    low, high = 0, groups.total
+    while low < high:
+        removed = (low + high) // 2
+        if cost(reduce_to(scores, groups, removed, round_to), groups) <= limit:
+            high = removed
+        else:
+            low = removed + 1
+    return reduce_to(scores, groups, low, round_to)
+
+
+def reduce_to(scores: np.ndarray, groups: Groups, removed: int, round_to: int) -> np.ndarray:
+    """Return the mask without the `removed` groups of least score, rounded up in every set."""
+    # Of equal scores the higher index goes first.
+    order = np.lexsort((-np.arange(scores.size), scores))
+    mask = np.ones(scores.size, dtype=bool)
+    mask[order[:removed]] = False
+    for s in groups.kinds[0]:
+        kept = mask[s.start : s.stop]
+        alpha = kept_count(s.count, np.count_nonzero(kept) / s.count, _in_units(round_to, s))
+        best = np.argsort(-scores[s.start : s.stop], kind="stable")[:alpha]
+        kept[best] = True
+    return mask
+
+
+def cost(mask: np.ndarray, groups: Groups) -> float:
+    """Return what the groups of `mask` cost of the budget."""
+    budget = groups.budget
+    return budget.fixed + float(budget.price @ kept_numel(mask, groups))
 
 
 def layer_masks(mask: np.ndarray, groups: Groups) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -254,6 +273,8 @@ def layer_masks(mask: np.ndarray, groups: Groups) -> list[tuple[np.ndarray, np.n
     ]
     for selections in groups.kinds:
         for s in selections:
+            if s.kind == "coupled":
+                continue
             bits = mask[s.start : s.stop]
             rows, columns = result[s.layer]
             if s.kind == "filter":
@@ -263,6 +284,12 @@ def layer_masks(mask: np.ndarray, groups: Groups) -> list[tuple[np.ndarray, np.n
                 columns &= np.repeat(bits.reshape(s.selections, s.count), kernel, axis=1)
             else:
                 columns &= bits.reshape(s.selections, s.count)
+    # The last entry stands for what belongs to no group.
+    bits = np.append(mask, True)
+    for entry in groups.coupled:
+        rows, columns = result[entry.layer]
+        rows &= bits[entry.rows]
+        columns &= bits[entry.columns]
     return result
 
 

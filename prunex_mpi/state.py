@@ -77,6 +77,8 @@ class State:
 
     theta, grad, u, v, z_node, z and scratch hold `layout.numel` elements, `payload` has room for
     all of them and the BatchNorm statistics. `scratch` holds nothing between phases.
+    `stats_groups` is the place in the mask of each entry of `stats`, -1 for those that always
+    travel; `stats_kept` are the entries that travel under the mask in force.
     `consensus_sgd` says that the masks are frozen and the duals retired; the payload has shrunk to
     what travels then. `plan_agreed` says that the leaders have compared the plan in force.
     """
@@ -95,6 +97,8 @@ class State:
     scratch: Tensor
     payload: Tensor
     stats: Tensor
+    stats_groups: np.ndarray
+    stats_kept: Tensor
     rho1: np.ndarray
     rho2: np.ndarray
     mask: np.ndarray
@@ -108,7 +112,7 @@ class State:
     @property
     def message(self) -> Tensor:
         """The part of `payload` that travels: compact parameters, then BatchNorm statistics."""
-        return self.payload[: self.plan.numel + self.stats.numel()]
+        return self.payload[: self.plan.numel + self.stats_kept.numel()]
 
 
 def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Settings) -> State:
@@ -139,6 +143,8 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
         scratch=torch.empty_like(theta),
         payload=theta.new_empty(layout.numel + stats.numel()),
         stats=stats,
+        stats_groups=find_stats_groups(model, bn_modules, layout, groups),
+        stats_kept=torch.arange(stats.numel(), device=theta.device),
         rho1=np.full(layers, settings.rho1),
         rho2=np.full(layers, settings.rho2),
         mask=mask,
@@ -147,8 +153,31 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
     )
 
 
+def find_stats_groups(
+    model: nn.Module, bn_modules: list[_BatchNorm], layout: Layout, groups: Groups
+) -> np.ndarray:
+    """Return the place in the mask of each BatchNorm statistic: that of its channel's gamma."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    by_name = {layout.segments[groups.layers[c.layer].segment].name: c.rows for c in groups.coupled}
+    places = [np.empty(0, dtype=np.int64)]
+    for module in bn_modules:
+        never = np.full(module.num_features, -1)
+        rows = by_name.get(names.get(id(module.weight), ""), never)
+        # A mean and a second moment per channel.
+        places += [rows, rows]
+    return np.concatenate(places)
+
+
+def kept_stats(mask: np.ndarray, stats_groups: np.ndarray) -> np.ndarray:
+    """Return the places of the BatchNorm statistics that travel under `mask`."""
+    # The last entry stands for what belongs to no group.
+    return np.flatnonzero(np.append(mask, True)[stats_groups])
+
+
 def adopt_mask(state: State, mask: np.ndarray) -> None:
     """Make `mask` the one in force: its factors and its compaction plan."""
+    kept = kept_stats(mask, state.stats_groups)
+    state.stats_kept = torch.from_numpy(kept).to(state.stats.device)
     state.mask = mask
     state.plan_agreed = False
     state.factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
@@ -170,7 +199,7 @@ def freeze(state: State, consensus_sgd: bool) -> None:
     if consensus_sgd:
         state.u.zero_()
         state.v.zero_()
-        state.payload = state.theta.new_empty(state.plan.numel + state.stats.numel())
+        state.payload = state.theta.new_empty(state.plan.numel + state.stats_kept.numel())
 
 
 def next_iteration(position: Position, loss: float) -> None:

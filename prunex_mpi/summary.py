@@ -18,7 +18,7 @@ from prunex_mpi.problem import make_groups, make_model
 from prunex_mpi.schedule import strictness
 from prunex_mpi.settings import Settings
 from prunex_mpi.sparsity import Groups, kept_numel, select
-from prunex_mpi.state import Problem, State, weights
+from prunex_mpi.state import Problem, State, find_stats_groups, kept_stats, weights
 
 MIB = 2**20
 CIFAR_SIDE = 32
@@ -139,13 +139,16 @@ def dry_run(settings: Settings, topology: Topology) -> str:
         num_classes, image_size = data.num_classes, data.image_size
     model = make_model(settings, num_classes, image_size)
     layout = build_layout(model)
-    groups = make_groups(settings, model, layout)
+    groups = make_groups(settings, model, layout, image_size)
     parameter = next(model.parameters())
-    size, statistics = parameter.element_size(), batchnorm.numel(batchnorm.find(model))
+    bn_modules = batchnorm.find(model)
+    size, statistics = parameter.element_size(), batchnorm.numel(bn_modules)
+    stats_groups = find_stats_groups(model, bn_modules, layout, groups)
 
     def travelling(strict: float) -> int:
         mask = _nominal_mask(groups, strict, settings.round_to)
-        return build_plan(layout, groups, mask, parameter.device).numel + statistics
+        plan = build_plan(layout, groups, mask, parameter.device)
+        return plan.numel + kept_stats(mask, stats_groups).size
 
     dense, final = layout.numel + statistics, travelling(1.0)
     run = [
@@ -158,6 +161,8 @@ def dry_run(settings: Settings, topology: Topology) -> str:
     caveats = []
     if len(groups.kinds) > 1:
         caveats.append("less, where the groups of a composition overlap")
+    if settings.keep_by != "groups":
+        caveats.append("about, since trained scores decide how the budget is spent")
     if settings.mask_agreement == "or":
         caveats.append("more before the freeze, since a union of masks may hold more groups")
     quality = f" ({'; '.join(caveats)})" if caveats else ""
@@ -189,5 +194,9 @@ def _nominal_mask(groups: Groups, strict: float, round_to: int) -> np.ndarray:
     mask = np.zeros(groups.total, dtype=bool)
     for selections in groups.kinds:
         start, stop = selections[0].start, selections[-1].stop
-        mask[start:stop] = select(np.zeros(stop - start), selections, strict, round_to)
+        # Within a budget the sets are cut alike, which trained scores need not do.
+        scores = np.concatenate(
+            [np.tile(1 - np.arange(s.count) / s.count, s.selections) for s in selections]
+        )
+        mask[start:stop] = select(scores, selections, strict, round_to, groups)
     return mask

@@ -95,6 +95,32 @@ def project(candidates, infos, kinds, ratio, node_weights):
     return masks
 
 
+def project_coupled(candidates, sets, ratio, node_weights):
+    """Return {name: element mask} of the channels kept, as `project` does.
+
+    A set is (count, members): a member NAME/AXIS has the slices of the set's channels along an axis
+    of a parameter, in order. Biases do not score.
+    """
+    masks = {}
+    for count, members in sets:
+        places = [(m.split("/")[0], int(m.split("/")[1])) for m in members.split()]
+        scoring = [(name, axis) for name, axis in places if not name.endswith("bias")]
+        scores = [0.0] * count
+        for p, candidate in zip(node_weights, candidates, strict=True):
+            for name, axis in scoring:
+                squares = candidate[name].double() ** 2
+                for g in range(count):
+                    share = float(squares.select(axis, g).sum() / squares.sum())
+                    scores[g] += p * share * count / len(scoring)
+        order = sorted(range(count), key=lambda g: (-scores[g], g))
+        for name, axis in places:
+            everything = torch.ones_like(candidates[0][name], dtype=torch.bool)
+            mask = masks.setdefault(name, everything)
+            for g in order[keep_of(count, ratio) :]:
+                mask.select(axis, g).zero_()
+    return masks
+
+
 @dataclass
 class Rank:
     model: nn.Module
@@ -121,7 +147,16 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
     `s` has the fields of the package's settings that matter here, and `steps` local steps.
     """
     names = list(parameters(model))
-    infos = conv_shapes(model)
+    if s.groups == ("coupled",):
+        infos = {m.split("/")[0]: None for _, members in s.sets for m in members.split()}
+    else:
+        infos = conv_shapes(model)
+
+    def support(candidates, ratio, node_weights):
+        if s.groups == ("coupled",):
+            return project_coupled(candidates, s.sets, ratio, node_weights)
+        return project(candidates, infos, s.groups, ratio, node_weights)
+
     total_ranks, nodes = sum(node_sizes), len(node_sizes)
     node_of = [i for i, size in enumerate(node_sizes) for _ in range(size)]
     start = {n: p.detach().clone() for n, p in parameters(model).items()}
@@ -200,14 +235,14 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
         node_masks = [mask] * nodes
         if not frozen:
             if vote:
-                mask = project(candidate, infos, s.groups, ratio, node_sizes)
+                mask = support(candidate, ratio, node_sizes)
                 node_masks = [mask] * nodes
             else:
-                node_masks = [project([c], infos, s.groups, ratio, [1]) for c in candidate]
+                node_masks = [support([c], ratio, [1]) for c in candidate]
                 mask = {n: sum(m[n].int() for m in node_masks) > 0 for n in infos}
                 # What travels is rows times columns of the union, which holds every support.
                 for n in infos:
-                    mask[n] = rows_times_columns(mask[n], infos[n][0])
+                    mask[n] = rows_times_columns(mask[n], infos[n][0] if infos[n] else 1)
         if freeze_now:
             frozen, sgd_only = True, s.after_freeze == "local-sgd"
             for j, r in enumerate(ranks):
@@ -242,6 +277,9 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
             for m in modules:
                 m.running_mean.copy_(mean)
                 m.running_var.copy_(second - mean**2)
+                # Those of a channel removed as a whole do not travel.
+                gone = ~mask.get(f"{n}.weight", torch.ones_like(mean, dtype=torch.bool))
+                m.running_mean[gone], m.running_var[gone] = 0.0, 1.0
 
         # Phase 5
         residuals = {}

@@ -22,6 +22,7 @@ PLAIN = {
 TENSORS = {
     "layout",
     "coupling",
+    "groups",
     "sparsity",
     "compaction",
     "residuals",

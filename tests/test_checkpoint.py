@@ -103,7 +103,8 @@ def new_run(topology: Topology, scenario: str) -> Run:
     transport = build_transport(torch.device("cpu"), 2**-10, "host")
     dataset = load_dataset(topology, settings)
     problem = build_problem(topology, settings, dataset, model, torch.device("cpu"), transport)
-    state = build_state(model, layout, make_groups(settings, model, layout), settings)
+    groups = make_groups(settings, model, layout, dataset.image_size)
+    state = build_state(model, layout, groups, settings)
     return Run(topology, settings, state, problem, transport)
 
 

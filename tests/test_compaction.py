@@ -9,13 +9,13 @@ from torch import nn
 
 from prunex_mpi import batchnorm
 from prunex_mpi.compaction import Plan, build_plan, pack_, unpack_
+from prunex_mpi.groups import find_groups
 from prunex_mpi.layout import Layout, build_layout
 from prunex_mpi.models import build_model
 from prunex_mpi.sparsity import (
     Groups,
     apply_factors_,
     build_factors,
-    find_groups,
     kept_numel,
     select,
 )

@@ -15,10 +15,11 @@ from mpi4py import MPI
 from prunex_mpi.batches import Shard
 from prunex_mpi.collectives import build_transport
 from prunex_mpi.comm import build_topology, free_topology
+from prunex_mpi.groups import find_groups
 from prunex_mpi.hsadmm import outer_iterations
 from prunex_mpi.layout import build_layout
 from prunex_mpi.settings import make
-from prunex_mpi.sparsity import find_groups, layer_masks
+from prunex_mpi.sparsity import layer_masks
 from prunex_mpi.state import Problem, build_state
 from prunex_mpi.watchdog import Heartbeat
 
@@ -69,6 +70,11 @@ SCENARIOS = {
 
 CASES = [(name, torch.float32) for name in SCENARIOS]
 CASES += [(name, torch.float64) for name in ("recipe", "paper-unfrozen-composed")]
+SCENARIOS |= {
+    "recipe-coupled": {**RECIPE, "groups": ("coupled",)},
+    "paper-coupled": {**PAPER, "groups": ("coupled",), "freeze_iteration": 5},
+}
+CASES += [(name, torch.float64) for name in ("recipe-coupled", "paper-coupled")]
 
 
 class Net(nn.Module):
@@ -94,6 +100,36 @@ class Net(nn.Module):
         return self.fc(self.features(x).mean(dim=(2, 3)))
 
 
+class CoupledNet(nn.Module):
+    """A residual block, a depthwise convolution and a classifier; every channel has partners."""
+
+    # Of each set the number of channels and, as PARAMETER/AXIS, where each has a slice.
+    SETS = (
+        (
+            8,
+            "conv1.weight/0 bn1.weight/0 bn1.bias/0 conv2.weight/1 conv3.weight/0 conv3.bias/0 "
+            "bn3.weight/0 bn3.bias/0 conv4.weight/0 bn4.weight/0 bn4.bias/0 conv5.weight/1",
+        ),
+        (6, "conv2.weight/0 bn2.weight/0 bn2.bias/0 conv3.weight/1"),
+        (10, "conv5.weight/0 bn5.weight/0 bn5.bias/0 fc.weight/1"),
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.conv3, self.bn3 = nn.Conv2d(6, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv4, self.bn4 = nn.Conv2d(8, 8, 3, groups=8, bias=False), nn.BatchNorm2d(8)
+        self.conv5, self.bn5 = nn.Conv2d(8, 10, 1, bias=False), nn.BatchNorm2d(10)
+        self.fc = nn.Linear(10, 5)
+
+    def forward(self, x):
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = F.relu(x + self.bn3(self.conv3(F.relu(self.bn2(self.conv2(x))))))
+        x = F.relu(self.bn4(self.conv4(x)))
+        return self.fc(F.relu(self.bn5(self.conv5(x))).mean(dim=(2, 3)))
+
+
 class RandomStream:
     """Batches that depend only on the rank and the step."""
 
@@ -111,7 +147,7 @@ def run_driver(world, ranks_per_node, model, stream, settings, loss=F.cross_entr
     """Yield (record, state, topology) after each outer iteration of the real driver."""
     topology = build_topology(world, ranks_per_node)
     layout = build_layout(model)
-    groups = find_groups(model, layout, settings.groups, settings.keep_ratio)
+    groups = find_groups(model, layout, settings.groups, settings.keep_ratio, image_size=6)
     state = build_state(model, layout, groups, settings)
     nothing = Shard(torch.empty(0), torch.empty(0))
     problem = Problem(model, model, loss, stream, nothing, None, iter, steps, *torch.zeros(2, 3))
@@ -162,8 +198,10 @@ def test_program_equals_oracle(ranks_per_node, scenario, dtype):
     settings = make(**SCENARIOS[scenario])
     sizes = node_sizes_of(world.size, ranks_per_node)
     torch.manual_seed(7)
-    model = Net().to(dtype)
+    coupled = settings.groups == ("coupled",)
+    model = (CoupledNet() if coupled else Net()).to(dtype)
     wanted = {**{k: getattr(settings, k) for k in vars(settings)}, "steps": STEPS}
+    wanted["sets"] = CoupledNet.SETS
     wanted["keep_ratio"] = settings.keep_ratio[0]
     history = simulate(
         copy.deepcopy(model),

@@ -245,7 +245,10 @@ BAD_FLAGS = [
     ("--keep-ratio 0.5 0.5", "keep-ratio has 2 values for 1 groups"),
     ("--groups filter channel shape --keep-ratio 0.5 0.5", "keep-ratio has 2 values for 3"),
     ("--groups chanel", "did you mean 'channel'?"),
-    ("--groups coupled", "'coupled'"),
+    ("--groups kernel", "'kernel'"),
+    ("--groups channel --keep-by parameters", "--groups coupled"),
+    ("--groups coupled filter --keep-by multiply-adds", "--groups coupled"),
+    ("--groups coupled --keep-by parameters --layer-keep-ratio a=0.5", "layer-keep-ratio"),
     ("--groups filter filter", "names 'filter' twice"),
     ("--layer-keep-ratio layer3", "'layer3'"),
     ("--layer-keep-ratio =0.5", "'=0.5'"),
@@ -372,7 +375,7 @@ def test_help_names_every_flag_and_starts_neither_torch_nor_mpi():
     words = run.stdout.replace(",", " ").split()
     assert [key for key in map(key_of, FIELDS) if f"--{key}" not in words] == []
     assert "--keep-ratio X [X ...]" in run.stdout and "[0.5]" in run.stdout
-    assert "{filter,channel,shape}" in run.stdout
+    assert "{filter,channel,shape,coupled}" in run.stdout
 
 
 def test_version(capsys):

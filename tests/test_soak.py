@@ -104,7 +104,8 @@ def test_a_long_run_leaves_nothing_behind(
         dataset = load_dataset(topology, settings)
         device = torch.device("cpu")
         problem = build_problem(topology, settings, dataset, model, device, transport)
-        state = build_state(model, layout, make_groups(settings, model, layout), settings)
+        groups = make_groups(settings, model, layout, dataset.image_size)
+        state = build_state(model, layout, groups, settings)
         with stop_agreement(topology.world, ReceivedSignal(), None) as stop:
             job = Job(topology, files, state, problem, settings, transport, Heartbeat(), stop)
             status = run_to_end(job, Checkpoints("10"))

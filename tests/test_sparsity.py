@@ -11,12 +11,13 @@ import torchvision
 from torch import Tensor, nn
 
 from prunex_mpi.errors import UserError
+from prunex_mpi.groups import find_groups
 from prunex_mpi.layout import Layout, build_layout
+from prunex_mpi.models import build_model
 from prunex_mpi.sparsity import (
     Groups,
     apply_factors_,
     build_factors,
-    find_groups,
     gemm_views,
     group_energies,
     kept_count,
@@ -342,7 +343,7 @@ def test_frozen_convolutions_are_named_and_stay_the_first() -> None:
     [
         (nn.Linear(2, 2), ["channel"], [], "no convolution layer"),
         (nn.Conv2d(3, 4, 3), ["channel"], [], "image's"),
-        (Convolutions(), ["channel"], [("layer9.*", 0.5)], "no convolution matches 'layer9"),
+        (Convolutions(), ["channel"], [("layer9.*", 0.5)], "no prunable layer matches 'layer9"),
     ],
 )
 def test_nothing_to_prune_is_a_user_error(
@@ -351,3 +352,123 @@ def test_nothing_to_prune_is_a_user_error(
     with pytest.raises(UserError, match=message) as caught:
         prepare(model, kinds, by_layer=patterns)
     assert "\n" not in str(caught.value)
+
+
+class Coupled(nn.Module):
+    """Two sets: the stem's 4 channels, and 6 channels that a depthwise convolution passes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.wide, self.depth = nn.Conv2d(4, 6, 1), nn.Conv2d(6, 6, 3, groups=6)
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.depth(self.wide(torch.relu(self.norm(self.stem(x))))))
+        return self.fc(x.mean(dim=(2, 3)))
+
+    # Where the groups of both sets have slices that score: (parameter, axis).
+    SCORED = (
+        (("stem.weight", 0), ("norm.weight", 0), ("wide.weight", 1)),
+        (("wide.weight", 0), ("depth.weight", 0), ("fc.weight", 1)),
+    )
+
+
+def coupled_groups(**options: object) -> tuple[nn.Module, Layout, Groups]:
+    model = Coupled().double()
+    layout = build_layout(model)
+    ratios = options.pop("ratios", [0.5])
+    return model, layout, find_groups(model, layout, ["coupled"], ratios, image_size=8, **options)
+
+
+def test_a_coupled_score_is_the_mean_share_of_its_tensors() -> None:
+    model, layout, groups = coupled_groups()
+    torch.manual_seed(1)
+    flat = torch.randn(layout.numel, dtype=torch.float64)
+    views = dict(zip((s.name for s in layout.segments), layout.views(flat), strict=True))
+    expected = []
+    for members in model.SCORED:
+        for g in range(views[members[0][0]].shape[0]):
+            shares = [
+                views[n].shape[axis]
+                * views[n].select(axis, g).square().sum()
+                / views[n].square().sum()
+                for n, axis in members
+            ]
+            expected.append(float(sum(shares)) / len(shares))
+    energies = group_energies(flat.square(), layout, groups, groups.kinds[0]).numpy()
+    np.testing.assert_allclose(energies, expected, rtol=1e-12)
+    # The size of a tensor says nothing.
+    views["wide.weight"] *= 100
+    again = group_energies(flat.square(), layout, groups, groups.kinds[0]).numpy()
+    np.testing.assert_allclose(again, expected, rtol=1e-12)
+
+
+def test_a_coupled_mask_takes_rows_columns_and_vectors_along() -> None:
+    _, layout, groups = coupled_groups()
+    mask = np.array([1, 0, 1, 0, *(0, 1, 1, 1, 0, 1)], dtype=bool)
+    flat = torch.ones(layout.numel, dtype=torch.float64)
+    apply_factors_(flat, layout, groups, build_factors(mask, groups, flat.device, flat.dtype))
+    views = dict(zip((s.name for s in layout.segments), layout.views(flat), strict=True))
+    four, six = torch.from_numpy(mask[:4]).double(), torch.from_numpy(mask[4:]).double()
+    for name in ("stem.bias", "norm.weight", "norm.bias"):
+        assert torch.equal(views[name], four)
+    for name in ("wide.bias", "depth.bias"):
+        assert torch.equal(views[name], six)
+    assert torch.equal(views["stem.weight"], four.view(4, 1, 1, 1).expand(4, 3, 3, 3))
+    assert torch.equal(views["wide.weight"][..., 0, 0], six[:, None] * four)
+    assert torch.equal(views["depth.weight"], six.view(6, 1, 1, 1).expand(6, 1, 3, 3))
+    assert torch.equal(views["fc.weight"], six.expand(5, 6))
+    assert torch.equal(views["fc.bias"], torch.ones(5, dtype=torch.float64))
+    kept = sum(kept_numel(mask, groups)) + views["fc.bias"].numel()
+    assert kept == int(flat.sum())
+
+
+@pytest.mark.parametrize("keep_by", ["parameters", "multiply-adds"])
+@pytest.mark.parametrize("ratio", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("round_to", [1, 2])
+def test_a_budget_is_spent_on_the_groups_of_highest_score(
+    keep_by: str, ratio: float, round_to: int
+) -> None:
+    _, layout, groups = coupled_groups(keep_by=keep_by, ratios=[ratio])
+    # Of one image of 8x8: the stem at 6x6 positions, 1x1 at 6x6, depthwise at 4x4.
+    prices = {"stem.weight": 36, "wide.weight": 36, "depth.weight": 16, "fc.weight": 1}
+    if keep_by == "parameters":
+        prices = {s.name: 1 for s in layout.segments}
+
+    def cost(mask: np.ndarray) -> float:
+        flat = torch.ones(layout.numel, dtype=torch.float64)
+        apply_factors_(flat, layout, groups, build_factors(mask, groups, flat.device, flat.dtype))
+        views = zip((s.name for s in layout.segments), layout.views(flat), strict=True)
+        return sum(prices.get(name, 0) * float(view.sum()) for name, view in views)
+
+    limit = ratio * cost(np.ones(groups.total, dtype=bool))
+    for seed in range(20):
+        scores = np.random.default_rng(seed).random(groups.total)
+        mask = select(scores, groups.kinds[0], 1.0, round_to, groups)
+        assert cost(mask) <= limit
+        for s in groups.kinds[0]:
+            kept = mask[s.start : s.stop]
+            assert kept.any() and kept.sum() % round_to == 0
+            own = scores[s.start : s.stop]
+            assert kept.all() or own[kept].min() > own[~kept].max()
+        # Keeping the best one of those removed as well would cost too much, unless rounding up
+        # has spent more than it.
+        best = np.argmax(np.where(mask, -1, scores))
+        larger = mask.copy()
+        larger[best] = True
+        assert round_to > 1 or cost(larger) > limit
+
+
+def test_rounding_counts_channels_not_heads() -> None:
+    model = build_model("vit_b_16", num_classes=2, image_size=16)
+    groups = find_groups(model, build_layout(model), ["coupled"], [0.3], image_size=16)
+    mask = select(np.zeros(groups.total), groups.kinds[0], 1.0, 16)
+    kept = [int(mask[s.start : s.stop].sum()) for s in groups.kinds[0]]
+    # 0.3 of 12 heads of 64, and of 3,072 hidden units.
+    assert kept == [4, 928] * 12
+
+
+def test_a_budget_below_one_channel_per_set_is_refused() -> None:
+    with pytest.raises(UserError, match=r"0\.01 of the parameters can't be reached: .* raise it"):
+        coupled_groups(keep_by="parameters", ratios=[0.01])

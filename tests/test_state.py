@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from prunex_mpi.groups import find_groups
 from prunex_mpi.layout import build_layout
 from prunex_mpi.settings import make
-from prunex_mpi.sparsity import find_groups, select
+from prunex_mpi.sparsity import select
 from prunex_mpi.state import State, adopt_mask, build_state, freeze, weights
 
 

@@ -1,0 +1,269 @@
+"""Coupled groups: which channels go together, and that nothing is missed when they are gone."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prunex_mpi.coupling import Coupling, find_coupling
+from prunex_mpi.errors import UserError
+from prunex_mpi.models import build_model
+
+SIDE = 8
+
+
+def conv(inputs: int, outputs: int, **options: int | bool) -> nn.Sequential:
+    layer = nn.Conv2d(inputs, outputs, 3, padding=1, **options)
+    return nn.Sequential(layer, nn.BatchNorm2d(outputs), nn.ReLU())
+
+
+class Body(nn.Module):
+    """A stem of 6 channels, `middle` (6 to 6 channels of a feature map) and a classifier."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.middle, self.fc = conv(3, 6), middle, nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.middle(self.stem(x)).mean(dim=(2, 3)))
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = conv(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Residual(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class InPlace(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        y += x
+        return y.relu_()
+
+
+class Concatenated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = conv(6, 2), conv(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.left(x), self.right(x)], 1)
+
+
+class Squeezed(nn.Module):
+    """Squeeze-and-excitation: a sigmoid is not zero at zero, its product with zero is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(6, 3, 1), nn.Conv2d(3, 6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = F.adaptive_avg_pool2d(x, 1)
+        return x * torch.sigmoid(self.up(F.relu(self.down(scale))))
+
+
+class Depthwise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = conv(6, 6, groups=6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(self.depth(x), 2)
+
+
+class Shared(Plain):
+    """The same convolution twice: its inputs and outputs are one set."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.inner(x))
+
+
+class Branching(Plain):
+    """What decides is a sum over all channels of the stem, so that all of them must stay."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if float(x.sum()) > -1e9 else x
+
+
+def sets_of(model: nn.Module, side: int = SIDE) -> dict[str, int]:
+    return {s.name: s.count for s in find_coupling(model, side).sets}
+
+
+STEM, INNER = "stem.0.weight", "middle.inner.0.weight"
+
+
+@pytest.mark.parametrize(
+    ("middle", "expected"),
+    [
+        (Plain, {STEM: 6, INNER: 6}),
+        (Residual, {STEM: 6}),
+        (InPlace, {STEM: 6}),
+        (Concatenated, {STEM: 6, "middle.left.0.weight": 2, "middle.right.0.weight": 4}),
+        (Squeezed, {STEM: 6, "middle.down.weight": 3}),
+        (Depthwise, {STEM: 6}),
+        (Shared, {STEM: 6}),
+        (Branching, {INNER: 6}),
+    ],
+)
+def test_channels_that_meet_are_one_set(middle: type[nn.Module], expected: dict) -> None:
+    model = Body(middle())
+    assert sets_of(model) == expected
+    assert_exact(model)
+
+
+def test_rows_and_columns_of_a_residual_block() -> None:
+    found = find_coupling(Body(Residual()), SIDE)
+    six = list(range(6))
+    vectors = ["stem.0.bias", "stem.1.weight", "stem.1.bias"]
+    vectors += ["middle.inner.0.bias", "middle.inner.1.weight", "middle.inner.1.bias"]
+    assert {n: r.tolist() for n, r in found.rows.items()} == dict.fromkeys(
+        [STEM, INNER, *vectors], six
+    )
+    columns = {n: c.tolist() for n, c in found.columns.items()}
+    assert columns == {INNER: six, "fc.weight": six}
+    # 3x3 with padding at every position; the classifier once.
+    assert found.positions == {STEM: SIDE**2, INNER: SIDE**2, "fc.weight": 1}
+    assert found.excluded == ("fc.weight [coupled]: its outputs are the classes",)
+
+
+class Opaque(nn.Module):
+    """Apply `operation` to the feature map."""
+
+    def __init__(self, operation) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operation(x)
+
+
+def halves(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=1)
+    return torch.cat([second, first], 1)
+
+
+@pytest.mark.parametrize(
+    ("middle", "reason"),
+    [
+        (Opaque(lambda x: torch.softmax(x, dim=1)), "softmax mixes it with others"),
+        (Opaque(torch.sigmoid), "fc.weight reads what isn't zero without it"),
+        (Opaque(lambda x: x + 1), "fc.weight reads what isn't zero without it"),
+        (Opaque(halves), "chunk counts its channels"),
+        (Opaque(lambda x: x[:, :4].repeat(1, 2, 1, 1)[:, :6]), "__getitem__ counts its channels"),
+        (Opaque(lambda x: x.cumsum(1)), "cumsum mixes it with others"),
+        (Opaque(lambda x: F.pad(x, (1, 1, 1, 1), value=2.0)), "padding that isn't zero"),
+        (Opaque(lambda x: x.mean(1, keepdim=True).expand(-1, 6, -1, -1)), "mean mixes it"),
+        (nn.GroupNorm(2, 6), "group_norm mixes it with others"),
+        (nn.LocalResponseNorm(3), "mixes it with others"),
+        (nn.BatchNorm2d(6, affine=False), "a BatchNorm without gamma and beta"),
+        (nn.Conv2d(6, 6, 1, groups=2), "is a grouped convolution, whose groups must stay alike"),
+        (nn.PReLU(6), "prelu mixes it with others"),
+    ],
+)
+def test_what_would_be_felt_is_never_removed(middle: nn.Module, reason: str) -> None:
+    with pytest.raises(UserError, match="no coupled channels can be removed") as caught:
+        find_coupling(Body(middle), SIDE)
+    assert reason in str(caught.value)
+
+
+def test_attention_offers_its_heads_and_keeps_its_width() -> None:
+    model = build_model("vit_b_16", num_classes=4, image_size=16)
+    found = find_coupling(model, 16)
+    names = [f"encoder.layers.encoder_layer_{i}" for i in range(12)]
+    assert [(s.name, s.count, s.unit) for s in found.sets] == [
+        entry
+        for n in names
+        for entry in (
+            (f"{n}.self_attention.in_proj_weight", 12, 64),
+            (f"{n}.mlp.0.weight", 3072, 1),
+        )
+    ]
+    head = found.rows[f"{names[0]}.self_attention.in_proj_weight"]
+    assert np.array_equal(head.reshape(3, 12, 64)[:, :, 0], [range(12)] * 3)
+    assert np.array_equal(found.columns[f"{names[0]}.self_attention.out_proj.weight"], head[:768])
+    assert any("layer_norm" in text or "cat" in text for text in found.excluded)
+
+
+def test_the_channels_that_a_padded_shortcut_adds_are_sets_of_their_own() -> None:
+    found = find_coupling(build_model("resnet20", num_classes=4, image_size=SIDE), SIDE)
+    streams = [s.count for s in found.sets if s.name.endswith(("conv1.weight", "conv2.weight"))]
+    # 16 channels run through all stages, 16 more from the second on, 32 more in the third.
+    assert sorted(streams) == sorted([16, 16, 32] + 3 * [16] + 3 * [32] + 3 * [64])
+    wide = found.rows["layer3.0.conv2.weight"]
+    assert np.array_equal(wide[:16], found.rows["conv1.weight"])
+    assert np.array_equal(wide[16:32], found.rows["layer2.0.conv2.weight"][16:])
+
+
+def test_flattened_channels_take_all_their_columns_along() -> None:
+    model = nn.Sequential(conv(3, 6), nn.Flatten(), nn.Linear(6 * SIDE**2, 4))
+    found = find_coupling(model, SIDE)
+    assert np.array_equal(found.columns["2.weight"], np.repeat(np.arange(6), SIDE**2))
+    assert_exact(model)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Body(Residual()).train()
+    model.middle.eval()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    find_coupling(model, SIDE)
+    assert model.training and not model.middle.training and model.fc.training
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def assert_exact(model: nn.Module) -> None:
+    """Without half of the groups' slices, what the other half computes must not depend on them.
+
+    Slices of removed groups are zero except, one test after the other, for one parameter, which is
+    noise: nothing may read it.
+    """
+    randomise(model)
+    model.eval()
+    found = find_coupling(model, SIDE)
+    removed = np.arange(found.total) % 2 == 0
+    images = torch.randn(2, 3, SIDE, SIDE)
+    zero_(model, found, removed)
+    with torch.no_grad():
+        wanted = model(images)
+        parameters = dict(model.named_parameters())
+        # Rows of weights and of BatchNorm feed columns that are zero; columns read what is zero.
+        for name, gone in slices(found, removed):
+            kept = parameters[name].clone()
+            parameters[name][gone] = 9.0
+            torch.testing.assert_close(model(images), wanted)
+            parameters[name].copy_(kept)
+    assert float(wanted.std()) > 0
+
+
+def randomise(model: nn.Module) -> None:
+    """Draw all parameters and statistics, since the initial ones hide mistakes."""
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) / math.sqrt(6))
+            if name.endswith("running_var"):
+                tensor.abs_().add_(0.5)
+
+
+def zero_(model: nn.Module, found: Coupling, removed: np.ndarray) -> None:
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, gone in slices(found, removed):
+            parameters[name][gone] = 0
+
+
+def slices(found: Coupling, removed: np.ndarray) -> list[tuple[str, tuple]]:
+    """Return (parameter, index) of every slice of the removed groups."""
+    bits = np.append(removed, False)
+    rows = [(n, (torch.from_numpy(bits[r]),)) for n, r in found.rows.items()]
+    return rows + [(n, (slice(None), torch.from_numpy(bits[c]))) for n, c in found.columns.items()]
