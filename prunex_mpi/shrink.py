@@ -319,5 +319,6 @@ def _zeros_elsewhere(weights: Mapping[str, Tensor], coupling: Coupling) -> list[
         if count:
             reason = next((e for e in coupling.excluded if e.startswith(f"{name} [")), "")
             why = reason.partition(": ")[2] or "they meet what cannot be removed"
-            lines.append(f"{count} zero filters of {name.removesuffix(WEIGHT)}: {why}")
+            plural = "s" if count > 1 else ""
+            lines.append(f"{count} zero filter{plural} of {name.removesuffix(WEIGHT)}: {why}")
     return lines
