@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from prunex_mpi import standalone
 from prunex_mpi.batches import Shard
 from prunex_mpi.cli import read_saved
 from prunex_mpi.data import load
@@ -125,7 +126,7 @@ def _fill_(model: nn.Module, tensors: dict[str, Tensor], name: str) -> None:
                 f"and was {then.get(key, 'not there')}; put its source back as it was",
                 UNREADABLE,
             )
-    model.load_state_dict(tensors, strict=True)
+    standalone.fill_(model, tensors)
 
 
 def _load_test(settings: Settings, num_classes: int, image_size: int) -> Shard:

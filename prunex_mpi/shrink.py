@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from prunex_mpi.coupling import ChannelSet, Coupling
 from prunex_mpi.errors import FAILURE, UserError
-from prunex_mpi.standalone import BATCH_NORMS, CONVOLUTIONS, resize_
+from prunex_mpi.standalone import BATCH_NORMS, CONVOLUTIONS, fill_, resize_
 
 WEIGHT = ".weight"
 STATISTICS = (".running_mean", ".running_var")
@@ -165,7 +165,7 @@ def shrink(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> nn.Modu
     """
     smaller = copy.deepcopy(model)
     resize_(smaller, smaller_sizes(model, coupling, removed))
-    smaller.load_state_dict(smaller_tensors(model, coupling, removed), strict=True)
+    fill_(smaller, smaller_tensors(model, coupling, removed))
     return smaller
 
 

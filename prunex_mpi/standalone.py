@@ -10,6 +10,7 @@ weights.
 
 import importlib
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,16 @@ def load(folder: str | Path) -> nn.Module:
         raise ValueError(f"{folder / PLAN} has format {plan['format']}, this file reads {FORMAT}")
     model = build(plan["model"])
     resize_(model, plan["layers"])
-    model.load_state_dict(load_file(folder / MODEL), strict=True)
+    fill_(model, load_file(folder / MODEL))
     return model.eval()
+
+
+def fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put a whole state dict into `model`; raise RuntimeError unless names and sizes fit."""
+    state = OrderedDict(tensors)
+    # Some modules take a state dict without their version for one of an older version.
+    state._metadata = model.state_dict()._metadata
+    model.load_state_dict(state, strict=True)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ NETWORKS = {
     "vgg16_bn": 0.4,
     "mobilenet_v2": 0.4,
     "mobilenet_v3_small": 0.4,
+    "mnasnet0_5": 0.4,
     "densenet121": 0.4,
     "shufflenet_v2_x0_5": 0.6,
     "vit_b_16": 0.6,
