@@ -30,12 +30,19 @@ class Action(NamedTuple):
 
 
 def min_seconds(actions: dict[str, Action], repeat: int, device: torch.device) -> dict[str, float]:
-    """Return the shortest of `repeat` wall times of each action, in seconds.
+    """Return the shortest of `repeat` wall times of each action, in seconds; see `wall_times`."""
+    return {name: min(times) for name, times in wall_times(actions, repeat, device).items()}
+
+
+def wall_times(
+    actions: dict[str, Action], repeat: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Return `repeat` wall times of each action, in seconds.
 
     The actions take turns, so that whatever else the machine does hits all of them alike; the first
     round is not counted.
     """
-    best = dict.fromkeys(actions, float("inf"))
+    times: dict[str, list[float]] = {name: [] for name in actions}
     for turn in range(repeat + 1):
         for name, action in actions.items():
             action.prepare()
@@ -44,8 +51,8 @@ def min_seconds(actions: dict[str, Action], repeat: int, device: torch.device) -
             action.run()
             synchronize(device)
             if turn:
-                best[name] = min(best[name], time.perf_counter() - start)
-    return best
+                times[name].append(time.perf_counter() - start)
+    return times
 
 
 def synchronize(device: torch.device) -> None:

@@ -15,6 +15,7 @@ T = TypeVar("T")
 CHUNK_BYTES = 4 * 2**20
 # The files of a run directory that grow by lines.
 LINES = ("metrics.jsonl", "layers.jsonl")
+SUMMARY, STATE = "summary.json", "state.safetensors"
 
 
 @dataclass(frozen=True)

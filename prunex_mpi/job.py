@@ -96,9 +96,10 @@ def run(
                     files.write_summary({"status": status, "reason": stop.reason})
                     log.info("stopped by %s: go on with --resume --run-dir %s", stop.reason, path)
                     return
-                summary.save_model(files.path, state, problem.model)
+                delivered = summary.save_model(files.path, state, problem)
                 records = files.read_lines("metrics.jsonl")
                 totals = summary.summarise(settings, topology, state, records, status)
+                totals["delivered"] = delivered
                 totals["seconds_total"] = time.time() - started
                 totals["checkpoints"] = {"count": checkpoints.count, "seconds": checkpoints.seconds}
                 files.write_summary(totals)

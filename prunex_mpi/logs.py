@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from prunex_mpi.errors import UNREADABLE, USAGE, DamagedCheckpoint, UserError
-from prunex_mpi.files import LINES, FileRecord, read_record, sync, write_durably
+from prunex_mpi.files import LINES, SUMMARY, FileRecord, read_record, sync, write_durably
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,6 +22,8 @@ else:
     import tomli as tomllib
 
 log = logging.getLogger("prunex_mpi")
+
+COMPLETE = ("completed", "converged")
 
 
 def set_up_logging(rank: int, size: int) -> None:
@@ -173,7 +175,7 @@ class RunDirectory:
                 except OSError as error:
                     reason = f"{self.path / name} can't be cut: {error.strerror}; move it away"
                     raise UserError(reason, UNREADABLE) from None
-        (self.path / "summary.json").unlink(missing_ok=True)
+        (self.path / SUMMARY).unlink(missing_ok=True)
 
     def read_lines(self, name: str) -> list[dict[str, Any]]:
         """Return the records of a file."""
@@ -184,16 +186,7 @@ class RunDirectory:
 
     def complete(self) -> bool:
         """Say whether the run has come to its end."""
-        try:
-            summary = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
-            return summary["status"] in ("completed", "converged")
-        except FileNotFoundError:
-            return False
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(
-                f"{self.path / 'summary.json'} can't be read; remove it to go on with the run",
-                UNREADABLE,
-            ) from None
+        return read_summary(self.path).get("status") in COMPLETE
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the software that began the run."""
@@ -212,7 +205,20 @@ class RunDirectory:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json in one atomic step: its presence says that the run ended well."""
         text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
-        write_durably(self.path / "summary.json", text)
+        write_durably(self.path / SUMMARY, text)
+
+
+def read_summary(run: Path) -> dict[str, Any]:
+    """Return how a run ended, {} where it did not; raise UserError where that can't be read."""
+    try:
+        summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+        if isinstance(summary["status"], str):
+            return summary
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise UserError(f"{run / SUMMARY} can't be read; remove it to go on with the run", UNREADABLE)
 
 
 def format_table(rows: list[tuple[str, str]]) -> str:

@@ -115,6 +115,8 @@ def build_problem(
         test=dataset.test,
         batches=partial(evaluation_batches, **look),
         steps=steps,
+        mean=mean,
+        std=std,
     )
 
 

@@ -24,7 +24,8 @@ class Problem:
 
     `forward` is `model`, compiled or not. `steps` is the number of local steps of phase 1.
     `batches(shard, batch_size=...)` yields (images, labels) in order, without augmentation;
-    with no `test` set nothing is evaluated.
+    with no `test` set nothing is evaluated. `mean` and `std`, float32 [3] on the CPU, are what
+    images of values in 0..1 are normalised by.
     """
 
     model: nn.Module
@@ -35,6 +36,8 @@ class Problem:
     test: Shard | None
     batches: Callable[..., Iterator[tuple[Tensor, Tensor]]]
     steps: int
+    mean: Tensor
+    std: Tensor
 
 
 @dataclass

@@ -4,30 +4,45 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from prunex_mpi import batchnorm
 from prunex_mpi.checkpoint_files import save_tensors
 from prunex_mpi.comm import Topology
 from prunex_mpi.compaction import build_plan
 from prunex_mpi.data import load
+from prunex_mpi.files import STATE, written_record
 from prunex_mpi.layout import build_layout
 from prunex_mpi.logs import format_table
+from prunex_mpi.models import probe
 from prunex_mpi.problem import make_groups, make_model
 from prunex_mpi.schedule import strictness
 from prunex_mpi.settings import Settings
 from prunex_mpi.sparsity import Groups, kept_numel, select
-from prunex_mpi.state import State, find_stats_groups, kept_stats, weights
+from prunex_mpi.state import Problem, State, find_stats_groups, kept_stats, weights
 
 MIB = 2**20
 CIFAR_SIDE = 32
 
 
-def save_model(path: Path, state: State, model: nn.Module) -> None:
-    """Write state.safetensors, the state dict of the delivered model: z masked."""
+def save_model(path: Path, state: State, problem: Problem) -> dict[str, Any]:
+    """Write state.safetensors, the state dict of the delivered model: z masked.
+
+    Returns what export checks the file and the model by, for summary.json.
+    """
+    model, image_size = problem.model, problem.train_shard.images.shape[-1]
     with weights(state, state.z):
         tensors = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
-    save_tensors(tensors, path / "state.safetensors")
+        logits = probe(model, image_size)
+    save_tensors(tensors, path / STATE)
+    record = written_record(path / STATE)
+    return {
+        "bytes": record.size,
+        "crc32": record.crc32,
+        "image_size": image_size,
+        "mean": problem.mean.tolist(),
+        "std": problem.std.tolist(),
+        "probe": logits,
+    }
 
 
 def summarise(

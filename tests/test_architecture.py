@@ -29,6 +29,10 @@ TENSORS = {
     "schedule",
     "batchnorm",
     "models",
+    "standalone",
+    "shrink",
+    "finished_run",
+    "export_files",
     "batches",
     "data",
     "checkpoint_files",
@@ -38,6 +42,8 @@ COMMUNICATION = {
     *("comm", "collectives", "gradients", "devices", "preemption"),
     *("doctor_facts", "doctor_folder", "doctor_links", "doctor_probe"),
 }
+# A program that starts no MPI, and what it prints with.
+ALONE = {"export", "export_report", "bench_report"}
 # Everything else may use all of these.
 
 PICKLING_ALWAYS = {
@@ -144,7 +150,7 @@ def names_of_the_world(tree: ast.AST) -> int:
 
 
 def test_the_layers_name_modules_that_exist() -> None:
-    assert not (PLAIN | TENSORS | COMMUNICATION) - set(TREES)
+    assert not (PLAIN | TENSORS | COMMUNICATION | ALONE) - set(TREES)
 
 
 @pytest.mark.parametrize("module", sorted(PLAIN))
@@ -159,6 +165,12 @@ def test_mathematics_never_meets_mpi(module: str) -> None:
     assert reachable(module) <= PLAIN | TENSORS
     for name in reachable(module):
         assert "mpi4py" not in outside(TREES[name])
+
+
+@pytest.mark.parametrize("module", sorted(ALONE))
+def test_export_never_meets_mpi(module: str) -> None:
+    assert reachable(module) <= PLAIN | TENSORS | ALONE
+    assert "mpi4py" not in outside(TREES[module])
 
 
 @pytest.mark.parametrize("module", sorted(COMMUNICATION))

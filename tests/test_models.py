@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from prunex_mpi.errors import USAGE, UserError
-from prunex_mpi.models import BasicBlock, build_model, model_names
+from prunex_mpi.models import build_model, model_names
+from prunex_mpi.standalone import BasicBlock
 
 
 def count(model: nn.Module) -> int:
@@ -30,6 +31,7 @@ def refuse(name: str, *, image_size: int = 32, stem: str = "auto") -> str:
         ("resnet8", "auto", 75_290),
         ("resnet20", "auto", 269_722),
         ("resnet56", "auto", 853_018),
+        ("vit_tiny", "auto", 2_693_578),
         ("resnet18", "cifar", 11_173_962),
         ("resnet152", "imagenet", 58_164_298),
     ],
@@ -117,7 +119,12 @@ def test_unknown_name_gets_the_nearest_one() -> None:
 
 @pytest.mark.parametrize(
     ("name", "stem"),
-    [("mobilenet_v2", "cifar"), ("resnet20", "imagenet"), ("resnet18", "tiny")],
+    [
+        ("mobilenet_v2", "cifar"),
+        ("resnet20", "imagenet"),
+        ("vit_tiny", "imagenet"),
+        ("resnet18", "tiny"),
+    ],
 )
 def test_a_stem_that_does_not_fit_is_refused(name: str, stem: str) -> None:
     assert stem in refuse(name, stem=stem)

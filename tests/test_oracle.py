@@ -152,7 +152,7 @@ def run_driver(world, ranks_per_node, model, stream, settings, loss=F.cross_entr
     groups = find_groups(model, layout, settings.groups, settings.keep_ratio, coupling=coupling)
     state = build_state(model, layout, groups, settings)
     nothing = Shard(torch.empty(0), torch.empty(0))
-    problem = Problem(model, model, loss, stream, nothing, None, iter, steps)
+    problem = Problem(model, model, loss, stream, nothing, None, iter, steps, *torch.zeros(2, 3))
     # Buckets of 1 KiB: every message is cut.
     transport = build_transport(CPU, 2**-10, "host")
     for record in outer_iterations(topology, state, problem, settings, transport, Heartbeat()):

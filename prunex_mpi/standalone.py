@@ -1,0 +1,270 @@
+"""Build a pruned network from its files with nothing but torch, torchvision and safetensors.
+
+    from load_model import load
+    network = load("RUN/model")
+
+Export copies this file beside the network as load_model.py, so it imports nothing of prunex_mpi.
+`plan.json` says which network it was and the sizes that pruning left, `model.safetensors` holds the
+weights.
+"""
+
+import importlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torchvision
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+FORMAT = 1
+MODEL, PLAN = "model.safetensors", "plan.json"
+CIFAR_FAMILY = {f"resnet{depth}": depth for depth in (8, 20, 32, 44, 56, 110)}
+SMALL_VIT = "vit_tiny"
+# Without an explicit choice these two add auxiliary heads or warn about their initialisation.
+WITH_AUXILIARY_HEADS = ("googlenet", "inception_v3")
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def load(folder: str | Path) -> nn.Module:
+    """Return the network that was exported to `folder`, on the CPU, in evaluation mode.
+
+    It maps [n, 3, image_size, image_size], scaled to 0..1 and normalised by the mean and std of the
+    plan, to [n, num_classes]. A network of `package.module:factory` needs that module to be
+    importable. Raises ValueError for a plan of another format, RuntimeError for weights that do not
+    fit the plan.
+    """
+    folder = Path(folder)
+    plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+    if plan["format"] != FORMAT:
+        raise ValueError(f"{folder / PLAN} has format {plan['format']}, this file reads {FORMAT}")
+    model = build(plan["model"])
+    resize_(model, plan["layers"])
+    fill_(model, load_file(folder / MODEL))
+    return model.eval()
+
+
+def fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put a whole state dict into `model`; raise RuntimeError unless names and sizes fit."""
+    state = OrderedDict(tensors)
+    # Some modules take a state dict without their version for one of an older version.
+    state._metadata = model.state_dict()._metadata
+    model.load_state_dict(state, strict=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Networks by name
+# --------------------------------------------------------------------------------------------------
+
+
+def build(description: Mapping[str, Any]) -> nn.Module:
+    """Return a network of full size with fresh weights, on the CPU, in training mode.
+
+    `description` holds name, num_classes, image_size and stem ("cifar", "imagenet", or "" for
+    networks that have but one).
+    """
+    name, side = description["name"], description["image_size"]
+    classes = description["num_classes"]
+    if ":" in name:
+        module, _, factory = name.partition(":")
+        make = getattr(importlib.import_module(module), factory)
+        return make(num_classes=classes, image_size=side)
+    if name in CIFAR_FAMILY:
+        return CifarResNet(CIFAR_FAMILY[name], classes)
+    if name == SMALL_VIT:
+        return torchvision.models.VisionTransformer(
+            image_size=side,
+            patch_size=4,
+            num_layers=6,
+            num_heads=3,
+            hidden_dim=192,
+            mlp_dim=768,
+            num_classes=classes,
+        )
+    options: dict[str, object] = {}
+    if name in WITH_AUXILIARY_HEADS:
+        options = {"aux_logits": False, "init_weights": True}
+    elif name.startswith("vit_"):
+        options = {"image_size": side}
+    elif name == "maxvit_t":
+        options = {"input_size": (side, side)}
+    model = torchvision.models.get_model(name, weights=None, num_classes=classes, **options)
+    if description["stem"] == "cifar":
+        set_cifar_stem_(model)
+    return model
+
+
+def set_cifar_stem_(model: torchvision.models.ResNet) -> None:
+    """Replace the 7x7 stem and the pooling, which shrink an image 4 times, by one 3x3 conv."""
+    width = model.conv1.out_channels
+    model.conv1 = nn.Conv2d(3, width, kernel_size=3, stride=1, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    model.maxpool = nn.Identity()
+
+
+class BasicBlock(nn.Module):
+    """Add two 3x3 convolutions to a shortcut without parameters (option A of the paper)."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map float [n, c_in, h, w] to [n, c_out, h / stride, w / stride]."""
+        out = F.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        shortcut = x[:, :, :: self.stride, :: self.stride] if self.stride > 1 else x
+        # Zeros go after the old channels, so that channel c stays channel c across the shortcut. A
+        # pruned network has other widths than those it was built with.
+        new_channels = out.shape[1] - shortcut.shape[1]
+        if new_channels:
+            shortcut = F.pad(shortcut, (0, 0, 0, 0, 0, new_channels))
+        return F.relu(out + shortcut)
+
+
+class CifarResNet(nn.Module):
+    """Stack 6n+2 layers for small images (He et al. 2016, section 4.2)."""
+
+    def __init__(self, depth: int, num_classes: int) -> None:
+        super().__init__()
+        blocks = (depth - 2) // 6
+        self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.layer1 = _stage(16, 16, blocks, stride=1)
+        self.layer2 = _stage(16, 32, blocks, stride=2)
+        self.layer3 = _stage(32, 64, blocks, stride=2)
+        self.fc = nn.Linear(64, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                nn.init.kaiming_normal_(module.weight)
+        nn.init.zeros_(self.fc.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map float images [n, 3, h, w] to logits [n, num_classes]."""
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = self.layer3(self.layer2(self.layer1(x)))
+        return self.fc(x.mean(dim=(2, 3)))
+
+
+def _stage(in_channels: int, out_channels: int, blocks: int, stride: int) -> nn.Sequential:
+    first = BasicBlock(in_channels, out_channels, stride)
+    rest = [BasicBlock(out_channels, out_channels, 1) for _ in range(blocks - 1)]
+    return nn.Sequential(first, *rest)
+
+
+# --------------------------------------------------------------------------------------------------
+# Smaller sizes
+# --------------------------------------------------------------------------------------------------
+
+
+def resize_(model: nn.Module, sizes: Mapping[str, Mapping[str, int]]) -> None:
+    """Give the modules named in `sizes` the sizes stated there; what had others loses its values.
+
+    Convolutions have in_channels, out_channels and groups, linear layers in_features and
+    out_features, BatchNorm num_features, attention num_heads. Raises ValueError for other modules.
+    """
+    for name, wanted in sizes.items():
+        module = model.get_submodule(name)
+        if isinstance(module, nn.MultiheadAttention):
+            if wanted["num_heads"] != module.num_heads:
+                parent, _, attribute = name.rpartition(".")
+                slim = SlimAttention.of(module, wanted["num_heads"])
+                setattr(model.get_submodule(parent), attribute, slim)
+            continue
+        shapes = _shapes_for(module)(**wanted)
+        for attribute, size in wanted.items():
+            setattr(module, attribute, size)
+        for attribute, shape in shapes.items():
+            _reallocate_(module, attribute, shape)
+
+
+def _shapes_for(module: nn.Module) -> Callable[..., dict[str, tuple[int, ...]]]:
+    """Return what maps sizes to the shapes of the module's tensors."""
+    if isinstance(module, CONVOLUTIONS):
+        return lambda in_channels, out_channels, groups: {
+            "weight": (out_channels, in_channels // groups, *module.kernel_size),
+            "bias": (out_channels,),
+        }
+    if isinstance(module, nn.Linear):
+        return lambda in_features, out_features: {
+            "weight": (out_features, in_features),
+            "bias": (out_features,),
+        }
+    if isinstance(module, BATCH_NORMS):
+        names = ("weight", "bias", "running_mean", "running_var")
+        return lambda num_features: dict.fromkeys(names, (num_features,))
+    raise ValueError(f"a {type(module).__name__} can't be made smaller")
+
+
+def _reallocate_(module: nn.Module, attribute: str, shape: tuple[int, ...]) -> None:
+    """Replace a parameter or buffer, if there is one, by an empty one of another shape."""
+    old = getattr(module, attribute)
+    if old is None or tuple(old.shape) == shape:
+        return
+    new = old.detach().new_empty(shape)
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+    setattr(module, attribute, new)
+
+
+class SlimAttention(nn.Module):
+    """Attend with fewer heads than the embedding would hold.
+
+    Stands where torchvision's transformers hold nn.MultiheadAttention (batch first): q, k and v are
+    [n, s, num_heads * head_dim], whatever the width of the embedding. The names of the parameters
+    are those of nn.MultiheadAttention; in_proj_weight is [3 * num_heads * head_dim, embed_dim].
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, head_dim: int, bias: bool, dropout: float
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.dropout = num_heads, head_dim, dropout
+        inner = num_heads * head_dim
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * inner, embed_dim))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * inner)) if bias else None
+        self.out_proj = nn.Linear(inner, embed_dim, bias=bias)
+        nn.init.xavier_uniform_(self.in_proj_weight)
+
+    @classmethod
+    def of(cls, module: nn.MultiheadAttention, num_heads: int) -> "SlimAttention":
+        """Return one of fresh weights with `num_heads` of the heads of `module`.
+
+        Raises ValueError for the variants of attention that it does not know.
+        """
+        if (
+            not module.batch_first
+            or module.in_proj_weight is None
+            or module.bias_k is not None
+            or module.add_zero_attn
+        ):
+            raise ValueError("only batch-first self-attention can have heads removed")
+        bias = module.in_proj_bias is not None
+        slim = cls(module.embed_dim, num_heads, module.head_dim, bias, module.dropout)
+        return slim.to(module.in_proj_weight).train(module.training)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool = False
+    ) -> tuple[Tensor, None]:
+        """Map query [n, s, embed_dim], key and value [n, t, embed_dim] to [n, s, embed_dim]."""
+        if need_weights:
+            raise ValueError("this attention does not return its weights: pass need_weights=False")
+        if query is key and key is value:
+            projected = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        else:
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            parts = zip((query, key, value), self.in_proj_weight.chunk(3), biases, strict=True)
+            projected = [F.linear(x, weight, bias) for x, weight, bias in parts]
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in projected)
+        dropout = self.dropout if self.training else 0.0
+        heads = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+        return self.out_proj(heads.transpose(1, 2).flatten(2)), None

@@ -1,0 +1,385 @@
+"""Export: the files of a run load without the package; what is wrong is one line and a code."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from launch import environment
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from prunex_mpi import export, export_files, finished_run, shrink, standalone
+from prunex_mpi.batches import evaluation_batches
+from prunex_mpi.errors import FAILURE, UNREADABLE, USAGE, UserError
+from prunex_mpi.export_report import count_multiply_adds, prove
+from prunex_mpi.models import build_model
+
+FACTORY = """
+from torch import nn
+def net(*, num_classes, image_size):
+    return nn.Sequential(
+        nn.Conv2d(3, WIDTH, 3), nn.BatchNorm2d(WIDTH), nn.ACTIVATION(), nn.Conv2d(WIDTH, 6, 3),
+        nn.ACTIVATION(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, num_classes))
+"""
+# A process that has torch, torchvision and safetensors but not this package.
+STRANGER = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("prunex_mpi", "mpi4py"):
+            raise ImportError(f"{name} is not installed here")
+sys.meta_path.insert(0, Refuse())
+folder, images, outputs = sys.argv[1:]
+sys.path.insert(0, folder)
+import torch
+from safetensors.torch import load_file, save_file
+from load_model import load
+with torch.no_grad():
+    save_file({"outputs": load(folder)(load_file(images)["images"])}, outputs)
+"""
+
+
+def factory(width: int = 8, activation: str = "ReLU") -> str:
+    return FACTORY.replace("WIDTH", str(width)).replace("ACTIVATION", activation)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train a network of a user's for some steps, with coupled groups."""
+    folder = tmp_path_factory.mktemp("export")
+    (folder / "exported_models.py").write_text(factory())
+    flags = [
+        *("--run-dir", "run", "--model", "exported_models:net", "--groups", "coupled"),
+        *("--outer-iterations", "3", "--local-steps", "8", "--test-samples", "60"),
+        *("--warmup-iterations", "1", "--keep-ramp-iterations", "1", "--freeze-iteration", "2"),
+    ]
+    result = subprocess.run(
+        [sys.executable, "-m", "prunex_mpi.train", *flags],
+        cwd=folder,
+        env=environment(PYTHONPATH=os.pathsep.join([str(folder), str(Path(__file__).parents[1])])),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return folder / "run"
+
+
+@pytest.fixture
+def own_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give a copy of the run, with the factory of its model importable."""
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "exported_models.py").write_text(factory())
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "exported_models", raising=False)
+    yield tmp_path / "run"
+    sys.modules.pop("exported_models", None)
+
+
+def exported(run: Path, *flags: str) -> None:
+    assert export.main([str(run), "--repeat", "0", *flags]) == 0
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
+    """Export with `arguments`; return the one line that it says."""
+    assert export.main([*arguments, "--repeat", "0"]) == code
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert line.startswith("prunex_mpi.export: error: ")
+    assert said.out == ""
+    return line
+
+
+@torch.no_grad()
+def test_a_run_becomes_smaller_and_says_so(
+    own_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export.main([str(own_run), "--repeat", "1", "--images", "0"]) == 0
+    said = capsys.readouterr().out
+    # 8 and 6 channels, half of each.
+    assert "removed: 7 of 14 groups of channels" in said
+    assert "on 60 test images the outputs differ by at most " in said
+    accuracy = json.loads((own_run / "summary.json").read_text())["test_accuracy"]
+    share = f"{100 * accuracy:.2f} %"
+    assert f"accuracy {share} masked, {share} smaller" in said
+    for line in ("cpu, batch 1: ms", "cpu, batch 128: images/s", "written to "):
+        assert line in said
+    # 3 * 9 * 8 + 8 + 16 + 8 * 9 * 6 + 6 + 60 + 10, and 3 * 9 * 4 + 4 + 8 + 4 * 9 * 3 + 3 + 30 + 10
+    assert "parameters" in said and " 748 " in said and " 271 " in said
+    # 6x6 and 4x4 positions
+    assert f"{36 * 216 + 16 * 432 + 60:,}" in said
+    assert f"{36 * 108 + 16 * 108 + 30:,}" in said
+
+    plan = json.loads((own_run / "model/plan.json").read_text())
+    assert plan["format"] == standalone.FORMAT
+    assert plan["model"]["name"] == "exported_models:net"
+    assert plan["layers"]["0"] == {"in_channels": 3, "out_channels": 4, "groups": 1}
+    assert plan["layers"]["7"] == {"in_features": 3, "out_features": 10}
+    assert plan["test_accuracy"] == accuracy
+    assert plan["stays"] == []
+    assert [entry["removed"] for entry in plan["removed"]] == [4, 3]
+    names = {path.name for path in own_run.iterdir() if path.name.startswith("model")}
+    assert names == {"model"}
+    assert {path.name for path in (own_run / "model").iterdir()} == {
+        "load_model.py",
+        "model.safetensors",
+        "plan.json",
+    }
+
+
+@torch.no_grad()
+def test_it_loads_where_only_torch_is(own_run: Path, tmp_path: Path) -> None:
+    exported(own_run)
+    plan = json.loads((own_run / "model/plan.json").read_text())
+    masked = build_model("exported_models:net", num_classes=10, image_size=8).eval()
+    masked.load_state_dict(load_file(own_run / "state.safetensors"))
+    # The factory is the stranger's own.
+    shutil.copy(tmp_path / "exported_models.py", own_run / "model")
+    pixels = torch.rand(5, 3, 8, 8)
+    mean, std = (torch.tensor(v)[:, None, None] for v in plan["normalisation"].values())
+    images = (pixels - mean) / std
+    save_file({"images": images}, tmp_path / "images.safetensors")
+    paths = [own_run / "model", tmp_path / "images.safetensors", tmp_path / "outputs.safetensors"]
+    command = [sys.executable, "-I", "-c", STRANGER, *map(str, paths)]
+    result = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    outputs = load_file(tmp_path / "outputs.safetensors")["outputs"]
+    torch.testing.assert_close(outputs, masked(images), rtol=0, atol=1e-5)
+
+
+def test_the_normalisation_is_that_of_training(own_run: Path) -> None:
+    """The recorded accuracy is reached only with it."""
+    found = finished_run.read_run(own_run)
+    look = {"mean": found.mean, "std": found.std, "device": "cpu"}
+    proof = prove(found.model, found.model, evaluation_batches(found.test, batch_size=50, **look))
+    assert proof.masked_right == round(60 * found.summary["test_accuracy"])
+
+
+def test_an_older_network_is_replaced(own_run: Path) -> None:
+    (own_run / "model").mkdir()
+    (own_run / "model/old").write_text("old")
+    (own_run / "model.partial").write_text("left by an export that was killed")
+    exported(own_run)
+    assert (own_run / "model/plan.json").exists()
+    assert not (own_run / "model/old").exists()
+    assert not (own_run / "model.partial").exists()
+
+
+def test_what_is_not_equal_is_not_written(
+    own_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (own_run / "model").mkdir()
+    (own_run / "model/old").write_text("old")
+    judge = shrink.judge
+
+    def too_much(*arguments: object) -> shrink.Verdict:
+        verdict = judge(*arguments)
+        removed = verdict.removed.copy()
+        removed[(~removed).nonzero()[0][0]] = True
+        return shrink.Verdict(removed, ())
+
+    monkeypatch.setattr(shrink, "judge", too_much)
+    line = refused(capsys, FAILURE, str(own_run))
+    assert "the smaller network is not the same" in line
+    assert "nothing was written" in line
+    assert [path.name for path in own_run.glob("model*")] == ["model"]
+    assert (own_run / "model/old").exists()
+
+
+def test_other_formats_compute_the_same(own_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exported(own_run, "--onnx", "--torch-export")
+    said = capsys.readouterr().out
+    assert "model.onnx: outputs differ by at most" in said
+    assert "model.pt2: outputs differ by at most" in said
+    loaded = torch.export.load(own_run / "model/model.pt2").module()
+    images = torch.rand(7, 3, 8, 8)
+    wanted = standalone.load(own_run / "model")(images)
+    torch.testing.assert_close(loaded(images), wanted, rtol=0, atol=1e-5)
+    assert (own_run / "model/model.onnx").stat().st_size > 1000
+
+
+def test_missing_packages_for_onnx_are_named(
+    own_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(export_files, "ONNX_PACKAGES", ("json", "no_such_onnx"))
+    line = refused(capsys, USAGE, str(own_run), "--onnx")
+    assert "--onnx needs no_such_onnx: pip install" in line
+
+
+# --------------------------------------------------------------------------------------------------
+# What is wrong
+# --------------------------------------------------------------------------------------------------
+
+
+def cut(name: str) -> Callable[[Path], object]:
+    return lambda run: os.truncate(run / name, (run / name).stat().st_size // 2)
+
+
+def flip(name: str, place: int) -> Callable[[Path], object]:
+    def damage(run: Path) -> None:
+        data = bytearray((run / name).read_bytes())
+        data[place] ^= 1
+        (run / name).write_bytes(data)
+
+    return damage
+
+
+def remove(name: str) -> Callable[[Path], object]:
+    return lambda run: (run / name).unlink()
+
+
+def summary(**changes: object) -> Callable[[Path], object]:
+    def damage(run: Path) -> None:
+        found = json.loads((run / "summary.json").read_text())
+        (run / "summary.json").write_text(json.dumps({**found, **changes}))
+
+    return damage
+
+
+def source(text: str) -> Callable[[Path], object]:
+    return lambda run: (run.parent / "exported_models.py").write_text(text)
+
+
+def config(old: str, new: str) -> Callable[[Path], object]:
+    def damage(run: Path) -> None:
+        text = (run / "config.toml").read_text()
+        assert old in text
+        (run / "config.toml").write_text(text.replace(old, new))
+
+    return damage
+
+
+BAD = {
+    "no folder": (shutil.rmtree, UNREADABLE, "there is no run in"),
+    "no config": (remove("config.toml"), UNREADABLE, "config.toml"),
+    "config cut": (cut("config.toml"), UNREADABLE, "config.toml"),
+    "did not end": (remove("summary.json"), UNREADABLE, "did not end well"),
+    "preempted": (summary(status="preempted"), UNREADABLE, "it was preempted; go on with it"),
+    "summary cut": (cut("summary.json"), UNREADABLE, "summary.json can't be read"),
+    "nothing delivered": (summary(delivered={}), UNREADABLE, "does not say what was delivered"),
+    "no state": (remove("state.safetensors"), UNREADABLE, "No such file"),
+    "state cut": (cut("state.safetensors"), UNREADABLE, "bytes of"),
+    "state header": (flip("state.safetensors", 9), UNREADABLE, "checksum"),
+    "state bit": (flip("state.safetensors", -9), UNREADABLE, "checksum"),
+    "other widths": (source(factory(width=9)), UNREADABLE, "is not the one of the run: 0.bias"),
+    "other function": (source(factory(activation="Tanh")), UNREADABLE, "does not compute what"),
+    "no source": (source("net = 3\n"), USAGE, "has no function 'net'"),
+    "no data": (
+        config('dataset = "digits"', 'dataset = "cifar10"'),
+        UNREADABLE,
+        "no complete cifar10",
+    ),
+    "other data": (
+        config('dataset = "digits"', 'dataset = "synthetic"'),
+        UNREADABLE,
+        "--data-dir",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_run_is_one_line_and_a_code(
+    own_run: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    damage, code, words = BAD[case]
+    damage(own_run)
+    assert words in refused(capsys, code, str(own_run))
+    assert not list(own_run.glob("model*"))
+
+
+def test_a_run_that_goes_on_is_left_alone(
+    own_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FileLock(own_run / "lock"):
+        assert "in use by another job" in refused(capsys, USAGE, str(own_run))
+
+
+def test_a_full_disk_is_one_line(
+    own_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export_files, "save_tensors", full)
+    assert "can't be written: No space left on device" in refused(capsys, FAILURE, str(own_run))
+    assert not list(own_run.glob("model*"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "RUN"),
+        (["run", "--onxx"], "--onnx"),
+        (["run", "--images", "-1"], "--images"),
+        (["run", "--repeat", "x"], "--repeat"),
+        (["run", "--device", "gpu"], "--device"),
+        (["run", "more"], "'more'"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
+)
+def test_bad_flags_are_one_line(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export.main(flags) == USAGE
+    said = capsys.readouterr()
+    assert words in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+def test_help_loads_neither_torch_nor_mpi() -> None:
+    code = (
+        "import sys\nfrom prunex_mpi.export import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'mpi4py', 'numpy'} & set(sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert "--torch-export" in result.stdout
+
+
+# --------------------------------------------------------------------------------------------------
+# Proof and counts
+# --------------------------------------------------------------------------------------------------
+
+
+def shifted(by: float) -> nn.Module:
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(2))
+        model.bias.copy_(torch.tensor([by, 0.0]))
+    return model
+
+
+BATCH = [(torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]]), torch.tensor([0, 0, 1]))]
+
+
+def test_proof_counts_right_answers_and_ties() -> None:
+    proof = prove(shifted(0.0), shifted(-1e-6), iter(BATCH))
+    assert (proof.images, proof.masked_right, proof.smaller_right) == (3, 1, 2)
+    assert proof.answers_differ == 1
+    assert proof.scale == 2.0
+    assert 5e-7 < proof.difference < 2e-6
+    assert "1 answers differ by ties" in proof.line()
+
+
+@pytest.mark.parametrize("by", [3e-5, float("nan"), float("inf")])
+def test_proof_refuses_what_differs(by: float) -> None:
+    with pytest.raises(UserError, match="not the same"):
+        prove(shifted(0.0), shifted(by), iter(BATCH))
+
+
+def test_multiply_adds_count_attention_too() -> None:
+    model = build_model("vit_tiny", num_classes=10, image_size=8).eval()
+    tokens, width = 5, 192
+    block = tokens * width * (4 * width + 2 * 768) + 2 * tokens * tokens * width
+    counted = count_multiply_adds(model, torch.zeros(2, 3, 8, 8))
+    assert counted == 4 * 48 * width + 6 * block + 10 * width

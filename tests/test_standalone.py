@@ -1,0 +1,138 @@
+"""The file that loads a smaller network: attention with fewer heads, sizes, broken plans."""
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from prunex_mpi import standalone
+from prunex_mpi.standalone import SlimAttention, load, resize_
+
+RESNET8 = {"name": "resnet8", "num_classes": 10, "image_size": 8, "stem": ""}
+
+
+def test_it_imports_only_what_a_stranger_has() -> None:
+    tree = ast.parse(Path(standalone.__file__).read_text(encoding="utf-8"))
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            names.add(node.module.split(".")[0])
+    assert names - set(sys.stdlib_module_names) == {"torch", "torchvision", "safetensors"}
+
+
+def attention(bias: bool = True) -> tuple[nn.MultiheadAttention, SlimAttention]:
+    """Return an attention of 3 heads of 4, and the same in the other class."""
+    torch.manual_seed(0)
+    full = nn.MultiheadAttention(12, 3, bias=bias, batch_first=True).eval()
+    with torch.no_grad():
+        for p in full.parameters():
+            p.normal_(0, 0.5)
+    slim = SlimAttention.of(full, 3)
+    slim.load_state_dict(full.state_dict())
+    return full, slim
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [True, False])
+def test_attention_with_all_heads_is_torchs_own(bias: bool) -> None:
+    full, slim = attention(bias)
+    x, y, z = torch.randn(3, 2, 5, 12)
+    for q, k, v in ((x, x, x), (x, y, z)):
+        wanted, _ = full(q, k, v, need_weights=False)
+        found, nothing = slim(q, k, v, need_weights=False)
+        assert nothing is None
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_attention_without_a_head_is_that_of_a_zero_head() -> None:
+    full, _ = attention()
+    rows = torch.arange(36).view(3, 3, 4)[:, [0, 2]].flatten()
+    for part in (full.in_proj_weight, full.in_proj_bias):
+        part.view(3, 3, 4, -1)[:, 1] = 0
+    slim = SlimAttention.of(full, 2)
+    state = {
+        "in_proj_weight": full.in_proj_weight[rows],
+        "in_proj_bias": full.in_proj_bias[rows],
+        "out_proj.weight": full.out_proj.weight[:, rows[:8]],
+        "out_proj.bias": full.out_proj.bias,
+    }
+    slim.load_state_dict(state, strict=True)
+    x = torch.randn(2, 5, 12)
+    wanted = full(x, x, x, need_weights=False)[0]
+    torch.testing.assert_close(slim(x, x, x)[0], wanted, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="need_weights"):
+        slim(x, x, x, need_weights=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_first": False}, {"kdim": 6}, {"add_bias_kv": True}, {"add_zero_attn": True}],
+    ids=str,
+)
+def test_variants_of_attention_are_refused(options: dict[str, object]) -> None:
+    model = nn.Sequential(nn.MultiheadAttention(12, 3, **{"batch_first": True, **options}))
+    with pytest.raises(ValueError, match="only batch-first self-attention"):
+        resize_(model, {"0": {"num_heads": 2}})
+
+
+def test_modules_take_their_sizes() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, (3, 1), bias=False),
+        nn.Conv2d(8, 16, 3, groups=8),
+        nn.BatchNorm2d(16),
+        nn.BatchNorm2d(16, affine=False, track_running_stats=False),
+        nn.Linear(16, 4),
+        nn.MultiheadAttention(12, 3, batch_first=True),
+    )
+    model[4].weight.requires_grad_(False)
+    resize_(
+        model,
+        {
+            "0": {"in_channels": 3, "out_channels": 5, "groups": 1},
+            "1": {"in_channels": 5, "out_channels": 10, "groups": 5},
+            "2": {"num_features": 10},
+            "3": {"num_features": 10},
+            "4": {"in_features": 10, "out_features": 4},
+            "5": {"num_heads": 3},
+        },
+    )
+    shapes = [tuple(p.shape) for p in model[:5].parameters()]
+    assert shapes == [(5, 3, 3, 1), (10, 1, 3, 3), (10,), (10,), (10,), (4, 10), (4,)]
+    assert model[1].groups == model[1].in_channels == 5
+    assert model[2].running_var.shape == (10,)
+    assert not model[4].weight.requires_grad
+    assert isinstance(model[5], nn.MultiheadAttention)
+    with pytest.raises(ValueError, match="a LayerNorm can't be made smaller"):
+        resize_(nn.Sequential(nn.LayerNorm(3)), {"0": {"num_features": 2}})
+
+
+def write(folder: Path, **changes: object) -> None:
+    model = standalone.build(RESNET8)
+    plan = {"format": standalone.FORMAT, "model": RESNET8, "layers": {}, **changes}
+    (folder / standalone.PLAN).write_text(json.dumps(plan))
+    save_file(model.state_dict(), folder / standalone.MODEL)
+
+
+def test_a_network_is_loaded_for_evaluation(tmp_path: Path) -> None:
+    write(tmp_path)
+    model = load(str(tmp_path))
+    assert not any(module.training for module in model.modules())
+    assert model(torch.zeros(1, 3, 8, 8)).shape == (1, 10)
+
+
+def test_another_format_and_weights_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, format=99)
+    with pytest.raises(ValueError, match="format 99"):
+        load(tmp_path)
+    write(tmp_path, layers={"fc": {"in_features": 60, "out_features": 10}})
+    with pytest.raises(RuntimeError, match=r"fc\.weight"):
+        load(tmp_path)
