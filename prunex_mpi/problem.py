@@ -12,7 +12,7 @@ from prunex_mpi.comm import Topology, digests_agree, together
 from prunex_mpi.data import Dataset, load
 from prunex_mpi.layout import Layout
 from prunex_mpi.models import build_model
-from prunex_mpi.settings import Settings, layer_keep_ratios
+from prunex_mpi.settings import BY_GROUPS, Settings, layer_keep_ratios
 from prunex_mpi.sparsity import Groups, find_groups
 from prunex_mpi.state import Problem
 
@@ -44,7 +44,9 @@ def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.n
 
 
 def make_groups(settings: Settings, model: torch.nn.Module, layout: Layout) -> Groups:
-    """Find the groups of `model` with the keep ratios of the settings."""
+    """Find the groups of `model` with the keep ratios of the settings; none for other methods."""
+    if settings.method not in BY_GROUPS:
+        return Groups((), (), 0, ())
     overrides = layer_keep_ratios(settings)
     return find_groups(model, layout, settings.groups, settings.keep_ratio, overrides)
 

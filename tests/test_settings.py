@@ -251,7 +251,7 @@ BAD_FLAGS = [
     ("--layer-keep-ratio =0.5", "'=0.5'"),
     ("--layer-keep-ratio layer3=0", "'layer3=0'"),
     ("--layer-keep-ratio layer3=nan", "'layer3=nan'"),
-    ("--method dense", "'dense'"),
+    ("--method dens", "did you mean 'dense'?"),
     ("--method prunx", "did you mean 'prunex'?"),
     ("--dataset cifar", "did you mean 'cifar10'"),
     ("--preset papr", "did you mean 'paper'?"),
