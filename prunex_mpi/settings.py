@@ -7,7 +7,7 @@ here; what makes up the training recipe has none here and is set by the preset f
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from importlib import resources
 from typing import Any
@@ -500,19 +500,20 @@ def _lay_over(values: dict[str, Any], layer: Mapping[str, Any]) -> None:
 
 def _resolve(values: dict[str, Any]) -> Settings:
     """Turn shares into iterations, drop the epochs that steps replace, check the whole."""
-    _resolve_shares(values)
+    _put_foreign_back(values)
+    own = [name for name in FIELDS if values["method"] in _methods_of(name)]
+    _resolve_shares(values, own)
     if values["local_steps"]:
         values["local_epochs"] = Fraction(0)
     settings = Settings(**values)
-    _refuse_foreign(settings)
     _check_together(settings)
     return settings
 
 
-def _resolve_shares(values: dict[str, Any]) -> None:
+def _resolve_shares(values: dict[str, Any], names: Iterable[str]) -> None:
     outer = values["outer_iterations"]
-    for name, field in FIELDS.items():
-        if field.metadata.get("share"):
+    for name in names:
+        if FIELDS[name].metadata.get("share"):
             value = Fraction(values[name])
             count = math.floor(value * outer + Fraction(1, 2)) if value < 1 else int(value)
             if name == "freeze_iteration" and 0 < value < 1:
@@ -523,19 +524,30 @@ def _resolve_shares(values: dict[str, Any]) -> None:
             values[name] = count
 
 
-def _refuse_foreign(settings: Settings) -> None:
-    """Refuse values that the method would ignore: those that differ from what nobody gave."""
-    untouched = _defaults(settings.preset, settings.method)
-    untouched["outer_iterations"] = settings.outer_iterations
-    _resolve_shares(untouched)
-    for name, field in FIELDS.items():
-        methods = field.metadata.get("methods", METHODS)
-        if settings.method not in methods and getattr(settings, name) != untouched[name]:
-            used = ", ".join(methods)
+def _methods_of(name: str) -> Sequence[str]:
+    """Return the methods that a setting has a meaning for."""
+    return FIELDS[name].metadata.get("methods", METHODS)
+
+
+def _put_foreign_back(values: dict[str, Any]) -> None:
+    """Leave what the method has no use for at its default; refuse it where it is given as another.
+
+    Shares among them stay shares. As a count, the default is what a run of the same length by
+    another method has written into its file.
+    """
+    untouched = _defaults(values["preset"], values["method"])
+    resolved = {**untouched, "outer_iterations": values["outer_iterations"]}
+    _resolve_shares(resolved, FIELDS)
+    for name in FIELDS:
+        methods = _methods_of(name)
+        if values["method"] in methods:
+            continue
+        if values[name] not in (untouched[name], resolved[name]):
             raise UserError(
-                f"{key_of(name)} means nothing to method {settings.method}; leave it away "
-                f"(it is for {used})"
+                f"{key_of(name)} means nothing to method {values['method']}; leave it away "
+                f"(it is for {', '.join(methods)})"
             )
+        values[name] = untouched[name]
 
 
 def _first_at_target(values: Mapping[str, Any]) -> int:

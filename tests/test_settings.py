@@ -13,6 +13,7 @@ from prunex_mpi.cli import parse
 from prunex_mpi.errors import USAGE, UserError
 from prunex_mpi.schedule import strictness
 from prunex_mpi.settings import (
+    CONSENSUS,
     FIELDS,
     METHODS,
     PRESETS,
@@ -210,6 +211,11 @@ def test_every_method_runs_without_further_flags_and_reads_its_file_back(tmp_pat
     # The values of settings that another method has no use for are defaults: nobody gave them.
     other = "dense" if method != "dense" else "local-sgd"
     assert parse(["--config", path, "--method", other]) == make(preset, method=other)
+    # A share of a run's length that the method ignores does not tie it to that length.
+    if method not in CONSENSUS:
+        flags = ["--config", path, "--outer-iterations", "40"]
+        assert parse(flags).outer_iterations == 40
+    assert with_overrides(settings, seed=3).prune_iteration == settings.prune_iteration
 
 
 def test_defaults_may_depend_on_the_method(tmp_path):
@@ -219,6 +225,19 @@ def test_defaults_may_depend_on_the_method(tmp_path):
     flags = ["--config", path, "--prune-iteration", "1/4"]
     assert parse(flags).prune_iteration == 16
     assert_refused(lambda: with_overrides(make(), method="dense"), "method")
+
+
+@pytest.mark.parametrize("method", CONSENSUS)
+def test_other_methods_shares_leave_a_run_free_to_change_its_length(tmp_path, method):
+    path = write(tmp_path, to_toml(make(method=method), {}))
+    flags = ["--config", path, "--outer-iterations", "50"]
+    assert parse(flags) == make(
+        method=method,
+        outer_iterations=50,
+        warmup_iterations=28,
+        keep_ramp_iterations=8,
+        freeze_iteration=40,
+    )
 
 
 @pytest.mark.parametrize("name", [n for n, f in FIELDS.items() if "methods" in f.metadata])
@@ -237,6 +256,8 @@ def test_a_setting_of_other_methods_is_refused_by_name(name):
         other = (0.125,)
     elif isinstance(default, bool):
         other = not default
+    elif "share" in field.metadata:
+        other = 3
     else:
         other = 0.75 * default if isinstance(default, float) else default + 1
     assert_refused(
