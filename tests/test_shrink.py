@@ -12,14 +12,8 @@ from prunex_mpi.coupling import Coupling, find_coupling
 from prunex_mpi.errors import UserError
 from prunex_mpi.export_files import write_network
 from prunex_mpi.models import describe
-from prunex_mpi.shrink import (
-    describe_removed,
-    judge,
-    shrink,
-    smaller_sizes,
-    smaller_tensors,
-    zeros_that_stay,
-)
+from prunex_mpi.removable import describe_removed, judge, zeros_that_stay
+from prunex_mpi.shrink import shrink, smaller_sizes, smaller_tensors
 
 # What half of the groups at most can leave of the parameters: hidden widths of transformers stay.
 NETWORKS = {
