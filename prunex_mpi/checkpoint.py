@@ -17,6 +17,7 @@ from prunex_mpi.comm import Topology, broadcast_text, gather_text, together
 from prunex_mpi.errors import UNREADABLE, DamagedCheckpoint, UserError
 from prunex_mpi.files import FileRecord, telling_disk_errors
 from prunex_mpi.logs import RunDirectory
+from prunex_mpi.memory import OWN
 from prunex_mpi.settings import Settings
 from prunex_mpi.snapshot import (
     Numbers,
@@ -37,6 +38,7 @@ class Restored:
     name: str
     refused: tuple[str, ...]
     other_nodes: bool = False
+    dealt_out: bool = False
 
     def describe(self) -> list[str]:
         """Return lines that say where the run goes on from, and what was refused."""
@@ -48,6 +50,8 @@ class Restored:
                 " on other nodes: z, masks, penalties and mean momentum are kept, duals start at "
                 "0, data are shuffled anew"
             )
+        if self.dealt_out:
+            place += ", gradients that have not been sent are dealt out anew"
         return [*(f"refused checkpoint {line}" for line in self.refused), place]
 
 
@@ -143,7 +147,8 @@ def restore(
             put_common(topology, parts(), old_size, state, problem, settings, transport)
         else:
             put_all(topology, *part, state, problem, transport)
-        return Restored(name, tuple(refused), other)
+        dealt_out = other and any(key.startswith(OWN) for key in state.memory)
+        return Restored(name, tuple(refused), other, dealt_out)
     if refused:
         raise UserError("no checkpoint can be used: " + "; ".join(refused), UNREADABLE)
     together(world, lambda: rewind({}))

@@ -21,6 +21,7 @@ MPI_TYPES = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
     torch.int64: MPI.INT64_T,
+    torch.int32: MPI.INT32_T,
     torch.uint8: MPI.UINT8_T,
 }
 

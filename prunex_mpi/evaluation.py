@@ -5,6 +5,8 @@ from itertools import islice
 import numpy as np
 import torch
 
+from mpi4py import MPI
+
 from prunex_mpi import batchnorm
 from prunex_mpi.collectives import Transport, allreduce_, allreduce_then_bcast_, hierarchical_sum_
 from prunex_mpi.comm import Topology, raise_together
@@ -88,3 +90,11 @@ def refuse_divergence(topology: Topology, state: State, loss: float) -> None:
         raise_together(topology.world, error if problem else None)
     except UserError as together:
         raise Diverged(str(together), together.exit_code) from None
+
+
+def mean_over_ranks(world: MPI.Comm, value: float) -> float:
+    """Return the mean of one number, with the same bits on every rank. Collective on `world`."""
+    buffer = np.array([value])
+    world.Allreduce(MPI.IN_PLACE, buffer, op=MPI.SUM)
+    world.Bcast(buffer, root=0)
+    return float(buffer[0]) / world.size

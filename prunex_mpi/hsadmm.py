@@ -34,7 +34,7 @@ from prunex_mpi.masks import agree_by_or, agree_by_vote, broadcast_mask, project
 from prunex_mpi.metrics import iteration_record, layer_records, timed
 from prunex_mpi.preemption import StopAgreement
 from prunex_mpi.residuals import NormSums, Residuals, compute_residuals
-from prunex_mpi.schedule import ROLLBACK_FACTOR, learning_rate, settled, strictness
+from prunex_mpi.schedule import settled, strictness
 from prunex_mpi.settings import Settings
 from prunex_mpi.sparsity import (
     apply_factors_,
@@ -50,8 +50,10 @@ from prunex_mpi.state import (
     adopt_mask,
     freeze,
     next_iteration,
+    ring_bytes,
     update_penalties,
 )
+from prunex_mpi.steps import add_loss_, forward_backward, loss_sums, step_optimizer_
 from prunex_mpi.watchdog import Heartbeat
 
 
@@ -187,28 +189,20 @@ def local_computation(
             rho_by_weight = state.payload[: state.layout.numel]
             fill_(rho_by_weight, state.layout, state.rho1)
     masked = factor_views(state.grad, state.layout, state.groups, state.factors)
-    device_type = state.theta.device.type
-    amp_dtype = torch.float16 if settings.amp == "fp16" else torch.bfloat16
-    sums = torch.tensor([position.loss_sum, position.loss_count], dtype=torch.float64)
-    total_loss, counted = sums.to(state.theta.device)
+    losses = loss_sums(state)
     traffic.intra += position.intra_bytes
-    first_step = (position.iteration - 1) * problem.steps
     started = time.perf_counter()
     problem.model.train()
     while position.step < problem.steps:
         if stop is not None and stop.reached():
-            position.loss_sum, position.loss_count = float(total_loss), float(counted)
+            position.loss_sum, position.loss_count = losses.tolist()
             position.intra_bytes = traffic.intra
             position.local_seconds += time.perf_counter() - started
             return None
         heartbeat.beat(position.step)
-        images, labels = problem.train.next()
-        state.grad.zero_()
         if averager is not None:
             averager.begin()
-        with torch.autocast(device_type, amp_dtype, enabled=settings.amp != "off"):
-            loss = problem.loss(problem.forward(images), labels)
-        state.scaler.scale(loss).backward()
+        loss = forward_backward(state, problem, settings)
         if averager is not None:
             averager.finish_()
             if node.size > 1:
@@ -220,26 +214,10 @@ def local_computation(
                 state.grad.addcmul_(state.theta, rho_by_weight)
         if state.frozen:
             mask_views_(masked, state.factors)
-        group["lr"] = learning_rate(
-            first_step + position.step,
-            settings.outer_iterations * problem.steps,
-            base=settings.lr * ROLLBACK_FACTOR**position.rollbacks,
-            schedule=settings.lr_schedule,
-            warmup=settings.lr_warmup,
-            final=settings.lr_final,
-        )
-        state.scaler.step(state.optimizer)
-        state.scaler.update()
-        if settings.amp == "fp16":
-            # The scaler skips steps that overflow; their loss says nothing.
-            finite = torch.isfinite(loss.detach())
-            total_loss += torch.where(finite, loss.detach(), 0.0)
-            counted += finite
-        else:
-            total_loss += loss.detach()
-            counted += 1
+        step_optimizer_(state, problem, settings)
+        add_loss_(losses, loss, settings)
         position.step += 1
-    return float(total_loss / counted)
+    return float(losses[0] / losses[1])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -356,10 +334,15 @@ def inter_node_consensus(
         torch.index_select(state.stats, 0, state.stats_kept, out=statistics)
         message.mul_(topology.node_weight)
     allreduce_then_bcast_(topology.leader, topology.node, message, transport)
-    traffic.payload += message.numel() * message.element_size()
+    size = message.numel() * message.element_size()
+    traffic.payload += size
+    traffic.sent += ring_bytes(topology.num_nodes, size)
+    traffic.dense += (state.layout.numel + state.stats.numel()) * message.element_size()
     if topology.node_size > 1:
-        traffic.intra += message.numel() * message.element_size()
+        traffic.intra += size
     unpack_(message, state.plan, state.scratch)
+    if not state.shrinks:
+        apply_factors_(state.scratch, state.layout, state.groups, state.factors)
     if state.stats_kept.numel() < state.stats.numel():
         batchnorm.reset_(state.bn_modules, state.stats)
     state.stats.index_copy_(0, state.stats_kept, message[state.plan.numel :])

@@ -58,7 +58,9 @@ def run(
     versions["python"] = sys.version.split()[0]
     config = to_toml(settings, versions)
     require_same(world, "the settings or the versions of the software", config)
-    with nodes_of(world, settings.ranks_per_node) as topology:
+    # Without leaders every rank is a node of its own.
+    ranks_per_node = 1 if settings.method == "prunex-flat" else settings.ranks_per_node
+    with nodes_of(world, ranks_per_node) as topology:
         device = find_device(topology, settings)
         if settings.dry_run:
             text = together(world, lambda: summary.dry_run(settings, topology))
@@ -126,9 +128,10 @@ def find_device(topology: Topology, settings: Settings) -> torch.device:
 def heed_findings(topology: Topology, settings: Settings, device: torch.device) -> None:
     """Log what the doctor would warn of and refuse what can't work. Collective on `world`."""
     facts = gather_facts(topology, device, settings.run_dir)
+    virtual = settings.ranks_per_node > 0 or settings.method == "prunex-flat"
     refused = ""
     if facts:
-        findings = check_ranks(facts, settings.mpi_buffers, settings.ranks_per_node > 0)
+        findings = check_ranks(facts, settings.mpi_buffers, virtual)
         for finding in findings:
             if finding.severity == "warning":
                 log.warning("%s", finding.line())

@@ -13,7 +13,7 @@ from prunex_mpi.sparsity import (
     group_energies,
     select,
 )
-from prunex_mpi.state import State, Traffic
+from prunex_mpi.state import State, Traffic, ring_bytes
 
 
 def project_locally(squares: Tensor, state: State, strict: float, round_to: int) -> np.ndarray:
@@ -56,6 +56,8 @@ def agree_by_vote(
         bits = np.packbits(chosen)
         topology.leader.Bcast(bits, root=0)
         traffic.mask += energies.nbytes + bits.nbytes
+        # A Reduce and a Bcast.
+        traffic.sent += ring_bytes(topology.num_nodes, energies.nbytes + bits.nbytes, passes=1)
         _keep(mask, selections, _unpack(bits, chosen.size))
         _mask_squares_(squares, state, mask)
     return mask
@@ -69,6 +71,7 @@ def agree_by_or(leader: MPI.Comm, mask: np.ndarray, traffic: Traffic) -> np.ndar
     bits = np.packbits(mask)
     leader.Allreduce(MPI.IN_PLACE, bits, op=MPI.BOR)
     traffic.mask += bits.nbytes
+    traffic.sent += ring_bytes(leader.size, bits.nbytes)
     return _unpack(bits, mask.size)
 
 

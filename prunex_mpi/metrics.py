@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from prunex_mpi.residuals import Residuals
+from prunex_mpi.residuals import RESIDUALS, Residuals
 from prunex_mpi.sparsity import kept_numel
 from prunex_mpi.state import State, Traffic
 from prunex_mpi.watchdog import Heartbeat
@@ -26,8 +26,21 @@ def timed(
     seconds[phase] = time.perf_counter() - start
 
 
-def layer_records(iteration: int, state: State, residuals: Residuals) -> list[dict[str, Any]]:
-    """Return one row of layers.jsonl per parameter tensor."""
+def prunable_and_kept(state: State) -> tuple[int, int]:
+    """Return how many weights the method may prune, and how many of them it keeps."""
+    return state.groups.prunable_numel, sum(kept_numel(state.mask, state.groups))
+
+
+def density(state: State) -> float:
+    """Return the kept fraction of the weights that the method may prune, 1 where it prunes none."""
+    prunable, kept = prunable_and_kept(state)
+    return kept / prunable if prunable else 1.0
+
+
+def layer_records(
+    iteration: int, state: State, residuals: Residuals | None
+) -> list[dict[str, Any]]:
+    """Return one row of layers.jsonl per parameter tensor; null for residuals that are not."""
     kept = dict(
         zip(
             (layer.segment for layer in state.groups.layers),
@@ -42,12 +55,12 @@ def layer_records(iteration: int, state: State, residuals: Residuals) -> list[di
                 "iteration": iteration,
                 "layer": segment.name,
                 "density": kept.get(i, segment.numel) / segment.numel,
-                "rho1": float(state.rho1[i]),
-                "rho2": float(state.rho2[i]),
-                "intra_primal": float(residuals.intra_primal[i]),
-                "intra_dual": float(residuals.intra_dual[i]),
-                "inter_primal": float(residuals.inter_primal[i]),
-                "inter_dual": float(residuals.inter_dual[i]),
+                "rho1": float(state.rho1[i]) if residuals else None,
+                "rho2": float(state.rho2[i]) if residuals else None,
+                **{
+                    name: float(getattr(residuals, name)[i]) if residuals else None
+                    for name in RESIDUALS
+                },
             }
         )
     return rows
@@ -58,23 +71,27 @@ def iteration_record(
     state: State,
     seconds: dict[str, float],
     traffic: Traffic,
-    residuals: Residuals,
+    residuals: Residuals | None,
 ) -> dict[str, Any]:
-    """Return the part of a metrics.jsonl object that follows from the state."""
+    """Return the part of a metrics.jsonl object that follows from the state.
+
+    Methods without dual variables have no residuals and no penalties: null in the file.
+    """
     return {
         "iteration": iteration,
         "seconds": seconds,
         "bytes": {
-            "dense": (state.layout.numel + state.stats.numel()) * state.theta.element_size(),
+            "dense": traffic.dense,
             "payload": traffic.payload,
+            "sent": traffic.sent,
             "mask": traffic.mask,
             "intra": traffic.intra,
             "evaluate": traffic.evaluate,
         },
-        "density": sum(kept_numel(state.mask, state.groups)) / state.groups.prunable_numel,
+        "density": density(state),
         "frozen": state.frozen,
-        "residuals": residuals.totals(),
-        "rho1": float(state.rho1.mean()),
-        "rho2": float(state.rho2.mean()),
+        "residuals": residuals.totals() if residuals else dict.fromkeys(RESIDUALS),
+        "rho1": float(state.rho1.mean()) if residuals else None,
+        "rho2": float(state.rho2.mean()) if residuals else None,
         "lr": state.optimizer.param_groups[0]["lr"],
     }

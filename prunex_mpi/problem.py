@@ -14,7 +14,7 @@ from prunex_mpi.data import Dataset, load
 from prunex_mpi.groups import find_groups
 from prunex_mpi.layout import Layout
 from prunex_mpi.models import build_model
-from prunex_mpi.settings import Settings, layer_keep_ratios
+from prunex_mpi.settings import BY_GROUPS, Settings, layer_keep_ratios
 from prunex_mpi.sparsity import Groups
 from prunex_mpi.state import Problem
 
@@ -48,7 +48,9 @@ def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.n
 def make_groups(
     settings: Settings, model: torch.nn.Module, layout: Layout, image_size: int
 ) -> Groups:
-    """Find the groups of `model`, which is on the CPU, with the keep ratios of the settings."""
+    """Find the groups of `model`, which is on the CPU; none for methods that do not prune them."""
+    if settings.method not in BY_GROUPS:
+        return Groups((), (), 0, ())
     coupling = find_coupling(model, image_size) if "coupled" in settings.groups else None
     return find_groups(
         model,

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+RESIDUALS = ("intra_primal", "intra_dual", "inter_primal", "inter_dual")
+
 
 class NormSums(NamedTuple):
     """Squared norms per layer, float64 [layers] each, of one rank or summed over all ranks."""
@@ -36,8 +38,7 @@ class Residuals:
 
     def totals(self) -> dict[str, float]:
         """Return the norm over all layers of each residual."""
-        names = ("intra_primal", "intra_dual", "inter_primal", "inter_dual")
-        return {name: float(np.linalg.norm(getattr(self, name))) for name in names}
+        return {name: float(np.linalg.norm(getattr(self, name))) for name in RESIDUALS}
 
 
 def compute_residuals(

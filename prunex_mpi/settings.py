@@ -7,7 +7,7 @@ here; what makes up the training recipe has none here and is set by the preset f
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from importlib import resources
 from typing import Any
@@ -25,9 +25,26 @@ else:
 PRESETS = ("recipe", "paper")
 _NO_DEFAULT = dataclasses.MISSING
 
+# The methods by family, which is the driver that runs them.
+CONSENSUS = ("prunex", "prunex-flat")
+LOCAL = ("local-sgd", "diloco", "one-shot")
+PER_STEP = ("dense", "topk")
+METHODS = (*CONSENSUS, *PER_STEP, *LOCAL)
+# Those that prune the groups of `--groups`.
+BY_GROUPS = (*CONSENSUS, "one-shot")
+# Where a method's own default is not the one that its setting has.
+METHOD_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "dgc": {"compress_ratio": 0.001},
+    "pactrain": {"prune_iteration": Fraction(0)},
+}
+
 
 def _setting(section: str, text: str, default: Any = _NO_DEFAULT, **rules: Any) -> Any:
-    """Make a field; `rules` are choices, low, high (inclusive), above, below, share, optional."""
+    """Make a field; `rules` are choices, low, high (inclusive), above, below, share, optional.
+
+    The rule `methods` names those that the setting has a meaning for: with any other it can't be
+    given.
+    """
     return dataclasses.field(default=default, metadata={"section": section, "help": text, **rules})
 
 
@@ -41,7 +58,7 @@ class Settings:
 
     _S = "what to train"
     preset: str = _setting(_S, "file of settings to start from", "recipe", choices=PRESETS)
-    method: str = _setting(_S, "training system", "prunex", choices=("prunex",))
+    method: str = _setting(_S, "training system", "prunex", choices=METHODS)
     model: str = _setting(
         _S,
         "resnet20, resnet18, ..., a torchvision classifier, or package.module:factory",
@@ -86,14 +103,26 @@ class Settings:
         _S,
         "what is removed whole, composed in this order",
         choices=("filter", "channel", "shape", "coupled"),
+        methods=BY_GROUPS,
     )
     keep_ratio: tuple[float, ...] = _setting(
-        _S, "fraction of the groups to keep, one for all or one per group", above=0, high=1
+        _S,
+        "fraction of the groups to keep, one for all or one per group",
+        above=0,
+        high=1,
+        methods=(*BY_GROUPS, "pactrain"),
     )
     layer_keep_ratio: tuple[str, ...] = _setting(
         _S,
         "PATTERN=RATIO for matching parameter names, for all groups; the last match wins",
         optional=True,
+        methods=BY_GROUPS,
+    )
+    round_to: int = _setting(
+        _S, "round kept groups up to a multiple of this", low=1, methods=BY_GROUPS
+    )
+    mask_agreement: str = _setting(
+        _S, "how nodes agree on a mask", choices=("or", "vote"), methods=CONSENSUS
     )
     keep_by: str = _setting(
         _S,
@@ -101,49 +130,170 @@ class Settings:
         "groups, all parameters or multiply-adds of the model",
         "groups",
         choices=("groups", "parameters", "multiply-adds"),
+        methods=BY_GROUPS,
     )
-    round_to: int = _setting(_S, "round kept groups up to a multiple of this", low=1)
-    mask_agreement: str = _setting(_S, "how nodes agree on a mask", choices=("or", "vote"))
     warmup_iterations: int = _setting(
-        _S, "dense outer iterations at first, a count or a share such as 7/16", share=True
+        _S,
+        "dense outer iterations at first, a count or a share such as 7/16",
+        share=True,
+        methods=CONSENSUS,
     )
     keep_ramp_iterations: int = _setting(
-        _S, "outer iterations to reach the keep ratio, a count or a share", share=True
+        _S,
+        "outer iterations to reach the keep ratio, a count or a share",
+        share=True,
+        methods=CONSENSUS,
     )
     freeze_iteration: int = _setting(
-        _S, "outer iteration that freezes the masks, a count or a share, 0 for never", share=True
+        _S,
+        "outer iteration that freezes the masks, a count or a share, 0 for never",
+        share=True,
+        methods=CONSENSUS,
     )
     freeze_drift: float = _setting(
-        _S, "freeze once the fraction of changed groups is at most this; negative for never"
+        _S,
+        "freeze once the fraction of changed groups is at most this; negative for never",
+        methods=CONSENSUS,
     )
-    freeze_window: int = _setting(_S, "outer iterations in a row for --freeze-drift", low=1)
-    after_freeze: str = _setting(_S, "training on the fixed support", choices=("local-sgd", "admm"))
+    freeze_window: int = _setting(
+        _S, "outer iterations in a row for --freeze-drift", low=1, methods=CONSENSUS
+    )
+    after_freeze: str = _setting(
+        _S, "training on the fixed support", choices=("local-sgd", "admm"), methods=CONSENSUS
+    )
 
     _S = "consensus"
-    theta_start: str = _setting(_S, "start of each local phase", choices=("z", "theta"))
+    theta_start: str = _setting(
+        _S, "start of each local phase", choices=("z", "theta"), methods=CONSENSUS
+    )
     node_sync: str = _setting(
-        _S, "average inside the node at each step or once per iteration", choices=("step", "outer")
+        _S,
+        "average inside the node at each step or once per iteration",
+        choices=("step", "outer"),
+        methods=("prunex", *LOCAL),
     )
     weight_decay_in: str = _setting(
         _S,
         "weight decay in the local gradient or in the consensus (after a local-sgd freeze: theta)",
         choices=("theta", "z"),
+        methods=CONSENSUS,
     )
     bn: str = _setting(
         _S,
         "BatchNorm statistics of z: averages, or estimated again while pruning",
         choices=("average", "recalibrate"),
+        methods=BY_GROUPS,
     )
 
     _S = "penalties and stopping"
-    penalty: str = _setting(_S, "course of rho", choices=("fixed", "ramp", "balance"))
-    rho1: float = _setting(_S, "penalty inside a node at the start", above=0)
-    rho2: float = _setting(_S, "penalty between nodes at the start", above=0)
-    rho_max: float = _setting(_S, "largest penalty", above=0)
-    rho_min: float = _setting(_S, "smallest penalty", above=0)
-    rho_factor: float = _setting(_S, "factor of one change of a penalty", above=1)
-    eps_abs: float = _setting(_S, "absolute tolerance of the residuals", low=0)
-    eps_rel: float = _setting(_S, "relative tolerance of the residuals", low=0)
+    penalty: str = _setting(
+        _S, "course of rho", choices=("fixed", "ramp", "balance"), methods=CONSENSUS
+    )
+    rho1: float = _setting(_S, "penalty inside a node at the start", above=0, methods=CONSENSUS)
+    rho2: float = _setting(_S, "penalty between nodes at the start", above=0, methods=CONSENSUS)
+    rho_max: float = _setting(_S, "largest penalty", above=0, methods=CONSENSUS)
+    rho_min: float = _setting(_S, "smallest penalty", above=0, methods=CONSENSUS)
+    rho_factor: float = _setting(
+        _S, "factor of one change of a penalty", above=1, methods=CONSENSUS
+    )
+    eps_abs: float = _setting(_S, "absolute tolerance of the residuals", low=0, methods=CONSENSUS)
+    eps_rel: float = _setting(_S, "relative tolerance of the residuals", low=0, methods=CONSENSUS)
+
+    _S = "rivals"
+    aggregation: str = _setting(
+        _S,
+        "who sends gradients between nodes: all ranks, or each node the sum of its ranks",
+        "flat",
+        choices=("flat", "hierarchical"),
+        methods=PER_STEP,
+    )
+    compress_ratio: float = _setting(
+        _S,
+        "share of each layer's gradient that travels (dgc: 0.001, after its warm-up)",
+        0.01,
+        above=0,
+        high=1,
+        methods=("topk", "dgc"),
+    )
+    dgc_warmup_epochs: Fraction = _setting(
+        _S,
+        "epochs in which the share falls from 1/4 to --compress-ratio",
+        Fraction(4),
+        low=0,
+        methods=("dgc",),
+    )
+    dgc_sample: float = _setting(
+        _S,
+        "share of a layer's gradient that its threshold is estimated from",
+        0.01,
+        above=0,
+        high=1,
+        methods=("dgc",),
+    )
+    powersgd_rank: int = _setting(
+        _S, "rank of the approximation of each gradient matrix", 2, low=1, methods=("powersgd",)
+    )
+    block_size: int = _setting(
+        _S, "elements of a block that travels or not", 256, low=1, methods=("omnireduce",)
+    )
+    outer_lr: float = _setting(
+        _S, "learning rate of the step between nodes", 0.7, above=0, methods=("diloco",)
+    )
+    outer_momentum: float = _setting(
+        _S, "Nesterov momentum of that step", 0.9, low=0, below=1, methods=("diloco",)
+    )
+    prune_iteration: int = _setting(
+        _S,
+        "outer iteration whose end prunes, a count or a share (pactrain: 0, before the first)",
+        Fraction(1, 2),
+        share=True,
+        methods=("one-shot", "pactrain"),
+    )
+    prune_by: str = _setting(
+        _S,
+        "score that decides what is pruned",
+        "grasp",
+        choices=("grasp", "magnitude"),
+        methods=("pactrain",),
+    )
+    grasp_batches: int = _setting(
+        _S, "batches per rank for the score grasp", 1, low=1, methods=("pactrain",)
+    )
+    stable_window: int = _setting(
+        _S,
+        "steps with an unchanged support after which a bucket travels compacted",
+        10,
+        low=1,
+        methods=("pactrain",),
+    )
+    ternary: bool = _setting(
+        _S, "send -1, 0 or 1 times a shared scale", False, methods=("pactrain",)
+    )
+    adaptive: bool = _setting(
+        _S, "compact and quantise only where it is measured to pay", False, methods=("pactrain",)
+    )
+    lasso_ratio: float = _setting(
+        _S,
+        "share of the first batch's loss that the group lasso makes up",
+        0.25,
+        above=0,
+        below=1,
+        methods=("prunetrain",),
+    )
+    reconfigure_every: int = _setting(
+        _S,
+        "outer iterations between removals of channels",
+        8,
+        low=1,
+        methods=("prunetrain",),
+    )
+    prune_threshold: float = _setting(
+        _S,
+        "largest weight of a channel that is removed",
+        1e-4,
+        above=0,
+        methods=("prunetrain",),
+    )
 
     _S = "machine"
     device: str = _setting(_S, "where to compute", "auto", choices=("auto", "cpu", "cuda"))
@@ -249,10 +399,17 @@ def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 def build(preset: str, layers: Sequence[Mapping[str, Any]]) -> Settings:
     """Lay converted values over a preset, the later the stronger; resolve and check the result."""
-    values = {name: field.default for name, field in FIELDS.items()}
-    for layer in (preset_values(preset), *layers):
+    method = next((x["method"] for x in reversed(layers) if "method" in x), "prunex")
+    values = _defaults(preset, method)
+    for layer in layers:
         _lay_over(values, layer)
     return _resolve({**values, "preset": preset})
+
+
+def _defaults(preset: str, method: str) -> dict[str, Any]:
+    """Return the values, not resolved yet, of a run that is given nothing but these two."""
+    values = {name: field.default for name, field in FIELDS.items()} | preset_values(preset)
+    return {**values, **METHOD_DEFAULTS.get(method, {}), "preset": preset, "method": method}
 
 
 def make(preset: str = "recipe", **overrides: object) -> Settings:
@@ -267,10 +424,11 @@ def make(preset: str = "recipe", **overrides: object) -> Settings:
 def with_overrides(settings: Settings, **changes: object) -> Settings:
     """Return a copy with some values replaced, checked like any other.
 
-    Raises UserError for an unknown name, a bad value, or another preset.
+    Raises UserError for an unknown name, a bad value, or another preset or method.
     """
-    if changes.get("preset", settings.preset) != settings.preset:
-        raise UserError("preset cannot be changed in settings that are already resolved")
+    for name in ("preset", "method"):
+        if changes.get(name, getattr(settings, name)) != getattr(settings, name):
+            raise UserError(f"{name} cannot be changed in settings that are already resolved")
     values = {name: getattr(settings, name) for name in FIELDS}
     _lay_over(values, _convert_all(changes))
     return _resolve(values)
@@ -350,9 +508,20 @@ def _lay_over(values: dict[str, Any], layer: Mapping[str, Any]) -> None:
 
 def _resolve(values: dict[str, Any]) -> Settings:
     """Turn shares into iterations, drop the epochs that steps replace, check the whole."""
+    _put_foreign_back(values)
+    own = [name for name in FIELDS if values["method"] in _methods_of(name)]
+    _resolve_shares(values, own)
+    if values["local_steps"]:
+        values["local_epochs"] = Fraction(0)
+    settings = Settings(**values)
+    _check_together(settings)
+    return settings
+
+
+def _resolve_shares(values: dict[str, Any], names: Iterable[str]) -> None:
     outer = values["outer_iterations"]
-    for name, field in FIELDS.items():
-        if field.metadata.get("share"):
+    for name in names:
+        if FIELDS[name].metadata.get("share"):
             value = Fraction(values[name])
             count = math.floor(value * outer + Fraction(1, 2)) if value < 1 else int(value)
             if name == "freeze_iteration" and 0 < value < 1:
@@ -361,11 +530,32 @@ def _resolve(values: dict[str, Any]) -> Settings:
                 count = max(count, 1)
                 count += _first_at_target(values) == count + 1
             values[name] = count
-    if values["local_steps"]:
-        values["local_epochs"] = Fraction(0)
-    settings = Settings(**values)
-    _check_together(settings)
-    return settings
+
+
+def _methods_of(name: str) -> Sequence[str]:
+    """Return the methods that a setting has a meaning for."""
+    return FIELDS[name].metadata.get("methods", METHODS)
+
+
+def _put_foreign_back(values: dict[str, Any]) -> None:
+    """Leave what the method has no use for at its default; refuse it where it is given as another.
+
+    Shares among them stay shares. As a count, the default is what a run of the same length by
+    another method has written into its file.
+    """
+    untouched = _defaults(values["preset"], values["method"])
+    resolved = {**untouched, "outer_iterations": values["outer_iterations"]}
+    _resolve_shares(resolved, FIELDS)
+    for name in FIELDS:
+        methods = _methods_of(name)
+        if values["method"] in methods:
+            continue
+        if values[name] not in (untouched[name], resolved[name]):
+            raise UserError(
+                f"{key_of(name)} means nothing to method {values['method']}; leave it away "
+                f"(it is for {', '.join(methods)})"
+            )
+        values[name] = untouched[name]
 
 
 def _first_at_target(values: Mapping[str, Any]) -> int:
@@ -378,6 +568,9 @@ def _check_together(settings: Settings) -> None:
     s = settings
     if not s.local_epochs and not s.local_steps:
         raise UserError("local-epochs and local-steps are both 0; give one of them")
+    _check_rival(s)
+    if s.method not in BY_GROUPS:
+        return
     if len(s.keep_ratio) not in (1, len(s.groups)):
         raise UserError(
             f"keep-ratio has {len(s.keep_ratio)} values for {len(s.groups)} groups; "
@@ -387,6 +580,8 @@ def _check_together(settings: Settings) -> None:
         raise UserError(f"keep-by {s.keep_by} is for coupled groups alone; give --groups coupled")
     if s.keep_by != "groups" and s.layer_keep_ratio:
         raise UserError(f"keep-by {s.keep_by} has one ratio for all; leave layer-keep-ratio out")
+    if s.method not in CONSENSUS:
+        return
     target = _first_at_target(vars(s))
     last = min(s.freeze_iteration or s.outer_iterations, s.outer_iterations)
     if s.freeze_iteration > s.outer_iterations:
@@ -407,3 +602,22 @@ def _check_together(settings: Settings) -> None:
             raise UserError(
                 f"{key} {rho} must lie between rho-min {s.rho_min} and rho-max {s.rho_max}"
             )
+
+
+def _check_rival(settings: Settings) -> None:
+    """Refuse what is wrong for one of the other methods alone."""
+    s = settings
+    if s.method == "prunex-flat" and s.ranks_per_node > 1:
+        raise UserError(
+            f"ranks-per-node {s.ranks_per_node}: with prunex-flat every rank is a node of its own; "
+            "leave it away"
+        )
+    if s.method == "one-shot" and not 1 <= s.prune_iteration <= s.outer_iterations:
+        raise UserError(
+            f"prune-iteration {s.prune_iteration} must be from 1 to the {s.outer_iterations} "
+            "outer-iterations of one-shot"
+        )
+    if s.method in PER_STEP and s.method != "dense" and s.amp == "fp16":
+        raise UserError(
+            f"amp fp16: {s.method} keeps what it has not sent, which must not overflow; use bf16"
+        )

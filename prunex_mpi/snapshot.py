@@ -4,8 +4,9 @@ Rank r's file holds theta, u, momentum, the model's buffers, its place in the da
 generators; node leaders' files also z_i and v_i, world rank 0's also z, mask and penalties. On the
 same nodes a restored run goes on bit for bit (on the CPU). On other nodes it goes on from what the
 ranks have in common: z, mask, penalties, the means of momentum and of BatchNorm statistics; theta
-and z_i start from z, the duals from 0, so that sum_i P_i v_i = 0, and the data are shuffled anew
-from the first step of the outer iteration.
+and z_i start from z, the duals from 0, so that sum_i P_i v_i = 0, the data are shuffled anew from
+the first step of the outer iteration, and of a method's memory (`memory.py`) the `own.` tensors,
+parts of a sum over ranks, are added up and dealt out by the new ranks' weights.
 """
 
 import hashlib
@@ -23,6 +24,8 @@ from prunex_mpi import batchnorm
 from prunex_mpi.batches import BatchStream
 from prunex_mpi.collectives import Transport, allreduce_, bcast_
 from prunex_mpi.comm import Topology, broadcast_text
+from prunex_mpi.exchange import worker_weight
+from prunex_mpi.memory import OWN
 from prunex_mpi.settings import Settings
 from prunex_mpi.state import Position, Problem, State, put_mask_back
 
@@ -53,7 +56,9 @@ def contents(topology: Topology, state: State, problem: Problem) -> tuple[Tensor
             tensors["v"] = state.v
     if topology.is_leader:
         tensors["z_node"] = state.z_node
-    if topology.world.rank == 0:
+    first = topology.world.rank == 0
+    tensors |= {key: state.memory[key] for key in _memory_keys(state, first)}
+    if first:
         tensors["z"] = state.z
         tensors["mask"] = torch.from_numpy(np.packbits(state.mask))
         tensors["rho1"], tensors["rho2"] = map(torch.from_numpy, (state.rho1, state.rho2))
@@ -77,6 +82,11 @@ def _numbers(state: State, stream: BatchStream, position: Position) -> Numbers:
         "python": [version, list(words), gauss],
         "numpy": [name, keys.tolist(), *rest],
     }
+
+
+def _memory_keys(state: State, first: bool) -> list[str]:
+    """Return the names in `state.memory` that a rank, the `first` of all or another, writes."""
+    return [key for key in state.memory if first or key.startswith(OWN)]
 
 
 def model_digest(state: State, problem: Problem) -> str:
@@ -156,6 +166,8 @@ def _expected(
     wanted = dict.fromkeys(keys, (tuple(state.theta.shape), state.theta.dtype))
     for name, buffer in problem.model.named_buffers():
         wanted[f"buffer.{name}"] = (tuple(buffer.shape), buffer.dtype)
+    for key in _memory_keys(state, first):
+        wanted[key] = (tuple(state.memory[key].shape), state.memory[key].dtype)
     if first:
         wanted["mask"] = ((-(-state.groups.total // 8),), torch.uint8)
         wanted["rho1"] = wanted["rho2"] = (state.rho1.shape, torch.float64)
@@ -192,6 +204,9 @@ def put_all(
         state.optimizer.state[state.theta]["momentum_buffer"].copy_(tensors["momentum"])
     for name, buffer in problem.model.named_buffers():
         buffer.copy_(tensors[f"buffer.{name}"])
+    for key in _memory_keys(state, topology.world.rank == 0):
+        state.memory[key].copy_(tensors[key])
+    _bcast_shared_memory(topology, state, transport)
     _put_position(state, numbers["position"])
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(numbers["scaler"])
@@ -221,6 +236,9 @@ def put_common(
     world = topology.world
     momentum = state.optimizer.state[state.theta].get("momentum_buffer")
     sums, stats = torch.zeros_like(state.theta), torch.zeros_like(state.stats)
+    own = [key for key in state.memory if key.startswith(OWN)]
+    for key in own:
+        state.memory[key].zero_()
     first: tuple[Tensors, Numbers] = ({}, {})
     for tensors, numbers in parts:
         if world.rank == 0 and not first[0]:
@@ -231,6 +249,8 @@ def put_common(
         stats.add_(state.stats)
         if momentum is not None:
             sums.add_(tensors["momentum"].to(sums.device))
+        for key in own:
+            state.memory[key].add_(tensors[key].to(sums.device))
     allreduce_(world, sums, transport)
     allreduce_(world, stats, transport)
     common = json.loads(broadcast_text(world, json.dumps(first[1])))
@@ -242,6 +262,13 @@ def put_common(
     state.v.zero_()
     if momentum is not None:
         momentum.copy_(sums.div_(old_size))
+    for key in own:
+        allreduce_(world, state.memory[key].view(-1), transport)
+        state.memory[key].mul_(worker_weight(topology, settings.aggregation))
+    if world.rank == 0:
+        for key in state.memory.keys() - own:
+            state.memory[key].copy_(first[0][key])
+    _bcast_shared_memory(topology, state, transport)
     if world.rank == 0:
         for name, buffer in problem.model.named_buffers():
             buffer.copy_(first[0][f"buffer.{name}"])
@@ -258,13 +285,18 @@ def put_common(
     torch.manual_seed((settings.seed + state.position.iteration) * world.size + world.rank)
 
 
+# What the first local step of an outer iteration starts from.
 _PHASE_START = {
-    "step": 0,
-    "loss_sum": 0.0,
-    "loss_count": 0.0,
-    "intra_bytes": 0,
-    "local_seconds": 0.0,
+    name: getattr(Position(), name)
+    for name in asdict(Position())
+    if name.endswith(("_bytes", "_seconds")) or name in ("step", "loss_sum", "loss_count")
 }
+
+
+def _bcast_shared_memory(topology: Topology, state: State, transport: Transport) -> None:
+    for key, tensor in state.memory.items():
+        if not key.startswith(OWN):
+            bcast_(topology.world, tensor.view(-1).view(torch.uint8), transport)
 
 
 def _put_shared(

@@ -13,8 +13,9 @@ from prunex_mpi import batchnorm
 from prunex_mpi.batches import BatchStream, Shard
 from prunex_mpi.compaction import Plan, build_plan
 from prunex_mpi.layout import Layout, flatten_, scale_
+from prunex_mpi.memory import build_memory
 from prunex_mpi.residuals import Residuals, update_penalty
-from prunex_mpi.settings import Settings
+from prunex_mpi.settings import CONSENSUS, Settings
 from prunex_mpi.sparsity import Factors, Groups, apply_factors_, build_factors
 
 
@@ -42,28 +43,51 @@ class Problem:
 
 @dataclass
 class Traffic:
-    """Bytes that one leader hands to collectives in one outer iteration."""
+    """Bytes of one outer iteration.
+
+    `payload`, `mask` and `evaluate` are operands that one worker, a rank that speaks between nodes,
+    hands to collectives; `intra` are operands inside the node. `dense` is what `payload` would be
+    for the whole model. `sent` is what leaves a node for payload and masks, by `ring_bytes`.
+    """
 
     payload: int = 0
     mask: int = 0
     intra: int = 0
     evaluate: int = 0
+    dense: int = 0
+    sent: int = 0
+
+
+def ring_bytes(workers: int, operand: int, passes: int = 2) -> int:
+    """Return the bytes that one of `workers` sends for `operand` bytes by a ring algorithm.
+
+    (W - 1)/W of the operand per pass around the ring: two passes for an Allreduce (Reduce-scatter,
+    then Allgather), one for a Reduce or a Bcast (pipelined, the mean over the workers) and for an
+    Allgather, whose operand is what all workers together contribute. The ranks of a node are
+    neighbours in the ring, so this is also what leaves a node, however many of its ranks are in it.
+    """
+    return passes * (workers - 1) * operand // workers
 
 
 @dataclass
 class Position:
     """Where a run stands: all that the driver remembers from one local step to the next.
 
-    `step` counts the local steps that outer iteration `iteration` has behind it; the sums and
-    counts of phase 1 so far are this rank's own.
+    `step` counts the local steps that outer iteration `iteration` has behind it; the sums, counts,
+    bytes and seconds of phase 1 so far are this rank's own.
     """
 
     iteration: int = 1
     step: int = 0
     loss_sum: float = 0.0
     loss_count: float = 0.0
+    payload_bytes: int = 0
+    sent_bytes: int = 0
+    mask_bytes: int = 0
     intra_bytes: int = 0
     local_seconds: float = 0.0
+    method_seconds: float = 0.0
+    exchange_seconds: float = 0.0
     drifts: list[float] = field(default_factory=list)
     freeze_next: bool = False
     vote_next: bool = False
@@ -79,8 +103,10 @@ class State:
     all of them and the BatchNorm statistics. `scratch` holds nothing between phases.
     `stats_groups` is the place in the mask of each entry of `stats`, -1 for those that always
     travel; `stats_kept` are the entries that travel under the mask in force.
-    `consensus_sgd` says that the masks are frozen and the duals retired; the payload has shrunk to
-    what travels then. `plan_agreed` says that the leaders have compared the plan in force.
+    `consensus_sgd` says that there are no duals: they are retired, since the masks are frozen and
+    the payload has shrunk to what travels, or the method has none. `plan_agreed` says that the
+    leaders have compared the plan in force. With `shrinks` off everything travels, whatever the
+    mask. `memory` is what the method remembers from one step to the next (see `memory.py`).
     """
 
     layout: Layout
@@ -104,6 +130,8 @@ class State:
     mask: np.ndarray
     factors: Factors
     plan: Plan
+    memory: dict[str, Tensor]
+    shrinks: bool = True
     position: Position = field(default_factory=Position)
     frozen: bool = False
     consensus_sgd: bool = False
@@ -150,6 +178,9 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
         mask=mask,
         factors=build_factors(mask, groups, theta.device, theta.dtype),
         plan=build_plan(layout, groups, mask, theta.device),
+        memory=build_memory(settings, layout, theta),
+        shrinks=settings.method != "prunex-flat",
+        consensus_sgd=settings.method not in CONSENSUS,
     )
 
 
@@ -176,12 +207,13 @@ def kept_stats(mask: np.ndarray, stats_groups: np.ndarray) -> np.ndarray:
 
 def adopt_mask(state: State, mask: np.ndarray) -> None:
     """Make `mask` the one in force: its factors and its compaction plan."""
-    kept = kept_stats(mask, state.stats_groups)
+    travels = mask if state.shrinks else np.ones_like(mask)
+    kept = kept_stats(travels, state.stats_groups)
     state.stats_kept = torch.from_numpy(kept).to(state.stats.device)
     state.mask = mask
     state.plan_agreed = False
     state.factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
-    state.plan = build_plan(state.layout, state.groups, mask, state.theta.device)
+    state.plan = build_plan(state.layout, state.groups, travels, state.theta.device)
 
 
 def freeze(state: State, consensus_sgd: bool) -> None:
@@ -208,12 +240,14 @@ def next_iteration(position: Position, loss: float) -> None:
         position.first_loss = loss
     position.iteration += 1
     position.step, position.loss_sum, position.loss_count = 0, 0.0, 0.0
-    position.intra_bytes, position.local_seconds = 0, 0.0
+    position.payload_bytes = position.sent_bytes = 0
+    position.mask_bytes = position.intra_bytes = 0
+    position.local_seconds = position.method_seconds = position.exchange_seconds = 0.0
 
 
 def put_mask_back(state: State, mask: np.ndarray, frozen: bool, consensus_sgd: bool) -> None:
     """Adopt `mask` and the stage of an earlier moment; the caller sets the vectors afterwards."""
-    state.frozen = state.consensus_sgd = False
+    state.frozen, state.consensus_sgd = False, consensus_sgd
     state.payload = state.theta.new_empty(state.layout.numel + state.stats.numel())
     adopt_mask(state, mask)
     if frozen:

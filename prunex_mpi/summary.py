@@ -9,14 +9,16 @@ from prunex_mpi import batchnorm
 from prunex_mpi.checkpoint_files import save_tensors
 from prunex_mpi.comm import Topology
 from prunex_mpi.compaction import build_plan
+from prunex_mpi.compress import POSITION_BYTES, kept_per_layer
 from prunex_mpi.data import load
 from prunex_mpi.files import STATE, written_record
-from prunex_mpi.layout import build_layout
+from prunex_mpi.layout import Layout, build_layout
 from prunex_mpi.logs import format_table
+from prunex_mpi.metrics import prunable_and_kept
 from prunex_mpi.models import probe
 from prunex_mpi.problem import make_groups, make_model
 from prunex_mpi.schedule import strictness
-from prunex_mpi.settings import Settings
+from prunex_mpi.settings import LOCAL, PER_STEP, Settings
 from prunex_mpi.sparsity import Groups, kept_numel, select
 from prunex_mpi.state import Problem, State, find_stats_groups, kept_stats, weights
 
@@ -54,14 +56,14 @@ def summarise(
 ) -> dict[str, Any]:
     """Return summary.json: totals over the run and the last iteration's quality."""
     last = records[-1]
-    prunable = state.groups.prunable_numel
-    kept = sum(kept_numel(state.mask, state.groups))
+    prunable, kept = prunable_and_kept(state)
     sums = {
         key: {name: sum(r[key][name] for r in records) for name in last[key]}
         for key in ("seconds", "bytes")
     }
     return {
         "status": status,
+        "method": settings.method,
         "iterations": len(records),
         "test_accuracy": last["test_accuracy"],
         "test_loss": last["test_loss"],
@@ -86,24 +88,25 @@ def closing_table(summary: dict[str, Any], run_dir: Path) -> str:
     share = f"{100 * sent['payload'] / dense:.1f} % of dense"
     if len(summary["nodes"]) == 1:
         share += "; one node: none of it leaves the machine"
+    pruned = [("parameters", f"{summary['parameters']:,}")]
+    if summary["prunable"]:
+        before, after = summary["parameters"], summary["parameters_kept"]
+        kept = f"{summary['prunable_kept']:,} of {summary['prunable']:,}"
+        pruned = [
+            ("parameters", f"{before:,} before, {after:,} after pruning"),
+            ("prunable weights kept", f"{kept} (density {summary['density']:.3f})"),
+        ]
     phases = ", ".join(f"{k} {v:.2f}" for k, v in seconds.items() if k != "total")
     rows = [
         ("status", f"{summary['status']} after {summary['iterations']} outer iterations"),
         (
-            "test accuracy of the pruned model",
+            f"test accuracy of the {'pruned ' if summary['prunable'] else ''}model",
             "not evaluated" if accuracy is None else f"{100 * accuracy:.2f} %",
         ),
-        (
-            "parameters",
-            f"{summary['parameters']:,} before, {summary['parameters_kept']:,} after pruning",
-        ),
-        (
-            "prunable weights kept",
-            f"{summary['prunable_kept']:,} of {summary['prunable']:,} "
-            f"(density {summary['density']:.3f})",
-        ),
+        *pruned,
         ("bytes between nodes per leader, dense", f"{dense / MIB:.2f} MiB"),
         ("bytes between nodes per leader, sent", f"{sent['payload'] / MIB:.2f} MiB ({share})"),
+        ("  leaving a node, by ring algorithms", f"{sent['sent'] / MIB:.2f} MiB"),
         ("  and for mask agreement", f"{sent['mask'] / MIB:.2f} MiB"),
         ("  and for evaluation", f"{sent['evaluate'] / MIB:.2f} MiB"),
         ("bytes inside a node per leader", f"{sent['intra'] / MIB:.2f} MiB"),
@@ -115,7 +118,7 @@ def closing_table(summary: dict[str, Any], run_dir: Path) -> str:
 
 
 def dry_run(settings: Settings, topology: Topology) -> str:
-    """Return the payload per outer iteration and over the run, without training.
+    """Return the payload per outer iteration, or per step, and over the run, without training.
 
     Exact for one kind of group under `vote`; for compositions and before the freeze under `or` the
     masks decide, and the text says so. No communication.
@@ -139,22 +142,26 @@ def dry_run(settings: Settings, topology: Topology) -> str:
         num_classes, image_size = data.num_classes, data.image_size
     model = make_model(settings, num_classes, image_size)
     layout = build_layout(model)
-    groups = make_groups(settings, model, layout, image_size)
     parameter = next(model.parameters())
     bn_modules = batchnorm.find(model)
     size, statistics = parameter.element_size(), batchnorm.numel(bn_modules)
+    if settings.method in PER_STEP:
+        return _dry_run_per_step(settings, topology, layout, size, statistics)
+    groups = make_groups(settings, model, layout, image_size)
     stats_groups = find_stats_groups(model, bn_modules, layout, groups)
 
     def travelling(strict: float) -> int:
         mask = _nominal_mask(groups, strict, settings.round_to)
+        if settings.method == "prunex-flat":
+            mask[:] = True
         plan = build_plan(layout, groups, mask, parameter.device)
         return plan.numel + kept_stats(mask, stats_groups).size
 
     dense, final = layout.numel + statistics, travelling(1.0)
-    run = [
-        strictness(k, settings.warmup_iterations, settings.keep_ramp_iterations)
-        for k in range(1, settings.outer_iterations + 1)
-    ]
+    warmup, ramp = settings.warmup_iterations, settings.keep_ramp_iterations
+    if settings.method in LOCAL:
+        warmup, ramp = settings.prune_iteration - 1, 0
+    run = [strictness(k, warmup, ramp) for k in range(1, settings.outer_iterations + 1)]
     by_strictness = {s: travelling(s) for s in set(run)}
     total = sum(by_strictness[s] for s in run)
     kept = sum(kept_numel(_nominal_mask(groups, 1.0, settings.round_to), groups))
@@ -163,17 +170,28 @@ def dry_run(settings: Settings, topology: Topology) -> str:
         caveats.append("less, where the groups of a composition overlap")
     if settings.keep_by != "groups":
         caveats.append("about, since trained scores decide how the budget is spent")
-    if settings.mask_agreement == "or":
+    if settings.method == "prunex" and settings.mask_agreement == "or":
         caveats.append("more before the freeze, since a union of masks may hold more groups")
     quality = f" ({'; '.join(caveats)})" if caveats else ""
 
     def size_of(elements: int) -> str:
-        return f"{elements * size:,} B ({elements * size / MIB:.2f} MiB)"
+        return _size_of(elements * size)
 
+    if not groups.total:
+        rows = [
+            *_what_runs(settings, topology, layout, statistics),
+            ("payload per outer iteration, dense", size_of(dense)),
+            (
+                f"payload over {settings.outer_iterations} outer iterations",
+                size_of(dense * len(run)),
+            ),
+        ]
+        return format_table(rows)
+    model_row, topology_row = _what_runs(settings, topology, layout, statistics)
     rows = [
-        ("model", f"{settings.model}, {layout.numel:,} parameters, {statistics:,} statistics"),
+        model_row,
         ("groups", f"{' then '.join(settings.groups)}, {groups.total:,} groups"),
-        ("topology", f"{topology.num_nodes} nodes of {list(topology.node_sizes)} ranks"),
+        topology_row,
         ("prunable weights kept", f"{kept:,} of {groups.prunable_numel:,}"),
         ("dense payload per outer iteration", size_of(dense)),
         (
@@ -187,6 +205,39 @@ def dry_run(settings: Settings, topology: Topology) -> str:
         *(("not pruned", text) for text in groups.excluded),
     ]
     return format_table(rows)
+
+
+def _dry_run_per_step(
+    settings: Settings, topology: Topology, layout: Layout, size: int, statistics: int
+) -> str:
+    """Return what one step hands over; how many steps there are depends on the data."""
+    match settings.method:
+        case "topk":
+            count = sum(kept_per_layer(layout, settings.compress_ratio))
+            payload = count * (size + POSITION_BYTES)
+            how = f"{count:,} values and positions, {settings.aggregation}"
+        case _:
+            payload, how = layout.numel * size, settings.aggregation
+    rows = [
+        *_what_runs(settings, topology, layout, statistics),
+        ("dense payload per step", _size_of(layout.numel * size)),
+        ("payload per step", f"{_size_of(payload)} ({how})"),
+        ("statistics per outer iteration", _size_of(statistics * size)),
+    ]
+    return format_table(rows)
+
+
+def _what_runs(
+    settings: Settings, topology: Topology, layout: Layout, statistics: int
+) -> list[tuple[str, str]]:
+    return [
+        ("model", f"{settings.model}, {layout.numel:,} parameters, {statistics:,} statistics"),
+        ("topology", f"{topology.num_nodes} nodes of {list(topology.node_sizes)} ranks"),
+    ]
+
+
+def _size_of(nbytes: int) -> str:
+    return f"{nbytes:,} B ({nbytes / MIB:.2f} MiB)"
 
 
 def _nominal_mask(groups: Groups, strict: float, round_to: int) -> np.ndarray:

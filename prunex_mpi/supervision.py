@@ -2,12 +2,13 @@
 
 import time
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 
 from mpi4py import MPI
 
-from prunex_mpi import checkpoint, hsadmm
+from prunex_mpi import checkpoint, hsadmm, local_sgd, synchronous
 from prunex_mpi.collectives import Transport
 from prunex_mpi.comm import Topology
 from prunex_mpi.errors import Diverged
@@ -97,7 +98,7 @@ def run_to_end(job: Job, checkpoints: Checkpoints) -> str:
 def iterate(job: Job, checkpoints: Checkpoints, progress: Progress) -> str:
     """Run the driver until it ends, stops or diverges; return the status. Collective."""
     status = "running"
-    for record in hsadmm.outer_iterations(
+    for record in driver_of(job.settings.method).outer_iterations(
         job.topology,
         job.state,
         job.problem,
@@ -119,6 +120,17 @@ def iterate(job: Job, checkpoints: Checkpoints, progress: Progress) -> str:
         write_checkpoint(job, checkpoints)
         return "preempted"
     return status
+
+
+def driver_of(method: str) -> ModuleType:
+    """Return the module whose `outer_iterations` runs `method`."""
+    match method:
+        case "prunex" | "prunex-flat":
+            return hsadmm
+        case "local-sgd" | "diloco" | "one-shot":
+            return local_sgd
+        case _:
+            return synchronous
 
 
 def write_checkpoint(job: Job, checkpoints: Checkpoints) -> None:

@@ -37,10 +37,12 @@ TENSORS = {
     "batches",
     "data",
     "checkpoint_files",
+    "compress",
+    "memory",
 }
 # Communication, which knows vectors and their layout but not what they mean.
 COMMUNICATION = {
-    *("comm", "collectives", "gradients", "devices", "preemption"),
+    *("comm", "collectives", "exchange", "gradients", "devices", "preemption"),
     *("doctor_facts", "doctor_folder", "doctor_links", "doctor_probe"),
 }
 # A program that starts no MPI, and what it prints with.

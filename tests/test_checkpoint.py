@@ -18,13 +18,13 @@ from prunex_mpi import checkpoint, checkpoint_files
 from prunex_mpi.collectives import Transport, build_transport
 from prunex_mpi.comm import Topology, broadcast_text
 from prunex_mpi.errors import UserError
-from prunex_mpi.hsadmm import outer_iterations
 from prunex_mpi.layout import build_layout
 from prunex_mpi.logs import RunDirectory
 from prunex_mpi.preemption import ReceivedSignal, StopAgreement, stop_agreement
 from prunex_mpi.problem import build_problem, load_dataset, make_groups
 from prunex_mpi.settings import Settings, make
 from prunex_mpi.state import Problem, State, build_state
+from prunex_mpi.supervision import driver_of
 from prunex_mpi.watchdog import Heartbeat
 
 pytestmark = pytest.mark.mpi
@@ -38,18 +38,28 @@ COMMON = {
     "outer_iterations": 6,
     "local_steps": 3,
     "lr": 0.05,
-    "warmup_iterations": 1,
-    "keep_ramp_iterations": 2,
 }
+RAMP = {"warmup_iterations": 1, "keep_ramp_iterations": 2}
 SCENARIOS = {
-    "recipe": {"freeze_iteration": 4},
+    "recipe": {**RAMP, "freeze_iteration": 4},
     "paper": {
+        **RAMP,
         "preset": "paper",
         "freeze_iteration": 5,
         "freeze_drift": -1.0,
         "groups": ("channel", "filter"),
     },
-    "fp16": {"amp": "fp16", "freeze_iteration": 3, "after_freeze": "admm", "node_sync": "outer"},
+    "fp16": {
+        **RAMP,
+        "amp": "fp16",
+        "freeze_iteration": 3,
+        "after_freeze": "admm",
+        "node_sync": "outer",
+    },
+    "dense": {"method": "dense"},
+    "topk": {"method": "topk", "aggregation": "hierarchical"},
+    "diloco": {"method": "diloco"},
+    "one-shot": {"method": "one-shot", "prune_iteration": 4},
 }
 
 
@@ -76,7 +86,7 @@ class Run:
     transport: Transport
 
     def iterate(self, stop: StopAgreement | None = None) -> Iterator[dict]:
-        for record in outer_iterations(
+        for record in driver_of(self.settings.method).outer_iterations(
             self.topology,
             self.state,
             self.problem,
@@ -93,9 +103,9 @@ class Run:
         )
 
 
-def new_run(topology: Topology, scenario: str) -> Run:
+def new_run(topology: Topology, scenario: str, **changes: object) -> Run:
     """Build a run as the program does, from the same seeds each time."""
-    settings = make(**{**COMMON, **SCENARIOS[scenario]})
+    settings = make(**{**COMMON, **SCENARIOS[scenario], **changes})
     torch.manual_seed(0)
     np.random.seed(topology.world.rank)
     model = Net()
@@ -125,6 +135,7 @@ def vectors(run: Run) -> dict[str, torch.Tensor]:
     state = run.state
     found = {name: getattr(state, name) for name in ("theta", "u", "v", "z_node", "z")}
     found |= {"momentum": state.optimizer.state[state.theta]["momentum_buffer"]}
+    found |= state.memory
     found |= dict(run.problem.model.named_buffers())
     found |= {name: torch.from_numpy(getattr(state, name)) for name in ("mask", "rho1", "rho2")}
     return {name: tensor.clone() for name, tensor in found.items()}
@@ -140,7 +151,7 @@ def assert_same(first: Run, second: Run) -> None:
 
 @pytest.mark.parametrize(
     ("scenario", "ranks_per_node"),
-    [*(("recipe", shape) for shape in NODE_SHAPES), ("paper", 3), ("fp16", 2)],
+    [*(("recipe", shape) for shape in NODE_SHAPES), ("paper", 3), ("fp16", 2), ("one-shot", 3)],
 )
 def test_a_restored_run_goes_on_bit_for_bit(scenario: str, ranks_per_node: int) -> None:
     with nodes_of(ranks_per_node) as topology, run_directory() as files:
@@ -232,6 +243,56 @@ def test_other_nodes_take_over_what_is_common(scenario: str, before: int, after:
                 topology.leader.Allreduce(weighted, total)
                 scale = max(1e-3, float(np.abs(weighted).max()))
                 assert np.abs(total).max() < 1e-4 * scale
+
+
+@pytest.mark.parametrize("aggregation", ["flat", "hierarchical"])
+def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(aggregation: str) -> None:
+    if WORLD.size == 1:
+        pytest.skip("one rank makes one kind of node")
+
+    def kept(run: Run) -> np.ndarray:
+        mine = run.state.memory["own.residual"].double().numpy()
+        total = np.empty_like(mine)
+        WORLD.Allreduce(mine, total)
+        return total
+
+    changes = {"method": "topk", "aggregation": aggregation}
+    with run_directory() as files:
+        with nodes_of(2) as topology:
+            first = new_run(topology, "topk", **changes)
+            list(first.iterate(StopsAt(10)))
+            checkpoint.save(topology, files, first.state, first.problem)
+            before, sizes = kept(first), topology.node_sizes
+        with nodes_of(3 if WORLD.size > 2 else 1) as topology:
+            assert topology.node_sizes != sizes
+            second = new_run(topology, "topk", **changes)
+            assert "are dealt out anew" in second.restore(files).describe()[0]
+            after = second.state.memory["own.residual"].double().numpy()
+            np.testing.assert_allclose(kept(second), before, rtol=1e-5, atol=1e-7)
+            weight = 1 / WORLD.size
+            if aggregation == "hierarchical":
+                weight = topology.node_size / WORLD.size if topology.is_leader else 0.0
+            np.testing.assert_allclose(after, weight * before, rtol=1e-5, atol=1e-7)
+            assert before.any()
+            assert [r["iteration"] for r in second.iterate()] == [4, 5, 6]
+
+
+def test_what_all_ranks_share_goes_to_other_nodes_as_it_is() -> None:
+    if WORLD.size == 1:
+        pytest.skip("one rank makes one kind of node")
+    momenta = []
+    with run_directory() as files:
+        with nodes_of(2) as topology:
+            first = new_run(topology, "diloco")
+            list(first.iterate(StopsAt(10)))
+            checkpoint.save(topology, files, first.state, first.problem)
+        with nodes_of(3 if WORLD.size > 2 else 1) as topology:
+            second = new_run(topology, "diloco")
+            assert second.restore(files).other_nodes
+            for run in (first, second):
+                momenta.append(run.state.memory["shared.outer_momentum"])
+    assert torch.equal(*momenta)
+    assert momenta[0].any()
 
 
 @pytest.mark.parametrize("victim", ["first", "last", "manifest"])

@@ -13,7 +13,9 @@ from prunex_mpi.cli import parse
 from prunex_mpi.errors import USAGE, UserError
 from prunex_mpi.schedule import strictness
 from prunex_mpi.settings import (
+    CONSENSUS,
     FIELDS,
+    METHODS,
     PRESETS,
     key_of,
     layer_keep_ratios,
@@ -195,6 +197,76 @@ def test_round_trip_through_the_file_of_a_run(tmp_path, flags):
 
 
 # ---------------------------------------------------------------------------------------------
+# methods
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_without_further_flags_and_reads_its_file_back(tmp_path, method, preset):
+    settings = parse(["--method", method, "--preset", preset])
+    assert settings.method == method
+    path = write(tmp_path, to_toml(settings, {}))
+    assert parse(["--config", path]) == settings
+    # The values of settings that another method has no use for are defaults: nobody gave them.
+    other = "dense" if method != "dense" else "local-sgd"
+    assert parse(["--config", path, "--method", other]) == make(preset, method=other)
+    # A share of a run's length that the method ignores does not tie it to that length.
+    if method not in CONSENSUS:
+        flags = ["--config", path, "--outer-iterations", "40"]
+        assert parse(flags).outer_iterations == 40
+    assert with_overrides(settings, seed=3).prune_iteration == settings.prune_iteration
+
+
+def test_defaults_may_depend_on_the_method(tmp_path):
+    assert make(method="one-shot").prune_iteration == 32
+    assert make(method="one-shot", outer_iterations=1).prune_iteration == 1
+    path = write(tmp_path, 'method = "one-shot"\n')
+    flags = ["--config", path, "--prune-iteration", "1/4"]
+    assert parse(flags).prune_iteration == 16
+    assert_refused(lambda: with_overrides(make(), method="dense"), "method")
+
+
+@pytest.mark.parametrize("method", CONSENSUS)
+def test_other_methods_shares_leave_a_run_free_to_change_its_length(tmp_path, method):
+    path = write(tmp_path, to_toml(make(method=method), {}))
+    flags = ["--config", path, "--outer-iterations", "50"]
+    assert parse(flags) == make(
+        method=method,
+        outer_iterations=50,
+        warmup_iterations=28,
+        keep_ramp_iterations=8,
+        freeze_iteration=40,
+    )
+
+
+@pytest.mark.parametrize("name", [n for n, f in FIELDS.items() if "methods" in f.metadata])
+def test_a_setting_of_other_methods_is_refused_by_name(name):
+    """Unless it is given as what it is anyway."""
+    field = FIELDS[name]
+    method = next(m for m in METHODS if m not in field.metadata["methods"])
+    default = getattr(make(method=method), name)
+    make(method=method, **{name: default})
+    if "choices" in field.metadata:
+        values = [c for c in field.metadata["choices"] if c not in (default, *(default or ()))]
+        other = values[0]
+    elif name == "layer_keep_ratio":
+        other = ("a=0.5",)
+    elif isinstance(default, tuple):
+        other = (0.125,)
+    elif isinstance(default, bool):
+        other = not default
+    elif "share" in field.metadata:
+        other = 3
+    else:
+        other = 0.75 * default if isinstance(default, float) else default + 1
+    assert_refused(
+        lambda: make(method=method, **{name: other}),
+        f"{key_of(name)} means nothing to method {method}",
+    )
+
+
+# ---------------------------------------------------------------------------------------------
 # bad input
 # ---------------------------------------------------------------------------------------------
 
@@ -254,8 +326,23 @@ BAD_FLAGS = [
     ("--layer-keep-ratio =0.5", "'=0.5'"),
     ("--layer-keep-ratio layer3=0", "'layer3=0'"),
     ("--layer-keep-ratio layer3=nan", "'layer3=nan'"),
-    ("--method dense", "'dense'"),
+    ("--method dens", "did you mean 'dense'?"),
     ("--method prunx", "did you mean 'prunex'?"),
+    ("--method dense --keep-ratio 0.25", "keep-ratio means nothing to method dense"),
+    ("--method dense --compress-ratio 0.1", "(it is for topk, dgc)"),
+    ("--compress-ratio 0.1", "compress-ratio means nothing to method prunex"),
+    ("--method topk --compress-ratio 0", "--compress-ratio must be above 0"),
+    ("--method topk --compress-ratio 1.1", "--compress-ratio must be at most 1"),
+    ("--method topk --compress-ratio nan", "--compress-ratio"),
+    ("--method topk --aggregation tree", "--aggregation"),
+    ("--method topk --amp fp16", "amp fp16: topk keeps what it has not sent"),
+    ("--method diloco --outer-lr 0", "--outer-lr"),
+    ("--method diloco --outer-momentum 1", "--outer-momentum"),
+    ("--method one-shot --prune-iteration 0", "from 1 to the 64"),
+    ("--method one-shot --prune-iteration 65", "from 1 to the 64"),
+    ("--method one-shot --freeze-iteration 5", "freeze-iteration means nothing"),
+    ("--method prunex-flat --ranks-per-node 2", "every rank is a node of its own"),
+    ("--method local-sgd --rho1 1", "rho1 means nothing to method local-sgd"),
     ("--dataset cifar", "did you mean 'cifar10'"),
     ("--preset papr", "did you mean 'paper'?"),
     ("--amp fp8", "--amp"),

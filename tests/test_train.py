@@ -37,6 +37,7 @@ RECORD = {
     "test_loss",
     "test_accuracy",
 }
+PHASES = {"local", "intra", "project", "inter", "dual", "evaluate", "total"}
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -57,8 +58,7 @@ def test_run_directory_is_complete(finished):
     records = read_lines(folder / "run/metrics.jsonl")
     assert [r["iteration"] for r in records] == list(range(1, 9))
     assert all(set(r) == RECORD for r in records)
-    phases = {"local", "intra", "project", "inter", "dual", "evaluate", "total"}
-    assert all(set(r["seconds"]) == phases for r in records)
+    assert all(set(r["seconds"]) == PHASES for r in records)
     assert set(records[0]["residuals"]) == {
         "intra_primal",
         "intra_dual",
@@ -92,6 +92,8 @@ def test_bytes_are_those_of_the_tensors(finished):
     assert last["frozen"] and last["density"] == 0.5
     assert last["bytes"]["payload"] == dense - 4 * pruned
     assert last["bytes"]["mask"] == 0
+    # Between two leaders an Allreduce sends its operand once each way.
+    assert last["bytes"]["sent"] == last["bytes"]["payload"]
     # Frozen: T gradients, theta with the statistics, and the payload's broadcast.
     steps = round(0.25 * (359 // 32))
     assert last["bytes"]["intra"] == 4 * steps * parameters + dense + last["bytes"]["payload"]
@@ -223,6 +225,26 @@ def test_launcher_mismatch_is_refused(tmp_path):
     """Slurm started two tasks but the MPI sees one: N silent singletons otherwise."""
     slurm = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0"}
     assert_refused(train(1, [], tmp_path, **slurm), 2, "Slurm started 2 tasks")
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("method", ["topk --aggregation hierarchical", "prunex-flat"])
+def test_rivals_leave_the_same_files(tmp_path, method):
+    nodes = [] if method == "prunex-flat" else ["--ranks-per-node", "2"]
+    flags = ["--model", "resnet8", "--outer-iterations", "2", "--run-dir", "run", *nodes]
+    result = train(4, [*flags, "--method", *method.split()], tmp_path)
+    assert result.returncode == 0, result.stderr
+    records = read_lines(tmp_path / "run/metrics.jsonl")
+    assert [set(r) for r in records] == [RECORD, RECORD]
+    assert all(set(r["seconds"]) == PHASES for r in records)
+    for record in records:
+        parts = sum(s for phase, s in record["seconds"].items() if phase != "total")
+        assert min(record["seconds"].values()) >= 0
+        assert parts == pytest.approx(record["seconds"]["total"], rel=0.2, abs=0.05)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["method"]) == ("completed", method.split()[0])
+    tensors = load_file(tmp_path / "run/state.safetensors")
+    build_model("resnet8", num_classes=10, image_size=8).load_state_dict(tensors)
 
 
 @pytest.mark.any_mpi

@@ -1,0 +1,55 @@
+"""One local step, in the pieces that every driver puts its communication between."""
+
+import torch
+from torch import Tensor
+
+from prunex_mpi.schedule import ROLLBACK_FACTOR, learning_rate
+from prunex_mpi.settings import Settings
+from prunex_mpi.state import Problem, State
+
+
+def forward_backward(state: State, problem: Problem, settings: Settings) -> Tensor:
+    """Leave the (scaled) gradient of the next batch in `state.grad`; return the loss, detached."""
+    device_type = state.theta.device.type
+    amp_dtype = torch.float16 if settings.amp == "fp16" else torch.bfloat16
+    images, labels = problem.train.next()
+    state.grad.zero_()
+    with torch.autocast(device_type, amp_dtype, enabled=settings.amp != "off"):
+        loss = problem.loss(problem.forward(images), labels)
+    state.scaler.scale(loss).backward()
+    return loss.detach()
+
+
+def step_optimizer_(state: State, problem: Problem, settings: Settings) -> None:
+    """Move theta along the unscaled gradient, at the learning rate of this step of the run."""
+    position = state.position
+    state.optimizer.param_groups[0]["lr"] = learning_rate(
+        (position.iteration - 1) * problem.steps + position.step,
+        settings.outer_iterations * problem.steps,
+        base=settings.lr * ROLLBACK_FACTOR**position.rollbacks,
+        schedule=settings.lr_schedule,
+        warmup=settings.lr_warmup,
+        final=settings.lr_final,
+    )
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+
+
+def loss_sums(state: State) -> Tensor:
+    """Return the sum of this outer iteration's losses so far and their count, on theta's device."""
+    position = state.position
+    sums = torch.tensor([position.loss_sum, position.loss_count], dtype=torch.float64)
+    return sums.to(state.theta.device)
+
+
+def add_loss_(sums: Tensor, loss: Tensor, settings: Settings) -> None:
+    """Add one loss to `sums`."""
+    total, counted = sums
+    if settings.amp == "fp16":
+        # The scaler skips steps that overflow; their loss says nothing.
+        finite = torch.isfinite(loss)
+        total += torch.where(finite, loss, 0.0)
+        counted += finite
+    else:
+        total += loss
+        counted += 1

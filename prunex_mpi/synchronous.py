@@ -1,0 +1,353 @@
+"""The driver of the methods that communicate at each step: dense SGD and compressed gradients.
+
+| part of a step       | communicator        | MPI operation             | operand              |
+|----------------------|---------------------|---------------------------|----------------------|
+| gradient of the node | node (hierarchical) | Iallreduce SUM            | gradient, dense      |
+| exchange             | workers             | the method's own          | what the method sends|
+| result in the node   | node (hierarchical) | Bcast                     | gradient, dense      |
+
+and, once per outer iteration, the BatchNorm statistics of all ranks. The workers are all ranks or
+the node leaders (`exchange.py`); the mean over all N ranks is what every exchange aims at, and all
+ranks hold the same theta after every step. An outer iteration is T steps, as in H-SADMM, so that
+evaluations, checkpoints and records come at the same places.
+
+A method is one case in each of three places: its memory (`memory.build_memory`), memory that no
+step hands to the next (`allocate`), and its exchange (`exchange_`).
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prunex_mpi import batchnorm
+from prunex_mpi.collectives import Transport, allreduce_, allreduce_then_bcast_, bcast_
+from prunex_mpi.comm import Topology
+from prunex_mpi.compress import add_sparse_, kept_per_layer, select_top_
+from prunex_mpi.errors import UserError
+from prunex_mpi.evaluation import evaluate, mean_over_ranks, refuse_divergence
+from prunex_mpi.exchange import Workers, allgather_, allocate_gathered, find_workers
+from prunex_mpi.gradients import GradientAverager
+from prunex_mpi.metrics import iteration_record, layer_records, timed
+from prunex_mpi.preemption import StopAgreement
+from prunex_mpi.settings import Settings
+from prunex_mpi.state import Problem, State, Traffic, next_iteration, ring_bytes
+from prunex_mpi.steps import add_loss_, forward_backward, loss_sums, step_optimizer_
+from prunex_mpi.watchdog import Heartbeat
+
+
+def outer_iterations(
+    topology: Topology,
+    state: State,
+    problem: Problem,
+    settings: Settings,
+    transport: Transport,
+    heartbeat: Heartbeat,
+    stop: StopAgreement | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Train from `state.position` on; yield each outer iteration's metrics (metrics.jsonl).
+
+    As `hsadmm.outer_iterations`. Of `seconds`, `local` is the forward and backward pass and the
+    step, `project` what the method computes, `inter` waiting for gradients and statistics.
+    Collective on `topology.world`. Raises Diverged on every rank.
+    """
+    position = state.position
+    flat = settings.aggregation == "flat"
+    workers = find_workers(topology, settings.aggregation)
+    space = allocate(workers, state, settings)
+    with ExitStack() as exits:
+        averager = None
+        if not flat or settings.method == "dense":
+            # The node's mean, or everyone's at once: both while the backward pass still runs.
+            comm = topology.world if flat else topology.node
+            averager = GradientAverager(comm, problem.model, state.layout, state.grad, transport)
+            exits.callback(averager.close)
+        for k in range(position.iteration, settings.outer_iterations + 1):
+            started = time.perf_counter()
+            before_s = position.local_seconds
+            seconds: dict[str, float] = {}
+            traffic = Traffic()
+            last = k == settings.outer_iterations
+            heartbeat.iteration = k
+            with timed(heartbeat, seconds, "local", state):
+                loss = train_steps(
+                    topology,
+                    workers,
+                    averager,
+                    space,
+                    state,
+                    problem,
+                    settings,
+                    transport,
+                    heartbeat,
+                    stop,
+                    traffic,
+                )
+                if loss is None:
+                    return
+                refuse_divergence(topology, state, loss)
+            seconds["local"] += before_s - position.method_seconds - position.exchange_seconds
+            seconds["project"] = position.method_seconds
+            with timed(heartbeat, seconds, "inter", state):
+                average_statistics(topology, workers, state, settings, transport, traffic)
+                loss = mean_over_ranks(topology.world, loss)
+            seconds["inter"] += position.exchange_seconds
+            state.z.copy_(state.theta)
+            state.z_node.copy_(state.theta)
+            gradients = problem.steps * state.layout.numel
+            traffic.dense += (gradients + state.stats.numel()) * state.theta.element_size()
+
+            test_loss = test_accuracy = None
+            with timed(heartbeat, seconds, "evaluate", state):
+                if problem.test is not None and (last or k % settings.evaluate_every == 0):
+                    test_loss, test_accuracy = evaluate(topology, state, problem, traffic)
+            seconds |= {"intra": 0.0, "dual": 0.0}
+            seconds["total"] = time.perf_counter() - started + before_s
+            record = {
+                **iteration_record(k, state, seconds, traffic, None),
+                "mask_drift": 0.0,
+                "train_loss": loss,
+                "test_loss": test_loss,
+                "test_accuracy": test_accuracy,
+                "layers": layer_records(k, state, None) if topology.world.rank == 0 else [],
+                "status": "completed" if last else "running",
+            }
+            next_iteration(position, loss)
+            yield record
+
+
+# --------------------------------------------------------------------------------------------------
+# The steps of one outer iteration
+# --------------------------------------------------------------------------------------------------
+
+
+def train_steps(
+    topology: Topology,
+    workers: Workers,
+    averager: GradientAverager | None,
+    space: dict[str, Tensor],
+    state: State,
+    problem: Problem,
+    settings: Settings,
+    transport: Transport,
+    heartbeat: Heartbeat,
+    stop: StopAgreement | None,
+    traffic: Traffic,
+) -> float | None:
+    """Take T steps of SGD on the mean gradient of all ranks; return this rank's mean loss.
+
+    Returns None where the ranks agree to stop: `state.position` then says which step comes next.
+    Collective on `world`.
+    """
+    position = state.position
+    state.optimizer.param_groups[0]["weight_decay"] = settings.weight_decay
+    losses = loss_sums(state)
+    traffic.payload += position.payload_bytes
+    traffic.sent += position.sent_bytes
+    traffic.mask += position.mask_bytes
+    traffic.intra += position.intra_bytes
+    started = time.perf_counter()
+    problem.model.train()
+    while position.step < problem.steps:
+        if stop is not None and stop.reached():
+            position.loss_sum, position.loss_count = losses.tolist()
+            position.payload_bytes, position.sent_bytes = traffic.payload, traffic.sent
+            position.mask_bytes, position.intra_bytes = traffic.mask, traffic.intra
+            position.local_seconds += time.perf_counter() - started
+            return None
+        heartbeat.beat(position.step)
+        if averager is not None:
+            averager.begin()
+        loss = forward_backward(state, problem, settings)
+        average_gradient_(topology, workers, averager, space, state, settings, transport, traffic)
+        state.scaler.unscale_(state.optimizer)
+        step_optimizer_(state, problem, settings)
+        add_loss_(losses, loss, settings)
+        position.step += 1
+    return float(losses[0] / losses[1])
+
+
+def average_gradient_(
+    topology: Topology,
+    workers: Workers,
+    averager: GradientAverager | None,
+    space: dict[str, Tensor],
+    state: State,
+    settings: Settings,
+    transport: Transport,
+    traffic: Traffic,
+) -> None:
+    """Turn this rank's gradient in `state.grad` into the mean over all ranks, as the method has it.
+
+    Collective on `workers.comm` and, with hierarchical aggregation, on `node`.
+    """
+    node, grad = topology.node, state.grad
+    inside = grad.numel() * grad.element_size() if node.size > 1 else 0
+    if settings.aggregation == "flat":
+        inside = 0
+    if averager is not None:
+        with clocked(state, "exchange_seconds"):
+            averager.finish_()
+        traffic.intra += inside
+    if settings.method == "dense":
+        with clocked(state, "exchange_seconds"):
+            exchange_dense_(topology, workers, state, settings, transport, traffic)
+        traffic.intra += inside
+        return
+    if workers.speaks:
+        grad.mul_(workers.weight)
+        exchange_(workers, space, state, settings, transport, traffic)
+    if settings.aggregation == "hierarchical":
+        with clocked(state, "exchange_seconds"):
+            bcast_(node, grad, transport)
+        traffic.intra += inside
+
+
+def average_statistics(
+    topology: Topology,
+    workers: Workers,
+    state: State,
+    settings: Settings,
+    transport: Transport,
+    traffic: Traffic,
+) -> None:
+    """Average the BatchNorm statistics over all ranks, by second moments.
+
+    Collective on `world`, or on `node` and `leader`.
+    """
+    batchnorm.read_(state.bn_modules, state.stats)
+    size = state.stats.numel() * state.stats.element_size()
+    if settings.aggregation == "flat":
+        allreduce_(topology.world, state.stats, transport)
+    else:
+        allreduce_(topology.node, state.stats, transport)
+        allreduce_then_bcast_(topology.leader, topology.node, state.stats, transport)
+        traffic.intra += 2 * size if topology.node_size > 1 else 0
+    count_allreduce(traffic, workers, size)
+    state.stats.div_(topology.world_size)
+    batchnorm.write(state.bn_modules, state.stats)
+
+
+def count_allreduce(traffic: Traffic, workers: Workers, operand: int) -> None:
+    """Count an Allreduce of `operand` bytes over the workers."""
+    traffic.payload += operand
+    traffic.sent += ring_bytes(workers.ring, operand)
+
+
+def count_allgather(traffic: Traffic, workers: Workers, mine: int, everyone: int) -> None:
+    """Count an Allgather: `mine` bytes of this worker, `everyone` bytes of all together."""
+    traffic.payload += mine
+    traffic.sent += ring_bytes(workers.ring, everyone, passes=1)
+
+
+@contextmanager
+def clocked(state: State, name: str) -> Iterator[None]:
+    """Add the seconds of the block to `method_seconds` or `exchange_seconds` of the position."""
+    cuda = state.theta.device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize(state.theta.device)
+    started = time.perf_counter()
+    yield
+    if cuda:
+        torch.cuda.synchronize(state.theta.device)
+    position = state.position
+    setattr(position, name, getattr(position, name) + time.perf_counter() - started)
+
+
+# --------------------------------------------------------------------------------------------------
+# The methods
+# --------------------------------------------------------------------------------------------------
+
+
+def allocate(workers: Workers, state: State, settings: Settings) -> dict[str, Tensor]:
+    """Return the memory that the method writes anew in each step, by names of its own."""
+    match settings.method:
+        case "topk" if workers.speaks:
+            return allocate_topk(workers, state, settings)
+        case _:
+            return {}
+
+
+def exchange_(
+    workers: Workers,
+    space: dict[str, Tensor],
+    state: State,
+    settings: Settings,
+    transport: Transport,
+    traffic: Traffic,
+) -> None:
+    """Replace this worker's weighted gradient in `state.grad` by the sum over all workers.
+
+    What the method leaves out of the sum stays in `state.memory`, and every worker receives the
+    same bits. Collective on `workers.comm`; followers must not call it.
+    """
+    match settings.method:
+        case "topk":
+            exchange_topk_(workers, space, state, settings, transport, traffic)
+        case other:
+            raise ValueError(f"{other} exchanges nothing at each step")
+
+
+def exchange_dense_(
+    topology: Topology,
+    workers: Workers,
+    state: State,
+    settings: Settings,
+    transport: Transport,
+    traffic: Traffic,
+) -> None:
+    """Finish synchronous SGD's mean: over the nodes, where their own mean is in `state.grad`.
+
+    Flat, the mean over all ranks is there already. Collective on `leader`, then on `node`.
+    """
+    grad = state.grad
+    if settings.aggregation == "hierarchical":
+        grad.mul_(workers.weight)
+        allreduce_then_bcast_(topology.leader, topology.node, grad, transport)
+    count_allreduce(traffic, workers, grad.numel() * grad.element_size())
+
+
+def allocate_topk(workers: Workers, state: State, settings: Settings) -> dict[str, Tensor]:
+    """Return memory for one worker's values and positions, and for those of all."""
+    if state.layout.numel > torch.iinfo(torch.int32).max:
+        raise UserError("the model has more parameters than topk's 32-bit positions can name")
+    count = sum(kept_per_layer(state.layout, settings.compress_ratio))
+    values = state.theta.new_empty(count)
+    positions = torch.empty(count, dtype=torch.int32, device=values.device)
+    return {
+        "values": values,
+        "positions": positions,
+        "all_values": allocate_gathered(workers, values),
+        "all_positions": allocate_gathered(workers, positions),
+    }
+
+
+def exchange_topk_(
+    workers: Workers,
+    space: dict[str, Tensor],
+    state: State,
+    settings: Settings,
+    transport: Transport,
+    traffic: Traffic,
+) -> None:
+    """Send the elements of largest magnitude of residual + gradient; the rest is the new residual.
+
+    Top-k sparsification with error feedback (Stich et al. 2018), per layer. Two Allgathers of
+    values and int32 positions. Collective on `workers.comm`.
+    """
+    residual = state.memory["own.residual"]
+    values, positions = space["values"], space["positions"]
+    with clocked(state, "method_seconds"):
+        residual.add_(state.grad)
+        counts = kept_per_layer(state.layout, settings.compress_ratio)
+        select_top_(residual, state.layout, counts, values, positions)
+    with clocked(state, "exchange_seconds"):
+        allgather_(workers.comm, values, space["all_values"], transport)
+        allgather_(workers.comm, positions, space["all_positions"], transport)
+    with clocked(state, "method_seconds"):
+        add_sparse_(state.grad, space["all_values"], space["all_positions"])
+    mine = values.nbytes + positions.nbytes
+    count_allgather(traffic, workers, mine, workers.count * mine)

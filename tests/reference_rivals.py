@@ -1,0 +1,194 @@
+"""The rival methods of all ranks simulated in one process, as plainly as `reference.simulate`.
+
+Everything is per tensor, in dictionaries. A per-step method is one function of all workers'
+weighted contributions, [{name: tensor}], and of a dictionary that it may remember things in; it
+returns their sum as the workers receive it.
+"""
+
+import copy
+import math
+from types import SimpleNamespace
+
+import torch
+from reference import batchnorms, conv_shapes, masked, parameters, project
+
+
+def workers_of(node_sizes, aggregation):
+    """Return [(ranks that the worker speaks for, its weight)]."""
+    total = sum(node_sizes)
+    if aggregation == "flat":
+        return [([rank], 1 / total) for rank in range(total)]
+    starts = [sum(node_sizes[:i]) for i in range(len(node_sizes))]
+    return [(list(range(s, s + p)), p / total) for s, p in zip(starts, node_sizes, strict=True)]
+
+
+def average_batchnorm(models):
+    """Give all models the statistics of the pooled data."""
+    for n in batchnorms(models[0]):
+        modules = [batchnorms(m)[n] for m in models]
+        mean = sum(m.running_mean for m in modules) / len(modules)
+        second = sum(m.running_var + m.running_mean**2 for m in modules) / len(modules)
+        for m in modules:
+            m.running_mean.copy_(mean)
+            m.running_var.copy_(second - mean**2)
+
+
+# --------------------------------------------------------------------------------------------------
+# Methods that communicate at each step
+# --------------------------------------------------------------------------------------------------
+
+
+def dense(contributions, memory, s):
+    return {n: sum(c[n] for c in contributions) for n in contributions[0]}
+
+
+def topk(contributions, memory, s):
+    """Keep the largest of each tensor, one by one; the rest waits for the next step."""
+    residuals = memory.setdefault(
+        "residuals",
+        [{n: torch.zeros_like(x) for n, x in c.items()} for c in contributions],
+    )
+    total = {n: torch.zeros_like(x) for n, x in contributions[0].items()}
+    for contribution, residual in zip(contributions, residuals, strict=True):
+        for n, x in contribution.items():
+            waiting = (residual[n] + x).reshape(-1)
+            count = max(1, math.ceil(s.compress_ratio * waiting.numel() - 1e-9))
+            order = sorted(range(waiting.numel()), key=lambda i: -abs(float(waiting[i])))
+            sent = torch.zeros_like(waiting)
+            for i in order[:count]:
+                sent[i] = waiting[i]
+            total[n] += sent.view(x.shape)
+            residual[n] = (waiting - sent).view(x.shape)
+    return total
+
+
+PER_STEP = {"dense": dense, "topk": topk}
+
+
+def simulate_per_step(model, streams, node_sizes, loss_fn, s):
+    """Run `s.outer_iterations` times `s.steps` steps; return one SimpleNamespace per iteration."""
+    exchange, memory = PER_STEP[s.method], {}
+    workers = workers_of(node_sizes, s.aggregation)
+    models = [copy.deepcopy(model) for _ in streams]
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay)
+        for m in models
+    ]
+    history = []
+    for _ in range(s.outer_iterations):
+        losses = []
+        for _ in range(s.steps):
+            gradients = []
+            for m, stream, optimizer in zip(models, streams, optimizers, strict=True):
+                images, labels = stream.next()
+                m.train()
+                optimizer.zero_grad()
+                loss = loss_fn(m(images), labels)
+                loss.backward()
+                losses.append(float(loss.detach()))
+                gradients.append({n: p.grad.clone() for n, p in parameters(m).items()})
+            contributions = [
+                {n: weight * sum(gradients[r][n] for r in ranks) / len(ranks) for n in gradients[0]}
+                for ranks, weight in workers
+            ]
+            mean = exchange(contributions, memory, s)
+            for m, optimizer in zip(models, optimizers, strict=True):
+                for n, p in parameters(m).items():
+                    p.grad.copy_(mean[n])
+                optimizer.step()
+        average_batchnorm(models)
+        history.append(
+            SimpleNamespace(
+                z={n: p.detach().clone() for n, p in parameters(models[0]).items()},
+                memory=copy.deepcopy(memory),
+                loss=sum(losses) / len(losses),
+                statistics=statistics_of(models[0]),
+            )
+        )
+    return history
+
+
+def statistics_of(model):
+    return [(m.running_mean.clone(), m.running_var.clone()) for m in batchnorms(model).values()]
+
+
+# --------------------------------------------------------------------------------------------------
+# Methods that average parameters once per outer iteration
+# --------------------------------------------------------------------------------------------------
+
+
+def simulate_local(model, streams, node_sizes, loss_fn, s):
+    """Run local-sgd, diloco or one-shot; return one SimpleNamespace per outer iteration."""
+    names, infos = list(parameters(model)), conv_shapes(model)
+    total = sum(node_sizes)
+    node_of = [i for i, size in enumerate(node_sizes) for _ in range(size)]
+    models = [copy.deepcopy(model) for _ in streams]
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay)
+        for m in models
+    ]
+    z = {n: p.detach().clone() for n, p in parameters(model).items()}
+    velocity = {n: torch.zeros_like(x) for n, x in z.items()}
+    mask, history = {}, []
+    for k in range(1, s.outer_iterations + 1):
+        losses = []
+        for m in models:
+            m.train()
+            for n, p in parameters(m).items():
+                p.data.copy_(z[n])
+        for _ in range(s.steps):
+            for m, stream, optimizer in zip(models, streams, optimizers, strict=True):
+                images, labels = stream.next()
+                optimizer.zero_grad()
+                loss = loss_fn(m(images), labels)
+                loss.backward()
+                losses.append(float(loss.detach()))
+            for i in range(len(node_sizes) if s.node_sync == "step" else 0):
+                mine = [m for m, node in zip(models, node_of, strict=True) if node == i]
+                for n in names:
+                    mean = sum(parameters(m)[n].grad for m in mine) / len(mine)
+                    for m in mine:
+                        parameters(m)[n].grad.copy_(mean)
+            for m, optimizer in zip(models, optimizers, strict=True):
+                for n, p in parameters(m).items():
+                    if n in mask:
+                        p.grad *= mask[n]
+                optimizer.step()
+        mean = {n: sum(parameters(m)[n].detach() for m in models) / total for n in names}
+        if s.method == "one-shot" and k == s.prune_iteration:
+            by_node = [
+                {
+                    n: sum(
+                        parameters(m)[n].detach()
+                        for m, node in zip(models, node_of, strict=True)
+                        if node == i
+                    )
+                    / size
+                    for n in names
+                }
+                for i, size in enumerate(node_sizes)
+            ]
+            mask = project(by_node, infos, s.groups, s.keep_ratio, node_sizes)
+            for m, optimizer in zip(models, optimizers, strict=True):
+                for n, p in parameters(m).items():
+                    if n in mask:
+                        optimizer.state[p]["momentum_buffer"] *= mask[n]
+        mean = masked(mean, mask)
+        if s.method == "diloco":
+            for n in names:
+                displacement = z[n] - mean[n]
+                velocity[n] = s.outer_momentum * velocity[n] + displacement
+                z[n] = z[n] - s.outer_lr * (displacement + s.outer_momentum * velocity[n])
+        else:
+            z = mean
+        average_batchnorm(models)
+        history.append(
+            SimpleNamespace(
+                z={n: x.clone() for n, x in z.items()},
+                velocity={n: x.clone() for n, x in velocity.items()},
+                mask=dict(mask),
+                loss=sum(losses) / len(losses),
+                statistics=statistics_of(models[0]),
+            )
+        )
+    return history

@@ -1,0 +1,54 @@
+"""Workers and their weights, and gathering through buckets."""
+
+import pytest
+import torch
+from nodes import NODE_SHAPES, WORLD, nodes_of
+
+from mpi4py import MPI
+
+from prunex_mpi.collectives import Transport
+from prunex_mpi.exchange import allgather_, allocate_gathered, find_workers, worker_weight
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize("aggregation", ["flat", "hierarchical"])
+@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
+def test_weights_add_up_to_one_over_those_who_speak(ranks_per_node: int, aggregation: str) -> None:
+    with nodes_of(ranks_per_node) as topology:
+        workers = find_workers(topology, aggregation)
+        weight = worker_weight(topology, aggregation)
+        sums = torch.tensor([workers.speaks, weight], dtype=torch.float64).numpy()
+        WORLD.Allreduce(MPI.IN_PLACE, sums)
+        assert sums[0] == workers.count
+        assert sums[1] == pytest.approx(1)
+        assert workers.speaks == (weight > 0)
+        if aggregation == "hierarchical" and workers.speaks:
+            assert weight == topology.node_size / WORLD.size
+            assert workers.comm.size == workers.count == topology.num_nodes
+        assert workers.ring == (workers.count if topology.num_nodes > 1 else 1)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32])
+@pytest.mark.parametrize("count", [0, 1, 13, 64])
+def test_every_rank_receives_what_every_rank_gave(count: int, dtype, staged: bool) -> None:
+    room = 8 * 8 * WORLD.size
+    staging = (torch.empty(room, dtype=torch.uint8), torch.empty(room, dtype=torch.uint8))
+    # Pieces of 8 or 16 elements: 13 and 64 take several.
+    transport = Transport(room, staging if staged else None)
+
+    def given(rank: int) -> torch.Tensor:
+        return (torch.arange(count) + 1000 * rank).to(dtype)
+
+    mine = given(WORLD.rank)
+    workers = find_everyone()
+    everyone = allocate_gathered(workers, mine)
+    everyone.fill_(-1)
+    allgather_(WORLD, mine, everyone, transport)
+    assert torch.equal(everyone, torch.stack([given(r) for r in range(WORLD.size)]))
+
+
+def find_everyone():
+    with nodes_of(1) as topology:
+        return find_workers(topology, "flat")

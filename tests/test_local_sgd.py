@@ -1,0 +1,110 @@
+"""Methods that average parameters once per outer iteration, against a simulation in one process."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nodes import WORLD, nodes_of
+from reference_rivals import simulate_local
+from test_oracle import RandomStream, by_name, difference, element_masks, node_sizes_of
+from test_synchronous import assert_alike_on_all_ranks, new_net, run_driver
+
+from prunex_mpi.settings import make
+
+pytestmark = pytest.mark.mpi
+
+STEPS = 2
+COMMON = {"outer_iterations": 4, "lr": 0.05, "lr_schedule": "constant", "lr_warmup": 0.0}
+SCENARIOS = {
+    "local-sgd": {"method": "local-sgd"},
+    "local-sgd-outer": {"method": "local-sgd", "node_sync": "outer"},
+    "diloco": {"method": "diloco"},
+    "one-shot": {"method": "one-shot", "bn": "average"},
+    "one-shot-outer": {
+        "method": "one-shot",
+        "bn": "average",
+        "node_sync": "outer",
+        "groups": ("filter", "channel"),
+        "keep_ratio": (0.6,),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "scenario"),
+    [*((3, name) for name in SCENARIOS), (2, "one-shot"), (1, "diloco")],
+)
+def test_program_equals_oracle(ranks_per_node, scenario):
+    settings = make(**COMMON, **SCENARIOS[scenario])
+    wanted = {**vars(settings), "steps": STEPS, "keep_ratio": settings.keep_ratio[0]}
+    model = new_net()
+    history = simulate_local(
+        copy.deepcopy(model),
+        [RandomStream(r, torch.float64) for r in range(WORLD.size)],
+        node_sizes_of(WORLD.size, min(ranks_per_node, WORLD.size)),
+        F.cross_entropy,
+        SimpleNamespace(**wanted),
+    )
+    payloads = []
+    with nodes_of(ranks_per_node) as topology:
+        stream = RandomStream(WORLD.rank, torch.float64)
+        runs = run_driver(topology, settings, model, stream, STEPS)
+        for (record, state), expected in zip(runs, history, strict=True):
+            for name, mask in element_masks(state).items():
+                assert torch.equal(mask, expected.mask.get(name, torch.ones_like(mask))), name
+            assert difference(by_name(state.z, state), expected.z) < 1e-11
+            assert_alike_on_all_ranks(state.z)
+            if settings.method == "diloco":
+                velocity = by_name(state.memory["shared.outer_momentum"], state)
+                assert difference(velocity, expected.velocity) < 1e-11
+            assert record["train_loss"] == pytest.approx(expected.loss, rel=1e-11)
+            for module, (mean, var) in zip(state.bn_modules, expected.statistics, strict=True):
+                torch.testing.assert_close(module.running_mean, mean, rtol=1e-11, atol=1e-12)
+                torch.testing.assert_close(module.running_var, var, rtol=1e-11, atol=1e-12)
+            payloads.append(record["bytes"]["payload"])
+            assert record["bytes"]["dense"] == payloads[0]
+    assert record["status"] == "completed"
+    # The payload shrinks in the iteration that prunes, which is the second, and only there.
+    pruned = settings.method == "one-shot"
+    assert (payloads[1] < payloads[0]) == pruned
+    assert payloads[1:] == [payloads[1]] * 3
+    assert (record["density"] < 0.61) == pruned
+
+
+def test_diloco_with_a_plain_outer_step_is_local_sgd():
+    """Outer learning rate 1 without momentum takes the mean, bit for bit."""
+    found = []
+    with nodes_of(2) as topology:
+        for changes in ({"method": "local-sgd"}, {"method": "diloco", "outer_lr": 1.0}):
+            if changes["method"] == "diloco":
+                changes["outer_momentum"] = 0.0
+            stream = RandomStream(WORLD.rank, torch.float32)
+            model = new_net(torch.float32)
+            runs = list(run_driver(topology, make(**COMMON, **changes), model, stream, STEPS))
+            found.append(runs[-1][1].z.clone())
+    assert torch.equal(*found)
+
+
+def test_flat_prunex_is_prunex_on_nodes_of_one_rank_with_a_dense_payload():
+    common = {**COMMON, "rho1": 0.02, "rho2": 0.005, "warmup_iterations": 1}
+    common |= {"keep_ramp_iterations": 1, "freeze_iteration": 3}
+    found = {}
+    with nodes_of(1) as topology:
+        for method in ("prunex", "prunex-flat"):
+            stream = RandomStream(WORLD.rank, torch.float64)
+            runs = run_driver(topology, make(method=method, **common), new_net(), stream, STEPS)
+            for record, state in runs:
+                found.setdefault(method, []).append((record["bytes"], state.z.clone(), state.mask))
+            names = element_masks(state)
+            z = by_name(state.z, state)
+            assert all(torch.all(z[name][~mask] == 0) for name, mask in names.items())
+            assert not all(mask.all() for mask in names.values())
+    for (sent, z, mask), (all_sent, flat_z, flat_mask) in zip(
+        found["prunex"], found["prunex-flat"], strict=True
+    ):
+        assert (mask == flat_mask).all()
+        assert float((z - flat_z).abs().max()) < 1e-13
+        assert all_sent["payload"] == all_sent["dense"] == sent["dense"]
+    assert sent["payload"] < sent["dense"]

@@ -1,0 +1,209 @@
+"""Methods that communicate at each step, against a simulation in one process."""
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from nodes import WORLD, nodes_of
+from reference_rivals import simulate_per_step
+from test_oracle import Net, RandomStream, by_name, difference, node_sizes_of
+from torch import nn
+
+from prunex_mpi import synchronous
+from prunex_mpi.batches import Shard
+from prunex_mpi.collectives import build_transport
+from prunex_mpi.layout import build_layout
+from prunex_mpi.problem import make_groups
+from prunex_mpi.settings import make
+from prunex_mpi.state import Problem, build_state
+from prunex_mpi.supervision import driver_of
+from prunex_mpi.watchdog import Heartbeat
+
+pytestmark = pytest.mark.mpi
+
+CPU = torch.device("cpu")
+STEPS = 3
+COMMON = {"outer_iterations": 2, "lr": 0.05, "lr_schedule": "constant", "lr_warmup": 0.0}
+METHODS = {
+    "dense": {},
+    "topk": {"compress_ratio": 0.05},
+}
+AGGREGATIONS = ("flat", "hierarchical")
+# Aggregation and ranks per node; with 4 ranks: 2 + 2, 3 + 1.
+SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
+
+
+def run_driver(topology, settings, model, stream, steps=STEPS):
+    """Yield (record, state) after each outer iteration of the driver of the method."""
+    layout = build_layout(model)
+    state = build_state(model, layout, make_groups(settings, model, layout, 6), settings)
+    nothing = Shard(torch.empty(0), torch.empty(0))
+    problem = Problem(
+        model, model, F.cross_entropy, stream, nothing, None, iter, steps, *torch.zeros(2, 3)
+    )
+    # Buckets of 1 KiB: every message is cut.
+    transport = build_transport(CPU, 2**-10, "host")
+    driver = driver_of(settings.method)
+    for record in driver.outer_iterations(
+        topology, state, problem, settings, transport, Heartbeat()
+    ):
+        yield record, state
+
+
+def new_net(dtype=torch.float64):
+    torch.manual_seed(7)
+    return Net().to(dtype)
+
+
+def assert_alike_on_all_ranks(tensor):
+    reference = tensor.numpy().copy()
+    WORLD.Bcast(reference, root=0)
+    assert np.array_equal(reference, tensor.numpy())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
+def test_program_equals_oracle(aggregation, ranks_per_node, method):
+    settings = make(method=method, aggregation=aggregation, **COMMON, **METHODS[method])
+    wanted = SimpleNamespace(**{**vars(settings), "steps": STEPS})
+    model = new_net()
+    history = simulate_per_step(
+        copy.deepcopy(model),
+        [RandomStream(r, torch.float64) for r in range(WORLD.size)],
+        node_sizes_of(WORLD.size, min(ranks_per_node, WORLD.size)),
+        F.cross_entropy,
+        wanted,
+    )
+    with nodes_of(ranks_per_node) as topology:
+        stream = RandomStream(WORLD.rank, torch.float64)
+        runs = run_driver(topology, settings, model, stream)
+        for (record, state), expected in zip(runs, history, strict=True):
+            for flat in (state.theta, state.z, state.z_node):
+                assert difference(by_name(flat, state), expected.z) < 1e-11
+                assert_alike_on_all_ranks(flat)
+            assert record["train_loss"] == pytest.approx(expected.loss, rel=1e-11)
+            assert record["density"] == 1.0
+            for module, (mean, var) in zip(state.bn_modules, expected.statistics, strict=True):
+                torch.testing.assert_close(module.running_mean, mean, rtol=1e-11, atol=1e-12)
+                torch.testing.assert_close(module.running_var, var, rtol=1e-11, atol=1e-12)
+    assert record["status"] == "completed"
+
+
+class Shares:
+    """A rank's part of batches that one process sees whole; unlike the ranks' own streams."""
+
+    def __init__(self, rank, size, dtype):
+        self.stream, self.rank, self.size = RandomStream(99, dtype), rank, size
+
+    def next(self):
+        images, labels = self.stream.next()
+        return images[self.rank :: self.size], labels[self.rank :: self.size]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_dense_is_sgd_on_the_large_batch(aggregation):
+    """Without BatchNorm, the mean of the ranks' gradients is that of the whole batch."""
+    torch.manual_seed(3)
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 5)
+    model = nn.Sequential(*layers)
+    alone = copy.deepcopy(model)
+    settings = make(method="dense", aggregation=aggregation, **COMMON)
+    with nodes_of(3) as topology:
+        stream = Shares(WORLD.rank, WORLD.size, torch.float32)
+        for _, state in run_driver(topology, settings, model, stream):
+            found = by_name(state.z, state)
+    whole = RandomStream(99, torch.float32)
+    optimizer = torch.optim.SGD(
+        alone.parameters(), lr=0.05, momentum=0.9, weight_decay=settings.weight_decay
+    )
+    for _ in range(2 * STEPS):
+        images, labels = whole.next()
+        optimizer.zero_grad()
+        F.cross_entropy(alone(images), labels).backward()
+        optimizer.step()
+    assert difference(found, {n: p.detach() for n, p in alone.named_parameters()}) < 1e-6
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "dense"])
+@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES[::2])
+def test_what_is_sent_and_what_is_kept_are_the_gradients(
+    aggregation, ranks_per_node, method, monkeypatch
+):
+    """Over a run, what arrived and what the workers keep add up to all contributions."""
+    settings = make(method=method, aggregation=aggregation, **COMMON, **METHODS[method])
+    given, arrived = [], []
+    real = synchronous.exchange_
+
+    def watched(workers, space, state, *others):
+        given.append(state.grad.clone())
+        real(workers, space, state, *others)
+        arrived.append(state.grad.clone())
+
+    monkeypatch.setattr(synchronous, "exchange_", watched)
+    with nodes_of(ranks_per_node) as topology:
+        stream = RandomStream(WORLD.rank, torch.float64)
+        for _, state in run_driver(topology, settings, new_net(), stream):
+            kept = state.memory["own.residual"]
+        speaks = aggregation == "flat" or topology.is_leader
+    assert len(given) == (2 * STEPS if speaks else 0)
+    assert bool(kept.any()) == speaks
+    total = (sum(given) if speaks else torch.zeros_like(kept)).numpy()
+    WORLD.Allreduce(total.copy(), total)
+    left = kept.numpy().copy()
+    WORLD.Allreduce(left.copy(), left)
+    if speaks:
+        assert np.abs(total - left - sum(arrived).numpy()).max() < 1e-13 * np.abs(total).max()
+        assert np.abs(left).max() > 0.01 * np.abs(total).max()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("aggregation", "ranks_per_node"), [*SHAPES, ("flat", 4)])
+def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
+    settings = make(
+        method=method,
+        aggregation=aggregation,
+        **{**COMMON, "outer_iterations": 1},
+        **METHODS[method],
+    )
+    model = new_net(torch.float32)
+    parameters = sum(p.numel() for p in model.parameters())
+    statistics = 2 * (8 + 8 + 12)
+    with nodes_of(ranks_per_node) as topology:
+        stream = RandomStream(WORLD.rank, torch.float32)
+        ((record, _),) = run_driver(topology, settings, model, stream)
+        nodes, inside = topology.num_nodes, topology.node_size > 1
+        if not topology.is_leader:
+            return
+    workers = WORLD.size if aggregation == "flat" else nodes
+    dense = 4 * (STEPS * parameters + statistics)
+    if method == "dense":
+        payload, sent = dense, 2 * dense * (workers - 1) / workers
+    else:
+        elements = sum(-(-p.numel() // 20) for p in model.parameters())
+        gathered = STEPS * 8 * elements
+        payload = gathered + 4 * statistics
+        sent = (gathered * workers + 2 * 4 * statistics) * (workers - 1) / workers
+    if nodes == 1:
+        sent = 0
+    intra = 0
+    if aggregation == "hierarchical" and inside:
+        # The node's mean and what comes back, at each step; the statistics likewise.
+        intra = 2 * dense
+    found = record["bytes"]
+    assert (found["dense"], found["payload"], found["intra"]) == (dense, payload, intra)
+    # Each division by the number of workers is rounded down.
+    assert sent - 3 * STEPS <= found["sent"] <= sent
+    assert found["mask"] == found["evaluate"] == 0
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_dense_with_mixed_precision_stays_the_same_on_all_ranks(amp):
+    settings = make(method="dense", aggregation="hierarchical", amp=amp, **COMMON)
+    with nodes_of(2) as topology:
+        stream = RandomStream(WORLD.rank, torch.float32)
+        for record, state in run_driver(topology, settings, new_net(torch.float32), stream):
+            assert_alike_on_all_ranks(state.theta)
+            assert np.isfinite(record["train_loss"])
