@@ -121,13 +121,8 @@ def export(options: Options) -> None:
     from prunex_mpi.export_report import BATCH, TOLERANCE, compare, prove
     from prunex_mpi.files import STATE
     from prunex_mpi.finished_run import read_run
-    from prunex_mpi.shrink import (
-        describe_removed,
-        judge,
-        smaller_sizes,
-        smaller_tensors,
-        zeros_that_stay,
-    )
+    from prunex_mpi.removable import describe_removed, judge, zeros_that_stay
+    from prunex_mpi.shrink import smaller_sizes, smaller_tensors
 
     devices = choose_devices(options.device)
     if options.onnx:

@@ -8,6 +8,8 @@ from torch import nn
 
 from prunex_mpi.models import build_model
 
+PERIOD = 99_991
+
 
 def _rank() -> int:
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
@@ -78,3 +80,24 @@ class _Unhurried(nn.Module):
 def unhurried(num_classes: int, image_size: int) -> nn.Module:
     body = build_model("resnet8", num_classes=num_classes, image_size=image_size)
     return _Unhurried(body)
+
+
+def randomise_(model: nn.Module) -> None:
+    """Give every parameter and statistic random values that let signals through.
+
+    Weights repeat a drawn sequence of prime length: drawing 10^8 numbers would take seconds.
+    """
+    drawn = torch.randn(PERIOD, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            values = drawn.repeat(-(-p.numel() // PERIOD))[: p.numel()].view(p.shape)
+            # Half of the inputs are removed, half of the activations are zero.
+            scale = 2 * p[0].numel() ** -0.5 if p.dim() > 1 else 0.3
+            gamma = name.endswith("weight") and p.dim() == 1
+            p.copy_(scale * values + gamma)
+        for key, buffer in model.named_buffers():
+            values = drawn[: buffer.numel()].view(buffer.shape)
+            if key.endswith("running_mean"):
+                buffer.copy_(0.3 * values)
+            elif key.endswith("running_var"):
+                buffer.copy_(0.5 + values.square())

@@ -31,6 +31,7 @@ TENSORS = {
     "models",
     "standalone",
     "shrink",
+    "removable",
     "finished_run",
     "export_files",
     "batches",

@@ -15,7 +15,7 @@ from launch import environment
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from prunex_mpi import export, export_files, finished_run, shrink, standalone
+from prunex_mpi import export, export_files, finished_run, removable, standalone
 from prunex_mpi.batches import evaluation_batches
 from prunex_mpi.errors import FAILURE, UNREADABLE, USAGE, UserError
 from prunex_mpi.export_report import count_multiply_adds, prove
@@ -177,15 +177,15 @@ def test_what_is_not_equal_is_not_written(
 ) -> None:
     (own_run / "model").mkdir()
     (own_run / "model/old").write_text("old")
-    judge = shrink.judge
+    judge = removable.judge
 
-    def too_much(*arguments: object) -> shrink.Verdict:
+    def too_much(*arguments: object) -> removable.Verdict:
         verdict = judge(*arguments)
         removed = verdict.removed.copy()
         removed[(~removed).nonzero()[0][0]] = True
-        return shrink.Verdict(removed, ())
+        return removable.Verdict(removed, ())
 
-    monkeypatch.setattr(shrink, "judge", too_much)
+    monkeypatch.setattr(removable, "judge", too_much)
     line = refused(capsys, FAILURE, str(own_run))
     assert "the smaller network is not the same" in line
     assert "nothing was written" in line
@@ -299,6 +299,13 @@ def test_a_run_that_goes_on_is_left_alone(
 ) -> None:
     with FileLock(own_run / "lock"):
         assert "in use by another job" in refused(capsys, USAGE, str(own_run))
+
+
+def test_a_gpu_that_is_not_there_is_said(
+    own_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "torch sees no GPU" in refused(capsys, USAGE, str(own_run), "--device", "cuda")
 
 
 def test_a_full_disk_is_one_line(

@@ -1,0 +1,183 @@
+"""Zeros of filter, channel and shape masks: what can go, what stays and what is said of it."""
+
+import numpy as np
+import pytest
+import torch
+from odd_models import randomise_
+from torch import nn
+
+from prunex_mpi import standalone
+from prunex_mpi.coupling import find_coupling
+from prunex_mpi.removable import describe_removed, judge, zeros_that_stay
+from prunex_mpi.shrink import shrink
+
+IMAGES = torch.rand(4, 3, 4, 4, generator=torch.Generator().manual_seed(2))
+
+
+def plain(activation: nn.Module | None = None) -> nn.Sequential:
+    """Two convolutions of 4 channels, BatchNorm between them, and a classifier."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        activation or nn.ReLU(),
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 2),
+    )
+    randomise_(model)
+    return model.eval()
+
+
+class Added(nn.Module):
+    """Two convolutions whose outputs are added, then read by two more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+        self.c, self.d = nn.Conv2d(4, 2, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.a(x) + self.b(x))
+        return (self.c(x) + self.d(x)).mean(dim=(2, 3))
+
+
+@torch.no_grad()
+def judged(model: nn.Module) -> tuple[list[int], tuple[str, ...], nn.Module]:
+    """Return which channels of the first set go, what is said, and the smaller network.
+
+    The outputs of both are compared.
+    """
+    coupling = find_coupling(model, 4)
+    verdict = judge(model, coupling, IMAGES)
+    smaller = shrink(model, coupling, verdict.removed)
+    torch.testing.assert_close(smaller.eval()(IMAGES), model.eval()(IMAGES), rtol=0, atol=1e-6)
+    first = coupling.sets[0]
+    gone = np.flatnonzero(verdict.removed[first.start : first.start + first.count])
+    return gone.tolist(), verdict.stays, smaller
+
+
+@torch.no_grad()
+def test_a_channel_that_nobody_reads_goes() -> None:
+    model = plain()
+    model[3].weight[:, 2] = 0
+    gone, stays, smaller = judged(model)
+    assert (gone, stays) == ([2], ())
+    assert smaller[0].weight.shape == (3, 3, 3, 3)
+    assert smaller[3].weight.shape == (4, 3, 3, 3)
+    assert smaller[1].running_var.tolist() == model[1].running_var[[0, 1, 3]].tolist()
+    assert model[0].weight.shape == (4, 3, 3, 3)
+
+
+@torch.no_grad()
+def test_a_zero_filter_goes_only_where_its_constant_does_not_pass() -> None:
+    model = plain()
+    model[0].weight[:2] = 0
+    model[0].bias.zero_()
+    model[1].running_mean.zero_()
+    model[1].bias.copy_(torch.tensor([-0.5, 0.5, 0.0, 0.0]))
+    gone, stays, _ = judged(model)
+    assert gone == [0]
+    assert stays == (
+        "1 channel of 0: the filters are zero, but BatchNorm or a bias passes a constant to 3",
+    )
+
+
+@torch.no_grad()
+def test_a_constant_of_either_sign_stays_without_relu() -> None:
+    model = plain(nn.Identity())
+    model[0].weight[:2] = 0
+    model[0].bias.zero_()
+    model[1].running_mean.zero_()
+    model[1].bias.copy_(torch.tensor([-0.5, 0.0, 0.0, 0.0]))
+    assert judged(model)[0] == [1]
+
+
+@torch.no_grad()
+def test_one_channel_stays_where_none_is_needed() -> None:
+    model = plain()
+    model[3].weight.zero_()
+    gone, stays, smaller = judged(model)
+    assert gone == [1, 2, 3]
+    assert stays[0] == "1 channel of 0: nothing is left of them, but one must stay"
+    assert smaller[0].out_channels == 1
+
+
+@torch.no_grad()
+def test_a_silent_channel_whose_input_is_alive_stays() -> None:
+    """These images do not show it, others may."""
+    model = plain()
+    model[1].bias[1] = -1e3
+    assert judged(model)[:2] == ([], ())
+
+
+@torch.no_grad()
+def test_channels_that_are_added_go_together() -> None:
+    model = Added().eval()
+    randomise_(model)
+    for layer in (model.a, model.b):
+        layer.bias[:3] = 0
+        layer.weight[0] = 0
+    model.a.weight[1] = 0
+    assert judged(model)[:2] == (
+        [0],
+        ("1 channel of a: the filters are zero in some but not all of a and b",),
+    )
+
+
+@torch.no_grad()
+def test_channels_with_several_readers_go_when_none_reads_them() -> None:
+    model = Added().eval()
+    randomise_(model)
+    for layer in (model.c, model.d):
+        layer.weight[:, 3] = 0
+    model.c.weight[:, :2] = 0
+    assert judged(model)[:2] == ([3], ("2 channels of a: ignored by some but not all of c and d",))
+
+
+@torch.no_grad()
+def test_zeros_inside_channels_stay_and_are_counted() -> None:
+    model = plain()
+    model[3].weight[:, 0, :2] = 0
+    gone, stays, smaller = judged(model)
+    assert (gone, stays) == ([], ())
+    assert zeros_that_stay(smaller.state_dict()) == [
+        "24 of 260 weights are zeros inside kept channels: dense kernels gain nothing by them"
+    ]
+    assert zeros_that_stay(plain().state_dict()) == []
+
+
+@torch.no_grad()
+def test_zero_filters_that_belong_to_no_group_are_said() -> None:
+    model = plain(nn.Softmax(dim=1))
+    model[0].weight[1] = 0
+    (line,) = judged(model)[1]
+    assert line.startswith("1 zero filter of 0: ")
+    assert "softmax" in line
+
+
+@pytest.mark.parametrize(("bias", "gone"), [(0.0, [0]), (0.5, [])])
+def test_a_head_of_zero_filters_goes_without_a_bias(bias: float, gone: list[int]) -> None:
+    model = standalone.build(
+        {"name": "vit_tiny", "num_classes": 2, "image_size": 4, "stem": ""}
+    ).eval()
+    randomise_(model)
+    coupling = find_coupling(model, 4)
+    attention = model.encoder.layers[0].self_attention
+    with torch.no_grad():
+        for part in (attention.in_proj_weight, attention.in_proj_bias):
+            part.view(3, 3, 64, -1)[:, 0] = 0
+        attention.in_proj_bias.view(3, 3, 64)[2, 0] = bias
+        verdict = judge(model, coupling, IMAGES)
+        smaller = shrink(model, coupling, verdict.removed)
+        torch.testing.assert_close(smaller(IMAGES), model(IMAGES), rtol=0, atol=1e-5)
+    assert np.flatnonzero(verdict.removed).tolist() == gone
+    described = describe_removed(coupling, verdict.removed)
+    assert described[0] == {
+        "set": "encoder.layers.encoder_layer_0.self_attention.in_proj_weight",
+        "groups": 3,
+        "removed": len(gone),
+        "unit": 64,
+    }
+    assert (len(verdict.stays) == 1 and verdict.stays[0].startswith("1 head of ")) == bool(bias)
