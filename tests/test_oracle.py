@@ -79,21 +79,24 @@ CASES += [(name, torch.float64) for name in ("recipe-coupled", "paper-coupled")]
 
 
 class Net(nn.Module):
-    """A 3x3, a grouped, a depthwise and a 1x1 convolution, BatchNorm and a classifier."""
+    """A 3x3, a grouped, a depthwise and a 1x1 convolution, BatchNorm and a classifier.
+
+    SiLU has no kink: an input of ReLU that rounding pushes across zero would be a real difference.
+    """
 
     def __init__(self):
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1, bias=False),
             nn.BatchNorm2d(8),
-            nn.ReLU(),
+            nn.SiLU(),
             nn.Conv2d(8, 8, 3, padding=1, groups=2),
             nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False),
             nn.BatchNorm2d(8),
-            nn.ReLU(),
+            nn.SiLU(),
             nn.Conv2d(8, 12, 1, bias=False),
             nn.BatchNorm2d(12),
-            nn.ReLU(),
+            nn.SiLU(),
         )
         self.fc = nn.Linear(12, 5)
 
@@ -125,10 +128,10 @@ class CoupledNet(nn.Module):
         self.fc = nn.Linear(10, 5)
 
     def forward(self, x):
-        x = F.relu(self.bn1(self.conv1(x)))
-        x = F.relu(x + self.bn3(self.conv3(F.relu(self.bn2(self.conv2(x))))))
-        x = F.relu(self.bn4(self.conv4(x)))
-        return self.fc(F.relu(self.bn5(self.conv5(x))).mean(dim=(2, 3)))
+        x = F.silu(self.bn1(self.conv1(x)))
+        x = F.silu(x + self.bn3(self.conv3(F.silu(self.bn2(self.conv2(x))))))
+        x = F.silu(self.bn4(self.conv4(x)))
+        return self.fc(F.silu(self.bn5(self.conv5(x))).mean(dim=(2, 3)))
 
 
 class RandomStream:
@@ -196,10 +199,7 @@ def test_program_equals_oracle(ranks_per_node, scenario, dtype):
     world = MPI.COMM_WORLD
     if ranks_per_node > world.size:
         pytest.skip("covered by a smaller node size: the job has fewer ranks")
-    tolerance = 1e-11
-    if dtype == torch.float32:
-        # With the paper's settings no iteration starts from z, so that rounding adds up.
-        tolerance = 1e-4 if scenario == "paper" else 1e-5
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-11
     settings = make(**SCENARIOS[scenario])
     sizes = node_sizes_of(world.size, ranks_per_node)
     torch.manual_seed(7)
@@ -236,10 +236,9 @@ def test_program_equals_oracle(ranks_per_node, scenario, dtype):
         for level, column in RESIDUALS.items():
             total = sum(x[column] ** 2 for x in expected.residuals.values()) ** 0.5
             assert record["residuals"][level] == pytest.approx(total, rel=1e-3, abs=1e-6)
-        close = {"rtol": max(1e-4, 10 * tolerance), "atol": max(1e-6, 0.1 * tolerance)}
         for module, statistics in zip(state.bn_modules, expected.statistics.values(), strict=True):
-            torch.testing.assert_close(module.running_mean, statistics[0], **close)
-            torch.testing.assert_close(module.running_var, statistics[1], **close)
+            torch.testing.assert_close(module.running_mean, statistics[0], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(module.running_var, statistics[1], rtol=1e-4, atol=1e-6)
     assert count == settings.outer_iterations
 
 
