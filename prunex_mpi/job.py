@@ -165,8 +165,8 @@ def set_up(
     layout = together(world, lambda: build_layout(model))
     tensors = [(name, t.shape, t.dtype) for name, t in model.state_dict().items()]
     require_same(world, "the parameters of the model", repr((layout, tensors)))
-    side = dataset.image_size
-    groups = together(world, lambda: make_groups(settings, model, layout, side))
+    side, first = dataset.image_size, world.rank == 0
+    groups = together(world, lambda: make_groups(settings, model, layout, side, check=first))
     problem = build_problem(topology, settings, dataset, model, device, transport)
     for excluded in groups.excluded:
         log.info("not pruned: %s", excluded)

@@ -15,6 +15,7 @@ from prunex_mpi.groups import find_groups
 from prunex_mpi.layout import Layout
 from prunex_mpi.models import build_model
 from prunex_mpi.settings import BY_GROUPS, Settings, layer_keep_ratios
+from prunex_mpi.shrink import verify
 from prunex_mpi.sparsity import Groups
 from prunex_mpi.state import Problem
 
@@ -46,12 +47,23 @@ def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.n
 
 
 def make_groups(
-    settings: Settings, model: torch.nn.Module, layout: Layout, image_size: int
+    settings: Settings,
+    model: torch.nn.Module,
+    layout: Layout,
+    image_size: int,
+    check: bool = True,
 ) -> Groups:
-    """Find the groups of `model`, which is on the CPU; none for methods that do not prune them."""
+    """Find the groups of `model`, which is on the CPU; none for methods that do not prune them.
+
+    With `check` it is tried whether coupled groups can be taken out of the network.
+    """
     if settings.method not in BY_GROUPS:
         return Groups((), (), 0, ())
-    coupling = find_coupling(model, image_size) if "coupled" in settings.groups else None
+    coupling = None
+    if "coupled" in settings.groups:
+        coupling = find_coupling(model, image_size)
+        if check:
+            verify(model, coupling, image_size)
     return find_groups(
         model,
         layout,

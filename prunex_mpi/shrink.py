@@ -1,6 +1,7 @@
 """Cut groups of channels out of a network: its tensors and the sizes of its modules."""
 
 import copy
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -8,11 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from prunex_mpi.coupling import Coupling
-from prunex_mpi.errors import FAILURE, UserError
+from prunex_mpi.errors import FAILURE, UserError, one_line
 from prunex_mpi.standalone import BATCH_NORMS, CONVOLUTIONS, fill_, resize_
 
 WEIGHT = ".weight"
 STATISTICS = (".running_mean", ".running_var")
+# Of the largest output, for sums in another order; a wrong group is far from it.
+TOLERANCE = 1e-3
+NOISE = 0.1
 
 
 def shrink(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> nn.Module:
@@ -24,6 +28,46 @@ def shrink(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> nn.Modu
     resize_(smaller, smaller_sizes(model, coupling, removed))
     fill_(smaller, smaller_tensors(model, coupling, removed))
     return smaller
+
+
+def verify(model: nn.Module, coupling: Coupling, image_size: int) -> None:
+    """Try the coupling: a network with half of each set at zero and the one without must agree.
+
+    Copies of `model`, on the CPU, with noise on all vectors, since BatchNorm and biases begin as
+    zeros and ones that would hide a mistake. Raises UserError where they differ or the smaller one
+    can't run, so that a training does not end with a network that can't be exported.
+    """
+    generator = torch.Generator().manual_seed(0)
+    removed = np.zeros(coupling.total, dtype=bool)
+    for s in coupling.sets:
+        removed[s.start + 1 : s.start + s.count : 2] = True
+    masked = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        for name, parameter in masked.named_parameters():
+            if parameter.dim() == 1:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.add_(noise, alpha=NOISE)
+            for dim, ids in ((0, coupling.rows.get(name)), (1, coupling.columns.get(name))):
+                if ids is not None:
+                    gone = torch.from_numpy(np.flatnonzero(~_kept(ids, removed)))
+                    parameter.index_fill_(dim, gone, 0.0)
+        image = torch.rand(1, 3, image_size, image_size, generator=generator)
+        image = image.to(next(model.parameters()).dtype)
+        wanted = masked(image)
+        try:
+            found = shrink(masked, coupling, removed)(image)
+            apart = float((found - wanted).abs().max())
+            reason = f"the outputs differ by {apart:.2g}"
+        except UserError as error:
+            apart, reason = math.inf, str(error)
+        # Whatever the model's own code meets at other sizes.
+        except Exception as error:
+            apart, reason = math.inf, one_line(error)
+    if not apart <= TOLERANCE * max(1.0, float(wanted.abs().max())):
+        raise UserError(
+            f"--groups coupled: this model does not work without its channels ({reason}); "
+            "choose other --groups"
+        )
 
 
 def smaller_sizes(

@@ -14,7 +14,7 @@ from prunex_mpi.errors import UserError
 from prunex_mpi.export_files import write_network
 from prunex_mpi.models import describe
 from prunex_mpi.removable import judge
-from prunex_mpi.shrink import shrink, smaller_sizes, smaller_tensors
+from prunex_mpi.shrink import shrink, smaller_sizes, smaller_tensors, verify
 
 # What half of the groups at most can leave of the parameters: hidden widths of transformers stay.
 NETWORKS = {
@@ -129,3 +129,44 @@ def test_a_module_of_unknown_sizes_is_refused() -> None:
     removed[0] = True
     with pytest.raises(UserError, match=r"1\.weight: a OwnLinear can't be made smaller"):
         shrink(model, coupling, removed)
+
+
+class FixedWidth(nn.Module):
+    """Count on four channels where their number should be asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 1), nn.Linear(64, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x)).reshape(-1, 64))
+
+
+class Wrong(Tied):
+    """Do to a channel what depends on how many there are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.first.out_channels
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (nn.Sequential(nn.Flatten(), OwnLinear(48, 4), nn.Linear(4, 2)), "OwnLinear can't be made"),
+        (FixedWidth(), "RuntimeError"),
+        (Wrong(), "the outputs differ by"),
+    ],
+)
+def test_channels_that_cannot_be_missed_are_refused_before_training(
+    model: nn.Module, reason: str
+) -> None:
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    coupling = find_coupling(model, 4)
+    with pytest.raises(UserError, match="choose other --groups") as caught:
+        verify(model, coupling, 4)
+    assert reason in str(caught.value)
+    assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
+
+
+def test_channels_that_can_be_missed_pass() -> None:
+    verify(Tied(), find_coupling(Tied(), 4), 4)
