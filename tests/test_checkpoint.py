@@ -52,6 +52,7 @@ SCENARIOS = {
     "fp16": {
         **RAMP,
         "amp": "fp16",
+        "groups": ("coupled",),
         "freeze_iteration": 3,
         "after_freeze": "admm",
         "node_sync": "outer",
@@ -59,7 +60,7 @@ SCENARIOS = {
     "dense": {"method": "dense"},
     "topk": {"method": "topk", "aggregation": "hierarchical"},
     "diloco": {"method": "diloco"},
-    "one-shot": {"method": "one-shot", "prune_iteration": 4},
+    "one-shot": {"method": "one-shot", "prune_iteration": 4, "groups": ("coupled",)},
 }
 
 
