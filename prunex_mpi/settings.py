@@ -618,6 +618,7 @@ def _check_rival(settings: Settings) -> None:
 
 
 def _check_pactrain(settings: Settings) -> None:
+    """Refuse what is wrong for PacTrain alone."""
     s = settings
     if len(s.keep_ratio) != 1:
         raise UserError(

@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 def integer_type(workers: int) -> torch.dtype:
-    """Return the smallest integer type that holds the sum of -1, 0 and 1 of so many workers."""
+    """Return the smallest integer type that holds the sum of -1, 0 and 1 of so many workers.
+
+    It must not overflow: of small integers Open MPI's sums saturate, others wrap around.
+    """
     for dtype in (torch.int8, torch.int16):
         if workers <= torch.iinfo(dtype).max:
             return dtype

@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from prunex_mpi import summary
 from prunex_mpi.collectives import build_transport
+from prunex_mpi.comm import require_same
 from prunex_mpi.errors import UserError
 from prunex_mpi.exchange import find_workers
 from prunex_mpi.exchange_pactrain import (
@@ -34,7 +35,7 @@ from prunex_mpi.exchange_pactrain import (
 from prunex_mpi.layout import build_layout
 from prunex_mpi.mask_pactrain import adopt_pruned_
 from prunex_mpi.problem import make_groups
-from prunex_mpi.settings import make
+from prunex_mpi.settings import make, to_toml
 from prunex_mpi.state import Traffic, build_state
 from prunex_mpi.support import CHOICE, PRUNED, SECONDS, STABLE, SUPPORT, UNCHANGED
 from prunex_mpi.unstructured import prunable
@@ -419,6 +420,14 @@ def test_the_way_that_is_fastest_on_the_slowest_worker_is_taken(ternary):
         assert int(memory[CHOICE]) == -1
         assert torch.isinf(memory[SECONDS]).all()
         assert not memory[UNCHANGED].any()
+
+
+def test_ternary_on_one_rank_alone_is_refused_by_all():
+    if WORLD.size == 1:
+        pytest.skip("one rank agrees with itself")
+    config = to_toml(make(**{**COMMON, "ternary": WORLD.rank == WORLD.size - 1}), {})
+    with pytest.raises(UserError, match="the settings differ between ranks"):
+        require_same(WORLD, "the settings", config)
 
 
 def test_mixed_precision_stays_the_same_on_all_ranks():
