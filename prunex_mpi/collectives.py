@@ -22,6 +22,8 @@ MPI_TYPES = {
     torch.float64: MPI.DOUBLE,
     torch.int64: MPI.INT64_T,
     torch.int32: MPI.INT32_T,
+    torch.int16: MPI.INT16_T,
+    torch.int8: MPI.INT8_T,
     torch.uint8: MPI.UINT8_T,
 }
 

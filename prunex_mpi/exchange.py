@@ -13,7 +13,12 @@ from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.collectives import Transport, mpi_buffer
+from prunex_mpi.collectives import (
+    Transport,
+    allreduce_,
+    allreduce_then_bcast_,
+    mpi_buffer,
+)
 from prunex_mpi.comm import Topology
 
 
@@ -52,6 +57,17 @@ def find_workers(topology: Topology, aggregation: str) -> Workers:
         weight=worker_weight(topology, aggregation),
         ring=count if topology.num_nodes > 1 else 1,
     )
+
+
+def sum_over_ranks_(
+    topology: Topology, aggregation: str, flat: Tensor, transport: Transport
+) -> None:
+    """Sum `flat` over all ranks, workers or not. Collective on `world`, or `node` and `leader`."""
+    if aggregation == "flat":
+        allreduce_(topology.world, flat, transport)
+    else:
+        allreduce_(topology.node, flat, transport)
+        allreduce_then_bcast_(topology.leader, topology.node, flat, transport)
 
 
 def allgather_(comm: MPI.Comm, mine: Tensor, everyone: Tensor, transport: Transport) -> None:

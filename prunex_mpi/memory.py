@@ -10,19 +10,23 @@ from torch import Tensor
 
 from prunex_mpi.layout import Layout
 from prunex_mpi.settings import Settings
+from prunex_mpi.support import bucket_numel, build_tracker
 
 OWN, SHARED = "own.", "shared."
 
 
 def build_memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
-    """Allocate the memory of the method as it is before the first step, on theta's device.
+    """Allocate the memory of the method as it is before the first step.
 
-    `own.` tensors have theta's dtype, `shared.` tensors any dtype; all are contiguous.
+    `own.` tensors have theta's dtype and device, `shared.` tensors any (small ones that decide stay
+    on the host); all are contiguous.
     """
     match settings.method:
         case "topk":
             return {"own.residual": torch.zeros_like(theta)}
         case "diloco":
             return {"shared.outer_momentum": torch.zeros_like(theta)}
+        case "pactrain":
+            return build_tracker(theta, bucket_numel(settings.bucket_mib, theta))
         case _:
             return {}

@@ -10,6 +10,7 @@ import torch
 from prunex_mpi.residuals import RESIDUALS, Residuals
 from prunex_mpi.sparsity import kept_numel
 from prunex_mpi.state import State, Traffic
+from prunex_mpi.support import PRUNED
 from prunex_mpi.watchdog import Heartbeat
 
 
@@ -26,9 +27,21 @@ def timed(
     seconds[phase] = time.perf_counter() - start
 
 
+def kept_by_segment(state: State) -> dict[int, int]:
+    """Return how many weights are kept of each segment that the method may prune."""
+    if PRUNED in state.memory:
+        pruned = state.layout.views(state.memory[PRUNED])
+        pieces = zip(state.layout.segments, pruned, strict=True)
+        counts = {i: s.numel - int(p.sum()) for i, (s, p) in enumerate(pieces)}
+        return {i: counts[i] for i, s in enumerate(state.layout.segments) if len(s.shape) > 1}
+    segments = (layer.segment for layer in state.groups.layers)
+    return dict(zip(segments, kept_numel(state.mask, state.groups), strict=True))
+
+
 def prunable_and_kept(state: State) -> tuple[int, int]:
     """Return how many weights the method may prune, and how many of them it keeps."""
-    return state.groups.prunable_numel, sum(kept_numel(state.mask, state.groups))
+    kept = kept_by_segment(state)
+    return sum(state.layout.segments[i].numel for i in kept), sum(kept.values())
 
 
 def density(state: State) -> float:
@@ -41,13 +54,7 @@ def layer_records(
     iteration: int, state: State, residuals: Residuals | None
 ) -> list[dict[str, Any]]:
     """Return one row of layers.jsonl per parameter tensor; null for residuals that are not."""
-    kept = dict(
-        zip(
-            (layer.segment for layer in state.groups.layers),
-            kept_numel(state.mask, state.groups),
-            strict=True,
-        )
-    )
+    kept = kept_by_segment(state)
     rows = []
     for i, segment in enumerate(state.layout.segments):
         rows.append(

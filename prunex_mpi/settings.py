@@ -28,7 +28,7 @@ _NO_DEFAULT = dataclasses.MISSING
 # The methods by family, which is the driver that runs them.
 CONSENSUS = ("prunex", "prunex-flat")
 LOCAL = ("local-sgd", "diloco", "one-shot")
-PER_STEP = ("dense", "topk")
+PER_STEP = ("dense", "topk", "pactrain")
 METHODS = (*CONSENSUS, *PER_STEP, *LOCAL)
 # Those that prune the groups of `--groups`.
 BY_GROUPS = (*CONSENSUS, "one-shot")
@@ -270,7 +270,10 @@ class Settings:
         _S, "send -1, 0 or 1 times a shared scale", False, methods=("pactrain",)
     )
     adaptive: bool = _setting(
-        _S, "compact and quantise only where it is measured to pay", False, methods=("pactrain",)
+        _S,
+        "compact (and, with --ternary, quantise) only where it is measured to pay",
+        False,
+        methods=("pactrain",),
     )
     lasso_ratio: float = _setting(
         _S,
@@ -541,7 +544,7 @@ def _put_foreign_back(values: dict[str, Any]) -> None:
     """Leave what the method has no use for at its default; refuse it where it is given as another.
 
     Shares among them stay shares. As a count, the default is what a run of the same length by
-    another method has written into its file.
+    another method has written into its file; another method's own default may be there as well.
     """
     untouched = _defaults(values["preset"], values["method"])
     resolved = {**untouched, "outer_iterations": values["outer_iterations"]}
@@ -550,7 +553,8 @@ def _put_foreign_back(values: dict[str, Any]) -> None:
         methods = _methods_of(name)
         if values["method"] in methods:
             continue
-        if values[name] not in (untouched[name], resolved[name]):
+        own = [defaults[name] for defaults in METHOD_DEFAULTS.values() if name in defaults]
+        if values[name] not in (untouched[name], resolved[name], *own):
             raise UserError(
                 f"{key_of(name)} means nothing to method {values['method']}; leave it away "
                 f"(it is for {', '.join(methods)})"
@@ -617,7 +621,28 @@ def _check_rival(settings: Settings) -> None:
             f"prune-iteration {s.prune_iteration} must be from 1 to the {s.outer_iterations} "
             "outer-iterations of one-shot"
         )
-    if s.method in PER_STEP and s.method != "dense" and s.amp == "fp16":
+    if s.method == "pactrain":
+        _check_pactrain(s)
+    elif s.method in PER_STEP and s.method != "dense" and s.amp == "fp16":
         raise UserError(
             f"amp fp16: {s.method} keeps what it has not sent, which must not overflow; use bf16"
         )
+
+
+def _check_pactrain(settings: Settings) -> None:
+    """Refuse what is wrong for PacTrain alone."""
+    s = settings
+    if len(s.keep_ratio) != 1:
+        raise UserError(
+            f"keep-ratio has {len(s.keep_ratio)} values; pactrain prunes single weights, not "
+            "groups: give one"
+        )
+    if s.prune_iteration > s.outer_iterations:
+        raise UserError(
+            f"prune-iteration {s.prune_iteration} must be from 0 to the {s.outer_iterations} "
+            "outer-iterations of pactrain"
+        )
+    if s.grasp_batches > 1 and s.prune_by != "grasp":
+        raise UserError("grasp-batches means nothing to --prune-by magnitude; leave it away")
+    if s.ternary and s.amp == "fp16":
+        raise UserError("amp fp16: the scale of --ternary must not overflow; use bf16")

@@ -21,6 +21,8 @@ from prunex_mpi.schedule import strictness
 from prunex_mpi.settings import LOCAL, PER_STEP, Settings
 from prunex_mpi.sparsity import Groups, kept_numel, select
 from prunex_mpi.state import Problem, State, find_stats_groups, kept_stats, weights
+from prunex_mpi.ternary import integer_type
+from prunex_mpi.unstructured import kept_weights, prunable
 
 MIB = 2**20
 CIFAR_SIDE = 32
@@ -216,6 +218,8 @@ def _dry_run_per_step(
             count = sum(kept_per_layer(layout, settings.compress_ratio))
             payload = count * (size + POSITION_BYTES)
             how = f"{count:,} values and positions, {settings.aggregation}"
+        case "pactrain":
+            payload, how = _pactrain_payload(settings, topology, layout, size)
         case _:
             payload, how = layout.numel * size, settings.aggregation
     rows = [
@@ -225,6 +229,23 @@ def _dry_run_per_step(
         ("statistics per outer iteration", _size_of(statistics * size)),
     ]
     return format_table(rows)
+
+
+def _pactrain_payload(
+    settings: Settings, topology: Topology, layout: Layout, size: int
+) -> tuple[int, str]:
+    """Return the bytes of a step with all buckets stable and supports as large as the mask."""
+    (ratio,) = settings.keep_ratio
+    weights = sum(segment.numel for segment in prunable(layout))
+    count = layout.numel - weights + kept_weights(layout, ratio, settings.prune_by)
+    buckets = -(-layout.numel // max(1, int(settings.bucket_mib * MIB) // size))
+    each = f"{count:,} values, {settings.aggregation}"
+    when = "once all buckets are stable, dense before"
+    if not settings.ternary:
+        return count * size + buckets * size, f"{each}, {when}"
+    workers = topology.world_size if settings.aggregation == "flat" else topology.num_nodes
+    narrow = integer_type(workers).itemsize
+    return count * narrow + 2 * buckets * size, f"{each}, as integers, {when}"
 
 
 def _what_runs(

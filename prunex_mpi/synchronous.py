@@ -17,25 +17,45 @@ step hands to the next (`allocate`), and its exchange (`exchange_`).
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from prunex_mpi import batchnorm
-from prunex_mpi.collectives import Transport, allreduce_, allreduce_then_bcast_, bcast_
+from prunex_mpi.collectives import Transport, allreduce_then_bcast_, bcast_
 from prunex_mpi.comm import Topology
 from prunex_mpi.compress import add_sparse_, kept_per_layer, select_top_
 from prunex_mpi.errors import UserError
 from prunex_mpi.evaluation import evaluate, mean_over_ranks, refuse_divergence
-from prunex_mpi.exchange import Workers, allgather_, allocate_gathered, find_workers
+from prunex_mpi.exchange import (
+    Workers,
+    allgather_,
+    allocate_gathered,
+    find_workers,
+    sum_over_ranks_,
+)
+from prunex_mpi.exchange_pactrain import (
+    allocate_pactrain,
+    exchange_pactrain_,
+    follow_pactrain_,
+)
 from prunex_mpi.gradients import GradientAverager
+from prunex_mpi.mask_pactrain import prune_when_due_
 from prunex_mpi.metrics import iteration_record, layer_records, timed
 from prunex_mpi.preemption import StopAgreement
 from prunex_mpi.settings import Settings
-from prunex_mpi.state import Problem, State, Traffic, next_iteration, ring_bytes
-from prunex_mpi.steps import add_loss_, forward_backward, loss_sums, step_optimizer_
+from prunex_mpi.state import Problem, State, Traffic, next_iteration
+from prunex_mpi.steps import (
+    add_loss_,
+    clocked,
+    count_allgather,
+    count_allreduce,
+    forward_backward,
+    loss_sums,
+    step_optimizer_,
+)
 from prunex_mpi.watchdog import Heartbeat
 
 
@@ -89,6 +109,11 @@ def outer_iterations(
                 if loss is None:
                     return
                 refuse_divergence(topology, state, loss)
+                drift = 0.0
+                if settings.method == "pactrain":
+                    drift = prune_when_due_(
+                        topology, workers, state, problem, settings, transport, traffic, k
+                    )
             seconds["local"] += before_s - position.method_seconds - position.exchange_seconds
             seconds["project"] = position.method_seconds
             with timed(heartbeat, seconds, "inter", state):
@@ -108,7 +133,7 @@ def outer_iterations(
             seconds["total"] = time.perf_counter() - started + before_s
             record = {
                 **iteration_record(k, state, seconds, traffic, None),
-                "mask_drift": 0.0,
+                "mask_drift": drift,
                 "train_loss": loss,
                 "test_loss": test_loss,
                 "test_accuracy": test_accuracy,
@@ -150,6 +175,9 @@ def train_steps(
     traffic.mask += position.mask_bytes
     traffic.intra += position.intra_bytes
     started = time.perf_counter()
+    if settings.method == "pactrain":
+        done = position.iteration - 1
+        prune_when_due_(topology, workers, state, problem, settings, transport, traffic, done)
     problem.model.train()
     while position.step < problem.steps:
         if stop is not None and stop.reached():
@@ -204,6 +232,8 @@ def average_gradient_(
         with clocked(state, "exchange_seconds"):
             bcast_(node, grad, transport)
         traffic.intra += inside
+    if settings.method == "pactrain":
+        follow_pactrain_(topology, workers, space, state, settings, traffic)
 
 
 def average_statistics(
@@ -220,41 +250,12 @@ def average_statistics(
     """
     batchnorm.read_(state.bn_modules, state.stats)
     size = state.stats.numel() * state.stats.element_size()
-    if settings.aggregation == "flat":
-        allreduce_(topology.world, state.stats, transport)
-    else:
-        allreduce_(topology.node, state.stats, transport)
-        allreduce_then_bcast_(topology.leader, topology.node, state.stats, transport)
+    sum_over_ranks_(topology, settings.aggregation, state.stats, transport)
+    if settings.aggregation == "hierarchical":
         traffic.intra += 2 * size if topology.node_size > 1 else 0
     count_allreduce(traffic, workers, size)
     state.stats.div_(topology.world_size)
     batchnorm.write(state.bn_modules, state.stats)
-
-
-def count_allreduce(traffic: Traffic, workers: Workers, operand: int) -> None:
-    """Count an Allreduce of `operand` bytes over the workers."""
-    traffic.payload += operand
-    traffic.sent += ring_bytes(workers.ring, operand)
-
-
-def count_allgather(traffic: Traffic, workers: Workers, mine: int, everyone: int) -> None:
-    """Count an Allgather: `mine` bytes of this worker, `everyone` bytes of all together."""
-    traffic.payload += mine
-    traffic.sent += ring_bytes(workers.ring, everyone, passes=1)
-
-
-@contextmanager
-def clocked(state: State, name: str) -> Iterator[None]:
-    """Add the seconds of the block to `method_seconds` or `exchange_seconds` of the position."""
-    cuda = state.theta.device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize(state.theta.device)
-    started = time.perf_counter()
-    yield
-    if cuda:
-        torch.cuda.synchronize(state.theta.device)
-    position = state.position
-    setattr(position, name, getattr(position, name) + time.perf_counter() - started)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -267,6 +268,8 @@ def allocate(workers: Workers, state: State, settings: Settings) -> dict[str, Te
     match settings.method:
         case "topk" if workers.speaks:
             return allocate_topk(workers, state, settings)
+        case "pactrain":
+            return allocate_pactrain(workers, state, settings)
         case _:
             return {}
 
@@ -287,6 +290,8 @@ def exchange_(
     match settings.method:
         case "topk":
             exchange_topk_(workers, space, state, settings, transport, traffic)
+        case "pactrain":
+            exchange_pactrain_(workers, space, state, settings, transport, traffic)
         case other:
             raise ValueError(f"{other} exchanges nothing at each step")
 

@@ -62,7 +62,29 @@ def topk(contributions, memory, s):
     return total
 
 
-PER_STEP = {"dense": dense, "topk": topk}
+def pactrain(contributions, memory, s):
+    """Add up what lies under the masks; without masks everything."""
+    masks = memory.get("masks", {})
+    return {n: x * masks[n] if n in masks else x for n, x in dense(contributions, {}, s).items()}
+
+
+def prune_weights(models, optimizers, memory, s):
+    """Keep the weights of largest magnitude of each tensor of two or more dimensions."""
+    memory["masks"] = {}
+    for n, weight in parameters(models[0]).items():
+        if weight.dim() > 1:
+            count = math.ceil(s.keep_ratio[0] * weight.numel() - 1e-9)
+            least = sorted(weight.detach().abs().reshape(-1).tolist())[-count]
+            memory["masks"][n] = weight.detach().abs() >= least
+    for m, optimizer in zip(models, optimizers, strict=True):
+        for n, p in parameters(m).items():
+            if n in memory["masks"]:
+                p.data *= memory["masks"][n]
+                if p in optimizer.state:
+                    optimizer.state[p]["momentum_buffer"] *= memory["masks"][n]
+
+
+PER_STEP = {"dense": dense, "topk": topk, "pactrain": pactrain}
 
 
 def simulate_per_step(model, streams, node_sizes, loss_fn, s):
@@ -75,7 +97,9 @@ def simulate_per_step(model, streams, node_sizes, loss_fn, s):
         for m in models
     ]
     history = []
-    for _ in range(s.outer_iterations):
+    if s.method == "pactrain" and s.prune_iteration == 0:
+        prune_weights(models, optimizers, memory, s)
+    for k in range(1, s.outer_iterations + 1):
         losses = []
         for _ in range(s.steps):
             gradients = []
@@ -96,6 +120,8 @@ def simulate_per_step(model, streams, node_sizes, loss_fn, s):
                 for n, p in parameters(m).items():
                     p.grad.copy_(mean[n])
                 optimizer.step()
+        if s.method == "pactrain" and s.prune_iteration == k:
+            prune_weights(models, optimizers, memory, s)
         average_batchnorm(models)
         history.append(
             SimpleNamespace(

@@ -39,6 +39,9 @@ TENSORS = {
     "checkpoint_files",
     "compress",
     "memory",
+    "support",
+    "ternary",
+    "unstructured",
 }
 # Communication, which knows vectors and their layout but not what they mean.
 COMMUNICATION = {

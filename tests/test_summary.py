@@ -17,6 +17,12 @@ DENSE = 4 * (75_290 + 480)
     [
         ({"method": "dense"}, [4 * 75_290, 4 * 480]),
         ({"method": "topk", "compress_ratio": 1.0, "aggregation": "hierarchical"}, [8 * 75_290]),
+        # Half of the 74,800 weights and 490 other parameters; one flag, or a scale and a flag.
+        ({"method": "pactrain"}, [4 * 75_290, 4 * (37_400 + 490 + 1)]),
+        (
+            {"method": "pactrain", "prune_by": "magnitude", "ternary": True},
+            [4 * 75_290, 37_400 + 490 + 4 * 2],
+        ),
         ({"method": "local-sgd"}, [DENSE, 64 * DENSE]),
         ({"method": "prunex-flat"}, [DENSE, 64 * DENSE]),
         # Pruned in iteration 16 of 64, whose payload is the first to be smaller.

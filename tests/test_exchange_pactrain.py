@@ -1,0 +1,440 @@
+"""PacTrain over MPI: masked dense SGD whichever way it travels, and what makes it travel so."""
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from nodes import WORLD, nodes_of
+from reference_rivals import simulate_per_step
+from test_oracle import Net, RandomStream, by_name, difference, node_sizes_of
+from test_synchronous import assert_alike_on_all_ranks, new_net, run_driver
+from torch import nn
+
+from mpi4py import MPI
+
+from prunex_mpi import summary
+from prunex_mpi.collectives import build_transport
+from prunex_mpi.comm import require_same
+from prunex_mpi.errors import UserError
+from prunex_mpi.exchange import find_workers
+from prunex_mpi.exchange_pactrain import (
+    COMPACT,
+    FULL,
+    TERNARY,
+    TRIALS_PER_WAY,
+    agree_on_stable,
+    allocate_pactrain,
+    exchange_pactrain_,
+    follow_pactrain_,
+    note_trial_,
+    way_in_force,
+)
+from prunex_mpi.layout import build_layout
+from prunex_mpi.mask_pactrain import adopt_pruned_
+from prunex_mpi.problem import make_groups
+from prunex_mpi.settings import make, to_toml
+from prunex_mpi.state import Traffic, build_state
+from prunex_mpi.support import CHOICE, PRUNED, SECONDS, STABLE, SUPPORT, UNCHANGED
+from prunex_mpi.unstructured import prunable
+
+pytestmark = pytest.mark.mpi
+
+STEPS = 4
+# Buckets of 1 KiB cut the 801 parameters of the test network into 7 of float64, 4 of float32.
+COMMON = {
+    "method": "pactrain",
+    "outer_iterations": 3,
+    "lr": 0.05,
+    "lr_schedule": "constant",
+    "lr_warmup": 0.0,
+    "bucket_mib": 2**-10,
+    "stable_window": 2,
+    "prune_by": "magnitude",
+    "keep_ratio": (0.3,),
+}
+SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
+
+
+@pytest.mark.parametrize(
+    ("changes"),
+    [{"prune_iteration": 0}, {"prune_iteration": 1}, {"prune_iteration": 0, "adaptive": True}],
+    ids=["at first", "later", "adaptive"],
+)
+@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
+def test_program_equals_masked_sgd(aggregation, ranks_per_node, changes):
+    settings = make(aggregation=aggregation, **COMMON, **changes)
+    wanted = SimpleNamespace(**{**vars(settings), "steps": STEPS})
+    model = new_net()
+    history = simulate_per_step(
+        copy.deepcopy(model),
+        [RandomStream(r, torch.float64) for r in range(WORLD.size)],
+        node_sizes_of(WORLD.size, min(ranks_per_node, WORLD.size)),
+        F.cross_entropy,
+        wanted,
+    )
+    payloads = []
+    with nodes_of(ranks_per_node) as topology:
+        stream = RandomStream(WORLD.rank, torch.float64)
+        runs = run_driver(topology, settings, model, stream, STEPS)
+        for (record, state), expected in zip(runs, history, strict=True):
+            for flat in (state.theta, state.z, state.z_node):
+                assert difference(by_name(flat, state), expected.z) < 1e-12
+                assert_alike_on_all_ranks(flat)
+            assert record["train_loss"] == pytest.approx(expected.loss, rel=1e-12)
+            pruned = by_name(state.memory[PRUNED], state)
+            masks = expected.memory.get("masks", {})
+            for name, gone in pruned.items():
+                assert torch.equal(~gone, masks.get(name, torch.ones_like(gone))), name
+            momentum = state.optimizer.state[state.theta]["momentum_buffer"]
+            assert not momentum[state.memory[PRUNED]].any()
+            kept = sum(int(mask.sum()) for mask in masks.values())
+            weights = sum(mask.numel() for mask in masks.values())
+            assert record["density"] == (kept / weights if masks else 1.0)
+            assert record["frozen"] == bool(masks)
+            payloads.append(record["bytes"]["payload"])
+            for module, (mean, var) in zip(state.bn_modules, expected.statistics, strict=True):
+                torch.testing.assert_close(module.running_mean, mean, rtol=1e-11, atol=1e-12)
+                torch.testing.assert_close(module.running_var, var, rtol=1e-11, atol=1e-12)
+        assert state.memory[STABLE].all()
+        if settings.adaptive:
+            assert int(state.memory[CHOICE]) in (FULL, COMPACT)
+        elif aggregation == "flat" or topology.is_leader:
+            # Part of the weights travel in the end, and all of them before they are pruned.
+            assert payloads[2] < 0.7 * record["bytes"]["dense"]
+            if settings.prune_iteration:
+                assert payloads[0] == record["bytes"]["dense"]
+
+
+def test_records_and_totals_count_single_weights():
+    settings = make(**{**COMMON, "outer_iterations": 1, "prune_iteration": 1})
+    with nodes_of(2) as topology:
+        stream = RandomStream(WORLD.rank, torch.float32)
+        ((record, state),) = run_driver(topology, settings, new_net(torch.float32), stream, STEPS)
+        totals = summary.summarise(settings, topology, state, [record], "completed")
+    counts = {s.name: s.numel for s in prunable(state.layout)}
+    kept = {name: -(-3 * count // 10) for name, count in counts.items()}
+    before, after = sum(counts.values()), sum(kept.values())
+    assert (totals["prunable"], totals["prunable_kept"]) == (before, after)
+    assert totals["parameters_kept"] == state.layout.numel - before + after
+    assert totals["density"] == record["density"] == after / before
+    assert record["mask_drift"] == (before - after) / after
+    text = summary.closing_table({**totals, "seconds_total": 1.0}, "run")
+    assert f"{after:,} of {before:,} (density {after / before:.3f})" in text
+    if WORLD.rank == 0:
+        for row in record["layers"]:
+            count = counts.get(row["layer"], 1)
+            assert row["density"] == kept.get(row["layer"], 1) / count
+
+
+# --------------------------------------------------------------------------------------------------
+# The mask
+# --------------------------------------------------------------------------------------------------
+
+
+def test_the_mask_of_grasp_is_that_of_all_ranks_batches():
+    """Against the explicit Hessian of the mean loss, on every rank; nothing else moves."""
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        nn.Conv2d(3, 2, 3, bias=False), nn.BatchNorm2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(32, 5)
+    ).double()
+    alone = copy.deepcopy(model)
+    changes = {"prune_by": "grasp", "grasp_batches": 2, "outer_iterations": 1, "lr": 1e-12}
+    settings = make(aggregation="hierarchical", **{**COMMON, **changes})
+    with nodes_of(3) as topology:
+        stream = RandomStream(WORLD.rank, torch.float64)
+        ((record, state),) = run_driver(topology, settings, model, stream, 1)
+    streams = [RandomStream(r, torch.float64) for r in range(WORLD.size)]
+    batches = [stream.next() for stream in streams for _ in range(2)]
+    layout = build_layout(alone)
+    names = [s.name for s in layout.segments]
+    buffers = dict(alone.named_buffers())
+
+    def loss(flat):
+        values = dict(zip(names, layout.views(flat), strict=True))
+        values |= {name: buffer.clone() for name, buffer in buffers.items()}
+        outputs = [
+            F.cross_entropy(torch.func.functional_call(alone, values, (images,)), labels)
+            for images, labels in batches
+        ]
+        return sum(outputs) / len(outputs)
+
+    theta = torch.cat([p.detach().reshape(-1) for p in alone.parameters()])
+    slope = torch.func.grad(loss)(theta)
+    scores = (-theta * (torch.autograd.functional.hessian(loss, theta) @ slope)).tolist()
+    places = [i for s in prunable(layout) for i in range(s.offset, s.offset + s.numel)]
+    kept = sorted(places, key=lambda i: scores[i])[: -(-3 * len(places) // 10)]
+    found = (~state.memory[PRUNED]).nonzero().view(-1).tolist()
+    assert found == sorted(set(range(layout.numel)) - set(places) | set(kept))
+    assert record["density"] == len(kept) / len(places)
+    # Weights of one step at a rate of nothing; the passes left the statistics of BatchNorm alone.
+    torch.testing.assert_close(state.z[found], theta[found], rtol=0, atol=1e-10)
+    assert int(model[1].num_batches_tracked) == 1
+
+
+def test_a_model_without_matrices_is_refused_by_all_ranks():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(5))
+
+        def forward(self, x):
+            return x.mean(dim=(1, 2, 3)).view(-1, 1) * self.weight
+
+    for by in ("grasp", "magnitude"):
+        settings = make(**{**COMMON, "prune_by": by})
+        with nodes_of(2) as topology:
+            stream = RandomStream(WORLD.rank, torch.float32)
+            with pytest.raises(UserError, match="no weight of two or more dimensions"):
+                list(run_driver(topology, settings, Scale(), stream, 1))
+
+
+# --------------------------------------------------------------------------------------------------
+# The tracker
+# --------------------------------------------------------------------------------------------------
+
+
+class Exchanger:
+    """One job's exchange without training: gradients go in, and their sum comes out."""
+
+    def __init__(self, topology, **changes):
+        self.settings = make(**{**COMMON, "stable_window": 3, **changes})
+        model = Net().double()
+        layout = build_layout(model)
+        groups = make_groups(self.settings, model, layout)
+        self.state = build_state(model, layout, groups, self.settings)
+        self.topology = topology
+        self.workers = find_workers(topology, self.settings.aggregation)
+        self.space = allocate_pactrain(self.workers, self.state, self.settings)
+        self.transport = build_transport(torch.device("cpu"), 2**-10, "host")
+        self.generator = torch.Generator().manual_seed(WORLD.rank)
+        self.traffic = Traffic()
+
+    def step(self, extra=()):
+        """Exchange random gradients on all but the zero weights, and on `extra` places.
+
+        Returns (what came out, the masked sum).
+        """
+        state, grad = self.state, self.state.grad
+        numel = state.layout.numel
+        grad.copy_(torch.randn(numel, generator=self.generator, dtype=torch.float64))
+        grad.mul_(state.theta != 0)
+        for place in extra:
+            grad[place] = 0.5 + WORLD.rank
+        grad.mul_(self.workers.weight)
+        wanted = grad.clone()
+        WORLD.Allreduce(MPI.IN_PLACE, wanted.numpy())
+        wanted.masked_fill_(state.memory[PRUNED], 0.0)
+        self.traffic = Traffic()
+        if self.workers.speaks:
+            exchange_pactrain_(
+                self.workers, self.space, state, self.settings, self.transport, self.traffic
+            )
+        self.topology.node.Bcast(grad.numpy(), root=0)
+        follow_pactrain_(
+            self.topology, self.workers, self.space, state, self.settings, self.traffic
+        )
+        return grad.clone(), wanted
+
+    @property
+    def stable(self):
+        return self.state.memory[STABLE].tolist()
+
+
+def every_third(state):
+    pruned = torch.zeros_like(state.memory[PRUNED])
+    pruned[::3] = True
+    return pruned
+
+
+@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
+def test_buckets_become_stable_and_unstable_and_stable_again(aggregation, ranks_per_node):
+    with nodes_of(ranks_per_node) as topology:
+        job = Exchanger(topology, aggregation=aggregation)
+        state = job.state
+        # Kept weights that are zero, in buckets 0 and 2: 130 is in bucket 1, which stays as it is.
+        state.theta.fill_(1.0)
+        state.theta[[1, 260]] = 0.0
+        adopt_pruned_(state, every_third(state))
+        assert state.layout.numel == 801
+        dense = 8 * 801
+
+        def step(*extra):
+            found, wanted = job.step(extra)
+            torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-15)
+            assert_alike_on_all_ranks(found)
+            return job.traffic.payload
+
+        first = [step() for _ in range(3)]
+        assert job.stable == [True] * 7
+        supports = int(state.memory[SUPPORT].sum())
+        compact = 8 * (supports + 7)
+        if job.workers.speaks:
+            assert first == [dense] * 3
+            assert step() == compact
+        else:
+            step()
+        # One worker alone finds something outside: it arrives in the same step.
+        alone = [1] if WORLD.rank == 0 else []
+        payload = step(*alone)
+        assert job.stable == [True] * 7
+        if job.workers.speaks:
+            assert payload == compact + 8 * 128
+        payload = step()
+        assert job.stable == [False] + [True] * 6
+        if job.workers.speaks:
+            assert payload == compact
+        # Bucket 0 in full, until its support stands still for a whole window again.
+        step(*alone)
+        assert bool(state.memory[SUPPORT][1])
+        step()
+        step()
+        assert job.stable == [False] + [True] * 6
+        for _ in range(3):
+            step(*alone)
+        assert job.stable == [True] * 7
+        payload = step(*alone)
+        if job.workers.speaks:
+            assert payload == compact + 8
+        # A mask of its own for all: nothing is known about its supports.
+        adopt_pruned_(state, ~every_third(state))
+        assert job.stable == [False] * 7
+        payload = step()
+        if job.workers.speaks:
+            assert payload == dense
+        step()
+        step()
+        assert job.stable == [True] * 7
+
+
+def test_one_rank_alone_keeps_a_bucket_unstable():
+    last = WORLD.rank == WORLD.size - 1
+    digests = np.array([7, -7, 2**62, -(2**63)], dtype=np.int64)
+    unchanged = np.array([5, 5, 5, 4])
+    wanted = np.array([True, True, True, False])
+    assert np.array_equal(agree_on_stable(WORLD, unchanged, digests, 5), wanted)
+    if WORLD.size > 1:
+        if last:
+            digests[1] += 1
+            unchanged[2] = 0
+        wanted[1:3] = False
+        assert np.array_equal(agree_on_stable(WORLD, unchanged, digests, 5), wanted)
+
+
+# --------------------------------------------------------------------------------------------------
+# Ternary and adaptive
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
+def test_ternary_sums_are_conserved_and_right_on_average(aggregation, ranks_per_node):
+    torch.manual_seed(1000 + WORLD.rank)
+    repetitions = 600
+    with nodes_of(ranks_per_node) as topology:
+        job = Exchanger(topology, aggregation=aggregation, ternary=True)
+        state, workers = job.state, job.workers
+        state.theta.fill_(1.0)
+        state.theta[1] = 0.0
+        adopt_pruned_(state, every_third(state))
+        for _ in range(3):
+            found, wanted = job.step()
+            torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-15)
+        assert job.stable == [True] * 7
+        generator = job.generator.get_state()
+        total = torch.zeros_like(state.grad)
+        for _ in range(repetitions):
+            job.generator.set_state(generator)
+            found, wanted = job.step()
+            total += found
+            assert_alike_on_all_ranks(found)
+        mean = total / repetitions
+        counts = (state.memory[SUPPORT] & (wanted != 0)).sum()
+        assert not mean[state.memory[PRUNED]].any()
+        if workers.speaks:
+            integers = job.space["integers"]
+            assert integers.dtype == torch.int8
+            assert integers.abs().max() <= workers.count
+            scales = job.space["scales"][0]
+            # Whole multiples of the scale: integers were added up, and nothing else.
+            places = job.space["positions"].split(job.space["counts"].tolist())
+            parts = integers.split(job.space["counts"].tolist())
+            for scale, place, part in zip(scales, places, parts, strict=True):
+                assert torch.equal(found[place], part.double() * scale)
+            bytes_wanted = 8 * 2 * 7 + integers.numel()
+            assert job.traffic.payload == bytes_wanted
+            # The standard error of each worker's s b is at most s / (2 sqrt(n)).
+            bound = 5 * float(scales.max()) * workers.count**0.5 / (2 * repetitions**0.5)
+            assert float((mean - wanted).abs().max()) < bound
+            assert counts > 300
+            # Tighter, over all elements at once: no drift to either side.
+            assert abs(float((mean - wanted).sum())) < bound * int(counts) ** 0.5
+        # What is found outside is sent in full, and exactly.
+        found, wanted = job.step([1] if WORLD.rank == 0 else [])
+        torch.testing.assert_close(found[:128], wanted[:128], rtol=1e-13, atol=1e-15)
+
+
+def test_ternary_training_stays_the_same_on_all_ranks():
+    settings = make(**{**COMMON, "ternary": True, "lr": 0.01})
+    with nodes_of(2) as topology:
+        stream = RandomStream(WORLD.rank, torch.float32)
+        torch.manual_seed(WORLD.rank)
+        losses = []
+        for record, state in run_driver(topology, settings, seeded_net(), stream, 8):
+            assert_alike_on_all_ranks(state.theta)
+            assert not state.theta[state.memory[PRUNED]].any()
+            losses.append(record["train_loss"])
+    assert losses[-1] < losses[0]
+    assert record["bytes"]["payload"] < 0.25 * record["bytes"]["dense"]
+
+
+def seeded_net():
+    """Return the test network without a trace in the generator, which the ranks have their own."""
+    with torch.random.fork_rng():
+        return new_net(torch.float32)
+
+
+@pytest.mark.parametrize("ternary", [False, True])
+def test_the_way_that_is_fastest_on_the_slowest_worker_is_taken(ternary):
+    """Full is the fastest but for one straggler; the last rank is the straggler."""
+    slow = 1.0 if WORLD.rank == WORLD.size - 1 else 0.0
+    with nodes_of(2) as topology:
+        job = Exchanger(topology, adaptive=True, ternary=ternary)
+        memory, settings = job.state.memory, job.settings
+        memory[STABLE].fill_(True)
+        tried = []
+        while memory[CHOICE] < 0:
+            way = way_in_force(memory, settings)
+            tried.append(way)
+            seconds = {FULL: 0.1 + slow, COMPACT: 0.5, TERNARY: 0.3 + 0.1 * slow}[way]
+            # The first of each way is slow to no account.
+            job.space["seconds"][0] = seconds + (9.0 if len(tried) < 4 else 0.0)
+            note_trial_(WORLD, job.workers, job.space, memory, settings, job.traffic)
+        ways = [FULL, COMPACT, TERNARY] if ternary else [FULL, COMPACT]
+        assert tried == ways * TRIALS_PER_WAY
+        assert way_in_force(memory, settings) == (TERNARY if ternary else COMPACT)
+        assert memory[SECONDS][:2].tolist() == pytest.approx([1.1, 0.5], abs=1e-6)
+        # A new mask is measured anew.
+        adopt_pruned_(job.state, every_third(job.state))
+        assert int(memory[CHOICE]) == -1
+        assert torch.isinf(memory[SECONDS]).all()
+        assert not memory[UNCHANGED].any()
+
+
+def test_ternary_on_one_rank_alone_is_refused_by_all():
+    if WORLD.size == 1:
+        pytest.skip("one rank agrees with itself")
+    config = to_toml(make(**{**COMMON, "ternary": WORLD.rank == WORLD.size - 1}), {})
+    with pytest.raises(UserError, match="the settings differ between ranks"):
+        require_same(WORLD, "the settings", config)
+
+
+def test_mixed_precision_stays_the_same_on_all_ranks():
+    settings = make(amp="fp16", **COMMON)
+    with nodes_of(2) as topology:
+        stream = RandomStream(WORLD.rank, torch.float32)
+        for record, state in run_driver(topology, settings, new_net(torch.float32), stream, STEPS):
+            assert_alike_on_all_ranks(state.theta)
+            assert not state.theta[state.memory[PRUNED]].any()
+            assert np.isfinite(record["train_loss"])
