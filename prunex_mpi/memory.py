@@ -2,13 +2,15 @@
 
 A name says whose a tensor is. `own.` tensors are each rank's: parts of a vector whose sum over all
 ranks is what counts, such as the gradient that has not been sent yet; on other nodes the sum is
-dealt out anew by the ranks' weights. `shared.` tensors are the same on all ranks.
+dealt out anew by the ranks' weights. `shared.` tensors are the same on all ranks that use them.
 """
 
 import torch
 from torch import Tensor
 
+from prunex_mpi.compress import check_positions
 from prunex_mpi.layout import Layout
+from prunex_mpi.powersgd import new_right_factors, split_layout
 from prunex_mpi.settings import Settings
 
 OWN, SHARED = "own.", "shared."
@@ -18,10 +20,25 @@ def build_memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str,
     """Allocate the memory of the method as it is before the first step, on theta's device.
 
     `own.` tensors have theta's dtype, `shared.` tensors any dtype; all are contiguous.
+    Raises UserError where the method can't work on such a layout.
     """
     match settings.method:
         case "topk":
+            check_positions(layout)
             return {"own.residual": torch.zeros_like(theta)}
+        case "dgc":
+            check_positions(layout)
+            # Both are linear in what the workers contribute, so their sums over ranks count.
+            return {
+                "own.momentum": torch.zeros_like(theta),
+                "own.residual": torch.zeros_like(theta),
+            }
+        case "powersgd":
+            split = split_layout(layout, settings.powersgd_rank)
+            return {
+                "own.residual": torch.zeros_like(theta),
+                "shared.right_factors": new_right_factors(split, settings.seed, theta),
+            }
         case "diloco":
             return {"shared.outer_momentum": torch.zeros_like(theta)}
         case _:

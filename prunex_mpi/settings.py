@@ -28,8 +28,10 @@ _NO_DEFAULT = dataclasses.MISSING
 # The methods by family, which is the driver that runs them.
 CONSENSUS = ("prunex", "prunex-flat")
 LOCAL = ("local-sgd", "diloco", "one-shot")
-PER_STEP = ("dense", "topk")
+PER_STEP = ("dense", "topk", "dgc", "powersgd", "omnireduce")
 METHODS = (*CONSENSUS, *PER_STEP, *LOCAL)
+# Those that keep what they have not sent for a later step.
+WITH_RESIDUAL = ("topk", "dgc", "powersgd")
 # Those that prune the groups of `--groups`.
 BY_GROUPS = (*CONSENSUS, "one-shot")
 # Where a method's own default is not the one that its setting has.
@@ -533,7 +535,7 @@ def _put_foreign_back(values: dict[str, Any]) -> None:
     """Leave what the method has no use for at its default; refuse it where it is given as another.
 
     Shares among them stay shares. As a count, the default is what a run of the same length by
-    another method has written into its file.
+    another method has written into its file; another method's own default may be there as well.
     """
     untouched = _defaults(values["preset"], values["method"])
     resolved = {**untouched, "outer_iterations": values["outer_iterations"]}
@@ -542,7 +544,8 @@ def _put_foreign_back(values: dict[str, Any]) -> None:
         methods = _methods_of(name)
         if values["method"] in methods:
             continue
-        if values[name] not in (untouched[name], resolved[name]):
+        own = [defaults[name] for defaults in METHOD_DEFAULTS.values() if name in defaults]
+        if values[name] not in (untouched[name], resolved[name], *own):
             raise UserError(
                 f"{key_of(name)} means nothing to method {values['method']}; leave it away "
                 f"(it is for {', '.join(methods)})"
@@ -605,7 +608,7 @@ def _check_rival(settings: Settings) -> None:
             f"prune-iteration {s.prune_iteration} must be from 1 to the {s.outer_iterations} "
             "outer-iterations of one-shot"
         )
-    if s.method in PER_STEP and s.method != "dense" and s.amp == "fp16":
+    if s.method in WITH_RESIDUAL and s.amp == "fp16":
         raise UserError(
             f"amp fp16: {s.method} keeps what it has not sent, which must not overflow; use bf16"
         )

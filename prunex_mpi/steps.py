@@ -1,11 +1,16 @@
 """One local step, in the pieces that every driver puts its communication between."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
+from prunex_mpi.exchange import Workers
 from prunex_mpi.schedule import ROLLBACK_FACTOR, learning_rate
 from prunex_mpi.settings import Settings
-from prunex_mpi.state import Problem, State
+from prunex_mpi.state import Problem, State, Traffic, ring_bytes
 
 
 def forward_backward(state: State, problem: Problem, settings: Settings) -> Tensor:
@@ -53,3 +58,29 @@ def add_loss_(sums: Tensor, loss: Tensor, settings: Settings) -> None:
     else:
         total += loss
         counted += 1
+
+
+def count_allreduce(traffic: Traffic, workers: Workers, operand: int) -> None:
+    """Count an Allreduce of `operand` bytes over the workers."""
+    traffic.payload += operand
+    traffic.sent += ring_bytes(workers.ring, operand)
+
+
+def count_allgather(traffic: Traffic, workers: Workers, mine: int, everyone: int) -> None:
+    """Count an Allgather: `mine` bytes of this worker, `everyone` bytes of all together."""
+    traffic.payload += mine
+    traffic.sent += ring_bytes(workers.ring, everyone, passes=1)
+
+
+@contextmanager
+def clocked(state: State, name: str) -> Iterator[None]:
+    """Add the seconds of the block to `method_seconds` or `exchange_seconds` of the position."""
+    cuda = state.theta.device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize(state.theta.device)
+    started = time.perf_counter()
+    yield
+    if cuda:
+        torch.cuda.synchronize(state.theta.device)
+    position = state.position
+    setattr(position, name, getattr(position, name) + time.perf_counter() - started)

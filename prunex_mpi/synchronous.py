@@ -17,7 +17,7 @@ step hands to the next (`allocate`), and its exchange (`exchange_`).
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,15 +27,25 @@ from prunex_mpi import batchnorm
 from prunex_mpi.collectives import Transport, allreduce_, allreduce_then_bcast_, bcast_
 from prunex_mpi.comm import Topology
 from prunex_mpi.compress import add_sparse_, kept_per_layer, select_top_
-from prunex_mpi.errors import UserError
 from prunex_mpi.evaluation import evaluate, mean_over_ranks, refuse_divergence
 from prunex_mpi.exchange import Workers, allgather_, allocate_gathered, find_workers
+from prunex_mpi.exchange_dgc import allocate_dgc, exchange_dgc_
+from prunex_mpi.exchange_omnireduce import allocate_omnireduce, exchange_omnireduce_
+from prunex_mpi.exchange_powersgd import allocate_powersgd, exchange_powersgd_
 from prunex_mpi.gradients import GradientAverager
 from prunex_mpi.metrics import iteration_record, layer_records, timed
 from prunex_mpi.preemption import StopAgreement
 from prunex_mpi.settings import Settings
-from prunex_mpi.state import Problem, State, Traffic, next_iteration, ring_bytes
-from prunex_mpi.steps import add_loss_, forward_backward, loss_sums, step_optimizer_
+from prunex_mpi.state import Problem, State, Traffic, next_iteration
+from prunex_mpi.steps import (
+    add_loss_,
+    clocked,
+    count_allgather,
+    count_allreduce,
+    forward_backward,
+    loss_sums,
+    step_optimizer_,
+)
 from prunex_mpi.watchdog import Heartbeat
 
 
@@ -57,7 +67,7 @@ def outer_iterations(
     position = state.position
     flat = settings.aggregation == "flat"
     workers = find_workers(topology, settings.aggregation)
-    space = allocate(workers, state, settings)
+    space = allocate(workers, state, settings, transport)
     with ExitStack() as exits:
         averager = None
         if not flat or settings.method == "dense":
@@ -143,7 +153,9 @@ def train_steps(
     Collective on `world`.
     """
     position = state.position
-    state.optimizer.param_groups[0]["weight_decay"] = settings.weight_decay
+    # DGC adds it to the gradients, since it is they that the momentum accumulates.
+    decay = 0.0 if settings.method == "dgc" else settings.weight_decay
+    state.optimizer.param_groups[0]["weight_decay"] = decay
     losses = loss_sums(state)
     traffic.payload += position.payload_bytes
     traffic.sent += position.sent_bytes
@@ -162,7 +174,9 @@ def train_steps(
         if averager is not None:
             averager.begin()
         loss = forward_backward(state, problem, settings)
-        average_gradient_(topology, workers, averager, space, state, settings, transport, traffic)
+        average_gradient_(
+            topology, workers, averager, space, state, problem, settings, transport, traffic
+        )
         state.scaler.unscale_(state.optimizer)
         step_optimizer_(state, problem, settings)
         add_loss_(losses, loss, settings)
@@ -176,6 +190,7 @@ def average_gradient_(
     averager: GradientAverager | None,
     space: dict[str, Tensor],
     state: State,
+    problem: Problem,
     settings: Settings,
     transport: Transport,
     traffic: Traffic,
@@ -199,7 +214,7 @@ def average_gradient_(
         return
     if workers.speaks:
         grad.mul_(workers.weight)
-        exchange_(workers, space, state, settings, transport, traffic)
+        exchange_(workers, space, state, problem, settings, transport, traffic)
     if settings.aggregation == "hierarchical":
         with clocked(state, "exchange_seconds"):
             bcast_(node, grad, transport)
@@ -231,42 +246,24 @@ def average_statistics(
     batchnorm.write(state.bn_modules, state.stats)
 
 
-def count_allreduce(traffic: Traffic, workers: Workers, operand: int) -> None:
-    """Count an Allreduce of `operand` bytes over the workers."""
-    traffic.payload += operand
-    traffic.sent += ring_bytes(workers.ring, operand)
-
-
-def count_allgather(traffic: Traffic, workers: Workers, mine: int, everyone: int) -> None:
-    """Count an Allgather: `mine` bytes of this worker, `everyone` bytes of all together."""
-    traffic.payload += mine
-    traffic.sent += ring_bytes(workers.ring, everyone, passes=1)
-
-
-@contextmanager
-def clocked(state: State, name: str) -> Iterator[None]:
-    """Add the seconds of the block to `method_seconds` or `exchange_seconds` of the position."""
-    cuda = state.theta.device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize(state.theta.device)
-    started = time.perf_counter()
-    yield
-    if cuda:
-        torch.cuda.synchronize(state.theta.device)
-    position = state.position
-    setattr(position, name, getattr(position, name) + time.perf_counter() - started)
-
-
 # --------------------------------------------------------------------------------------------------
 # The methods
 # --------------------------------------------------------------------------------------------------
 
 
-def allocate(workers: Workers, state: State, settings: Settings) -> dict[str, Tensor]:
+def allocate(
+    workers: Workers, state: State, settings: Settings, transport: Transport
+) -> dict[str, Tensor]:
     """Return the memory that the method writes anew in each step, by names of its own."""
     match settings.method:
         case "topk" if workers.speaks:
             return allocate_topk(workers, state, settings)
+        case "dgc" if workers.speaks:
+            return allocate_dgc(workers, state, settings, transport)
+        case "powersgd" if workers.speaks:
+            return allocate_powersgd(state, settings)
+        case "omnireduce" if workers.speaks:
+            return allocate_omnireduce(state, settings)
         case _:
             return {}
 
@@ -275,6 +272,7 @@ def exchange_(
     workers: Workers,
     space: dict[str, Tensor],
     state: State,
+    problem: Problem,
     settings: Settings,
     transport: Transport,
     traffic: Traffic,
@@ -287,6 +285,12 @@ def exchange_(
     match settings.method:
         case "topk":
             exchange_topk_(workers, space, state, settings, transport, traffic)
+        case "dgc":
+            exchange_dgc_(workers, space, state, problem, settings, transport, traffic)
+        case "powersgd":
+            exchange_powersgd_(workers, space, state, settings, transport, traffic)
+        case "omnireduce":
+            exchange_omnireduce_(workers, space, state, settings, transport, traffic)
         case other:
             raise ValueError(f"{other} exchanges nothing at each step")
 
@@ -312,8 +316,6 @@ def exchange_dense_(
 
 def allocate_topk(workers: Workers, state: State, settings: Settings) -> dict[str, Tensor]:
     """Return memory for one worker's values and positions, and for those of all."""
-    if state.layout.numel > torch.iinfo(torch.int32).max:
-        raise UserError("the model has more parameters than topk's 32-bit positions can name")
     count = sum(kept_per_layer(state.layout, settings.compress_ratio))
     values = state.theta.new_empty(count)
     positions = torch.empty(count, dtype=torch.int32, device=values.device)

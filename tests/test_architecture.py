@@ -31,6 +31,9 @@ TENSORS = {
     "data",
     "checkpoint_files",
     "compress",
+    "dgc",
+    "powersgd",
+    "blocks",
     "memory",
 }
 # Communication, which knows vectors and their layout but not what they mean.
