@@ -103,6 +103,23 @@ def allreduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, op: MPI.Op = 
         previous.finish_()
 
 
+def reduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) -> None:
+    """Sum `flat` over `comm` in place on `root`; the others keep theirs. Collective on `comm`."""
+    if comm.size == 1:
+        return
+    for bucket in buckets(flat, transport):
+        operand = bucket
+        if transport.staging is not None:
+            operand = _stage(transport, 0, bucket)
+            operand.copy_(bucket)
+        if comm.rank == root:
+            comm.Reduce(MPI.IN_PLACE, mpi_buffer(operand), op=MPI.SUM, root=root)
+            if operand is not bucket:
+                bucket.copy_(operand)
+        else:
+            comm.Reduce(mpi_buffer(operand), None, op=MPI.SUM, root=root)
+
+
 def bcast_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) -> None:
     """Broadcast `flat` from `root` in place. Collective on `comm`."""
     if comm.size == 1:

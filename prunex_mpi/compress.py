@@ -10,10 +10,17 @@ import math
 import torch
 from torch import Tensor
 
+from prunex_mpi.errors import UserError
 from prunex_mpi.layout import Layout
 
 # A position is an int32.
 POSITION_BYTES = 4
+
+
+def check_positions(layout: Layout) -> None:
+    """Raise UserError where a position does not fit into an int32."""
+    if layout.numel > torch.iinfo(torch.int32).max:
+        raise UserError("the model has more parameters than 32-bit positions can name")
 
 
 def kept_per_layer(layout: Layout, ratio: float) -> list[int]:

@@ -6,8 +6,10 @@ weight: 1/N or P_i/N. So the plain sum of all contributions is the mean over all
 uneven nodes as well, and so is the sum of what compressors send and what they keep for later.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,6 +104,39 @@ def _allgather_staged_(comm: MPI.Comm, piece: Tensor, target: Tensor, transport:
     sent.copy_(piece)
     comm.Allgather(mpi_buffer(sent), mpi_buffer(received))
     target.copy_(received.view(target.shape))
+
+
+def gather_counts(comm: MPI.Comm, count: int) -> list[int]:
+    """Return every rank's `count`, alike on all ranks. Collective on `comm`."""
+    counts = np.empty(comm.size, dtype=np.int64)
+    comm.Allgather(np.array([count], dtype=np.int64), counts)
+    return counts.tolist()
+
+
+def allgatherv_(
+    comm: MPI.Comm, mine: Tensor, counts: Sequence[int], everyone: Tensor, transport: Transport
+) -> None:
+    """Gather `counts[r]` elements of each rank r, one behind the other, into `everyone`.
+
+    `mine` holds this rank's; all of them fit into one bucket, and `everyone` may be longer.
+    Collective on `comm`.
+    """
+    target = everyone[: sum(counts)]
+    if comm.size == 1:
+        target.copy_(mine)
+        return
+    places = [sum(counts[:rank]) for rank in range(comm.size)]
+    sent, received = mine, target
+    if transport.staging is not None:
+        sent, received = (
+            memory[: part.nbytes].view(part.dtype)
+            for memory, part in zip(transport.staging, (mine, target), strict=True)
+        )
+        sent.copy_(mine)
+    buffer, kind = mpi_buffer(received)
+    comm.Allgatherv(mpi_buffer(sent), [buffer, (list(counts), places), kind])
+    if received is not target:
+        target.copy_(received)
 
 
 def allocate_gathered(workers: Workers, mine: Tensor) -> Tensor:

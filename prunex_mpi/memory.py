@@ -2,13 +2,15 @@
 
 A name says whose a tensor is. `own.` tensors are each rank's: parts of a vector whose sum over all
 ranks is what counts, such as the gradient that has not been sent yet; on other nodes the sum is
-dealt out anew by the ranks' weights. `shared.` tensors are the same on all ranks.
+dealt out anew by the ranks' weights. `shared.` tensors are the same on all ranks that use them.
 """
 
 import torch
 from torch import Tensor
 
+from prunex_mpi.compress import check_positions
 from prunex_mpi.layout import Layout
+from prunex_mpi.powersgd import new_right_factors, split_layout
 from prunex_mpi.settings import Settings
 from prunex_mpi.support import bucket_numel, build_tracker
 
@@ -20,10 +22,25 @@ def build_memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str,
 
     `own.` tensors have theta's dtype and device, `shared.` tensors any (small ones that decide stay
     on the host); all are contiguous.
+    Raises UserError where the method can't work on such a layout.
     """
     match settings.method:
         case "topk":
+            check_positions(layout)
             return {"own.residual": torch.zeros_like(theta)}
+        case "dgc":
+            check_positions(layout)
+            # Both are linear in what the workers contribute, so their sums over ranks count.
+            return {
+                "own.momentum": torch.zeros_like(theta),
+                "own.residual": torch.zeros_like(theta),
+            }
+        case "powersgd":
+            split = split_layout(layout, settings.powersgd_rank)
+            return {
+                "own.residual": torch.zeros_like(theta),
+                "shared.right_factors": new_right_factors(split, settings.seed, theta),
+            }
         case "diloco":
             return {"shared.outer_momentum": torch.zeros_like(theta)}
         case "pactrain":

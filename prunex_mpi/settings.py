@@ -28,8 +28,10 @@ _NO_DEFAULT = dataclasses.MISSING
 # The methods by family, which is the driver that runs them.
 CONSENSUS = ("prunex", "prunex-flat")
 LOCAL = ("local-sgd", "diloco", "one-shot")
-PER_STEP = ("dense", "topk", "pactrain")
+PER_STEP = ("dense", "topk", "dgc", "powersgd", "omnireduce", "pactrain")
 METHODS = (*CONSENSUS, *PER_STEP, *LOCAL)
+# Those that keep what they have not sent for a later step.
+WITH_RESIDUAL = ("topk", "dgc", "powersgd")
 # Those that prune the groups of `--groups`.
 BY_GROUPS = (*CONSENSUS, "one-shot")
 # Where a method's own default is not the one that its setting has.
@@ -623,7 +625,7 @@ def _check_rival(settings: Settings) -> None:
         )
     if s.method == "pactrain":
         _check_pactrain(s)
-    elif s.method in PER_STEP and s.method != "dense" and s.amp == "fp16":
+    elif s.method in WITH_RESIDUAL and s.amp == "fp16":
         raise UserError(
             f"amp fp16: {s.method} keeps what it has not sent, which must not overflow; use bf16"
         )

@@ -151,8 +151,10 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
     batchnorm.read_(bn_modules, stats)
     mask = np.ones(groups.total, dtype=bool)
     # The fused step makes no temporaries: one pass for weight decay, momentum and update.
-    optimizer = torch.optim.SGD([theta], lr=settings.lr, momentum=settings.momentum, fused=True)
-    if settings.momentum:
+    # DGC's momentum is inside what the workers send.
+    momentum = 0.0 if settings.method == "dgc" else settings.momentum
+    optimizer = torch.optim.SGD([theta], lr=settings.lr, momentum=momentum, fused=True)
+    if momentum:
         # The fused step leaves a buffer of its own uninitialised when fp16 skips the first step.
         optimizer.state[theta]["momentum_buffer"] = torch.zeros_like(theta)
     layers = len(layout.segments)

@@ -6,16 +6,19 @@ from typing import Any
 import numpy as np
 
 from prunex_mpi import batchnorm
+from prunex_mpi.blocks import block_count
 from prunex_mpi.checkpoint_files import save_tensors
 from prunex_mpi.comm import Topology
 from prunex_mpi.compaction import build_plan
 from prunex_mpi.compress import POSITION_BYTES, kept_per_layer
 from prunex_mpi.data import load
+from prunex_mpi.exchange_dgc import COUNT_BYTES
 from prunex_mpi.files import STATE, written_record
 from prunex_mpi.layout import Layout, build_layout
 from prunex_mpi.logs import format_table
 from prunex_mpi.metrics import prunable_and_kept
 from prunex_mpi.models import probe
+from prunex_mpi.powersgd import split_layout
 from prunex_mpi.problem import make_groups, make_model
 from prunex_mpi.schedule import strictness
 from prunex_mpi.settings import LOCAL, PER_STEP, Settings
@@ -220,6 +223,23 @@ def _dry_run_per_step(
             how = f"{count:,} values and positions, {settings.aggregation}"
         case "pactrain":
             payload, how = _pactrain_payload(settings, topology, layout, size)
+        case "dgc":
+            count = sum(kept_per_layer(layout, settings.compress_ratio))
+            payload = count * (size + POSITION_BYTES) + COUNT_BYTES
+            how = f"at most {count:,} values and positions, {settings.aggregation}"
+            if settings.dgc_warmup_epochs:
+                how += "; more in the warm-up"
+        case "powersgd":
+            split = split_layout(layout, settings.powersgd_rank)
+            payload = (split.left_numel + split.right_numel + split.whole_numel) * size
+            how = (
+                f"{len(split.matrices)} matrices as factors of rank {split.rank}, "
+                f"{split.whole_numel:,} elements whole, {settings.aggregation}"
+            )
+        case "omnireduce":
+            payload = layout.numel * size
+            bits = 8 * -(-block_count(layout.numel, settings.block_size) // 8)
+            how = f"at most, and {bits // 8:,} B of block bits, {settings.aggregation}"
         case _:
             payload, how = layout.numel * size, settings.aggregation
     rows = [

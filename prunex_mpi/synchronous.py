@@ -27,7 +27,6 @@ from prunex_mpi import batchnorm
 from prunex_mpi.collectives import Transport, allreduce_then_bcast_, bcast_
 from prunex_mpi.comm import Topology
 from prunex_mpi.compress import add_sparse_, kept_per_layer, select_top_
-from prunex_mpi.errors import UserError
 from prunex_mpi.evaluation import evaluate, mean_over_ranks, refuse_divergence
 from prunex_mpi.exchange import (
     Workers,
@@ -36,6 +35,9 @@ from prunex_mpi.exchange import (
     find_workers,
     sum_over_ranks_,
 )
+from prunex_mpi.exchange_dgc import allocate_dgc, exchange_dgc_
+from prunex_mpi.exchange_omnireduce import allocate_omnireduce, exchange_omnireduce_
+from prunex_mpi.exchange_powersgd import allocate_powersgd, exchange_powersgd_
 from prunex_mpi.exchange_pactrain import (
     allocate_pactrain,
     exchange_pactrain_,
@@ -77,7 +79,7 @@ def outer_iterations(
     position = state.position
     flat = settings.aggregation == "flat"
     workers = find_workers(topology, settings.aggregation)
-    space = allocate(workers, state, settings)
+    space = allocate(workers, state, settings, transport)
     with ExitStack() as exits:
         averager = None
         if not flat or settings.method == "dense":
@@ -168,7 +170,9 @@ def train_steps(
     Collective on `world`.
     """
     position = state.position
-    state.optimizer.param_groups[0]["weight_decay"] = settings.weight_decay
+    # DGC adds it to the gradients, since it is they that the momentum accumulates.
+    decay = 0.0 if settings.method == "dgc" else settings.weight_decay
+    state.optimizer.param_groups[0]["weight_decay"] = decay
     losses = loss_sums(state)
     traffic.payload += position.payload_bytes
     traffic.sent += position.sent_bytes
@@ -190,7 +194,9 @@ def train_steps(
         if averager is not None:
             averager.begin()
         loss = forward_backward(state, problem, settings)
-        average_gradient_(topology, workers, averager, space, state, settings, transport, traffic)
+        average_gradient_(
+            topology, workers, averager, space, state, problem, settings, transport, traffic
+        )
         state.scaler.unscale_(state.optimizer)
         step_optimizer_(state, problem, settings)
         add_loss_(losses, loss, settings)
@@ -204,6 +210,7 @@ def average_gradient_(
     averager: GradientAverager | None,
     space: dict[str, Tensor],
     state: State,
+    problem: Problem,
     settings: Settings,
     transport: Transport,
     traffic: Traffic,
@@ -227,7 +234,7 @@ def average_gradient_(
         return
     if workers.speaks:
         grad.mul_(workers.weight)
-        exchange_(workers, space, state, settings, transport, traffic)
+        exchange_(workers, space, state, problem, settings, transport, traffic)
     if settings.aggregation == "hierarchical":
         with clocked(state, "exchange_seconds"):
             bcast_(node, grad, transport)
@@ -263,13 +270,21 @@ def average_statistics(
 # --------------------------------------------------------------------------------------------------
 
 
-def allocate(workers: Workers, state: State, settings: Settings) -> dict[str, Tensor]:
+def allocate(
+    workers: Workers, state: State, settings: Settings, transport: Transport
+) -> dict[str, Tensor]:
     """Return the memory that the method writes anew in each step, by names of its own."""
     match settings.method:
         case "topk" if workers.speaks:
             return allocate_topk(workers, state, settings)
         case "pactrain":
             return allocate_pactrain(workers, state, settings)
+        case "dgc" if workers.speaks:
+            return allocate_dgc(workers, state, settings, transport)
+        case "powersgd" if workers.speaks:
+            return allocate_powersgd(state, settings)
+        case "omnireduce" if workers.speaks:
+            return allocate_omnireduce(state, settings)
         case _:
             return {}
 
@@ -278,6 +293,7 @@ def exchange_(
     workers: Workers,
     space: dict[str, Tensor],
     state: State,
+    problem: Problem,
     settings: Settings,
     transport: Transport,
     traffic: Traffic,
@@ -292,6 +308,12 @@ def exchange_(
             exchange_topk_(workers, space, state, settings, transport, traffic)
         case "pactrain":
             exchange_pactrain_(workers, space, state, settings, transport, traffic)
+        case "dgc":
+            exchange_dgc_(workers, space, state, problem, settings, transport, traffic)
+        case "powersgd":
+            exchange_powersgd_(workers, space, state, settings, transport, traffic)
+        case "omnireduce":
+            exchange_omnireduce_(workers, space, state, settings, transport, traffic)
         case other:
             raise ValueError(f"{other} exchanges nothing at each step")
 
@@ -317,8 +339,6 @@ def exchange_dense_(
 
 def allocate_topk(workers: Workers, state: State, settings: Settings) -> dict[str, Tensor]:
     """Return memory for one worker's values and positions, and for those of all."""
-    if state.layout.numel > torch.iinfo(torch.int32).max:
-        raise UserError("the model has more parameters than topk's 32-bit positions can name")
     count = sum(kept_per_layer(state.layout, settings.compress_ratio))
     values = state.theta.new_empty(count)
     positions = torch.empty(count, dtype=torch.int32, device=values.device)

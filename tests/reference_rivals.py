@@ -84,7 +84,77 @@ def prune_weights(models, optimizers, memory, s):
                     optimizer.state[p]["momentum_buffer"] *= memory["masks"][n]
 
 
-PER_STEP = {"dense": dense, "topk": topk, "pactrain": pactrain}
+def dgc(contributions, memory, s):
+    """Send what reaches a sampled threshold of accumulated momenta; forget both where sent."""
+    step, warmup = memory.setdefault("step", 0), int(s.dgc_warmup_epochs * s.steps_per_epoch)
+    memory["step"] += 1
+    ratio = s.compress_ratio
+    if step < warmup:
+        ratio = max(ratio, (1 / 4, 1 / 16, 1 / 64, 1 / 256)[4 * step // warmup])
+    momenta, residuals = (
+        memory.setdefault(
+            key, [{n: torch.zeros_like(x) for n, x in c.items()} for c in contributions]
+        )
+        for key in ("momenta", "residuals")
+    )
+    total = {n: torch.zeros_like(x) for n, x in contributions[0].items()}
+    for contribution, momentum, residual in zip(contributions, momenta, residuals, strict=True):
+        for n, x in contribution.items():
+            momentum[n] = s.momentum * momentum[n] + x
+            residual[n] = residual[n] + momentum[n]
+            waiting = residual[n].reshape(-1).tolist()
+            wanted = max(math.ceil(s.dgc_sample * len(waiting)), math.ceil(2 / ratio))
+            stride = max(1, len(waiting) // wanted)
+            drawn = sorted((abs(v) for v in waiting[step % stride :: stride]), reverse=True)
+            least = drawn[max(1, math.ceil(ratio * len(drawn) - 1e-9)) - 1]
+            passing = [i for i, v in enumerate(waiting) if abs(v) >= least and v]
+            limit = max(1, math.ceil(ratio * len(waiting) - 1e-9))
+            for i in sorted(passing, key=lambda i: -abs(waiting[i]))[:limit]:
+                total[n].reshape(-1)[i] += waiting[i]
+                residual[n].reshape(-1)[i] = momentum[n].reshape(-1)[i] = 0
+    return total
+
+
+def powersgd(contributions, memory, s):
+    """Project each large matrix of the sum on the space of M Q; the rest of each worker stays."""
+    rank, shapes = s.powersgd_rank, {}
+    for n, x in contributions[0].items():
+        rows, columns = len(x), x.numel() // len(x)
+        if x.dim() > 1 and rank * (rows + columns) < rows * columns:
+            shapes[n] = rows, columns
+    if not memory:
+        generator = torch.Generator().manual_seed(s.seed)
+        count = rank * sum(columns for _, columns in shapes.values())
+        draws = torch.randn(count, generator=generator, dtype=x.dtype).split(
+            [rank * columns for _, columns in shapes.values()]
+        )
+        memory["right"] = {n: q.view(-1, rank) for n, q in zip(shapes, draws, strict=True)}
+        memory["residuals"] = [
+            {n: torch.zeros_like(x) for n, x in c.items()} for c in contributions
+        ]
+    total = dense(contributions, {}, s)
+    for n, shape in shapes.items():
+        waiting = [
+            (residual[n] + c[n]).view(shape)
+            for residual, c in zip(memory["residuals"], contributions, strict=True)
+        ]
+        left = torch.linalg.qr(sum(waiting) @ memory["right"][n]).Q
+        memory["right"][n] = sum(waiting).T @ left
+        total[n] = (left @ left.T @ sum(waiting)).view(total[n].shape)
+        for residual, m in zip(memory["residuals"], waiting, strict=True):
+            residual[n] = (m - left @ left.T @ m).view(total[n].shape)
+    return total
+
+
+PER_STEP = {
+    "dense": dense,
+    "topk": topk,
+    "dgc": dgc,
+    "powersgd": powersgd,
+    # Blocks of zeros need not travel to be added up.
+    "omnireduce": dense,
+    "pactrain": pactrain,
+}
 
 
 def simulate_per_step(model, streams, node_sizes, loss_fn, s):
@@ -92,8 +162,10 @@ def simulate_per_step(model, streams, node_sizes, loss_fn, s):
     exchange, memory = PER_STEP[s.method], {}
     workers = workers_of(node_sizes, s.aggregation)
     models = [copy.deepcopy(model) for _ in streams]
+    # DGC's workers accumulate momentum, weight decay in it, before they send.
+    momentum, decay = (0, 0) if s.method == "dgc" else (s.momentum, s.weight_decay)
     optimizers = [
-        torch.optim.SGD(m.parameters(), lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay)
+        torch.optim.SGD(m.parameters(), lr=s.lr, momentum=momentum, weight_decay=decay)
         for m in models
     ]
     history = []
@@ -110,7 +182,10 @@ def simulate_per_step(model, streams, node_sizes, loss_fn, s):
                 loss = loss_fn(m(images), labels)
                 loss.backward()
                 losses.append(float(loss.detach()))
-                gradients.append({n: p.grad.clone() for n, p in parameters(m).items()})
+                inside = s.weight_decay - decay
+                gradients.append(
+                    {n: p.grad + inside * p.detach() for n, p in parameters(m).items()}
+                )
             contributions = [
                 {n: weight * sum(gradients[r][n] for r in ranks) / len(ranks) for n in gradients[0]}
                 for ranks, weight in workers

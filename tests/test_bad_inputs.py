@@ -238,6 +238,13 @@ def test_bad_flags(tmp_path, flags):
     assert not (tmp_path / "run/summary.json").exists()
 
 
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_a_rank_of_factors_that_no_matrix_takes(tmp_path, more):
+    flags = ["--model", "odd_models:small", "--method", "powersgd", "--powersgd-rank", "8", *more]
+    ended = run(*flags, *SYNTHETIC, "--run-dir", tmp_path / "run")
+    assert_refused(ended, USAGE, "powersgd-rank 8", "2.weight, 8 x 72, takes the largest, 7")
+
+
 WORDS = st.text(st.characters(exclude_categories=["Cs"]) | st.just("\udcff"), max_size=20)
 NAMES = st.text(string.ascii_lowercase + string.digits + "-", min_size=1, max_size=20)
 

@@ -68,6 +68,9 @@ SCENARIOS = {
         "ternary": True,
         "bucket_mib": 2**-10,
     },
+    "dgc": {"method": "dgc", "aggregation": "hierarchical", "compress_ratio": 0.02},
+    "powersgd": {"method": "powersgd"},
+    "omnireduce": {"method": "omnireduce"},
     "diloco": {"method": "diloco"},
     "one-shot": {"method": "one-shot", "prune_iteration": 4, "groups": ("coupled",)},
 }
@@ -144,7 +147,8 @@ def vectors(run: Run) -> dict[str, torch.Tensor]:
     """Return copies of all that a run computes with."""
     state = run.state
     found = {name: getattr(state, name) for name in ("theta", "u", "v", "z_node", "z")}
-    found |= {"momentum": state.optimizer.state[state.theta]["momentum_buffer"]}
+    if run.settings.method != "dgc":
+        found |= {"momentum": state.optimizer.state[state.theta]["momentum_buffer"]}
     found |= state.memory
     found |= dict(run.problem.model.named_buffers())
     found |= {name: torch.from_numpy(getattr(state, name)) for name in ("mask", "rho1", "rho2")}
@@ -255,29 +259,38 @@ def test_other_nodes_take_over_what_is_common(scenario: str, before: int, after:
                 assert np.abs(total).max() < 1e-4 * scale
 
 
-@pytest.mark.parametrize("aggregation", ["flat", "hierarchical"])
-def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(aggregation: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "aggregation"),
+    [("topk", "flat"), ("topk", "hierarchical"), ("dgc", "hierarchical"), ("powersgd", "flat")],
+)
+def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method: str, aggregation: str) -> None:
     if WORLD.size == 1:
         pytest.skip("one rank makes one kind of node")
 
+    def own(run: Run) -> np.ndarray:
+        memory = run.state.memory
+        return np.stack([memory[k].double().numpy() for k in memory if k.startswith("own.")])
+
     def kept(run: Run) -> np.ndarray:
-        mine = run.state.memory["own.residual"].double().numpy()
-        total = np.empty_like(mine)
-        WORLD.Allreduce(mine, total)
+        total = np.empty_like(own(run))
+        WORLD.Allreduce(own(run), total)
         return total
 
-    changes = {"method": "topk", "aggregation": aggregation}
+    changes = {"method": method, "aggregation": aggregation}
     with run_directory() as files:
         with nodes_of(2) as topology:
-            first = new_run(topology, "topk", **changes)
+            first = new_run(topology, method, **changes)
             list(first.iterate(StopsAt(10)))
             checkpoint.save(topology, files, first.state, first.problem)
             before, sizes = kept(first), topology.node_sizes
         with nodes_of(3 if WORLD.size > 2 else 1) as topology:
             assert topology.node_sizes != sizes
-            second = new_run(topology, "topk", **changes)
+            second = new_run(topology, method, **changes)
             assert "are dealt out anew" in second.restore(files).describe()[0]
-            after = second.state.memory["own.residual"].double().numpy()
+            after = own(second)
+            for key in second.state.memory:
+                if key.startswith("shared."):
+                    assert torch.equal(second.state.memory[key], first.state.memory[key])
             np.testing.assert_allclose(kept(second), before, rtol=1e-5, atol=1e-7)
             weight = 1 / WORLD.size
             if aggregation == "hierarchical":

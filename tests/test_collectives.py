@@ -20,6 +20,7 @@ from prunex_mpi.collectives import (
     build_transport,
     hierarchical_sum_,
     mpi_buffer,
+    reduce_,
 )
 
 CPU = torch.device("cpu")
@@ -77,7 +78,7 @@ def test_mpi_works_on_the_tensors_own_memory(dtype: torch.dtype) -> None:
     assert kind.Get_size() == tensor.element_size()
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float16, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float16, torch.complex64])
 @pytest.mark.parametrize("kind", ["direct", "staged"])
 def test_unsafe_dtypes_are_refused_before_mpi_is_entered(dtype: torch.dtype, kind: str) -> None:
     tensor = torch.ones(40, dtype=dtype)
@@ -85,6 +86,7 @@ def test_unsafe_dtypes_are_refused_before_mpi_is_entered(dtype: torch.dtype, kin
         lambda comm: mpi_buffer(tensor),
         lambda comm: allreduce_(comm, tensor, transport(kind)),
         lambda comm: bcast_(comm, tensor, transport(kind)),
+        lambda comm: reduce_(comm, tensor, transport(kind)),
         lambda comm: allreduce_then_bcast_(comm, comm, tensor, transport(kind)),
     ]
     for call in calls:
@@ -94,7 +96,7 @@ def test_unsafe_dtypes_are_refused_before_mpi_is_entered(dtype: torch.dtype, kin
 
 def test_scattered_tensors_are_refused_before_mpi_is_entered() -> None:
     tensor = torch.ones(80)[::2]
-    for call in (allreduce_, bcast_):
+    for call in (allreduce_, bcast_, reduce_):
         with pytest.raises(ValueError, match="contiguous"):
             call(NoCommunication(), tensor, transport("direct"))
     with pytest.raises(ValueError, match="contiguous"):
@@ -109,6 +111,7 @@ def test_one_rank_alone_communicates_nothing() -> None:
     for kind in ("direct", "staged"):
         allreduce_(Alone(), tensor, transport(kind))
         bcast_(Alone(), tensor, transport(kind))
+        reduce_(Alone(), tensor, transport(kind))
         allreduce_then_bcast_(Alone(), Alone(), tensor, transport(kind))
     assert torch.equal(tensor, torch.arange(40.0))
 
@@ -136,6 +139,21 @@ def test_allreduce_takes_other_operations(kind: str) -> None:
         flat = numbers(WORLD.rank, 300, torch.uint8)
         allreduce_(WORLD, flat, transport(kind), operation)
         assert np.array_equal(flat.numpy(), function.reduce(every))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["direct", "staged"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reduce_adds_up_on_the_root_alone(dtype: torch.dtype, kind: str) -> None:
+    how = transport(kind)
+    for size in SIZES:
+        for root in {0, WORLD.size - 1}:
+            flat = numbers(WORLD.rank, size, dtype)
+            reduce_(WORLD, flat, how, root)
+            wanted = numbers(WORLD.rank, size, dtype)
+            if WORLD.rank == root:
+                wanted = total(size, dtype, range(WORLD.size))
+            assert torch.equal(flat, wanted)
 
 
 @pytest.mark.mpi

@@ -7,7 +7,14 @@ from nodes import NODE_SHAPES, WORLD, nodes_of
 from mpi4py import MPI
 
 from prunex_mpi.collectives import Transport
-from prunex_mpi.exchange import allgather_, allocate_gathered, find_workers, worker_weight
+from prunex_mpi.exchange import (
+    allgather_,
+    allgatherv_,
+    allocate_gathered,
+    find_workers,
+    gather_counts,
+    worker_weight,
+)
 
 pytestmark = pytest.mark.mpi
 
@@ -47,6 +54,28 @@ def test_every_rank_receives_what_every_rank_gave(count: int, dtype, staged: boo
     everyone.fill_(-1)
     allgather_(WORLD, mine, everyone, transport)
     assert torch.equal(everyone, torch.stack([given(r) for r in range(WORLD.size)]))
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32])
+@pytest.mark.parametrize("most", [0, 1, 13])
+def test_ranks_give_as_many_as_they_have(most: int, dtype, staged: bool) -> None:
+    """The last rank has the most, and the first none where there is another."""
+
+    def given(rank: int) -> torch.Tensor:
+        return (torch.arange(most * (rank + 1) // WORLD.size) + 1000 * rank).to(dtype)
+
+    wanted = torch.cat([given(rank) for rank in range(WORLD.size)])
+    mine = given(WORLD.rank)
+    counts = gather_counts(WORLD, mine.numel())
+    assert counts == [given(rank).numel() for rank in range(WORLD.size)]
+    room = 8 * max(1, wanted.numel())
+    staging = (torch.empty(room, dtype=torch.uint8), torch.empty(room, dtype=torch.uint8))
+    transport = Transport(room, staging if staged else None)
+    everyone = torch.full((wanted.numel() + 3,), -1, dtype=dtype)
+    allgatherv_(WORLD, mine, counts, everyone, transport)
+    assert torch.equal(everyone[:-3], wanted)
+    assert everyone[-3:].tolist() == [-1, -1, -1]
 
 
 def find_everyone():

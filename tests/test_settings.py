@@ -221,6 +221,8 @@ def test_every_method_runs_without_further_flags_and_reads_its_file_back(tmp_pat
 def test_defaults_may_depend_on_the_method(tmp_path):
     assert make(method="one-shot").prune_iteration == 32
     assert make(method="one-shot", outer_iterations=1).prune_iteration == 1
+    assert make(method="topk").compress_ratio == 0.01
+    assert make(method="dgc").compress_ratio == 0.001
     path = write(tmp_path, 'method = "one-shot"\n')
     flags = ["--config", path, "--prune-iteration", "1/4"]
     assert parse(flags).prune_iteration == 16
@@ -347,6 +349,17 @@ BAD_FLAGS = [
     ("--method pactrain --groups filter", "groups means nothing to method pactrain"),
     ("--method dense --ternary", "ternary means nothing to method dense"),
     ("--method topk --stable-window 3", "stable-window means nothing to method topk"),
+    ("--method dgc --compress-ratio 0", "--compress-ratio must be above 0"),
+    ("--method dgc --compress-ratio 1.5", "--compress-ratio must be at most 1"),
+    ("--method dgc --dgc-sample 0", "--dgc-sample must be above 0"),
+    ("--method dgc --dgc-sample 1.5", "--dgc-sample must be at most 1"),
+    ("--method dgc --dgc-warmup-epochs -1", "--dgc-warmup-epochs must be from 0"),
+    ("--method dgc --amp fp16", "amp fp16: dgc keeps what it has not sent"),
+    ("--method powersgd --powersgd-rank 0", "--powersgd-rank must be at least 1"),
+    ("--method powersgd --amp fp16", "amp fp16: powersgd keeps what it has not sent"),
+    ("--method omnireduce --block-size 0", "--block-size must be at least 1"),
+    ("--method omnireduce --powersgd-rank 3", "(it is for powersgd)"),
+    ("--method topk --dgc-sample 0.5", "dgc-sample means nothing to method topk"),
     ("--method diloco --outer-lr 0", "--outer-lr"),
     ("--method diloco --outer-momentum 1", "--outer-momentum"),
     ("--method one-shot --prune-iteration 0", "from 1 to the 64"),

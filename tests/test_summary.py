@@ -23,6 +23,11 @@ DENSE = 4 * (75_290 + 480)
             {"method": "pactrain", "prune_by": "magnitude", "ternary": True},
             [4 * 75_290, 37_400 + 490 + 4 * 2],
         ),
+        ({"method": "dgc", "compress_ratio": 1.0}, [8 * 75_290 + 8]),
+        # 8 matrices of 250 rows and 1,675 columns together, and 490 other parameters.
+        ({"method": "powersgd"}, [4 * (2 * (250 + 1_675) + 490)]),
+        # 295 blocks of 256 elements.
+        ({"method": "omnireduce"}, [4 * 75_290, 37]),
         ({"method": "local-sgd"}, [DENSE, 64 * DENSE]),
         ({"method": "prunex-flat"}, [DENSE, 64 * DENSE]),
         # Pruned in iteration 16 of 64, whose payload is the first to be smaller.

@@ -17,7 +17,7 @@ from prunex_mpi.batches import Shard
 from prunex_mpi.collectives import build_transport
 from prunex_mpi.layout import build_layout
 from prunex_mpi.problem import make_groups
-from prunex_mpi.settings import make
+from prunex_mpi.settings import WITH_RESIDUAL, make
 from prunex_mpi.state import Problem, build_state
 from prunex_mpi.supervision import driver_of
 from prunex_mpi.watchdog import Heartbeat
@@ -30,7 +30,12 @@ COMMON = {"outer_iterations": 2, "lr": 0.05, "lr_schedule": "constant", "lr_warm
 METHODS = {
     "dense": {},
     "topk": {"compress_ratio": 0.05},
+    # All stages of the warm-up, and beyond.
+    "dgc": {"compress_ratio": 0.05, "dgc_sample": 0.3, "dgc_warmup_epochs": 2},
+    "powersgd": {},
+    "omnireduce": {"block_size": 16},
 }
+STEPS_PER_EPOCH = 2
 AGGREGATIONS = ("flat", "hierarchical")
 # Aggregation and ranks per node; with 4 ranks: 2 + 2, 3 + 1.
 SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
@@ -40,6 +45,7 @@ def run_driver(topology, settings, model, stream, steps=STEPS):
     """Yield (record, state) after each outer iteration of the driver of the method."""
     layout = build_layout(model)
     state = build_state(model, layout, make_groups(settings, model, layout, 6), settings)
+    stream.steps_per_epoch = STEPS_PER_EPOCH
     nothing = Shard(torch.empty(0), torch.empty(0))
     problem = Problem(
         model, model, F.cross_entropy, stream, nothing, None, iter, steps, *torch.zeros(2, 3)
@@ -68,7 +74,8 @@ def assert_alike_on_all_ranks(tensor):
 @pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
 def test_program_equals_oracle(aggregation, ranks_per_node, method):
     settings = make(method=method, aggregation=aggregation, **COMMON, **METHODS[method])
-    wanted = SimpleNamespace(**{**vars(settings), "steps": STEPS})
+    sizes = {"steps": STEPS, "steps_per_epoch": STEPS_PER_EPOCH}
+    wanted = SimpleNamespace(**{**vars(settings), **sizes})
     model = new_net()
     history = simulate_per_step(
         copy.deepcopy(model),
@@ -127,13 +134,17 @@ def test_dense_is_sgd_on_the_large_batch(aggregation):
     assert difference(found, {n: p.detach() for n, p in alone.named_parameters()}) < 1e-6
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m != "dense"])
+@pytest.mark.parametrize("method", WITH_RESIDUAL)
 @pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES[::2])
 def test_what_is_sent_and_what_is_kept_are_the_gradients(
     aggregation, ranks_per_node, method, monkeypatch
 ):
-    """Over a run, what arrived and what the workers keep add up to all contributions."""
-    settings = make(method=method, aggregation=aggregation, **COMMON, **METHODS[method])
+    """Over a run, what arrived and what the workers keep add up to all contributions.
+
+    Without momentum and weight decay, which DGC adds to the contributions.
+    """
+    changes = {**COMMON, **METHODS[method], "momentum": 0.0, "weight_decay": 0.0}
+    settings = make(method=method, aggregation=aggregation, **changes)
     given, arrived = [], []
     real = synchronous.exchange_
 
@@ -162,12 +173,11 @@ def test_what_is_sent_and_what_is_kept_are_the_gradients(
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("aggregation", "ranks_per_node"), [*SHAPES, ("flat", 4)])
 def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
-    settings = make(
-        method=method,
-        aggregation=aggregation,
-        **{**COMMON, "outer_iterations": 1},
-        **METHODS[method],
-    )
+    changes = {**COMMON, **METHODS[method], "outer_iterations": 1}
+    if method == "dgc":
+        # A sample of everything finds as many as topk sends.
+        changes |= {"dgc_sample": 1.0, "dgc_warmup_epochs": 0}
+    settings = make(method=method, aggregation=aggregation, **changes)
     model = new_net(torch.float32)
     parameters = sum(p.numel() for p in model.parameters())
     statistics = 2 * (8 + 8 + 12)
@@ -179,13 +189,22 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
             return
     workers = WORLD.size if aggregation == "flat" else nodes
     dense = 4 * (STEPS * parameters + statistics)
-    if method == "dense":
-        payload, sent = dense, 2 * dense * (workers - 1) / workers
-    else:
+    reduced, gathered, mask = dense, 0, 0
+    if method in ("topk", "dgc"):
         elements = sum(-(-p.numel() // 20) for p in model.parameters())
-        gathered = STEPS * 8 * elements
-        payload = gathered + 4 * statistics
-        sent = (gathered * workers + 2 * 4 * statistics) * (workers - 1) / workers
+        # DGC's worker tells how many there are.
+        gathered = STEPS * (8 * elements + (8 if method == "dgc" else 0))
+        reduced = 4 * statistics
+    elif method == "powersgd":
+        rows, columns = 8 + 8 + 8 + 12 + 5, 27 + 36 + 9 + 8 + 12
+        whole = parameters - (8 * 27 + 8 * 36 + 8 * 9 + 12 * 8 + 5 * 12)
+        reduced = 4 * (STEPS * (2 * rows + 2 * columns + whole) + statistics)
+    elif method == "omnireduce":
+        # 801 elements make 51 blocks, these 7 bytes.
+        assert parameters == 801
+        mask = STEPS * 7
+    payload = reduced + gathered
+    sent = (gathered * workers + 2 * (reduced + mask)) * (workers - 1) / workers
     if nodes == 1:
         sent = 0
     intra = 0
@@ -195,8 +214,8 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
     found = record["bytes"]
     assert (found["dense"], found["payload"], found["intra"]) == (dense, payload, intra)
     # Each division by the number of workers is rounded down.
-    assert sent - 3 * STEPS <= found["sent"] <= sent
-    assert found["mask"] == found["evaluate"] == 0
+    assert sent - 4 * STEPS <= found["sent"] <= sent
+    assert (found["mask"], found["evaluate"]) == (mask, 0)
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])

@@ -1,0 +1,98 @@
+"""OmniReduce over MPI: the sum of dense SGD with the bytes of the blocks that hold anything."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from nodes import WORLD, nodes_of
+from test_oracle import RandomStream
+from test_synchronous import COMMON, SHAPES, STEPS, assert_alike_on_all_ranks, run_driver
+from torch import nn
+
+from prunex_mpi import synchronous
+from prunex_mpi.settings import make
+
+pytestmark = pytest.mark.mpi
+
+SIZE = 12
+
+
+class Table(nn.Module):
+    """Rows chosen by the images: all others have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(64, 5, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows[(x[:, 0, 0, 0] * 16).floor().long() % 64]
+
+
+@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
+def test_only_blocks_that_hold_anything_travel(aggregation, ranks_per_node, monkeypatch) -> None:
+    torch.manual_seed(2)
+    model = Table()
+    touched, found, records = [], {}, {}
+    real = synchronous.exchange_
+
+    def watched(workers, space, state, *others):
+        touched.append((state.grad != 0).numpy())
+        real(workers, space, state, *others)
+
+    monkeypatch.setattr(synchronous, "exchange_", watched)
+    with nodes_of(ranks_per_node) as topology:
+        for method, size in (("dense", {}), ("omnireduce", {"block_size": SIZE})):
+            settings = make(method=method, aggregation=aggregation, **size, **COMMON)
+            stream = RandomStream(WORLD.rank, torch.float64)
+            runs = list(run_driver(topology, settings, copy.deepcopy(model), stream))
+            found[method], records[method] = runs[-1][1].z, [record for record, _ in runs]
+            assert_alike_on_all_ranks(runs[-1][1].theta)
+        speaks = aggregation == "flat" or topology.is_leader
+    torch.testing.assert_close(found["omnireduce"], found["dense"], rtol=1e-13, atol=1e-15)
+
+    mine = np.array(touched if speaks else np.zeros((2 * STEPS, 320)), dtype=np.int64)
+    union = np.empty_like(mine)
+    WORLD.Allreduce(mine, union)
+    if not speaks:
+        return
+    payload = []
+    for step in union:
+        # 26 blocks of 12 elements and one of 8.
+        blocks = [step[i : i + SIZE] for i in range(0, 320, SIZE)]
+        payload.append(8 * sum(block.size for block in blocks if block.any()))
+    sums = [sum(payload[:STEPS]), sum(payload[STEPS:])]
+    assert [r["bytes"]["payload"] for r in records["omnireduce"]] == sums
+    assert [r["bytes"]["mask"] for r in records["omnireduce"]] == [STEPS * 4] * 2
+    assert [r["bytes"]["payload"] for r in records["dense"]] == [8 * 320 * STEPS] * 2
+    if WORLD.size == 1:
+        assert sum(sums) < 0.6 * 2 * 8 * 320 * STEPS
+    assert 0 < sum(sums) < 2 * 8 * 320 * STEPS
+
+
+def test_nothing_at_all_is_no_message() -> None:
+    """A gradient of zeros, which a frozen model has: no block travels."""
+
+    class Constant(Table):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 0 * super().forward(x)
+
+    with nodes_of(2) as topology:
+        settings = make(method="omnireduce", weight_decay=0.0, **COMMON)
+        model = Constant()
+        before = model.rows.detach().clone()
+        stream = RandomStream(WORLD.rank, torch.float64)
+        for record, state in run_driver(topology, settings, model, stream):
+            assert record["bytes"]["payload"] == 0
+            assert record["bytes"]["mask"] > 0
+            assert torch.equal(state.theta.view(64, 5), before)
+
+
+def test_mixed_precision_with_a_scaled_loss_runs() -> None:
+    """Nothing is kept for later, so that fp16 may overflow and skip a step as dense SGD does."""
+    with nodes_of(2) as topology:
+        settings = make(method="omnireduce", amp="fp16", **COMMON)
+        stream = RandomStream(WORLD.rank, torch.float32)
+        for record, state in run_driver(topology, settings, Table().float(), stream):
+            assert np.isfinite(record["train_loss"])
+            assert_alike_on_all_ranks(state.theta)
