@@ -37,12 +37,12 @@ from prunex_mpi.exchange import (
 )
 from prunex_mpi.exchange_dgc import allocate_dgc, exchange_dgc_
 from prunex_mpi.exchange_omnireduce import allocate_omnireduce, exchange_omnireduce_
-from prunex_mpi.exchange_powersgd import allocate_powersgd, exchange_powersgd_
 from prunex_mpi.exchange_pactrain import (
     allocate_pactrain,
     exchange_pactrain_,
     follow_pactrain_,
 )
+from prunex_mpi.exchange_powersgd import allocate_powersgd, exchange_powersgd_
 from prunex_mpi.gradients import GradientAverager
 from prunex_mpi.mask_pactrain import prune_when_due_
 from prunex_mpi.metrics import iteration_record, layer_records, timed
