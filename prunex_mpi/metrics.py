@@ -26,6 +26,20 @@ def timed(
     seconds[phase] = time.perf_counter() - start
 
 
+@contextmanager
+def clocked(state: State, name: str) -> Iterator[None]:
+    """Add the seconds of the block to `method_seconds` or `exchange_seconds` of the position."""
+    cuda = state.theta.device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize(state.theta.device)
+    started = time.perf_counter()
+    yield
+    if cuda:
+        torch.cuda.synchronize(state.theta.device)
+    position = state.position
+    setattr(position, name, getattr(position, name) + time.perf_counter() - started)
+
+
 def prunable_and_kept(state: State) -> tuple[int, int]:
     """Return how many weights the method may prune, and how many of them it keeps."""
     return state.groups.prunable_numel, sum(kept_numel(state.mask, state.groups))

@@ -17,7 +17,7 @@ step hands to the next (`allocate`), and its exchange (`exchange_`).
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from prunex_mpi.errors import UserError
 from prunex_mpi.evaluation import evaluate, mean_over_ranks, refuse_divergence
 from prunex_mpi.exchange import Workers, allgather_, allocate_gathered, find_workers
 from prunex_mpi.gradients import GradientAverager
-from prunex_mpi.metrics import iteration_record, layer_records, timed
+from prunex_mpi.metrics import clocked, iteration_record, layer_records, timed
 from prunex_mpi.preemption import StopAgreement
 from prunex_mpi.settings import Settings
 from prunex_mpi.state import Problem, State, Traffic, next_iteration, ring_bytes
@@ -241,20 +241,6 @@ def count_allgather(traffic: Traffic, workers: Workers, mine: int, everyone: int
     """Count an Allgather: `mine` bytes of this worker, `everyone` bytes of all together."""
     traffic.payload += mine
     traffic.sent += ring_bytes(workers.ring, everyone, passes=1)
-
-
-@contextmanager
-def clocked(state: State, name: str) -> Iterator[None]:
-    """Add the seconds of the block to `method_seconds` or `exchange_seconds` of the position."""
-    cuda = state.theta.device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize(state.theta.device)
-    started = time.perf_counter()
-    yield
-    if cuda:
-        torch.cuda.synchronize(state.theta.device)
-    position = state.position
-    setattr(position, name, getattr(position, name) + time.perf_counter() - started)
 
 
 # --------------------------------------------------------------------------------------------------
