@@ -1,18 +1,18 @@
 """Measure what training costs: `python -m prunex_mpi.bench`, also under mpirun.
 
-One rank measures kernels, overhead and memory, two or more the collectives, any number the writing
-of checkpoints. The tables name the machine, the versions and the rank layout, since figures mean
-nothing without.
+One rank measures kernels, overhead and memory, two or more the collectives and the steps of dense
+SGD beside torch's, any number the writing of checkpoints. `compare` trains with one method after
+the other. The tables name the machine, the versions and the rank layout, since figures mean nothing
+without.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prunex_mpi import __version__
+from prunex_mpi import __version__, compare_options
 from prunex_mpi.cli import Parser
 from prunex_mpi.errors import UserError
 from prunex_mpi.program import run_program
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 ALONE = ("kernels", "overhead", "memory")
 TOGETHER = ("collectives",)
 ANYWHERE = ("checkpoint",)
+# Trains for minutes: only for who asks, on two or more ranks.
+ASKED = ("ddp",)
+SECTIONS = (*ALONE, *TOGETHER, *ANYWHERE, *ASKED)
 MAX_THREADS = 4096
 
 
@@ -53,9 +56,10 @@ def build_parser() -> Parser:
     """Return the parser of the benchmark's flags."""
     parser = Parser(
         prog="python -m prunex_mpi.bench",
-        description="Measure kernels, overhead and memory on one rank, collectives on several, "
-        "checkpoints on any number.",
-        epilog="Without WHAT: everything that makes sense for the number of ranks.",
+        description="Measure kernels, overhead and memory on one rank, collectives and ddp (dense "
+        "SGD beside torch's) on several, checkpoints on any number.",
+        epilog="Without WHAT: everything that makes sense for the number of ranks, but ddp. "
+        "`compare --help` tells how to compare methods of training.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -63,22 +67,23 @@ def build_parser() -> Parser:
         "what",
         nargs="*",
         metavar="WHAT",
-        help=f"{', '.join((*ALONE, *TOGETHER, *ANYWHERE))} or all [all]",
+        help=f"{', '.join(SECTIONS)} or all [all]; or compare, with flags of its own",
     )
     add("--version", action="version", version=f"prunex_mpi {__version__}")
     add("--model", default="resnet152", metavar="NAME", help="model to measure [resnet152]")
     add(
-        "--train-model",
+        "--models",
         nargs="+",
         default=["resnet20", "resnet18"],
         metavar="NAME",
-        help="models that overhead trains [resnet20 resnet18]",
+        dest="train_models",
+        help="models that overhead and ddp train [resnet20 resnet18]",
     )
     add("--groups", nargs="+", default=["channel"], metavar="KIND", help="groups [channel]")
     add("--keep-ratio", nargs="+", type=float, default=[0.5], metavar="X", help="[0.5]")
-    add("--batch-size", type=int, default=32, metavar="N", help="of overhead's training [32]")
-    add("--steps", type=int, default=4, metavar="N", help="local steps overhead measures [4]")
-    add("--repeat", type=int, default=7, metavar="N", help="turns; the shortest counts [7]")
+    add("--batch-size", type=int, default=32, metavar="N", help="per rank, in training [32]")
+    add("--steps", type=int, default=4, metavar="N", help="steps of a turn of training [4]")
+    add("--repeat", type=int, default=7, metavar="N", help="turns that are measured [7]")
     add("--device", default="auto", metavar="NAME", help="auto, cpu or cuda [auto]")
     add("--threads", type=int, default=0, metavar="N", help="per rank, 0 for a fair share [0]")
     add("--ranks-per-node", type=int, default=0, metavar="N", help="virtual nodes, as in training")
@@ -97,10 +102,11 @@ def parse(argv: Sequence[str]) -> Options:
     Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
     """
     given = build_parser().parse_all(argv)
-    sections = (*ALONE, *TOGETHER, *ANYWHERE)
     for word in given.what:
-        if word not in (*sections, "all"):
-            guess = nearest(word, (*sections, "all"))
+        if word == "compare":
+            raise UserError("compare comes first and alone: its flags are its own")
+        if word not in (*SECTIONS, "all"):
+            guess = nearest(word, (*SECTIONS, "all", "compare"))
             raise UserError(f"nothing to measure is called {quote(word)}; did you mean {guess!r}?")
     for name, low, high in (
         ("steps", 1, 10**6),
@@ -120,11 +126,11 @@ def parse(argv: Sequence[str]) -> Options:
         bucket_mib=given.bucket_mib,
         mpi_buffers=given.mpi_buffers,
     )
-    wanted = tuple(s for s in sections if s in given.what and "all" not in given.what)
+    wanted = tuple(s for s in SECTIONS if s in given.what and "all" not in given.what)
     return Options(
         wanted,
         settings,
-        tuple(given.train_model),
+        tuple(given.train_models),
         given.steps,
         given.repeat,
         given.threads,
@@ -136,7 +142,17 @@ def parse(argv: Sequence[str]) -> Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code, the same on every rank."""
-    return run_program("prunex_mpi.bench", parse, bench, argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["compare"]:
+        return run_program("prunex_mpi.bench", compare_options.parse, run_comparison, words[1:])
+    return run_program("prunex_mpi.bench", parse, bench, words)
+
+
+def run_comparison(world: "MPI.Comm", options: compare_options.Options) -> int:
+    """Train with one method after the other. Collective on `world`."""
+    from prunex_mpi.bench_compare import compare
+
+    return compare(world, options)
 
 
 def choose_sections(asked: tuple[str, ...], ranks: int) -> tuple[str, ...]:
@@ -146,7 +162,7 @@ def choose_sections(asked: tuple[str, ...], ranks: int) -> tuple[str, ...]:
             raise UserError(
                 f"{section} is measured on one rank, not {ranks}; start it without mpirun"
             )
-        if section in TOGETHER and ranks == 1:
+        if section in (*TOGETHER, *ASKED) and ranks == 1:
             raise UserError(f"{section} needs 2 or more ranks; start it with mpirun or srun")
     return asked or ((ALONE if ranks == 1 else TOGETHER) + ANYWHERE)
 
@@ -155,7 +171,7 @@ def bench(world: "MPI.Comm", options: Options) -> int:
     """Measure and print; only world rank 0 prints and writes. Collective on `world`."""
     import torch
 
-    from prunex_mpi.bench_report import as_json, describe_machine, format_table
+    from prunex_mpi.bench_report import describe_machine, format_table, prepare_file, write_json
     from prunex_mpi.comm import (
         describe,
         library_name,
@@ -189,10 +205,12 @@ def bench(world: "MPI.Comm", options: Options) -> int:
             return 0
 
         # Refuse what cannot end well before minutes are spent on the rest.
-        if "overhead" in sections:
+        if {"overhead", "ddp"} & set(sections):
             for name in options.train_models:
                 together(world, lambda name=name: build_model(name, num_classes=10, image_size=32))
-        together(world, lambda: prepare_json(options.json_file) if world.rank == 0 else None)
+        together(
+            world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None
+        )
 
         machine = {
             "machine": describe_machine(device),
@@ -208,9 +226,7 @@ def bench(world: "MPI.Comm", options: Options) -> int:
             for table in found if world.rank == 0 else ():
                 print(f"\n{format_table(table)}", flush=True)
         if world.rank == 0 and options.json_file:
-            with open(options.json_file, "w", encoding="utf-8") as file:
-                json.dump(as_json(machine, tables), file, indent=2)
-                file.write("\n")
+            write_json(options.json_file, machine, tables)
     return 0
 
 
@@ -240,20 +256,16 @@ def measure(
         from prunex_mpi.bench_checkpoint import checkpoints
 
         return checkpoints(topology, settings, transport, device, options.repeat, options.folder)
+    if section == "ddp":
+        from prunex_mpi.bench_ddp import compare_with_ddp
+
+        models = options.train_models
+        return compare_with_ddp(
+            topology, settings, transport, device, models, options.steps, options.repeat
+        )
     from prunex_mpi.bench_collectives import collectives
 
     return collectives(topology, settings, transport, device, options.repeat)
-
-
-def prepare_json(path: str) -> None:
-    """Raise UserError unless the file of --json can be written."""
-    if not path:
-        return
-    try:
-        with open(path, "a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        raise UserError(f"--json {quote(path, 250)}: {error.strerror}; choose another") from None
 
 
 if __name__ == "__main__":

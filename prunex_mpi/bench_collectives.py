@@ -1,10 +1,7 @@
 """Time the collectives of the driver, as its transport hands tensors to MPI, and mask agreement."""
 
-import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -13,18 +10,16 @@ from torch import Tensor
 
 from mpi4py import MPI
 
+from prunex_mpi.bench_gloo import DDP_BUCKET_BYTES, gloo_group
 from prunex_mpi.bench_kernels import MIB, make_state
 from prunex_mpi.bench_report import Table, synchronize
 from prunex_mpi.collectives import Transport, allreduce_, allreduce_then_bcast_, bcast_, buckets
-from prunex_mpi.comm import Topology, broadcast_text, together
+from prunex_mpi.comm import Topology
 from prunex_mpi.masks import agree_by_or, agree_by_vote, broadcast_mask, project_locally
 from prunex_mpi.settings import Settings
 from prunex_mpi.state import State, Traffic
 
 SMALL_BYTES = 16 * MIB
-# torch's default for the buckets of DistributedDataParallel.
-DDP_BUCKET_BYTES = 25 * MIB
-GLOO_TIMEOUT_S = 60
 
 
 def collectives(
@@ -199,7 +194,7 @@ def _rival(topology: Topology, state: State, transport: Transport, repeat: int) 
             work.wait()
 
     seconds = {"leaders, then nodes, over MPI": slowest_of_ranks(world, ours, repeat, flat.device)}
-    with _gloo(world):
+    with gloo_group(world):
         seconds["all ranks, over gloo, as DDP does"] = slowest_of_ranks(
             world, gloo, repeat, flat.device
         )
@@ -210,35 +205,6 @@ def _rival(topology: Topology, state: State, transport: Transport, repeat: int) 
         tuple((how, 1e3 * s, size / s / 1e6) for how, s in seconds.items()),
         (f"minimum of {repeat}; DDP's buckets are of {DDP_BUCKET_BYTES // MIB} MiB",),
     )
-
-
-@contextmanager
-def _gloo(world: MPI.Comm) -> Iterator[None]:
-    """Let torch.distributed have the same ranks for the time of the block. Collective on `world`.
-
-    GLOO_SOCKET_IFNAME chooses its interface.
-    """
-
-    def place() -> str:
-        if world.rank:
-            return ""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return f"tcp://{socket.gethostname()}:{free.getsockname()[1]}"
-
-    where = broadcast_text(world, place())
-    together(
-        world,
-        lambda: dist.init_process_group(
-            "gloo",
-            init_method=where,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=GLOO_TIMEOUT_S),
-        ),
-    )
-    yield
-    dist.destroy_process_group()
 
 
 def _all_ranks_share_a_host(topology: Topology) -> bool:

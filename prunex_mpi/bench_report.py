@@ -1,5 +1,6 @@
 """What every part of the benchmark shares: fair timing, the machine's description, plain tables."""
 
+import json
 import os
 import platform
 import time
@@ -8,6 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
+
+from prunex_mpi.errors import UserError
+from prunex_mpi.values import quote
 
 Cell = str | int | float | None
 
@@ -106,6 +110,24 @@ def format_table(table: Table) -> str:
 def as_json(machine: dict[str, str], tables: list[Table]) -> dict:
     """Return what --json writes: the machine, and each table with its columns and rows."""
     return {"machine": machine, "tables": [asdict(table) for table in tables]}
+
+
+def prepare_file(flag: str, path: str) -> None:
+    """Raise UserError unless the file that `--flag` names can be written; "" names none."""
+    if not path:
+        return
+    try:
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise UserError(f"--{flag} {quote(path, 250)}: {error.strerror}; choose another") from None
+
+
+def write_json(path: str, machine: dict[str, str], tables: list[Table]) -> None:
+    """Write what `as_json` returns to a file."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(as_json(machine, tables), file, indent=2)
+        file.write("\n")
 
 
 def _format(cell: Cell) -> str:

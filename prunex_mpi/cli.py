@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -59,12 +59,12 @@ def parse(argv: Sequence[str]) -> Settings:
     Weak to strong: defaults, preset, file of `--config`, flags. Raises UserError, with one line
     that names the culprit, for whatever is wrong; `--help` and `--version` print and exit.
     """
-    flags = vars(build_parser().parse_all(_join_negative_numbers(argv)))
+    flags = vars(build_parser().parse_all(join_negative_numbers(argv)))
     paths = flags.pop("config", [])
     if len(paths) > 1:
         raise UserError(f"--config is given {len(paths)} times; give it once")
     file_values = read_config(paths[0]) if paths else {}
-    flag_values = {name: _convert_flag(name, text) for name, text in flags.items()}
+    flag_values = {name: convert_flag(name, text) for name, text in flags.items()}
     if flag_values.get("local_epochs") and flag_values.get("local_steps"):
         raise UserError("--local-epochs and --local-steps are both given; keep one of them")
     given = {**file_values, **flag_values}
@@ -125,16 +125,22 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--config", metavar="FILE", action="append", help="TOML file of settings; flags beat it"
     )
+    add_settings(parser, FIELDS)
+    return parser
+
+
+def add_settings(parser: Parser, names: Iterable[str]) -> None:
+    """Add a flag, which converts nothing, for each of these settings, grouped by subject."""
     defaults = {name: field.default for name, field in FIELDS.items()} | preset_values("recipe")
     sections: dict[str, Any] = {}
-    for name, field in FIELDS.items():
+    for name in names:
+        field = FIELDS[name]
         section = field.metadata["section"]
         group = sections.get(section) or parser.add_argument_group(section)
         sections[section] = group
         text = f"{field.metadata['help']} [{_show(defaults[name])}]"
         options = _action(field.type, field.metadata, text)
         group.add_argument(f"--{key_of(name)}", dest=name, **options)
-    return parser
 
 
 def _action(kind: Any, rules: Mapping[str, Any], text: str) -> dict[str, Any]:
@@ -159,7 +165,7 @@ def _show(value: object) -> str:
     return str(value) if value != "" else "none"
 
 
-def _convert_flag(name: str, text: Any) -> Any:
+def convert_flag(name: str, text: Any) -> Any:
     """Convert the text, or the list of texts, of one flag."""
     field, where = FIELDS[name], f"--{key_of(name)}"
     kind = (*get_args(field.type), field.type)[0]
@@ -178,7 +184,7 @@ def _to_number(kind: type, text: str, where: str) -> float:
         raise UserError(f"{where} must be {wanted}, not {quote(text)}") from None
 
 
-def _join_negative_numbers(argv: Sequence[str]) -> list[str]:
+def join_negative_numbers(argv: Sequence[str]) -> list[str]:
     """Write `--lr -1e-3` as `--lr=-1e-3`, since argparse takes -1e-3 for a flag."""
     flags = {f"--{key_of(name)}" for name, field in FIELDS.items() if field.type is not bool}
     joined: list[str] = []

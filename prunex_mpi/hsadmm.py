@@ -53,7 +53,7 @@ from prunex_mpi.state import (
     ring_bytes,
     update_penalties,
 )
-from prunex_mpi.steps import add_loss_, forward_backward, loss_sums, step_optimizer_
+from prunex_mpi.steps import add_loss_, clocked, forward_backward, loss_sums, step_optimizer_
 from prunex_mpi.watchdog import Heartbeat
 
 
@@ -70,8 +70,9 @@ def outer_iterations(
 
     Collective on `topology.world`: every rank must exhaust the iterator, which ends early, between
     two local steps, where the ranks agree to `stop`. The record also carries `layers`, the rows of
-    layers.jsonl, and `status`, which is "converged" on an early stop. Between two records the state
-    is all there is to know. Raises Diverged on every rank.
+    layers.jsonl, and `status`, which is "converged" on an early stop. Of `seconds`, `intra` counts
+    waiting for the node's gradients as well. Between two records the state is all there is to know.
+    Raises Diverged on every rank.
     """
     node, position = topology.node, state.position
     with ExitStack() as exits:
@@ -102,9 +103,10 @@ def outer_iterations(
                 if loss is None:
                     return
                 refuse_divergence(topology, state, loss)
-            seconds["local"] += position.local_seconds
+            seconds["local"] += position.local_seconds - position.exchange_seconds
             with timed(heartbeat, seconds, "intra", state):
                 intra_node_consensus(node, state, settings, transport, traffic)
+            seconds["intra"] += position.exchange_seconds
             with timed(heartbeat, seconds, "project", state):
                 moved_node = project(topology, state, settings, strict, choose, vote, traffic)
                 if freeze_now:
@@ -203,10 +205,10 @@ def local_computation(
         if averager is not None:
             averager.begin()
         loss = forward_backward(state, problem, settings)
-        if averager is not None:
-            averager.finish_()
-            if node.size > 1:
-                traffic.intra += state.grad.numel() * state.grad.element_size()
+        if averager is not None and node.size > 1:
+            with clocked(state, "exchange_seconds"):
+                averager.finish_()
+            traffic.intra += state.grad.numel() * state.grad.element_size()
         state.scaler.unscale_(state.optimizer)
         if not state.consensus_sgd:
             state.grad.sub_(state.scratch)

@@ -22,6 +22,7 @@ from prunex_mpi.comm import (
     require_same,
     together,
 )
+from prunex_mpi.data import Dataset
 from prunex_mpi.devices import choose_device, lone_singleton, resolve_mpi_buffers, set_threads
 from prunex_mpi.doctor_facts import gather_facts
 from prunex_mpi.errors import PREEMPTED, UserError
@@ -54,8 +55,7 @@ def run(
     set_up_logging(world.rank, world.size)
     singleton = lone_singleton(world)
     raise_together(world, UserError(singleton) if singleton else None)
-    versions = {"prunex_mpi": __version__, "torch": torch.__version__, "mpi": library_name()}
-    versions["python"] = sys.version.split()[0]
+    versions = software_versions()
     config = to_toml(settings, versions)
     require_same(world, "the settings or the versions of the software", config)
     # Without leaders every rank is a node of its own.
@@ -113,6 +113,16 @@ def run(
             return PREEMPTED if status == "preempted" else 0
 
 
+def software_versions() -> dict[str, str]:
+    """Return the versions that the config.toml of a run names."""
+    return {
+        "prunex_mpi": __version__,
+        "torch": torch.__version__,
+        "mpi": library_name(),
+        "python": sys.version.split()[0],
+    }
+
+
 def find_device(topology: Topology, settings: Settings) -> torch.device:
     """Choose this rank's device and threads, and log the topology. Collective on `world`."""
     world = topology.world
@@ -157,9 +167,21 @@ def set_up(
     heartbeat: Heartbeat,
 ) -> tuple[State, Problem]:
     """Load the data, build the model, find what can be pruned. Collective on `world`."""
-    world = topology.world
     heartbeat.enter("data")
     dataset = load_dataset(topology, settings)
+    return assemble(topology, settings, dataset, device, transport, heartbeat)
+
+
+def assemble(
+    topology: Topology,
+    settings: Settings,
+    dataset: Dataset,
+    device: torch.device,
+    transport: Transport,
+    heartbeat: Heartbeat,
+) -> tuple[State, Problem]:
+    """Do the rest of `set_up` with data that is loaded already. Collective on `world`."""
+    world = topology.world
     heartbeat.enter("model")
     model = together(world, lambda: make_model(settings, dataset.num_classes, dataset.image_size))
     layout = together(world, lambda: build_layout(model))

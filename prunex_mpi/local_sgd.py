@@ -76,9 +76,10 @@ def outer_iterations(
                 if loss is None:
                     return
                 refuse_divergence(topology, state, loss)
-            seconds["local"] += position.local_seconds
+            seconds["local"] += position.local_seconds - position.exchange_seconds
             with timed(heartbeat, seconds, "intra", state):
                 intra_node_consensus(node, state, settings, transport, traffic)
+            seconds["intra"] += position.exchange_seconds
             with timed(heartbeat, seconds, "project", state):
                 project(topology, state, settings, 1.0, prune, True, traffic)
                 if prune:

@@ -514,7 +514,7 @@ def _lay_over(values: dict[str, Any], layer: Mapping[str, Any]) -> None:
 def _resolve(values: dict[str, Any]) -> Settings:
     """Turn shares into iterations, drop the epochs that steps replace, check the whole."""
     _put_foreign_back(values)
-    own = [name for name in FIELDS if values["method"] in _methods_of(name)]
+    own = [name for name in FIELDS if values["method"] in methods_of(name)]
     _resolve_shares(values, own)
     if values["local_steps"]:
         values["local_epochs"] = Fraction(0)
@@ -537,7 +537,7 @@ def _resolve_shares(values: dict[str, Any], names: Iterable[str]) -> None:
             values[name] = count
 
 
-def _methods_of(name: str) -> Sequence[str]:
+def methods_of(name: str) -> Sequence[str]:
     """Return the methods that a setting has a meaning for."""
     return FIELDS[name].metadata.get("methods", METHODS)
 
@@ -552,7 +552,7 @@ def _put_foreign_back(values: dict[str, Any]) -> None:
     resolved = {**untouched, "outer_iterations": values["outer_iterations"]}
     _resolve_shares(resolved, FIELDS)
     for name in FIELDS:
-        methods = _methods_of(name)
+        methods = methods_of(name)
         if values["method"] in methods:
             continue
         own = [defaults[name] for defaults in METHOD_DEFAULTS.values() if name in defaults]

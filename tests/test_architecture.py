@@ -16,7 +16,7 @@ NAME = PACKAGE.name
 # Quick to import, so that --help and wrong flags answer at once.
 PLAIN = {
     *("errors", "values", "settings", "cli", "logs", "watchdog", "files"),
-    *("findings", "findings_gpu", "findings_launcher", "findings_ranks"),
+    *("compare_options", "findings", "findings_gpu", "findings_launcher", "findings_ranks"),
 }
 # Mathematics on tensors and host arrays.
 TENSORS = {

@@ -14,12 +14,13 @@ from mpi4py import MPI
 from prunex_mpi import bench
 from prunex_mpi.bench_checkpoint import checkpoints
 from prunex_mpi.bench_collectives import collectives
+from prunex_mpi.bench_ddp import compare_with_ddp
 from prunex_mpi.bench_kernels import kernels, make_state, project_alone, update_duals_alone
 from prunex_mpi.bench_memory import child, memory
 from prunex_mpi.bench_overhead import CONSENSUS, MEASURED, overhead, train
 from prunex_mpi.bench_report import Action, Table, as_json, format_table, min_seconds
 from prunex_mpi.collectives import Transport, build_transport
-from prunex_mpi.comm import build_topology, free_topology
+from prunex_mpi.comm import build_topology, free_topology, nodes_of
 from prunex_mpi.errors import USAGE, UserError
 from prunex_mpi.settings import make
 from prunex_mpi.state import Traffic
@@ -169,6 +170,24 @@ def test_collectives_are_timed_alike_on_every_rank(ranks_per_node):
         assert sent[1] > sent[0] > sent[2] == 0
 
 
+@pytest.mark.mpi(min_size=2)
+def test_dense_and_ddp_take_the_same_steps():
+    settings = make(model="resnet8", batch_size=2, device="cpu")
+    with nodes_of(MPI.COMM_WORLD) as topology:
+        transport = build_transport(CPU, 32.0, "host")
+        (table,) = compare_with_ddp(topology, settings, transport, CPU, ("resnet8",), 2, 2)
+        with pytest.raises(UserError, match="--device cpu"):
+            compare_with_ddp(
+                topology, settings, transport, torch.device("cuda"), ("resnet8",), 1, 1
+            )
+    assert_sane(table)
+    (row,) = table.rows
+    named = dict(zip(table.columns, row, strict=True))
+    assert named["dense / DDP"] == pytest.approx(named["dense ms"] / named["DDP ms"])
+    assert named["dense / lean DDP"] == pytest.approx(named["dense ms"] / named["lean DDP ms"])
+    assert named["|difference|"] < 1e-5
+
+
 def test_checkpoints_are_timed_against_dd_and_leave_nothing(alone, tmp_path):
     (table,) = checkpoints(alone, SMALL, build_transport(CPU, 1, "host"), CPU, 1, str(tmp_path))
     assert_sane(table)
@@ -188,7 +207,7 @@ def test_help_loads_neither_torch_nor_mpi():
     done = run(code=code)
     assert done.returncode == 0, done.stderr
     shown = " ".join(done.stdout.split())
-    assert "kernels, overhead, memory, collectives, checkpoint or all" in shown
+    assert "kernels, overhead, memory, collectives, checkpoint, ddp or all" in shown
 
 
 @pytest.mark.parametrize(
@@ -202,6 +221,7 @@ def test_help_loads_neither_torch_nor_mpi():
         (["--keep-ratio", "1.5"], ["keep-ratio", "1.5"]),
         (["--groups", "row"], ["groups", "'row'"]),
         (["--device", "tpu"], ["device", "'tpu'"]),
+        (["ddp", "compare"], ["compare"]),
     ],
 )
 def test_bad_flags_are_refused(flags, culprits):
@@ -213,7 +233,8 @@ def test_bad_flags_are_refused(flags, culprits):
 
 
 @pytest.mark.parametrize(
-    ("flags", "culprit"), [(["--bogus"], "--bogus"), (["collectives"], "collectives")]
+    ("flags", "culprit"),
+    [(["--bogus"], "--bogus"), (["collectives"], "collectives"), (["ddp"], "ddp")],
 )
 def test_user_errors_end_with_code_2_and_one_line(flags, culprit):
     done = run(*flags)
@@ -228,7 +249,7 @@ def test_user_errors_end_with_code_2_and_one_line(flags, culprit):
     ("flags", "culprit"),
     [
         (["kernels", "--model", "resnet21"], "resnet21"),
-        (["overhead", "--train-model", "resnet21"], "resnet21"),
+        (["overhead", "--models", "resnet21"], "resnet21"),
         (["kernels", "--model", "resnet8", "--json", "/nowhere/x.json"], "/nowhere/x.json"),
     ],
 )

@@ -203,7 +203,7 @@ class Exchanger:
         self.settings = make(**{**COMMON, "stable_window": 3, **changes})
         model = Net().double()
         layout = build_layout(model)
-        groups = make_groups(self.settings, model, layout)
+        groups = make_groups(self.settings, model, layout, 8)
         self.state = build_state(model, layout, groups, self.settings)
         self.topology = topology
         self.workers = find_workers(topology, self.settings.aggregation)

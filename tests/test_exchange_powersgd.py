@@ -60,4 +60,4 @@ def test_a_rank_larger_than_the_matrices_is_refused_on_every_rank() -> None:
     layout = build_layout(model)
     settings = make(method="powersgd", powersgd_rank=14, **COMMON)
     with pytest.raises(UserError, match=r"1\.weight, 16 x 108, takes the largest, 13"):
-        build_state(model, layout, make_groups(settings, model, layout), settings)
+        build_state(model, layout, make_groups(settings, model, layout, 8), settings)

@@ -1,6 +1,7 @@
 """Methods that average parameters once per outer iteration, against a simulation in one process."""
 
 import copy
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from reference_rivals import simulate_local
 from test_oracle import RandomStream, by_name, difference, element_masks, node_sizes_of
 from test_synchronous import assert_alike_on_all_ranks, new_net, run_driver
 
+from prunex_mpi.gradients import GradientAverager
 from prunex_mpi.settings import make
 
 pytestmark = pytest.mark.mpi
@@ -108,3 +110,22 @@ def test_flat_prunex_is_prunex_on_nodes_of_one_rank_with_a_dense_payload():
         assert float((z - flat_z).abs().max()) < 1e-13
         assert all_sent["payload"] == all_sent["dense"] == sent["dense"]
     assert sent["payload"] < sent["dense"]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("method", ["prunex", "local-sgd"])
+def test_waiting_for_the_gradients_of_the_node_is_no_local_work(method, monkeypatch):
+    real, pause_s = GradientAverager.finish_, 0.05
+
+    def slowly(averager):
+        time.sleep(pause_s)
+        real(averager)
+
+    monkeypatch.setattr(GradientAverager, "finish_", slowly)
+    settings = make(method=method, **COMMON)
+    with nodes_of(WORLD.size) as topology:
+        stream = RandomStream(WORLD.rank, torch.float64)
+        for record, _ in run_driver(topology, settings, new_net(), stream, STEPS):
+            seconds = record["seconds"]
+            assert seconds["intra"] > STEPS * pause_s
+            assert 0 < sum(seconds.values()) - seconds["total"] <= seconds["total"]
