@@ -58,12 +58,15 @@ COMMON = {
 SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
 
 
-@pytest.mark.parametrize(
-    ("changes"),
-    [{"prune_iteration": 0}, {"prune_iteration": 1}, {"prune_iteration": 0, "adaptive": True}],
-    ids=["at first", "later", "adaptive"],
-)
-@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
+LATER = {"prune_iteration": 1}
+CASES = [
+    *((*shape, {}) for shape in SHAPES),
+    *((*shape, LATER) for shape in SHAPES[::2]),
+    (*SHAPES[1], {"adaptive": True}),
+]
+
+
+@pytest.mark.parametrize(("aggregation", "ranks_per_node", "changes"), CASES)
 def test_program_equals_masked_sgd(aggregation, ranks_per_node, changes):
     settings = make(aggregation=aggregation, **COMMON, **changes)
     wanted = SimpleNamespace(**{**vars(settings), "steps": STEPS})
@@ -218,8 +221,7 @@ class Exchanger:
         Returns (what came out, the masked sum).
         """
         state, grad = self.state, self.state.grad
-        numel = state.layout.numel
-        grad.copy_(torch.randn(numel, generator=self.generator, dtype=torch.float64))
+        torch.randn(state.layout.numel, generator=self.generator, out=grad)
         grad.mul_(state.theta != 0)
         for place in extra:
             grad[place] = 0.5 + WORLD.rank
@@ -227,16 +229,24 @@ class Exchanger:
         wanted = grad.clone()
         WORLD.Allreduce(MPI.IN_PLACE, wanted.numpy())
         wanted.masked_fill_(state.memory[PRUNED], 0.0)
-        self.traffic = Traffic()
-        if self.workers.speaks:
-            exchange_pactrain_(
-                self.workers, self.space, state, self.settings, self.transport, self.traffic
-            )
+        self.exchange()
         self.topology.node.Bcast(grad.numpy(), root=0)
         follow_pactrain_(
             self.topology, self.workers, self.space, state, self.settings, self.traffic
         )
         return grad.clone(), wanted
+
+    def exchange(self):
+        self.traffic = Traffic()
+        if self.workers.speaks:
+            exchange_pactrain_(
+                self.workers,
+                self.space,
+                self.state,
+                self.settings,
+                self.transport,
+                self.traffic,
+            )
 
     @property
     def stable(self):
@@ -249,7 +259,7 @@ def every_third(state):
     return pruned
 
 
-@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
+@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES[::2])
 def test_buckets_become_stable_and_unstable_and_stable_again(aggregation, ranks_per_node):
     with nodes_of(ranks_per_node) as topology:
         job = Exchanger(topology, aggregation=aggregation)
@@ -328,10 +338,10 @@ def test_one_rank_alone_keeps_a_bucket_unstable():
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
+@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES[::2])
 def test_ternary_sums_are_conserved_and_right_on_average(aggregation, ranks_per_node):
     torch.manual_seed(1000 + WORLD.rank)
-    repetitions = 600
+    repetitions = 300
     with nodes_of(ranks_per_node) as topology:
         job = Exchanger(topology, aggregation=aggregation, ternary=True)
         state, workers = job.state, job.workers
@@ -342,17 +352,23 @@ def test_ternary_sums_are_conserved_and_right_on_average(aggregation, ranks_per_
             found, wanted = job.step()
             torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-15)
         assert job.stable == [True] * 7
+        # One large message in place of many.
+        job.transport = build_transport(torch.device("cpu"), 1.0, "host")
         generator = job.generator.get_state()
-        total = torch.zeros_like(state.grad)
+        _, wanted = job.step()
+        job.generator.set_state(generator)
+        mine = torch.randn(801, generator=job.generator, dtype=torch.float64)
+        mine.mul_(state.theta != 0).mul_(workers.weight)
+        total = torch.zeros_like(mine)
         for _ in range(repetitions):
-            job.generator.set_state(generator)
-            found, wanted = job.step()
-            total += found
-            assert_alike_on_all_ranks(found)
+            state.grad.copy_(mine)
+            job.exchange()
+            total += state.grad
+        found = state.grad.clone()
         mean = total / repetitions
         counts = (state.memory[SUPPORT] & (wanted != 0)).sum()
-        assert not mean[state.memory[PRUNED]].any()
         if workers.speaks:
+            assert not mean[state.memory[PRUNED]].any()
             integers = job.space["integers"]
             assert integers.dtype == torch.int8
             assert integers.abs().max() <= workers.count
