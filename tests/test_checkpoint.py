@@ -69,7 +69,7 @@ SCENARIOS = {
         "bucket_mib": 2**-10,
     },
     "dgc": {"method": "dgc", "aggregation": "hierarchical", "compress_ratio": 0.02},
-    "powersgd": {"method": "powersgd"},
+    "powersgd": {"method": "powersgd", "aggregation": "hierarchical"},
     "omnireduce": {"method": "omnireduce"},
     "diloco": {"method": "diloco"},
     "one-shot": {"method": "one-shot", "prune_iteration": 4, "groups": ("coupled",)},
@@ -150,6 +150,9 @@ def vectors(run: Run) -> dict[str, torch.Tensor]:
     if run.settings.method != "dgc":
         found |= {"momentum": state.optimizer.state[state.theta]["momentum_buffer"]}
     found |= state.memory
+    if run.settings.method == "powersgd" and not run.topology.is_leader:
+        # Followers have no use for what the workers share.
+        del found["shared.right_factors"]
     found |= dict(run.problem.model.named_buffers())
     found |= {name: torch.from_numpy(getattr(state, name)) for name in ("mask", "rho1", "rho2")}
     return {name: tensor.clone() for name, tensor in found.items()}
