@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable
-from statistics import median
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -51,9 +51,10 @@ def compare_with_ddp(
         raise UserError("ddp is measured on the CPU, where gloo is at home; give --device cpu")
     rows = []
     for name in models:
-        seconds, difference = measure(topology, settings, transport, device, name, steps, repeat)
-        ours, plain, lean, alone = (1e3 * s for s in seconds.values())
-        rows.append((name, ours, plain, lean, alone, ours / plain, ours / lean, AIM, difference))
+        taken, difference = measure(topology, settings, transport, device, name, steps, repeat)
+        ratios = [float(np.median(taken["dense"] / taken[rival])) for rival in ("DDP", "lean DDP")]
+        milliseconds = [1e3 * float(np.median(times)) for times in taken.values()]
+        rows.append((name, *milliseconds, *ratios, AIM, difference))
     return [
         Table(
             f"One step of dense (flat) beside DistributedDataParallel over gloo: "
@@ -72,8 +73,11 @@ def compare_with_ddp(
             ),
             tuple(rows),
             (
-                f"median of {repeat} turns of {steps} steps, taken one after the other in changing "
-                "order, each until the last rank has finished; one turn before is not counted",
+                f"medians of {repeat} turns of {steps} steps, one program after the other in "
+                "changing order, each until the last rank has finished; one turn before is not "
+                "counted",
+                "dense / DDP: the median of the ratios within a turn, which a machine that changes "
+                "its pace hardly touches",
                 "the same images, threads and fused SGD; DDP without broadcast of buffers; lean: "
                 "gradient_as_bucket_view and static_graph as well",
                 "no exchange: dense without its messages; |difference|: the largest between the "
@@ -91,8 +95,8 @@ def measure(
     model_name: str,
     steps: int,
     repeat: int,
-) -> tuple[dict[str, float], float]:
-    """Return the seconds per step of each program, and how far dense and DDP are apart at the end.
+) -> tuple[dict[str, np.ndarray], float]:
+    """Return seconds per step [turns] of each program, and how far dense and DDP end up apart.
 
     All train the same weights on the same batches. Collective on `topology.world`.
     """
@@ -112,9 +116,10 @@ def measure(
         lr_schedule="constant",
         lr_warmup=0.0,
     )
-    ours, weights = dense_turn(topology, settings, transport, device, exchange=True)
-    alone, _ = dense_turn(topology, settings, transport, device, exchange=False)
-    with gloo_group(world):
+    with ExitStack() as exits:
+        ours, weights = dense_turn(topology, settings, transport, device, exits, exchange=True)
+        alone, _ = dense_turn(topology, settings, transport, device, exits, exchange=False)
+        exits.enter_context(gloo_group(world))
         plain, _ = ddp_turn(topology, settings, transport, device, PLAIN)
         lean, theirs = ddp_turn(topology, settings, transport, device, LEAN)
         turns = {"dense": ours, "DDP": plain, "lean DDP": lean, "no exchange": alone}
@@ -129,7 +134,7 @@ def measure(
         difference = float((weights() - theirs()).abs().max())
     for taken in times.values():
         world.Allreduce(MPI.IN_PLACE, taken, op=MPI.MAX)
-    return {name: median(taken[1:]) / steps for name, taken in times.items()}, difference
+    return {name: taken[1:] / steps for name, taken in times.items()}, difference
 
 
 def dense_turn(
@@ -137,11 +142,13 @@ def dense_turn(
     settings: Settings,
     transport: Transport,
     device: torch.device,
+    exits: ExitStack,
     exchange: bool,
 ) -> tuple[Callable[[], None], Callable[[], torch.Tensor]]:
     """Return what takes the driver's steps of one outer iteration, and what tells the weights.
 
-    Collective on `topology.world`, as the first of them is, unless there is no `exchange`.
+    Until `exits` close. Collective on `topology.world`, as the first of them is, unless there is no
+    `exchange`.
     """
     heartbeat = Heartbeat()
     state, problem = set_up(topology, settings, device, transport, heartbeat)
@@ -150,6 +157,7 @@ def dense_turn(
         averager = GradientAverager(
             topology.world, problem.model, state.layout, state.grad, transport
         )
+        exits.callback(averager.close)
     workers = find_workers(topology, settings.aggregation)
 
     def turn() -> None:
