@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prunex_mpi import __version__
-from prunex_mpi.bench import prepare_json
 from prunex_mpi.cli import Parser
 from prunex_mpi.errors import FAILURE, UserError
 from prunex_mpi.findings import Finding, errors
@@ -112,8 +111,9 @@ def report_singleton(findings: list[Finding], options: Options) -> int:
         time.sleep(SINGLETON_GRACE_S)
         return FAILURE
     from prunex_mpi import doctor_report as report
+    from prunex_mpi.bench_report import prepare_file
 
-    prepare_json(options.json_file)
+    prepare_file("json", options.json_file)
     print(f"{report.head()}\n\n{report.format_findings(findings)}\n", flush=True)
     report.write_json(options.json_file, [], findings, [])
     print(report.verdict(findings), flush=True)
@@ -125,6 +125,7 @@ def examine(
 ) -> int:
     """Look at everything in turn; only world rank 0 prints. Collective on `world`."""
     from prunex_mpi import doctor_report as report
+    from prunex_mpi.bench_report import prepare_file
     from prunex_mpi.comm import broadcast_text, nodes_of, together
     from prunex_mpi.devices import set_threads
     from prunex_mpi.doctor_facts import gather_facts
@@ -134,7 +135,7 @@ def examine(
     from prunex_mpi.findings_ranks import check_ranks, check_shared_folder
 
     settings = options.settings
-    together(world, lambda: prepare_json(options.json_file) if world.rank == 0 else None)
+    together(world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None)
     with nodes_of(world, settings.ranks_per_node) as topology:
         heartbeat.enter("ranks")
         device, problem = find_device(settings.device, topology.host_rank)
