@@ -175,9 +175,9 @@ def finish(
         return
 
     def write() -> None:
-        summary.save_model(files.path, state, problem.model)
+        delivered = summary.save_model(files.path, state, problem)
         totals = summary.summarise(settings, topology, state, records, "completed")
-        files.write_summary({**totals, "seconds_total": total_s})
+        files.write_summary({**totals, "delivered": delivered, "seconds_total": total_s})
 
     telling_disk_errors("the results", write)
 

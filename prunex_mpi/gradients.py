@@ -2,9 +2,7 @@
 
 The flat gradient is cut into buckets from its end, since backward produces the last layers first. A
 bucket's Iallreduce starts as soon as all its gradients are there and all buckets before it have
-been started, so the order of collectives is the same on every rank even if autograd's is not. Where
-the MPI has persistent collectives, each bucket's is made once: it keeps the memory and the schedule
-that every Iallreduce makes anew, which takes half of its time.
+been started, so the order of collectives is the same on every rank even if autograd's is not.
 """
 
 import torch
@@ -35,8 +33,6 @@ class GradientAverager:
         self.overlap = comm.size > 1 and grad.device.type == "cpu" and transport.staging is None
         self.handles = []
         self.requests: list[MPI.Request] = []
-        self.started = 0
-        self.persistent = False
         self.bounds: list[tuple[int, int]] = []
         self.missing: list[int] = []
         self.members: list[int] = []
@@ -53,15 +49,6 @@ class GradientAverager:
             bucket_of[number] = len(self.bounds)
         self.bounds.append((0, stop))
         self.members = [bucket_of.count(b) for b in range(len(self.bounds))]
-        try:
-            self.requests = [
-                comm.Allreduce_init(MPI.IN_PLACE, self._operand(b), op=MPI.SUM)
-                for b in range(len(self.bounds))
-            ]
-            self.persistent = True
-        except NotImplementedError:
-            # Before MPI 4 there are none.
-            self.persistent = False
         parameters = [p for p in model.parameters() if p.requires_grad]
         for bucket, parameter in zip(bucket_of, parameters, strict=True):
             hook = self._make_hook(bucket)
@@ -70,9 +57,7 @@ class GradientAverager:
     def begin(self) -> None:
         """Forget the last step; call before backward."""
         self.missing = list(self.members)
-        self.started = 0
-        if not self.persistent:
-            self.requests = []
+        self.requests = []
 
     def finish_(self) -> None:
         """Leave the mean over `comm` in the gradient. Collective on `comm`; call after backward."""
@@ -82,19 +67,14 @@ class GradientAverager:
             # Parameters that took no part in the loss fire no hook.
             self._start(all_of_them=True)
             MPI.Request.Waitall(self.requests)
-            self.started = 0
         else:
             allreduce_(self.comm, self.grad, self.transport)
         self.grad.div_(self.comm.size)
 
     def close(self) -> None:
-        """Remove the hooks from the model and give back what MPI keeps."""
+        """Remove the hooks from the model."""
         for handle in self.handles:
             handle.remove()
-        # One that is under way can't be freed; the job then ends by an exception.
-        if self.persistent and not self.started:
-            for request in self.requests:
-                request.Free()
 
     def _make_hook(self, bucket: int):
         def hook(_parameter: torch.Tensor) -> None:
@@ -103,19 +83,13 @@ class GradientAverager:
 
         return hook
 
-    def _operand(self, bucket: int) -> list:
-        start, stop = self.bounds[bucket]
-        return mpi_buffer(self.grad[start:stop])
-
     def _start(self, all_of_them: bool = False) -> None:
-        while self.started < len(self.bounds):
-            if self.missing[self.started] > 0 and not all_of_them:
+        while len(self.requests) < len(self.bounds):
+            number = len(self.requests)
+            if self.missing[number] > 0 and not all_of_them:
                 break
-            if self.persistent:
-                self.requests[self.started].Start()
-            else:
-                operand = self._operand(self.started)
-                self.requests.append(self.comm.Iallreduce(MPI.IN_PLACE, operand, op=MPI.SUM))
-            self.started += 1
+            start, stop = self.bounds[number]
+            buffer = mpi_buffer(self.grad[start:stop])
+            self.requests.append(self.comm.Iallreduce(MPI.IN_PLACE, buffer, op=MPI.SUM))
         # MPI advances outstanding reductions only inside its own calls.
-        MPI.Request.Testall(self.requests[: self.started])
+        MPI.Request.Testall(self.requests)

@@ -42,8 +42,7 @@ class Recorder:
 
     size, rank = 2, 0
 
-    def __init__(self, persistent: bool = True) -> None:
-        self.persistent = persistent
+    def __init__(self) -> None:
         self.parts: list[np.ndarray] = []
 
     @property
@@ -54,24 +53,6 @@ class Recorder:
         assert op == MPI.SUM
         self.parts.append(buffer[0].copy())
         return MPI.Request()
-
-    def Allreduce_init(self, _send: object, buffer: list, op: MPI.Op) -> MPI.Prequest:
-        assert op == MPI.SUM
-        if not self.persistent:
-            raise NotImplementedError
-        request = Noted()
-        request.start = lambda: self.parts.append(buffer[0].copy())
-        return request
-
-
-class Noted(MPI.Prequest):
-    """A persistent request that only notes its start."""
-
-    def Start(self) -> None:
-        self.start()
-
-    def Free(self) -> None:
-        pass
 
 
 def prepare() -> tuple[Branches, Layout, Tensor]:
@@ -111,17 +92,15 @@ def test_buckets_hold_every_element_and_every_parameter_once(
         assert (stop - start) * 8 <= bucket_bytes or len(segments) == 1
 
 
-@pytest.mark.parametrize("persistent", [True, False])
 @pytest.mark.parametrize("branch", ["left", "right", "both", "none"])
 @pytest.mark.parametrize("bucket_bytes", BUCKETS)
 def test_reductions_start_in_one_order_whatever_backward_does(
-    branch: str, bucket_bytes: int, persistent: bool, monkeypatch: pytest.MonkeyPatch
+    branch: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
     model, layout, grad = prepare()
-    recorder = Recorder(persistent)
+    recorder = Recorder()
     averager = GradientAverager(recorder, model, layout, grad, Transport(2**20))
-    assert averager.persistent == persistent
     expected = [stop - start for start, stop in averager.bounds]
     for step in range(3):
         grad.zero_()
