@@ -24,5 +24,8 @@ def build_memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str,
             return {"own.residual": torch.zeros_like(theta)}
         case "diloco":
             return {"shared.outer_momentum": torch.zeros_like(theta)}
+        case "prunetrain":
+            coefficient = torch.zeros(1, dtype=torch.float64, device=theta.device)
+            return {"shared.lasso_coefficient": coefficient}
         case _:
             return {}

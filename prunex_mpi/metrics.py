@@ -41,20 +41,18 @@ def layer_records(
     iteration: int, state: State, residuals: Residuals | None
 ) -> list[dict[str, Any]]:
     """Return one row of layers.jsonl per parameter tensor; null for residuals that are not."""
-    kept = dict(
-        zip(
-            (layer.segment for layer in state.groups.layers),
-            kept_numel(state.mask, state.groups),
-            strict=True,
-        )
-    )
+    layers = state.groups.layers
+    density = {
+        layer.segment: kept / layer.numel
+        for layer, kept in zip(layers, kept_numel(state.mask, state.groups), strict=True)
+    }
     rows = []
     for i, segment in enumerate(state.layout.segments):
         rows.append(
             {
                 "iteration": iteration,
                 "layer": segment.name,
-                "density": kept.get(i, segment.numel) / segment.numel,
+                "density": density.get(i, 1.0),
                 "rho1": float(state.rho1[i]) if residuals else None,
                 "rho2": float(state.rho2[i]) if residuals else None,
                 **{

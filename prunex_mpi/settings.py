@@ -28,7 +28,7 @@ _NO_DEFAULT = dataclasses.MISSING
 # The methods by family, which is the driver that runs them.
 CONSENSUS = ("prunex", "prunex-flat")
 LOCAL = ("local-sgd", "diloco", "one-shot")
-PER_STEP = ("dense", "topk")
+PER_STEP = ("dense", "topk", "prunetrain")
 METHODS = (*CONSENSUS, *PER_STEP, *LOCAL)
 # Those that prune the groups of `--groups`.
 BY_GROUPS = (*CONSENSUS, "one-shot")
@@ -274,7 +274,7 @@ class Settings:
     )
     lasso_ratio: float = _setting(
         _S,
-        "share of the first batch's loss that the group lasso makes up",
+        "share of the first batch's loss, penalty included, that the group lasso makes up",
         0.25,
         above=0,
         below=1,
@@ -617,7 +617,14 @@ def _check_rival(settings: Settings) -> None:
             f"prune-iteration {s.prune_iteration} must be from 1 to the {s.outer_iterations} "
             "outer-iterations of one-shot"
         )
-    if s.method in PER_STEP and s.method != "dense" and s.amp == "fp16":
+    if s.method == "prunetrain" and s.compile:
+        raise UserError("compile: prunetrain changes the model while it runs; leave it away")
+    if s.method == "prunetrain" and s.reconfigure_every > s.outer_iterations:
+        raise UserError(
+            f"reconfigure-every {s.reconfigure_every} is more than the {s.outer_iterations} "
+            "outer-iterations, so that nothing would be removed; lower it"
+        )
+    if s.method in PER_STEP and s.method not in ("dense", "prunetrain") and s.amp == "fp16":
         raise UserError(
             f"amp fp16: {s.method} keeps what it has not sent, which must not overflow; use bf16"
         )

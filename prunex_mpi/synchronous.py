@@ -31,12 +31,24 @@ from prunex_mpi.errors import UserError
 from prunex_mpi.evaluation import evaluate, mean_over_ranks, refuse_divergence
 from prunex_mpi.exchange import Workers, allgather_, allocate_gathered, find_workers
 from prunex_mpi.gradients import GradientAverager
+from prunex_mpi.lasso import Lasso
 from prunex_mpi.metrics import iteration_record, layer_records, timed
 from prunex_mpi.preemption import StopAgreement
+from prunex_mpi.reconfiguration import find_lasso, reconfigure_, start_gradient_
 from prunex_mpi.settings import Settings
+from prunex_mpi.sparsity import mask_drift
 from prunex_mpi.state import Problem, State, Traffic, next_iteration, ring_bytes
-from prunex_mpi.steps import add_loss_, forward_backward, loss_sums, step_optimizer_
+from prunex_mpi.steps import (
+    add_loss_,
+    forward,
+    forward_backward,
+    loss_sums,
+    step_optimizer_,
+)
 from prunex_mpi.watchdog import Heartbeat
+
+# Methods whose step takes the mean gradient as it is.
+PLAIN_MEAN = ("dense", "prunetrain")
 
 
 def outer_iterations(
@@ -55,22 +67,18 @@ def outer_iterations(
     Collective on `topology.world`. Raises Diverged on every rank.
     """
     position = state.position
-    flat = settings.aggregation == "flat"
     workers = find_workers(topology, settings.aggregation)
     space = allocate(workers, state, settings)
+    lasso = find_lasso(state) if settings.method == "prunetrain" else None
     with ExitStack() as exits:
-        averager = None
-        if not flat or settings.method == "dense":
-            # The node's mean, or everyone's at once: both while the backward pass still runs.
-            comm = topology.world if flat else topology.node
-            averager = GradientAverager(comm, problem.model, state.layout, state.grad, transport)
-            exits.callback(averager.close)
+        averager = open_averager(exits, topology, state, problem, settings, transport)
         for k in range(position.iteration, settings.outer_iterations + 1):
             started = time.perf_counter()
             before_s = position.local_seconds
             seconds: dict[str, float] = {}
             traffic = Traffic()
             last = k == settings.outer_iterations
+            old_mask = state.mask
             heartbeat.iteration = k
             with timed(heartbeat, seconds, "local", state):
                 loss = train_steps(
@@ -78,6 +86,7 @@ def outer_iterations(
                     workers,
                     averager,
                     space,
+                    lasso,
                     state,
                     problem,
                     settings,
@@ -95,10 +104,19 @@ def outer_iterations(
                 average_statistics(topology, workers, state, settings, transport, traffic)
                 loss = mean_over_ranks(topology.world, loss)
             seconds["inter"] += position.exchange_seconds
+            if lasso is not None and k % settings.reconfigure_every == 0:
+                with timed(heartbeat, seconds, "project", state):
+                    if reconfigure_(topology, workers, lasso, state, problem, settings, traffic):
+                        exits.close()
+                        averager = open_averager(
+                            exits, topology, state, problem, settings, transport
+                        )
+                        lasso = find_lasso(state)
+                seconds["project"] += position.method_seconds
             state.z.copy_(state.theta)
             state.z_node.copy_(state.theta)
-            gradients = problem.steps * state.layout.numel
-            traffic.dense += (gradients + state.stats.numel()) * state.theta.element_size()
+            gradients = problem.steps * state.whole.layout.numel
+            traffic.dense += (gradients + state.whole.stats) * state.theta.element_size()
 
             test_loss = test_accuracy = None
             with timed(heartbeat, seconds, "evaluate", state):
@@ -108,7 +126,7 @@ def outer_iterations(
             seconds["total"] = time.perf_counter() - started + before_s
             record = {
                 **iteration_record(k, state, seconds, traffic, None),
-                "mask_drift": 0.0,
+                "mask_drift": mask_drift(state.mask, old_mask),
                 "train_loss": loss,
                 "test_loss": test_loss,
                 "test_accuracy": test_accuracy,
@@ -124,11 +142,33 @@ def outer_iterations(
 # --------------------------------------------------------------------------------------------------
 
 
+def open_averager(
+    exits: ExitStack,
+    topology: Topology,
+    state: State,
+    problem: Problem,
+    settings: Settings,
+    transport: Transport,
+) -> GradientAverager | None:
+    """Return what averages while the backward pass still runs, if anything does; `exits` close it.
+
+    The node's mean, or everyone's at once.
+    """
+    flat = settings.aggregation == "flat"
+    if flat and settings.method not in PLAIN_MEAN:
+        return None
+    comm = topology.world if flat else topology.node
+    averager = GradientAverager(comm, problem.model, state.layout, state.grad, transport)
+    exits.callback(averager.close)
+    return averager
+
+
 def train_steps(
     topology: Topology,
     workers: Workers,
     averager: GradientAverager | None,
     space: dict[str, Tensor],
+    lasso: Lasso | None,
     state: State,
     problem: Problem,
     settings: Settings,
@@ -161,7 +201,14 @@ def train_steps(
         heartbeat.beat(position.step)
         if averager is not None:
             averager.begin()
-        loss = forward_backward(state, problem, settings)
+        if lasso is None:
+            loss = forward_backward(state, problem, settings)
+        else:
+            loss = forward(state, problem, settings)
+            with clocked(state, "method_seconds"):
+                start_gradient_(topology, workers, lasso, loss, state, settings, transport, traffic)
+            state.scaler.scale(loss).backward()
+            loss = loss.detach()
         average_gradient_(topology, workers, averager, space, state, settings, transport, traffic)
         state.scaler.unscale_(state.optimizer)
         step_optimizer_(state, problem, settings)
@@ -192,7 +239,7 @@ def average_gradient_(
         with clocked(state, "exchange_seconds"):
             averager.finish_()
         traffic.intra += inside
-    if settings.method == "dense":
+    if settings.method in PLAIN_MEAN:
         with clocked(state, "exchange_seconds"):
             exchange_dense_(topology, workers, state, settings, transport, traffic)
         traffic.intra += inside

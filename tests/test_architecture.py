@@ -38,6 +38,7 @@ TENSORS = {
     "data",
     "checkpoint_files",
     "compress",
+    "lasso",
     "memory",
 }
 # Communication, which knows vectors and their layout but not what they mean.
