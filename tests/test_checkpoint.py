@@ -61,6 +61,7 @@ SCENARIOS = {
     "topk": {"method": "topk", "aggregation": "hierarchical"},
     "diloco": {"method": "diloco"},
     "one-shot": {"method": "one-shot", "prune_iteration": 4, "groups": ("coupled",)},
+    "prunetrain": {"method": "prunetrain", "reconfigure_every": 3, "prune_threshold": 0.27},
 }
 
 
@@ -152,7 +153,13 @@ def assert_same(first: Run, second: Run) -> None:
 
 @pytest.mark.parametrize(
     ("scenario", "ranks_per_node"),
-    [*(("recipe", shape) for shape in NODE_SHAPES), ("paper", 3), ("fp16", 2), ("one-shot", 3)],
+    [
+        *(("recipe", shape) for shape in NODE_SHAPES),
+        ("paper", 3),
+        ("fp16", 2),
+        ("one-shot", 3),
+        ("prunetrain", 3),
+    ],
 )
 def test_a_restored_run_goes_on_bit_for_bit(scenario: str, ranks_per_node: int) -> None:
     with nodes_of(ranks_per_node) as topology, run_directory() as files:
@@ -278,22 +285,53 @@ def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(aggregation: str) ->
             assert [r["iteration"] for r in second.iterate()] == [4, 5, 6]
 
 
-def test_what_all_ranks_share_goes_to_other_nodes_as_it_is() -> None:
+@pytest.mark.parametrize(
+    ("scenario", "name"),
+    [("diloco", "shared.outer_momentum"), ("prunetrain", "shared.lasso_coefficient")],
+)
+def test_what_all_ranks_share_goes_to_other_nodes_as_it_is(scenario: str, name: str) -> None:
     if WORLD.size == 1:
         pytest.skip("one rank makes one kind of node")
-    momenta = []
+    found = []
     with run_directory() as files:
         with nodes_of(2) as topology:
-            first = new_run(topology, "diloco")
+            first = new_run(topology, scenario)
             list(first.iterate(StopsAt(10)))
             checkpoint.save(topology, files, first.state, first.problem)
         with nodes_of(3 if WORLD.size > 2 else 1) as topology:
-            second = new_run(topology, "diloco")
+            second = new_run(topology, scenario)
             assert second.restore(files).other_nodes
             for run in (first, second):
-                momenta.append(run.state.memory["shared.outer_momentum"])
-    assert torch.equal(*momenta)
-    assert momenta[0].any()
+                found.append((run.state.memory[name].clone(), run.state.mask.copy()))
+            assert [r["iteration"] for r in second.iterate()] == [4, 5, 6]
+    (old, mask), (new, new_mask) = found
+    assert torch.equal(old, new)
+    assert old.any()
+    assert np.array_equal(mask, new_mask)
+
+
+def test_a_checkpoint_brings_back_channels_that_went_after_it() -> None:
+    """A network that becomes smaller is built as it was, larger or smaller than it is now."""
+    with nodes_of(2) as topology, run_directory() as files:
+        run = new_run(topology, "prunetrain")
+        iterations = run.iterate()
+        sizes = []
+        for _ in range(4):
+            checkpoint.save(topology, files, run.state, run.problem)
+            next(iterations)
+            sizes.append(run.state.theta.numel())
+        iterations.close()
+        assert sizes[0] == sizes[1] > sizes[2] == sizes[3]
+        # The two newest stay: from before and after the removal.
+        assert run.restore(files).name == "000004-iteration-4-step-0"
+        assert run.state.theta.numel() == sizes[2]
+        if files is not None:
+            newest = files.path / "checkpoints" / "000004-iteration-4-step-0" / "manifest.json"
+            newest.write_text("{}")
+        WORLD.Barrier()
+        assert run.restore(files).name == "000003-iteration-3-step-0"
+        assert run.state.theta.numel() == sizes[1]
+        assert next(run.iterate())["density"] < 1
 
 
 @pytest.mark.parametrize("victim", ["first", "last", "manifest"])
