@@ -13,6 +13,8 @@ evaluations, checkpoints and records come at the same places.
 
 A method is one case in each of three places: its memory (`memory.build_memory`), memory that no
 step hands to the next (`allocate`), and its exchange (`exchange_`).
+`prunetrain` is dense SGD whose gradient starts from that of a penalty, on a network that becomes
+smaller between outer iterations (`reconfiguration.py`).
 """
 
 import time
