@@ -18,6 +18,7 @@ from prunex_mpi.errors import UNREADABLE, DamagedCheckpoint, UserError
 from prunex_mpi.files import FileRecord, telling_disk_errors
 from prunex_mpi.logs import RunDirectory
 from prunex_mpi.memory import OWN
+from prunex_mpi.reconfiguration import resize_to_
 from prunex_mpi.settings import Settings
 from prunex_mpi.snapshot import (
     Numbers,
@@ -86,7 +87,9 @@ def save(topology: Topology, run: RunDirectory | None, state: State, problem: Pr
                 "node_sizes": list(topology.node_sizes),
                 "ranks": records.tolist(),
                 "config": run.config,
-                "model": model_digest(state, problem),
+                "model": model_digest(state),
+                # What is left of a network that becomes smaller, to build it before it is filled.
+                "left": np.packbits(state.mask).tobytes().hex() if state.removes else "",
                 "files": run.sizes(),
             }
             run.remove_later(checkpoint_files.publish(folder, manifest))
@@ -126,7 +129,11 @@ def restore(
     listed = together(world, list_names)
     refused: list[str] = []
     for name in filter(None, broadcast_text(world, listed).split("/")):
-        path, manifest, reason = _read_manifest(world, run, name, model_digest(state, problem))
+        path, manifest, reason = _read_manifest(world, run, name, model_digest(state))
+        if not reason:
+            reason = together(
+                world, partial(_fit_network, manifest["left"], state, problem, settings)
+            )
         if not reason:
             other = manifest["node_sizes"] != list(topology.node_sizes)
             part, mine = None, ""
@@ -175,6 +182,19 @@ def _read_manifest(
     reason = broadcast_text(world, reason)
     text, path = broadcast_text(world, text), broadcast_text(world, path)
     return Path(path), json.loads(text) if text else {}, reason
+
+
+def _fit_network(left: str, state: State, problem: Problem, settings: Settings) -> str:
+    """Give a network that becomes smaller the sizes it had; return why that can't be, or ""."""
+    if not state.removes:
+        return ""
+    bits = np.frombuffer(bytes.fromhex(left), dtype=np.uint8)
+    if bits.size != np.packbits(state.mask).size:
+        return "it does not say what was left of the network"
+    mask = np.unpackbits(bits, count=state.mask.size).astype(bool)
+    if not np.array_equal(mask, state.mask):
+        resize_to_(state, problem.model, mask, settings)
+    return ""
 
 
 def _read_parts(

@@ -145,6 +145,7 @@ def _check_shape(manifest: dict[str, Any]) -> None:
     if not (
         isinstance(manifest["config"], str)
         and isinstance(manifest["model"], str)
+        and bytes.fromhex(manifest["left"]) is not None
         and isinstance(sizes, list)
         and sizes
         and all(count(size, 1) for size in sizes)

@@ -13,7 +13,7 @@ from prunex_mpi import standalone
 from prunex_mpi.batches import Shard
 from prunex_mpi.cli import read_saved
 from prunex_mpi.data import load
-from prunex_mpi.errors import UNREADABLE, UserError
+from prunex_mpi.errors import UNREADABLE, UserError, one_line
 from prunex_mpi.files import STATE, SUMMARY, FileRecord, read_record
 from prunex_mpi.logs import COMPLETE, read_summary
 from prunex_mpi.models import build_model, describe, probe
@@ -62,15 +62,17 @@ def read_run(path: Path, data_dir: str = "") -> FinishedRun:
         logits = torch.tensor(delivered["probe"], dtype=torch.float64)
         mean, std = (torch.tensor(delivered[key], dtype=torch.float32) for key in ("mean", "std"))
         image_size = int(delivered["image_size"])
+        layers = {name: dict(sizes) for name, sizes in delivered.get("layers", {}).items()}
         if logits.dim() != 1 or len(mean) != 3 or len(std) != 3:
             raise ValueError
-    except (KeyError, TypeError, ValueError, RuntimeError):
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         raise UserError(
             f"{path / SUMMARY} does not say what was delivered; put back what the run wrote",
             UNREADABLE,
         ) from None
     what = {"num_classes": len(logits), "image_size": image_size, "stem": settings.stem}
     model = build_model(settings.model, **what).eval()
+    _resize_(model, layers, settings.model)
     _fill_(model, _read_state(path / STATE, record), settings.model)
     found = torch.tensor(probe(model, image_size), dtype=torch.float64)
     apart = float((found - logits).abs().max())
@@ -109,6 +111,18 @@ def _read_state(path: Path, record: FileRecord) -> dict[str, Tensor]:
     except SafetensorError as error:
         reason = " ".join(str(error).split())[:SHOWN_LENGTH]
         raise UserError(f"{path} is damaged ({reason}): {restore}", UNREADABLE) from None
+
+
+def _resize_(model: nn.Module, layers: dict[str, dict[str, int]], name: str) -> None:
+    """Give the model the sizes of a network that became smaller while it was trained."""
+    try:
+        standalone.resize_(model, layers)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"model {name} does not take the sizes of the run ({one_line(error)}): put its source "
+            f"and {SUMMARY} back as they were",
+            UNREADABLE,
+        ) from None
 
 
 def _fill_(model: nn.Module, tensors: dict[str, Tensor], name: str) -> None:

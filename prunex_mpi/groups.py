@@ -55,7 +55,10 @@ def find_groups(
         excluded += coupling.excluded
         for name in [*coupling.rows, *coupling.columns]:
             if name not in index:
-                raise UserError(f"--groups coupled: {name} is not trained; choose other --groups")
+                raise UserError(
+                    f"coupled groups: {name} is not trained; choose another --model or other "
+                    "--groups"
+                )
             if name not in names:
                 names.append(name)
                 layers.append(_as_layer(index[name], model.get_parameter(name)))

@@ -45,5 +45,8 @@ def build_memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str,
             return {"shared.outer_momentum": torch.zeros_like(theta)}
         case "pactrain":
             return build_tracker(theta, bucket_numel(settings.bucket_mib, theta))
+        case "prunetrain":
+            coefficient = torch.zeros(1, dtype=torch.float64, device=theta.device)
+            return {"shared.lasso_coefficient": coefficient}
         case _:
             return {}

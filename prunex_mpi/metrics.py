@@ -27,21 +27,24 @@ def timed(
     seconds[phase] = time.perf_counter() - start
 
 
-def kept_by_segment(state: State) -> dict[int, int]:
-    """Return how many weights are kept of each segment that the method may prune."""
+def kept_by_segment(state: State) -> dict[int, tuple[int, int]]:
+    """Return (weights kept, weights there were) of each segment that the method may prune."""
     if PRUNED in state.memory:
         pruned = state.layout.views(state.memory[PRUNED])
         pieces = zip(state.layout.segments, pruned, strict=True)
-        counts = {i: s.numel - int(p.sum()) for i, (s, p) in enumerate(pieces)}
-        return {i: counts[i] for i, s in enumerate(state.layout.segments) if len(s.shape) > 1}
-    segments = (layer.segment for layer in state.groups.layers)
-    return dict(zip(segments, kept_numel(state.mask, state.groups), strict=True))
+        return {
+            i: (s.numel - int(p.sum()), s.numel)
+            for i, (s, p) in enumerate(pieces)
+            if len(s.shape) > 1
+        }
+    layers = zip(state.groups.layers, kept_numel(state.mask, state.groups), strict=True)
+    return {layer.segment: (kept, layer.numel) for layer, kept in layers}
 
 
 def prunable_and_kept(state: State) -> tuple[int, int]:
     """Return how many weights the method may prune, and how many of them it keeps."""
-    kept = kept_by_segment(state)
-    return sum(state.layout.segments[i].numel for i in kept), sum(kept.values())
+    counts = kept_by_segment(state).values()
+    return sum(numel for _, numel in counts), sum(kept for kept, _ in counts)
 
 
 def density(state: State) -> float:
@@ -54,14 +57,14 @@ def layer_records(
     iteration: int, state: State, residuals: Residuals | None
 ) -> list[dict[str, Any]]:
     """Return one row of layers.jsonl per parameter tensor; null for residuals that are not."""
-    kept = kept_by_segment(state)
+    density = {i: kept / numel for i, (kept, numel) in kept_by_segment(state).items()}
     rows = []
     for i, segment in enumerate(state.layout.segments):
         rows.append(
             {
                 "iteration": iteration,
                 "layer": segment.name,
-                "density": kept.get(i, segment.numel) / segment.numel,
+                "density": density.get(i, 1.0),
                 "rho1": float(state.rho1[i]) if residuals else None,
                 "rho2": float(state.rho2[i]) if residuals else None,
                 **{

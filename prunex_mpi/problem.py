@@ -57,6 +57,11 @@ def make_groups(
 
     With `check` it is tried whether coupled groups can be taken out of the network.
     """
+    if settings.method == "prunetrain":
+        coupling = find_coupling(model, image_size)
+        if check:
+            verify(model, coupling, image_size)
+        return find_groups(model, layout, ("coupled",), (1.0,), coupling=coupling)
     if settings.method not in BY_GROUPS:
         return Groups((), (), 0, ())
     coupling = None

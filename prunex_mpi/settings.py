@@ -28,7 +28,7 @@ _NO_DEFAULT = dataclasses.MISSING
 # The methods by family, which is the driver that runs them.
 CONSENSUS = ("prunex", "prunex-flat")
 LOCAL = ("local-sgd", "diloco", "one-shot")
-PER_STEP = ("dense", "topk", "dgc", "powersgd", "omnireduce", "pactrain")
+PER_STEP = ("dense", "topk", "dgc", "powersgd", "omnireduce", "prunetrain", "pactrain")
 METHODS = (*CONSENSUS, *PER_STEP, *LOCAL)
 # Those that keep what they have not sent for a later step.
 WITH_RESIDUAL = ("topk", "dgc", "powersgd")
@@ -279,7 +279,7 @@ class Settings:
     )
     lasso_ratio: float = _setting(
         _S,
-        "share of the first batch's loss that the group lasso makes up",
+        "share of the first batch's loss, penalty included, that the group lasso makes up",
         0.25,
         above=0,
         below=1,
@@ -622,6 +622,13 @@ def _check_rival(settings: Settings) -> None:
         raise UserError(
             f"prune-iteration {s.prune_iteration} must be from 1 to the {s.outer_iterations} "
             "outer-iterations of one-shot"
+        )
+    if s.method == "prunetrain" and s.compile:
+        raise UserError("compile: prunetrain changes the model while it runs; leave it away")
+    if s.method == "prunetrain" and s.reconfigure_every > s.outer_iterations:
+        raise UserError(
+            f"reconfigure-every {s.reconfigure_every} is more than the {s.outer_iterations} "
+            "outer-iterations, so that nothing would be removed; lower it"
         )
     if s.method == "pactrain":
         _check_pactrain(s)

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from prunex_mpi.coupling import Coupling
 from prunex_mpi.errors import FAILURE, UserError, one_line
-from prunex_mpi.standalone import BATCH_NORMS, CONVOLUTIONS, fill_, resize_
+from prunex_mpi.standalone import (
+    ATTENTIONS,
+    BATCH_NORMS,
+    CONVOLUTIONS,
+    SlimAttention,
+    fill_,
+    resize_,
+)
 
 WEIGHT = ".weight"
 STATISTICS = (".running_mean", ".running_var")
@@ -65,8 +72,8 @@ def verify(model: nn.Module, coupling: Coupling, image_size: int) -> None:
             apart, reason = math.inf, one_line(error)
     if not apart <= TOLERANCE * max(1.0, float(wanted.abs().max())):
         raise UserError(
-            f"--groups coupled: this model does not work without its channels ({reason}); "
-            "choose other --groups"
+            f"coupled groups: this model does not work without its channels ({reason}); "
+            "choose another --model or other --groups"
         )
 
 
@@ -84,8 +91,9 @@ def smaller_sizes(
 
     for name, module in model.named_modules():
         weight = f"{name}{WEIGHT}" if name else "weight"
-        if isinstance(module, nn.MultiheadAttention):
-            rows = left(coupling.rows, f"{name}.in_proj_weight", 3 * module.embed_dim)
+        if isinstance(module, ATTENTIONS):
+            inner = module.num_heads * module.head_dim
+            rows = left(coupling.rows, f"{name}.in_proj_weight", 3 * inner)
             sizes[name] = {"num_heads": rows // (3 * module.head_dim)}
         elif isinstance(module, BATCH_NORMS):
             sizes[name] = {"num_features": left(coupling.rows, weight, module.num_features)}
@@ -146,11 +154,11 @@ def owner_of(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
 
 
-def attention_of(model: nn.Module, name: str) -> nn.MultiheadAttention | None:
+def attention_of(model: nn.Module, name: str) -> nn.MultiheadAttention | SlimAttention | None:
     """Return the attention that the parameter `name` is part of, if it is of one."""
     path = name.rpartition(".")[0]
     for candidate in (path, path.rpartition(".")[0]):
         module = model.get_submodule(candidate)
-        if isinstance(module, nn.MultiheadAttention):
+        if isinstance(module, ATTENTIONS):
             return module
     return None

@@ -89,10 +89,15 @@ def _memory_keys(state: State, first: bool) -> list[str]:
     return [key for key in state.memory if first or key.startswith(OWN)]
 
 
-def model_digest(state: State, problem: Problem) -> str:
-    """Return what changes when parameters, buffers or groups have other names, shapes or order."""
-    buffers = [(name, buffer.shape) for name, buffer in problem.model.named_buffers()]
-    return hashlib.sha256(repr((state.layout, state.groups, buffers)).encode()).hexdigest()
+def model_digest(state: State) -> str:
+    """Return what changes when parameters, buffers or groups have other names, shapes or order.
+
+    Of the network as it was before anything was taken out of it.
+    """
+    whole = state.whole
+    return hashlib.sha256(
+        repr((whole.layout, state.groups, list(whole.buffers))).encode()
+    ).hexdigest()
 
 
 def misfit(

@@ -174,7 +174,7 @@ def resize_(model: nn.Module, sizes: Mapping[str, Mapping[str, int]]) -> None:
     """
     for name, wanted in sizes.items():
         module = model.get_submodule(name)
-        if isinstance(module, nn.MultiheadAttention):
+        if isinstance(module, ATTENTIONS):
             if wanted["num_heads"] != module.num_heads:
                 parent, _, attribute = name.rpartition(".")
                 slim = SlimAttention.of(module, wanted["num_heads"])
@@ -236,12 +236,12 @@ class SlimAttention(nn.Module):
         nn.init.xavier_uniform_(self.in_proj_weight)
 
     @classmethod
-    def of(cls, module: nn.MultiheadAttention, num_heads: int) -> "SlimAttention":
+    def of(cls, module: "nn.MultiheadAttention | SlimAttention", num_heads: int) -> "SlimAttention":
         """Return one of fresh weights with `num_heads` of the heads of `module`.
 
         Raises ValueError for the variants of attention that it does not know.
         """
-        if (
+        if isinstance(module, nn.MultiheadAttention) and (
             not module.batch_first
             or module.in_proj_weight is None
             or module.bias_k is not None
@@ -249,7 +249,8 @@ class SlimAttention(nn.Module):
         ):
             raise ValueError("only batch-first self-attention can have heads removed")
         bias = module.in_proj_bias is not None
-        slim = cls(module.embed_dim, num_heads, module.head_dim, bias, module.dropout)
+        embed_dim = module.in_proj_weight.shape[1]
+        slim = cls(embed_dim, num_heads, module.head_dim, bias, module.dropout)
         return slim.to(module.in_proj_weight).train(module.training)
 
     def forward(
@@ -268,3 +269,6 @@ class SlimAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         heads = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
         return self.out_proj(heads.transpose(1, 2).flatten(2)), None
+
+
+ATTENTIONS = (nn.MultiheadAttention, SlimAttention)

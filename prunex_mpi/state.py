@@ -95,6 +95,18 @@ class Position:
     rollbacks: int = 0
 
 
+@dataclass(frozen=True)
+class Whole:
+    """The network before anything was taken out of it: what shares and savings are relative to.
+
+    `stats` is the number of BatchNorm statistics, `buffers` holds names and shapes.
+    """
+
+    layout: Layout
+    stats: int
+    buffers: tuple[tuple[str, torch.Size], ...]
+
+
 @dataclass
 class State:
     """Flat vectors of `layout` on one device, host arrays per layer, and the mask in force.
@@ -107,6 +119,8 @@ class State:
     the payload has shrunk to what travels, or the method has none. `plan_agreed` says that the
     leaders have compared the plan in force. With `shrinks` off everything travels, whatever the
     mask. `memory` is what the method remembers from one step to the next (see `memory.py`).
+    With `removes`, what the mask lacks has been taken out of the network itself: `groups` and mask
+    are those of the `whole` network, all else is of the one that is left.
     """
 
     layout: Layout
@@ -131,7 +145,9 @@ class State:
     factors: Factors
     plan: Plan
     memory: dict[str, Tensor]
+    whole: Whole
     shrinks: bool = True
+    removes: bool = False
     position: Position = field(default_factory=Position)
     frozen: bool = False
     consensus_sgd: bool = False
@@ -181,7 +197,11 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
         factors=build_factors(mask, groups, theta.device, theta.dtype),
         plan=build_plan(layout, groups, mask, theta.device),
         memory=build_memory(settings, layout, theta),
+        whole=Whole(
+            layout, stats.numel(), tuple((name, b.shape) for name, b in model.named_buffers())
+        ),
         shrinks=settings.method != "prunex-flat",
+        removes=settings.method == "prunetrain",
         consensus_sgd=settings.method not in CONSENSUS,
     )
 
@@ -209,6 +229,10 @@ def kept_stats(mask: np.ndarray, stats_groups: np.ndarray) -> np.ndarray:
 
 def adopt_mask(state: State, mask: np.ndarray) -> None:
     """Make `mask` the one in force: its factors and its compaction plan."""
+    if state.removes:
+        # Nothing of what is left is masked.
+        state.mask = mask
+        return
     travels = mask if state.shrinks else np.ones_like(mask)
     kept = kept_stats(travels, state.stats_groups)
     state.stats_kept = torch.from_numpy(kept).to(state.stats.device)

@@ -15,14 +15,19 @@ from prunex_mpi.state import Problem, State, Traffic, ring_bytes
 
 def forward_backward(state: State, problem: Problem, settings: Settings) -> Tensor:
     """Leave the (scaled) gradient of the next batch in `state.grad`; return the loss, detached."""
+    loss = forward(state, problem, settings)
+    state.grad.zero_()
+    state.scaler.scale(loss).backward()
+    return loss.detach()
+
+
+def forward(state: State, problem: Problem, settings: Settings) -> Tensor:
+    """Return the loss of the next batch."""
     device_type = state.theta.device.type
     amp_dtype = torch.float16 if settings.amp == "fp16" else torch.bfloat16
     images, labels = problem.train.next()
-    state.grad.zero_()
     with torch.autocast(device_type, amp_dtype, enabled=settings.amp != "off"):
-        loss = problem.loss(problem.forward(images), labels)
-    state.scaler.scale(loss).backward()
-    return loss.detach()
+        return problem.loss(problem.forward(images), labels)
 
 
 def step_optimizer_(state: State, problem: Problem, settings: Settings) -> None:

@@ -20,6 +20,7 @@ from prunex_mpi.metrics import prunable_and_kept
 from prunex_mpi.models import probe
 from prunex_mpi.powersgd import split_layout
 from prunex_mpi.problem import make_groups, make_model
+from prunex_mpi.reconfiguration import sizes_of
 from prunex_mpi.schedule import strictness
 from prunex_mpi.settings import LOCAL, PER_STEP, Settings
 from prunex_mpi.sparsity import Groups, kept_numel, select
@@ -42,7 +43,10 @@ def save_model(path: Path, state: State, problem: Problem) -> dict[str, Any]:
         logits = probe(model, image_size)
     save_tensors(tensors, path / STATE)
     record = written_record(path / STATE)
+    # What a network that became smaller while it was trained is built with.
+    smaller = {"layers": sizes_of(state, model, state.mask)} if state.removes else {}
     return {
+        **smaller,
         "bytes": record.size,
         "crc32": record.crc32,
         "image_size": image_size,
@@ -73,8 +77,8 @@ def summarise(
         "test_accuracy": last["test_accuracy"],
         "test_loss": last["test_loss"],
         "density": last["density"],
-        "parameters": state.layout.numel,
-        "parameters_kept": state.layout.numel - prunable + kept,
+        "parameters": state.whole.layout.numel,
+        "parameters_kept": state.whole.layout.numel - prunable + kept,
         "prunable": prunable,
         "prunable_kept": kept,
         "seconds": sums["seconds"],
@@ -150,9 +154,9 @@ def dry_run(settings: Settings, topology: Topology) -> str:
     parameter = next(model.parameters())
     bn_modules = batchnorm.find(model)
     size, statistics = parameter.element_size(), batchnorm.numel(bn_modules)
+    groups = make_groups(settings, model, layout, image_size)
     if settings.method in PER_STEP:
         return _dry_run_per_step(settings, topology, layout, size, statistics)
-    groups = make_groups(settings, model, layout, image_size)
     stats_groups = find_stats_groups(model, bn_modules, layout, groups)
 
     def travelling(strict: float) -> int:
@@ -240,6 +244,9 @@ def _dry_run_per_step(
             payload = layout.numel * size
             bits = 8 * -(-block_count(layout.numel, settings.block_size) // 8)
             how = f"at most, and {bits // 8:,} B of block bits, {settings.aggregation}"
+        case "prunetrain":
+            payload = layout.numel * size
+            how = f"{settings.aggregation}; less once channels have been removed"
         case _:
             payload, how = layout.numel * size, settings.aggregation
     rows = [

@@ -13,6 +13,8 @@ evaluations, checkpoints and records come at the same places.
 
 A method is one case in each of three places: its memory (`memory.build_memory`), memory that no
 step hands to the next (`allocate`), and its exchange (`exchange_`).
+`prunetrain` is dense SGD whose gradient starts from that of a penalty, on a network that becomes
+smaller between outer iterations (`reconfiguration.py`).
 """
 
 import time
@@ -44,9 +46,11 @@ from prunex_mpi.exchange_pactrain import (
 )
 from prunex_mpi.exchange_powersgd import allocate_powersgd, exchange_powersgd_
 from prunex_mpi.gradients import GradientAverager
+from prunex_mpi.lasso import Lasso
 from prunex_mpi.mask_pactrain import prune_when_due_
 from prunex_mpi.metrics import iteration_record, layer_records, timed
 from prunex_mpi.preemption import StopAgreement
+from prunex_mpi.reconfiguration import find_lasso, reconfigure_, start_gradient_
 from prunex_mpi.settings import Settings
 from prunex_mpi.state import Problem, State, Traffic, next_iteration
 from prunex_mpi.steps import (
@@ -54,11 +58,15 @@ from prunex_mpi.steps import (
     clocked,
     count_allgather,
     count_allreduce,
+    forward,
     forward_backward,
     loss_sums,
     step_optimizer_,
 )
 from prunex_mpi.watchdog import Heartbeat
+
+# Methods whose step takes the mean gradient as it is.
+PLAIN_MEAN = ("dense", "prunetrain")
 
 
 def outer_iterations(
@@ -77,22 +85,18 @@ def outer_iterations(
     Collective on `topology.world`. Raises Diverged on every rank.
     """
     position = state.position
-    flat = settings.aggregation == "flat"
     workers = find_workers(topology, settings.aggregation)
     space = allocate(workers, state, settings, transport)
+    lasso = find_lasso(state) if settings.method == "prunetrain" else None
     with ExitStack() as exits:
-        averager = None
-        if not flat or settings.method == "dense":
-            # The node's mean, or everyone's at once: both while the backward pass still runs.
-            comm = topology.world if flat else topology.node
-            averager = GradientAverager(comm, problem.model, state.layout, state.grad, transport)
-            exits.callback(averager.close)
+        averager = open_averager(exits, topology, state, problem, settings, transport)
         for k in range(position.iteration, settings.outer_iterations + 1):
             started = time.perf_counter()
             before_s = position.local_seconds
             seconds: dict[str, float] = {}
             traffic = Traffic()
             last = k == settings.outer_iterations
+            old_mask = state.mask
             heartbeat.iteration = k
             with timed(heartbeat, seconds, "local", state):
                 loss = train_steps(
@@ -100,6 +104,7 @@ def outer_iterations(
                     workers,
                     averager,
                     space,
+                    lasso,
                     state,
                     problem,
                     settings,
@@ -122,10 +127,20 @@ def outer_iterations(
                 average_statistics(topology, workers, state, settings, transport, traffic)
                 loss = mean_over_ranks(topology.world, loss)
             seconds["inter"] += position.exchange_seconds
+            if lasso is not None and k % settings.reconfigure_every == 0:
+                with timed(heartbeat, seconds, "project", state):
+                    if reconfigure_(topology, workers, lasso, state, problem, settings, traffic):
+                        exits.close()
+                        averager = open_averager(
+                            exits, topology, state, problem, settings, transport
+                        )
+                        lasso = find_lasso(state)
+                seconds["project"] += position.method_seconds
+                drift = mask_drift(state.mask, old_mask)
             state.z.copy_(state.theta)
             state.z_node.copy_(state.theta)
-            gradients = problem.steps * state.layout.numel
-            traffic.dense += (gradients + state.stats.numel()) * state.theta.element_size()
+            gradients = problem.steps * state.whole.layout.numel
+            traffic.dense += (gradients + state.whole.stats) * state.theta.element_size()
 
             test_loss = test_accuracy = None
             with timed(heartbeat, seconds, "evaluate", state):
@@ -151,11 +166,33 @@ def outer_iterations(
 # --------------------------------------------------------------------------------------------------
 
 
+def open_averager(
+    exits: ExitStack,
+    topology: Topology,
+    state: State,
+    problem: Problem,
+    settings: Settings,
+    transport: Transport,
+) -> GradientAverager | None:
+    """Return what averages while the backward pass still runs, if anything does; `exits` close it.
+
+    The node's mean, or everyone's at once.
+    """
+    flat = settings.aggregation == "flat"
+    if flat and settings.method not in PLAIN_MEAN:
+        return None
+    comm = topology.world if flat else topology.node
+    averager = GradientAverager(comm, problem.model, state.layout, state.grad, transport)
+    exits.callback(averager.close)
+    return averager
+
+
 def train_steps(
     topology: Topology,
     workers: Workers,
     averager: GradientAverager | None,
     space: dict[str, Tensor],
+    lasso: Lasso | None,
     state: State,
     problem: Problem,
     settings: Settings,
@@ -193,7 +230,14 @@ def train_steps(
         heartbeat.beat(position.step)
         if averager is not None:
             averager.begin()
-        loss = forward_backward(state, problem, settings)
+        if lasso is None:
+            loss = forward_backward(state, problem, settings)
+        else:
+            loss = forward(state, problem, settings)
+            with clocked(state, "method_seconds"):
+                start_gradient_(topology, workers, lasso, loss, state, settings, transport, traffic)
+            state.scaler.scale(loss).backward()
+            loss = loss.detach()
         average_gradient_(
             topology, workers, averager, space, state, problem, settings, transport, traffic
         )
@@ -227,7 +271,7 @@ def average_gradient_(
         with clocked(state, "exchange_seconds"):
             averager.finish_()
         traffic.intra += inside
-    if settings.method == "dense":
+    if settings.method in PLAIN_MEAN:
         with clocked(state, "exchange_seconds"):
             exchange_dense_(topology, workers, state, settings, transport, traffic)
         traffic.intra += inside

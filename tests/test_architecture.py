@@ -41,6 +41,7 @@ TENSORS = {
     "dgc",
     "powersgd",
     "blocks",
+    "lasso",
     "memory",
     "support",
     "ternary",

@@ -820,7 +820,7 @@ CHECKPOINTS = [
     Case("format a list", says("format", [1]), UNREADABLE, BOTH_REFUSED),
     *(
         Case(f"manifest without {key}", lacks(key), UNREADABLE, BOTH_REFUSED)
-        for key in ("format", "ranks", "node_sizes", "files", "config")
+        for key in ("format", "ranks", "node_sizes", "files", "config", "left")
     ),
     *(
         Case(f"{key} {value!r}", says(key, value), UNREADABLE, BOTH_REFUSED)
@@ -836,6 +836,7 @@ CHECKPOINTS = [
                 {"\0": [1, 1]},
             ),
             "config": (None, 3, [], ""),
+            "left": (None, 3, [], "xyz"),
         }.items()
         for value in values
     ),

@@ -73,6 +73,7 @@ SCENARIOS = {
     "omnireduce": {"method": "omnireduce"},
     "diloco": {"method": "diloco"},
     "one-shot": {"method": "one-shot", "prune_iteration": 4, "groups": ("coupled",)},
+    "prunetrain": {"method": "prunetrain", "reconfigure_every": 3, "prune_threshold": 0.27},
 }
 
 
@@ -168,7 +169,13 @@ def assert_same(first: Run, second: Run) -> None:
 
 @pytest.mark.parametrize(
     ("scenario", "ranks_per_node"),
-    [*(("recipe", shape) for shape in NODE_SHAPES), ("paper", 3), ("fp16", 2), ("one-shot", 3)],
+    [
+        *(("recipe", shape) for shape in NODE_SHAPES),
+        ("paper", 3),
+        ("fp16", 2),
+        ("one-shot", 3),
+        ("prunetrain", 3),
+    ],
 )
 def test_a_restored_run_goes_on_bit_for_bit(scenario: str, ranks_per_node: int) -> None:
     with nodes_of(ranks_per_node) as topology, run_directory() as files:
@@ -331,6 +338,30 @@ def test_what_all_ranks_share_goes_to_other_nodes_as_it_is(scenario: str, change
             if scenario == "pactrain":
                 assert second.state.frozen
                 assert not second.state.z[after["shared.pruned"]].any()
+
+
+def test_a_checkpoint_brings_back_channels_that_went_after_it() -> None:
+    """A network that becomes smaller is built as it was, larger or smaller than it is now."""
+    with nodes_of(2) as topology, run_directory() as files:
+        run = new_run(topology, "prunetrain")
+        iterations = run.iterate()
+        sizes = []
+        for _ in range(4):
+            checkpoint.save(topology, files, run.state, run.problem)
+            next(iterations)
+            sizes.append(run.state.theta.numel())
+        iterations.close()
+        assert sizes[0] == sizes[1] > sizes[2] == sizes[3]
+        # The two newest stay: from before and after the removal.
+        assert run.restore(files).name == "000004-iteration-4-step-0"
+        assert run.state.theta.numel() == sizes[2]
+        if files is not None:
+            newest = files.path / "checkpoints" / "000004-iteration-4-step-0" / "manifest.json"
+            newest.write_text("{}")
+        WORLD.Barrier()
+        assert run.restore(files).name == "000003-iteration-3-step-0"
+        assert run.state.theta.numel() == sizes[1]
+        assert next(run.iterate())["density"] < 1
 
 
 @pytest.mark.parametrize("victim", ["first", "last", "manifest"])

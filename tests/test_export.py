@@ -53,12 +53,26 @@ def factory(width: int = 8, activation: str = "ReLU") -> str:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train a network of a user's for some steps, with coupled groups."""
-    folder = tmp_path_factory.mktemp("export")
+    flags = [
+        *("--groups", "coupled", "--warmup-iterations", "1"),
+        *("--keep-ramp-iterations", "1", "--freeze-iteration", "2"),
+    ]
+    return train(tmp_path_factory.mktemp("export"), flags)
+
+
+@pytest.fixture(scope="module")
+def smaller_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train one that becomes smaller while it is trained."""
+    flags = ["--method", "prunetrain", "--reconfigure-every", "2", "--prune-threshold", "0.26"]
+    return train(tmp_path_factory.mktemp("smaller"), flags)
+
+
+def train(folder: Path, flags: list[str]) -> Path:
     (folder / "exported_models.py").write_text(factory())
     flags = [
-        *("--run-dir", "run", "--model", "exported_models:net", "--groups", "coupled"),
+        *("--run-dir", "run", "--model", "exported_models:net"),
         *("--outer-iterations", "3", "--local-steps", "8", "--test-samples", "60"),
-        *("--warmup-iterations", "1", "--keep-ramp-iterations", "1", "--freeze-iteration", "2"),
+        *flags,
     ]
     result = subprocess.run(
         [sys.executable, "-m", "prunex_mpi.train", *flags],
@@ -72,10 +86,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.fixture
-def own_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give a copy of the run, with the factory of its model importable."""
-    shutil.copytree(run, tmp_path / "run")
+@pytest.fixture(params=["run"])
+def own_run(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """Give a copy of the run, or of another by its name, with its model's factory importable."""
+    shutil.copytree(request.getfixturevalue(request.param), tmp_path / "run")
     (tmp_path / "exported_models.py").write_text(factory())
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "exported_models", raising=False)
@@ -132,6 +148,53 @@ def test_a_run_becomes_smaller_and_says_so(
         "model.safetensors",
         "plan.json",
     }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("own_run", ["smaller_run"], indirect=True)
+def test_a_network_that_became_smaller_in_training_is_exported(
+    own_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = json.loads((own_run / "summary.json").read_text())
+    tensors = load_file(own_run / "state.safetensors")
+    # Some of the 8 and 6 channels have gone.
+    layers = summary["delivered"]["layers"]
+    widths = layers["0"]["out_channels"], layers["3"]["out_channels"]
+    assert 14 > sum(widths) >= 2
+    assert tensors["3.weight"].shape == (widths[1], widths[0], 3, 3)
+    parameters = [t.numel() for key, t in tensors.items() if key.endswith(("weight", "bias"))]
+    assert summary["parameters_kept"] == sum(parameters) < summary["parameters"] == 748
+    exported(own_run)
+    said = capsys.readouterr().out
+    assert f"of {sum(widths)} groups of channels" in said
+    assert f"accuracy {100 * summary['test_accuracy']:.2f} % masked" in said
+    full = finished_run.read_run(own_run)
+    loaded = standalone.load(own_run / "model")
+    images = torch.rand(5, 3, 8, 8)
+    torch.testing.assert_close(loaded(images), full.model(images), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("own_run", ["smaller_run"], indirect=True)
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ({}, "is not the one of the run"),
+        ({"0": {"out_channels": 5, "in_channels": 3, "groups": 1}}, "is not the one of the run"),
+        ({"0": {"out_channels": 5}}, "does not take the sizes of the run"),
+        ({"0": {"out_channels": "x", "in_channels": 3, "groups": 1}}, "does not take the sizes"),
+        ({"nowhere": {}}, "does not take the sizes of the run"),
+        ({"2": {"num_features": 4}}, "does not take the sizes of the run"),
+        ({"0": 3}, "does not say what was delivered"),
+        (3, "does not say what was delivered"),
+    ],
+)
+def test_other_sizes_than_the_runs_are_refused(
+    own_run: Path, capsys: pytest.CaptureFixture[str], layers: object, words: str
+) -> None:
+    found = json.loads((own_run / "summary.json").read_text())
+    found["delivered"]["layers"] = layers
+    (own_run / "summary.json").write_text(json.dumps(found))
+    assert words in refused(capsys, UNREADABLE, str(own_run))
 
 
 @torch.no_grad()

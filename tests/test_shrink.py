@@ -162,7 +162,7 @@ def test_channels_that_cannot_be_missed_are_refused_before_training(
 ) -> None:
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     coupling = find_coupling(model, 4)
-    with pytest.raises(UserError, match="choose other --groups") as caught:
+    with pytest.raises(UserError, match="choose another --model") as caught:
         verify(model, coupling, 4)
     assert reason in str(caught.value)
     assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())

@@ -1,0 +1,139 @@
+"""The group lasso in flat form against autograd, and what it says is empty."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchvision.models import VisionTransformer
+
+from prunex_mpi.coupling import Coupling, find_coupling
+from prunex_mpi.groups import find_groups
+from prunex_mpi.lasso import (
+    build_lasso,
+    coefficient_for,
+    emptied,
+    group_norms,
+    remaining_coupling,
+    write_subgradient_,
+)
+from prunex_mpi.layout import build_layout, flatten_
+from prunex_mpi.models import build_model
+
+CPU = torch.device("cpu")
+SIDE = 8
+
+
+def flat_net():
+    """A channel is 16 columns of the classifier."""
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, stride=2, padding=1),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(96, 5),
+    )
+
+
+def attention_net():
+    """A head is many rows and columns of its weights."""
+    return VisionTransformer(8, 4, 1, 4, 16, 24, num_classes=5)
+
+
+def uneven(model, layout):
+    """Return made-up groups of unequal numbers of slices; some slices are in none."""
+    rows = {"0.weight": np.array([0, 1, 0, 0, -1, 2])}
+    columns = {"0.weight": np.array([-1, 3, 2]), "4.weight": np.arange(96) % 4}
+    return Coupling(rows, columns, (), 4, {}, ())
+
+
+def traced(model, layout):
+    coupling = find_coupling(model, SIDE)
+    return remaining_coupling(
+        layout, groups_of(model, layout, coupling), np.ones(coupling.total, bool)
+    )
+
+
+def groups_of(model, layout, coupling):
+    return find_groups(model, layout, ("coupled",), (1.0,), coupling=coupling)
+
+
+def norms_by_hand(parameters, coupling):
+    """Return one differentiable norm per group, a constant for those of zero."""
+    norms = []
+    for g in range(coupling.total):
+        square = torch.zeros((), dtype=torch.float64)
+        for known, dim in ((coupling.rows, 0), (coupling.columns, 1)):
+            for name, ids in known.items():
+                if parameters[name].dim() > 1:
+                    places = torch.from_numpy(np.flatnonzero(ids == g))
+                    square = square + (parameters[name].index_select(dim, places) ** 2).sum()
+        norms.append(square.sqrt() if float(square.detach()) > 0 else square.detach())
+    return torch.stack(norms)
+
+
+@pytest.mark.parametrize(
+    ("make", "find"),
+    [
+        (flat_net, traced),
+        (flat_net, uneven),
+        (attention_net, traced),
+        (lambda: build_model("resnet8", num_classes=10, image_size=8), traced),
+    ],
+)
+def test_subgradient_is_that_of_autograd(make, find):
+    torch.manual_seed(0)
+    model = make().double()
+    layout = build_layout(model)
+    coupling = find(model, layout)
+    with torch.no_grad():
+        # A group of norm zero.
+        for dim, known in enumerate((coupling.rows, coupling.columns)):
+            for name, ids in known.items():
+                gone = torch.from_numpy(np.flatnonzero(ids == 1))
+                model.get_parameter(name).index_fill_(dim, gone, 0.0)
+    by_hand = norms_by_hand(dict(model.named_parameters()), coupling)
+    theta, grad = flatten_(model, layout)
+    lasso = build_lasso(layout, coupling, CPU)
+    norms = group_norms(theta, lasso, torch.empty_like(theta))
+    torch.testing.assert_close(norms, by_hand.detach(), rtol=1e-12, atol=0)
+    assert float(norms[1]) == 0
+    grad.fill_(7)
+    write_subgradient_(theta, lasso, norms, torch.tensor([0.3], dtype=torch.float64), grad)
+    found = grad.clone()
+    grad.zero_()
+    (0.3 * by_hand.sum()).backward()
+    torch.testing.assert_close(found, grad, rtol=1e-12, atol=1e-15)
+    assert found.any()
+
+
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.9])
+def test_coefficient_gives_the_share(share):
+    loss, norms = torch.tensor(2.3), torch.rand(50)
+    coefficient = coefficient_for(share, loss, norms)
+    extra = float(coefficient) * float(norms.double().sum())
+    assert extra / (float(loss) + extra) == pytest.approx(share, rel=1e-6)
+
+
+def test_what_is_emptied_and_what_stays():
+    model = flat_net()
+    layout = build_layout(model)
+    coupling = find_coupling(model, SIDE)
+    groups = groups_of(model, layout, coupling)
+    theta, _ = flatten_(model, layout)
+    mask = np.array([True, True, True, True, True, False])
+    lasso = build_lasso(layout, coupling, CPU)
+    with torch.no_grad():
+        theta.fill_(0.01)
+        # Gamma and bias do not keep a channel; one weight anywhere in it does.
+        model[0].bias.fill_(9.0)
+        model[1].weight.fill_(9.0)
+        model[0].weight[2, 1, 0, 0] = -0.5
+        model[4].weight[3, 16 * 4 + 7] = 0.5
+    removed = emptied(theta, lasso, groups, mask, 0.1)
+    assert removed.tolist() == [True, True, False, True, False, False]
+    with torch.no_grad():
+        model[4].weight[3, 16 * 4 + 7] = -0.6
+    # All below: the one of the largest weight stays, of those that are still there.
+    removed = emptied(theta, lasso, groups, mask, 1.0)
+    assert removed.tolist() == [True, True, True, True, False, False]
+    assert not emptied(theta, lasso, groups, mask, 1e-3).any()

@@ -1,0 +1,253 @@
+"""PruneTrain: a network that becomes smaller on all ranks alike, against one that keeps zeros."""
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from nodes import WORLD, nodes_of
+from odd_models import randomise_
+from reference_prunetrain import simulate_prunetrain, without_dead
+from test_oracle import CoupledNet, RandomStream, by_name, difference
+from test_shrink import draw, mask_
+from test_synchronous import assert_alike_on_all_ranks, run_driver
+from torchvision.models import VisionTransformer
+
+from prunex_mpi.coupling import find_coupling
+from prunex_mpi.layout import build_layout
+from prunex_mpi.models import build_model
+from prunex_mpi.problem import make_groups
+from prunex_mpi.reconfiguration import remove_
+from prunex_mpi.settings import make
+from prunex_mpi.standalone import SlimAttention
+from prunex_mpi.state import build_state
+
+pytestmark = pytest.mark.mpi
+
+STEPS = 3
+SIDE = 8
+COMMON = {
+    "method": "prunetrain",
+    "outer_iterations": 5,
+    "reconfigure_every": 2,
+    "lasso_ratio": 0.6,
+    "prune_threshold": 0.25,
+    "lr": 0.05,
+    "lr_schedule": "constant",
+    "lr_warmup": 0.0,
+}
+# With 4 ranks: 2 + 2, 3 + 1.
+SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
+
+
+def new_net(dtype=torch.float64):
+    torch.manual_seed(7)
+    return CoupledNet().to(dtype)
+
+
+@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
+def test_program_equals_oracle(aggregation, ranks_per_node):
+    settings = make(aggregation=aggregation, **COMMON)
+    model = new_net()
+    wanted = {**vars(settings), "steps": STEPS, "sets": CoupledNet.SETS}
+    history = simulate_prunetrain(
+        copy.deepcopy(model),
+        [RandomStream(r, torch.float64) for r in range(WORLD.size)],
+        F.cross_entropy,
+        SimpleNamespace(**wanted),
+    )
+    # Something goes at both reconfigurations, something stays.
+    sizes = [len(expected.dead) for expected in history]
+    assert 0 == sizes[0] < sizes[1] == sizes[2] < sizes[3] == sizes[4] < 24
+    whole = sum(p.numel() for p in model.parameters())
+    belongs = whole - model.fc.bias.numel()
+    with nodes_of(ranks_per_node) as topology:
+        runs = run_driver(topology, settings, model, RandomStream(WORLD.rank, torch.float64))
+        for (record, state), expected in zip(runs, history, strict=True):
+            momentum = state.optimizer.state[state.theta]["momentum_buffer"]
+            dead = expected.dead
+            for flat, reference in (
+                *((flat, expected.z) for flat in (state.theta, state.z, state.z_node)),
+                (momentum, expected.momentum),
+            ):
+                left = without_dead(reference, CoupledNet.SETS, dead)
+                found = by_name(flat, state)
+                assert {n: x.shape for n, x in found.items()} == {
+                    n: x.shape for n, x in left.items()
+                }
+                assert difference(found, left) < 1e-11
+                assert_alike_on_all_ranks(flat)
+            coefficient = float(state.memory["shared.lasso_coefficient"])
+            assert coefficient == pytest.approx(expected.coefficient, rel=1e-12)
+            assert record["train_loss"] == pytest.approx(expected.loss, rel=1e-11)
+            assert int((~state.mask).sum()) == len(dead)
+            kept = sum(x.numel() for x in left.values()) - left["fc.bias"].numel()
+            assert record["density"] == pytest.approx(kept / belongs, rel=1e-12)
+            assert state.layout.numel == sum(x.numel() for x in left.values())
+            for p, x in zip(model.parameters(), state.layout.views(state.theta), strict=True):
+                assert p.data_ptr() == x.data_ptr()
+            names = [n for n, m in model.named_modules() if hasattr(m, "running_mean")]
+            for name, module, statistics in zip(
+                names, state.bn_modules, expected.statistics, strict=True
+            ):
+                bias = f"{name}.bias"
+                pair = [
+                    without_dead({**expected.z, bias: x}, CoupledNet.SETS, dead)[bias]
+                    for x in statistics
+                ]
+                torch.testing.assert_close(module.running_mean, pair[0], rtol=1e-11, atol=1e-12)
+                torch.testing.assert_close(module.running_var, pair[1], rtol=1e-11, atol=1e-12)
+    assert record["status"] == "completed"
+
+
+def small_transformer():
+    return VisionTransformer(8, 4, 2, 4, 16, 24, num_classes=5)
+
+
+NETWORKS = {
+    "coupled": CoupledNet,
+    "resnet8": lambda: build_model("resnet8", num_classes=5, image_size=8),
+    "transformer": small_transformer,
+}
+
+
+def step(state, model, images, labels):
+    model.train()
+    state.grad.zero_()
+    loss = F.cross_entropy(model(images), labels)
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_smaller_network_goes_on_like_the_masked_one(network):
+    """Twice, outputs and the next step are those of the network that keeps zeros in it."""
+    settings = make(**COMMON, weight_decay=1e-2)
+    masked = NETWORKS[network]().double()
+    randomise_(masked)
+    model = copy.deepcopy(masked)
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randn(8, 3, SIDE, SIDE, generator=generator, dtype=torch.float64)
+    labels = torch.randint(5, (8,), generator=generator)
+    coupling = find_coupling(masked, SIDE)
+    states = []
+    for one in (masked, model):
+        layout = build_layout(one)
+        state = build_state(one, layout, make_groups(settings, one, layout, SIDE), settings)
+        state.optimizer.param_groups[0]["weight_decay"] = settings.weight_decay
+        # Momentum from three steps.
+        for _ in range(3):
+            step(state, one, images, labels)
+            state.optimizer.step()
+        states.append(state)
+    whole, small = states
+    removed = np.zeros(coupling.total, dtype=bool)
+
+    @torch.no_grad()
+    def mask_flat_(flat):
+        other = copy.deepcopy(masked)
+        for p, x in zip(other.parameters(), whole.layout.views(flat), strict=True):
+            p.copy_(x)
+        mask_(other, coupling, removed)
+        torch.cat([p.reshape(-1) for p in other.parameters()], out=flat)
+
+    for part in (slice(0, None, 3), slice(1, None, 3)):
+        more = np.zeros_like(removed)
+        more[part] = draw(coupling)[part]
+        removed |= more
+        for s in coupling.sets:
+            if removed[s.start : s.start + s.count].all():
+                more[s.start] = removed[s.start] = False
+        before = small.layout.numel
+        remove_(small, model, more, settings)
+        small.optimizer.param_groups[0]["weight_decay"] = settings.weight_decay
+        assert small.layout.numel < before
+        assert np.array_equal(small.mask, ~removed)
+        with torch.no_grad():
+            mask_(masked, coupling, removed)
+            mask_flat_(whole.optimizer.state[whole.theta]["momentum_buffer"])
+            for one in (masked, model):
+                one.eval()
+            wanted = masked(images)
+            assert float(wanted.std(dim=0).max()) > 1e-3
+            assert float((model(images) - wanted).abs().max()) < 1e-12 * float(wanted.abs().max())
+        for _ in range(2):
+            losses = [step(s, m, images, labels) for s, m in ((whole, masked), (small, model))]
+            torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
+            small.optimizer.step()
+            # Nothing of what is removed moves.
+            mask_flat_(whole.grad)
+            whole.optimizer.step()
+        smallest = without(by_name(whole.theta, whole), coupling, removed)
+        assert difference(by_name(small.theta, small), smallest) < 1e-12
+    if network == "transformer":
+        assert any(isinstance(m, SlimAttention) for m in model.modules())
+
+
+def without(tensors, coupling, removed):
+    result = {}
+    for name, tensor in tensors.items():
+        for dim, known in enumerate((coupling.rows, coupling.columns)):
+            if name in known:
+                ids = known[name]
+                kept = torch.from_numpy(np.flatnonzero((ids < 0) | ~removed[ids]))
+                tensor = tensor.index_select(dim, kept)
+        result[name] = tensor
+    return result
+
+
+@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
+def test_bytes_fall_with_what_is_removed(aggregation, ranks_per_node):
+    settings = make(aggregation=aggregation, **COMMON)
+    model = new_net(torch.float32)
+
+    def size():
+        return 4 * (STEPS * sum(p.numel() for p in model.parameters()) + 2 * widths(model))
+
+    dense = size()
+    expected = [dense]
+    with nodes_of(ranks_per_node) as topology:
+        stream = RandomStream(WORLD.rank, torch.float32)
+        for k, (record, _) in enumerate(run_driver(topology, settings, model, stream), 1):
+            # One number in the first step, and a bit per group when channels may go.
+            bits = 3 if k in (2, 4) else 0
+            wanted = expected[-1] + 8 * (k == 1)
+            found = record["bytes"]
+            assert (found["dense"], found["payload"], found["mask"]) == (dense, wanted, bits)
+            inside = aggregation == "hierarchical" and topology.node_size > 1
+            assert found["intra"] == (2 * expected[-1] if inside else 0)
+            expected.append(size())
+        workers = WORLD.size if aggregation == "flat" else topology.num_nodes
+        ring = 0 if topology.num_nodes == 1 else (workers - 1) / workers
+    assert expected[1] > expected[2] == expected[3] > expected[4]
+    # Each division by the number of workers is rounded down.
+    assert 2 * ring * expected[4] - STEPS - 1 <= found["sent"] <= 2 * ring * expected[4]
+    assert record["mask_drift"] == 0
+
+
+def widths(model):
+    return sum(m.num_features for m in model.modules() if hasattr(m, "running_mean"))
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_with_mixed_precision_all_ranks_stay_alike(amp):
+    settings = make(aggregation="hierarchical", amp=amp, **COMMON)
+    with nodes_of(2) as topology:
+        stream = RandomStream(WORLD.rank, torch.float32)
+        for record, state in run_driver(topology, settings, new_net(torch.float32), stream):
+            assert_alike_on_all_ranks(state.theta)
+            assert np.isfinite(record["train_loss"])
+    assert record["density"] < 1
+
+
+def test_one_channel_of_each_set_stays():
+    settings = make(**{**COMMON, "prune_threshold": 100.0, "outer_iterations": 2})
+    model = new_net()
+    with nodes_of(2) as topology:
+        stream = RandomStream(WORLD.rank, torch.float64)
+        *_, (record, state) = run_driver(topology, settings, model, stream)
+    assert int(state.mask.sum()) == len(CoupledNet.SETS)
+    assert (model.conv1.out_channels, model.bn2.num_features, model.fc.in_features) == (1, 1, 1)
+    assert np.isfinite(record["train_loss"])
