@@ -52,6 +52,7 @@ from prunex_mpi.metrics import iteration_record, layer_records, timed
 from prunex_mpi.preemption import StopAgreement
 from prunex_mpi.reconfiguration import find_lasso, reconfigure_, start_gradient_
 from prunex_mpi.settings import Settings
+from prunex_mpi.sparsity import mask_drift
 from prunex_mpi.state import Problem, State, Traffic, next_iteration
 from prunex_mpi.steps import (
     add_loss_,
