@@ -21,6 +21,7 @@ PLAIN = {
 # Mathematics on tensors and host arrays.
 TENSORS = {
     "layout",
+    "channel_labels",
     "coupling",
     "groups",
     "sparsity",
