@@ -75,16 +75,18 @@ def run_one(
         }
         seconds, counted = sums["seconds"], sums["bytes"]
         stream = problem.train
-        drawn = stream.epoch * stream.steps_per_epoch + stream.position
-        samples = drawn * stream.batch_size * world.size
+        batches = stream.epoch * stream.steps_per_epoch + stream.position
+        of_batch = stream.batch_size * world.size
+        steps = len(records) * problem.steps
         elements, zeros, line_zeros = count_zeros(state.z, state.layout)
         flat_workers = settings.method in PER_STEP and settings.aggregation == "flat"
         measured = Measured(
             accuracy=records[-1]["test_accuracy"],
             loss=records[-1]["test_loss"],
-            samples=samples,
-            epochs=samples / dataset.train_total,
-            steps=settings.outer_iterations * problem.steps,
+            samples=steps * of_batch,
+            extra_samples=(batches - steps) * of_batch,
+            epochs=steps * of_batch / dataset.train_total,
+            steps=steps,
             payload_bytes=counted["payload"] + counted["mask"],
             sent_bytes=counted["sent"],
             metadata_bytes=metadata_bytes(settings, state, counted),

@@ -28,16 +28,19 @@ OPERATIONS = {
 class Measured:
     """What one run measured, as world rank 0 saw it; all sums are over the run.
 
-    `accuracy` is a fraction. `payload_bytes` are operands that one worker hands to collectives
-    between nodes, masks included, `metadata_bytes` the part of them that says where values belong,
-    `dense_bytes` what dense SGD hands over for the same steps. `sync_s` is waiting for messages,
-    `own_s` the method's own work. Of `weights`, the elements of matrices and kernels in the
-    delivered model, `zeros` are 0 and `line_zeros` of these fill whole rows or columns.
+    `accuracy` is a fraction. `samples` are those that steps were taken on, `extra_samples` those
+    that the method looked at besides, to decide what to prune. `payload_bytes` are operands that
+    one worker hands to collectives between nodes, masks included, `metadata_bytes` the part of them
+    that says where values belong, `dense_bytes` what dense SGD hands over for the same steps.
+    `sync_s` is waiting for messages, `own_s` the method's own work. Of `weights`, the elements of
+    matrices and kernels in the delivered model, `zeros` are 0 and `line_zeros` of these fill whole
+    rows or columns.
     """
 
     accuracy: float
     loss: float
     samples: int
+    extra_samples: int
     epochs: float
     steps: int
     payload_bytes: int
@@ -101,10 +104,13 @@ def by_method(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
 
 
 def require_same_work(outcomes: Sequence[Outcome]) -> None:
-    """Raise RuntimeError unless all runs that ended have seen the same number of samples."""
-    seen = {o.method: o.measured.samples for o in outcomes if o.measured is not None}
-    if len(set(seen.values())) > 1:
-        raise RuntimeError(f"methods have not seen the same number of samples: {seen}")
+    """Raise RuntimeError unless all runs that ended were trained on the same number of samples."""
+    measured = {o.method: o.measured for o in outcomes if o.measured is not None}
+    trained = {method: m.samples for method, m in measured.items()}
+    if len(set(trained.values())) > 1:
+        raise RuntimeError(f"methods were not trained on the same number of samples: {trained}")
+    if any(m.extra_samples < 0 for m in measured.values()):
+        raise RuntimeError(f"methods have drawn fewer samples than they report: {measured}")
 
 
 def results_table(
@@ -164,10 +170,17 @@ def results_table(
         "and its share of these; train: all but evaluation",
         "times as rank 0 takes them; means over the seeds; parameters left: those that are not 0",
     )
+    extra = [
+        f"{method}: {max(m.extra_samples for m in ended):,} samples more, not trained on, to "
+        "decide what to prune"
+        for method, runs in by_method(outcomes).items()
+        if (ended := [run.measured for run in runs if run.measured is not None])
+        and any(m.extra_samples for m in ended)
+    ]
     problems = [
         f"{run.method}, seed {run.seed}: {run.problem}" for run in outcomes if run.measured is None
     ]
-    return Table(title, columns, tuple(rows), (*explained, *notes, *problems))
+    return Table(title, columns, tuple(rows), (*explained, *notes, *extra, *problems))
 
 
 def measured_table(outcomes: Sequence[Outcome]) -> Table:

@@ -48,6 +48,7 @@ RAN = Measured(
     accuracy=0.5,
     loss=1.0,
     samples=100,
+    extra_samples=0,
     epochs=2.0,
     steps=10,
     payload_bytes=2**20,
@@ -194,13 +195,15 @@ def test_methods_that_saw_other_numbers_of_samples_are_not_compared():
     require_same_work([*outcomes("dense", "topk"), Outcome("prunex", 0, 0.1, None, "diverged")])
     with pytest.raises(RuntimeError, match="samples"):
         require_same_work(outcomes("dense") + outcomes("topk", samples=99))
+    with pytest.raises(RuntimeError, match="fewer samples"):
+        require_same_work(outcomes("dense", extra_samples=-1))
 
 
 def test_tables_hold_means_over_seeds_and_say_what_diverged():
     runs = [
         *outcomes("dense"),
         Outcome("dense", 1, 0.1, replace(RAN, accuracy=0.7, payload_bytes=3 * 2**20)),
-        Outcome("topk", 0, 0.1, replace(RAN, sync_s=0.5)),
+        Outcome("topk", 0, 0.1, replace(RAN, sync_s=0.5, extra_samples=8)),
         Outcome("topk", 1, 0.1, None, "the loss is not finite"),
     ]
     table = results_table("title", (0, 1), runs, ["note"])
@@ -210,7 +213,9 @@ def test_tables_hold_means_over_seeds_and_say_what_diverged():
     assert (dense["payload MiB"], dense["MiB/point"]) == (2, pytest.approx(2 / 60))
     assert (dense["sync ms/step"], dense["sync s/epoch"], dense["own %"]) == (200, 1, 25)
     assert (topk["accuracy %, seed 1"], topk["mean"]) == ("diverged", 50)
-    assert table.notes[-2:] == ("note", "topk, seed 1: the loss is not finite")
+    assert table.notes[-3] == "note"
+    assert table.notes[-2].startswith("topk: 8 samples more")
+    assert table.notes[-1] == "topk, seed 1: the loss is not finite"
     measured = measured_table(runs)
     assert cells(measured, "topk")["sync saved, times"] == 4
     assert cells(measured, "topk")["in whole lines %"] == 75
