@@ -166,6 +166,7 @@ def dense_turn(
             workers,
             averager,
             {},
+            None,
             state,
             problem,
             settings,
