@@ -70,8 +70,13 @@ class Trace(TorchFunctionMode):
         """Return labels and whether a removed group is zero; what nothing is known of is pinned."""
         found = self.labels.get(id(tensor))
         if found is None:
-            return torch.full(tensor.shape, PINNED), False
+            return _pinned(tensor), False
         return found[1], found[2]
+
+    def label_pinned(self, results: Iterable[object]) -> None:
+        """Let every element of the tensors in `results` be one that stays."""
+        for tensor in _tensors(results):
+            self.label(tensor, _pinned(tensor), zero=False)
 
     def fresh(self, count: int) -> np.ndarray:
         """Return `count` new labels."""
@@ -108,8 +113,6 @@ class Trace(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        # What an operation in place leaves behind no longer has the labels it had.
-        before = {id(t): self.labels_of(t) for t in _tensors([args, kwargs])}
         result = func(*args, **kwargs)
         if not any(True for _ in _tensors([result])):
             return result
@@ -124,9 +127,9 @@ class Trace(TorchFunctionMode):
         elif name in ADDITIONS or name in PRODUCTS:
             self._meet(result, name in PRODUCTS, *args)
         elif name in ZERO_PRESERVING or (name in SCALINGS and isinstance(args[1], int | float)):
-            self.label(result, *before[id(args[0])])
+            self.label(result, *self.labels_of(args[0]))
         elif name in ELEMENTWISE:
-            self.label(result, before[id(args[0])][0], zero=False)
+            self.label(result, self.labels_of(args[0])[0], zero=False)
         elif name in POOLING and isinstance(result, Tensor):
             self._pool(result, args[0])
         elif name in ("mean", "sum", "amax"):
@@ -137,8 +140,7 @@ class Trace(TorchFunctionMode):
             self._shape(result, func, args, kwargs)
         else:
             self.pin([args, kwargs], f"{_plain_name(func)} mixes it with others")
-            for tensor in _tensors([result]):
-                self.label(tensor, torch.full(tensor.shape, PINNED), zero=False)
+            self.label_pinned([result])
         return result
 
     def _read(self, tensor: Tensor, dim: int, reader: str) -> np.ndarray:
@@ -218,7 +220,7 @@ class Trace(TorchFunctionMode):
         if weight is None or bias is None or not whole:
             reason = "a BatchNorm without gamma and beta passes a constant"
             self.pin([x], reason if whole else "a BatchNorm mixes it with others")
-            self.label(result, torch.full(result.shape, PINNED), zero=False)
+            self.label_pinned([result])
             return
         known = [self._note(self.rows, p, along[:, 0].numpy()) for p in (weight, bias)]
         if not all(known):
@@ -244,8 +246,7 @@ class Trace(TorchFunctionMode):
             tokens = query.numel() // query.shape[-1]
             for name in (self.names[id(weight)], self.names[id(out_weight)]):
                 self.positions[name] = self.positions.get(name, 0) + tokens
-        for tensor in _tensors([result]):
-            self.label(tensor, torch.full(tensor.shape, PINNED), zero=False)
+        self.label_pinned([result])
 
     def _meet(self, result, product: bool, *operands) -> None:
         """Join what an addition or a product brings together element by element."""
@@ -280,7 +281,7 @@ class Trace(TorchFunctionMode):
         flat = _thin(labels)[0].flatten(kept) if labels.dim() > kept else labels
         if labels.dim() != result.dim() or bool((flat != flat[..., :1]).any()):
             self.pin([x], "pooling mixes it with others")
-            self.label(result, torch.full(result.shape, PINNED), zero=False)
+            self.label_pinned([result])
             return
         corner = labels[(..., *[slice(0, 1)] * (labels.dim() - 2))]
         self.label(result, corner.expand(result.shape), zero)
@@ -295,14 +296,13 @@ class Trace(TorchFunctionMode):
                 self.label(result, low, zero)
                 return
         self.pin([args[0]], f"{func.__name__} mixes it with others")
-        for tensor in _tensors([result]):
-            self.label(tensor, torch.full(tensor.shape, PINNED), zero=False)
+        self.label_pinned([result])
 
     def _pad(self, result, x, pad, mode="constant", value=None) -> None:
         labels, zero = self.labels_of(x)
         if mode != "constant" or value:
             self.pin([x], "padding that isn't zero")
-            self.label(result, torch.full(result.shape, PINNED), zero=False)
+            self.label_pinned([result])
             return
         for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
             dim, size = x.dim() - 1 - number, x.shape[-1 - number]
@@ -326,7 +326,7 @@ class Trace(TorchFunctionMode):
             moved = list(_tensors([func(*self._labels_in(args), **self._labels_in(kwargs))]))
         except RuntimeError:
             # Such as an operation that integers do not have.
-            moved = [torch.full(t.shape, PINNED) for t in outputs]
+            moved = [_pinned(t) for t in outputs]
         # Cutting channels apart counts them, and would cut elsewhere once some are gone.
         cut = any(set(_distinct([m])) != whole or _varying(m) > 1 for m in moved)
         if cut:
@@ -348,6 +348,11 @@ class Trace(TorchFunctionMode):
         for label in labels.tolist():
             if label > PINNED:
                 self.reasons.setdefault(label, reason)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """Return labels that keep all of `tensor`; a view of one element."""
+    return torch.tensor(PINNED).expand(tensor.shape)
 
 
 def _thin(*labels: Tensor) -> list[Tensor]:
