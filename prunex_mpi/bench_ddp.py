@@ -18,12 +18,12 @@ from prunex_mpi.collectives import Transport
 from prunex_mpi.comm import Topology
 from prunex_mpi.errors import UserError
 from prunex_mpi.exchange import find_workers
-from prunex_mpi.gradients import GradientAverager
 from prunex_mpi.job import set_up
 from prunex_mpi.layout import build_layout
 from prunex_mpi.problem import build_problem, load_dataset, make_model
 from prunex_mpi.settings import Settings, make
 from prunex_mpi.state import Problem, Traffic, next_iteration
+from prunex_mpi.steps import open_averager
 from prunex_mpi.watchdog import Heartbeat
 
 IMAGE_SIZE = 32
@@ -152,12 +152,8 @@ def dense_turn(
     """
     heartbeat = Heartbeat()
     state, problem = set_up(topology, settings, device, transport, heartbeat)
-    averager = None
-    if exchange:
-        averager = GradientAverager(
-            topology.world, problem.model, state.layout, state.grad, transport
-        )
-        exits.callback(averager.close)
+    comm = topology.world if exchange else None
+    averager = open_averager(exits, comm, state, problem, transport)
     workers = find_workers(topology, settings.aggregation)
 
     def turn() -> None:

@@ -53,7 +53,14 @@ from prunex_mpi.state import (
     ring_bytes,
     update_penalties,
 )
-from prunex_mpi.steps import add_loss_, clocked, forward_backward, loss_sums, step_optimizer_
+from prunex_mpi.steps import (
+    add_loss_,
+    clocked,
+    forward_backward,
+    loss_sums,
+    open_averager,
+    step_optimizer_,
+)
 from prunex_mpi.watchdog import Heartbeat
 
 
@@ -76,10 +83,8 @@ def outer_iterations(
     """
     node, position = topology.node, state.position
     with ExitStack() as exits:
-        averager = None
-        if settings.node_sync == "step":
-            averager = GradientAverager(node, problem.model, state.layout, state.grad, transport)
-            exits.callback(averager.close)
+        comm = node if settings.node_sync == "step" else None
+        averager = open_averager(exits, comm, state, problem, transport)
         for k in range(position.iteration, settings.outer_iterations + 1):
             started = time.perf_counter()
             seconds: dict[str, float] = {}

@@ -25,7 +25,6 @@ from prunex_mpi.evaluation import (
     mean_over_ranks,
     refuse_divergence,
 )
-from prunex_mpi.gradients import GradientAverager
 from prunex_mpi.hsadmm import (
     inter_node_consensus,
     intra_node_consensus,
@@ -37,6 +36,7 @@ from prunex_mpi.preemption import StopAgreement
 from prunex_mpi.settings import Settings
 from prunex_mpi.sparsity import mask_drift
 from prunex_mpi.state import Problem, State, Traffic, freeze, next_iteration
+from prunex_mpi.steps import open_averager
 from prunex_mpi.watchdog import Heartbeat
 
 
@@ -56,10 +56,8 @@ def outer_iterations(
     """
     node, position = topology.node, state.position
     with ExitStack() as exits:
-        averager = None
-        if settings.node_sync == "step":
-            averager = GradientAverager(node, problem.model, state.layout, state.grad, transport)
-            exits.callback(averager.close)
+        comm = node if settings.node_sync == "step" else None
+        averager = open_averager(exits, comm, state, problem, transport)
         for k in range(position.iteration, settings.outer_iterations + 1):
             started = time.perf_counter()
             seconds: dict[str, float] = {}

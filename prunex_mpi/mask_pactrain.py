@@ -21,7 +21,7 @@ from prunex_mpi.exchange import Workers, sum_over_ranks_
 from prunex_mpi.logs import log
 from prunex_mpi.settings import Settings
 from prunex_mpi.state import Problem, State, Traffic, ring_bytes
-from prunex_mpi.steps import clocked, count_allreduce
+from prunex_mpi.steps import clocked, count_sum_over_ranks
 from prunex_mpi.support import restart_
 from prunex_mpi.unstructured import (
     add_gradients_,
@@ -96,9 +96,7 @@ def choose_pruned(
         together(world, add)
         sum_over_ranks_(topology, settings.aggregation, flat, transport)
         flat.div_(len(batches) * world.size)
-        count_allreduce(traffic, workers, flat.nbytes)
-        if settings.aggregation == "hierarchical" and topology.node_size > 1:
-            traffic.intra += 2 * flat.nbytes
+        count_sum_over_ranks(traffic, topology, workers, settings.aggregation, flat.nbytes)
     for buffer, value in kept:
         buffer.copy_(value)
     return together(world, lambda: prune_by_gradient_flow(state.theta, product, layout, ratio))

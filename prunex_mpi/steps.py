@@ -2,15 +2,38 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 
+from mpi4py import MPI
+
+from prunex_mpi.collectives import Transport
+from prunex_mpi.comm import Topology
 from prunex_mpi.exchange import Workers
+from prunex_mpi.gradients import GradientAverager
 from prunex_mpi.schedule import ROLLBACK_FACTOR, learning_rate
 from prunex_mpi.settings import Settings
 from prunex_mpi.state import Problem, State, Traffic, ring_bytes
+
+
+def open_averager(
+    exits: ExitStack,
+    comm: MPI.Comm | None,
+    state: State,
+    problem: Problem,
+    transport: Transport,
+) -> GradientAverager | None:
+    """Return what averages gradients over `comm` during the backward pass, None without `comm`.
+
+    `exits` close it.
+    """
+    if comm is None:
+        return None
+    averager = GradientAverager(comm, problem.model, state.layout, state.grad, transport)
+    exits.callback(averager.close)
+    return averager
 
 
 def forward_backward(state: State, problem: Problem, settings: Settings) -> Tensor:
@@ -75,6 +98,15 @@ def count_allgather(traffic: Traffic, workers: Workers, mine: int, everyone: int
     """Count an Allgather: `mine` bytes of this worker, `everyone` bytes of all together."""
     traffic.payload += mine
     traffic.sent += ring_bytes(workers.ring, everyone, passes=1)
+
+
+def count_sum_over_ranks(
+    traffic: Traffic, topology: Topology, workers: Workers, aggregation: str, operand: int
+) -> None:
+    """Count `exchange.sum_over_ranks_` of `operand` bytes."""
+    count_allreduce(traffic, workers, operand)
+    if aggregation == "hierarchical" and topology.node_size > 1:
+        traffic.intra += 2 * operand
 
 
 @contextmanager

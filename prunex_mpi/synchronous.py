@@ -22,21 +22,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from mpi4py import MPI
 
 from prunex_mpi import batchnorm
 from prunex_mpi.collectives import Transport, allreduce_then_bcast_, bcast_
 from prunex_mpi.comm import Topology
-from prunex_mpi.compress import add_sparse_, kept_per_layer, select_top_
 from prunex_mpi.evaluation import evaluate, mean_over_ranks, refuse_divergence
-from prunex_mpi.exchange import (
-    Workers,
-    allgather_,
-    allocate_gathered,
-    find_workers,
-    sum_over_ranks_,
-)
+from prunex_mpi.exchange import Workers, find_workers, sum_over_ranks_
 from prunex_mpi.exchange_dgc import allocate_dgc, exchange_dgc_
 from prunex_mpi.exchange_omnireduce import allocate_omnireduce, exchange_omnireduce_
 from prunex_mpi.exchange_pactrain import (
@@ -45,6 +39,7 @@ from prunex_mpi.exchange_pactrain import (
     follow_pactrain_,
 )
 from prunex_mpi.exchange_powersgd import allocate_powersgd, exchange_powersgd_
+from prunex_mpi.exchange_topk import allocate_topk, exchange_topk_
 from prunex_mpi.gradients import GradientAverager
 from prunex_mpi.lasso import Lasso
 from prunex_mpi.mask_pactrain import prune_when_due_
@@ -57,11 +52,12 @@ from prunex_mpi.state import Problem, State, Traffic, next_iteration
 from prunex_mpi.steps import (
     add_loss_,
     clocked,
-    count_allgather,
     count_allreduce,
+    count_sum_over_ranks,
     forward,
     forward_backward,
     loss_sums,
+    open_averager,
     step_optimizer_,
 )
 from prunex_mpi.watchdog import Heartbeat
@@ -90,7 +86,8 @@ def outer_iterations(
     space = allocate(workers, state, settings, transport)
     lasso = find_lasso(state) if settings.method == "prunetrain" else None
     with ExitStack() as exits:
-        averager = open_averager(exits, topology, state, problem, settings, transport)
+        comm = comm_during_backward(topology, settings)
+        averager = open_averager(exits, comm, state, problem, transport)
         for k in range(position.iteration, settings.outer_iterations + 1):
             started = time.perf_counter()
             before_s = position.local_seconds
@@ -132,9 +129,7 @@ def outer_iterations(
                 with timed(heartbeat, seconds, "project", state):
                     if reconfigure_(topology, workers, lasso, state, problem, settings, traffic):
                         exits.close()
-                        averager = open_averager(
-                            exits, topology, state, problem, settings, transport
-                        )
+                        averager = open_averager(exits, comm, state, problem, transport)
                         lasso = find_lasso(state)
                 seconds["project"] += position.method_seconds
                 drift = mask_drift(state.mask, old_mask)
@@ -167,25 +162,14 @@ def outer_iterations(
 # --------------------------------------------------------------------------------------------------
 
 
-def open_averager(
-    exits: ExitStack,
-    topology: Topology,
-    state: State,
-    problem: Problem,
-    settings: Settings,
-    transport: Transport,
-) -> GradientAverager | None:
-    """Return what averages while the backward pass still runs, if anything does; `exits` close it.
+def comm_during_backward(topology: Topology, settings: Settings) -> MPI.Comm | None:
+    """Return over whom gradients are averaged while the backward pass still runs, if over anyone.
 
     The node's mean, or everyone's at once.
     """
-    flat = settings.aggregation == "flat"
-    if flat and settings.method not in PLAIN_MEAN:
-        return None
-    comm = topology.world if flat else topology.node
-    averager = GradientAverager(comm, problem.model, state.layout, state.grad, transport)
-    exits.callback(averager.close)
-    return averager
+    if settings.aggregation == "hierarchical":
+        return topology.node
+    return topology.world if settings.method in PLAIN_MEAN else None
 
 
 def train_steps(
@@ -303,9 +287,7 @@ def average_statistics(
     batchnorm.read_(state.bn_modules, state.stats)
     size = state.stats.numel() * state.stats.element_size()
     sum_over_ranks_(topology, settings.aggregation, state.stats, transport)
-    if settings.aggregation == "hierarchical":
-        traffic.intra += 2 * size if topology.node_size > 1 else 0
-    count_allreduce(traffic, workers, size)
+    count_sum_over_ranks(traffic, topology, workers, settings.aggregation, size)
     state.stats.div_(topology.world_size)
     batchnorm.write(state.bn_modules, state.stats)
 
@@ -380,44 +362,3 @@ def exchange_dense_(
         grad.mul_(workers.weight)
         allreduce_then_bcast_(topology.leader, topology.node, grad, transport)
     count_allreduce(traffic, workers, grad.numel() * grad.element_size())
-
-
-def allocate_topk(workers: Workers, state: State, settings: Settings) -> dict[str, Tensor]:
-    """Return memory for one worker's values and positions, and for those of all."""
-    count = sum(kept_per_layer(state.layout, settings.compress_ratio))
-    values = state.theta.new_empty(count)
-    positions = torch.empty(count, dtype=torch.int32, device=values.device)
-    return {
-        "values": values,
-        "positions": positions,
-        "all_values": allocate_gathered(workers, values),
-        "all_positions": allocate_gathered(workers, positions),
-    }
-
-
-def exchange_topk_(
-    workers: Workers,
-    space: dict[str, Tensor],
-    state: State,
-    settings: Settings,
-    transport: Transport,
-    traffic: Traffic,
-) -> None:
-    """Send the elements of largest magnitude of residual + gradient; the rest is the new residual.
-
-    Top-k sparsification with error feedback (Stich et al. 2018), per layer. Two Allgathers of
-    values and int32 positions. Collective on `workers.comm`.
-    """
-    residual = state.memory["own.residual"]
-    values, positions = space["values"], space["positions"]
-    with clocked(state, "method_seconds"):
-        residual.add_(state.grad)
-        counts = kept_per_layer(state.layout, settings.compress_ratio)
-        select_top_(residual, state.layout, counts, values, positions)
-    with clocked(state, "exchange_seconds"):
-        allgather_(workers.comm, values, space["all_values"], transport)
-        allgather_(workers.comm, positions, space["all_positions"], transport)
-    with clocked(state, "method_seconds"):
-        add_sparse_(state.grad, space["all_values"], space["all_positions"])
-    mine = values.nbytes + positions.nbytes
-    count_allgather(traffic, workers, mine, workers.count * mine)
