@@ -25,8 +25,9 @@ from prunex_mpi.files import telling_disk_errors
 from prunex_mpi.job import assemble, software_versions
 from prunex_mpi.layout import Layout
 from prunex_mpi.logs import Progress, RunDirectory, log
+from prunex_mpi.methods import PER_STEP
 from prunex_mpi.problem import make_model
-from prunex_mpi.settings import PER_STEP, Settings, to_toml
+from prunex_mpi.settings import Settings, to_toml
 from prunex_mpi.state import Problem, State, weights
 from prunex_mpi.supervision import driver_of
 from prunex_mpi.watchdog import Heartbeat

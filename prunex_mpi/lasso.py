@@ -22,6 +22,7 @@ from torch import Tensor
 
 from prunex_mpi.coupling import Coupling
 from prunex_mpi.layout import Layout
+from prunex_mpi.shrink import slices_left
 from prunex_mpi.sparsity import Groups
 
 
@@ -166,12 +167,8 @@ def cut(flat: Tensor, layout: Layout, coupling: Coupling, removed: np.ndarray) -
     """Return the elements of `flat` that stay without the groups of `removed`, in their order."""
     pieces = []
     for segment, view in zip(layout.segments, layout.views(flat), strict=True):
-        for dim, known in enumerate((coupling.rows, coupling.columns)):
-            if segment.name in known:
-                ids = known[segment.name]
-                kept = np.flatnonzero((ids < 0) | ~removed[ids])
-                view = view.index_select(dim, torch.from_numpy(kept).to(flat.device))
-        pieces.append(view.reshape(-1))
+        rows, columns = coupling.rows.get(segment.name), coupling.columns.get(segment.name)
+        pieces.append(slices_left(view, rows, columns, removed).reshape(-1))
     return torch.cat(pieces)
 
 

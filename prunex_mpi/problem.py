@@ -13,8 +13,9 @@ from prunex_mpi.coupling import find_coupling
 from prunex_mpi.data import Dataset, load
 from prunex_mpi.groups import find_groups
 from prunex_mpi.layout import Layout
+from prunex_mpi.methods import BY_GROUPS
 from prunex_mpi.models import build_model
-from prunex_mpi.settings import BY_GROUPS, Settings, layer_keep_ratios
+from prunex_mpi.settings import Settings, layer_keep_ratios
 from prunex_mpi.shrink import verify
 from prunex_mpi.sparsity import Groups
 from prunex_mpi.state import Problem

@@ -136,12 +136,20 @@ def smaller_tensors(model: nn.Module, coupling: Coupling, removed: np.ndarray) -
         if key.endswith(STATISTICS):
             weight = key.rpartition(".")[0] + WEIGHT
             rows = coupling.rows.get(canonical.get(weight, weight))
-        for dim, ids in ((0, rows), (1, columns)):
-            if ids is not None:
-                kept = torch.from_numpy(np.flatnonzero(_kept(ids, removed))).to(tensor.device)
-                tensor = tensor.index_select(dim, kept)
-        tensors[key] = tensor.detach().clone(memory_format=torch.contiguous_format)
+        left = slices_left(tensor, rows, columns, removed)
+        tensors[key] = left.detach().clone(memory_format=torch.contiguous_format)
     return tensors
+
+
+def slices_left(
+    tensor: Tensor, rows: np.ndarray | None, columns: np.ndarray | None, removed: np.ndarray
+) -> Tensor:
+    """Return `tensor` without its slices of the groups of `removed`; None where it has none."""
+    for dim, ids in ((0, rows), (1, columns)):
+        if ids is not None:
+            kept = torch.from_numpy(np.flatnonzero(_kept(ids, removed))).to(tensor.device)
+            tensor = tensor.index_select(dim, kept)
+    return tensor
 
 
 def _kept(ids: np.ndarray, removed: np.ndarray) -> np.ndarray:

@@ -14,8 +14,9 @@ from prunex_mpi.batches import BatchStream, Shard
 from prunex_mpi.compaction import Plan, build_plan
 from prunex_mpi.layout import Layout, flatten_, scale_
 from prunex_mpi.memory import build_memory
+from prunex_mpi.methods import CONSENSUS
 from prunex_mpi.residuals import Residuals, update_penalty
-from prunex_mpi.settings import CONSENSUS, Settings
+from prunex_mpi.settings import Settings
 from prunex_mpi.sparsity import Factors, Groups, apply_factors_, build_factors
 
 

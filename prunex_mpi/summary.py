@@ -16,13 +16,14 @@ from prunex_mpi.exchange_dgc import COUNT_BYTES
 from prunex_mpi.files import STATE, written_record
 from prunex_mpi.layout import Layout, build_layout
 from prunex_mpi.logs import format_table
+from prunex_mpi.methods import LOCAL, PER_STEP
 from prunex_mpi.metrics import prunable_and_kept
 from prunex_mpi.models import probe
 from prunex_mpi.powersgd import split_layout
 from prunex_mpi.problem import make_groups, make_model
 from prunex_mpi.reconfiguration import sizes_of
 from prunex_mpi.schedule import strictness
-from prunex_mpi.settings import LOCAL, PER_STEP, Settings
+from prunex_mpi.settings import Settings
 from prunex_mpi.sparsity import Groups, kept_numel, select
 from prunex_mpi.state import Problem, State, find_stats_groups, kept_stats, weights
 from prunex_mpi.ternary import integer_type

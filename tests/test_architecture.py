@@ -15,7 +15,17 @@ NAME = PACKAGE.name
 
 # Quick to import, so that --help and wrong flags answer at once.
 PLAIN = {
-    *("errors", "values", "settings", "cli", "logs", "watchdog", "files"),
+    *(
+        "errors",
+        "values",
+        "methods",
+        "settings",
+        "settings_checks",
+        "cli",
+        "logs",
+        "watchdog",
+        "files",
+    ),
     *("compare_options", "findings", "findings_gpu", "findings_launcher", "findings_ranks"),
 }
 # Mathematics on tensors and host arrays.

@@ -28,9 +28,10 @@ from prunex_mpi.compare_tables import (
 )
 from prunex_mpi.errors import USAGE, UserError
 from prunex_mpi.layout import Layout, Segment, build_layout
+from prunex_mpi.methods import METHODS
 from prunex_mpi.models import build_model
 from prunex_mpi.problem import load_dataset
-from prunex_mpi.settings import METHODS, make
+from prunex_mpi.settings import make
 
 WORLD = MPI.COMM_WORLD
 # Two outer iterations of one step each, on images that cost next to nothing.

@@ -16,8 +16,9 @@ from prunex_mpi import synchronous
 from prunex_mpi.batches import Shard
 from prunex_mpi.collectives import build_transport
 from prunex_mpi.layout import build_layout
+from prunex_mpi.methods import WITH_RESIDUAL
 from prunex_mpi.problem import make_groups
-from prunex_mpi.settings import WITH_RESIDUAL, make
+from prunex_mpi.settings import make
 from prunex_mpi.state import Problem, build_state
 from prunex_mpi.supervision import driver_of
 from prunex_mpi.watchdog import Heartbeat

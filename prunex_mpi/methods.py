@@ -1,0 +1,20 @@
+"""The training systems that `--method` chooses from, by family, and what is different for each."""
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+# The methods by family, which is the driver that runs them.
+CONSENSUS = ("prunex", "prunex-flat")
+LOCAL = ("local-sgd", "diloco", "one-shot")
+PER_STEP = ("dense", "topk", "dgc", "powersgd", "omnireduce", "prunetrain", "pactrain")
+METHODS = (*CONSENSUS, *PER_STEP, *LOCAL)
+# Those that keep what they have not sent for a later step.
+WITH_RESIDUAL = ("topk", "dgc", "powersgd")
+# Those that prune the groups of `--groups`.
+BY_GROUPS = (*CONSENSUS, "one-shot")
+# Where a method's own default is not the one that its setting has.
+METHOD_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "dgc": {"compress_ratio": 0.001},
+    "pactrain": {"prune_iteration": Fraction(0)},
+}
