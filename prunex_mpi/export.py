@@ -118,7 +118,7 @@ def export(options: Options) -> None:
     from prunex_mpi import standalone
     from prunex_mpi.batches import Shard, evaluation_batches
     from prunex_mpi.bench_report import describe_machine, format_table
-    from prunex_mpi.export_report import BATCH, TOLERANCE, compare, prove
+    from prunex_mpi.export_report import BATCH, compare, prove
     from prunex_mpi.files import STATE
     from prunex_mpi.finished_run import read_run
     from prunex_mpi.removable import describe_removed, judge, zeros_that_stay
@@ -154,12 +154,13 @@ def export(options: Options) -> None:
         files.write_network(folder, tensors, plan)
         smaller = standalone.load(folder)
         batches = evaluation_batches(chosen, batch_size=BATCH, **look)
-        lines.append(prove(run.model, smaller, batches).line())
+        proof = prove(run.model, smaller, batches)
+        lines.append(proof.line())
         if options.onnx:
-            apart = files.write_onnx(folder, smaller, images)
+            apart = files.write_onnx(folder, smaller, images, proof.allowed)
             lines.append(f"{files.ONNX}: outputs differ by at most {apart:.2g}")
         if options.torch_export:
-            apart = files.write_torch_export(folder, smaller, images, TOLERANCE)
+            apart = files.write_torch_export(folder, smaller, images, proof.allowed)
             lines.append(f"{files.TORCH_EXPORT}: outputs differ by at most {apart:.2g}")
         written = (options.run / STATE, folder / standalone.MODEL)
         table = compare(run.model, smaller, images, written, devices, options.repeat)

@@ -1,5 +1,6 @@
 """Prove that a smaller network computes the same, and measure what it saves."""
 
+import copy
 import math
 import statistics
 import time
@@ -13,10 +14,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from prunex_mpi.bench_report import Action, Cell, Table, synchronize, wall_times
-from prunex_mpi.errors import FAILURE, UserError
+from prunex_mpi.errors import FAILURE, UserError, one_line
 
-TOLERANCE = 1e-5
+# Of the largest output, in float64: what is left where two networks compute the same.
+EXACT = 1e-9
+# Times what float32 costs the masked network, which depends on the processor.
+ROUNDINGS = 8
 BATCH = 100
+EXACT_BATCHES = 2  # float64 is slow, and an error of the structure shows on any image
 BATCHES = (1, 128)  # images per call when timed
 SAMPLE_S = 0.02  # at least, or the clock and the first touch of memory count
 MIB = 2**20
@@ -24,14 +29,30 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Proof:
-    """How two networks compare on `images` test images; counts are of right answers."""
+    """How two networks compare on `images` test images; counts are of right answers.
+
+    `difference` is the largest between their outputs, `exact` the same in float64, `rounding` what
+    float32 costs the masked network.
+    """
 
     images: int
     difference: float
+    exact: float
+    rounding: float
     scale: float
     masked_right: int
     smaller_right: int
     answers_differ: int
+
+    @property
+    def allowed(self) -> float:
+        """The difference that rounding explains."""
+        return ROUNDINGS * max(self.rounding, torch.finfo(torch.float32).eps * max(1.0, self.scale))
+
+    @property
+    def holds(self) -> bool:
+        """Whether the two networks are the same but for rounding."""
+        return self.exact <= EXACT * max(1.0, self.scale) and self.difference <= self.allowed
 
     def line(self) -> str:
         """Return what the proof found."""
@@ -39,7 +60,8 @@ class Proof:
         ties = f", {self.answers_differ} answers differ by ties" if self.answers_differ else ""
         return (
             f"on {self.images} test images the outputs differ by at most {self.difference:.2g} "
-            f"(of {self.scale:.2g}); accuracy {shares[0]} masked, {shares[1]} smaller "
+            f"(of {self.scale:.2g}; {self.exact:.2g} in float64); "
+            f"accuracy {shares[0]} masked, {shares[1]} smaller "
             f"({self.masked_right} and {self.smaller_right} right{ties})"
         )
 
@@ -48,28 +70,52 @@ class Proof:
 def prove(masked: nn.Module, smaller: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> Proof:
     """Compare two networks on the CPU; raise UserError (FAILURE) unless they agree.
 
-    Outputs may differ by 1e-5 of the largest one, or of 1. Then answers can differ only where two
-    classes are that close.
+    In float64, on the first EXACT_BATCHES batches, outputs may differ by EXACT of the largest one,
+    or of 1; in their own dtype, on all of them, by ROUNDINGS times what that dtype costs the masked
+    network. Then answers can differ only where two classes are that close.
     """
+    doubles = [copy.deepcopy(network).double() for network in (masked, smaller)]
     images = masked_right = smaller_right = answers_differ = 0
-    difference = scale = 0.0
-    for inputs, labels in batches:
+    difference = exact = rounding = scale = 0.0
+    for number, (inputs, labels) in enumerate(batches):
         wanted, found = masked(inputs), smaller(inputs)
         images += len(labels)
-        # A maximum would not show what is not a number.
-        apart = (wanted - found).abs()
-        difference = max(difference, float(apart.max()) if apart.isfinite().all() else math.inf)
+        difference = max(difference, _apart(wanted, found))
         scale = max(scale, float(wanted.abs().max()))
+        if number < EXACT_BATCHES:
+            wanted_exactly, found_exactly = (_in_double(network, inputs) for network in doubles)
+            exact = max(exact, _apart(wanted_exactly, found_exactly))
+            rounding = max(rounding, _apart(wanted.double(), wanted_exactly))
         answers = [outputs.argmax(dim=1) for outputs in (wanted, found)]
         masked_right += int((answers[0] == labels).sum())
         smaller_right += int((answers[1] == labels).sum())
         answers_differ += int((answers[0] != answers[1]).sum())
-    proof = Proof(images, difference, scale, masked_right, smaller_right, answers_differ)
-    if not difference <= TOLERANCE * max(1.0, scale):
+    proof = Proof(
+        images, difference, exact, rounding, scale, masked_right, smaller_right, answers_differ
+    )
+    if not proof.holds:
         raise UserError(
             f"the smaller network is not the same ({proof.line()}): nothing was written", FAILURE
         )
     return proof
+
+
+def _apart(wanted: Tensor, found: Tensor) -> float:
+    """Return the largest difference, infinite where there is something that is not a number."""
+    apart = (wanted - found).abs()
+    return float(apart.max()) if apart.isfinite().all() else math.inf
+
+
+def _in_double(network: nn.Module, images: Tensor) -> Tensor:
+    try:
+        return network(images.double())
+    # Whatever a model's own code meets there.
+    except Exception as error:
+        raise UserError(
+            f"the network does not run in float64 ({one_line(error)}), so it can't be proven that "
+            "the smaller one is the same: nothing was written",
+            FAILURE,
+        ) from error
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -429,22 +429,55 @@ def shifted(by: float) -> nn.Module:
     return model
 
 
-BATCH = [(torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]]), torch.tensor([0, 0, 1]))]
+BATCH = [(torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 0.0]]), torch.tensor([0, 0, 1]))]
 
 
 def test_proof_counts_right_answers_and_ties() -> None:
-    proof = prove(shifted(0.0), shifted(-1e-6), iter(BATCH))
+    proof = prove(shifted(0.0), shifted(-1e-10), iter(BATCH))
     assert (proof.images, proof.masked_right, proof.smaller_right) == (3, 1, 2)
     assert proof.answers_differ == 1
     assert proof.scale == 2.0
-    assert 5e-7 < proof.difference < 2e-6
+    assert proof.exact == pytest.approx(1e-10)
+    assert proof.difference == pytest.approx(1e-10)
+    assert proof.rounding == 0
     assert "1 answers differ by ties" in proof.line()
 
 
-@pytest.mark.parametrize("by", [3e-5, float("nan"), float("inf")])
+@pytest.mark.parametrize("by", [1e-8, 3e-5, float("nan"), float("inf")])
 def test_proof_refuses_what_differs(by: float) -> None:
     with pytest.raises(UserError, match="not the same"):
         prove(shifted(0.0), shifted(by), iter(BATCH))
+
+
+class Rounds(nn.Module):
+    """Add and take away `size`: nothing but rounding, most of it in float32."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 3 + self.size - self.size
+
+
+def test_proof_allows_a_few_times_what_float32_costs() -> None:
+    proof = prove(Rounds(64.0), Rounds(0.0), iter(BATCH))
+    assert 1e-7 < proof.difference <= 2 * proof.rounding
+    assert proof.exact < 1e-13
+    with pytest.raises(UserError, match="not the same"):
+        prove(Rounds(1.0), Rounds(4096.0), iter(BATCH))
+
+
+class Single(nn.Linear):
+    """Compute in float32 whatever comes in."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
+def test_what_does_not_run_in_float64_cannot_be_proven() -> None:
+    with pytest.raises(UserError, match=r"does not run in float64 \(RuntimeError: "):
+        prove(Single(2, 2), Single(2, 2), iter(BATCH))
 
 
 def test_multiply_adds_count_attention_too() -> None:
