@@ -12,21 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prunex_mpi import __version__, compare_options
-from prunex_mpi.cli import Parser
-from prunex_mpi.errors import UserError
-from prunex_mpi.program import run_program
-from prunex_mpi.settings import Settings, make
-from prunex_mpi.values import nearest, quote
+from prunex_mpi import __version__
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.run.program import run_program
+from prunex_mpi.settings.cli import Parser
+from prunex_mpi.settings.fields import Settings, make
+from prunex_mpi.settings.values import nearest, quote
+from prunex_mpi.tools.compare import options as compare_options
 
 if TYPE_CHECKING:
     import torch
 
     from mpi4py import MPI
 
-    from prunex_mpi.bench_report import Table
-    from prunex_mpi.collectives import Transport
-    from prunex_mpi.comm import Topology
+    from prunex_mpi.comm.collectives import Transport
+    from prunex_mpi.comm.topology import Topology
+    from prunex_mpi.tools.bench.report import Table
 
 ALONE = ("kernels", "overhead", "memory")
 TOGETHER = ("collectives",)
@@ -150,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_comparison(world: "MPI.Comm", options: compare_options.Options) -> int:
     """Train with one method after the other. Collective on `world`."""
-    from prunex_mpi.bench_compare import compare
+    from prunex_mpi.tools.compare.compare import compare
 
     return compare(world, options)
 
@@ -171,8 +172,7 @@ def bench(world: "MPI.Comm", options: Options) -> int:
     """Measure and print; only world rank 0 prints and writes. Collective on `world`."""
     import torch
 
-    from prunex_mpi.bench_report import describe_machine, format_table, prepare_file, write_json
-    from prunex_mpi.comm import (
+    from prunex_mpi.comm.topology import (
         describe,
         library_name,
         nodes_of,
@@ -180,9 +180,15 @@ def bench(world: "MPI.Comm", options: Options) -> int:
         require_same,
         together,
     )
-    from prunex_mpi.devices import choose_device, lone_singleton, set_threads
-    from prunex_mpi.job import find_transport
-    from prunex_mpi.models import build_model
+    from prunex_mpi.models.build import build_model
+    from prunex_mpi.run.devices import choose_device, lone_singleton, set_threads
+    from prunex_mpi.run.job import find_transport
+    from prunex_mpi.tools.bench.report import (
+        describe_machine,
+        format_table,
+        prepare_file,
+        write_json,
+    )
 
     singleton = lone_singleton(world)
     raise_together(world, UserError(singleton) if singleton else None)
@@ -195,7 +201,7 @@ def bench(world: "MPI.Comm", options: Options) -> int:
         torch.set_num_threads(threads)
         transport = find_transport(topology, settings, device)
         if options.child:
-            from prunex_mpi.bench_memory import child
+            from prunex_mpi.tools.bench.memory import child
 
             answer = together(
                 world, lambda: child(topology, settings, transport, device, options.child)
@@ -241,29 +247,29 @@ def measure(
     """Return the tables of one section. Collective on `topology.world`."""
     settings = options.settings
     if section == "kernels":
-        from prunex_mpi.bench_kernels import kernels
+        from prunex_mpi.tools.bench.kernels import kernels
 
         return kernels(topology, settings, transport, device, options.repeat)
     if section == "overhead":
-        from prunex_mpi.bench_overhead import overhead
+        from prunex_mpi.tools.bench.overhead import overhead
 
         return overhead(topology, settings, transport, device, options.train_models, options.steps)
     if section == "memory":
-        from prunex_mpi.bench_memory import memory
+        from prunex_mpi.tools.bench.memory import memory
 
         return memory(settings, device, threads)
     if section == "checkpoint":
-        from prunex_mpi.bench_checkpoint import checkpoints
+        from prunex_mpi.tools.bench.checkpoint import checkpoints
 
         return checkpoints(topology, settings, transport, device, options.repeat, options.folder)
     if section == "ddp":
-        from prunex_mpi.bench_ddp import compare_with_ddp
+        from prunex_mpi.tools.bench.ddp import compare_with_ddp
 
         models = options.train_models
         return compare_with_ddp(
             topology, settings, transport, device, models, options.steps, options.repeat
         )
-    from prunex_mpi.bench_collectives import collectives
+    from prunex_mpi.tools.bench.collectives import collectives
 
     return collectives(topology, settings, transport, device, options.repeat)
 

@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prunex_mpi import __version__
-from prunex_mpi.cli import Parser
-from prunex_mpi.errors import FAILURE, UserError
-from prunex_mpi.findings import Finding, errors
-from prunex_mpi.findings_launcher import check_launcher, launcher_rank
-from prunex_mpi.program import abort_on_exceptions, end_job, run_program
-from prunex_mpi.settings import Settings, make
-from prunex_mpi.watchdog import Heartbeat, Watchdog
+from prunex_mpi.base.errors import FAILURE, UserError
+from prunex_mpi.checks.findings import Finding, errors
+from prunex_mpi.checks.launcher import check_launcher, launcher_rank
+from prunex_mpi.run.program import abort_on_exceptions, end_job, run_program
+from prunex_mpi.run.watchdog import Heartbeat, Watchdog
+from prunex_mpi.settings.cli import Parser
+from prunex_mpi.settings.fields import Settings, make
 
 if TYPE_CHECKING:
     import torch
 
     from mpi4py import MPI
 
-    from prunex_mpi.comm import Topology
+    from prunex_mpi.comm.topology import Topology
 
 # A probe of one operation may take a minute.
 TIMEOUT_S = 120.0
@@ -110,8 +110,8 @@ def report_singleton(findings: list[Finding], options: Options) -> int:
     if launcher_rank(os.environ):
         time.sleep(SINGLETON_GRACE_S)
         return FAILURE
-    from prunex_mpi import doctor_report as report
-    from prunex_mpi.bench_report import prepare_file
+    from prunex_mpi.tools.bench.report import prepare_file
+    from prunex_mpi.tools.doctor import report
 
     prepare_file("json", options.json_file)
     print(f"{report.head()}\n\n{report.format_findings(findings)}\n", flush=True)
@@ -124,15 +124,15 @@ def examine(
     world: "MPI.Comm", findings: list[Finding], options: Options, heartbeat: Heartbeat
 ) -> int:
     """Look at everything in turn; only world rank 0 prints. Collective on `world`."""
-    from prunex_mpi import doctor_report as report
-    from prunex_mpi.bench_report import prepare_file
-    from prunex_mpi.comm import broadcast_text, nodes_of, together
-    from prunex_mpi.devices import set_threads
-    from prunex_mpi.doctor_facts import gather_facts
-    from prunex_mpi.doctor_folder import try_folder
-    from prunex_mpi.doctor_links import measure_links
-    from prunex_mpi.findings_gpu import check_mpi_buffers
-    from prunex_mpi.findings_ranks import check_ranks, check_shared_folder
+    from prunex_mpi.checks.gpus import check_mpi_buffers
+    from prunex_mpi.checks.ranks import check_ranks, check_shared_folder
+    from prunex_mpi.comm.topology import broadcast_text, nodes_of, together
+    from prunex_mpi.run.devices import set_threads
+    from prunex_mpi.run.facts import gather_facts
+    from prunex_mpi.tools.bench.report import prepare_file
+    from prunex_mpi.tools.doctor import report
+    from prunex_mpi.tools.doctor.folder import try_folder
+    from prunex_mpi.tools.doctor.links import measure_links
 
     settings = options.settings
     together(world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None)
@@ -169,7 +169,7 @@ def find_device(requested: str, host_rank: int) -> tuple["torch.device", str]:
     """Return the device that training would take, or the CPU and why that would fail."""
     import torch
 
-    from prunex_mpi.devices import choose_device
+    from prunex_mpi.run.devices import choose_device
 
     try:
         return choose_device(requested, host_rank), ""
@@ -189,8 +189,8 @@ def ask_mpi(
     The probe is one job for each operation, whose name it is given by. Rank 0 starts them, the
     others leave it the cores. Collective on `topology.world`.
     """
-    from prunex_mpi.devices import claimed_cuda_support, probe
-    from prunex_mpi.doctor_links import wait_asleep
+    from prunex_mpi.run.devices import claimed_cuda_support, probe
+    from prunex_mpi.tools.doctor.links import wait_asleep
 
     chosen = device.type == "cuda" and topology.world.rank == 0
     claimed = claimed_cuda_support() if chosen else None

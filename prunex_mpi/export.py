@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prunex_mpi import __version__
-from prunex_mpi.cli import Parser
-from prunex_mpi.errors import UserError
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.settings.cli import Parser
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from prunex_mpi.coupling import Coupling
+    from prunex_mpi.pruning.coupling import Coupling
 
 DEVICES = ("auto", "cpu", "cuda")
 PROOF_IMAGES, REPEAT = 2000, 7
@@ -114,15 +114,15 @@ def export(options: Options) -> None:
     """Read the run, take out what can go, write it, prove it and measure it."""
     import torch
 
-    from prunex_mpi import export_files as files
-    from prunex_mpi import standalone
-    from prunex_mpi.batches import Shard, evaluation_batches
-    from prunex_mpi.bench_report import describe_machine, format_table
-    from prunex_mpi.export_report import BATCH, compare, prove
-    from prunex_mpi.files import STATE
-    from prunex_mpi.finished_run import read_run
-    from prunex_mpi.removable import describe_removed, judge, zeros_that_stay
-    from prunex_mpi.shrink import smaller_sizes, smaller_tensors
+    from prunex_mpi.base.files import STATE
+    from prunex_mpi.data.batches import Shard, evaluation_batches
+    from prunex_mpi.models import standalone
+    from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
+    from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors
+    from prunex_mpi.run.finished_run import read_run
+    from prunex_mpi.tools.bench.report import describe_machine, format_table
+    from prunex_mpi.tools.export import files
+    from prunex_mpi.tools.export.proof import BATCH, compare, prove
 
     devices = choose_devices(options.device)
     if options.onnx:
@@ -176,7 +176,7 @@ def export(options: Options) -> None:
 
 def find_channels(model: "nn.Module", image_size: int) -> tuple["Coupling", list[str]]:
     """Return the channels that can be removed, and why there are none where there are none."""
-    from prunex_mpi.coupling import Coupling, find_coupling
+    from prunex_mpi.pruning.coupling import Coupling, find_coupling
 
     try:
         return find_coupling(model, image_size), []

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from prunex_mpi.cli import parse
-from prunex_mpi.program import abort_on_exceptions, end_job, run_program
-from prunex_mpi.settings import Settings
-from prunex_mpi.watchdog import Heartbeat, Watchdog
+from prunex_mpi.run.program import abort_on_exceptions, end_job, run_program
+from prunex_mpi.run.watchdog import Heartbeat, Watchdog
+from prunex_mpi.settings.cli import parse
+from prunex_mpi.settings.fields import Settings
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -25,8 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(world: "MPI.Comm", settings: Settings) -> int:
     """Train under the eyes of a watchdog. Collective on `world`."""
-    from prunex_mpi.job import run
-    from prunex_mpi.preemption import catching
+    from prunex_mpi.comm.preemption import catching
+    from prunex_mpi.run.job import run
 
     heartbeat = Heartbeat()
     watchdog = Watchdog(heartbeat, world.rank, settings.timeout, lambda: end_job(world))

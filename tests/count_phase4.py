@@ -9,7 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from prunex_mpi import hsadmm, train
+from prunex_mpi import train
+from prunex_mpi.methods import hsadmm
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 sent: list[int] = []

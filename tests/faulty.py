@@ -94,7 +94,8 @@ def main() -> int:
     import_module("torch._dynamo")
     from mpi4py import MPI
 
-    from prunex_mpi import job, preemption, train  # noqa: F401
+    from prunex_mpi import train
+    from prunex_mpi.comm import preemption
 
     # A job of seconds would be over before its ranks agree to stop.
     preemption.PERIOD_S = 0.0

@@ -4,8 +4,8 @@ from contextlib import AbstractContextManager
 
 from mpi4py import MPI
 
-from prunex_mpi import comm
-from prunex_mpi.comm import Topology
+from prunex_mpi.comm import topology as comm
+from prunex_mpi.comm.topology import Topology
 
 WORLD = MPI.COMM_WORLD
 # With 4 ranks: 4 nodes of 1, 2 of 2, 3 + 1 and 1 of 4; with fewer ranks, what is left of these.

@@ -6,7 +6,7 @@ import time
 import torch
 from torch import nn
 
-from prunex_mpi.models import build_model
+from prunex_mpi.models.build import build_model
 
 PERIOD = 99_991
 

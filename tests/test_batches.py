@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from prunex_mpi import batches
-from prunex_mpi.batches import (
+from prunex_mpi.data import batches
+from prunex_mpi.data.batches import (
     BatchStream,
     Shard,
     channel_moments,

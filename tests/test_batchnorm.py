@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prunex_mpi import batchnorm
+from prunex_mpi.models import batchnorm
 
 
 def small_model() -> nn.Sequential:

@@ -12,18 +12,18 @@ import torch
 from mpi4py import MPI
 
 from prunex_mpi import bench
-from prunex_mpi.bench_checkpoint import checkpoints
-from prunex_mpi.bench_collectives import collectives
-from prunex_mpi.bench_ddp import compare_with_ddp
-from prunex_mpi.bench_kernels import kernels, make_state, project_alone, update_duals_alone
-from prunex_mpi.bench_memory import child, memory
-from prunex_mpi.bench_overhead import CONSENSUS, MEASURED, overhead, train
-from prunex_mpi.bench_report import Action, Table, as_json, format_table, min_seconds
-from prunex_mpi.collectives import Transport, build_transport
-from prunex_mpi.comm import build_topology, free_topology, nodes_of
-from prunex_mpi.errors import USAGE, UserError
-from prunex_mpi.settings import make
-from prunex_mpi.state import Traffic
+from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.comm.collectives import Transport, build_transport
+from prunex_mpi.comm.topology import build_topology, free_topology, nodes_of
+from prunex_mpi.core.state import Traffic
+from prunex_mpi.settings.fields import make
+from prunex_mpi.tools.bench.checkpoint import checkpoints
+from prunex_mpi.tools.bench.collectives import collectives
+from prunex_mpi.tools.bench.ddp import compare_with_ddp
+from prunex_mpi.tools.bench.kernels import kernels, make_state, project_alone, update_duals_alone
+from prunex_mpi.tools.bench.memory import child, memory
+from prunex_mpi.tools.bench.overhead import CONSENSUS, MEASURED, overhead, train
+from prunex_mpi.tools.bench.report import Action, Table, as_json, format_table, min_seconds
 
 CPU = torch.device("cpu")
 SMALL = make(model="resnet8", batch_size=4, device="cpu")
@@ -88,7 +88,7 @@ def test_kernels_time_every_step_against_a_copy_of_the_stated_bytes(alone):
 
 
 def test_stand_alone_steps_do_what_the_driver_does(alone):
-    from prunex_mpi import hsadmm
+    from prunex_mpi.methods import hsadmm
 
     state, twin = make_state(SMALL, CPU), make_state(SMALL, CPU)
     for name in ("u", "v", "scratch", "z_node", "z"):
@@ -126,7 +126,7 @@ def test_overhead_trains_with_the_driver_before_and_after_the_freeze(alone):
 
 def test_memory_subtracts_processes_of_their_own(monkeypatch):
     # Only the job of one rank: a launcher cannot start inside another.
-    monkeypatch.setattr("prunex_mpi.bench_memory.shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr("prunex_mpi.tools.bench.memory.shutil.which", lambda *_, **__: None)
     # Large enough for a process's own ups and downs not to count.
     (table,) = memory(make(model="resnet18"), CPU, 1)
     assert_sane(table)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from prunex_mpi.blocks import (
+from prunex_mpi.compress.blocks import (
     block_count,
     find_nonzero_,
     new_bits,

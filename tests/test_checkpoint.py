@@ -14,18 +14,18 @@ from faulty import noisy
 from nodes import NODE_SHAPES, WORLD, nodes_of
 from torch import nn
 
-from prunex_mpi import checkpoint, checkpoint_files
-from prunex_mpi.collectives import Transport, build_transport
-from prunex_mpi.comm import Topology, broadcast_text
-from prunex_mpi.errors import UserError
-from prunex_mpi.layout import build_layout
-from prunex_mpi.logs import RunDirectory
-from prunex_mpi.preemption import ReceivedSignal, StopAgreement, stop_agreement
-from prunex_mpi.problem import build_problem, load_dataset, make_groups
-from prunex_mpi.settings import Settings, make
-from prunex_mpi.state import Problem, State, build_state
-from prunex_mpi.supervision import driver_of
-from prunex_mpi.watchdog import Heartbeat
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.logs import RunDirectory
+from prunex_mpi.comm.collectives import Transport, build_transport
+from prunex_mpi.comm.preemption import ReceivedSignal, StopAgreement, stop_agreement
+from prunex_mpi.comm.topology import Topology, broadcast_text
+from prunex_mpi.core.problem import build_problem, load_dataset, make_groups
+from prunex_mpi.core.state import Problem, State, build_state
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.run import checkpoint, checkpoint_files
+from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.run.watchdog import Heartbeat
+from prunex_mpi.settings.fields import Settings, make
 
 pytestmark = pytest.mark.mpi
 

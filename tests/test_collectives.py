@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.collectives import (
+from prunex_mpi.comm.collectives import (
     MPI_TYPES,
     Transport,
     allreduce_,

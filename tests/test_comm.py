@@ -8,7 +8,8 @@ from nodes import NODE_SHAPES, WORLD, nodes_of
 
 from mpi4py import MPI
 
-from prunex_mpi.comm import (
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
+from prunex_mpi.comm.topology import (
     broadcast_text,
     build_topology,
     describe,
@@ -19,7 +20,6 @@ from prunex_mpi.comm import (
     require_same,
     together,
 )
-from prunex_mpi.errors import UNREADABLE, USAGE, UserError
 
 
 def gathered(values: list[int]) -> np.ndarray:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from prunex_mpi import batchnorm
-from prunex_mpi.compaction import Plan, build_plan, pack_, unpack_
-from prunex_mpi.groups import find_groups
-from prunex_mpi.layout import Layout, build_layout
-from prunex_mpi.models import build_model
-from prunex_mpi.sparsity import (
+from prunex_mpi.models import batchnorm
+from prunex_mpi.models.build import build_model
+from prunex_mpi.models.layout import Layout, build_layout
+from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_
+from prunex_mpi.pruning.find_groups import find_groups
+from prunex_mpi.pruning.projection import (
     Groups,
     apply_factors_,
     build_factors,

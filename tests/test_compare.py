@@ -9,13 +9,19 @@ from test_bench import assert_sane, column, run
 
 from mpi4py import MPI
 
-from prunex_mpi import bench_compare
-from prunex_mpi.bench_compare import compare, hold_out
-from prunex_mpi.bench_report import Table
-from prunex_mpi.comm import broadcast_text, nodes_of
-from prunex_mpi.compare_options import parse, settings_of, tuning_settings
-from prunex_mpi.compare_run import count_zeros
-from prunex_mpi.compare_tables import (
+from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.comm.topology import broadcast_text, nodes_of
+from prunex_mpi.core.problem import load_dataset
+from prunex_mpi.models.build import build_model
+from prunex_mpi.models.layout import Layout, Segment, build_layout
+from prunex_mpi.settings.fields import make
+from prunex_mpi.settings.methods import METHODS
+from prunex_mpi.tools.bench.report import Table
+from prunex_mpi.tools.compare import compare as bench_compare
+from prunex_mpi.tools.compare.compare import compare, hold_out
+from prunex_mpi.tools.compare.options import parse, settings_of, tuning_settings
+from prunex_mpi.tools.compare.run import count_zeros
+from prunex_mpi.tools.compare.tables import (
     OPERATIONS,
     Measured,
     Outcome,
@@ -26,12 +32,6 @@ from prunex_mpi.compare_tables import (
     results_table,
     tuning_table,
 )
-from prunex_mpi.errors import USAGE, UserError
-from prunex_mpi.layout import Layout, Segment, build_layout
-from prunex_mpi.methods import METHODS
-from prunex_mpi.models import build_model
-from prunex_mpi.problem import load_dataset
-from prunex_mpi.settings import make
 
 WORLD = MPI.COMM_WORLD
 # Two outer iterations of one step each, on images that cost next to nothing.
@@ -268,7 +268,7 @@ def test_user_errors_end_with_code_2_and_one_line(flags):
 @pytest.fixture
 def quiet(monkeypatch):
     """Leave this process's threads, log and exception hook as they are."""
-    monkeypatch.setattr("prunex_mpi.job.set_threads", lambda _: 1)
+    monkeypatch.setattr("prunex_mpi.run.job.set_threads", lambda _: 1)
     monkeypatch.setattr(bench_compare, "set_up_logging", lambda *_: None)
     monkeypatch.setattr(bench_compare, "abort_on_exceptions", lambda *_: None)
 

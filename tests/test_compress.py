@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from prunex_mpi.compress import add_sparse_, kept_per_layer, select_top_
-from prunex_mpi.layout import Layout, build_layout
+from prunex_mpi.compress.sparse import add_sparse_, kept_per_layer, select_top_
+from prunex_mpi.models.layout import Layout, build_layout
 
 
 def new_layout() -> Layout:

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prunex_mpi.coupling import Coupling, find_coupling
-from prunex_mpi.errors import UserError
-from prunex_mpi.models import build_model
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.models.build import build_model
+from prunex_mpi.pruning.coupling import Coupling, find_coupling
 
 SIDE = 8
 

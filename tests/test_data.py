@@ -14,14 +14,14 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from prunex_mpi import data
-from prunex_mpi.batches import (
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
+from prunex_mpi.data import datasets as data
+from prunex_mpi.data.batches import (
     Shard,
     channel_moments,
     normalisation,
 )
-from prunex_mpi.data import Dataset
-from prunex_mpi.errors import UNREADABLE, USAGE, UserError
+from prunex_mpi.data.datasets import Dataset
 
 LOAD = dict(data_dir="nowhere", download=False, train_samples=0, test_samples=0)
 LOAD |= dict(image_size=0, seed=0, rank=0, size=1)

@@ -10,9 +10,9 @@ import torch
 
 from mpi4py import MPI
 
-from prunex_mpi import devices
-from prunex_mpi.comm import build_topology, free_topology
-from prunex_mpi.errors import USAGE, UserError
+from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.comm.topology import build_topology, free_topology
+from prunex_mpi.run import devices
 
 pytestmark = pytest.mark.jobs
 
@@ -143,8 +143,8 @@ def test_probe_of_one_operation_names_it(monkeypatch: pytest.MonkeyPatch) -> Non
     devices.probe("cpu", "bor")
     devices.probe("cpu")
     assert [command[2:] for command in commands] == [
-        ["prunex_mpi.doctor_probe", "cpu", "bor"],
-        ["prunex_mpi.doctor_probe", "cpu"],
+        ["prunex_mpi.run.probe", "cpu", "bor"],
+        ["prunex_mpi.run.probe", "cpu"],
     ]
 
 

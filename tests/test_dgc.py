@@ -4,9 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from prunex_mpi.compress import kept_per_layer
-from prunex_mpi.dgc import accumulate_, forget_sent_, ratio_at, sampled_threshold, select_above_
-from prunex_mpi.layout import Layout, build_layout
+from prunex_mpi.compress.sparse import kept_per_layer
+from prunex_mpi.compress.threshold import (
+    accumulate_,
+    forget_sent_,
+    ratio_at,
+    sampled_threshold,
+    select_above_,
+)
+from prunex_mpi.models.layout import Layout, build_layout
 
 
 def new_layout() -> Layout:

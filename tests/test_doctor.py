@@ -15,28 +15,26 @@ from nodes import NODE_SHAPES, WORLD, nodes_of
 
 from mpi4py import MPI
 
-from prunex_mpi import (
-    devices,
-    doctor,
-    doctor_folder,
-    doctor_probe,
-    doctor_report,
-    findings_gpu,
-    findings_ranks,
-)
-from prunex_mpi.comm import broadcast_text
-from prunex_mpi.doctor_facts import (
+from prunex_mpi import doctor
+from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.checks import gpus as findings_gpu
+from prunex_mpi.checks import ranks as findings_ranks
+from prunex_mpi.checks.findings import SEVERITIES, Finding, RankFacts, errors, listed, per_machine
+from prunex_mpi.checks.launcher import check_launcher, describe_launcher, launcher_rank
+from prunex_mpi.comm.topology import broadcast_text
+from prunex_mpi.run import devices
+from prunex_mpi.run import probe as doctor_probe
+from prunex_mpi.run.facts import (
     bytes_free,
     cores_of_the_job,
     existing_folder,
     from_json,
     gather_facts,
 )
-from prunex_mpi.doctor_links import ALLREDUCE_BYTES, BANDWIDTH_BYTES, Link, measure_links
-from prunex_mpi.errors import USAGE, UserError
-from prunex_mpi.findings import SEVERITIES, Finding, RankFacts, errors, listed, per_machine
-from prunex_mpi.findings_launcher import check_launcher, describe_launcher, launcher_rank
-from prunex_mpi.watchdog import Heartbeat
+from prunex_mpi.run.watchdog import Heartbeat
+from prunex_mpi.tools.doctor import folder as doctor_folder
+from prunex_mpi.tools.doctor import report as doctor_report
+from prunex_mpi.tools.doctor.links import ALLREDUCE_BYTES, BANDWIDTH_BYTES, Link, measure_links
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)

@@ -6,8 +6,8 @@ from nodes import NODE_SHAPES, WORLD, nodes_of
 
 from mpi4py import MPI
 
-from prunex_mpi.collectives import Transport
-from prunex_mpi.exchange import (
+from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.comm.workers import (
     allgather_,
     allgatherv_,
     allocate_gathered,

@@ -13,9 +13,9 @@ from test_synchronous import (
 )
 from torch import float64
 
-from prunex_mpi.compress import kept_per_layer
-from prunex_mpi.layout import build_layout
-from prunex_mpi.settings import make
+from prunex_mpi.compress.sparse import kept_per_layer
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.settings.fields import make
 
 pytestmark = pytest.mark.mpi
 

@@ -10,8 +10,8 @@ from test_oracle import RandomStream
 from test_synchronous import COMMON, SHAPES, STEPS, assert_alike_on_all_ranks, run_driver
 from torch import nn
 
-from prunex_mpi import synchronous
-from prunex_mpi.settings import make
+from prunex_mpi.methods import per_step
+from prunex_mpi.settings.fields import make
 
 pytestmark = pytest.mark.mpi
 
@@ -34,13 +34,13 @@ def test_only_blocks_that_hold_anything_travel(aggregation, ranks_per_node, monk
     torch.manual_seed(2)
     model = Table()
     touched, found, records = [], {}, {}
-    real = synchronous.exchange_
+    real = per_step.exchange_
 
     def watched(workers, space, state, *others):
         touched.append((state.grad != 0).numpy())
         real(workers, space, state, *others)
 
-    monkeypatch.setattr(synchronous, "exchange_", watched)
+    monkeypatch.setattr(per_step, "exchange_", watched)
     with nodes_of(ranks_per_node) as topology:
         for method, size in (("dense", {}), ("omnireduce", {"block_size": SIZE})):
             settings = make(method=method, aggregation=aggregation, **size, **COMMON)

@@ -15,12 +15,14 @@ from torch import nn
 
 from mpi4py import MPI
 
-from prunex_mpi import summary
-from prunex_mpi.collectives import build_transport
-from prunex_mpi.comm import require_same
-from prunex_mpi.errors import UserError
-from prunex_mpi.exchange import find_workers
-from prunex_mpi.exchange_pactrain import (
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.comm.collectives import build_transport
+from prunex_mpi.comm.topology import require_same
+from prunex_mpi.comm.workers import find_workers
+from prunex_mpi.compress.support import CHOICE, PRUNED, SECONDS, STABLE, SUPPORT, UNCHANGED
+from prunex_mpi.core.problem import make_groups
+from prunex_mpi.core.state import Traffic, build_state
+from prunex_mpi.methods.pactrain import (
     COMPACT,
     FULL,
     TERNARY,
@@ -32,13 +34,11 @@ from prunex_mpi.exchange_pactrain import (
     note_trial_,
     way_in_force,
 )
-from prunex_mpi.layout import build_layout
-from prunex_mpi.mask_pactrain import adopt_pruned_
-from prunex_mpi.problem import make_groups
-from prunex_mpi.settings import make, to_toml
-from prunex_mpi.state import Traffic, build_state
-from prunex_mpi.support import CHOICE, PRUNED, SECONDS, STABLE, SUPPORT, UNCHANGED
-from prunex_mpi.unstructured import prunable
+from prunex_mpi.methods.pactrain_mask import adopt_pruned_
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.pruning.unstructured import prunable
+from prunex_mpi.run import summary
+from prunex_mpi.settings.fields import make, to_toml
 
 pytestmark = pytest.mark.mpi
 

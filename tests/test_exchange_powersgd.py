@@ -9,11 +9,11 @@ from test_oracle import RandomStream
 from test_synchronous import COMMON, SHAPES, assert_alike_on_all_ranks, run_driver
 from torch import nn
 
-from prunex_mpi.errors import UserError
-from prunex_mpi.layout import build_layout
-from prunex_mpi.problem import make_groups
-from prunex_mpi.settings import make
-from prunex_mpi.state import build_state
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.core.problem import make_groups
+from prunex_mpi.core.state import build_state
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.settings.fields import make
 
 pytestmark = pytest.mark.mpi
 

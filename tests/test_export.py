@@ -15,11 +15,15 @@ from launch import environment
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from prunex_mpi import export, export_files, finished_run, removable, standalone
-from prunex_mpi.batches import evaluation_batches
-from prunex_mpi.errors import FAILURE, UNREADABLE, USAGE, UserError
-from prunex_mpi.export_report import count_multiply_adds, prove
-from prunex_mpi.models import build_model
+from prunex_mpi import export
+from prunex_mpi.base.errors import FAILURE, UNREADABLE, USAGE, UserError
+from prunex_mpi.data.batches import evaluation_batches
+from prunex_mpi.models import standalone
+from prunex_mpi.models.build import build_model
+from prunex_mpi.pruning import removable
+from prunex_mpi.run import finished_run
+from prunex_mpi.tools.export import files as export_files
+from prunex_mpi.tools.export.proof import count_multiply_adds, prove
 
 FACTORY = """
 from torch import nn

@@ -102,29 +102,31 @@ class Place:
 
 
 PLACES = (
-    Place("prunex_mpi.job:build_problem", per_job=1),
-    Place("prunex_mpi.logs:RunDirectory.__init__", per_job=1, only_rank_0=True),
-    Place("prunex_mpi.checkpoint:restore", per_job=1, resuming=True),
-    Place("prunex_mpi.batches:BatchStream.next", per_iteration=LOCAL_STEPS),
-    Place("prunex_mpi.batches:BatchStream.next", per_iteration=LOCAL_STEPS),
-    Place("prunex_mpi.hsadmm:local_computation", per_iteration=1),
-    Place("prunex_mpi.hsadmm:intra_node_consensus", per_iteration=1),
-    Place("prunex_mpi.hsadmm:project", per_iteration=1),
-    Place("prunex_mpi.hsadmm:inter_node_consensus", per_iteration=1),
-    Place("prunex_mpi.hsadmm:update_duals", per_iteration=1),
-    Place("prunex_mpi.hsadmm:evaluate", per_iteration=1),
-    Place("prunex_mpi.logs:RunDirectory.append", per_iteration=2, only_rank_0=True),
-    Place("prunex_mpi.logs:RunDirectory.rewind", 1, only_rank_0=True, resuming=True),
-    Place("prunex_mpi.checkpoint:save", per_checkpoint=1),
-    Place("prunex_mpi.checkpoint_files:begin", per_checkpoint=1, only_rank_0=True),
-    Place("prunex_mpi.checkpoint_files:write_rank_file", per_checkpoint=1),
-    Place("prunex_mpi.checkpoint_files:save_file", per_checkpoint=1),
-    Place("prunex_mpi.checkpoint_files:publish", per_checkpoint=1, only_rank_0=True),
+    Place("prunex_mpi.run.job:build_problem", per_job=1),
+    Place("prunex_mpi.base.logs:RunDirectory.__init__", per_job=1, only_rank_0=True),
+    Place("prunex_mpi.run.checkpoint:restore", per_job=1, resuming=True),
+    Place("prunex_mpi.data.batches:BatchStream.next", per_iteration=LOCAL_STEPS),
+    Place("prunex_mpi.data.batches:BatchStream.next", per_iteration=LOCAL_STEPS),
+    Place("prunex_mpi.methods.hsadmm:local_computation", per_iteration=1),
+    Place("prunex_mpi.methods.hsadmm:intra_node_consensus", per_iteration=1),
+    Place("prunex_mpi.methods.hsadmm:project", per_iteration=1),
+    Place("prunex_mpi.methods.hsadmm:inter_node_consensus", per_iteration=1),
+    Place("prunex_mpi.methods.hsadmm:update_duals", per_iteration=1),
+    Place("prunex_mpi.methods.hsadmm:evaluate", per_iteration=1),
+    Place("prunex_mpi.base.logs:RunDirectory.append", per_iteration=2, only_rank_0=True),
+    Place("prunex_mpi.base.logs:RunDirectory.rewind", 1, only_rank_0=True, resuming=True),
+    Place("prunex_mpi.run.checkpoint:save", per_checkpoint=1),
+    Place("prunex_mpi.run.checkpoint_files:begin", per_checkpoint=1, only_rank_0=True),
+    Place("prunex_mpi.run.checkpoint_files:write_rank_file", per_checkpoint=1),
+    Place("prunex_mpi.run.checkpoint_files:save_file", per_checkpoint=1),
+    Place("prunex_mpi.run.checkpoint_files:publish", per_checkpoint=1, only_rank_0=True),
     # Both a checkpoint that becomes valid and one that is about to be removed.
-    Place("prunex_mpi.checkpoint_files:os.rename", per_checkpoint=2, only_rank_0=True),
-    Place("prunex_mpi.files:os.replace", 2, per_checkpoint=1, only_rank_0=True, finishing=True),
-    Place("prunex_mpi.summary:save_model", 1, only_rank_0=True, finishing=True),
-    Place("prunex_mpi.logs:RunDirectory.write_summary", 1, only_rank_0=True, finishing=True),
+    Place("prunex_mpi.run.checkpoint_files:os.rename", per_checkpoint=2, only_rank_0=True),
+    Place(
+        "prunex_mpi.base.files:os.replace", 2, per_checkpoint=1, only_rank_0=True, finishing=True
+    ),
+    Place("prunex_mpi.run.summary:save_model", 1, only_rank_0=True, finishing=True),
+    Place("prunex_mpi.base.logs:RunDirectory.write_summary", 1, only_rank_0=True, finishing=True),
 )
 
 
@@ -306,7 +308,13 @@ def damage(folder: Path, rng: random.Random) -> str:
 # Chains
 # --------------------------------------------------------------------------------------------------
 
-NO_FAULT = {"rank": 0, "at": "prunex_mpi.hsadmm:project", "side": "before", "call": 0, "what": ""}
+NO_FAULT = {
+    "rank": 0,
+    "at": "prunex_mpi.methods.hsadmm:project",
+    "side": "before",
+    "call": 0,
+    "what": "",
+}
 
 
 def draw(rng: random.Random, case: Case, run: Path, every: int, resumes: bool) -> dict[str, Any]:
@@ -486,7 +494,12 @@ class Chain:
         """Start a second job on the run directory while a first one holds it."""
         expected = self.expected_start()
         self.forget_what_is_gone()
-        wait = {**NO_FAULT, "what": "wait", "at": "prunex_mpi.batches:BatchStream.next", "call": 1}
+        wait = {
+            **NO_FAULT,
+            "what": "wait",
+            "at": "prunex_mpi.data.batches:BatchStream.next",
+            "call": 1,
+        }
         first = Job(self.case, self.folder, wait, self.flags(LAUNCH_LIMIT_S))
         self.jobs += 1
         try:
@@ -589,15 +602,15 @@ def test_a_run_survives_faults_one_after_the_other(tmp_path, reference_of):
         assert not chain.strike({**fault, "side": "before"})
 
     # Killed between writing the second checkpoint and its rename.
-    broken("kill", 0, "checkpoint_files:os.rename", 2)
+    broken("kill", 0, "run.checkpoint_files:os.rename", 2)
     assert [iteration_of(name) for name in checkpoints(chain.run)] == [2]
-    broken("full-disk", 1, "checkpoint_files:write_rank_file", 2)
-    broken("stop", 1, "hsadmm:project", 2)
+    broken("full-disk", 1, "run.checkpoint_files:write_rank_file", 2)
+    broken("stop", 1, "methods.hsadmm:project", 2)
     assert [iteration_of(name) for name in checkpoints(chain.run)] == [3, 4]
     chain.damage_newest(rng)
-    broken("term", 1, "batches:BatchStream.next", 6)
+    broken("term", 1, "data.batches:BatchStream.next", 6)
     assert chain.tally.trials["damage"] == 1
-    broken("exit", 0, "summary:save_model", 1)
+    broken("exit", 0, "run.summary:save_model", 1)
     chain.duel()
     assert chain.tally.trials.total() == 7
     assert not chain.tally.problems

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from prunex_mpi import files
-from prunex_mpi.errors import UserError
-from prunex_mpi.files import (
+from prunex_mpi.base import files
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.files import (
     FileRecord,
     read_record,
     telling_disk_errors,

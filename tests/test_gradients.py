@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from mpi4py import MPI
 
-from prunex_mpi import gradients
-from prunex_mpi.collectives import Transport
-from prunex_mpi.gradients import GradientAverager
-from prunex_mpi.layout import Layout, build_layout, flatten_
+from prunex_mpi.comm import gradients
+from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.comm.gradients import GradientAverager
+from prunex_mpi.models.layout import Layout, build_layout, flatten_
 
 WORLD = MPI.COMM_WORLD
 BUCKETS = (1, 100, 400, 4 * 2**20)  # bytes: one parameter, a few, a few more, all

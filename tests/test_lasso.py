@@ -6,9 +6,11 @@ import torch
 from torch import nn
 from torchvision.models import VisionTransformer
 
-from prunex_mpi.coupling import Coupling, find_coupling
-from prunex_mpi.groups import find_groups
-from prunex_mpi.lasso import (
+from prunex_mpi.models.build import build_model
+from prunex_mpi.models.layout import build_layout, flatten_
+from prunex_mpi.pruning.coupling import Coupling, find_coupling
+from prunex_mpi.pruning.find_groups import find_groups
+from prunex_mpi.pruning.lasso import (
     build_lasso,
     coefficient_for,
     emptied,
@@ -16,8 +18,6 @@ from prunex_mpi.lasso import (
     remaining_coupling,
     write_subgradient_,
 )
-from prunex_mpi.layout import build_layout, flatten_
-from prunex_mpi.models import build_model
 
 CPU = torch.device("cpu")
 SIDE = 8

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prunex_mpi.errors import UserError
-from prunex_mpi.layout import (
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.models.layout import (
     Layout,
     build_layout,
     fill_,

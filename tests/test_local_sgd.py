@@ -12,8 +12,8 @@ from reference_rivals import simulate_local
 from test_oracle import RandomStream, by_name, difference, element_masks, node_sizes_of
 from test_synchronous import assert_alike_on_all_ranks, new_net, run_driver
 
-from prunex_mpi.gradients import GradientAverager
-from prunex_mpi.settings import make
+from prunex_mpi.comm.gradients import GradientAverager
+from prunex_mpi.settings.fields import make
 
 pytestmark = pytest.mark.mpi
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from prunex_mpi import files
-from prunex_mpi.errors import UserError
-from prunex_mpi.logs import Progress, RunDirectory, format_table, log, set_up_logging
+from prunex_mpi.base import files
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.logs import Progress, RunDirectory, format_table, log, set_up_logging
 
 
 @pytest.fixture(autouse=True)

@@ -8,12 +8,17 @@ import torch
 from nodes import NODE_SHAPES, WORLD, nodes_of
 from torch import Tensor, nn
 
-from prunex_mpi.groups import find_groups
-from prunex_mpi.layout import build_layout
-from prunex_mpi.masks import agree_by_or, agree_by_vote, broadcast_mask, project_locally
-from prunex_mpi.settings import make
-from prunex_mpi.sparsity import Selection
-from prunex_mpi.state import State, Traffic, build_state
+from prunex_mpi.core.mask_agreement import (
+    agree_by_or,
+    agree_by_vote,
+    broadcast_mask,
+    project_locally,
+)
+from prunex_mpi.core.state import State, Traffic, build_state
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.pruning.find_groups import find_groups
+from prunex_mpi.pruning.projection import Selection
+from prunex_mpi.settings.fields import make
 
 ORDERS = [("filter",), ("channel",), ("shape",), ("channel", "filter"), ("filter", "shape")]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from prunex_mpi.errors import USAGE, UserError
-from prunex_mpi.models import build_model, model_names
-from prunex_mpi.standalone import BasicBlock
+from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.models.build import build_model, model_names
+from prunex_mpi.models.standalone import BasicBlock
 
 
 def count(model: nn.Module) -> int:

@@ -12,17 +12,17 @@ from torch import nn
 
 from mpi4py import MPI
 
-from prunex_mpi.batches import Shard
-from prunex_mpi.collectives import build_transport
-from prunex_mpi.comm import build_topology, free_topology
-from prunex_mpi.coupling import find_coupling
-from prunex_mpi.groups import find_groups
-from prunex_mpi.hsadmm import outer_iterations
-from prunex_mpi.layout import build_layout
-from prunex_mpi.settings import make
-from prunex_mpi.sparsity import layer_masks
-from prunex_mpi.state import Problem, build_state
-from prunex_mpi.watchdog import Heartbeat
+from prunex_mpi.comm.collectives import build_transport
+from prunex_mpi.comm.topology import build_topology, free_topology
+from prunex_mpi.core.state import Problem, build_state
+from prunex_mpi.data.batches import Shard
+from prunex_mpi.methods.hsadmm import outer_iterations
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.pruning.coupling import find_coupling
+from prunex_mpi.pruning.find_groups import find_groups
+from prunex_mpi.pruning.projection import layer_masks
+from prunex_mpi.run.watchdog import Heartbeat
+from prunex_mpi.settings.fields import make
 
 CPU = torch.device("cpu")
 RESIDUALS = {"intra_primal": 0, "intra_dual": 1, "inter_primal": 2, "inter_dual": 3}

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from prunex_mpi.errors import UserError
-from prunex_mpi.layout import build_layout
-from prunex_mpi.powersgd import (
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.compress.low_rank import (
     Split,
     largest_rank,
     move_whole_,
@@ -18,6 +17,7 @@ from prunex_mpi.powersgd import (
     put_whole_,
     split_layout,
 )
+from prunex_mpi.models.layout import build_layout
 
 
 def new_layout():

@@ -8,8 +8,8 @@ import pytest
 
 from mpi4py import MPI
 
-from prunex_mpi import preemption
-from prunex_mpi.preemption import ReceivedSignal, catching, find_deadline, stop_agreement
+from prunex_mpi.comm import preemption
+from prunex_mpi.comm.preemption import ReceivedSignal, catching, find_deadline, stop_agreement
 
 
 def agreed(received: ReceivedSignal, deadline: float | None, reserve_s: float = 0.0) -> str:

@@ -6,10 +6,10 @@ import torch
 from nodes import WORLD, nodes_of
 from torch import nn
 
-from prunex_mpi import problem
-from prunex_mpi.collectives import build_transport, mpi_buffer
-from prunex_mpi.problem import build_problem, load_dataset
-from prunex_mpi.settings import make
+from prunex_mpi.comm.collectives import build_transport, mpi_buffer
+from prunex_mpi.core import problem
+from prunex_mpi.core.problem import build_problem, load_dataset
+from prunex_mpi.settings.fields import make
 
 CPU = torch.device("cpu")
 

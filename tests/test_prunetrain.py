@@ -15,14 +15,14 @@ from test_shrink import draw, mask_
 from test_synchronous import assert_alike_on_all_ranks, run_driver
 from torchvision.models import VisionTransformer
 
-from prunex_mpi.coupling import find_coupling
-from prunex_mpi.layout import build_layout
-from prunex_mpi.models import build_model
-from prunex_mpi.problem import make_groups
-from prunex_mpi.reconfiguration import remove_
-from prunex_mpi.settings import make
-from prunex_mpi.standalone import SlimAttention
-from prunex_mpi.state import build_state
+from prunex_mpi.core.problem import make_groups
+from prunex_mpi.core.state import build_state
+from prunex_mpi.methods.prunetrain import remove_
+from prunex_mpi.models.build import build_model
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.models.standalone import SlimAttention
+from prunex_mpi.pruning.coupling import find_coupling
+from prunex_mpi.settings.fields import make
 
 pytestmark = pytest.mark.mpi
 

@@ -6,10 +6,10 @@ import torch
 from odd_models import randomise_
 from torch import nn
 
-from prunex_mpi import standalone
-from prunex_mpi.coupling import find_coupling
-from prunex_mpi.removable import describe_removed, judge, zeros_that_stay
-from prunex_mpi.shrink import shrink
+from prunex_mpi.models import standalone
+from prunex_mpi.pruning.coupling import find_coupling
+from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
+from prunex_mpi.pruning.shrink import shrink
 
 IMAGES = torch.rand(4, 3, 4, 4, generator=torch.Generator().manual_seed(2))
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from prunex_mpi.schedule import learning_rate, settled, strictness
+from prunex_mpi.core.schedule import learning_rate, settled, strictness
 
 
 def rates(schedule: str, total: int = 100, warmup: float = 0.0, final: float = 0.01) -> list[float]:

@@ -9,10 +9,10 @@ from importlib import resources
 import pytest
 
 from prunex_mpi import __version__
-from prunex_mpi.cli import parse
-from prunex_mpi.errors import USAGE, UserError
-from prunex_mpi.schedule import strictness
-from prunex_mpi.settings import (
+from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.core.schedule import strictness
+from prunex_mpi.settings.cli import parse
+from prunex_mpi.settings.fields import (
     CONSENSUS,
     FIELDS,
     METHODS,
@@ -52,7 +52,11 @@ def assert_refused(call, culprit):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_field_is_set_by_the_preset_or_by_the_dataclass_and_never_by_both(preset):
-    text = resources.files("prunex_mpi").joinpath("presets", f"{preset}.toml").read_text("utf-8")
+    text = (
+        resources.files("prunex_mpi.settings")
+        .joinpath("presets", f"{preset}.toml")
+        .read_text("utf-8")
+    )
     in_file = set(tomllib.loads(text))
     in_class = {
         key_of(name) for name, field in FIELDS.items() if field.default is not dataclasses.MISSING
@@ -480,7 +484,7 @@ def test_a_file_that_is_not_text_is_refused(tmp_path):
 def test_help_names_every_flag_and_starts_neither_torch_nor_mpi():
     code = (
         "import sys\n"
-        "from prunex_mpi.cli import parse\n"
+        "from prunex_mpi.settings.cli import parse\n"
         "try:\n"
         "    parse(['--help'])\n"
         "except SystemExit as end:\n"

@@ -8,14 +8,14 @@ import torch
 from odd_models import randomise_
 from torch import nn
 
-from prunex_mpi import standalone
-from prunex_mpi.coupling import Coupling, find_coupling
-from prunex_mpi.errors import UserError
-from prunex_mpi.export_files import write_network
-from prunex_mpi.export_report import EXACT, ROUNDINGS
-from prunex_mpi.models import describe
-from prunex_mpi.removable import judge
-from prunex_mpi.shrink import shrink, smaller_sizes, smaller_tensors, verify
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.models import standalone
+from prunex_mpi.models.build import describe
+from prunex_mpi.pruning.coupling import Coupling, find_coupling
+from prunex_mpi.pruning.removable import judge
+from prunex_mpi.pruning.shrink import shrink, smaller_sizes, smaller_tensors, verify
+from prunex_mpi.tools.export.files import write_network
+from prunex_mpi.tools.export.proof import EXACT, ROUNDINGS
 
 # What half of the groups at most can leave of the parameters: hidden widths of transformers stay.
 NETWORKS = {

@@ -15,15 +15,15 @@ from test_checkpoint import Net, run_directory
 
 from mpi4py import MPI
 
-from prunex_mpi import supervision
-from prunex_mpi.collectives import build_transport
-from prunex_mpi.layout import build_layout
-from prunex_mpi.preemption import ReceivedSignal, stop_agreement
-from prunex_mpi.problem import build_problem, load_dataset, make_groups
-from prunex_mpi.settings import make
-from prunex_mpi.state import build_state
-from prunex_mpi.supervision import Checkpoints, Job, run_to_end
-from prunex_mpi.watchdog import Heartbeat
+from prunex_mpi.comm.collectives import build_transport
+from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
+from prunex_mpi.core.problem import build_problem, load_dataset, make_groups
+from prunex_mpi.core.state import build_state
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.run import supervision
+from prunex_mpi.run.supervision import Checkpoints, Job, run_to_end
+from prunex_mpi.run.watchdog import Heartbeat
+from prunex_mpi.settings.fields import make
 
 WARM = 50
 GROWTH = 1.01

@@ -10,12 +10,12 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from prunex_mpi.coupling import find_coupling
-from prunex_mpi.errors import UserError
-from prunex_mpi.groups import find_groups
-from prunex_mpi.layout import Layout, build_layout
-from prunex_mpi.models import build_model
-from prunex_mpi.sparsity import (
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.models.build import build_model
+from prunex_mpi.models.layout import Layout, build_layout
+from prunex_mpi.pruning.coupling import find_coupling
+from prunex_mpi.pruning.find_groups import find_groups
+from prunex_mpi.pruning.projection import (
     Groups,
     apply_factors_,
     build_factors,

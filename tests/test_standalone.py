@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from prunex_mpi import standalone
-from prunex_mpi.standalone import SlimAttention, load, resize_
+from prunex_mpi.models import standalone
+from prunex_mpi.models.standalone import SlimAttention, load, resize_
 
 RESNET8 = {"name": "resnet8", "num_classes": 10, "image_size": 8, "stem": ""}
 

@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 
 from mpi4py import MPI
 
-from prunex_mpi import evaluation, program, supervision, train
-from prunex_mpi.supervision import Checkpoints
+from prunex_mpi import train
+from prunex_mpi.core import evaluation
+from prunex_mpi.run import program, supervision
+from prunex_mpi.run.supervision import Checkpoints
 
 SMALL = [
     *("--model", "odd_models:small", "--dataset", "synthetic", "--image-size", "8"),

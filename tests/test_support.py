@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from prunex_mpi.layout import build_layout, flatten_
-from prunex_mpi.support import (
+from prunex_mpi.compress.support import (
     CLOCK,
     DIGESTS,
     PRUNED,
@@ -19,6 +18,7 @@ from prunex_mpi.support import (
     restart_,
     stable_positions,
 )
+from prunex_mpi.models.layout import build_layout, flatten_
 
 BUCKET = 4
 

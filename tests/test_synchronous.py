@@ -12,16 +12,16 @@ from reference_rivals import simulate_per_step
 from test_oracle import Net, RandomStream, by_name, difference, node_sizes_of
 from torch import nn
 
-from prunex_mpi import synchronous
-from prunex_mpi.batches import Shard
-from prunex_mpi.collectives import build_transport
-from prunex_mpi.layout import build_layout
-from prunex_mpi.methods import WITH_RESIDUAL
-from prunex_mpi.problem import make_groups
-from prunex_mpi.settings import make
-from prunex_mpi.state import Problem, build_state
-from prunex_mpi.supervision import driver_of
-from prunex_mpi.watchdog import Heartbeat
+from prunex_mpi.comm.collectives import build_transport
+from prunex_mpi.core.problem import make_groups
+from prunex_mpi.core.state import Problem, build_state
+from prunex_mpi.data.batches import Shard
+from prunex_mpi.methods import per_step
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.run.watchdog import Heartbeat
+from prunex_mpi.settings.fields import make
+from prunex_mpi.settings.methods import WITH_RESIDUAL
 
 pytestmark = pytest.mark.mpi
 
@@ -147,14 +147,14 @@ def test_what_is_sent_and_what_is_kept_are_the_gradients(
     changes = {**COMMON, **METHODS[method], "momentum": 0.0, "weight_decay": 0.0}
     settings = make(method=method, aggregation=aggregation, **changes)
     given, arrived = [], []
-    real = synchronous.exchange_
+    real = per_step.exchange_
 
     def watched(workers, space, state, *others):
         given.append(state.grad.clone())
         real(workers, space, state, *others)
         arrived.append(state.grad.clone())
 
-    monkeypatch.setattr(synchronous, "exchange_", watched)
+    monkeypatch.setattr(per_step, "exchange_", watched)
     with nodes_of(ranks_per_node) as topology:
         stream = RandomStream(WORLD.rank, torch.float64)
         for _, state in run_driver(topology, settings, new_net(), stream):

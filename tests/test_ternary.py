@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prunex_mpi.ternary import integer_type, ternarise_
+from prunex_mpi.compress.quantise import integer_type, ternarise_
 
 
 def ternarise(values: torch.Tensor, scale: float, dtype=torch.int8) -> torch.Tensor:

@@ -11,8 +11,9 @@ from launch import train
 from safetensors.torch import load_file
 from test_compaction import BY_HAND
 
-from prunex_mpi import batches, data
-from prunex_mpi.models import build_model
+from prunex_mpi.data import batches
+from prunex_mpi.data import datasets as data
+from prunex_mpi.models.build import build_model
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from prunex_mpi.errors import UserError
-from prunex_mpi.layout import build_layout, flatten_
-from prunex_mpi.unstructured import (
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.models.layout import build_layout, flatten_
+from prunex_mpi.pruning.unstructured import (
     add_gradients_,
     add_hessian_products_,
     kept_weights,

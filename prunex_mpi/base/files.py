@@ -1,0 +1,90 @@
+"""Write files that survive a crash, and tell whether they did."""
+
+import mmap
+import os
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from prunex_mpi.base.errors import FAILURE, UserError
+
+T = TypeVar("T")
+
+CHUNK_BYTES = 4 * 2**20
+# The files of a run directory that grow by lines.
+LINES = ("metrics.jsonl", "layers.jsonl")
+SUMMARY, STATE = "summary.json", "state.safetensors"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and CRC-32 of a file, or of its first `size` bytes."""
+
+    size: int = 0
+    crc32: int = 0
+
+    def extended(self, data: bytes) -> "FileRecord":
+        """Return the record of the file once `data` is appended."""
+        return FileRecord(self.size + len(data), zlib.crc32(data, self.crc32))
+
+
+def read_record(path: Path, size: int | None = None) -> FileRecord:
+    """Return the record of a file, or of its first `size` bytes; raise OSError."""
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    crc32, done = 0, 0
+    with open(path, "rb", buffering=0) as file:
+        while size is None or done < size:
+            count = file.readinto(buffer if size is None else buffer[: size - done])
+            if not count:
+                break
+            crc32 = zlib.crc32(buffer[:count], crc32)
+            done += count
+    return FileRecord(done, crc32)
+
+
+def written_record(path: Path) -> FileRecord:
+    """Return the record of a file just written, in half the time; raise OSError.
+
+    It is mapped, not copied out of the page cache. Where the disk fails to read, a map ends the
+    process with SIGBUS, so what was written some time ago goes through `read_record`.
+    """
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
+            return FileRecord()
+        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
+            return FileRecord(size, zlib.crc32(content))
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace `path` by a file of `text` in one atomic step that survives a crash."""
+    temporary = path.with_name(f"{path.name}.partial")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def telling_disk_errors(what: str, action: Callable[[], T]) -> T:
+    """Return `action()`; say in a UserError why `what` can't be written."""
+    try:
+        return action()
+    except OSError as error:
+        raise UserError(
+            f"{what} can't be written: {error.strerror or error}; "
+            "make room and go on with --resume",
+            FAILURE,
+        ) from None
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

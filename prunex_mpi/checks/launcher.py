@@ -1,0 +1,99 @@
+"""Judge how the job was started by what its launcher left in the environment."""
+
+from collections.abc import Mapping
+
+from prunex_mpi.checks.findings import Finding
+
+
+def check_launcher(ranks: int, environment: Mapping[str, str]) -> list[Finding]:
+    """Find a job that fell apart into jobs of one rank, by what the launcher left behind."""
+    started, by_slurm = _started_ranks(environment)
+    if ranks == 1 and started > 1 and by_slurm:
+        return [
+            Finding(
+                "error",
+                "launcher",
+                f"Slurm started {started} tasks but MPI sees a world of 1 rank: srun and the MPI "
+                "library speak different PMI",
+                "try srun --mpi=pmix or --mpi=pmi2 (srun --mpi=list names what there is), or the "
+                "mpirun of the library",
+            )
+        ]
+    if ranks == 1 and started > 1:
+        return [
+            Finding(
+                "error",
+                "launcher",
+                f"the launcher started {started} ranks but MPI sees a world of 1: the launcher and "
+                "the MPI library are of different MPIs",
+                "use the mpirun of the library",
+            )
+        ]
+    name = describe_launcher(environment)
+    if name == "none":
+        return [
+            Finding(
+                "note",
+                "launcher",
+                "this is one process without a launcher",
+                "start it as the job is to be started, with mpirun or srun, to judge that job",
+            )
+        ]
+    return [Finding("ok", "launcher", f"{name} started one job of {ranks} ranks")]
+
+
+def describe_launcher(environment: Mapping[str, str]) -> str:
+    """Return who started this rank and the PMI that it offers, "none" for a plain process."""
+    if "PMIX_RANK" in environment:
+        pmi = "PMIx"
+    elif "PMI_RANK" in environment or "PMI_FD" in environment:
+        pmi = "PMI-1 or PMI-2"
+    else:
+        pmi = "no PMI"
+    # From the inside out: an mpirun may itself have been started by srun.
+    for variable, name in (
+        ("OMPI_COMM_WORLD_SIZE", "mpirun of Open MPI"),
+        ("MV2_COMM_WORLD_SIZE", "mpirun of MVAPICH"),
+        ("MPI_LOCALNRANKS", "mpiexec of MPICH or Intel MPI"),
+        ("SLURM_STEP_ID", "srun"),
+        ("PMI_RANK", "a launcher with PMI"),
+        ("PMIX_RANK", "a launcher with PMIx"),
+    ):
+        if variable in environment:
+            return f"{name} ({pmi})"
+    return "none"
+
+
+def launcher_rank(environment: Mapping[str, str]) -> int:
+    """Return the number that the launcher gave this process, whatever MPI makes of it."""
+    for variable in (
+        "OMPI_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_RANK",
+        "PMI_RANK",
+        "PMIX_RANK",
+        "SLURM_PROCID",
+    ):
+        if environment.get(variable):
+            return _count(environment, variable)
+    return 0
+
+
+def _started_ranks(environment: Mapping[str, str]) -> tuple[int, bool]:
+    """Return how many ranks the launcher started, and whether that was Slurm's srun."""
+    for variable in ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"):
+        if _count(environment, variable) > 1:
+            return _count(environment, variable), False
+    pmi, slurm = _count(environment, "PMI_SIZE"), 1
+    # Only under srun; an interactive shell of an allocation may start one process by itself.
+    if "SLURM_STEP_ID" in environment:
+        step = "SLURM_STEP_NUM_TASKS"
+        slurm = _count(environment, step if environment.get(step) else "SLURM_NTASKS")
+    # Where they differ, mpiexec had srun start its helpers, one per node.
+    if slurm > 1 and pmi in (1, slurm):
+        return slurm, True
+    return pmi, False
+
+
+def _count(environment: Mapping[str, str], variable: str) -> int:
+    text = environment.get(variable, "")
+    return int(text) if text.isdecimal() else 1

@@ -1,0 +1,222 @@
+"""Judge what ranks say of themselves: versions, clocks, nodes, cores, threads, space for files."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from prunex_mpi.checks.findings import Finding, RankFacts, by_host, listed, per_machine
+from prunex_mpi.checks.gpus import check_allocator, check_devices, check_gpus
+
+CLOCK_NOTE_S = 1.0
+CLOCK_WARNING_S = 60.0
+LEAST_FREE_BYTES = 2**30
+# A run is refused where these differ between ranks; the others only go into the report.
+MUST_AGREE = ("prunex_mpi", "torch", "python", "mpi")
+
+
+def check_ranks(facts: Sequence[RankFacts], mpi_buffers: str, virtual: bool) -> list[Finding]:
+    """Do every check that needs no more than the facts of all ranks.
+
+    `mpi_buffers` is the setting (auto | host | device); `virtual` says that --ranks-per-node made
+    the nodes.
+    """
+    return [
+        *check_versions(facts),
+        *check_clocks(facts),
+        *check_nodes(facts, virtual),
+        *check_devices(facts),
+        *check_gpus(facts),
+        *check_allocator(facts, mpi_buffers),
+        *check_cores(facts),
+        *check_threads(facts),
+        *check_free_space(facts),
+    ]
+
+
+def check_versions(facts: Sequence[RankFacts]) -> list[Finding]:
+    """Find software that is not the same on every rank."""
+    findings = []
+    for name in facts[0].versions:
+        hosts: dict[str, list[str]] = {}
+        for rank in facts:
+            hosts.setdefault(rank.versions.get(name, "none"), []).append(rank.host)
+        if len(hosts) == 1:
+            continue
+        where = ", ".join(f"{version} on {listed(names)}" for version, names in hosts.items())
+        findings.append(
+            Finding(
+                "error" if name in MUST_AGREE else "warning",
+                "versions",
+                f"{name} is {where}",
+                "start every rank in the same environment, on a file system that all nodes share",
+            )
+        )
+    return findings or [Finding("ok", "versions", "the same software on every rank")]
+
+
+def check_clocks(facts: Sequence[RankFacts]) -> list[Finding]:
+    """Find clocks that differ: time limits and heartbeats are compared between ranks."""
+    slow, fast = (choose(facts, key=lambda rank: rank.clock) for choose in (min, max))
+    apart = fast.clock - slow.clock
+    if apart <= CLOCK_NOTE_S:
+        return [Finding("ok", "clocks", f"{apart:.3f} s apart")]
+    return [
+        Finding(
+            "warning" if apart > CLOCK_WARNING_S else "note",
+            "clocks",
+            f"{fast.host} is {apart:.1f} s ahead of {slow.host}; time limits and heartbeats are "
+            "compared between nodes",
+            "have the nodes set their clocks by one server (chrony, ntp)",
+        )
+    ]
+
+
+def check_nodes(facts: Sequence[RankFacts], virtual: bool) -> list[Finding]:
+    """Find nodes that are not what shares a machine, and nodes of different sizes."""
+    hosts_of = {node: sorted({r.host for r in ranks}) for node, ranks in _by_node(facts).items()}
+    wide = next(((node, hosts) for node, hosts in hosts_of.items() if len(hosts) > 1), None)
+    sizes = [len(ranks) for ranks in _by_node(facts).values()]
+    machines = len(by_host(facts))
+    if wide:
+        return [
+            Finding(
+                "warning",
+                "nodes",
+                f"node {wide[0]} spans {listed(wide[1])}: what is meant to stay inside a node "
+                "crosses the network",
+                "leave --ranks-per-node away, or give a divisor of the ranks per machine",
+            )
+        ]
+    if not virtual and len(sizes) > machines:
+        return [
+            Finding(
+                "warning",
+                "nodes",
+                f"{machines} machines make {len(sizes)} nodes: some ranks of one machine share no "
+                "memory, so they work as separate nodes",
+                "let the ranks of a machine share /dev/shm (containers), or give --ranks-per-node",
+            )
+        ]
+    if min(sizes) < max(sizes):
+        return [
+            Finding(
+                "note",
+                "nodes",
+                f"nodes of {min(sizes)} to {max(sizes)} ranks: averages are weighted, and the "
+                "smaller nodes wait for the larger",
+                "start the same number of ranks on every node",
+            )
+        ]
+    kind = "virtual nodes" if virtual else "nodes"
+    text = f"{len(sizes)} {kind} of {sizes[0]} ranks on {machines} machines"
+    return [Finding("ok", "nodes", text)]
+
+
+def check_cores(facts: Sequence[RankFacts]) -> list[Finding]:
+    """Find ranks that must share cores, and cores that binding keeps from ranks."""
+
+    def check(ranks: Sequence[RankFacts]) -> list[Finding]:
+        usable = {core for rank in ranks for core in rank.cores}
+        job_cores = max(len(usable), *(rank.job_cores for rank in ranks))
+        sharers: dict[tuple[int, ...], int] = {}
+        for rank in ranks:
+            sharers[rank.cores] = sharers.get(rank.cores, 0) + 1
+        crowded = max(sharers, key=lambda cores: sharers[cores] / len(cores))
+        bound, to = sharers[crowded], len(crowded)
+        if bound <= to:
+            # No set of cores by itself has too many ranks, but they may overlap.
+            bound, to = len(ranks), len(usable)
+        unbound = "start with mpirun --bind-to none, or srun --cpu-bind=none"
+        wait = "a rank that waits in MPI keeps its core busy, so that the others stand still"
+        if len(ranks) > job_cores:
+            return [
+                Finding(
+                    "warning",
+                    "cores",
+                    f"{len(ranks)} ranks share {job_cores} cores: {wait}",
+                    f"start at most {job_cores} ranks per machine",
+                )
+            ]
+        if bound > to:
+            return [
+                Finding(
+                    "warning",
+                    "cores",
+                    f"{bound} ranks are bound to the same {to} of {job_cores} cores: {wait}",
+                    unbound,
+                )
+            ]
+        if 2 * len(usable) <= job_cores:
+            on_cpu = any(not rank.gpu_id for rank in ranks)
+            return [
+                Finding(
+                    "warning" if on_cpu else "note",
+                    "cores",
+                    f"the ranks are bound to {len(usable)} of {job_cores} cores: the others idle",
+                    f"{unbound}, or more cores per rank (--cpus-per-task)",
+                )
+            ]
+        return [Finding("ok", "cores", f"{len(ranks)} ranks may use {len(usable)} cores")]
+
+    return per_machine(facts, check)
+
+
+def check_threads(facts: Sequence[RankFacts]) -> list[Finding]:
+    """Find more threads of torch than cores that they may run on."""
+
+    def check(ranks: Sequence[RankFacts]) -> list[Finding]:
+        cores = len({core for rank in ranks for core in rank.cores})
+        threads = sum(rank.threads for rank in ranks)
+        each = max(rank.threads for rank in ranks)
+        if each > 1 and threads > cores:
+            fair = max(1, cores // len(ranks))
+            return [
+                Finding(
+                    "warning",
+                    "threads",
+                    f"{len(ranks)} ranks of {each} threads share {cores} cores: they get in each "
+                    "other's way",
+                    f"set OMP_NUM_THREADS={fair}, or unset it for a fair share",
+                )
+            ]
+        return [Finding("ok", "threads", f"{each} per rank on {cores} cores")]
+
+    return per_machine(facts, check)
+
+
+def check_free_space(facts: Sequence[RankFacts]) -> list[Finding]:
+    """Find a full disk below the run directory, as rank 0 sees it, which writes most of it."""
+    free = facts[0].free_bytes
+    if free < 0:
+        return []
+    if free < LEAST_FREE_BYTES:
+        return [
+            Finding(
+                "warning",
+                "free space",
+                f"{free / 2**20:.0f} MiB are left for the run directory; two checkpoints of every "
+                "rank go there",
+                "make room, or give a --run-dir elsewhere",
+            )
+        ]
+    return [Finding("ok", "free space", f"{free / 2**30:.1f} GiB for the run directory")]
+
+
+def check_shared_folder(folder: str, problems: Mapping[str, str]) -> list[Finding]:
+    """Judge the folder of the run by what went wrong with it, by host."""
+    if not problems:
+        return [Finding("ok", "file system", f"every node opens what rank 0 writes for {folder}")]
+    return [
+        Finding(
+            "error",
+            "file system",
+            f"on {host}: {problem}",
+            "give a --run-dir that can be written, on a file system that all nodes share",
+        )
+        for host, problem in problems.items()
+    ]
+
+
+def _by_node(facts: Iterable[RankFacts]) -> dict[int, list[RankFacts]]:
+    nodes: dict[int, list[RankFacts]] = {}
+    for rank in facts:
+        nodes.setdefault(rank.node, []).append(rank)
+    return nodes

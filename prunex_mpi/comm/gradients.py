@@ -1,0 +1,95 @@
+"""Average gradients inside a node at each local step, while the backward pass still runs.
+
+The flat gradient is cut into buckets from its end, since backward produces the last layers first. A
+bucket's Iallreduce starts as soon as all its gradients are there and all buckets before it have
+been started, so the order of collectives is the same on every rank even if autograd's is not.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from mpi4py import MPI
+
+from prunex_mpi.comm.collectives import Transport, allreduce_, mpi_buffer
+from prunex_mpi.models.layout import Layout
+
+# Smaller than the payload's buckets: the first can leave early, and the last is what is waited for.
+BUCKET_BYTES = 4 * 2**20
+
+
+class GradientAverager:
+    """Sum a flat gradient over `comm`, overlapped with backward on the CPU.
+
+    With CUDA gradients the reduction follows backward: its kernels are queued asynchronously, so a
+    hook runs long before the gradient it announces exists.
+    """
+
+    def __init__(
+        self, comm: MPI.Comm, model: nn.Module, layout: Layout, grad: Tensor, transport: Transport
+    ) -> None:
+        self.comm = comm
+        self.grad = grad
+        self.transport = transport
+        self.overlap = comm.size > 1 and grad.device.type == "cpu" and transport.staging is None
+        self.handles = []
+        self.requests: list[MPI.Request] = []
+        self.bounds: list[tuple[int, int]] = []
+        self.missing: list[int] = []
+        self.members: list[int] = []
+        if not self.overlap:
+            return
+        limit = max(1, BUCKET_BYTES // grad.element_size())
+        stop = layout.numel
+        bucket_of = [0] * len(layout.segments)
+        for number in reversed(range(len(layout.segments))):
+            segment = layout.segments[number]
+            if stop - segment.offset > limit and segment.offset + segment.numel < stop:
+                self.bounds.append((segment.offset + segment.numel, stop))
+                stop = segment.offset + segment.numel
+            bucket_of[number] = len(self.bounds)
+        self.bounds.append((0, stop))
+        self.members = [bucket_of.count(b) for b in range(len(self.bounds))]
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        for bucket, parameter in zip(bucket_of, parameters, strict=True):
+            hook = self._make_hook(bucket)
+            self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def begin(self) -> None:
+        """Forget the last step; call before backward."""
+        self.missing = list(self.members)
+        self.requests = []
+
+    def finish_(self) -> None:
+        """Leave the mean over `comm` in the gradient. Collective on `comm`; call after backward."""
+        if self.comm.size == 1:
+            return
+        if self.overlap:
+            # Parameters that took no part in the loss fire no hook.
+            self._start(all_of_them=True)
+            MPI.Request.Waitall(self.requests)
+        else:
+            allreduce_(self.comm, self.grad, self.transport)
+        self.grad.div_(self.comm.size)
+
+    def close(self) -> None:
+        """Remove the hooks from the model."""
+        for handle in self.handles:
+            handle.remove()
+
+    def _make_hook(self, bucket: int):
+        def hook(_parameter: torch.Tensor) -> None:
+            self.missing[bucket] -= 1
+            self._start()
+
+        return hook
+
+    def _start(self, all_of_them: bool = False) -> None:
+        while len(self.requests) < len(self.bounds):
+            number = len(self.requests)
+            if self.missing[number] > 0 and not all_of_them:
+                break
+            start, stop = self.bounds[number]
+            buffer = mpi_buffer(self.grad[start:stop])
+            self.requests.append(self.comm.Iallreduce(MPI.IN_PLACE, buffer, op=MPI.SUM))
+        # MPI advances outstanding reductions only inside its own calls.
+        MPI.Request.Testall(self.requests)

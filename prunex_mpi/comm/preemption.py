@@ -1,0 +1,136 @@
+"""Leave in time: signals and time limits set a flag, and all ranks agree on the step to stop at.
+
+The agreement is one Iallreduce MAX of two numbers that is started at one safe point and completed
+at the next, about a second later, so that no rank waits for another; all ranks learn of a request
+at the same local step.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import UserError
+
+# Between two safe points; a request takes at most two such periods to be agreed.
+PERIOD_S = 1.0
+GROWTH = 8  # of the steps between two, at a time: the first steps may be untypical
+# What leaving takes besides the checkpoint: the next safe points, the files that end the run.
+MARGIN_S = 10.0
+TIME_LIMIT = 1000  # beyond every signal's number
+
+
+@dataclass
+class ReceivedSignal:
+    """The number of the last signal that asked this rank to stop, 0 for none."""
+
+    number: int = 0
+
+
+@contextmanager
+def catching(names: Sequence[str]) -> Iterator[ReceivedSignal]:
+    """Note the signals of these names (TERM, USR1, ...) instead of dying of them."""
+    received = ReceivedSignal()
+
+    def note(number: int, _frame: object) -> None:
+        received.number = number
+
+    numbers = [signal.Signals[f"SIG{name}"] for name in names]
+    before = [signal.signal(number, note) for number in numbers]
+    try:
+        yield received
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+class StopAgreement:
+    """Agree with the other ranks on whether to stop, and where.
+
+    `reached` is collective on `comm`. `reason` is "" until all ranks have agreed to stop, then says
+    why. `reserve_s` is the time to keep for the checkpoint.
+    """
+
+    def __init__(self, comm: MPI.Comm, received: ReceivedSignal, deadline: float | None) -> None:
+        self.comm = comm
+        self.received = received
+        self.deadline = deadline
+        self.reserve_s = 0.0
+        self.reason = ""
+        self.interval, self.calls = 1, 0
+        self.last = time.perf_counter()
+        self.longest_s = 0.0
+        self.mine, self.all = np.zeros(2), np.zeros(2)
+        self.request: MPI.Request | None = None
+
+    def reached(self) -> bool:
+        """Say whether all ranks stop here. Call at the same steps on every rank."""
+        self.calls += 1
+        if self.calls < self.interval:
+            return False
+        now = time.perf_counter()
+        # What lies before the first safe point is no measure of training.
+        elapsed = now - self.last if self.request is not None else 0.0
+        if self.request is not None:
+            self.request.Wait()
+            self.request = None
+            request, seconds_per_call = int(self.all[0]), float(self.all[1])
+            if request:
+                self.reason = (
+                    "the time limit" if request == TIME_LIMIT else signal.Signals(request).name
+                )
+                return True
+            wanted = int(PERIOD_S / seconds_per_call) if seconds_per_call else 1
+            self.interval = max(1, min(wanted, GROWTH * self.interval))
+        self.longest_s = max(self.longest_s, elapsed)
+        self.mine[:] = self._wanted(), elapsed / self.calls
+        self.request = self.comm.Iallreduce(self.mine, self.all, op=MPI.MAX)
+        self.calls, self.last = 0, now
+        return False
+
+    def _wanted(self) -> int:
+        if self.deadline is None or self.received.number:
+            return self.received.number
+        # Two safe points from now the phases between them may lie in the way.
+        needed = MARGIN_S + 2 * max(self.longest_s, PERIOD_S) + self.reserve_s
+        return TIME_LIMIT if time.time() + needed > self.deadline else 0
+
+
+@contextmanager
+def stop_agreement(
+    world: MPI.Comm, received: ReceivedSignal, deadline: float | None
+) -> Iterator[StopAgreement]:
+    """Make an agreement with a communicator of its own for the time of the block.
+
+    Collective on `world`, at both ends: it ends the same on every rank, or the job is ended anyway.
+    """
+    stop = StopAgreement(world.Dup(), received, deadline)
+
+    def release() -> None:
+        if stop.request is not None:
+            stop.request.Wait()
+        stop.comm.Free()
+
+    try:
+        yield stop
+    except UserError:
+        release()
+        raise
+    release()
+
+
+def find_deadline(time_limit_s: float, started: float) -> float | None:
+    """Return when the job has to be over (Unix time), None when nobody has set a limit.
+
+    `time_limit_s` counts from `started`; 0 takes the end of the Slurm job, where it is told.
+    """
+    if time_limit_s:
+        return started + time_limit_s
+    end = os.environ.get("SLURM_JOB_END_TIME", "")
+    return float(end) if end.isdigit() else None

@@ -1,0 +1,240 @@
+"""World, node and leader communicators, made once and handed down.
+
+The hierarchy has exactly two levels because they do different work, not the same work at two
+scales: the node level averages dense vectors, the leader level agrees on masks and averages compact
+payloads. A rack level would be a third communicator here (`leader.Split`), a consensus variable
+z_rack with its dual, and one more phase between phases 3 and 4 of the driver; a list of levels that
+the driver walks would hide which communicator carries which bytes without saving that work.
+"""
+
+import hashlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import USAGE, UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The communicators of one rank; `leader` is MPI.COMM_NULL except on node rank 0.
+
+    World rank 0 is always rank 0 of its node and of the leaders. `host_rank` and `host_size` count
+    the ranks that share the machine, whatever the (virtual) nodes are; `core_sharers` of them,
+    this one included, may use the same cores. They choose device and threads.
+    """
+
+    world: MPI.Comm
+    node: MPI.Comm
+    leader: MPI.Comm
+    node_index: int
+    node_sizes: tuple[int, ...]
+    host_rank: int
+    host_size: int
+    core_sharers: int
+
+    @property
+    def world_size(self) -> int:
+        return self.world.size
+
+    @property
+    def node_size(self) -> int:
+        return self.node.size
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.node_sizes)
+
+    @property
+    def is_leader(self) -> bool:
+        return self.node.rank == 0
+
+    @property
+    def node_weight(self) -> float:
+        """P_i / N, the weight of this node in every average over nodes."""
+        return self.node.size / self.world.size
+
+
+def build_topology(world: MPI.Comm, ranks_per_node: int = 0) -> Topology:
+    """Split `world` into nodes and leaders. Collective on `world`.
+
+    `ranks_per_node` > 0 makes virtual nodes of that many consecutive ranks (the last may be
+    smaller); 0 takes what shares memory. Works on a duplicate of `world`, which `free_topology`
+    frees.
+    """
+    if ranks_per_node > world.size:
+        raise UserError(
+            f"--ranks-per-node {ranks_per_node} is more than the job's {world.size} ranks; "
+            "start more ranks or lower it"
+        )
+    world = world.Dup()
+    host = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
+    host_rank, host_size = host.rank, host.size
+    affinity = repr(sorted(os.sched_getaffinity(0))).encode()
+    mine = np.frombuffer(hashlib.sha256(affinity).digest()[:8], dtype=np.uint64)
+    everyone = np.empty(host_size, dtype=np.uint64)
+    host.Allgather(mine, everyone)
+    core_sharers = int(np.count_nonzero(everyone == mine))
+    if ranks_per_node:
+        host.Free()
+        node = world.Split(world.rank // ranks_per_node, key=world.rank)
+    else:
+        node = host
+    leader = world.Split(0 if node.rank == 0 else MPI.UNDEFINED, key=world.rank)
+    shape = np.zeros(2, dtype=np.int64)
+    if leader != MPI.COMM_NULL:
+        shape[:] = leader.rank, leader.size
+    node.Bcast(shape, root=0)
+    sizes = np.zeros(shape[1], dtype=np.int64)
+    if leader != MPI.COMM_NULL:
+        leader.Allgather(np.array([node.size], dtype=np.int64), sizes)
+    node.Bcast(sizes, root=0)
+    return Topology(
+        world,
+        node,
+        leader,
+        int(shape[0]),
+        tuple(sizes.tolist()),
+        host_rank,
+        host_size,
+        core_sharers,
+    )
+
+
+@contextmanager
+def nodes_of(world: MPI.Comm, ranks_per_node: int = 0) -> Iterator[Topology]:
+    """Build the topology for the time of the block.
+
+    Collective on `world`, at both ends: it ends the same on every rank, or the job is ended anyway.
+    """
+    topology = build_topology(world, ranks_per_node)
+    try:
+        yield topology
+    except UserError:
+        free_topology(topology)
+        raise
+    free_topology(topology)
+
+
+def free_topology(topology: Topology) -> None:
+    """Free the communicators. Collective on each of them."""
+    if topology.leader != MPI.COMM_NULL:
+        topology.leader.Free()
+    topology.node.Free()
+    topology.world.Free()
+
+
+def gather_text(world: MPI.Comm, text: str) -> list[str]:
+    """Return every rank's text on rank 0 and an empty list elsewhere. Collective on `world`.
+
+    Plain bytes rather than pickled objects, so that nothing received is ever executed.
+    """
+    data = np.frombuffer(_encode(text), dtype=np.uint8)
+    counts = np.zeros(world.size, dtype=np.int64)
+    world.Gather(np.array([data.size], dtype=np.int64), counts, root=0)
+    everything = np.empty(int(counts.sum()), dtype=np.uint8)
+    received = [everything, (counts, None)] if world.rank == 0 else None
+    world.Gatherv(data, received, root=0)
+    if world.rank:
+        return []
+    ends = np.cumsum(counts)
+    return [_decode(everything[e - c : e]) for c, e in zip(counts, ends, strict=True)]
+
+
+def broadcast_text(world: MPI.Comm, text: str, root: int = 0) -> str:
+    """Return rank `root`'s text on every rank. Collective on `world`."""
+    data = np.frombuffer(_encode(text), dtype=np.uint8)
+    length = np.array([data.size], dtype=np.int64)
+    world.Bcast(length, root=root)
+    buffer = data.copy() if world.rank == root else np.empty(int(length[0]), dtype=np.uint8)
+    world.Bcast(buffer, root=root)
+    return _decode(buffer)
+
+
+def _encode(text: str) -> bytes:
+    """Return UTF-8, and the bytes of file names that are not UTF-8 as they were."""
+    return text.encode(errors="surrogateescape")
+
+
+def _decode(data: np.ndarray) -> str:
+    return bytes(data).decode(errors="surrogateescape")
+
+
+def raise_together(world: MPI.Comm, error: UserError | None) -> None:
+    """Raise the lowest rank's error on every rank, or return when none has one.
+
+    Collective on `world`: a rank without an error passes None. It turns what went wrong on one rank
+    into the same one-line end of the job everywhere, with no rank left waiting.
+    """
+    mine = world.size if error is None else world.rank
+    first = np.array([mine], dtype=np.int64)
+    world.Allreduce(MPI.IN_PLACE, first, op=MPI.MIN)
+    rank = int(first[0])
+    if rank == world.size:
+        return
+    failed = np.array([error is not None], dtype=np.int64)
+    world.Allreduce(MPI.IN_PLACE, failed, op=MPI.SUM)
+    code = np.array([error.exit_code if error else 0], dtype=np.int64)
+    world.Bcast(code, root=rank)
+    where = f"rank {rank} on {socket.gethostname()}: " if failed[0] < world.size else ""
+    message = broadcast_text(world, f"{where}{error}" if error else "", root=rank)
+    raise UserError(message, int(code[0]))
+
+
+def together(world: MPI.Comm, action: Callable[[], T]) -> T:
+    """Return `action()` or raise the first rank's UserError everywhere. Collective on `world`."""
+    result, error = None, None
+    try:
+        result = action()
+    except UserError as caught:
+        error = caught
+    raise_together(world, error)
+    return result
+
+
+def require_same(world: MPI.Comm, what: str, value: str) -> None:
+    """Raise UserError on every rank unless all pass the same `value`. Collective on `world`."""
+    digest = hashlib.sha256(value.encode()).digest()[:8]
+    if not digests_agree(world, int.from_bytes(digest, "little")):
+        raise UserError(f"{what} differ between ranks; start every rank with the same ones", USAGE)
+
+
+def digests_agree(comm: MPI.Comm, digest: int) -> bool:
+    """Say whether all ranks hold the same 64-bit `digest`. Collective on `comm`."""
+    low = np.array([digest, ~np.uint64(digest)], dtype=np.uint64)
+    comm.Allreduce(MPI.IN_PLACE, low, op=MPI.MIN)
+    # The minimum of the complement is the complement of the maximum.
+    return int(low[0]) == int(~low[1])
+
+
+def describe(topology: Topology, device: str) -> str:
+    """Return the topology in one line on world rank 0, empty elsewhere. Collective on `world`."""
+    here = f"{topology.node_index} {socket.gethostname()} {device}"
+    ranks = [line.split(" ", 2) for line in gather_text(topology.world, here)]
+    if not ranks:
+        return ""
+    nodes = []
+    for node, size in enumerate(topology.node_sizes):
+        mine = [r for r in ranks if int(r[0]) == node]
+        hosts = "+".join(sorted({r[1] for r in mine}))
+        places = ", ".join(dict.fromkeys(r[2] for r in mine))
+        nodes.append(f"node {node} = {size} ranks on {hosts} ({places})")
+    return (
+        f"{topology.num_nodes} nodes, {topology.world_size} ranks, {library_name()}: "
+        + "; ".join(nodes)
+    )
+
+
+def library_name() -> str:
+    """Return the MPI library's name and version in a few words."""
+    first = MPI.Get_library_version().split("\n")[0].split(",")[0]
+    return " ".join(first.replace("Version:", "").rstrip("\x00").split())

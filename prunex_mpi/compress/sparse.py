@@ -1,0 +1,57 @@
+"""Sparsification of a flat gradient with error feedback: what is sent and what is kept for later.
+
+A compressor works on the accumulated gradient, residual + gradient, layer by layer. What it selects
+travels as values and flat positions; the rest stays in the residual. Sent + kept is always what was
+there before, exactly: elements move, and no arithmetic touches them.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.models.layout import Layout
+
+# A position is an int32.
+POSITION_BYTES = 4
+
+
+def check_positions(layout: Layout) -> None:
+    """Raise UserError where a position does not fit into an int32."""
+    if layout.numel > torch.iinfo(torch.int32).max:
+        raise UserError("the model has more parameters than 32-bit positions can name")
+
+
+def kept_per_layer(layout: Layout, ratio: float) -> list[int]:
+    """Return how many elements of each layer travel: at least one, `ratio` of it rounded up."""
+    # The subtraction keeps 0.1 * 30 = 3.0000000000000004 at three.
+    return [max(1, math.ceil(ratio * segment.numel - 1e-9)) for segment in layout.segments]
+
+
+def select_top_(
+    accumulated: Tensor, layout: Layout, counts: list[int], values: Tensor, positions: Tensor
+) -> None:
+    """Move the elements of largest magnitude of each layer out of `accumulated`.
+
+    `values` (its dtype) and `positions` (int32, in the flat vector) hold sum(counts) elements and
+    receive them, layer after layer; in `accumulated` zeros remain in their places.
+    """
+    start = 0
+    for segment, count in zip(layout.segments, counts, strict=True):
+        piece = accumulated[segment.offset : segment.offset + segment.numel]
+        chosen = torch.topk(piece.abs(), count, sorted=False).indices
+        torch.index_select(piece, 0, chosen, out=values[start : start + count])
+        piece.index_fill_(0, chosen, 0.0)
+        positions[start : start + count].copy_(chosen.add_(segment.offset))
+        start += count
+
+
+def add_sparse_(flat: Tensor, values: Tensor, positions: Tensor) -> None:
+    """Set `flat` to the sum of sparse vectors, `values` and `positions` [vectors, elements].
+
+    Vector after vector in their order, so that all who hold the same ones get the same bits.
+    """
+    flat.zero_()
+    for mine, places in zip(values, positions, strict=True):
+        flat.index_add_(0, places, mine)

@@ -1,0 +1,105 @@
+"""Evaluate what is delivered, the masked z with the consensus BatchNorm statistics; guard it."""
+
+from itertools import islice
+
+import numpy as np
+import torch
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import FAILURE, Diverged, UserError
+from prunex_mpi.comm.collectives import (
+    Transport,
+    allreduce_,
+    allreduce_then_bcast_,
+    hierarchical_sum_,
+)
+from prunex_mpi.comm.topology import Topology, raise_together
+from prunex_mpi.core.state import Problem, State, Traffic, weights
+from prunex_mpi.models import batchnorm
+
+# Per rank: the statistics of a channel settle within a few thousand activations.
+RECALIBRATION_BATCHES = 8
+EVALUATION_BATCH = 256
+BLOW_UP = 10
+
+
+@torch.no_grad()
+def evaluate(
+    topology: Topology, state: State, problem: Problem, traffic: Traffic
+) -> tuple[float, float]:
+    """Return (test loss, test accuracy as a fraction) of z over the shares of all ranks.
+
+    Collective on `node` and `leader`; every rank receives the same numbers.
+    """
+    sums = np.zeros(3)
+    problem.model.eval()
+    with weights(state, state.z):
+        for images, labels in problem.batches(problem.test, batch_size=EVALUATION_BATCH):
+            outputs = problem.model(images)
+            sums[0] += float(problem.loss(outputs, labels)) * len(labels)
+            sums[1] += int((outputs.argmax(dim=1) == labels).sum())
+            sums[2] += len(labels)
+    hierarchical_sum_(topology.leader, topology.node, sums)
+    traffic.evaluate += sums.nbytes
+    if not np.isfinite(sums[0]):
+        # Every rank holds the same sums, so every rank raises.
+        raise Diverged("the loss on the test set is not finite; check model and data", FAILURE)
+    return float(sums[0] / sums[2]), float(sums[1] / sums[2])
+
+
+def estimate_statistics(
+    topology: Topology, state: State, problem: Problem, transport: Transport, traffic: Traffic
+) -> None:
+    """Estimate the BatchNorm statistics again on z and average them over all ranks.
+
+    Pruning moves z away from the theta whose statistics were averaged. Each rank runs a few batches
+    of its own shard, of equal weight. Collective on `node` and `leader`.
+    """
+    if not state.bn_modules:
+        return
+    batches = problem.batches(problem.train_shard, batch_size=problem.train.batch_size)
+    # Whole batches only: BatchNorm refuses a single image, and a small batch would weigh too much.
+    count = min(RECALIBRATION_BATCHES, problem.train.steps_per_epoch)
+    images = (images for images, _ in islice(batches, count))
+    with weights(state, state.z):
+        batchnorm.estimate(problem.model, state.bn_modules, images)
+    batchnorm.read_(state.bn_modules, state.stats)
+    allreduce_(topology.node, state.stats, transport)
+    state.stats.div_(topology.world_size)
+    allreduce_then_bcast_(topology.leader, topology.node, state.stats, transport)
+    batchnorm.write(state.bn_modules, state.stats)
+    size = state.stats.numel() * state.stats.element_size()
+    traffic.evaluate += size
+    if topology.node_size > 1:
+        traffic.intra += 2 * size
+
+
+def refuse_divergence(topology: Topology, state: State, loss: float) -> None:
+    """Raise Diverged on every rank if any rank's loss or weights say that training went wrong.
+
+    Not finite, or a mean loss of many times the first outer iteration's. Comes before phase 2, so
+    that nothing of it enters a consensus. Collective on `world`.
+    """
+    problem = ""
+    if not np.isfinite(loss) or not bool(torch.isfinite(torch.linalg.vector_norm(state.theta))):
+        problem = "the loss or the weights are not finite"
+    elif state.position.first_loss is not None and loss > BLOW_UP * state.position.first_loss:
+        problem = f"the loss {loss:.3g} is {BLOW_UP} times the first iteration's or more"
+    error = UserError(
+        f"{problem} in phase local of outer iteration {state.position.iteration}; "
+        "lower --lr or check the data",
+        FAILURE,
+    )
+    try:
+        raise_together(topology.world, error if problem else None)
+    except UserError as together:
+        raise Diverged(str(together), together.exit_code) from None
+
+
+def mean_over_ranks(world: MPI.Comm, value: float) -> float:
+    """Return the mean of one number, with the same bits on every rank. Collective on `world`."""
+    buffer = np.array([value])
+    world.Allreduce(MPI.IN_PLACE, buffer, op=MPI.SUM)
+    world.Bcast(buffer, root=0)
+    return float(buffer[0]) / world.size

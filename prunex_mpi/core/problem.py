@@ -1,0 +1,153 @@
+"""Assemble what one rank trains from the settings: data shard, model, groups."""
+
+import hashlib
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from prunex_mpi.comm.collectives import Transport, bcast_, hierarchical_sum_
+from prunex_mpi.comm.topology import Topology, digests_agree, together
+from prunex_mpi.core.state import Problem
+from prunex_mpi.data.batches import BatchStream, channel_moments, evaluation_batches, normalisation
+from prunex_mpi.data.datasets import Dataset, load
+from prunex_mpi.models.build import build_model
+from prunex_mpi.models.layout import Layout
+from prunex_mpi.pruning.coupling import find_coupling
+from prunex_mpi.pruning.find_groups import find_groups
+from prunex_mpi.pruning.projection import Groups
+from prunex_mpi.pruning.shrink import verify
+from prunex_mpi.settings.fields import Settings, layer_keep_ratios
+from prunex_mpi.settings.methods import BY_GROUPS
+
+
+def load_dataset(topology: Topology, settings: Settings) -> Dataset:
+    """Load this rank's shards; what any rank cannot read ends the job. Collective on `world`."""
+    return together(
+        topology.world,
+        lambda: load(
+            settings.dataset,
+            data_dir=settings.data_dir,
+            download=settings.download,
+            train_samples=settings.train_samples,
+            test_samples=settings.test_samples,
+            image_size=settings.image_size,
+            seed=settings.seed,
+            rank=topology.world.rank,
+            size=topology.world_size,
+        ),
+    )
+
+
+def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.nn.Module:
+    """Build the model on the CPU from the seed, the same on every rank."""
+    torch.manual_seed(settings.seed)
+    return build_model(
+        settings.model, num_classes=num_classes, image_size=image_size, stem=settings.stem
+    )
+
+
+def make_groups(
+    settings: Settings,
+    model: torch.nn.Module,
+    layout: Layout,
+    image_size: int,
+    check: bool = True,
+) -> Groups:
+    """Find the groups of `model`, which is on the CPU; none for methods that do not prune them.
+
+    With `check` it is tried whether coupled groups can be taken out of the network.
+    """
+    if settings.method == "prunetrain":
+        coupling = find_coupling(model, image_size)
+        if check:
+            verify(model, coupling, image_size)
+        return find_groups(model, layout, ("coupled",), (1.0,), coupling=coupling)
+    if settings.method not in BY_GROUPS:
+        return Groups((), (), 0, ())
+    coupling = None
+    if "coupled" in settings.groups:
+        coupling = find_coupling(model, image_size)
+        if check:
+            verify(model, coupling, image_size)
+    return find_groups(
+        model,
+        layout,
+        settings.groups,
+        settings.keep_ratio,
+        layer_keep_ratios(settings),
+        coupling=coupling,
+        keep_by=settings.keep_by,
+        round_to=settings.round_to,
+    )
+
+
+def build_problem(
+    topology: Topology,
+    settings: Settings,
+    dataset: Dataset,
+    model: torch.nn.Module,
+    device: torch.device,
+    transport: Transport,
+) -> Problem:
+    """Place model and data on `device`; rank 0's parameters become everyone's.
+
+    Collective on `node`, `leader` and `world`.
+    """
+    moments = channel_moments(dataset.train).numpy()
+    hierarchical_sum_(topology.leader, topology.node, moments)
+    mean, std = normalisation(torch.from_numpy(moments))
+    look = {
+        "mean": mean,
+        "std": std,
+        "device": device,
+        "dtype": next(p.dtype for p in model.parameters() if p.requires_grad),
+        "channels_last": settings.channels_last,
+    }
+    augment = settings.augment == "auto"
+    stream = BatchStream(
+        dataset.train,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        rank=topology.world.rank,
+        flip=dataset.flip and augment,
+        pad=dataset.pad if augment else 0,
+        **look,
+    )
+    agreed = digests_agree(topology.world, _digest(model))
+    model.to(device)
+    # The seed gives all ranks the same weights; they travel only where software or processors are
+    # so different that it does not.
+    for tensor in [] if agreed else _floating(model):
+        # A copy where the memory is not in order, as in a model that is channels_last itself.
+        flat = tensor.detach().reshape(-1)
+        bcast_(topology.world, flat, transport)
+        tensor.detach().copy_(flat.view(tensor.shape))
+    # From here on the ranks' random numbers differ (dropout); the shards' order has its own.
+    torch.manual_seed(settings.seed * topology.world_size + topology.world.rank)
+    steps = settings.local_steps or max(1, round(settings.local_epochs * stream.steps_per_epoch))
+    return Problem(
+        model=model,
+        forward=torch.compile(model) if settings.compile else model,
+        loss=F.cross_entropy,
+        train=stream,
+        train_shard=dataset.train,
+        test=dataset.test,
+        batches=partial(evaluation_batches, **look),
+        steps=steps,
+        mean=mean,
+        std=std,
+    )
+
+
+def _floating(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+
+
+def _digest(model: torch.nn.Module) -> int:
+    """Return 64 bits that differ when the weights differ in any bit."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in _floating(model):
+        # Bytes, since numpy knows no bfloat16.
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return int.from_bytes(digest.digest(), "little")

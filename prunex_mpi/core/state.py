@@ -1,0 +1,309 @@
+"""The variables of H-SADMM on one rank, and the operations that touch several of them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from prunex_mpi.core.memory import build_memory
+from prunex_mpi.core.residuals import Residuals, update_penalty
+from prunex_mpi.data.batches import BatchStream, Shard
+from prunex_mpi.models import batchnorm
+from prunex_mpi.models.layout import Layout, flatten_, scale_
+from prunex_mpi.pruning.compaction import Plan, build_plan
+from prunex_mpi.pruning.projection import Factors, Groups, apply_factors_, build_factors
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.methods import CONSENSUS
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained: this rank's f_ij and its share of the test set.
+
+    `forward` is `model`, compiled or not. `steps` is the number of local steps of phase 1.
+    `batches(shard, batch_size=...)` yields (images, labels) in order, without augmentation;
+    with no `test` set nothing is evaluated. `mean` and `std`, float32 [3] on the CPU, are what
+    images of values in 0..1 are normalised by.
+    """
+
+    model: nn.Module
+    forward: Callable[[Tensor], Tensor]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    train: BatchStream
+    train_shard: Shard
+    test: Shard | None
+    batches: Callable[..., Iterator[tuple[Tensor, Tensor]]]
+    steps: int
+    mean: Tensor
+    std: Tensor
+
+
+@dataclass
+class Traffic:
+    """Bytes of one outer iteration.
+
+    `payload`, `mask` and `evaluate` are operands that one worker, a rank that speaks between nodes,
+    hands to collectives; `intra` are operands inside the node. `dense` is what `payload` would be
+    for the whole model. `sent` is what leaves a node for payload and masks, by `ring_bytes`.
+    """
+
+    payload: int = 0
+    mask: int = 0
+    intra: int = 0
+    evaluate: int = 0
+    dense: int = 0
+    sent: int = 0
+
+
+def ring_bytes(workers: int, operand: int, passes: int = 2) -> int:
+    """Return the bytes that one of `workers` sends for `operand` bytes by a ring algorithm.
+
+    (W - 1)/W of the operand per pass around the ring: two passes for an Allreduce (Reduce-scatter,
+    then Allgather), one for a Reduce or a Bcast (pipelined, the mean over the workers) and for an
+    Allgather, whose operand is what all workers together contribute. The ranks of a node are
+    neighbours in the ring, so this is also what leaves a node, however many of its ranks are in it.
+    """
+    return passes * (workers - 1) * operand // workers
+
+
+@dataclass
+class Position:
+    """Where a run stands: all that the driver remembers from one local step to the next.
+
+    `step` counts the local steps that outer iteration `iteration` has behind it; the sums, counts,
+    bytes and seconds of phase 1 so far are this rank's own.
+    """
+
+    iteration: int = 1
+    step: int = 0
+    loss_sum: float = 0.0
+    loss_count: float = 0.0
+    payload_bytes: int = 0
+    sent_bytes: int = 0
+    mask_bytes: int = 0
+    intra_bytes: int = 0
+    local_seconds: float = 0.0
+    method_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    drifts: list[float] = field(default_factory=list)
+    freeze_next: bool = False
+    vote_next: bool = False
+    first_loss: float | None = None
+    rollbacks: int = 0
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The network before anything was taken out of it: what shares and savings are relative to.
+
+    `stats` is the number of BatchNorm statistics, `buffers` holds names and shapes.
+    """
+
+    layout: Layout
+    stats: int
+    buffers: tuple[tuple[str, torch.Size], ...]
+
+
+@dataclass
+class State:
+    """Flat vectors of `layout` on one device, host arrays per layer, and the mask in force.
+
+    theta, grad, u, v, z_node, z and scratch hold `layout.numel` elements, `payload` has room for
+    all of them and the BatchNorm statistics. `scratch` holds nothing between phases.
+    `stats_groups` is the place in the mask of each entry of `stats`, -1 for those that always
+    travel; `stats_kept` are the entries that travel under the mask in force.
+    `consensus_sgd` says that there are no duals: they are retired, since the masks are frozen and
+    the payload has shrunk to what travels, or the method has none. `plan_agreed` says that the
+    leaders have compared the plan in force. With `shrinks` off everything travels, whatever the
+    mask. `memory` is what the method remembers from one step to the next (see `memory.py`).
+    With `removes`, what the mask lacks has been taken out of the network itself: `groups` and mask
+    are those of the `whole` network, all else is of the one that is left.
+    """
+
+    layout: Layout
+    groups: Groups
+    bn_modules: list[_BatchNorm]
+    theta: Tensor
+    grad: Tensor
+    optimizer: torch.optim.SGD
+    scaler: torch.amp.GradScaler
+    u: Tensor
+    v: Tensor
+    z_node: Tensor
+    z: Tensor
+    scratch: Tensor
+    payload: Tensor
+    stats: Tensor
+    stats_groups: np.ndarray
+    stats_kept: Tensor
+    rho1: np.ndarray
+    rho2: np.ndarray
+    mask: np.ndarray
+    factors: Factors
+    plan: Plan
+    memory: dict[str, Tensor]
+    whole: Whole
+    shrinks: bool = True
+    removes: bool = False
+    position: Position = field(default_factory=Position)
+    frozen: bool = False
+    consensus_sgd: bool = False
+    plan_agreed: bool = False
+
+    @property
+    def message(self) -> Tensor:
+        """The part of `payload` that travels: compact parameters, then BatchNorm statistics."""
+        return self.payload[: self.plan.numel + self.stats_kept.numel()]
+
+
+def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Settings) -> State:
+    """Allocate the variables: consensus starts at the model's parameters, duals at 0."""
+    theta, grad = flatten_(model, layout)
+    bn_modules = batchnorm.find(model)
+    stats = theta.new_empty(batchnorm.numel(bn_modules))
+    batchnorm.read_(bn_modules, stats)
+    mask = np.ones(groups.total, dtype=bool)
+    # The fused step makes no temporaries: one pass for weight decay, momentum and update.
+    # DGC's momentum is inside what the workers send.
+    momentum = 0.0 if settings.method == "dgc" else settings.momentum
+    optimizer = torch.optim.SGD([theta], lr=settings.lr, momentum=momentum, fused=True)
+    if momentum:
+        # The fused step leaves a buffer of its own uninitialised when fp16 skips the first step.
+        optimizer.state[theta]["momentum_buffer"] = torch.zeros_like(theta)
+    layers = len(layout.segments)
+    return State(
+        layout=layout,
+        groups=groups,
+        bn_modules=bn_modules,
+        theta=theta,
+        grad=grad,
+        optimizer=optimizer,
+        scaler=torch.amp.GradScaler(theta.device.type, enabled=settings.amp == "fp16"),
+        u=torch.zeros_like(theta),
+        v=torch.zeros_like(theta),
+        z_node=theta.clone(),
+        z=theta.clone(),
+        scratch=torch.empty_like(theta),
+        payload=theta.new_empty(layout.numel + stats.numel()),
+        stats=stats,
+        stats_groups=find_stats_groups(model, bn_modules, layout, groups),
+        stats_kept=torch.arange(stats.numel(), device=theta.device),
+        rho1=np.full(layers, settings.rho1),
+        rho2=np.full(layers, settings.rho2),
+        mask=mask,
+        factors=build_factors(mask, groups, theta.device, theta.dtype),
+        plan=build_plan(layout, groups, mask, theta.device),
+        memory=build_memory(settings, layout, theta),
+        whole=Whole(
+            layout, stats.numel(), tuple((name, b.shape) for name, b in model.named_buffers())
+        ),
+        shrinks=settings.method != "prunex-flat",
+        removes=settings.method == "prunetrain",
+        consensus_sgd=settings.method not in CONSENSUS,
+    )
+
+
+def find_stats_groups(
+    model: nn.Module, bn_modules: list[_BatchNorm], layout: Layout, groups: Groups
+) -> np.ndarray:
+    """Return the place in the mask of each BatchNorm statistic: that of its channel's gamma."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    by_name = {layout.segments[groups.layers[c.layer].segment].name: c.rows for c in groups.coupled}
+    places = [np.empty(0, dtype=np.int64)]
+    for module in bn_modules:
+        never = np.full(module.num_features, -1)
+        rows = by_name.get(names.get(id(module.weight), ""), never)
+        # A mean and a second moment per channel.
+        places += [rows, rows]
+    return np.concatenate(places)
+
+
+def kept_stats(mask: np.ndarray, stats_groups: np.ndarray) -> np.ndarray:
+    """Return the places of the BatchNorm statistics that travel under `mask`."""
+    # The last entry stands for what belongs to no group.
+    return np.flatnonzero(np.append(mask, True)[stats_groups])
+
+
+def adopt_mask(state: State, mask: np.ndarray) -> None:
+    """Make `mask` the one in force: its factors and its compaction plan."""
+    if state.removes:
+        # Nothing of what is left is masked.
+        state.mask = mask
+        return
+    travels = mask if state.shrinks else np.ones_like(mask)
+    kept = kept_stats(travels, state.stats_groups)
+    state.stats_kept = torch.from_numpy(kept).to(state.stats.device)
+    state.mask = mask
+    state.plan_agreed = False
+    state.factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
+    state.plan = build_plan(state.layout, state.groups, travels, state.theta.device)
+
+
+def freeze(state: State, consensus_sgd: bool) -> None:
+    """Fix the mask in force: from now on theta, duals and momentum live on it.
+
+    With `consensus_sgd` the duals are retired (u = v = 0) and the payload shrinks to what travels;
+    without, they are masked, which keeps sum_i P_i v_i = 0.
+    """
+    state.frozen = True
+    state.consensus_sgd = consensus_sgd
+    momentum = state.optimizer.state[state.theta].get("momentum_buffer")
+    for flat in (state.theta, momentum, state.u, state.v):
+        if flat is not None:
+            apply_factors_(flat, state.layout, state.groups, state.factors)
+    if consensus_sgd:
+        state.u.zero_()
+        state.v.zero_()
+        state.payload = state.theta.new_empty(state.plan.numel + state.stats_kept.numel())
+
+
+def next_iteration(position: Position, loss: float) -> None:
+    """Move on to the first step of the next outer iteration; `loss` is this one's mean."""
+    if position.first_loss is None:
+        position.first_loss = loss
+    position.iteration += 1
+    position.step, position.loss_sum, position.loss_count = 0, 0.0, 0.0
+    position.payload_bytes = position.sent_bytes = 0
+    position.mask_bytes = position.intra_bytes = 0
+    position.local_seconds = position.method_seconds = position.exchange_seconds = 0.0
+
+
+def put_mask_back(state: State, mask: np.ndarray, frozen: bool, consensus_sgd: bool) -> None:
+    """Adopt `mask` and the stage of an earlier moment; the caller sets the vectors afterwards."""
+    state.frozen, state.consensus_sgd = False, consensus_sgd
+    state.payload = state.theta.new_empty(state.layout.numel + state.stats.numel())
+    adopt_mask(state, mask)
+    if frozen:
+        freeze(state, consensus_sgd)
+
+
+def update_penalties(state: State, settings: Settings, residuals: Residuals) -> None:
+    """Update rho1 and rho2 per layer and rescale the duals: rho u and rho v stay what they were."""
+    rule, factor = settings.penalty, settings.rho_factor
+    limits = settings.rho_min, settings.rho_max
+    pairs = (
+        (state.u, state.rho1, residuals.intra_primal, residuals.intra_dual),
+        (state.v, state.rho2, residuals.inter_primal, residuals.inter_dual),
+    )
+    rhos = []
+    for dual, rho, primal_residual, dual_residual in pairs:
+        new = update_penalty(rho, primal_residual, dual_residual, rule, factor, *limits)
+        if np.any(new != rho):
+            scale_(dual, state.layout, rho / new)
+        rhos.append(new)
+    state.rho1, state.rho2 = rhos
+
+
+@contextmanager
+def weights(state: State, values: Tensor) -> Iterator[None]:
+    """Run the model with `values` as its parameters; theta is restored afterwards."""
+    state.scratch.copy_(state.theta)
+    state.theta.copy_(values)
+    try:
+        yield
+    finally:
+        state.theta.copy_(state.scratch)

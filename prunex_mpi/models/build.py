@@ -1,0 +1,132 @@
+"""Build the networks that can be trained, by name."""
+
+import importlib
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from prunex_mpi.base.errors import USAGE, UserError, one_line
+from prunex_mpi.models.standalone import CIFAR_FAMILY, SMALL_VIT, build
+from prunex_mpi.settings.values import nearest
+
+CIFAR_STEM_MAX_SIDE = 64  # "auto" gives images up to this side the stem that keeps their resolution
+STEMS = ("auto", "cifar", "imagenet")
+
+
+def build_model(name: str, *, num_classes: int, image_size: int, stem: str = "auto") -> nn.Module:
+    """Build the classifier `name` with fresh weights, float32 on the CPU.
+
+    `name` is a ResNet of the CIFAR family, a torchvision classifier, or `package.module:factory`,
+    called as `factory(num_classes=..., image_size=...)`. The model maps [n, 3, image_size,
+    image_size] to [n, num_classes]; this is tried once on a blank image, in evaluation mode.
+    The weights are drawn from torch's global generator, which the caller seeds.
+
+    Raises UserError (USAGE) for an unknown name, a stem the model does not have, a factory that
+    cannot be imported or called, and a model that cannot take images of this size.
+    """
+    description = describe(name, num_classes=num_classes, image_size=image_size, stem=stem)
+    try:
+        model = build(description)
+        if not isinstance(model, nn.Module):
+            kind = type(model).__name__
+            raise UserError(
+                f"model {name}: the factory returned {kind}, not a torch.nn.Module", USAGE
+            )
+        _try_forward(model, num_classes, image_size)
+    except UserError:
+        raise
+    # A size that does not fit shows as whatever the model's own code raises.
+    except Exception as error:
+        raise UserError(
+            f"model {name} does not fit {num_classes} classes of {image_size}x{image_size} images "
+            f"({one_line(error)}): choose another --model or --image-size",
+            USAGE,
+        ) from error
+    return model
+
+
+def model_names() -> list[str]:
+    """Return every name that `build_model` knows, sorted; factories come on top."""
+    return sorted(
+        {*CIFAR_FAMILY, SMALL_VIT, *torchvision.models.list_models(module=torchvision.models)}
+    )
+
+
+def describe(name: str, *, num_classes: int, image_size: int, stem: str = "auto") -> dict[str, Any]:
+    """Return what `standalone.build` takes for a network, with the stem that fits it.
+
+    A factory is imported here, not called. Raises UserError (USAGE) for an unknown name, a stem the
+    model does not have and a factory that can't be imported.
+    """
+    if stem not in STEMS:
+        raise UserError(f"unknown stem {stem!r}: choose from {', '.join(STEMS)}", USAGE)
+    chosen = ""
+    if ":" in name:
+        _check_factory(name)
+    elif name not in model_names():
+        raise UserError(
+            f"unknown model {name!r}: did you mean {nearest(name, model_names())}? "
+            "(any torchvision classifier, or package.module:factory)",
+            USAGE,
+        )
+    if _is_torchvision_resnet(name):
+        small = stem == "cifar" or (stem == "auto" and image_size <= CIFAR_STEM_MAX_SIDE)
+        chosen = "cifar" if small else "imagenet"
+    elif name in (*CIFAR_FAMILY, SMALL_VIT) and stem == "imagenet":
+        raise UserError(f"--stem imagenet does not fit {name}, which has a stem of its own", USAGE)
+    elif name not in CIFAR_FAMILY and (stem == "cifar" or (":" in name and stem != "auto")):
+        raise UserError(
+            f"--stem {stem} fits torchvision's ResNet family, not {name}: leave --stem out", USAGE
+        )
+    return {"name": name, "num_classes": num_classes, "image_size": image_size, "stem": chosen}
+
+
+def _is_torchvision_resnet(name: str) -> bool:
+    if ":" in name or name in CIFAR_FAMILY or name == SMALL_VIT:
+        return False
+    return torchvision.models.get_model_builder(name).__module__ == "torchvision.models.resnet"
+
+
+def _check_factory(name: str) -> None:
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    # Importing runs the user's module, which can raise anything.
+    except Exception as error:
+        raise UserError(
+            f"model {name}: cannot import {module_name!r} ({one_line(error)}): "
+            "give package.module:factory with the package on PYTHONPATH",
+            USAGE,
+        ) from error
+    if not callable(getattr(module, attribute, None)):
+        raise UserError(
+            f"model {name}: {module_name} has no function {attribute!r} to build it", USAGE
+        )
+
+
+def _try_forward(model: nn.Module, num_classes: int, image_size: int) -> None:
+    """Run one blank image; evaluation mode leaves statistics and the generator untouched."""
+    parameter = next(model.parameters(), torch.empty(0))
+    blank = torch.zeros(1, 3, image_size, image_size, dtype=parameter.dtype)
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        output = model(blank.to(parameter.device))
+    model.train(training)
+    if not isinstance(output, Tensor) or output.shape != (1, num_classes):
+        found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ValueError(f"it returns {found} for one image, not [1, {num_classes}]")
+
+
+@torch.no_grad()
+def probe(model: nn.Module, image_size: int) -> list[float]:
+    """Return the logits of a fixed image in evaluation mode: they tell networks apart."""
+    parameter = next(model.parameters())
+    ramp = torch.linspace(-1, 1, 3 * image_size**2, dtype=parameter.dtype)
+    training = model.training
+    model.eval()
+    logits = model(ramp.view(1, 3, image_size, image_size).to(parameter.device))
+    model.train(training)
+    return logits[0].tolist()

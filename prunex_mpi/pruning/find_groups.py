@@ -1,0 +1,207 @@
+"""Find the groups of a model: per convolution (`sparsity`), or coupled over layers (`coupling`)."""
+
+import fnmatch
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.models.layout import Layout
+from prunex_mpi.pruning.coupling import Coupling
+from prunex_mpi.pruning.projection import (
+    Budget,
+    CoupledLayer,
+    Groups,
+    PrunableLayer,
+    Selection,
+    cost,
+    reduce_to,
+)
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def find_groups(
+    model: nn.Module,
+    layout: Layout,
+    kinds: Sequence[str],
+    keep_ratios: Sequence[float],
+    layer_keep_ratios: Sequence[tuple[str, float]] = (),
+    *,
+    coupling: Coupling | None = None,
+    keep_by: str = "groups",
+    round_to: int = 1,
+) -> Groups:
+    """List the groups of `model` and say which slices cannot be pruned and why.
+
+    `keep_ratios` holds one ratio per kind, or one for all; `layer_keep_ratios` are (fnmatch pattern
+    on the parameter's name, ratio) pairs of which the last match wins. Coupled groups need the
+    model's `coupling`; `keep_by` (groups | parameters | multiply-adds) says what their ratio is of,
+    and `round_to` what numbers of channels a budget can choose from.
+    Raises UserError when no group can be pruned, when a pattern matches no layer, or when a budget
+    can't be met.
+    """
+    ratios = list(keep_ratios) * (len(kinds) if len(keep_ratios) == 1 else 1)
+    index = {s.name: i for i, s in enumerate(layout.segments)}
+    candidates, excluded = _find_layers(model, index, [k for k in kinds if k != "coupled"])
+    names = [name for name, _, _ in candidates]
+    layers = [layer for _, layer, _ in candidates]
+    if coupling is not None:
+        excluded += coupling.excluded
+        for name in [*coupling.rows, *coupling.columns]:
+            if name not in index:
+                raise UserError(
+                    f"coupled groups: {name} is not trained; choose another --model or other "
+                    "--groups"
+                )
+            if name not in names:
+                names.append(name)
+                layers.append(_as_layer(index[name], model.get_parameter(name)))
+    for pattern, _ in layer_keep_ratios:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise UserError(f"--layer-keep-ratio: no prunable layer matches {pattern!r}")
+    if not layers:
+        raise UserError(
+            f"no layer of the model can be pruned by {'+'.join(kinds)} groups "
+            f"({excluded[0]}); choose other --groups"
+        )
+
+    def keep_ratio(name: str, ratio: float) -> float:
+        matching = [r for p, r in layer_keep_ratios if fnmatch.fnmatchcase(name, p)]
+        return matching[-1] if matching else ratio
+
+    gammas = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    by_kind: list[tuple[Selection, ...]] = []
+    coupled: list[CoupledLayer] = []
+    start = 0
+    for kind, ratio in zip(kinds, ratios, strict=True):
+        selections = []
+        if kind == "coupled":
+            for s in coupling.sets:
+                keep = keep_ratio(s.name, ratio)
+                selections.append(Selection(-1, kind, 1, s.count, start + s.start, keep, s.unit))
+            for number, (name, layer) in enumerate(zip(names, layers, strict=True)):
+                if name in coupling.rows or name in coupling.columns:
+                    scored = len(layout.segments[layer.segment].shape) > 1 or name in gammas
+                    coupled.append(_couple(name, number, layer, coupling, start, scored))
+            start += coupling.total
+        for number, (name, layer, usable) in enumerate(candidates):
+            if kind not in usable:
+                continue
+            blocks, count = _extent(layer, kind)
+            selections.append(
+                Selection(number, kind, blocks, count, start, keep_ratio(name, ratio))
+            )
+            start += blocks * count
+        if selections:
+            by_kind.append(tuple(selections))
+    groups = Groups(tuple(layers), tuple(by_kind), start, tuple(excluded), tuple(coupled))
+    if keep_by == "groups":
+        return groups
+    return _with_budget(groups, layout, coupling, ratios[0], keep_by, round_to)
+
+
+def _find_layers(
+    model: nn.Module, index: dict[str, int], kinds: Sequence[str]
+) -> tuple[list[tuple[str, PrunableLayer, list[str]]], list[str]]:
+    """Return (name, layer, usable kinds) of the convolutions, and what cannot be pruned and why."""
+    if not kinds:
+        return [], []
+    weighted = [
+        (f"{name}.weight" if name else "weight", module)
+        for name, module in model.named_modules()
+        if isinstance(module, (*CONVOLUTIONS, nn.Linear))
+    ]
+    convs = [(name, module) for name, module in weighted if isinstance(module, CONVOLUTIONS)]
+    if not convs:
+        raise UserError("the model has no convolution layer to prune; choose a convolutional model")
+    classifier = weighted[-1][0]
+    excluded = [
+        f"{name}.weight: transposed convolutions are not pruned"
+        for name, module in model.named_modules()
+        if isinstance(module, TRANSPOSED)
+    ]
+    candidates: list[tuple[str, PrunableLayer, list[str]]] = []
+    for position, (name, conv) in enumerate(convs):
+        if name not in index:
+            excluded += [f"{name} [{kind}]: its weight is not trained" for kind in kinds]
+            continue
+        layer = _as_layer(index[name], conv.weight, conv.groups)
+        usable = []
+        for kind in kinds:
+            reason = _why_not(layer, kind, position == 0, name == classifier)
+            if reason:
+                excluded.append(f"{name} [{kind}]: {reason}")
+            else:
+                usable.append(kind)
+        if usable:
+            candidates.append((name, layer, usable))
+    return candidates, excluded
+
+
+def _as_layer(segment: int, weight: Tensor, conv_groups: int = 1) -> PrunableLayer:
+    return PrunableLayer(
+        segment=segment,
+        blocks=conv_groups,
+        rows=weight.shape[0] // conv_groups,
+        channels=weight.shape[1] if weight.dim() > 1 else 1,
+        kernel=math.prod(weight.shape[2:]),
+    )
+
+
+def _couple(
+    name: str, number: int, layer: PrunableLayer, coupling: Coupling, start: int, scored: bool
+) -> CoupledLayer:
+    """Translate the groups of one parameter's rows and channels to places in the mask."""
+    rows = coupling.rows.get(name, np.full(layer.blocks * layer.rows, -1))
+    channels = coupling.columns.get(name, np.full(layer.channels, -1))
+    # A convolution in groups has no coupled columns, so that one block's stand for all.
+    columns = np.repeat(channels, layer.kernel)
+    places = [np.where(ids < 0, -1, ids + start) for ids in (rows, columns)]
+    return CoupledLayer(number, *places, scored)
+
+
+def _with_budget(
+    groups: Groups,
+    layout: Layout,
+    coupling: Coupling,
+    ratio: float,
+    keep_by: str,
+    round_to: int,
+) -> Groups:
+    """Limit what is kept of all parameters, or of all multiply-adds of weights, to `ratio`."""
+    segments = layout.segments
+    positions = np.array([coupling.positions.get(s.name, 0) for s in segments], dtype=np.float64)
+    price = np.ones(len(segments)) if keep_by == "parameters" else positions
+    total = float(price @ [s.numel for s in segments])
+    mine = [layer.segment for layer in groups.layers]
+    fixed = total - float(price[mine] @ [layer.numel for layer in groups.layers])
+    limited = replace(groups, budget=Budget(ratio * total, price[mine], fixed))
+    least = cost(reduce_to(np.zeros(groups.total), limited, groups.total, round_to), limited)
+    if least > ratio * total:
+        raise UserError(
+            f"--keep-ratio {ratio:g} of the {keep_by} can't be reached: with as few channels in "
+            f"each set as can be, {least / total:.2g} are left; raise it"
+        )
+    return limited
+
+
+def _why_not(layer: PrunableLayer, kind: str, first: bool, classifier: bool) -> str:
+    if kind == "filter":
+        return "its outputs are the classes" if classifier else ""
+    if first:
+        return "its input channels are the image's"
+    if _extent(layer, kind)[1] == 1:
+        return "one input channel per convolution group (depthwise): nothing to choose from"
+    return ""
+
+
+def _extent(layer: PrunableLayer, kind: str) -> tuple[int, int]:
+    if kind == "filter":
+        return 1, layer.blocks * layer.rows
+    return layer.blocks, layer.channels if kind == "channel" else layer.columns

@@ -1,0 +1,186 @@
+"""The group lasso of PruneTrain, and which groups of channels it has emptied.
+
+With W_m[g] the slice of coupled group g (`coupling`) in weight m, and |W[g]|^2 = sum_m |W_m[g]|^2
+over all weights of two and more dimensions, the penalty on top of the loss is
+
+    coefficient * sum_g |W[g]|                                     (Lym et al. 2019, Eq. 1 and 2)
+
+An element of a weight belongs to the group of its row and to that of its column, so its subgradient
+is coefficient * w (1/|W[row]| + 1/|W[column]|), where a group of norm zero adds nothing. Biases and
+BatchNorm go with their group, but are not part of the penalty.
+
+Groups keep their numbers for good. Once some are gone, the slices of the others are found by the
+mask of what is left, so that a network that has become smaller needs no new trace.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prunex_mpi.models.layout import Layout
+from prunex_mpi.pruning.coupling import Coupling
+from prunex_mpi.pruning.projection import Groups
+from prunex_mpi.pruning.shrink import slices_left
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The groups along one dimension of a weight, which is seen as [rows, channels, kernel].
+
+    `groups` int64 [found] are the distinct groups; `slices` int64 [found, most] their slices, with
+    the number of slices, one beyond the last, where a group has fewer. `by_slice` int64 [slices] is
+    the group of each slice, the number of all groups for none.
+    """
+
+    dim: int
+    groups: Tensor
+    slices: Tensor
+    by_slice: Tensor
+
+
+@dataclass(frozen=True)
+class Member:
+    """A weight in the penalty: its place in the flat vector and its axes."""
+
+    offset: int
+    shape: tuple[int, int, int]
+    axes: tuple[Axis, ...]
+
+
+@dataclass(frozen=True)
+class Lasso:
+    """The penalty of one network: the weights that belong to `total` groups."""
+
+    members: tuple[Member, ...]
+    total: int
+
+
+def remaining_coupling(layout: Layout, groups: Groups, mask: np.ndarray) -> Coupling:
+    """Return which slices of the parameters that are left belong to which group.
+
+    `groups` are those of the whole network, `mask` says which are left of them. `layout` only gives
+    the names. Positions are unknown.
+    """
+    rows, columns = {}, {}
+    # The last entry stands for what belongs to no group.
+    left = np.append(mask, True)
+    for entry in groups.coupled:
+        layer = groups.layers[entry.layer]
+        name = layout.segments[layer.segment].name
+        for known, ids in ((rows, entry.rows), (columns, entry.columns[:: layer.kernel])):
+            if (ids >= 0).any():
+                known[name] = ids[left[ids]]
+    return Coupling(rows, columns, (), groups.total, {}, groups.excluded)
+
+
+def build_lasso(layout: Layout, coupling: Coupling, device: torch.device) -> Lasso:
+    """Prepare the penalty of a network of `layout` whose slices are those of `coupling`."""
+    members = []
+    for segment in layout.segments:
+        if len(segment.shape) == 1:
+            continue
+        known = (coupling.rows.get(segment.name), coupling.columns.get(segment.name))
+        axes = [
+            _axis(dim, ids, coupling.total, device)
+            for dim, ids in enumerate(known)
+            if ids is not None
+        ]
+        if axes:
+            shape = (*segment.shape[:2], segment.numel // (segment.shape[0] * segment.shape[1]))
+            members.append(Member(segment.offset, shape, tuple(axes)))
+    return Lasso(tuple(members), coupling.total)
+
+
+def _axis(dim: int, ids: np.ndarray, total: int, device: torch.device) -> Axis:
+    found, counts = np.unique(ids[ids >= 0], return_counts=True)
+    slices = np.full((found.size, counts.max()), ids.size)
+    # The slices of a group one after the other, each group in a row of its own.
+    order = np.argsort(ids, kind="stable")[np.count_nonzero(ids < 0) :]
+    slices[np.arange(counts.max()) < counts[:, None]] = order
+    by_slice = np.where(ids < 0, total, ids)
+    return Axis(dim, *(torch.from_numpy(x).to(device) for x in (found, slices, by_slice)))
+
+
+def group_norms(theta: Tensor, lasso: Lasso, scratch: Tensor) -> Tensor:
+    """Return |W[g]| of every group, [total]; `scratch` is overwritten by the squares of theta.
+
+    Each addition meets a group once, so that the same theta gives the same bits, on a GPU as well.
+    """
+    squares = torch.mul(theta, theta, out=scratch)
+    sums = theta.new_zeros(lasso.total)
+    for member, axis in _axes(lasso):
+        dims = [d for d in range(3) if d != axis.dim]
+        by_slice = _view(squares, member).sum(dims)
+        sums.index_add_(0, axis.groups, _of_groups(by_slice, axis).sum(1))
+    return sums.sqrt_()
+
+
+def write_subgradient_(
+    theta: Tensor, lasso: Lasso, norms: Tensor, coefficient: Tensor, gradient: Tensor
+) -> None:
+    """Set `gradient` to that of the penalty at theta; `norms` are those of `group_norms`."""
+    gradient.zero_()
+    inverse = theta.new_zeros(lasso.total + 1)
+    # 1/0 is left out, and so is what belongs to no group, the last entry.
+    inverse[:-1] = torch.where(norms > 0, coefficient.to(theta.dtype) / norms, 0.0)
+    for member in lasso.members:
+        factors = [
+            inverse[axis.by_slice].view([-1 if d == axis.dim else 1 for d in range(3)])
+            for axis in member.axes
+        ]
+        factor = factors[0] + factors[1] if len(factors) > 1 else factors[0]
+        torch.mul(_view(theta, member), factor, out=_view(gradient, member))
+
+
+def coefficient_for(share: float, loss: Tensor, norms: Tensor) -> Tensor:
+    """Return the coefficient that makes the penalty `share` of loss + penalty, float64 [1]."""
+    return (share / (1 - share) * loss.double() / norms.double().sum()).view(1)
+
+
+def emptied(
+    theta: Tensor, lasso: Lasso, groups: Groups, mask: np.ndarray, threshold: float
+) -> np.ndarray:
+    """Return which groups of `mask` have no weight of magnitude `threshold` or more, bool [total].
+
+    The largest of a set that would be left without any group stays.
+    """
+    largest = np.zeros(lasso.total)
+    magnitudes = theta.abs()
+    for member, axis in _axes(lasso):
+        by_slice = _view(magnitudes, member).amax([d for d in range(3) if d != axis.dim])
+        found = _of_groups(by_slice, axis).amax(1).double().cpu().numpy()
+        ids = axis.groups.cpu().numpy()
+        largest[ids] = np.maximum(largest[ids], found)
+    removed = mask & (largest < threshold)
+    for s in groups.kinds[0]:
+        part = slice(s.start, s.stop)
+        if (removed | ~mask)[part].all():
+            best = np.where(mask[part], largest[part], -1.0).argmax()
+            removed[s.start + best] = False
+    return removed
+
+
+def cut(flat: Tensor, layout: Layout, coupling: Coupling, removed: np.ndarray) -> Tensor:
+    """Return the elements of `flat` that stay without the groups of `removed`, in their order."""
+    pieces = []
+    for segment, view in zip(layout.segments, layout.views(flat), strict=True):
+        rows, columns = coupling.rows.get(segment.name), coupling.columns.get(segment.name)
+        pieces.append(slices_left(view, rows, columns, removed).reshape(-1))
+    return torch.cat(pieces)
+
+
+def _axes(lasso: Lasso) -> Iterator[tuple[Member, Axis]]:
+    return ((member, axis) for member in lasso.members for axis in member.axes)
+
+
+def _view(flat: Tensor, member: Member) -> Tensor:
+    rows, channels, kernel = member.shape
+    return flat[member.offset : member.offset + rows * channels * kernel].view(member.shape)
+
+
+def _of_groups(by_slice: Tensor, axis: Axis) -> Tensor:
+    """Gather [slices] into [groups, most slices of a group], zero where a group has fewer."""
+    return torch.cat([by_slice, by_slice.new_zeros(1)])[axis.slices]

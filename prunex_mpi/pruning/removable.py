@@ -1,0 +1,220 @@
+"""Find what in a masked network no longer does anything, by the groups of its coupling.
+
+A group of channels goes when nothing is lost without it, whichever mask made its zeros:
+
+- nobody reads it: all columns of all weights that carry its id are zero, or
+- it is constant zero: all rows of its weights are zero, so that it depends on no image, and what
+  arrives of it at its readers, measured on images, is zero.
+
+BatchNorm turns a zero filter into a constant, beta - gamma mu / sigma, which an activation may let
+pass. With coupled groups, gamma and beta are part of the mask and forced to zero in training, so
+the constant is zero as well; with other groups such a channel stays, and is reported.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prunex_mpi.models.standalone import CONVOLUTIONS
+from prunex_mpi.pruning.coupling import ChannelSet, Coupling
+from prunex_mpi.pruning.shrink import WEIGHT, attention_of, owner_of
+
+SHOWN = 2  # names per line of a report
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which groups go, bool [groups], and one line for each kind of zeros that stay, and why."""
+
+    removed: np.ndarray
+    stays: tuple[str, ...]
+
+
+def judge(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
+    """Decide by the weights of `model` and a batch of images [n, 3, H, W] which groups can go.
+
+    At least one group of a set stays. The model is run in evaluation mode.
+    """
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    written = {
+        name: _carried(ids, ~_zero_slices(weights[name], 0), coupling.total)
+        for name, ids in coupling.rows.items()
+        if weights[name].dim() > 1
+    }
+    read = {
+        name: _carried(ids, ~_zero_slices(weights[name], 1), coupling.total)
+        for name, ids in coupling.columns.items()
+    }
+    active = _activity(model, coupling, images)
+    nothing = np.zeros(coupling.total, dtype=bool)
+    is_written, is_read, is_active = (
+        np.logical_or.reduce([*found.values(), nothing]) for found in (written, read, active)
+    )
+    removed = ~is_read | (~is_written & ~is_active)
+    lines = []
+    for s in coupling.sets:
+        part = slice(s.start, s.start + s.count)
+        if removed[part].all():
+            removed[s.start] = False
+            lines.append(f"{_channels(s, 1)}: nothing is left of them, but one must stay")
+            continue
+        stays = ~removed[part]
+        silent = stays & ~is_written[part]
+        if silent.any():
+            lines.append(
+                f"{_channels(s, silent.sum())}: the filters are zero, but BatchNorm or a bias "
+                f"passes a constant to {_names(active, part, silent)}"
+            )
+        partly = stays & is_written[part] & _some_idle(coupling.rows, written, part)
+        if partly.any():
+            lines.append(
+                f"{_channels(s, partly.sum())}: the filters are zero in some but not all of "
+                f"{_carriers(coupling.rows, written, s)}"
+            )
+        unread = stays & is_written[part] & _some_idle(coupling.columns, read, part)
+        if unread.any():
+            lines.append(
+                f"{_channels(s, unread.sum())}: ignored by some but not all of "
+                f"{_carriers(coupling.columns, read, s)}"
+            )
+    return Verdict(removed, (*lines, *_zeros_elsewhere(weights, coupling)))
+
+
+def _zero_slices(weight: Tensor, dim: int) -> np.ndarray:
+    """Return for each index of `dim` whether the slice is all zeros, bool [weight.shape[dim]]."""
+    others = [d for d in range(weight.dim()) if d != dim % weight.dim()]
+    return (weight.abs().amax(dim=others) == 0).cpu().numpy()
+
+
+def _carried(ids: np.ndarray, marks: np.ndarray, total: int) -> np.ndarray:
+    """Return which groups carry any mark, bool [total]; `ids` and `marks` are per slice."""
+    found = np.zeros(total, dtype=bool)
+    found[ids[marks & (ids >= 0)]] = True
+    return found
+
+
+@torch.no_grad()
+def _activity(model: nn.Module, coupling: Coupling, images: Tensor) -> dict[str, np.ndarray]:
+    """Return by the reader's name which groups arrive at it as anything but zero, bool [groups]."""
+    found: dict[str, np.ndarray] = {}
+    handles = []
+
+    def watch(name: str, dim: int) -> None:
+        def look(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            marks = ~_zero_slices(arguments[0], dim)
+            # A module may be called more than once.
+            before = found.get(name, np.zeros(coupling.total, dtype=bool))
+            found[name] = before | _carried(coupling.columns[name], marks, coupling.total)
+
+        module = model.get_submodule(name.removesuffix(WEIGHT))
+        handles.append(module.register_forward_pre_hook(look))
+
+    for name, ids in coupling.columns.items():
+        module = owner_of(model, name)
+        attention = attention_of(model, name)
+        if attention is not None:
+            # Its input is inside the attention: a head of zero filters gives its values' bias.
+            marks = np.zeros(len(ids), dtype=bool)
+            if attention.in_proj_bias is not None:
+                marks = (attention.in_proj_bias.chunk(3)[2] != 0).cpu().numpy()
+            found[name] = _carried(ids, marks, coupling.total)
+        elif isinstance(module, (*CONVOLUTIONS, nn.Linear)):
+            watch(name, 1 if isinstance(module, CONVOLUTIONS) else -1)
+        else:
+            found[name] = _carried(ids, np.ones(len(ids), dtype=bool), coupling.total)
+    training = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in training:
+            module.training = mode
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# What is said
+# --------------------------------------------------------------------------------------------------
+
+
+def describe_removed(coupling: Coupling, removed: np.ndarray) -> list[dict[str, int | str]]:
+    """Return for each set of channels its name, its groups, how many go, and channels per group."""
+    return [
+        {
+            "set": s.name,
+            "groups": s.count,
+            "removed": int(removed[s.start : s.start + s.count].sum()),
+            "unit": s.unit,
+        }
+        for s in coupling.sets
+    ]
+
+
+def _channels(s: ChannelSet, count: int) -> str:
+    what = "channel" if s.unit == 1 else "head"
+    return f"{count} {what}{'s' if count != 1 else ''} of {s.name.removesuffix(WEIGHT)}"
+
+
+def _some_idle(
+    ids: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], part: slice
+) -> np.ndarray:
+    """Return which groups of a set have slices in a weight of `found` that are all zero there."""
+    idle = np.zeros(part.stop - part.start, dtype=bool)
+    for name, marks in found.items():
+        carried = _carried(ids[name], np.ones(len(ids[name]), dtype=bool), len(marks))
+        idle |= (carried & ~marks)[part]
+    return idle
+
+
+def _carriers(ids: Mapping[str, np.ndarray], among: Iterable[str], s: ChannelSet) -> str:
+    """Return the weights of `among` in which a set has slices."""
+    return _join(
+        name for name in among if ((ids[name] >= s.start) & (ids[name] < s.start + s.count)).any()
+    )
+
+
+def _names(found: Mapping[str, np.ndarray], part: slice, among: np.ndarray) -> str:
+    return _join(name for name, marks in found.items() if (marks[part] & among).any())
+
+
+def _join(names: Iterable[str]) -> str:
+    plain = [name.removesuffix(WEIGHT) for name in names]
+    shown, more = plain[:SHOWN], len(plain) - SHOWN
+    last = f"{more} more" if more > 0 else shown.pop()
+    return " and ".join([*([", ".join(shown)] if shown else []), last])
+
+
+def zeros_that_stay(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return a line for the zeros inside the weights of a smaller network, if there are any."""
+    weights = [t for t in tensors.values() if t.dim() > 1]
+    zeros, all_of_them = (sum(f(t) for t in weights) for f in (_count_zeros, Tensor.numel))
+    if not zeros:
+        return []
+    return [
+        f"{zeros:,} of {all_of_them:,} weights are zeros inside kept channels: dense kernels "
+        "gain nothing by them"
+    ]
+
+
+def _count_zeros(tensor: Tensor) -> int:
+    return int((tensor == 0).sum())
+
+
+def _zeros_elsewhere(weights: Mapping[str, Tensor], coupling: Coupling) -> list[str]:
+    """Return lines for zero filters that belong to no group."""
+    lines = []
+    for name, weight in weights.items():
+        if weight.dim() < 2 or name not in coupling.positions:
+            continue
+        ids = coupling.rows.get(name, np.full(weight.shape[0], -1))
+        count = int((_zero_slices(weight, 0) & (ids < 0)).sum())
+        if count:
+            reason = next((e for e in coupling.excluded if e.startswith(f"{name} [")), "")
+            why = reason.partition(": ")[2] or "they meet what cannot be removed"
+            plural = "s" if count > 1 else ""
+            lines.append(f"{count} zero filter{plural} of {name.removesuffix(WEIGHT)}: {why}")
+    return lines

@@ -1,0 +1,234 @@
+"""Save and restore the whole state of a run: every rank its part (`snapshot`), all agree on it."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError
+from prunex_mpi.base.files import FileRecord, telling_disk_errors
+from prunex_mpi.base.logs import RunDirectory
+from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.comm.topology import Topology, broadcast_text, gather_text, together
+from prunex_mpi.core.memory import OWN
+from prunex_mpi.core.state import Problem, State
+from prunex_mpi.methods.prunetrain import resize_to_
+from prunex_mpi.run import checkpoint_files
+from prunex_mpi.run.snapshot import (
+    Numbers,
+    Tensors,
+    contents,
+    misfit,
+    model_digest,
+    put_all,
+    put_common,
+)
+from prunex_mpi.settings.fields import Settings
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Which checkpoint a run goes on from, "" for none, and which were refused, with reasons."""
+
+    name: str
+    refused: tuple[str, ...]
+    other_nodes: bool = False
+    dealt_out: bool = False
+
+    def describe(self) -> list[str]:
+        """Return lines that say where the run goes on from, and what was refused."""
+        place = f"going on from checkpoint {self.name}"
+        if not self.name:
+            place = "there is no checkpoint: the run begins"
+        elif self.other_nodes:
+            place += (
+                " on other nodes: z, masks, penalties and mean momentum are kept, duals start at "
+                "0, data are shuffled anew"
+            )
+        if self.dealt_out:
+            place += ", gradients that have not been sent are dealt out anew"
+        return [*(f"refused checkpoint {line}" for line in self.refused), place]
+
+
+def save(topology: Topology, run: RunDirectory | None, state: State, problem: Problem) -> None:
+    """Write a checkpoint of the state as it stands.
+
+    `run` is None on all ranks but world rank 0. Raises UserError on every rank when any of them
+    can't write. Collective on `world`.
+    """
+    world, position = topology.world, state.position
+
+    def begin() -> str:
+        if run is None:
+            return ""
+        run.finish_removals()
+        return str(checkpoint_files.begin(run.path, position.iteration, position.step))
+
+    def write() -> FileRecord:
+        tensors, numbers = contents(topology, state, problem)
+        return checkpoint_files.write_rank_file(folder, world.rank, tensors, numbers)
+
+    what = "the checkpoint"
+    folder = Path(broadcast_text(world, together(world, lambda: telling_disk_errors(what, begin))))
+    record = together(world, lambda: telling_disk_errors(what, write))
+    records = np.empty((world.size, 2), dtype=np.int64)
+    world.Gather(np.array([record.size, record.crc32], dtype=np.int64), records, root=0)
+
+    def publish() -> None:
+        if run is not None:
+            manifest = {
+                "format": checkpoint_files.FORMAT,
+                "node_sizes": list(topology.node_sizes),
+                "ranks": records.tolist(),
+                "config": run.config,
+                "model": model_digest(state),
+                # What is left of a network that becomes smaller, to build it before it is filled.
+                "left": np.packbits(state.mask).tobytes().hex() if state.removes else "",
+                "files": run.sizes(),
+            }
+            run.remove_later(checkpoint_files.publish(folder, manifest))
+
+    together(world, lambda: telling_disk_errors(what, publish))
+
+
+def restore(
+    topology: Topology,
+    run: RunDirectory | None,
+    state: State,
+    problem: Problem,
+    settings: Settings,
+    transport: Transport,
+) -> Restored:
+    """Put the newest usable checkpoint of the run into `state` and `problem`.
+
+    One that is not whole, or is of another model, is refused and the one before it is tried.
+    Without any checkpoint nothing changes; raises UserError on every rank when there are some and
+    none can be used. Collective on `world`.
+    """
+    world = topology.world
+
+    def list_names() -> str:
+        try:
+            return "/".join(checkpoint_files.valid_names(run.path)) if run else ""
+        except OSError as error:
+            reason = f"{error.filename} can't be read: {error.strerror}"
+            raise UserError(reason, UNREADABLE) from None
+
+    def rewind(sizes: dict[str, list[int]], refused: Sequence[str] = ()) -> None:
+        if run is not None:
+            run.rewind(sizes)
+            for line in refused:
+                checkpoint_files.set_aside(run.path, line.partition(":")[0])
+
+    listed = together(world, list_names)
+    refused: list[str] = []
+    for name in filter(None, broadcast_text(world, listed).split("/")):
+        path, manifest, reason = _read_manifest(world, run, name, model_digest(state))
+        if not reason:
+            reason = together(
+                world, partial(_fit_network, manifest["left"], state, problem, settings)
+            )
+        if not reason:
+            other = manifest["node_sizes"] != list(topology.node_sizes)
+            part, mine = None, ""
+            parts = partial(_read_parts, topology, path, name, manifest, other, state, problem)
+            try:
+                # Of several, none stays in memory: they are read once more.
+                for part in parts():  # noqa: B007
+                    pass
+            except DamagedCheckpoint as damage:
+                mine = str(damage)
+            reason = _first_reason(world, mine)
+        if reason:
+            refused.append(f"{name}: {reason}")
+            continue
+        together(world, partial(rewind, manifest["files"], refused))
+        if other:
+            old_size = sum(manifest["node_sizes"])
+            put_common(topology, parts(), old_size, state, problem, settings, transport)
+        else:
+            put_all(topology, *part, state, problem, transport)
+        dealt_out = other and any(key.startswith(OWN) for key in state.memory)
+        return Restored(name, tuple(refused), other, dealt_out)
+    if refused:
+        raise UserError("no checkpoint can be used: " + "; ".join(refused), UNREADABLE)
+    together(world, lambda: rewind({}))
+    return Restored("", ())
+
+
+def _read_manifest(
+    world: MPI.Comm, run: RunDirectory | None, name: str, model: str
+) -> tuple[Path, dict[str, Any], str]:
+    """Return the run's path, the manifest that rank 0 read, and why it can't be used."""
+    text = reason = path = ""
+    if run is not None:
+        path = str(run.path)
+        try:
+            manifest = checkpoint_files.read_manifest(run.path, name)
+            run.check(manifest["files"])
+            if manifest["config"] != run.config:
+                raise DamagedCheckpoint("it was written under another config.toml")
+            if manifest["model"] != model:
+                raise DamagedCheckpoint("the model's parameters were of other names or shapes then")
+            text = json.dumps(manifest)
+        except DamagedCheckpoint as damage:
+            reason = str(damage)
+    reason = broadcast_text(world, reason)
+    text, path = broadcast_text(world, text), broadcast_text(world, path)
+    return Path(path), json.loads(text) if text else {}, reason
+
+
+def _fit_network(left: str, state: State, problem: Problem, settings: Settings) -> str:
+    """Give a network that becomes smaller the sizes it had; return why that can't be, or ""."""
+    if not state.removes:
+        return ""
+    bits = np.frombuffer(bytes.fromhex(left), dtype=np.uint8)
+    if bits.size != np.packbits(state.mask).size:
+        return "it does not say what was left of the network"
+    mask = np.unpackbits(bits, count=state.mask.size).astype(bool)
+    if not np.array_equal(mask, state.mask):
+        resize_to_(state, problem.model, mask, settings)
+    return ""
+
+
+def _read_parts(
+    topology: Topology,
+    run: Path,
+    name: str,
+    manifest: dict[str, Any],
+    other_nodes: bool,
+    state: State,
+    problem: Problem,
+) -> Iterator[tuple[Tensors, Numbers]]:
+    """Read this rank's file, or on other nodes its share of all files."""
+    world, records = topology.world, manifest["ranks"]
+    mine = range(world.rank, len(records), world.size) if other_nodes else [world.rank]
+    leaders = np.cumsum([0, *manifest["node_sizes"]])
+    for rank in mine:
+        size, crc32 = records[rank]
+        record = FileRecord(size, crc32)
+        tensors, numbers = checkpoint_files.read_rank_file(run, name, rank, record)
+        reason = misfit(
+            tensors,
+            numbers,
+            state,
+            problem,
+            leader=rank in leaders,
+            first=rank == 0,
+            same_nodes=not other_nodes,
+        )
+        if reason:
+            raise DamagedCheckpoint(f"rank {rank}: {reason}")
+        yield tensors, numbers
+
+
+def _first_reason(world: MPI.Comm, mine: str) -> str:
+    """Return the lowest rank's reason on every rank, "" when none has one. Collective."""
+    reasons = [reason for reason in gather_text(world, mine) if reason]
+    return broadcast_text(world, reasons[0] if reasons else "")

@@ -1,0 +1,200 @@
+"""The files of a checkpoint: one per rank, and a manifest whose folder becomes valid by a rename.
+
+    RUN/checkpoints/000007-iteration-12-step-3/
+        rank-00000.safetensors ...   tensors of one rank, and its numbers as JSON in the metadata
+        manifest.json                position, configuration, size and checksum of each rank's file
+
+Everything is written to a folder of another name first. What is read is never executed, file names
+are made here and not taken from files, and links are refused.
+"""
+
+import errno
+import json
+import os
+import re
+import shutil
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from prunex_mpi.base.errors import DamagedCheckpoint
+from prunex_mpi.base.files import (
+    LINES,
+    FileRecord,
+    read_record,
+    sync,
+    write_durably,
+    written_record,
+)
+
+FORMAT = 1
+KEEP = 2
+PARTIAL = ".partial"
+NAME = re.compile(r"(\d{6,12})-iteration-(\d{1,12})-step-(\d{1,12})")
+MANIFEST = "manifest.json"
+MANIFEST_LIMIT_BYTES = 64 * 2**20
+
+
+def valid_names(run: Path) -> list[str]:
+    """Return the names of the complete checkpoints of `run`, the newest first; raise OSError."""
+    folder = run / "checkpoints"
+    if not folder.exists():
+        return []
+    found = [p.name for p in folder.iterdir() if NAME.fullmatch(p.name) and _is_folder(p)]
+    return sorted(found, key=lambda name: int(name.split("-")[0]), reverse=True)
+
+
+def begin(run: Path, iteration: int, step: int) -> Path:
+    """Make the folder that the ranks write to; remove what an interrupted write left."""
+    parent = run / "checkpoints"
+    parent.mkdir(exist_ok=True)
+    for left in parent.iterdir():
+        if left.name.endswith(PARTIAL):
+            shutil.rmtree(left)
+    # Numbers in use count even where the name is not a checkpoint: the rename must not meet it.
+    taken = [int(p.name.split("-")[0]) for p in parent.iterdir() if NAME.fullmatch(p.name)]
+    number = max(taken, default=0) + 1
+    partial = parent / f"{number:06d}-iteration-{iteration}-step-{step}{PARTIAL}"
+    partial.mkdir()
+    return partial
+
+
+def publish(partial: Path, manifest: dict[str, Any]) -> list[Path]:
+    """Make a folder of written files a checkpoint: manifest, then one rename.
+
+    All but the last `KEEP` checkpoints lose their names; returns their folders, to be removed.
+    """
+    body = json.dumps(manifest, allow_nan=False, sort_keys=True)
+    text = json.dumps({"crc32": zlib.crc32(body.encode()), "body": body})
+    write_durably(partial / MANIFEST, text)
+    final = partial.with_name(partial.name.removesuffix(PARTIAL))
+    os.rename(partial, final)
+    sync(final.parent)
+    run = final.parent.parent
+    # Renamed first: a removal cut short must not leave what looks complete.
+    return [set_aside(run, name) for name in valid_names(run)[KEEP:]]
+
+
+def set_aside(run: Path, name: str) -> Path:
+    """Take a checkpoint out of the count; what remains is removed before the next write."""
+    folder = run / "checkpoints" / name
+    return folder.rename(folder.with_name(f"{name}{PARTIAL}"))
+
+
+def write_rank_file(
+    folder: Path, rank: int, tensors: dict[str, Tensor], numbers: dict[str, Any]
+) -> FileRecord:
+    """Write what one rank holds, through to the disk; return the file's size and checksum.
+
+    `tensors` are contiguous CPU tensors of separate memory, `numbers` goes through JSON. Raises
+    OSError.
+    """
+    path = rank_file(folder, rank)
+    save_tensors(tensors, path, {"numbers": json.dumps(numbers, allow_nan=False)})
+    # The disk works while the checksum is computed.
+    with ThreadPoolExecutor(1) as reader:
+        record = reader.submit(written_record, path)
+        sync(path)
+        return record.result()
+
+
+def save_tensors(
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file; raise OSError, whatever the library calls it."""
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        raise OSError(errno.EIO, " ".join(str(error).split())) from None
+
+
+def read_manifest(run: Path, name: str) -> dict[str, Any]:
+    """Return the manifest of a checkpoint; raise DamagedCheckpoint when it is not whole."""
+    path = run / "checkpoints" / name / MANIFEST
+    _require_file(path)
+    try:
+        if path.stat().st_size > MANIFEST_LIMIT_BYTES:
+            raise DamagedCheckpoint(f"{MANIFEST} is too large to be one")
+        outer = json.loads(path.read_text(encoding="utf-8"))
+        body, crc32 = outer["body"], outer["crc32"]
+        if zlib.crc32(body.encode()) != crc32:
+            raise DamagedCheckpoint(f"the checksum of {MANIFEST} is wrong")
+        manifest = json.loads(body)
+        form = manifest["format"]
+        if form == FORMAT:
+            _check_shape(manifest)
+    except OSError as error:
+        raise DamagedCheckpoint(f"{MANIFEST}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise DamagedCheckpoint(f"{MANIFEST} is not what was written") from None
+    if form != FORMAT:
+        raise DamagedCheckpoint(f"it has format {form}, this version reads {FORMAT}")
+    return manifest
+
+
+def _check_shape(manifest: dict[str, Any]) -> None:
+    """Raise ValueError unless the parts are what `publish` was given."""
+
+    def count(value: object, low: int = 0) -> bool:
+        return type(value) is int and low <= value < 2**63
+
+    def pairs(values: object) -> bool:
+        return isinstance(values, list) and all(
+            isinstance(v, list) and len(v) == 2 and all(map(count, v)) for v in values
+        )
+
+    sizes, ranks, files = (manifest[key] for key in ("node_sizes", "ranks", "files"))
+    if not (
+        isinstance(manifest["config"], str)
+        and isinstance(manifest["model"], str)
+        and bytes.fromhex(manifest["left"]) is not None
+        and isinstance(sizes, list)
+        and sizes
+        and all(count(size, 1) for size in sizes)
+        and pairs(ranks)
+        and len(ranks) == sum(sizes)
+        and sorted(files) == sorted(LINES)
+        and pairs(list(files.values()))
+    ):
+        raise ValueError
+
+
+def read_rank_file(
+    run: Path, name: str, rank: int, record: FileRecord
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return what one rank wrote; raise DamagedCheckpoint unless every bit is as written."""
+    path = rank_file(run / "checkpoints" / name, rank)
+    _require_file(path)
+    try:
+        found = read_record(path)
+        if found.size != record.size:
+            raise DamagedCheckpoint(f"{path.name} has {found.size} bytes of {record.size}")
+        if found != record:
+            raise DamagedCheckpoint(f"the checksum of {path.name} is wrong")
+        with safe_open(path, framework="pt") as file:
+            # Copies: the file is mapped, and may be removed while the run goes on.
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+            return tensors, json.loads((file.metadata() or {})["numbers"])
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path.name}: {error.strerror or error}") from None
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path.name}: {' '.join(str(error).split())[:200]}") from None
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    """Return where `rank` writes in the folder of a checkpoint."""
+    return folder / f"rank-{rank:05d}.safetensors"
+
+
+def _require_file(path: Path) -> None:
+    if path.is_symlink() or not path.is_file():
+        raise DamagedCheckpoint(f"{path.name} is missing or is not a plain file")
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()

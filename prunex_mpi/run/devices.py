@@ -1,0 +1,148 @@
+"""Device, threads and MPI buffer kind of one rank, each decided once and stated in the log."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+
+import torch
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.checks.findings import errors
+from prunex_mpi.checks.gpus import device_buffers_on_cpu, device_buffers_refused
+from prunex_mpi.checks.launcher import check_launcher
+from prunex_mpi.comm.topology import Topology, broadcast_text
+
+PROBE_TIMEOUT_S = 60
+# What a launcher leaves in the environment of its ranks; a probe started with it would believe to
+# be one of them.
+LAUNCHER_PREFIXES = (
+    "PMI",
+    "MV2_COMM_WORLD",
+    "SLURM",
+    "HYDRA",
+    "OMPI_COMM_WORLD",
+    "OMPI_MCA_ess",
+    "PRTE_LAUNCHED",
+)
+
+
+def choose_device(requested: str, host_rank: int) -> torch.device:
+    """Return the device of the rank that is number `host_rank` on its machine.
+
+    Several ranks may share one GPU. Raises UserError when CUDA is asked for and absent.
+    """
+    if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no GPU on this machine; use --device cpu")
+    device = torch.device("cuda", host_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def set_threads(core_sharers: int) -> int:
+    """Share the cores this rank may use among the ranks that may use the same; return threads.
+
+    OMP_NUM_THREADS wins.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // core_sharers))
+    return torch.get_num_threads()
+
+
+def claimed_cuda_support() -> bool | None:
+    """Return what the MPI library says of CUDA buffers, None when it does not say."""
+    for variable in ("MPICH_GPU_SUPPORT_ENABLED", "I_MPI_OFFLOAD", "MV2_USE_CUDA"):
+        if variable in os.environ:
+            return os.environ[variable] not in ("", "0")
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        # The sixth field is the path, which may hold spaces.
+        paths = {line.rstrip("\n").split(maxsplit=5)[-1] for line in maps if "/libmpi" in line}
+    for path in sorted(paths):
+        try:
+            library = ctypes.CDLL(path)
+        except OSError:
+            # Replaced on disk since it was loaded: it cannot be asked.
+            continue
+        if hasattr(library, "MPIX_Query_cuda_support"):
+            return bool(library.MPIX_Query_cuda_support())
+        if hasattr(library, "MPIX_GPU_query_support"):
+            supported = ctypes.c_int(0)
+            library.MPIX_GPU_query_support(0, ctypes.byref(supported))
+            return bool(supported.value)
+    return None
+
+
+def probe(device: str, operation: str = "") -> str:
+    """Try a collective (sum | bcast | bor, or all) on `device` (cuda | cpu) in a job of its own.
+
+    Returns "" when all is right, else what went wrong. A library that cannot take device memory
+    ends with a segmentation fault, hence a separate job: of two ranks where there is an mpiexec,
+    of one where there is none.
+    """
+    command = [sys.executable, "-m", "prunex_mpi.run.probe", device]
+    command += [operation] if operation else []
+    launcher = shutil.which("mpiexec")
+    try:
+        result = run_separately(command, 2 if launcher else 1, launcher, PROBE_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"the probe did not end: {type(error).__name__}"
+    if result.returncode == 0 and "probe passed" in result.stdout:
+        return ""
+    lines = (result.stdout + result.stderr).strip().splitlines()
+    return f"the probe ended with code {result.returncode}: {lines[-1] if lines else 'no output'}"
+
+
+def run_separately(
+    command: list[str], ranks: int, launcher: str | None, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run `command` as a job of its own, even from inside a job; one rank needs no launcher.
+
+    Raises OSError or subprocess.TimeoutExpired when it cannot start or does not end.
+    """
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    if ranks > 1:
+        command = [str(launcher), "-n", str(ranks), *command]
+        environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+        environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+    return subprocess.run(
+        command, env=environment, timeout=timeout_s, capture_output=True, text=True
+    )
+
+
+def resolve_mpi_buffers(
+    topology: Topology, requested: str, device: torch.device
+) -> tuple[str, str]:
+    """Return ("host" | "device", reason) alike on every rank. Collective on `topology.world`.
+
+    `auto` asks the library and then probes; `device` is refused with a UserError when either says
+    no.
+    """
+    if device.type == "cpu":
+        if requested == "device":
+            raise UserError(device_buffers_on_cpu().line())
+        return "host", "tensors are in host memory"
+    if requested == "host":
+        return "host", "asked for"
+    reason = ""
+    if topology.world.rank == 0:
+        if claimed_cuda_support() is False:
+            reason = "the MPI library says that it takes no CUDA buffers"
+        else:
+            reason = probe("cuda")
+    reason = broadcast_text(topology.world, reason)
+    if not reason:
+        return "device", "the MPI library passed the probe on CUDA buffers"
+    if requested == "device":
+        raise UserError(device_buffers_refused(reason).line())
+    return "host", reason
+
+
+def lone_singleton(world: MPI.Comm) -> str:
+    """Return why this job of one rank is not what was asked for, or "" when it is."""
+    lone = errors(check_launcher(world.size, os.environ))
+    return lone[0].line() if lone else ""

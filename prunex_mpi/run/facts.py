@@ -1,0 +1,127 @@
+"""Gather the facts that findings are made of."""
+
+import json
+import os
+import platform
+import shutil
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+import mpi4py
+
+from prunex_mpi import __version__
+from prunex_mpi.checks.findings import RankFacts
+from prunex_mpi.checks.launcher import describe_launcher
+from prunex_mpi.comm.topology import Topology, gather_text, library_name
+
+DEFAULT_RUN_DIR = "runs"
+
+
+def software_versions() -> dict[str, str]:
+    """Return the versions of everything that ranks have to agree on, and of mpi4py."""
+    return {
+        "prunex_mpi": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "mpi4py": mpi4py.__version__,
+        "mpi": library_name(),
+    }
+
+
+def gather_facts(
+    topology: Topology, device: torch.device, run_dir: str, device_problem: str = ""
+) -> list[RankFacts]:
+    """Return the facts of all ranks on rank 0, an empty list elsewhere.
+
+    Collective on `topology.world`: a barrier and a gather. The rank's threads must be set by now.
+    """
+    gpu, gpu_id = describe_gpu(device)
+    environment = os.environ
+    versions = software_versions()
+    free_bytes = bytes_free(run_dir)
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    topology.world.Barrier()
+    mine = RankFacts(
+        rank=topology.world.rank,
+        clock=time.time(),
+        host=socket.gethostname(),
+        node=topology.node_index,
+        host_rank=topology.host_rank,
+        cores=cores,
+        job_cores=max(len(cores), cores_of_the_job(environment)),
+        threads=torch.get_num_threads(),
+        omp_num_threads=environment.get("OMP_NUM_THREADS", ""),
+        versions=versions,
+        device=str(device),
+        device_problem=device_problem,
+        gpu=gpu,
+        gpu_id=gpu_id,
+        gpus=torch.cuda.device_count(),
+        allocator=allocator_settings(environment),
+        launcher=describe_launcher(environment),
+        free_bytes=free_bytes,
+    )
+    gathered = gather_text(topology.world, json.dumps(asdict(mine)))
+    return [from_json(text, mine) for text in gathered]
+
+
+def from_json(text: str, own: RankFacts) -> RankFacts:
+    """Return the facts that another rank sent as text, whatever its version of the package is.
+
+    What that one does not know is taken from this rank's `own` facts.
+    """
+    received = json.loads(text)
+    known = {name: received[name] for name in vars(own) if name in received}
+    return replace(own, **{**known, "cores": tuple(received["cores"])})
+
+
+def cores_of_the_job(environment: Mapping[str, str]) -> int:
+    """Return how many cores the job may use on this machine, before ranks are bound to some.
+
+    What started this process is not bound; where it can't be asked, the cores of the rank count.
+    """
+    try:
+        cores = len(os.sched_getaffinity(os.getppid()))
+    except OSError:
+        cores = 1
+    allocated = environment.get("SLURM_CPUS_ON_NODE", "")
+    return min(cores, int(allocated)) if allocated.isdecimal() else cores
+
+
+def describe_gpu(device: torch.device) -> tuple[str, str]:
+    """Return name and identity of the GPU; both empty for the CPU.
+
+    The number of a device identifies no GPU where each rank sees only its own.
+    """
+    if device.type != "cuda":
+        return "", ""
+    properties = torch.cuda.get_device_properties(device)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return properties.name, str(getattr(properties, "uuid", "") or f"{visible}/{device.index}")
+
+
+def allocator_settings(environment: Mapping[str, str]) -> str:
+    """Return how the environment sets the allocator of torch."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    return ", ".join(f"{name}={environment[name]}" for name in names if environment.get(name))
+
+
+def existing_folder(path: str) -> Path:
+    """Return `path`, or the nearest folder above it that exists."""
+    folder = Path(os.path.abspath(path))
+    while not os.path.exists(folder) and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def bytes_free(run_dir: str) -> int:
+    """Return the free space of the file system of the run directory, -1 when it can't be told."""
+    try:
+        return shutil.disk_usage(existing_folder(run_dir or DEFAULT_RUN_DIR)).free
+    except OSError:
+        return -1

@@ -1,0 +1,167 @@
+"""Read back what a run delivered, and refuse what is not as the run wrote it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
+from prunex_mpi.base.files import STATE, SUMMARY, FileRecord, read_record
+from prunex_mpi.base.logs import COMPLETE, read_summary
+from prunex_mpi.data.batches import Shard
+from prunex_mpi.data.datasets import load
+from prunex_mpi.models import standalone
+from prunex_mpi.models.build import build_model, describe, probe
+from prunex_mpi.settings.cli import read_saved
+from prunex_mpi.settings.fields import Settings, resumed
+
+# Other processors and TF32 round differently; another network differs far more.
+PROBE_TOLERANCE = 2e-2
+SHOWN_LENGTH = 120
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that ended well: its masked network, on the CPU in evaluation mode, and test images.
+
+    `description` is what `standalone.build` takes; `mean` and `std` are float32 [3].
+    """
+
+    path: Path
+    settings: Settings
+    summary: dict[str, Any]
+    description: dict[str, Any]
+    model: nn.Module
+    test: Shard
+    mean: Tensor
+    std: Tensor
+
+
+def read_run(path: Path, data_dir: str = "") -> FinishedRun:
+    """Return the run in the folder `path`; its data may have moved to `data_dir`.
+
+    Raises UserError (UNREADABLE) for a run that did not end well, damaged files, a model whose
+    source has changed, and missing data; UserError (USAGE) for a model that can't be built.
+    """
+    if not path.is_dir():
+        raise UserError(f"there is no run in {path}; give the folder of --run-dir", UNREADABLE)
+    settings = resumed(read_saved(str(path)), {"data_dir": data_dir} if data_dir else {})
+    summary = read_summary(path)
+    go_on = f"go on with it: python -m prunex_mpi.train --resume --run-dir {path}"
+    if not summary:
+        raise UserError(f"{path} did not end well, it has no {SUMMARY}; {go_on}", UNREADABLE)
+    if summary["status"] not in COMPLETE:
+        raise UserError(f"{path} is not complete, it was {summary['status']}; {go_on}", UNREADABLE)
+    try:
+        delivered = summary["delivered"]
+        record = FileRecord(int(delivered["bytes"]), int(delivered["crc32"]))
+        logits = torch.tensor(delivered["probe"], dtype=torch.float64)
+        mean, std = (torch.tensor(delivered[key], dtype=torch.float32) for key in ("mean", "std"))
+        image_size = int(delivered["image_size"])
+        layers = {name: dict(sizes) for name, sizes in delivered.get("layers", {}).items()}
+        if logits.dim() != 1 or len(mean) != 3 or len(std) != 3:
+            raise ValueError
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
+        raise UserError(
+            f"{path / SUMMARY} does not say what was delivered; put back what the run wrote",
+            UNREADABLE,
+        ) from None
+    what = {"num_classes": len(logits), "image_size": image_size, "stem": settings.stem}
+    model = build_model(settings.model, **what).eval()
+    _resize_(model, layers, settings.model)
+    _fill_(model, _read_state(path / STATE, record), settings.model)
+    found = torch.tensor(probe(model, image_size), dtype=torch.float64)
+    apart = float((found - logits).abs().max())
+    if not apart <= PROBE_TOLERANCE * max(1.0, float(logits.abs().max())):
+        raise UserError(
+            f"model {settings.model} does not compute what it did in the run (outputs differ by "
+            f"{apart:.2g}): put its source back as it was",
+            UNREADABLE,
+        )
+    return FinishedRun(
+        path=path,
+        settings=settings,
+        summary=summary,
+        description=describe(settings.model, **what),
+        model=model,
+        test=_load_test(settings, len(logits), image_size),
+        mean=mean,
+        std=std,
+    )
+
+
+def _read_state(path: Path, record: FileRecord) -> dict[str, Tensor]:
+    """Return the tensors of a file that must be, bit for bit, the one that was recorded."""
+    restore = "restore the file that the run wrote, or train again"
+    try:
+        found = read_record(path)
+        if found.size != record.size:
+            raise UserError(
+                f"{path} has {found.size} bytes of {record.size}: {restore}", UNREADABLE
+            )
+        if found != record:
+            raise UserError(f"the checksum of {path} is wrong: {restore}", UNREADABLE)
+        return load_file(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}: {restore}", UNREADABLE) from None
+    except SafetensorError as error:
+        reason = " ".join(str(error).split())[:SHOWN_LENGTH]
+        raise UserError(f"{path} is damaged ({reason}): {restore}", UNREADABLE) from None
+
+
+def _resize_(model: nn.Module, layers: dict[str, dict[str, int]], name: str) -> None:
+    """Give the model the sizes of a network that became smaller while it was trained."""
+    try:
+        standalone.resize_(model, layers)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"model {name} does not take the sizes of the run ({one_line(error)}): put its source "
+            f"and {SUMMARY} back as they were",
+            UNREADABLE,
+        ) from None
+
+
+def _fill_(model: nn.Module, tensors: dict[str, Tensor], name: str) -> None:
+    """Put the run's weights into the model as it is built now, if they are of the same shapes."""
+
+    def shapes(state: dict[str, Tensor]) -> dict[str, str]:
+        kinds = {key: str(t.dtype).removeprefix("torch.") for key, t in state.items()}
+        return {key: f"{kinds[key]} {list(t.shape)}" for key, t in state.items()}
+
+    now, then = shapes(model.state_dict()), shapes(tensors)
+    for key in {**then, **now}:
+        if now.get(key) != then.get(key):
+            raise UserError(
+                f"model {name} is not the one of the run: {key} is {now.get(key, 'not there')} now "
+                f"and was {then.get(key, 'not there')}; put its source back as it was",
+                UNREADABLE,
+            )
+    standalone.fill_(model, tensors)
+
+
+def _load_test(settings: Settings, num_classes: int, image_size: int) -> Shard:
+    """Return all test images of the run."""
+    data = load(
+        settings.dataset,
+        data_dir=settings.data_dir,
+        download=False,
+        # None of them is used, but one has to be there.
+        train_samples=1,
+        test_samples=settings.test_samples,
+        image_size=settings.image_size,
+        seed=settings.seed,
+        rank=0,
+        size=1,
+    )
+    if (data.num_classes, data.image_size) != (num_classes, image_size):
+        raise UserError(
+            f"the data have {data.num_classes} classes of {data.image_size}x{data.image_size} "
+            f"images, those of the run had {num_classes} of {image_size}x{image_size}: give their "
+            "folder by --data-dir",
+            UNREADABLE,
+        )
+    return data.test

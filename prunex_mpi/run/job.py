@@ -1,0 +1,226 @@
+"""One training job from its communicators to its last file, in the order in which things happen."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import torch
+
+from mpi4py import MPI
+
+from prunex_mpi import __version__
+from prunex_mpi.base.errors import PREEMPTED, UserError
+from prunex_mpi.base.files import telling_disk_errors
+from prunex_mpi.base.logs import RunDirectory, log, set_up_logging
+from prunex_mpi.checks.findings import errors
+from prunex_mpi.checks.ranks import check_ranks
+from prunex_mpi.comm.collectives import Transport, build_transport
+from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline, stop_agreement
+from prunex_mpi.comm.topology import (
+    Topology,
+    broadcast_text,
+    describe,
+    library_name,
+    nodes_of,
+    raise_together,
+    require_same,
+    together,
+)
+from prunex_mpi.core.problem import build_problem, load_dataset, make_groups, make_model
+from prunex_mpi.core.state import Problem, State, build_state
+from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.run import checkpoint, summary
+from prunex_mpi.run.devices import choose_device, lone_singleton, resolve_mpi_buffers, set_threads
+from prunex_mpi.run.facts import gather_facts
+from prunex_mpi.run.supervision import Checkpoints, Job, run_to_end
+from prunex_mpi.run.watchdog import Heartbeat, Watchdog
+from prunex_mpi.settings.fields import Settings, to_toml
+
+
+def run(
+    world: MPI.Comm,
+    settings: Settings,
+    heartbeat: Heartbeat,
+    watchdog: Watchdog,
+    received: ReceivedSignal,
+) -> int:
+    """Do all that the program does once it has its settings; return the exit code.
+
+    Collective on `world`.
+    """
+    heartbeat.enter("start")
+    started = time.time()
+    set_up_logging(world.rank, world.size)
+    singleton = lone_singleton(world)
+    raise_together(world, UserError(singleton) if singleton else None)
+    versions = software_versions()
+    config = to_toml(settings, versions)
+    require_same(world, "the settings or the versions of the software", config)
+    # Without leaders every rank is a node of its own.
+    ranks_per_node = 1 if settings.method == "prunex-flat" else settings.ranks_per_node
+    with nodes_of(world, ranks_per_node) as topology:
+        device = find_device(topology, settings)
+        if settings.dry_run:
+            text = together(world, lambda: summary.dry_run(settings, topology))
+            if world.rank == 0:
+                print(text, flush=True)
+            return 0
+        heed_findings(topology, settings, device)
+        transport = find_transport(topology, settings, device)
+        state, problem = set_up(topology, settings, device, transport, heartbeat)
+        heartbeat.beat(3)
+        with open_run(world, settings, config) as (path, files):
+            together(world, lambda: watchdog.share(path / "heartbeats", world.size))
+            if settings.resume:
+                if broadcast_text(world, _complete(world, files)):
+                    log.info("%s is complete: there is nothing left to do", path)
+                    return 0
+                heartbeat.enter("checkpoint")
+                restored = checkpoint.restore(topology, files, state, problem, settings, transport)
+                for line in restored.describe():
+                    log.info("%s", line)
+                if files is not None and files.versions() != versions:
+                    log.info("the versions of the software are not those in %s/config.toml", path)
+
+            checkpoints = Checkpoints(settings.checkpoint_every)
+            deadline = find_deadline(settings.time_limit, started)
+            with stop_agreement(topology.world, received, deadline) as stop:
+                job = Job(topology, files, state, problem, settings, transport, heartbeat, stop)
+                status = run_to_end(job, checkpoints)
+            heartbeat.enter("finish")
+
+            def finish() -> None:
+                if files is None:
+                    return
+                if status == "preempted":
+                    files.write_summary({"status": status, "reason": stop.reason})
+                    log.info("stopped by %s: go on with --resume --run-dir %s", stop.reason, path)
+                    return
+                delivered = summary.save_model(files.path, state, problem)
+                records = files.read_lines("metrics.jsonl")
+                totals = summary.summarise(settings, topology, state, records, status)
+                totals["delivered"] = delivered
+                totals["seconds_total"] = time.time() - started
+                totals["checkpoints"] = {"count": checkpoints.count, "seconds": checkpoints.seconds}
+                files.write_summary(totals)
+                print(summary.closing_table(totals, files.path), flush=True)
+
+            together(world, lambda: telling_disk_errors("the results", finish))
+            # Nobody leaves while another may still need the job.
+            world.Barrier()
+            return PREEMPTED if status == "preempted" else 0
+
+
+def software_versions() -> dict[str, str]:
+    """Return the versions that the config.toml of a run names."""
+    return {
+        "prunex_mpi": __version__,
+        "torch": torch.__version__,
+        "mpi": library_name(),
+        "python": sys.version.split()[0],
+    }
+
+
+def find_device(topology: Topology, settings: Settings) -> torch.device:
+    """Choose this rank's device and threads, and log the topology. Collective on `world`."""
+    world = topology.world
+    device = together(world, lambda: choose_device(settings.device, topology.host_rank))
+    require_same(world, "the kinds of device (some ranks found no GPU)", device.type)
+    threads = set_threads(topology.core_sharers)
+    line = describe(topology, f"{device}, {threads} threads")
+    if world.rank == 0:
+        log.info("%s", line)
+    return device
+
+
+def heed_findings(topology: Topology, settings: Settings, device: torch.device) -> None:
+    """Log what the doctor would warn of and refuse what can't work. Collective on `world`."""
+    facts = gather_facts(topology, device, settings.run_dir)
+    virtual = settings.ranks_per_node > 0 or settings.method == "prunex-flat"
+    refused = ""
+    if facts:
+        findings = check_ranks(facts, settings.mpi_buffers, virtual)
+        for finding in findings:
+            if finding.severity == "warning":
+                log.warning("%s", finding.line())
+        refused = "; ".join(finding.line() for finding in errors(findings))
+    refused = broadcast_text(topology.world, refused)
+    if refused:
+        raise UserError(refused)
+
+
+def find_transport(topology: Topology, settings: Settings, device: torch.device) -> Transport:
+    """Decide how tensors reach MPI, and log it. Collective on `world`."""
+    mpi_buffers, reason = resolve_mpi_buffers(topology, settings.mpi_buffers, device)
+    if device.type == "cuda":
+        log.info("MPI buffers: %s (%s)", mpi_buffers, reason)
+    return build_transport(device, settings.bucket_mib, mpi_buffers)
+
+
+def set_up(
+    topology: Topology,
+    settings: Settings,
+    device: torch.device,
+    transport: Transport,
+    heartbeat: Heartbeat,
+) -> tuple[State, Problem]:
+    """Load the data, build the model, find what can be pruned. Collective on `world`."""
+    heartbeat.enter("data")
+    dataset = load_dataset(topology, settings)
+    return assemble(topology, settings, dataset, device, transport, heartbeat)
+
+
+def assemble(
+    topology: Topology,
+    settings: Settings,
+    dataset: Dataset,
+    device: torch.device,
+    transport: Transport,
+    heartbeat: Heartbeat,
+) -> tuple[State, Problem]:
+    """Do the rest of `set_up` with data that is loaded already. Collective on `world`."""
+    world = topology.world
+    heartbeat.enter("model")
+    model = together(world, lambda: make_model(settings, dataset.num_classes, dataset.image_size))
+    layout = together(world, lambda: build_layout(model))
+    tensors = [(name, t.shape, t.dtype) for name, t in model.state_dict().items()]
+    require_same(world, "the parameters of the model", repr((layout, tensors)))
+    side, first = dataset.image_size, world.rank == 0
+    groups = together(world, lambda: make_groups(settings, model, layout, side, check=first))
+    problem = build_problem(topology, settings, dataset, model, device, transport)
+    for excluded in groups.excluded:
+        log.info("not pruned: %s", excluded)
+    heartbeat.beat(1)
+    state = build_state(model, layout, groups, settings)
+    heartbeat.beat(2)
+    return state, problem
+
+
+@contextmanager
+def open_run(
+    world: MPI.Comm, settings: Settings, config: str
+) -> Iterator[tuple[Path, RunDirectory | None]]:
+    """Hold the run directory on rank 0 for the time of the block; the others get None.
+
+    Collective on `world`.
+    """
+    chosen = settings.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{settings.model}"
+    path = Path(broadcast_text(world, chosen))
+    with ExitStack() as exits:
+
+        def take() -> RunDirectory | None:
+            if world.rank:
+                return None
+            files = exits.enter_context(closing(RunDirectory(path, config, settings.resume)))
+            files.make_folder("heartbeats")
+            return files
+
+        yield path, together(world, take)
+
+
+def _complete(world: MPI.Comm, files: RunDirectory | None) -> str:
+    complete = together(world, lambda: files.complete() if files else False)
+    return "complete" if complete else ""

@@ -1,0 +1,58 @@
+"""Try collectives on device tensors in a job of its own, which may crash.
+
+`python -m prunex_mpi.run.probe cuda [sum | bcast | bor]`, under a launcher or alone.
+"""
+
+import sys
+
+import torch
+
+from mpi4py import MPI
+
+from prunex_mpi.comm.collectives import mpi_buffer
+
+ELEMENTS = 1 << 18
+
+
+def try_sum(world: MPI.Comm, device: str) -> None:
+    """Allreduce SUM. Collective on `world`."""
+    values = torch.full((ELEMENTS,), float(world.rank + 1), device=device)
+    total = torch.zeros_like(values)
+    # Not in place, so that even a world of one rank must copy from and to device memory.
+    world.Allreduce(mpi_buffer(values), mpi_buffer(total), op=MPI.SUM)
+    expected = world.size * (world.size + 1) / 2
+    assert torch.all(total == expected), "Allreduce SUM gave wrong numbers"
+    # As training does it.
+    world.Allreduce(MPI.IN_PLACE, mpi_buffer(values), op=MPI.SUM)
+    assert torch.all(values == expected), "Allreduce SUM in place gave wrong numbers"
+
+
+def try_bcast(world: MPI.Comm, device: str) -> None:
+    """Bcast. Collective on `world`."""
+    values = torch.full((ELEMENTS,), float(world.rank + 1), device=device)
+    world.Bcast(mpi_buffer(values), root=0)
+    assert torch.all(values == 1), "Bcast gave wrong numbers"
+
+
+def try_bor(world: MPI.Comm, device: str) -> None:
+    """Allreduce BOR. Collective on `world`."""
+    bits = torch.full((ELEMENTS,), 1 << (world.rank % 8), dtype=torch.uint8, device=device)
+    union = torch.zeros_like(bits)
+    world.Allreduce(mpi_buffer(bits), mpi_buffer(union), op=MPI.BOR)
+    assert torch.all(union == (1 << min(world.size, 8)) - 1), "Allreduce BOR gave wrong bits"
+
+
+TRIALS = {"sum": try_sum, "bcast": try_bcast, "bor": try_bor}
+
+
+def main(device: str, *operations: str) -> None:
+    """Try the `operations`, by default all, on `device` tensors; say "probe passed" at the end."""
+    world = MPI.COMM_WORLD
+    for operation in operations or TRIALS:
+        TRIALS[operation](world, device)
+    if world.rank == 0:
+        print("probe passed", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,94 @@
+"""What every program of the package does around its work: flags, start of MPI, the way it ends."""
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from prunex_mpi.base.errors import FAILURE, UserError
+from prunex_mpi.run.watchdog import Heartbeat
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Options = TypeVar("Options")
+
+ABORT_LIMIT_S = 5
+FLUSH_S = 0.5
+
+
+def run_program(
+    name: str,
+    parse: Callable[[Sequence[str]], Options],
+    work: Callable[["MPI.Comm", Options], int],
+    argv: Sequence[str] | None,
+) -> int:
+    """Parse the flags, start MPI, do `work(world, options)`; return the exit code on every rank.
+
+    MPI starts only after parsing, so that --help needs none; a mistake in the flags is still
+    reported through it, by one rank. A UserError must reach this point on every rank alike.
+    """
+    options, error = None, None
+    try:
+        options = parse(sys.argv[1:] if argv is None else argv)
+    except UserError as caught:
+        error = caught
+    # Importing it starts it.
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    abort_on_exceptions(world)
+    from prunex_mpi.comm.topology import raise_together
+
+    try:
+        raise_together(world, error)
+        return work(world, options)
+    except UserError as caught:
+        if world.rank == 0:
+            # One line, whatever a name of the user's holds.
+            line = " ".join(str(caught).split())
+            print(f"{name}: error: {line}", file=sys.stderr, flush=True)
+        # No rank may leave, and have the launcher end the others, before the line is out.
+        world.Barrier()
+        return caught.exit_code
+    except SystemExit as caught:
+        # Leaving alone would have the others wait for ever, and MPI with them.
+        error = RuntimeError(f"sys.exit({caught.code!r}) was called during the run")
+        sys.excepthook(type(error), error, caught.__traceback__)
+        return FAILURE
+
+
+def abort_on_exceptions(
+    world: "MPI.Comm",
+    heartbeat: Heartbeat | None = None,
+    first_to_report: Callable[[], bool] = lambda: True,
+) -> None:
+    """End the whole job when an exception leaves this rank: the others would wait for it.
+
+    One line names rank, host and phase; the traceback follows where an error is not the system's,
+    from one rank only as far as `first_to_report` can tell.
+    """
+
+    def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        where = f"rank {world.rank} on {socket.gethostname()}"
+        if heartbeat is not None:
+            where += f" in {heartbeat.describe()}"
+        reason = " ".join(str(value).split())
+        print(f"prunex_mpi: error: {where}: {kind.__name__}: {reason}", file=sys.stderr)
+        if not issubclass(kind, OSError | KeyboardInterrupt) and first_to_report():
+            sys.__excepthook__(kind, value, trace)
+        sys.stderr.flush()
+        end_job(world)
+
+    sys.excepthook = hook
+
+
+def end_job(world: "MPI.Comm") -> None:
+    """End all ranks of the job now; may be called from any thread."""
+    # A launcher may drop what was said just before an abort.
+    time.sleep(FLUSH_S)
+    # Where the library can't, the system ends this rank and the launcher the others.
+    signal.alarm(ABORT_LIMIT_S)
+    world.Abort(FAILURE)

@@ -1,0 +1,331 @@
+"""What a checkpoint holds of one rank, whether it fits a run, and how it is put back.
+
+Rank r's file holds theta, u, momentum, the model's buffers, its place in the data and its random
+generators; node leaders' files also z_i and v_i, world rank 0's also z, mask and penalties. On the
+same nodes a restored run goes on bit for bit (on the CPU). On other nodes it goes on from what the
+ranks have in common: z, mask, penalties, the means of momentum and of BatchNorm statistics; theta
+and z_i start from z, the duals from 0, so that sum_i P_i v_i = 0, the data are shuffled anew from
+the first step of the outer iteration, and of a method's memory (`memory.py`) the `own.` tensors,
+parts of a sum over ranks, are added up and dealt out by the new ranks' weights.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_
+from prunex_mpi.comm.topology import Topology, broadcast_text
+from prunex_mpi.comm.workers import worker_weight
+from prunex_mpi.core.memory import OWN
+from prunex_mpi.core.state import Position, Problem, State, put_mask_back
+from prunex_mpi.data.batches import BatchStream
+from prunex_mpi.models import batchnorm
+from prunex_mpi.settings.fields import Settings
+
+Tensors = dict[str, Tensor]
+Numbers = dict[str, Any]
+
+
+# --------------------------------------------------------------------------------------------------
+# What a rank writes
+# --------------------------------------------------------------------------------------------------
+
+
+def contents(topology: Topology, state: State, problem: Problem) -> tuple[Tensors, Numbers]:
+    """Return copies on the CPU of all that this rank has to write."""
+    stream = problem.train
+    tensors = {"theta": state.theta, "order": stream.order}
+    tensors |= {f"buffer.{name}": buffer for name, buffer in problem.model.named_buffers()}
+    tensors |= {"generator.data": stream.generator.get_state()}
+    tensors |= {"generator.torch": torch.get_rng_state()}
+    if state.theta.device.type == "cuda":
+        tensors["generator.cuda"] = torch.cuda.get_rng_state(state.theta.device)
+    momentum = state.optimizer.state[state.theta].get("momentum_buffer")
+    if momentum is not None:
+        tensors["momentum"] = momentum
+    if not state.consensus_sgd:
+        tensors["u"] = state.u
+        if topology.is_leader:
+            tensors["v"] = state.v
+    if topology.is_leader:
+        tensors["z_node"] = state.z_node
+    first = topology.world.rank == 0
+    tensors |= {key: state.memory[key] for key in _memory_keys(state, first)}
+    if first:
+        tensors["z"] = state.z
+        tensors["mask"] = torch.from_numpy(np.packbits(state.mask))
+        tensors["rho1"], tensors["rho2"] = map(torch.from_numpy, (state.rho1, state.rho2))
+    numbers = _numbers(state, stream, state.position)
+    # Buffers of a model may share memory or lie in another order.
+    return {
+        k: t.detach().cpu().contiguous().clone() if k.startswith("buffer.") else t.cpu()
+        for k, t in tensors.items()
+    }, numbers
+
+
+def _numbers(state: State, stream: BatchStream, position: Position) -> Numbers:
+    """Return what goes through JSON."""
+    name, keys, *rest = np.random.get_state()
+    version, words, gauss = random.getstate()
+    return {
+        "position": asdict(position),
+        "stage": [state.frozen, state.consensus_sgd],
+        "data": [stream.epoch, stream.position],
+        "scaler": state.scaler.state_dict(),
+        "python": [version, list(words), gauss],
+        "numpy": [name, keys.tolist(), *rest],
+    }
+
+
+def _memory_keys(state: State, first: bool) -> list[str]:
+    """Return the names in `state.memory` that a rank, the `first` of all or another, writes."""
+    return [key for key in state.memory if first or key.startswith(OWN)]
+
+
+def model_digest(state: State) -> str:
+    """Return what changes when parameters, buffers or groups have other names, shapes or order.
+
+    Of the network as it was before anything was taken out of it.
+    """
+    whole = state.whole
+    return hashlib.sha256(
+        repr((whole.layout, state.groups, list(whole.buffers))).encode()
+    ).hexdigest()
+
+
+def misfit(
+    tensors: Tensors,
+    numbers: Any,
+    state: State,
+    problem: Problem,
+    *,
+    leader: bool,
+    first: bool,
+    same_nodes: bool,
+) -> str:
+    """Say what of one rank's file does not fit this run, "" when it all does.
+
+    The rank was a `leader`, or the `first` of all; its place in the data counts on the
+    `same_nodes`.
+    """
+    template = _numbers(state, problem.train, Position())
+    # The spare Gaussian of the generator is a number or None.
+    template["python"][2] = None
+    place = numbers["position"] if _alike(template, numbers) else {"iteration": 0, "step": 0}
+    if place["iteration"] < 1 or place["step"] < 0:
+        return "its numbers are not what this version writes"
+    order = problem.train.order
+    wanted = _expected(state, problem, leader, first, retired=numbers["stage"][1])
+    if same_nodes:
+        like = {"order": order, "generator.data": problem.train.generator.get_state()}
+        like["generator.torch"] = torch.get_rng_state()
+        wanted |= {key: (tuple(t.shape), t.dtype) for key, t in like.items()}
+    for key, kind in wanted.items():
+        found = (tuple(tensors[key].shape), tensors[key].dtype) if key in tensors else None
+        if found != kind:
+            return f"{key} is {found}, the model asks for {kind}"
+    if same_nodes and not torch.equal(tensors["order"].sort()[0], order.sort()[0]):
+        return "its order is not one of this rank's images"
+    return ""
+
+
+def _alike(template: Any, value: Any) -> bool:
+    """Say whether `value` has the keys, lengths and types of `template`, all the way down.
+
+    What is None in `template` may be anything, and so may the length of an empty list.
+    """
+    if template is None:
+        return True
+    if isinstance(template, dict):
+        return (
+            isinstance(value, dict)
+            and template.keys() == value.keys()
+            and all(_alike(template[key], value[key]) for key in template)
+        )
+    if isinstance(template, list):
+        return isinstance(value, list) and (
+            not template or (len(template) == len(value) and all(map(_alike, template, value)))
+        )
+    return type(value) is type(template) or (isinstance(template, float) and type(value) is int)
+
+
+def _expected(
+    state: State, problem: Problem, leader: bool, first: bool, *, retired: bool
+) -> dict[str, tuple]:
+    """Return shape and dtype of what a rank's file must hold; with `retired` duals none of them."""
+    keys = ["theta"]
+    if "momentum_buffer" in state.optimizer.state[state.theta]:
+        keys.append("momentum")
+    keys += [] if retired else ["u"]
+    if leader:
+        keys += ["z_node"] if retired else ["z_node", "v"]
+    if first:
+        keys.append("z")
+    wanted = dict.fromkeys(keys, (tuple(state.theta.shape), state.theta.dtype))
+    for name, buffer in problem.model.named_buffers():
+        wanted[f"buffer.{name}"] = (tuple(buffer.shape), buffer.dtype)
+    for key in _memory_keys(state, first):
+        wanted[key] = (tuple(state.memory[key].shape), state.memory[key].dtype)
+    if first:
+        wanted["mask"] = ((-(-state.groups.total // 8),), torch.uint8)
+        wanted["rho1"] = wanted["rho2"] = (state.rho1.shape, torch.float64)
+    return wanted
+
+
+# --------------------------------------------------------------------------------------------------
+# What a rank puts back
+# --------------------------------------------------------------------------------------------------
+
+
+def put_all(
+    topology: Topology,
+    tensors: Tensors,
+    numbers: Numbers,
+    state: State,
+    problem: Problem,
+    transport: Transport,
+) -> None:
+    """Restore this rank exactly. Collective on `world` and `node`."""
+    frozen, retired = numbers["stage"]
+    _put_shared(topology, tensors, frozen, retired, state, transport)
+    state.theta.copy_(tensors["theta"])
+    for key, flat in (("u", state.u), ("v", state.v), ("z_node", state.z_node)):
+        if key in tensors:
+            flat.copy_(tensors[key])
+    if retired:
+        state.u.zero_()
+        state.v.zero_()
+    else:
+        bcast_(topology.node, state.v, transport)
+    bcast_(topology.node, state.z_node, transport)
+    if "momentum" in tensors:
+        state.optimizer.state[state.theta]["momentum_buffer"].copy_(tensors["momentum"])
+    for name, buffer in problem.model.named_buffers():
+        buffer.copy_(tensors[f"buffer.{name}"])
+    for key in _memory_keys(state, topology.world.rank == 0):
+        state.memory[key].copy_(tensors[key])
+    _bcast_shared_memory(topology, state, transport)
+    _put_position(state, numbers["position"])
+    if state.scaler.is_enabled():
+        state.scaler.load_state_dict(numbers["scaler"])
+    stream = problem.train
+    stream.epoch, stream.position = numbers["data"]
+    stream.order = tensors["order"]
+    stream.generator.set_state(tensors["generator.data"])
+    torch.set_rng_state(tensors["generator.torch"])
+    if state.theta.device.type == "cuda" and "generator.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["generator.cuda"], state.theta.device)
+    version, words, gauss = numbers["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = numbers["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+
+
+def put_common(
+    topology: Topology,
+    parts: Iterator[tuple[Tensors, Numbers]],
+    old_size: int,
+    state: State,
+    problem: Problem,
+    settings: Settings,
+    transport: Transport,
+) -> None:
+    """Restore what ranks on other nodes have in common. Collective on `world` and `node`."""
+    world = topology.world
+    momentum = state.optimizer.state[state.theta].get("momentum_buffer")
+    sums, stats = torch.zeros_like(state.theta), torch.zeros_like(state.stats)
+    own = [key for key in state.memory if key.startswith(OWN)]
+    for key in own:
+        state.memory[key].zero_()
+    first: tuple[Tensors, Numbers] = ({}, {})
+    for tensors, numbers in parts:
+        if world.rank == 0 and not first[0]:
+            first = tensors, numbers
+        for name, buffer in problem.model.named_buffers():
+            buffer.copy_(tensors[f"buffer.{name}"])
+        batchnorm.read_(state.bn_modules, state.stats)
+        stats.add_(state.stats)
+        if momentum is not None:
+            sums.add_(tensors["momentum"].to(sums.device))
+        for key in own:
+            state.memory[key].add_(tensors[key].to(sums.device))
+    allreduce_(world, sums, transport)
+    allreduce_(world, stats, transport)
+    common = json.loads(broadcast_text(world, json.dumps(first[1])))
+    frozen, retired = common["stage"]
+    _put_shared(topology, first[0], frozen, retired, state, transport)
+    state.theta.copy_(state.z)
+    state.z_node.copy_(state.z)
+    state.u.zero_()
+    state.v.zero_()
+    if momentum is not None:
+        momentum.copy_(sums.div_(old_size))
+    for key in own:
+        allreduce_(world, state.memory[key].view(-1), transport)
+        state.memory[key].mul_(worker_weight(topology, settings.aggregation))
+    if world.rank == 0:
+        for key in state.memory.keys() - own:
+            state.memory[key].copy_(first[0][key])
+    _bcast_shared_memory(topology, state, transport)
+    if world.rank == 0:
+        for name, buffer in problem.model.named_buffers():
+            buffer.copy_(first[0][f"buffer.{name}"])
+    for buffer in problem.model.buffers():
+        # A copy where the memory is not in order; as bytes, since counters travel as well.
+        flat = buffer.detach().reshape(-1).clone()
+        bcast_(world, flat.view(torch.uint8), transport)
+        buffer.copy_(flat.view(buffer.shape))
+    batchnorm.write(state.bn_modules, stats.div_(old_size))
+    _put_position(state, {**common["position"], **_PHASE_START})
+    if state.scaler.is_enabled():
+        state.scaler.load_state_dict(common["scaler"])
+    problem.train.reshuffle([settings.seed, world.rank, state.position.iteration])
+    torch.manual_seed((settings.seed + state.position.iteration) * world.size + world.rank)
+
+
+# What the first local step of an outer iteration starts from.
+_PHASE_START = {
+    name: getattr(Position(), name)
+    for name in asdict(Position())
+    if name.endswith(("_bytes", "_seconds")) or name in ("step", "loss_sum", "loss_count")
+}
+
+
+def _bcast_shared_memory(topology: Topology, state: State, transport: Transport) -> None:
+    for key, tensor in state.memory.items():
+        if not key.startswith(OWN):
+            bcast_(topology.world, tensor.view(-1).view(torch.uint8), transport)
+
+
+def _put_shared(
+    topology: Topology,
+    tensors: Tensors,
+    frozen: bool,
+    retired: bool,
+    state: State,
+    transport: Transport,
+) -> None:
+    """Give every rank z, mask and penalties of world rank 0, which holds them in `tensors`."""
+    world = topology.world
+    bits = np.packbits(state.mask)
+    if world.rank == 0:
+        bits[:] = tensors["mask"].numpy()
+        state.rho1[:], state.rho2[:] = tensors["rho1"].numpy(), tensors["rho2"].numpy()
+        state.z.copy_(tensors["z"])
+    for array in (bits, state.rho1, state.rho2):
+        world.Bcast(array, root=0)
+    put_mask_back(state, np.unpackbits(bits, count=state.mask.size).astype(bool), frozen, retired)
+    bcast_(world, state.z, transport)
+
+
+def _put_position(state: State, values: dict[str, Any]) -> None:
+    """Set the position in place: the driver holds on to the object."""
+    for name, value in asdict(Position(**values)).items():
+        setattr(state.position, name, value)

@@ -1,0 +1,259 @@
+"""End a job that does not go on: a heartbeat per rank, watched by a thread of each rank.
+
+The main thread counts its progress in a Heartbeat. The thread publishes it in a file of the run
+directory, so that the one line that ends a job can name the rank that everyone waits for, and
+watches two things: that its own rank goes on, and that the next rank's thread is alive, since a
+process that is stopped can't report itself.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from prunex_mpi.base.errors import UserError
+
+PACKAGE = Path(__file__).parents[1]
+RECORD_BYTES = 1024
+CHECKS_PER_TIMEOUT = 10
+LONGEST_PAUSE_S = 5.0
+GRACE_S = 3.0
+SHARE_LIMIT_S = 10.0
+PHASES = (
+    *("start", "data", "model", "local", "intra", "project", "inter", "dual", "evaluate"),
+    *("record", "checkpoint", "finish"),
+)
+
+
+@dataclass
+class Heartbeat:
+    """Count what the main thread gets done; plain assignments, so that the hot loop may call it."""
+
+    phase: str = "start"
+    iteration: int = 0
+    step: int = 0
+    beats: int = 0
+
+    def enter(self, phase: str, iteration: int | None = None) -> None:
+        """Say that `phase` of an outer iteration begins."""
+        self.phase, self.step = phase, 0
+        if iteration is not None:
+            self.iteration = iteration
+        self.beats += 1
+
+    def beat(self, step: int) -> None:
+        """Say that the phase has come to `step`."""
+        self.step = step
+        self.beats += 1
+
+    def describe(self) -> str:
+        """Return where the rank is, in words."""
+        place = f"phase {self.phase}"
+        if self.iteration:
+            place += f" of outer iteration {self.iteration}"
+        return f"{place}, step {self.step}" if self.step else place
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank's thread last published of its rank; `at` is the wall clock there."""
+
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    iteration: int
+    step: int
+    beats: int
+    at: float
+    frame: str
+    computing: bool
+
+    def place(self) -> str:
+        """Return where the rank was, in words."""
+        return f"{Heartbeat(self.phase, self.iteration, self.step).describe()} ({self.frame})"
+
+
+class Watchdog:
+    """Watch one rank, and the next one once there is a folder to meet in.
+
+    `abort` ends the whole job and may be called from the thread. Call `close` before leaving.
+    """
+
+    def __init__(
+        self, heartbeat: Heartbeat, rank: int, timeout_s: float, abort: Callable[[], None]
+    ) -> None:
+        self.heartbeat = heartbeat
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self.pause_s = min(LONGEST_PAUSE_S, timeout_s / CHECKS_PER_TIMEOUT)
+        self.abort = abort
+        self.host = socket.gethostname()
+        self.main_thread = threading.main_thread().ident
+        self.folder: Path | None = None
+        self.size = 1
+        self.file = -1
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self.thread.start()
+
+    def share(self, folder: Path, size: int) -> None:
+        """Publish this rank in `folder`, which rank 0 has made and all `size` ranks see.
+
+        Raises UserError when this rank does not see it.
+        """
+        limit = time.monotonic() + SHARE_LIMIT_S
+        while self.file < 0:
+            try:
+                self.file = os.open(_path(folder, self.rank), os.O_CREAT | os.O_WRONLY, 0o644)
+            except OSError as error:
+                # A network file system may show a new folder late.
+                if time.monotonic() > limit:
+                    raise UserError(
+                        f"{folder.parent} can't be written from {self.host} ({error.strerror}); "
+                        "--run-dir must be on a file system that all nodes share"
+                    ) from None
+                time.sleep(0.2)
+        self._publish()
+        self.size, self.folder = size, folder
+
+    def close(self) -> None:
+        """Stop watching and take this rank's record away."""
+        self.ended.set()
+        self.thread.join()
+        if self.folder is not None:
+            os.close(self.file)
+            with contextlib.suppress(OSError):
+                _path(self.folder, self.rank).unlink()
+                # The last rank to leave finds the folder empty.
+                self.folder.rmdir()
+
+    def first_to_report(self) -> bool:
+        """Say whether no other rank has said why the job ends; one who can't know is the first."""
+        if self.folder is None:
+            return True
+        try:
+            os.close(os.open(self.folder / "ended", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            return False
+        except OSError:
+            # On a full disk nobody can be the first: better twice than never.
+            return True
+        return True
+
+    def _watch(self) -> None:
+        own, next_one = _Idle(self.pause_s), _Idle(self.pause_s)
+        while not self.ended.wait(self.pause_s):
+            idle_s = own.seconds_since_change(self.heartbeat.beats)
+            if self.folder is None:
+                if idle_s > self.timeout_s:
+                    self._end(f"rank {self.rank} on {self.host}: {self._stalled(idle_s)}")
+                continue
+            self._publish()
+            successor = read_heartbeat(self.folder, (self.rank + 1) % self.size)
+            # A rank that has left takes its record away.
+            silent_s = next_one.seconds_since_change(successor.at if successor else time.time())
+            if max(idle_s, silent_s) > self.timeout_s:
+                self._end(self._reason(max(idle_s, silent_s)))
+
+    def _reason(self, seconds: float) -> str:
+        """Name the rank that the others wait for, as well as the records tell."""
+        records = [read_heartbeat(self.folder, rank) for rank in range(self.size)]
+        found = [record for record in records if record is not None]
+        if not found:
+            return f"rank {self.rank} on {self.host}: {self._stalled(seconds)}"
+        alive_since = max(record.at for record in found) - self.timeout_s / 2
+        late = blame(found, alive_since)
+        state = "is stopped or gone" if late.at < alive_since else "hangs"
+        return (
+            f"rank {late.rank} on {late.host} (process {late.pid}) {state} in {late.place()}: no "
+            f"progress for {seconds:.0f} s (--timeout {self.timeout_s:g})"
+        )
+
+    def _stalled(self, seconds: float) -> str:
+        return (
+            f"no progress for {seconds:.0f} s in {self.heartbeat.describe()} "
+            f"({self._frame()[0]}, --timeout {self.timeout_s:g})"
+        )
+
+    def _end(self, reason: str) -> None:
+        if self.first_to_report():
+            print(f"prunex_mpi: error: {reason}; the job is ended", file=sys.stderr, flush=True)
+        else:
+            # Whoever reports should not be cut off.
+            time.sleep(GRACE_S)
+        self.abort()
+
+    def _frame(self) -> tuple[str, bool]:
+        """Return where the main thread is, and whether that is outside the package."""
+        frame = sys._current_frames().get(self.main_thread)
+        if frame is None:
+            return "ended", False
+        path = Path(frame.f_code.co_filename)
+        computing = PACKAGE not in path.parents
+        return f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}", computing
+
+    def _publish(self) -> None:
+        frame, computing = self._frame()
+        beat = asdict(self.heartbeat)
+        fields = {**beat, "frame": frame[:200], "computing": computing, "at": time.time()}
+        record = Record(rank=self.rank, host=self.host[:200], pid=os.getpid(), **fields)
+        text = json.dumps(asdict(record)).encode()
+        # The watchdog has to outlive a full disk.
+        with contextlib.suppress(OSError):
+            os.pwrite(self.file, text.ljust(RECORD_BYTES), 0)
+
+
+class _Idle:
+    """Add up the time since a value changed, without the time this process itself stood still.
+
+    A job that its scheduler suspends must not be taken for a dead one when it goes on.
+    """
+
+    def __init__(self, pause_s: float) -> None:
+        self.pause_s = pause_s
+        self.value: object = None
+        self.seconds = 0.0
+        self.last = time.monotonic()
+
+    def seconds_since_change(self, value: object) -> float:
+        now = time.monotonic()
+        self.seconds += min(now - self.last, 2 * self.pause_s)
+        self.last = now
+        if value != self.value:
+            self.value, self.seconds = value, 0.0
+        return self.seconds
+
+
+def blame(records: list[Record], alive_since: float) -> Record:
+    """Return the rank that the others wait for.
+
+    One whose thread is silent; else the one that has come least far, and of several the one that is
+    not inside this package, where it would wait for others.
+    """
+
+    def key(record: Record) -> tuple:
+        phase = PHASES.index(record.phase) if record.phase in PHASES else 0
+        silent = record.at < alive_since
+        return (not silent, record.iteration, phase, record.step, not record.computing)
+
+    return min(records, key=key)
+
+
+def read_heartbeat(folder: Path, rank: int) -> Record | None:
+    """Return what `rank` published, None when there is nothing that can be read."""
+    try:
+        with open(_path(folder, rank), "rb") as file:
+            return Record(**json.loads(file.read(RECORD_BYTES)))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}"

@@ -1,0 +1,103 @@
+"""Which settings do not fit together, though each is fine alone."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.settings.methods import BY_GROUPS, CONSENSUS, WITH_RESIDUAL
+
+if TYPE_CHECKING:
+    from prunex_mpi.settings.fields import Settings
+
+
+def first_at_target(values: Mapping[str, Any]) -> int:
+    """Return the first outer iteration with the target keep ratio."""
+    return values["warmup_iterations"] + max(1, values["keep_ramp_iterations"])
+
+
+def check_together(settings: "Settings") -> None:
+    """Refuse values that are fine alone and wrong together."""
+    s = settings
+    if not s.local_epochs and not s.local_steps:
+        raise UserError("local-epochs and local-steps are both 0; give one of them")
+    _check_rival(s)
+    if s.method not in BY_GROUPS:
+        return
+    if len(s.keep_ratio) not in (1, len(s.groups)):
+        raise UserError(
+            f"keep-ratio has {len(s.keep_ratio)} values for {len(s.groups)} groups; "
+            "give one for all or one per group"
+        )
+    if s.keep_by != "groups" and s.groups != ("coupled",):
+        raise UserError(f"keep-by {s.keep_by} is for coupled groups alone; give --groups coupled")
+    if s.keep_by != "groups" and s.layer_keep_ratio:
+        raise UserError(f"keep-by {s.keep_by} has one ratio for all; leave layer-keep-ratio out")
+    if s.method not in CONSENSUS:
+        return
+    target = first_at_target(vars(s))
+    last = min(s.freeze_iteration or s.outer_iterations, s.outer_iterations)
+    if s.freeze_iteration > s.outer_iterations:
+        raise UserError(
+            f"freeze-iteration {s.freeze_iteration} is after the last of {s.outer_iterations} "
+            "outer-iterations; lower it, give a share such as 10/16, or 0 for never"
+        )
+    if target > last:
+        end = "freeze-iteration" if s.freeze_iteration else "outer-iterations"
+        raise UserError(
+            f"warmup-iterations and keep-ramp-iterations reach the keep ratio in iteration "
+            f"{target}, beyond {end} {last}; lower them"
+        )
+    if s.rho_min > s.rho_max:
+        raise UserError(f"rho-min {s.rho_min} is above rho-max {s.rho_max}")
+    for key, rho in (("rho1", s.rho1), ("rho2", s.rho2)):
+        if s.penalty != "fixed" and not s.rho_min <= rho <= s.rho_max:
+            raise UserError(
+                f"{key} {rho} must lie between rho-min {s.rho_min} and rho-max {s.rho_max}"
+            )
+
+
+def _check_rival(settings: "Settings") -> None:
+    """Refuse what is wrong for one of the other methods alone."""
+    s = settings
+    if s.method == "prunex-flat" and s.ranks_per_node > 1:
+        raise UserError(
+            f"ranks-per-node {s.ranks_per_node}: with prunex-flat every rank is a node of its own; "
+            "leave it away"
+        )
+    if s.method == "one-shot" and not 1 <= s.prune_iteration <= s.outer_iterations:
+        raise UserError(
+            f"prune-iteration {s.prune_iteration} must be from 1 to the {s.outer_iterations} "
+            "outer-iterations of one-shot"
+        )
+    if s.method == "prunetrain" and s.compile:
+        raise UserError("compile: prunetrain changes the model while it runs; leave it away")
+    if s.method == "prunetrain" and s.reconfigure_every > s.outer_iterations:
+        raise UserError(
+            f"reconfigure-every {s.reconfigure_every} is more than the {s.outer_iterations} "
+            "outer-iterations, so that nothing would be removed; lower it"
+        )
+    if s.method == "pactrain":
+        _check_pactrain(s)
+    elif s.method in WITH_RESIDUAL and s.amp == "fp16":
+        raise UserError(
+            f"amp fp16: {s.method} keeps what it has not sent, which must not overflow; use bf16"
+        )
+
+
+def _check_pactrain(settings: "Settings") -> None:
+    """Refuse what is wrong for PacTrain alone."""
+    s = settings
+    if len(s.keep_ratio) != 1:
+        raise UserError(
+            f"keep-ratio has {len(s.keep_ratio)} values; pactrain prunes single weights, not "
+            "groups: give one"
+        )
+    if s.prune_iteration > s.outer_iterations:
+        raise UserError(
+            f"prune-iteration {s.prune_iteration} must be from 0 to the {s.outer_iterations} "
+            "outer-iterations of pactrain"
+        )
+    if s.grasp_batches > 1 and s.prune_by != "grasp":
+        raise UserError("grasp-batches means nothing to --prune-by magnitude; leave it away")
+    if s.ternary and s.amp == "fp16":
+        raise UserError("amp fp16: the scale of --ternary must not overflow; use bf16")

@@ -1,0 +1,196 @@
+"""Read settings from the command line and from the file of `--config`."""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+from prunex_mpi import __version__
+from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.settings.fields import (
+    FIELDS,
+    Settings,
+    build,
+    check_saved,
+    from_table,
+    key_of,
+    preset_values,
+    resumed,
+)
+from prunex_mpi.settings.values import convert, nearest, quote
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_METAVARS = {int: "N", float: "X", Fraction: "N|P/Q", str: "NAME"}
+
+
+class Parser(argparse.ArgumentParser):
+    """Raise UserError where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(" ".join(message.split()) + "; see --help")
+
+    def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse `argv`; raise UserError that names the first word that no flag takes."""
+        given, rest = self.parse_known_args(list(argv))
+        if not rest:
+            return given
+        word = next((word for word in rest if word.startswith("-")), None)
+        if word is None:
+            raise UserError(
+                f"unexpected argument {quote(rest[0])}: values follow a flag, switches take none"
+            )
+        flag = word.partition("=")[0]
+        flags = [name for action in self._actions for name in action.option_strings]
+        shown = flag if re.fullmatch(r"[\w-]{1,60}", flag) else quote(flag)
+        raise UserError(f"unknown flag {shown}; did you mean {nearest(flag, flags)}?")
+
+
+def parse(argv: Sequence[str]) -> Settings:
+    """Return the settings that `argv` (without the program's name) asks for.
+
+    Weak to strong: defaults, preset, file of `--config`, flags. Raises UserError, with one line
+    that names the culprit, for whatever is wrong; `--help` and `--version` print and exit.
+    """
+    flags = vars(build_parser().parse_all(join_negative_numbers(argv)))
+    paths = flags.pop("config", [])
+    if len(paths) > 1:
+        raise UserError(f"--config is given {len(paths)} times; give it once")
+    file_values = read_config(paths[0]) if paths else {}
+    flag_values = {name: convert_flag(name, text) for name, text in flags.items()}
+    if flag_values.get("local_epochs") and flag_values.get("local_steps"):
+        raise UserError("--local-epochs and --local-steps are both given; keep one of them")
+    given = {**file_values, **flag_values}
+    if given.get("resume"):
+        if not given.get("run_dir"):
+            raise UserError("--resume needs --run-dir, the folder of the run that goes on")
+        # os.path says no where Path.exists raises; the run directory then says what is wrong.
+        if os.path.exists(Path(given["run_dir"]) / "config.toml"):
+            return resumed(read_saved(given["run_dir"]), given)
+    default = FIELDS["preset"].default
+    preset = flag_values.get("preset", file_values.get("preset", default))
+    return build(preset, [file_values, flag_values])
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Read the TOML file of `--config`; return converted values by field name.
+
+    Raises UserError when the file cannot be read, is not TOML or holds a bad key or value.
+    """
+    return _read_toml(path, f"--config {quote(path, 250)}")
+
+
+def read_saved(run_dir: str) -> dict[str, Any]:
+    """Read the config.toml of a run, as `read_config` does; all settings must be there and fit."""
+    path = str(Path(run_dir) / "config.toml")
+    where = quote(path, 250)
+    try:
+        saved = _read_toml(path, where)
+        check_saved(saved, where)
+    except UserError as error:
+        raise UserError(str(error), UNREADABLE) from None
+    return saved
+
+
+def _read_toml(path: str, where: str) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise UserError(f"cannot read {where}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{where} is not a TOML file: {reason}") from None
+    return from_table(table, where)
+
+
+def build_parser() -> Parser:
+    """Return a parser with one flag per setting, grouped by subject, that converts nothing."""
+    parser = Parser(
+        prog="python -m prunex_mpi.train",
+        usage="%(prog)s [--config FILE] [--preset NAME] [--FLAG VALUE ...]",
+        description="Train a network on several MPI ranks and prune it while it trains.",
+        epilog="Start it with mpirun or srun. Defaults are those of the preset 'recipe'.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--version", action="version", version=f"prunex_mpi {__version__}")
+    parser.add_argument(
+        "--config", metavar="FILE", action="append", help="TOML file of settings; flags beat it"
+    )
+    add_settings(parser, FIELDS)
+    return parser
+
+
+def add_settings(parser: Parser, names: Iterable[str]) -> None:
+    """Add a flag, which converts nothing, for each of these settings, grouped by subject."""
+    defaults = {name: field.default for name, field in FIELDS.items()} | preset_values("recipe")
+    sections: dict[str, Any] = {}
+    for name in names:
+        field = FIELDS[name]
+        section = field.metadata["section"]
+        group = sections.get(section) or parser.add_argument_group(section)
+        sections[section] = group
+        text = f"{field.metadata['help']} [{_show(defaults[name])}]"
+        options = _action(field.type, field.metadata, text)
+        group.add_argument(f"--{key_of(name)}", dest=name, **options)
+
+
+def _action(kind: Any, rules: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Return the arguments of add_argument for a field of type `kind`."""
+    text = text.replace("%", "%%")
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction, "help": text}
+    item = (*get_args(kind), kind)[0]
+    choices = rules.get("choices")
+    metavar = "{" + ",".join(choices) + "}" if choices else _METAVARS[item]
+    metavar = "N|P/Q" if rules.get("share") else metavar
+    metavar = "|".join(["N", *rules["words"]]) if "words" in rules else metavar
+    many = {"nargs": "+", "action": "extend"} if get_args(kind) else {}
+    return {"metavar": metavar, "help": text, **many}
+
+
+def _show(value: object) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value) if value != "" else "none"
+
+
+def convert_flag(name: str, text: Any) -> Any:
+    """Convert the text, or the list of texts, of one flag."""
+    field, where = FIELDS[name], f"--{key_of(name)}"
+    kind = (*get_args(field.type), field.type)[0]
+    if kind in (int, float) and not field.metadata.get("share"):
+        texts = text if isinstance(text, list) else [text]
+        numbers = [_to_number(kind, item, where) for item in texts]
+        return convert(field, numbers if isinstance(text, list) else numbers[0], where)
+    return convert(field, text, where)
+
+
+def _to_number(kind: type, text: str, where: str) -> float:
+    try:
+        return kind(text)
+    except ValueError:
+        wanted = "a whole number" if kind is int else "a number"
+        raise UserError(f"{where} must be {wanted}, not {quote(text)}") from None
+
+
+def join_negative_numbers(argv: Sequence[str]) -> list[str]:
+    """Write `--lr -1e-3` as `--lr=-1e-3`, since argparse takes -1e-3 for a flag."""
+    flags = {f"--{key_of(name)}" for name, field in FIELDS.items() if field.type is not bool}
+    joined: list[str] = []
+    for word in argv:
+        if joined and joined[-1] in flags and re.match(r"-(\.?\d|inf|nan)", word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined

@@ -1,0 +1,558 @@
+"""Hold the settings of a run: one frozen dataclass, filled from presets, files and flags.
+
+Each value has one home. What describes the machine, the data and the output has its default
+here; what makes up the training recipe has none here and is set by the preset file.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from importlib import resources
+from typing import Any
+
+import tomli_w
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.settings.checks import check_together, first_at_target
+from prunex_mpi.settings.methods import (
+    BY_GROUPS,
+    CONSENSUS,
+    LOCAL,
+    METHOD_DEFAULTS,
+    METHODS,
+    PER_STEP,
+)
+from prunex_mpi.settings.values import convert, nearest, quote, split_layer_keep_ratio
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PRESETS = ("recipe", "paper")
+_NO_DEFAULT = dataclasses.MISSING
+
+
+def _setting(section: str, text: str, default: Any = _NO_DEFAULT, **rules: Any) -> Any:
+    """Make a field; `rules` are choices, low, high (inclusive), above, below, share, optional.
+
+    The rule `methods` names those that the setting has a meaning for: with any other it can't be
+    given.
+    """
+    return dataclasses.field(default=default, metadata={"section": section, "help": text, **rules})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Carry every setting of a run, checked and resolved.
+
+    Field `a_b` is the flag `--a-b` and the TOML key `a-b`. Build one with `make`, `with_overrides`
+    or `prunex_mpi.settings.cli.parse`: these convert, check and resolve, the constructor does not.
+    """
+
+    _S = "what to train"
+    preset: str = _setting(_S, "file of settings to start from", "recipe", choices=PRESETS)
+    method: str = _setting(_S, "training system", "prunex", choices=METHODS)
+    model: str = _setting(
+        _S,
+        "resnet20, resnet18, ..., a torchvision classifier, or package.module:factory",
+        "resnet20",
+    )
+    stem: str = _setting(
+        _S,
+        "first layers of the torchvision ResNets; auto: cifar up to 64 pixels",
+        "auto",
+        choices=("auto", "cifar", "imagenet"),
+    )
+    seed: int = _setting(_S, "seed of weights, shuffles and augmentation", 0, low=0)
+
+    _S = "data"
+    dataset: str = _setting(
+        _S,
+        "images to train on; digits needs no files",
+        "digits",
+        choices=("digits", "cifar10", "cifar100", "imagefolder", "synthetic"),
+    )
+    data_dir: str = _setting(_S, "folder of the data", "data")
+    download: bool = _setting(_S, "fetch cifar10 or cifar100 when missing", False)
+    train_samples: int = _setting(_S, "images of the training set to use, 0 for all", 0, low=0)
+    test_samples: int = _setting(_S, "images of the test set to use, 0 for all", 0, low=0)
+    image_size: int = _setting(_S, "side in pixels, 0 for the data's own", 0, low=0, high=4096)
+    augment: str = _setting(_S, "random crops and flips", "auto", choices=("auto", "off"))
+
+    _S = "local training"
+    outer_iterations: int = _setting(_S, "number of consensus rounds", low=1, high=10**6)
+    local_epochs: Fraction = _setting(_S, "epochs per outer iteration, such as 5 or 1/4", low=0)
+    local_steps: int = _setting(_S, "steps per outer iteration instead of epochs, 0 for off", low=0)
+    batch_size: int = _setting(_S, "images per rank and step", low=1)
+    lr: float = _setting(_S, "peak learning rate", above=0)
+    lr_schedule: str = _setting(_S, "learning rate curve", choices=("constant", "cosine", "step"))
+    lr_warmup: float = _setting(_S, "linear warm-up, as a fraction of all steps", low=0, below=1)
+    lr_final: float = _setting(_S, "end of the cosine, as a fraction of lr", low=0, high=1)
+    momentum: float = _setting(_S, "momentum of SGD", low=0, below=1)
+    weight_decay: float = _setting(_S, "L2 penalty lambda", low=0)
+
+    _S = "sparsity"
+    groups: tuple[str, ...] = _setting(
+        _S,
+        "what is removed whole, composed in this order",
+        choices=("filter", "channel", "shape", "coupled"),
+        methods=BY_GROUPS,
+    )
+    keep_ratio: tuple[float, ...] = _setting(
+        _S,
+        "fraction of the groups to keep, one for all or one per group",
+        above=0,
+        high=1,
+        methods=(*BY_GROUPS, "pactrain"),
+    )
+    layer_keep_ratio: tuple[str, ...] = _setting(
+        _S,
+        "PATTERN=RATIO for matching parameter names, for all groups; the last match wins",
+        optional=True,
+        methods=BY_GROUPS,
+    )
+    round_to: int = _setting(
+        _S, "round kept groups up to a multiple of this", low=1, methods=BY_GROUPS
+    )
+    mask_agreement: str = _setting(
+        _S, "how nodes agree on a mask", choices=("or", "vote"), methods=CONSENSUS
+    )
+    keep_by: str = _setting(
+        _S,
+        "what --keep-ratio is a fraction of: the groups of each layer or set, or, of coupled "
+        "groups, all parameters or multiply-adds of the model",
+        "groups",
+        choices=("groups", "parameters", "multiply-adds"),
+        methods=BY_GROUPS,
+    )
+    warmup_iterations: int = _setting(
+        _S,
+        "dense outer iterations at first, a count or a share such as 7/16",
+        share=True,
+        methods=CONSENSUS,
+    )
+    keep_ramp_iterations: int = _setting(
+        _S,
+        "outer iterations to reach the keep ratio, a count or a share",
+        share=True,
+        methods=CONSENSUS,
+    )
+    freeze_iteration: int = _setting(
+        _S,
+        "outer iteration that freezes the masks, a count or a share, 0 for never",
+        share=True,
+        methods=CONSENSUS,
+    )
+    freeze_drift: float = _setting(
+        _S,
+        "freeze once the fraction of changed groups is at most this; negative for never",
+        methods=CONSENSUS,
+    )
+    freeze_window: int = _setting(
+        _S, "outer iterations in a row for --freeze-drift", low=1, methods=CONSENSUS
+    )
+    after_freeze: str = _setting(
+        _S, "training on the fixed support", choices=("local-sgd", "admm"), methods=CONSENSUS
+    )
+
+    _S = "consensus"
+    theta_start: str = _setting(
+        _S, "start of each local phase", choices=("z", "theta"), methods=CONSENSUS
+    )
+    node_sync: str = _setting(
+        _S,
+        "average inside the node at each step or once per iteration",
+        choices=("step", "outer"),
+        methods=("prunex", *LOCAL),
+    )
+    weight_decay_in: str = _setting(
+        _S,
+        "weight decay in the local gradient or in the consensus (after a local-sgd freeze: theta)",
+        choices=("theta", "z"),
+        methods=CONSENSUS,
+    )
+    bn: str = _setting(
+        _S,
+        "BatchNorm statistics of z: averages, or estimated again while pruning",
+        choices=("average", "recalibrate"),
+        methods=BY_GROUPS,
+    )
+
+    _S = "penalties and stopping"
+    penalty: str = _setting(
+        _S, "course of rho", choices=("fixed", "ramp", "balance"), methods=CONSENSUS
+    )
+    rho1: float = _setting(_S, "penalty inside a node at the start", above=0, methods=CONSENSUS)
+    rho2: float = _setting(_S, "penalty between nodes at the start", above=0, methods=CONSENSUS)
+    rho_max: float = _setting(_S, "largest penalty", above=0, methods=CONSENSUS)
+    rho_min: float = _setting(_S, "smallest penalty", above=0, methods=CONSENSUS)
+    rho_factor: float = _setting(
+        _S, "factor of one change of a penalty", above=1, methods=CONSENSUS
+    )
+    eps_abs: float = _setting(_S, "absolute tolerance of the residuals", low=0, methods=CONSENSUS)
+    eps_rel: float = _setting(_S, "relative tolerance of the residuals", low=0, methods=CONSENSUS)
+
+    _S = "rivals"
+    aggregation: str = _setting(
+        _S,
+        "who sends gradients between nodes: all ranks, or each node the sum of its ranks",
+        "flat",
+        choices=("flat", "hierarchical"),
+        methods=PER_STEP,
+    )
+    compress_ratio: float = _setting(
+        _S,
+        "share of each layer's gradient that travels (dgc: 0.001, after its warm-up)",
+        0.01,
+        above=0,
+        high=1,
+        methods=("topk", "dgc"),
+    )
+    dgc_warmup_epochs: Fraction = _setting(
+        _S,
+        "epochs in which the share falls from 1/4 to --compress-ratio",
+        Fraction(4),
+        low=0,
+        methods=("dgc",),
+    )
+    dgc_sample: float = _setting(
+        _S,
+        "share of a layer's gradient that its threshold is estimated from",
+        0.01,
+        above=0,
+        high=1,
+        methods=("dgc",),
+    )
+    powersgd_rank: int = _setting(
+        _S, "rank of the approximation of each gradient matrix", 2, low=1, methods=("powersgd",)
+    )
+    block_size: int = _setting(
+        _S, "elements of a block that travels or not", 256, low=1, methods=("omnireduce",)
+    )
+    outer_lr: float = _setting(
+        _S, "learning rate of the step between nodes", 0.7, above=0, methods=("diloco",)
+    )
+    outer_momentum: float = _setting(
+        _S, "Nesterov momentum of that step", 0.9, low=0, below=1, methods=("diloco",)
+    )
+    prune_iteration: int = _setting(
+        _S,
+        "outer iteration whose end prunes, a count or a share (pactrain: 0, before the first)",
+        Fraction(1, 2),
+        share=True,
+        methods=("one-shot", "pactrain"),
+    )
+    prune_by: str = _setting(
+        _S,
+        "score that decides what is pruned",
+        "grasp",
+        choices=("grasp", "magnitude"),
+        methods=("pactrain",),
+    )
+    grasp_batches: int = _setting(
+        _S, "batches per rank for the score grasp", 1, low=1, methods=("pactrain",)
+    )
+    stable_window: int = _setting(
+        _S,
+        "steps with an unchanged support after which a bucket travels compacted",
+        10,
+        low=1,
+        methods=("pactrain",),
+    )
+    ternary: bool = _setting(
+        _S, "send -1, 0 or 1 times a shared scale", False, methods=("pactrain",)
+    )
+    adaptive: bool = _setting(
+        _S,
+        "compact (and, with --ternary, quantise) only where it is measured to pay",
+        False,
+        methods=("pactrain",),
+    )
+    lasso_ratio: float = _setting(
+        _S,
+        "share of the first batch's loss, penalty included, that the group lasso makes up",
+        0.25,
+        above=0,
+        below=1,
+        methods=("prunetrain",),
+    )
+    reconfigure_every: int = _setting(
+        _S,
+        "outer iterations between removals of channels",
+        8,
+        low=1,
+        methods=("prunetrain",),
+    )
+    prune_threshold: float = _setting(
+        _S,
+        "largest weight of a channel that is removed",
+        1e-4,
+        above=0,
+        methods=("prunetrain",),
+    )
+
+    _S = "machine"
+    device: str = _setting(_S, "where to compute", "auto", choices=("auto", "cpu", "cuda"))
+    amp: str = _setting(_S, "mixed precision", "off", choices=("off", "bf16", "fp16"))
+    channels_last: bool = _setting(_S, "keep images in NHWC order", False)
+    compile: bool = _setting(_S, "compile the model with torch.compile", False)
+    bucket_mib: float = _setting(_S, "size of a message buffer in MiB", 32.0, low=1e-4, high=2048)
+    mpi_buffers: str = _setting(
+        _S, "memory handed to MPI", "auto", choices=("auto", "host", "device")
+    )
+    ranks_per_node: int = _setting(
+        _S, "make virtual nodes of this many ranks, 0 for the real nodes", 0, low=0
+    )
+
+    _S = "safety"
+    resume: bool = _setting(_S, "go on with the run in --run-dir, or begin it", False)
+    checkpoint_every: str = _setting(
+        _S,
+        "outer iterations between checkpoints; auto: below 2 % of the time; off: when preempted",
+        "auto",
+        words=("auto", "off"),
+    )
+    timeout: float = _setting(
+        _S, "seconds without progress on any rank before the job is ended", 1800.0, low=1
+    )
+    time_limit: float = _setting(
+        _S,
+        "seconds after which to have left with a checkpoint, 0 for the end of the Slurm job",
+        0.0,
+        low=0,
+    )
+    preempt_signals: tuple[str, ...] = _setting(
+        _S,
+        "signals to leave on with a checkpoint",
+        ("TERM", "USR1"),
+        choices=("TERM", "USR1", "USR2", "INT", "HUP", "XCPU"),
+    )
+    on_divergence: str = _setting(
+        _S,
+        "end the run, or go back to the last checkpoint with half the learning rate",
+        "stop",
+        choices=("stop", "rollback"),
+    )
+
+    _S = "output"
+    run_dir: str = _setting(
+        _S, "folder of the results; empty: a new one in runs/", "", optional=True
+    )
+    progress: str = _setting(_S, "progress bar on a terminal", "auto", choices=("auto", "off"))
+    evaluate_every: int = _setting(_S, "outer iterations between evaluations", 1, low=1)
+    dry_run: bool = _setting(_S, "print sizes and bytes, then stop without training", False)
+
+    del _S
+
+
+# What may change when a run is resumed: it describes the job and the machine, not the run.
+OF_THE_JOB = (
+    "run_dir",
+    "resume",
+    "checkpoint_every",
+    "timeout",
+    "time_limit",
+    "preempt_signals",
+    "on_divergence",
+    "data_dir",
+    "download",
+    "device",
+    "mpi_buffers",
+    "ranks_per_node",
+    "progress",
+    "dry_run",
+)
+FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+
+
+def key_of(name: str) -> str:
+    """Return the TOML key, and the flag without its dashes, of a field."""
+    return name.replace("_", "-")
+
+
+def preset_values(preset: str) -> dict[str, Any]:
+    """Read a preset file; return converted values by field name."""
+    file = resources.files("prunex_mpi.settings").joinpath("presets", f"{preset}.toml")
+    return from_table(tomllib.loads(file.read_text("utf-8")), f"preset {preset}")
+
+
+def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Convert a TOML table to values by field name; a table `versions` is ignored.
+
+    Raises UserError for an unknown key and for a value of the wrong type or range.
+    """
+    names = {key_of(name): name for name in FIELDS}
+    values = {}
+    for key, value in table.items():
+        if key == "versions" and isinstance(value, dict):
+            continue
+        if key not in names:
+            guess = nearest(key, names)
+            raise UserError(f"unknown key {quote(key)} in {source}; did you mean {guess!r}?")
+        values[names[key]] = convert(FIELDS[names[key]], value, f"{key} in {source}")
+    return values
+
+
+def build(preset: str, layers: Sequence[Mapping[str, Any]]) -> Settings:
+    """Lay converted values over a preset, the later the stronger; resolve and check the result."""
+    method = next((x["method"] for x in reversed(layers) if "method" in x), "prunex")
+    values = _defaults(preset, method)
+    for layer in layers:
+        _lay_over(values, layer)
+    return _resolve({**values, "preset": preset})
+
+
+def _defaults(preset: str, method: str) -> dict[str, Any]:
+    """Return the values, not resolved yet, of a run that is given nothing but these two."""
+    values = {name: field.default for name, field in FIELDS.items()} | preset_values(preset)
+    return {**values, **METHOD_DEFAULTS.get(method, {}), "preset": preset, "method": method}
+
+
+def make(preset: str = "recipe", **overrides: object) -> Settings:
+    """Return a preset's settings with `overrides`, checked as flags are.
+
+    Raises UserError for an unknown name or a bad value.
+    """
+    preset = convert(FIELDS["preset"], preset, "preset")
+    return build(preset, [_convert_all(overrides)])
+
+
+def with_overrides(settings: Settings, **changes: object) -> Settings:
+    """Return a copy with some values replaced, checked like any other.
+
+    Raises UserError for an unknown name, a bad value, or another preset or method.
+    """
+    for name in ("preset", "method"):
+        if changes.get(name, getattr(settings, name)) != getattr(settings, name):
+            raise UserError(f"{name} cannot be changed in settings that are already resolved")
+    values = {name: getattr(settings, name) for name in FIELDS}
+    _lay_over(values, _convert_all(changes))
+    return _resolve(values)
+
+
+def check_saved(saved: Mapping[str, Any], where: str) -> None:
+    """Raise UserError unless `saved` holds every setting and they fit together."""
+    missing = [key_of(name) for name in FIELDS if name not in saved]
+    if missing:
+        raise UserError(f"{where} has no {missing[0]}; put back the file that the run wrote")
+    try:
+        _resolve(dict(saved))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def resumed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
+    """Return the settings of a run that goes on: those `saved` in its config.toml, by field name.
+
+    What is `given` beside them may only repeat them, except for OF_THE_JOB, where it counts. Raises
+    UserError that names the first difference.
+    """
+    before = _resolve({**saved, "resume": True})
+    after = {**saved, "resume": True}
+    _lay_over(after, given)
+    settings = _resolve(after)
+    for name in FIELDS:
+        old, new = getattr(before, name), getattr(settings, name)
+        if name not in OF_THE_JOB and old != new:
+            raise UserError(
+                f"--{key_of(name)} {_plain(new)} differs from the run's {_plain(old)}; a resumed "
+                "run keeps its settings: leave it away, or start a new run"
+            )
+    return settings
+
+
+def _plain(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def layer_keep_ratios(settings: Settings) -> tuple[tuple[str, float], ...]:
+    """Return the (pattern, ratio) pairs of `layer_keep_ratio` in order."""
+    return tuple(split_layer_keep_ratio(item) for item in settings.layer_keep_ratio)
+
+
+def to_toml(settings: Settings, extra: Mapping[str, object]) -> str:
+    """Write settings as TOML text that `--config` reads back to an equal Settings.
+
+    `extra` (the versions of the software) becomes the table `[versions]`, which is not read back.
+    """
+    table: dict[str, Any] = {}
+    for name in FIELDS:
+        value = getattr(settings, name)
+        if isinstance(value, Fraction):
+            value = int(value) if value.denominator == 1 else str(value)
+        table[key_of(name)] = list(value) if isinstance(value, tuple) else value
+    table["versions"] = {key: str(value) for key, value in extra.items()}
+    return tomli_w.dumps(table)
+
+
+def _convert_all(values: Mapping[str, object]) -> dict[str, Any]:
+    for name in values:
+        if name not in FIELDS:
+            raise UserError(f"unknown setting {name!r}; did you mean {nearest(name, FIELDS)!r}?")
+    return {name: convert(FIELDS[name], value, key_of(name)) for name, value in values.items()}
+
+
+def _lay_over(values: dict[str, Any], layer: Mapping[str, Any]) -> None:
+    """Update `values`; epochs and steps exclude each other, so the stronger layer's one counts."""
+    epochs, steps = layer.get("local_epochs", 0), layer.get("local_steps", 0)
+    if epochs and steps:
+        raise UserError("local-epochs and local-steps are both given; keep one of them")
+    values.update(layer)
+    if epochs:
+        values["local_steps"] = 0
+
+
+def _resolve(values: dict[str, Any]) -> Settings:
+    """Turn shares into iterations, drop the epochs that steps replace, check the whole."""
+    _put_foreign_back(values)
+    own = [name for name in FIELDS if values["method"] in methods_of(name)]
+    _resolve_shares(values, own)
+    if values["local_steps"]:
+        values["local_epochs"] = Fraction(0)
+    settings = Settings(**values)
+    check_together(settings)
+    return settings
+
+
+def _resolve_shares(values: dict[str, Any], names: Iterable[str]) -> None:
+    outer = values["outer_iterations"]
+    for name in names:
+        if FIELDS[name].metadata.get("share"):
+            value = Fraction(values[name])
+            count = math.floor(value * outer + Fraction(1, 2)) if value < 1 else int(value)
+            if name == "freeze_iteration" and 0 < value < 1:
+                # Rounding must neither turn the freeze off (0) nor leave it an iteration before
+                # the keep ratio is reached. Its two predecessors are resolved already.
+                count = max(count, 1)
+                count += first_at_target(values) == count + 1
+            values[name] = count
+
+
+def methods_of(name: str) -> Sequence[str]:
+    """Return the methods that a setting has a meaning for."""
+    return FIELDS[name].metadata.get("methods", METHODS)
+
+
+def _put_foreign_back(values: dict[str, Any]) -> None:
+    """Leave what the method has no use for at its default; refuse it where it is given as another.
+
+    Shares among them stay shares. As a count, the default is what a run of the same length by
+    another method has written into its file; another method's own default may be there as well.
+    """
+    untouched = _defaults(values["preset"], values["method"])
+    resolved = {**untouched, "outer_iterations": values["outer_iterations"]}
+    _resolve_shares(resolved, FIELDS)
+    for name in FIELDS:
+        methods = methods_of(name)
+        if values["method"] in methods:
+            continue
+        own = [defaults[name] for defaults in METHOD_DEFAULTS.values() if name in defaults]
+        if values[name] not in (untouched[name], resolved[name], *own):
+            raise UserError(
+                f"{key_of(name)} means nothing to method {values['method']}; leave it away "
+                f"(it is for {', '.join(methods)})"
+            )
+        values[name] = untouched[name]

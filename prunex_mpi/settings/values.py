@@ -1,0 +1,148 @@
+"""Convert and check one value of a setting by the rules of its field.
+
+A field is one of the dataclass `fields.Settings`: its type and its metadata (choices, low and high
+inclusive, above and below exclusive, share, words, optional) are the rules.
+"""
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import Any, get_args
+
+from prunex_mpi.base.errors import UserError
+
+_MAX_INT = 2**63 - 1
+
+
+def quote(value: object, limit: int = 80) -> str:
+    """Return `value` for an error message: on one line and not too long."""
+    text = repr(str(value) if isinstance(value, Fraction) else value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """Return the valid word that looks most like `word`, however far away it is."""
+    return difflib.get_close_matches(word, list(valid), 1, 0.0)[0]
+
+
+def convert(field: dataclasses.Field, value: object, where: str) -> Any:
+    """Return `value` as `field` stores it before resolution (shares still as fractions).
+
+    `where` names the value in errors. Raises UserError for a wrong type, choice or range.
+    """
+    if not get_args(field.type):
+        return _convert_item(field, field.type, value, where)
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    if not items and not field.metadata.get("optional"):
+        raise UserError(f"{where} needs at least one value")
+    converted = tuple(_convert_item(field, get_args(field.type)[0], item, where) for item in items)
+    if field.name == "layer_keep_ratio":
+        for item in converted:
+            split_layer_keep_ratio(item, where)
+    if field.metadata.get("choices") and len(set(converted)) < len(converted):
+        twice = next(item for item in converted if converted.count(item) > 1)
+        raise UserError(f"{where} names {twice!r} twice")
+    return converted
+
+
+def split_layer_keep_ratio(item: str, where: str = "layer-keep-ratio") -> tuple[str, float]:
+    """Split "PATTERN=RATIO"; raise UserError unless the ratio is above 0 and at most 1."""
+    pattern, _, text = item.rpartition("=")
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = math.nan
+    if not pattern or not 0 < ratio <= 1:
+        raise UserError(f"{where}: {quote(item)} is not PATTERN=RATIO with a ratio 0 < r <= 1")
+    return pattern, ratio
+
+
+def _convert_item(field: dataclasses.Field, kind: type, value: object, where: str) -> Any:
+    """Convert and check one value of a field."""
+    rules = field.metadata
+    if rules.get("share") or kind is Fraction:
+        return _check_share(_to_fraction(value, where), bool(rules.get("share")), where)
+    if "words" in rules:
+        return _to_count_or_word(value, rules["words"], where)
+    number = kind in (int, float)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value) if abs(value) <= _MAX_INT else math.inf
+    if not isinstance(value, kind) or (number and isinstance(value, bool)):
+        wanted = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
+        raise UserError(f"{where} must be {wanted[kind]}, not {quote(value)}")
+    if number:
+        _check_range(value, rules, where)
+    elif isinstance(value, str):
+        _check_text(value, rules, where)
+    return value
+
+
+def _to_count_or_word(value: object, words: tuple[str, ...], where: str) -> str:
+    """Return one of `words` or a whole number from 1 on, as text."""
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if isinstance(text, str) and (text in words or re.fullmatch(r"0*[1-9]\d{0,17}", text)):
+        return text
+    raise UserError(
+        f"{where} must be {', '.join(words)} or a whole number from 1 on, not {quote(value)}"
+    )
+
+
+def _to_fraction(value: object, where: str) -> Fraction:
+    """Convert 3, 0.25, "0.25" or "1/4"; a float counts as the decimal it is written as."""
+    try:
+        if isinstance(value, bool) or not isinstance(value, int | float | str | Fraction):
+            raise ValueError
+        if isinstance(value, int | Fraction):
+            return Fraction(value)
+        # Fraction("1e999999999") would never return: only p/q goes to Fraction as it is.
+        if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d{1,18}/\d{1,18}\s*", value):
+            return Fraction(value)
+        return Fraction(repr(float(value)))
+    except (ValueError, ZeroDivisionError):
+        message = f"{where} must be a number or a fraction such as 1/4, not {quote(value)}"
+        raise UserError(message) from None
+
+
+def _check_share(value: Fraction, share: bool, where: str) -> Fraction:
+    if not 0 <= value <= _MAX_INT:
+        raise UserError(f"{where} must be from 0 to {_MAX_INT}, not {quote(value)}")
+    if share and value > 1 and value.denominator != 1:
+        raise UserError(
+            f"{where} must be a whole number of outer iterations or a share below 1, "
+            f"not {quote(value)}"
+        )
+    return value
+
+
+def _check_range(value: float, rules: Mapping[str, Any], where: str) -> None:
+    if not math.isfinite(value):
+        raise UserError(f"{where} must be finite, not {value}")
+    bounds = {
+        "at least": ("low", lambda bound: value >= bound),
+        "above": ("above", lambda bound: value > bound),
+        "at most": ("high", lambda bound: value <= bound),
+        "below": ("below", lambda bound: value < bound),
+    }
+    for words, (rule, holds) in bounds.items():
+        if rule in rules and not holds(rules[rule]):
+            raise UserError(f"{where} must be {words} {rules[rule]}, not {value}")
+    if abs(value) > _MAX_INT:
+        raise UserError(f"{where} must be at most {_MAX_INT}, not {value}")
+
+
+def _check_text(value: str, rules: Mapping[str, Any], where: str) -> None:
+    choices = rules.get("choices")
+    if choices and value not in choices:
+        guess = nearest(value, choices)
+        valid = ", ".join(choices)
+        raise UserError(
+            f"{where}: unknown value {quote(value)}; did you mean {guess!r}? (valid: {valid})"
+        )
+    if not value and not rules.get("optional"):
+        raise UserError(f"{where} must not be empty")
+    # Lone surrogates are how Python shows bytes of the command line that are not UTF-8.
+    if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise UserError(f"{where} must be printable UTF-8 text, not {quote(value)}")

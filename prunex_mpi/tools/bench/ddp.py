@@ -1,0 +1,220 @@
+"""Time steps of `dense` beside those of torch's DistributedDataParallel over gloo."""
+
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.workers import find_workers
+from prunex_mpi.core.problem import build_problem, load_dataset, make_model
+from prunex_mpi.core.state import Problem, Traffic, next_iteration
+from prunex_mpi.core.steps import open_averager
+from prunex_mpi.methods import per_step
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.run.job import set_up
+from prunex_mpi.run.watchdog import Heartbeat
+from prunex_mpi.settings.fields import Settings, make
+from prunex_mpi.tools.bench.gloo import gloo_group
+from prunex_mpi.tools.bench.report import Table
+
+IMAGE_SIZE = 32
+# Both leave buffers alone: what a rank's BatchNorm has seen is no part of a gradient.
+PLAIN = {"broadcast_buffers": False}
+# What its documentation names for speed: gradients live in the buckets, the graph never changes.
+LEAN = {**PLAIN, "gradient_as_bucket_view": True, "static_graph": True}
+AIM = 1.0
+
+
+def compare_with_ddp(
+    topology: Topology,
+    settings: Settings,
+    transport: Transport,
+    device: torch.device,
+    models: tuple[str, ...],
+    steps: int,
+    repeat: int,
+) -> list[Table]:
+    """Return the table of seconds per step, the same on every rank. Collective on `world`.
+
+    Raises UserError for a GPU, where gloo is no rival.
+    """
+    if device.type != "cpu":
+        raise UserError("ddp is measured on the CPU, where gloo is at home; give --device cpu")
+    rows = []
+    for name in models:
+        taken, difference = measure(topology, settings, transport, device, name, steps, repeat)
+        ratios = [float(np.median(taken["dense"] / taken[rival])) for rival in ("DDP", "lean DDP")]
+        milliseconds = [1e3 * float(np.median(times)) for times in taken.values()]
+        rows.append((name, *milliseconds, *ratios, AIM, difference))
+    return [
+        Table(
+            f"One step of dense (flat) beside DistributedDataParallel over gloo: "
+            f"{topology.world_size} ranks, {IMAGE_SIZE}x{IMAGE_SIZE} images, "
+            f"batch {settings.batch_size} per rank",
+            (
+                "model",
+                "dense ms",
+                "DDP ms",
+                "lean DDP ms",
+                "no exchange ms",
+                "dense / DDP",
+                "dense / lean DDP",
+                "aim",
+                "|difference|",
+            ),
+            tuple(rows),
+            (
+                f"medians of {repeat} turns of {steps} steps, one program after the other in "
+                "changing order, each until the last rank has finished; one turn before is not "
+                "counted",
+                "dense / DDP: the median of the ratios within a turn, which a machine that changes "
+                "its pace hardly touches",
+                "the same images, threads and fused SGD; DDP without broadcast of buffers; lean: "
+                "gradient_as_bucket_view and static_graph as well",
+                "no exchange: dense without its messages; |difference|: the largest between the "
+                "weights of dense and lean DDP in the end",
+            ),
+        )
+    ]
+
+
+def measure(
+    topology: Topology,
+    settings: Settings,
+    transport: Transport,
+    device: torch.device,
+    model_name: str,
+    steps: int,
+    repeat: int,
+) -> tuple[dict[str, np.ndarray], float]:
+    """Return seconds per step [turns] of each program, and how far dense and DDP end up apart.
+
+    All train the same weights on the same batches. Collective on `topology.world`.
+    """
+    world = topology.world
+    settings = make(
+        method="dense",
+        model=model_name,
+        dataset="synthetic",
+        image_size=IMAGE_SIZE,
+        train_samples=steps * settings.batch_size * topology.world_size,
+        test_samples=topology.world_size,
+        batch_size=settings.batch_size,
+        outer_iterations=repeat + 1,
+        local_steps=steps,
+        # No test of accuracy: a small rate keeps any model finite and rounding errors small.
+        lr=1e-3,
+        lr_schedule="constant",
+        lr_warmup=0.0,
+    )
+    with ExitStack() as exits:
+        ours, weights = dense_turn(topology, settings, transport, device, exits, exchange=True)
+        alone, _ = dense_turn(topology, settings, transport, device, exits, exchange=False)
+        exits.enter_context(gloo_group(world))
+        plain, _ = ddp_turn(topology, settings, transport, device, PLAIN)
+        lean, theirs = ddp_turn(topology, settings, transport, device, LEAN)
+        turns = {"dense": ours, "DDP": plain, "lean DDP": lean, "no exchange": alone}
+        times = {name: np.empty(repeat + 1) for name in turns}
+        for turn in range(repeat + 1):
+            # Whoever comes after another finds other things in the caches.
+            for name in list(turns)[:: 1 if turn % 2 else -1]:
+                world.Barrier()
+                started = time.perf_counter()
+                turns[name]()
+                times[name][turn] = time.perf_counter() - started
+        difference = float((weights() - theirs()).abs().max())
+    for taken in times.values():
+        world.Allreduce(MPI.IN_PLACE, taken, op=MPI.MAX)
+    return {name: taken[1:] / steps for name, taken in times.items()}, difference
+
+
+def dense_turn(
+    topology: Topology,
+    settings: Settings,
+    transport: Transport,
+    device: torch.device,
+    exits: ExitStack,
+    exchange: bool,
+) -> tuple[Callable[[], None], Callable[[], torch.Tensor]]:
+    """Return what takes the driver's steps of one outer iteration, and what tells the weights.
+
+    Until `exits` close. Collective on `topology.world`, as the first of them is, unless there is no
+    `exchange`.
+    """
+    heartbeat = Heartbeat()
+    state, problem = set_up(topology, settings, device, transport, heartbeat)
+    comm = topology.world if exchange else None
+    averager = open_averager(exits, comm, state, problem, transport)
+    workers = find_workers(topology, settings.aggregation)
+
+    def turn() -> None:
+        loss = per_step.train_steps(
+            topology,
+            workers,
+            averager,
+            {},
+            None,
+            state,
+            problem,
+            settings,
+            transport,
+            heartbeat,
+            None,
+            Traffic(),
+        )
+        next_iteration(state.position, loss)
+
+    return turn, lambda: state.theta
+
+
+def ddp_turn(
+    topology: Topology,
+    settings: Settings,
+    transport: Transport,
+    device: torch.device,
+    options: dict[str, bool],
+) -> tuple[Callable[[], None], Callable[[], torch.Tensor]]:
+    """Return the same for DistributedDataParallel in the process group there is. Collective."""
+    dataset = load_dataset(topology, settings)
+    model = make_model(settings, dataset.num_classes, dataset.image_size)
+    layout = build_layout(model)
+    problem: Problem = build_problem(topology, settings, dataset, model, device, transport)
+    with warnings.catch_warnings():
+        # Newer versions have another name for broadcast_buffers as well; all know this one.
+        warnings.simplefilter("ignore", FutureWarning)
+        ddp = DistributedDataParallel(model, **options)
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=settings.lr,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+
+    def turn() -> None:
+        losses = torch.zeros((), dtype=torch.float64)
+        model.train()
+        for _ in range(settings.local_steps):
+            images, labels = problem.train.next()
+            optimizer.zero_grad()
+            loss = problem.loss(ddp(images), labels)
+            loss.backward()
+            optimizer.step()
+            losses += loss.detach()
+        # As the driver does for its mean loss.
+        losses.item()
+
+    def weights() -> torch.Tensor:
+        values = dict(model.named_parameters())
+        return torch.cat([values[s.name].detach().reshape(-1) for s in layout.segments])
+
+    return turn, weights

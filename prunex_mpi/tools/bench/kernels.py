@@ -1,0 +1,231 @@
+"""Time what phases 2 to 5 do to memory on one rank, against copying the same bytes."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.mask_agreement import project_locally
+from prunex_mpi.core.problem import make_groups, make_model
+from prunex_mpi.core.state import State, Traffic, adopt_mask, build_state
+from prunex_mpi.methods import hsadmm
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
+from prunex_mpi.pruning.projection import apply_factors_, build_factors, group_energies, select
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.tools.bench.report import Action, Table, min_seconds
+
+AIM = 3.0
+WITH_AIM = ("projection", "pack", "unpack", "dual update")
+MIB = 2**20
+NUM_CLASSES = 10
+# Large enough for the ImageNet stem, and for every torchvision classifier.
+IMAGE_SIZE = 224
+
+
+def make_state(settings: Settings, device: torch.device) -> State:
+    """Build the model of `settings` with 10 classes and its H-SADMM variables on `device`.
+
+    The variables hold noise, so that no page is shared and no two groups tie.
+    """
+    model = make_model(settings, NUM_CLASSES, IMAGE_SIZE)
+    layout = build_layout(model)
+    groups = make_groups(settings, model, layout, IMAGE_SIZE)
+    state = build_state(model.to(device), layout, groups, settings)
+    for flat in (state.u, state.v, state.grad, state.scratch, state.payload):
+        flat.normal_(std=1e-3)
+    return state
+
+
+def kernels(
+    alone: Topology, settings: Settings, transport: Transport, device: torch.device, repeat: int
+) -> list[Table]:
+    """Return the tables of steps, of whole phases and of the parts of the projection.
+
+    `alone` is the topology of a job of one rank, on which no phase waits for a network.
+    """
+    state = make_state(settings, device)
+    adopt_mask(state, project_alone(state, settings))
+    return [
+        _steps(alone, state, settings, transport, repeat),
+        _phases(alone, state, settings, transport, repeat),
+        _projection_parts(state, settings, repeat),
+    ]
+
+
+def project_alone(state: State, settings: Settings) -> np.ndarray:
+    """Project `scratch` as a leader does in phase 3, without MPI, and return the mask."""
+    squares = state.payload[: state.layout.numel]
+    torch.mul(state.scratch, state.scratch, out=squares)
+    mask = project_locally(squares, state, 1.0, settings.round_to)
+    factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
+    apply_factors_(state.scratch, state.layout, state.groups, factors)
+    return mask
+
+
+def update_duals_alone(state: State) -> None:
+    """u += theta - z_node and v += z_node - z, the way phase 5 does, without its norms."""
+    torch.sub(state.theta, state.z_node, out=state.scratch)
+    state.u.add_(state.scratch)
+    torch.sub(state.z_node, state.z, out=state.scratch)
+    state.v.add_(state.scratch)
+
+
+def _steps(
+    alone: Topology, state: State, settings: Settings, transport: Transport, repeat: int
+) -> Table:
+    theta, payload = state.theta, state.payload[: state.plan.numel]
+    target = torch.empty_like(theta)
+
+    def candidate() -> None:
+        torch.add(state.theta, state.u, out=state.scratch)
+
+    def fill_payload() -> None:
+        pack_(state.theta, state.plan, state.message)
+
+    def duals() -> object:
+        moved = np.zeros(len(state.layout.segments))
+        return hsadmm.update_duals(alone, state, settings, moved, moved, 0.0)
+
+    steps: list[tuple[str, str, tuple[Tensor, ...], Action]] = [
+        (
+            "intra candidate",
+            "the model",
+            (theta,),
+            Action(
+                lambda: hsadmm.intra_node_consensus(
+                    alone.node, state, settings, transport, Traffic()
+                )
+            ),
+        ),
+        (
+            "projection",
+            "the model",
+            (theta,),
+            Action(lambda: project_alone(state, settings), candidate),
+        ),
+        (
+            "pack",
+            "the payload",
+            (payload,),
+            Action(lambda: pack_(state.theta, state.plan, state.message)),
+        ),
+        (
+            "unpack",
+            "the model",
+            (theta,),
+            Action(lambda: unpack_(state.message, state.plan, state.scratch), fill_payload),
+        ),
+        (
+            "dual update",
+            "both duals",
+            (state.u, state.v),
+            Action(lambda: update_duals_alone(state)),
+        ),
+        ("dual update + norms", "both duals", (state.u, state.v), Action(duals)),
+    ]
+    actions = {}
+    for name, _, sources, action in steps:
+        actions[f"copy for {name}"] = Action(lambda sources=sources: _copy(sources, target))
+        actions[name] = action
+    best = min_seconds(actions, repeat, theta.device)
+    rows = []
+    for name, what, sources, _ in steps:
+        copy = best[f"copy for {name}"]
+        size = sum(s.numel() * s.element_size() for s in sources) / MIB
+        aim = AIM if name in WITH_AIM else None
+        rows.append((name, what, size, 1e3 * copy, 1e3 * best[name], best[name] / copy, aim))
+    kept = state.plan.numel / state.layout.numel
+    return Table(
+        f"Kernels on one rank: {settings.model}, {state.layout.numel:,} parameters, "
+        f"{'+'.join(settings.groups)} groups, payload {100 * kept:.1f} % of the model",
+        ("step", "bytes copied", "MiB", "copy ms", "step ms", "times copy", "aim"),
+        tuple(rows),
+        (
+            f"minimum of {repeat} turns; each step takes turns with an out-of-place copy_ of the "
+            "bytes named",
+            "projection: squares, group energies, selection, factors and masking, as on a leader",
+            "dual update + norms: all of phase 5 on one rank, with seven norms per layer",
+        ),
+    )
+
+
+def _copy(sources: tuple[Tensor, ...], target: Tensor) -> None:
+    for source in sources:
+        target[: source.numel()].copy_(source)
+
+
+def _phases(
+    alone: Topology, state: State, settings: Settings, transport: Transport, repeat: int
+) -> Table:
+    """Time phases 2 to 5 of the driver as they are, before the masks are frozen."""
+    target = torch.empty_like(state.theta)
+    seen: dict[str, np.ndarray] = {}
+
+    def intra() -> None:
+        hsadmm.intra_node_consensus(alone.node, state, settings, transport, Traffic())
+
+    def project() -> None:
+        seen["node"] = hsadmm.project(alone, state, settings, 1.0, True, True, Traffic())
+
+    def inter() -> None:
+        seen["z"] = hsadmm.inter_node_consensus(alone, state, transport, False, Traffic())
+
+    def dual() -> None:
+        hsadmm.update_duals(alone, state, settings, seen["node"], seen["z"], 0.0)
+
+    # In the order of the driver: each phase prepares what the next one reads.
+    best = min_seconds(
+        {
+            "copy": Action(lambda: target.copy_(state.theta)),
+            "2 intra-node consensus": Action(intra),
+            "3 projection and masks": Action(project),
+            "4 inter-node consensus": Action(inter),
+            "5 duals and residuals": Action(dual),
+        },
+        repeat,
+        state.theta.device,
+    )
+    copy = best.pop("copy")
+    rows = [(name, 1e3 * seconds, seconds / copy) for name, seconds in best.items()]
+    rows.append(("2 to 5", 1e3 * sum(best.values()), sum(best.values()) / copy))
+    return Table(
+        "Phases as the driver runs them on one rank, masks not frozen",
+        ("phase", "ms", "times copy of the model"),
+        tuple(rows),
+    )
+
+
+def _projection_parts(state: State, settings: Settings, repeat: int) -> Table:
+    squares = state.payload[: state.layout.numel]
+    device, dtype = state.theta.device, state.theta.dtype
+    groups, layout = state.groups, state.layout
+    energies = [group_energies(squares, layout, groups, kind).numpy() for kind in groups.kinds]
+    target = torch.empty_like(state.theta)
+
+    def choose() -> None:
+        for values, kind in zip(energies, groups.kinds, strict=True):
+            select(values, kind, 1.0, settings.round_to)
+
+    best = min_seconds(
+        {
+            "copy": Action(lambda: target.copy_(state.theta)),
+            "squares": Action(lambda: torch.mul(state.scratch, state.scratch, out=squares)),
+            "group energies": Action(
+                lambda: [group_energies(squares, layout, groups, kind) for kind in groups.kinds]
+            ),
+            "selection": Action(choose),
+            "factors": Action(lambda: build_factors(state.mask, groups, device, dtype)),
+            "masking": Action(lambda: apply_factors_(state.scratch, layout, groups, state.factors)),
+            "index sets (phase 3)": Action(lambda: build_plan(layout, groups, state.mask, device)),
+        },
+        repeat,
+        device,
+    )
+    copy = best.pop("copy")
+    return Table(
+        "Parts of the projection",
+        ("part", "ms", "times copy of the model"),
+        tuple((name, 1e3 * seconds, seconds / copy) for name, seconds in best.items()),
+    )

@@ -1,0 +1,242 @@
+"""One run of a comparison: train as a run by itself does, and measure what comes of it."""
+
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import Diverged
+from prunex_mpi.base.files import telling_disk_errors
+from prunex_mpi.base.logs import Progress, RunDirectory, log
+from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.comm.topology import Topology, nodes_of, together
+from prunex_mpi.compress.sparse import POSITION_BYTES
+from prunex_mpi.core.problem import make_model
+from prunex_mpi.core.state import Problem, State, weights
+from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.models.layout import Layout
+from prunex_mpi.run import summary
+from prunex_mpi.run.job import assemble, software_versions
+from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.run.watchdog import Heartbeat
+from prunex_mpi.settings.fields import Settings, to_toml
+from prunex_mpi.settings.methods import PER_STEP
+from prunex_mpi.tools.bench.report import Action, min_seconds
+from prunex_mpi.tools.compare.tables import Measured, Outcome
+
+FORWARD_BATCH = 32
+FORWARD_TURNS = 5
+
+
+def run_one(
+    world: MPI.Comm,
+    topology: Topology,
+    settings: Settings,
+    dataset: Dataset,
+    *,
+    device: torch.device,
+    transport: Transport,
+    heartbeat: Heartbeat,
+    folder: str = "",
+) -> Outcome:
+    """Train as the settings say and return what came of it, with rank 0's times.
+
+    With `folder` the run keeps its directory there. Collective on `world`.
+    """
+    # Without leaders every rank is a node of its own.
+    flat = settings.method == "prunex-flat"
+    nodes = nodes_of(world, 1) if flat else nullcontext(topology)
+    name = f"{settings.method}, seed {settings.seed}, learning rate {settings.lr:g}"
+    log.info("%s", name)
+    with nodes as mine, directory(world, settings, folder) as files:
+        started = time.perf_counter()
+        state, problem = assemble(mine, settings, dataset, device, transport, heartbeat)
+        dense_bytes = settings.outer_iterations * state.theta.element_size()
+        dense_bytes *= problem.steps * state.layout.numel + state.stats.numel()
+        try:
+            records = train(mine, settings, state, problem, transport, heartbeat, files)
+        except Diverged as error:
+            log.info("%s: diverged: %s", name, error)
+            return Outcome(settings.method, settings.seed, settings.lr, None, str(error))
+        heartbeat.enter("finish")
+        total_s = time.perf_counter() - started
+        together(world, partial(finish, files, settings, mine, state, problem, records, total_s))
+        forward_s, dense_forward_s = forward_seconds(mine, settings, dataset, state, problem)
+        sums = {
+            key: {part: sum(r[key][part] for r in records) for part in records[-1][key]}
+            for key in ("seconds", "bytes")
+        }
+        seconds, counted = sums["seconds"], sums["bytes"]
+        stream = problem.train
+        batches = stream.epoch * stream.steps_per_epoch + stream.position
+        of_batch = stream.batch_size * world.size
+        steps = len(records) * problem.steps
+        elements, zeros, line_zeros = count_zeros(state.z, state.layout)
+        flat_workers = settings.method in PER_STEP and settings.aggregation == "flat"
+        measured = Measured(
+            accuracy=records[-1]["test_accuracy"],
+            loss=records[-1]["test_loss"],
+            samples=steps * of_batch,
+            extra_samples=(batches - steps) * of_batch,
+            epochs=steps * of_batch / dataset.train_total,
+            steps=steps,
+            payload_bytes=counted["payload"] + counted["mask"],
+            sent_bytes=counted["sent"],
+            metadata_bytes=metadata_bytes(settings, state, counted),
+            dense_bytes=dense_bytes,
+            sync_s=seconds["intra"] + seconds["inter"],
+            own_s=seconds["project"] + seconds["dual"],
+            local_s=seconds["local"],
+            train_s=seconds["total"] - seconds["evaluate"],
+            parameters=state.layout.numel,
+            parameters_left=int(torch.count_nonzero(state.z)),
+            weights=elements,
+            zeros=zeros,
+            line_zeros=line_zeros,
+            forward_s=forward_s,
+            dense_forward_s=dense_forward_s,
+            speakers=world.size if flat_workers else mine.num_nodes,
+            ranks=world.size,
+        )
+    log.info("%s: accuracy %.2f %%", name, 100 * measured.accuracy)
+    return Outcome(settings.method, settings.seed, settings.lr, measured)
+
+
+def train(
+    topology: Topology,
+    settings: Settings,
+    state: State,
+    problem: Problem,
+    transport: Transport,
+    heartbeat: Heartbeat,
+    files: RunDirectory | None,
+) -> list[dict[str, Any]]:
+    """Run the driver of the method to its end and return its records. Collective on `world`.
+
+    Raises Diverged on every rank.
+    """
+    records = []
+    progress = Progress(settings.outer_iterations, settings.progress, topology.world.rank)
+    driver = driver_of(settings.method)
+    with closing(progress):
+        for record in driver.outer_iterations(
+            topology, state, problem, settings, transport, heartbeat
+        ):
+            heartbeat.enter("record")
+            layers = record.pop("layers")
+            del record["status"]
+            records.append(record)
+            if files is not None:
+                files.append("metrics.jsonl", [record])
+                files.append("layers.jsonl", layers)
+            progress.update(record)
+    return records
+
+
+def run_path(folder: str, method: str, seed: int) -> Path:
+    """Return where the run of one method with one seed keeps its directory."""
+    return Path(folder) / f"{method}-{seed}"
+
+
+@contextmanager
+def directory(world: MPI.Comm, settings: Settings, folder: str) -> Iterator[RunDirectory | None]:
+    """Hold the directory of one run in `folder` on rank 0; all get None without a folder.
+
+    The other ranks always do. Collective on `world`.
+    """
+    files = None
+    if folder:
+        path = run_path(folder, settings.method, settings.seed)
+        config = to_toml(replace(settings, run_dir=str(path)), software_versions())
+        files = together(world, lambda: None if world.rank else RunDirectory(path, config))
+    try:
+        yield files
+    finally:
+        if files is not None:
+            files.close()
+
+
+def finish(
+    files: RunDirectory | None,
+    settings: Settings,
+    topology: Topology,
+    state: State,
+    problem: Problem,
+    records: list[dict[str, Any]],
+    total_s: float,
+) -> None:
+    """Leave in the run's directory what a run by itself leaves there."""
+    if files is None:
+        return
+
+    def write() -> None:
+        delivered = summary.save_model(files.path, state, problem)
+        totals = summary.summarise(settings, topology, state, records, "completed")
+        files.write_summary({**totals, "delivered": delivered, "seconds_total": total_s})
+
+    telling_disk_errors("the results", write)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is measured in the end
+# --------------------------------------------------------------------------------------------------
+
+
+def forward_seconds(
+    topology: Topology, settings: Settings, dataset: Dataset, state: State, problem: Problem
+) -> tuple[float, float]:
+    """Return the seconds of a forward pass of the delivered network and of a dense one, in turns.
+
+    All ranks do the same at the same time, as in training. Collective on `world`.
+    """
+    dense = make_model(settings, dataset.num_classes, dataset.image_size).to(state.theta.device)
+    size = min(FORWARD_BATCH, len(dataset.train.labels))
+    images, _ = next(problem.batches(dataset.train, batch_size=size))
+    dense.eval()
+    problem.model.eval()
+    topology.world.Barrier()
+    with torch.no_grad(), weights(state, state.z):
+        best = min_seconds(
+            {
+                "delivered": Action(lambda: problem.model(images)),
+                "dense": Action(lambda: dense(images)),
+            },
+            FORWARD_TURNS,
+            state.theta.device,
+        )
+    return best["delivered"], best["dense"]
+
+
+def count_zeros(flat: Tensor, layout: Layout) -> tuple[int, int, int]:
+    """Return how many weights matrices and kernels have, how many are 0, how many in whole lines.
+
+    A line is a row or a column of a layer's C_out x (C_in kh kw).
+    """
+    elements = zeros = line_zeros = 0
+    for view in layout.views(flat):
+        if view.dim() < 2:
+            continue
+        zero = view.flatten(1) == 0
+        lines = zero.all(dim=1, keepdim=True) | zero.all(dim=0, keepdim=True)
+        elements += zero.numel()
+        zeros += int(zero.sum())
+        line_zeros += int(lines.sum())
+    return elements, zeros, line_zeros
+
+
+def metadata_bytes(settings: Settings, state: State, counted: dict[str, int]) -> int:
+    """Return how many of a run's inter-node bytes say where values belong."""
+    if settings.method not in ("topk", "dgc"):
+        return counted["mask"]
+    # A position beside each value; the statistics of each outer iteration have none.
+    statistics = settings.outer_iterations * state.stats.numel() * state.stats.element_size()
+    pair = POSITION_BYTES + state.theta.element_size()
+    return counted["mask"] + (counted["payload"] - statistics) * POSITION_BYTES // pair
