@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import pytest
 import torch
+from jobs import NoisyNet, run_directory
 from nodes import WORLD, nodes_of
-from test_checkpoint import Net, run_directory
 
 from mpi4py import MPI
 
@@ -92,13 +92,16 @@ def test_a_long_run_leaves_nothing_behind(
     def watched(*arguments: object) -> Iterator[dict]:
         for record in real(*arguments):
             if record["iteration"] in (WARM, iterations):
+                if files is not None:
+                    # The thread that removes old checkpoints has files open.
+                    files.finish_removals()
                 samples.append((resident_bytes(), held()))
             yield record
 
     monkeypatch.setattr(supervision.hsadmm, "outer_iterations", watched)
     with nodes_of(2) as nodes, run_directory() as files:
         topology = replace(nodes, world=WatchedComm(nodes.world), node=WatchedComm(nodes.node))
-        model = Net()
+        model = NoisyNet()
         layout = build_layout(model)
         transport = build_transport(torch.device("cpu"), 2**-10, "host")
         dataset = load_dataset(topology, settings)

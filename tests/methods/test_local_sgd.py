@@ -7,10 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from driving import (
+    assert_alike_on_all_ranks,
+    by_name,
+    difference,
+    element_masks,
+    node_sizes_of,
+    run_driver,
+)
+from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
 from reference_rivals import simulate_local
-from test_oracle import RandomStream, by_name, difference, element_masks, node_sizes_of
-from test_synchronous import assert_alike_on_all_ranks, new_net, run_driver
 
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.settings.fields import make

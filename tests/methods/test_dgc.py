@@ -1,16 +1,9 @@
 """DGC over MPI: what equals plain SGD, and how much travels in the warm-up."""
 
 import pytest
+from driving import COMMON, SHAPES, STEPS, assert_alike_on_all_ranks, run_driver
+from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
-from test_oracle import RandomStream
-from test_synchronous import (
-    COMMON,
-    SHAPES,
-    STEPS,
-    assert_alike_on_all_ranks,
-    new_net,
-    run_driver,
-)
 from torch import float64
 
 from prunex_mpi.compress.sparse import kept_per_layer

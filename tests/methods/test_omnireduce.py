@@ -5,9 +5,9 @@ import copy
 import numpy as np
 import pytest
 import torch
+from driving import COMMON, SHAPES, STEPS, assert_alike_on_all_ranks, run_driver
+from nets import RandomStream
 from nodes import WORLD, nodes_of
-from test_oracle import RandomStream
-from test_synchronous import COMMON, SHAPES, STEPS, assert_alike_on_all_ranks, run_driver
 from torch import nn
 
 from prunex_mpi.methods import per_step

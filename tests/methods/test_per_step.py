@@ -7,27 +7,29 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from driving import (
+    COMMON,
+    SHAPES,
+    STEPS,
+    STEPS_PER_EPOCH,
+    assert_alike_on_all_ranks,
+    by_name,
+    difference,
+    node_sizes_of,
+    run_driver,
+)
+from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
 from reference_rivals import simulate_per_step
-from test_oracle import Net, RandomStream, by_name, difference, node_sizes_of
 from torch import nn
 
-from prunex_mpi.comm.collectives import build_transport
-from prunex_mpi.core.problem import make_groups
-from prunex_mpi.core.state import Problem, build_state
-from prunex_mpi.data.batches import Shard
 from prunex_mpi.methods import per_step
-from prunex_mpi.models.layout import build_layout
-from prunex_mpi.run.supervision import driver_of
-from prunex_mpi.run.watchdog import Heartbeat
 from prunex_mpi.settings.fields import make
 from prunex_mpi.settings.methods import WITH_RESIDUAL
 
 pytestmark = pytest.mark.mpi
 
 CPU = torch.device("cpu")
-STEPS = 3
-COMMON = {"outer_iterations": 2, "lr": 0.05, "lr_schedule": "constant", "lr_warmup": 0.0}
 METHODS = {
     "dense": {},
     "topk": {"compress_ratio": 0.05},
@@ -36,39 +38,7 @@ METHODS = {
     "powersgd": {},
     "omnireduce": {"block_size": 16},
 }
-STEPS_PER_EPOCH = 2
 AGGREGATIONS = ("flat", "hierarchical")
-# Aggregation and ranks per node; with 4 ranks: 2 + 2, 3 + 1.
-SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
-
-
-def run_driver(topology, settings, model, stream, steps=STEPS):
-    """Yield (record, state) after each outer iteration of the driver of the method."""
-    layout = build_layout(model)
-    state = build_state(model, layout, make_groups(settings, model, layout, 6), settings)
-    stream.steps_per_epoch = STEPS_PER_EPOCH
-    nothing = Shard(torch.empty(0), torch.empty(0))
-    problem = Problem(
-        model, model, F.cross_entropy, stream, nothing, None, iter, steps, *torch.zeros(2, 3)
-    )
-    # Buckets of 1 KiB: every message is cut.
-    transport = build_transport(CPU, 2**-10, "host")
-    driver = driver_of(settings.method)
-    for record in driver.outer_iterations(
-        topology, state, problem, settings, transport, Heartbeat()
-    ):
-        yield record, state
-
-
-def new_net(dtype=torch.float64):
-    torch.manual_seed(7)
-    return Net().to(dtype)
-
-
-def assert_alike_on_all_ranks(tensor):
-    reference = tensor.numpy().copy()
-    WORLD.Bcast(reference, root=0)
-    assert np.array_equal(reference, tensor.numpy())
 
 
 @pytest.mark.parametrize("method", METHODS)

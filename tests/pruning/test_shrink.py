@@ -5,13 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from masking import draw, mask_
 from odd_models import randomise_
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import describe
-from prunex_mpi.pruning.coupling import Coupling, find_coupling
+from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.removable import judge
 from prunex_mpi.pruning.shrink import shrink, smaller_sizes, smaller_tensors, verify
 from prunex_mpi.tools.export.files import write_network
@@ -33,26 +34,6 @@ NETWORKS = {
     "vit_b_16": 0.6,
 }
 SIDE = 32
-
-
-def draw(coupling: Coupling) -> np.ndarray:
-    """Remove about half of the groups, but not all of a set."""
-    removed = np.random.default_rng(0).random(coupling.total) < 0.5
-    for s in coupling.sets:
-        if removed[s.start : s.start + s.count].all():
-            removed[s.start] = False
-    return removed
-
-
-@torch.no_grad()
-def mask_(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> None:
-    """Set all slices of the removed groups to zero, gamma and beta included."""
-    for name, p in model.named_parameters():
-        for dim, known in enumerate((coupling.rows, coupling.columns)):
-            if name in known:
-                ids = known[name]
-                gone = np.flatnonzero((ids >= 0) & removed[ids])
-                p.index_fill_(dim, torch.from_numpy(gone), 0)
 
 
 @torch.no_grad()

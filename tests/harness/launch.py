@@ -26,8 +26,8 @@ def launcher() -> list[str]:
 
 def environment(**extra: str) -> dict[str, str]:
     """Return the environment of a job: one thread per rank, the package importable."""
-    root = str(Path(__file__).resolve().parent.parent)
-    paths = [root, str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
+    harness = Path(__file__).resolve().parent
+    paths = [str(harness.parents[1]), str(harness), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+from driving import COMMON, SHAPES, assert_alike_on_all_ranks, run_driver
+from nets import RandomStream
 from nodes import WORLD, nodes_of
-from test_oracle import RandomStream
-from test_synchronous import COMMON, SHAPES, assert_alike_on_all_ranks, run_driver
 from torch import nn
 
 from prunex_mpi.base.errors import UserError

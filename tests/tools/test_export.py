@@ -81,7 +81,7 @@ def train(folder: Path, flags: list[str]) -> Path:
     result = subprocess.run(
         [sys.executable, "-m", "prunex_mpi.train", *flags],
         cwd=folder,
-        env=environment(PYTHONPATH=os.pathsep.join([str(folder), str(Path(__file__).parents[1])])),
+        env=environment(PYTHONPATH=os.pathsep.join([str(folder), str(Path(__file__).parents[2])])),
         capture_output=True,
         text=True,
         timeout=120,

@@ -17,7 +17,7 @@ from prunex_mpi.run import devices
 pytestmark = pytest.mark.jobs
 
 WORLD = MPI.COMM_WORLD
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda", 0)
 
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from driving import assert_alike_on_all_ranks, by_name, difference, run_driver
+from masking import draw, mask_
+from nets import CoupledNet, RandomStream
 from nodes import WORLD, nodes_of
 from odd_models import randomise_
 from reference_prunetrain import simulate_prunetrain, without_dead
-from test_oracle import CoupledNet, RandomStream, by_name, difference
-from test_shrink import draw, mask_
-from test_synchronous import assert_alike_on_all_ranks, run_driver
 from torchvision.models import VisionTransformer
 
 from prunex_mpi.core.problem import make_groups

@@ -1,4 +1,4 @@
-"""The MPI program against the oracle of tests/reference.py, and the invariants of the algorithm."""
+"""The MPI program against the oracle (`reference.py`), and the invariants of the algorithm."""
 
 import copy
 from types import SimpleNamespace
@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from driving import by_name, difference, element_masks, node_sizes_of
+from nets import CoupledNet, Net, RandomStream
 from reference import simulate
 from torch import nn
 
@@ -20,7 +22,6 @@ from prunex_mpi.methods.hsadmm import outer_iterations
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.find_groups import find_groups
-from prunex_mpi.pruning.projection import layer_masks
 from prunex_mpi.run.watchdog import Heartbeat
 from prunex_mpi.settings.fields import make
 
@@ -78,75 +79,6 @@ SCENARIOS |= {
 CASES += [(name, torch.float64) for name in ("recipe-coupled", "paper-coupled")]
 
 
-class Net(nn.Module):
-    """A 3x3, a grouped, a depthwise and a 1x1 convolution, BatchNorm and a classifier.
-
-    SiLU has no kink: an input of ReLU that rounding pushes across zero would be a real difference.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1, bias=False),
-            nn.BatchNorm2d(8),
-            nn.SiLU(),
-            nn.Conv2d(8, 8, 3, padding=1, groups=2),
-            nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False),
-            nn.BatchNorm2d(8),
-            nn.SiLU(),
-            nn.Conv2d(8, 12, 1, bias=False),
-            nn.BatchNorm2d(12),
-            nn.SiLU(),
-        )
-        self.fc = nn.Linear(12, 5)
-
-    def forward(self, x):
-        return self.fc(self.features(x).mean(dim=(2, 3)))
-
-
-class CoupledNet(nn.Module):
-    """A residual block, a depthwise convolution and a classifier; every channel has partners."""
-
-    # Of each set the number of channels and, as PARAMETER/AXIS, where each has a slice.
-    SETS = (
-        (
-            8,
-            "conv1.weight/0 bn1.weight/0 bn1.bias/0 conv2.weight/1 conv3.weight/0 conv3.bias/0 "
-            "bn3.weight/0 bn3.bias/0 conv4.weight/0 bn4.weight/0 bn4.bias/0 conv5.weight/1",
-        ),
-        (6, "conv2.weight/0 bn2.weight/0 bn2.bias/0 conv3.weight/1"),
-        (10, "conv5.weight/0 bn5.weight/0 bn5.bias/0 fc.weight/1"),
-    )
-
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.conv2, self.bn2 = nn.Conv2d(8, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
-        self.conv3, self.bn3 = nn.Conv2d(6, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.conv4, self.bn4 = nn.Conv2d(8, 8, 3, groups=8, bias=False), nn.BatchNorm2d(8)
-        self.conv5, self.bn5 = nn.Conv2d(8, 10, 1, bias=False), nn.BatchNorm2d(10)
-        self.fc = nn.Linear(10, 5)
-
-    def forward(self, x):
-        x = F.silu(self.bn1(self.conv1(x)))
-        x = F.silu(x + self.bn3(self.conv3(F.silu(self.bn2(self.conv2(x))))))
-        x = F.silu(self.bn4(self.conv4(x)))
-        return self.fc(F.silu(self.bn5(self.conv5(x))).mean(dim=(2, 3)))
-
-
-class RandomStream:
-    """Batches that depend only on the rank and the step."""
-
-    def __init__(self, rank, dtype):
-        self.generator = torch.Generator().manual_seed(1000 + rank)
-        self.dtype = dtype
-
-    def next(self):
-        labels = torch.randint(5, (8,), generator=self.generator)
-        noise = torch.randn(8, 3, 6, 6, generator=self.generator, dtype=torch.float64)
-        return (noise + 0.3 * labels.view(-1, 1, 1, 1)).to(self.dtype), labels
-
-
 def run_driver(world, ranks_per_node, model, stream, settings, loss=F.cross_entropy, steps=STEPS):
     """Yield (record, state, topology) after each outer iteration of the real driver."""
     topology = build_topology(world, ranks_per_node)
@@ -161,35 +93,6 @@ def run_driver(world, ranks_per_node, model, stream, settings, loss=F.cross_entr
     for record in outer_iterations(topology, state, problem, settings, transport, Heartbeat()):
         yield record, state, topology
     free_topology(topology)
-
-
-def element_masks(state):
-    """Return {parameter name: bool tensor of its shape} of the mask in force."""
-    result = {}
-    for layer, (rows, columns) in zip(
-        state.groups.layers, layer_masks(state.mask, state.groups), strict=True
-    ):
-        segment = state.layout.segments[layer.segment]
-        full = rows.reshape(layer.blocks, layer.rows, 1) & columns[:, None, :]
-        result[segment.name] = torch.from_numpy(full.reshape(segment.shape))
-    return result
-
-
-def by_name(flat, state):
-    names = [s.name for s in state.layout.segments]
-    return dict(zip(names, state.layout.views(flat), strict=True))
-
-
-def difference(mine, reference):
-    """Return the relative 2-norm difference of two {name: tensor}, over all tensors."""
-    gap = sum(float(((mine[n] - reference[n]).double() ** 2).sum()) for n in reference)
-    size = sum(float((reference[n].double() ** 2).sum()) for n in reference)
-    return gap**0.5 / max(size**0.5, 1e-12)
-
-
-def node_sizes_of(size, ranks_per_node):
-    sizes = [ranks_per_node] * (size // ranks_per_node)
-    return sizes + ([size % ranks_per_node] if size % ranks_per_node else [])
 
 
 @pytest.mark.mpi

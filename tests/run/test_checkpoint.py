@@ -1,24 +1,19 @@
 """Checkpoints over MPI: bit-exact on the same nodes, a stated rule on others, damage refused."""
 
-import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from faulty import noisy
+from jobs import NoisyNet, run_directory
 from nodes import NODE_SHAPES, WORLD, nodes_of
-from torch import nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import RunDirectory
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, StopAgreement, stop_agreement
-from prunex_mpi.comm.topology import Topology, broadcast_text
+from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.problem import build_problem, load_dataset, make_groups
 from prunex_mpi.core.state import Problem, State, build_state
 from prunex_mpi.models.layout import build_layout
@@ -77,18 +72,6 @@ SCENARIOS = {
 }
 
 
-class Net(nn.Module):
-    """BatchNorm, dropout of torch's own generator, noise of NumPy's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = noisy(num_classes=10, image_size=8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = 1 + 0.01 * float(np.random.rand()) if self.training else 1.0
-        return self.body(x * scale)
-
-
 @dataclass
 class Run:
     """What one job holds."""
@@ -122,7 +105,7 @@ def new_run(topology: Topology, scenario: str, **changes: object) -> Run:
     settings = make(**{**COMMON, **SCENARIOS[scenario], **changes})
     torch.manual_seed(0)
     np.random.seed(topology.world.rank)
-    model = Net()
+    model = NoisyNet()
     layout = build_layout(model)
     transport = build_transport(torch.device("cpu"), 2**-10, "host")
     dataset = load_dataset(topology, settings)
@@ -130,18 +113,6 @@ def new_run(topology: Topology, scenario: str, **changes: object) -> Run:
     groups = make_groups(settings, model, layout, dataset.image_size)
     state = build_state(model, layout, groups, settings)
     return Run(topology, settings, state, problem, transport)
-
-
-@contextmanager
-def run_directory() -> Iterator[RunDirectory | None]:
-    """Make a run directory that all ranks see; rank 0 receives it, the others None."""
-    folder = broadcast_text(WORLD, tempfile.mkdtemp() if WORLD.rank == 0 else "")
-    files = RunDirectory(Path(folder), "config") if WORLD.rank == 0 else None
-    yield files
-    WORLD.Barrier()
-    if files is not None:
-        files.close()
-        shutil.rmtree(folder)
 
 
 def vectors(run: Run) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Several hosts on one machine: network namespaces with names, addresses and links of their own.
 
-    python tests/cluster.py --hosts 2 --tasks 2 --rate 1gbit --launcher slurm -- \\
+    python tests/harness/cluster.py --hosts 2 --tasks 2 --rate 1gbit --launcher slurm -- \\
         python -m prunex_mpi.train --model resnet20
 
 starts the hosts on a bridge, runs the command on every rank and prints its exit code and the bytes

@@ -17,7 +17,7 @@ from cluster import Cluster, mpirun_words, on_host, run_on, srun_words
 
 HOSTS = 4
 LIMIT_S = 600
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TRAIN = [sys.executable, "-m", "prunex_mpi.train"]
 SMALL = (
     *("--model", "resnet8", "--dataset", "synthetic", "--image-size", "8"),
@@ -82,7 +82,7 @@ def require(done: subprocess.CompletedProcess[str], code: int = 0) -> None:
 def test_the_link_carries_what_the_metrics_say(
     tasks: list[int], hosts: Cluster, tmp_path: Path
 ) -> None:
-    script = str(ROOT / "tests" / "count_phase4.py")
+    script = str(ROOT / "tests" / "harness" / "count_phase4.py")
     flags = [*SMALL, *PRUNED, "--model", "resnet20", "--run-dir", "run"]
     pair = Cluster(hosts.hosts[:2], hosts.folder)
     words = [*mpirun_words(pair, tasks), sys.executable, script, str(tmp_path / "sent"), *flags]

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from driving import assert_alike_on_all_ranks, by_name, difference, node_sizes_of, run_driver
+from nets import Net, RandomStream, new_net
 from nodes import WORLD, nodes_of
 from reference_rivals import simulate_per_step
-from test_oracle import Net, RandomStream, by_name, difference, node_sizes_of
-from test_synchronous import assert_alike_on_all_ranks, new_net, run_driver
 from torch import nn
 
 from mpi4py import MPI

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from counts import BY_HAND
 from launch import train
 from safetensors.torch import load_file
-from test_compaction import BY_HAND
 
 from prunex_mpi.data import batches
 from prunex_mpi.data import datasets as data

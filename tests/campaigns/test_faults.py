@@ -190,7 +190,7 @@ class Job:
         self.tag = f"PRUNEX_FAULT_JOB={uuid.uuid4().hex}"
         self.mark = folder / f"mark-{self.tag[-8:]}"
         self.out, self.err = folder / "stdout", folder / "stderr"
-        program = str(Path(__file__).with_name("faulty.py"))
+        program = str(Path(__file__).parents[1] / "harness" / "faulty.py")
         text = json.dumps({**fault, "mark": str(self.mark)})
         command = [*launcher(), "-n", str(case.ranks), sys.executable, program, text, *flags]
         name, value = self.tag.split("=")

@@ -1,0 +1,75 @@
+"""Run a driver on a small network, and compare what comes of it with an oracle."""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from nodes import WORLD
+
+from prunex_mpi.comm.collectives import build_transport
+from prunex_mpi.core.problem import make_groups
+from prunex_mpi.core.state import Problem, build_state
+from prunex_mpi.data.batches import Shard
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.pruning.projection import layer_masks
+from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.run.watchdog import Heartbeat
+
+CPU = torch.device("cpu")
+STEPS = 3
+STEPS_PER_EPOCH = 2
+COMMON = {"outer_iterations": 2, "lr": 0.05, "lr_schedule": "constant", "lr_warmup": 0.0}
+# Aggregation and ranks per node; with 4 ranks: 2 + 2, 3 + 1.
+SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
+
+
+def run_driver(topology, settings, model, stream, steps=STEPS):
+    """Yield (record, state) after each outer iteration of the driver of the method."""
+    layout = build_layout(model)
+    state = build_state(model, layout, make_groups(settings, model, layout, 6), settings)
+    stream.steps_per_epoch = STEPS_PER_EPOCH
+    nothing = Shard(torch.empty(0), torch.empty(0))
+    problem = Problem(
+        model, model, F.cross_entropy, stream, nothing, None, iter, steps, *torch.zeros(2, 3)
+    )
+    # Buckets of 1 KiB: every message is cut.
+    transport = build_transport(CPU, 2**-10, "host")
+    driver = driver_of(settings.method)
+    for record in driver.outer_iterations(
+        topology, state, problem, settings, transport, Heartbeat()
+    ):
+        yield record, state
+
+
+def element_masks(state):
+    """Return {parameter name: bool tensor of its shape} of the mask in force."""
+    result = {}
+    for layer, (rows, columns) in zip(
+        state.groups.layers, layer_masks(state.mask, state.groups), strict=True
+    ):
+        segment = state.layout.segments[layer.segment]
+        full = rows.reshape(layer.blocks, layer.rows, 1) & columns[:, None, :]
+        result[segment.name] = torch.from_numpy(full.reshape(segment.shape))
+    return result
+
+
+def by_name(flat, state):
+    names = [s.name for s in state.layout.segments]
+    return dict(zip(names, state.layout.views(flat), strict=True))
+
+
+def difference(mine, reference):
+    """Return the relative 2-norm difference of two {name: tensor}, over all tensors."""
+    gap = sum(float(((mine[n] - reference[n]).double() ** 2).sum()) for n in reference)
+    size = sum(float((reference[n].double() ** 2).sum()) for n in reference)
+    return gap**0.5 / max(size**0.5, 1e-12)
+
+
+def node_sizes_of(size, ranks_per_node):
+    sizes = [ranks_per_node] * (size // ranks_per_node)
+    return sizes + ([size % ranks_per_node] if size % ranks_per_node else [])
+
+
+def assert_alike_on_all_ranks(tensor):
+    reference = tensor.numpy().copy()
+    WORLD.Bcast(reference, root=0)
+    assert np.array_equal(reference, tensor.numpy())
