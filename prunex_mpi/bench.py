@@ -172,14 +172,8 @@ def bench(world: "MPI.Comm", options: Options) -> int:
     """Measure and print; only world rank 0 prints and writes. Collective on `world`."""
     import torch
 
-    from prunex_mpi.comm.topology import (
-        describe,
-        library_name,
-        nodes_of,
-        raise_together,
-        require_same,
-        together,
-    )
+    from prunex_mpi.comm.agreement import raise_together, require_same, together
+    from prunex_mpi.comm.topology import describe, library_name, nodes_of
     from prunex_mpi.models.build import build_model
     from prunex_mpi.run.devices import choose_device, lone_singleton, set_threads
     from prunex_mpi.run.job import find_transport

@@ -126,7 +126,8 @@ def examine(
     """Look at everything in turn; only world rank 0 prints. Collective on `world`."""
     from prunex_mpi.checks.gpus import check_mpi_buffers
     from prunex_mpi.checks.ranks import check_ranks, check_shared_folder
-    from prunex_mpi.comm.topology import broadcast_text, nodes_of, together
+    from prunex_mpi.comm.agreement import broadcast_text, together
+    from prunex_mpi.comm.topology import nodes_of
     from prunex_mpi.run.devices import set_threads
     from prunex_mpi.run.facts import gather_facts
     from prunex_mpi.tools.bench.report import prepare_file

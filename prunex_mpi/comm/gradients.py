@@ -1,4 +1,4 @@
-"""Average gradients inside a node at each local step, while the backward pass still runs.
+"""Average gradients at each local step, while the backward pass still runs.
 
 The flat gradient is cut into buckets from its end, since backward produces the last layers first. A
 bucket's Iallreduce starts as soon as all its gradients are there and all buckets before it have
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.collectives import Transport, allreduce_, mpi_buffer
+from prunex_mpi.comm.collectives import mpi_buffer
+from prunex_mpi.comm.wire import Wire
 from prunex_mpi.models.layout import Layout
 
 # Smaller than the payload's buckets: the first can leave early, and the last is what is waited for.
@@ -18,19 +19,18 @@ BUCKET_BYTES = 4 * 2**20
 
 
 class GradientAverager:
-    """Sum a flat gradient over `comm`, overlapped with backward on the CPU.
+    """Average a flat gradient over a wire's ranks, overlapped with backward on the CPU.
 
     With CUDA gradients the reduction follows backward: its kernels are queued asynchronously, so a
     hook runs long before the gradient it announces exists.
     """
 
-    def __init__(
-        self, comm: MPI.Comm, model: nn.Module, layout: Layout, grad: Tensor, transport: Transport
-    ) -> None:
-        self.comm = comm
+    def __init__(self, wire: Wire, model: nn.Module, layout: Layout, grad: Tensor) -> None:
+        self.wire = wire
+        self.comm = wire.comm
         self.grad = grad
-        self.transport = transport
-        self.overlap = comm.size > 1 and grad.device.type == "cpu" and transport.staging is None
+        staged = wire.transport.staging is not None
+        self.overlap = self.comm.size > 1 and grad.device.type == "cpu" and not staged
         self.handles = []
         self.requests: list[MPI.Request] = []
         self.bounds: list[tuple[int, int]] = []
@@ -61,14 +61,17 @@ class GradientAverager:
 
     def finish_(self) -> None:
         """Leave the mean over `comm` in the gradient. Collective on `comm`; call after backward."""
-        if self.comm.size == 1:
-            return
-        if self.overlap:
-            # Parameters that took no part in the loss fire no hook.
-            self._start(all_of_them=True)
-            MPI.Request.Waitall(self.requests)
+        if not self.overlap:
+            if self.comm.size == 1:
+                self.wire.count(self.grad.nbytes)
+                return
+            self.wire.reduce_(self.grad)
         else:
-            allreduce_(self.comm, self.grad, self.transport)
+            with self.wire.clock.exchanging(self.grad.device):
+                # Parameters that took no part in the loss fire no hook.
+                self._start(all_of_them=True)
+                MPI.Request.Waitall(self.requests)
+            self.wire.count(self.grad.nbytes)
         self.grad.div_(self.comm.size)
 
     def close(self) -> None:

@@ -10,18 +10,16 @@ the driver walks would hide which communicator carries which bytes without savin
 import hashlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import USAGE, UserError
-
-T = TypeVar("T")
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.comm.agreement import gather_text
 
 
 @dataclass(frozen=True)
@@ -131,89 +129,6 @@ def free_topology(topology: Topology) -> None:
         topology.leader.Free()
     topology.node.Free()
     topology.world.Free()
-
-
-def gather_text(world: MPI.Comm, text: str) -> list[str]:
-    """Return every rank's text on rank 0 and an empty list elsewhere. Collective on `world`.
-
-    Plain bytes rather than pickled objects, so that nothing received is ever executed.
-    """
-    data = np.frombuffer(_encode(text), dtype=np.uint8)
-    counts = np.zeros(world.size, dtype=np.int64)
-    world.Gather(np.array([data.size], dtype=np.int64), counts, root=0)
-    everything = np.empty(int(counts.sum()), dtype=np.uint8)
-    received = [everything, (counts, None)] if world.rank == 0 else None
-    world.Gatherv(data, received, root=0)
-    if world.rank:
-        return []
-    ends = np.cumsum(counts)
-    return [_decode(everything[e - c : e]) for c, e in zip(counts, ends, strict=True)]
-
-
-def broadcast_text(world: MPI.Comm, text: str, root: int = 0) -> str:
-    """Return rank `root`'s text on every rank. Collective on `world`."""
-    data = np.frombuffer(_encode(text), dtype=np.uint8)
-    length = np.array([data.size], dtype=np.int64)
-    world.Bcast(length, root=root)
-    buffer = data.copy() if world.rank == root else np.empty(int(length[0]), dtype=np.uint8)
-    world.Bcast(buffer, root=root)
-    return _decode(buffer)
-
-
-def _encode(text: str) -> bytes:
-    """Return UTF-8, and the bytes of file names that are not UTF-8 as they were."""
-    return text.encode(errors="surrogateescape")
-
-
-def _decode(data: np.ndarray) -> str:
-    return bytes(data).decode(errors="surrogateescape")
-
-
-def raise_together(world: MPI.Comm, error: UserError | None) -> None:
-    """Raise the lowest rank's error on every rank, or return when none has one.
-
-    Collective on `world`: a rank without an error passes None. It turns what went wrong on one rank
-    into the same one-line end of the job everywhere, with no rank left waiting.
-    """
-    mine = world.size if error is None else world.rank
-    first = np.array([mine], dtype=np.int64)
-    world.Allreduce(MPI.IN_PLACE, first, op=MPI.MIN)
-    rank = int(first[0])
-    if rank == world.size:
-        return
-    failed = np.array([error is not None], dtype=np.int64)
-    world.Allreduce(MPI.IN_PLACE, failed, op=MPI.SUM)
-    code = np.array([error.exit_code if error else 0], dtype=np.int64)
-    world.Bcast(code, root=rank)
-    where = f"rank {rank} on {socket.gethostname()}: " if failed[0] < world.size else ""
-    message = broadcast_text(world, f"{where}{error}" if error else "", root=rank)
-    raise UserError(message, int(code[0]))
-
-
-def together(world: MPI.Comm, action: Callable[[], T]) -> T:
-    """Return `action()` or raise the first rank's UserError everywhere. Collective on `world`."""
-    result, error = None, None
-    try:
-        result = action()
-    except UserError as caught:
-        error = caught
-    raise_together(world, error)
-    return result
-
-
-def require_same(world: MPI.Comm, what: str, value: str) -> None:
-    """Raise UserError on every rank unless all pass the same `value`. Collective on `world`."""
-    digest = hashlib.sha256(value.encode()).digest()[:8]
-    if not digests_agree(world, int.from_bytes(digest, "little")):
-        raise UserError(f"{what} differ between ranks; start every rank with the same ones", USAGE)
-
-
-def digests_agree(comm: MPI.Comm, digest: int) -> bool:
-    """Say whether all ranks hold the same 64-bit `digest`. Collective on `comm`."""
-    low = np.array([digest, ~np.uint64(digest)], dtype=np.uint64)
-    comm.Allreduce(MPI.IN_PLACE, low, op=MPI.MIN)
-    # The minimum of the complement is the complement of the maximum.
-    return int(low[0]) == int(~low[1])
 
 
 def describe(topology: Topology, device: str) -> str:

@@ -3,7 +3,7 @@
 A bucket's support is that of its weights and of every gradient seen since they were pruned. It only
 grows, and with pruned gradients masked it stays inside the mask. A bucket is stable when its
 support has not grown for a window of steps on any rank and is the same on all of them; that is
-settled at the end of each window (`exchange_pactrain.py`). The support of a stable bucket is fixed:
+settled at the end of each window (`methods/pactrain.py`). The support of a stable bucket is fixed:
 what appears outside of it is sent all the same, and ends the bucket's stability with the window.
 
 All of it is memory of the method, alike on all ranks. What there is one of per bucket, and what
@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.models.layout import Layout
-from prunex_mpi.pruning.unstructured import prunable
+from prunex_mpi.models.layout import Layout, matrices
 
 # Per parameter, bool.
 PRUNED, SUPPORT = "shared.pruned", "shared.support"
@@ -60,7 +59,7 @@ def restart_(memory: dict[str, Tensor], pruned: Tensor, theta: Tensor, layout: L
     """
     memory[PRUNED].copy_(pruned)
     support = memory[SUPPORT].fill_(True)
-    for segment in prunable(layout):
+    for segment in matrices(layout):
         place = slice(segment.offset, segment.offset + segment.numel)
         torch.ne(theta[place], 0.0, out=support[place])
     torch.gt(support, pruned, out=support)

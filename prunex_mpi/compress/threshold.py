@@ -57,18 +57,17 @@ def select_above_(
     ratio: float,
     sample: float,
     step: int,
-    scratch: Tensor,
-    chosen: Tensor,
-    values: Tensor,
-    positions: Tensor,
+    spare: tuple[Tensor, Tensor],
+    sent: tuple[Tensor, Tensor],
 ) -> int:
     """Copy what reaches each layer's sampled threshold; return how many elements that are.
 
     At most `kept_per_layer(layout, ratio)` of a layer: where the threshold lets more pass, these
-    are the largest among them (hierarchical selection), so `values` and `positions` (int32, in the
-    flat vector) never need more room. `scratch` (like `residual`) and `chosen` (bool) are
+    are the largest among them (hierarchical selection), so what is `sent`, values and positions
+    (int32, in the flat vector), never needs more room. `spare` (one like `residual`, one bool) is
     overwritten.
     """
+    (scratch, chosen), (values, positions) = spare, sent
     torch.abs(residual, out=scratch)
     passed = []
     for segment in layout.segments:

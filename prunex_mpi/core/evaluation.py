@@ -1,21 +1,18 @@
 """Evaluate what is delivered, the masked z with the consensus BatchNorm statistics; guard it."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 
 import numpy as np
 import torch
 
-from mpi4py import MPI
-
 from prunex_mpi.base.errors import FAILURE, Diverged, UserError
-from prunex_mpi.comm.collectives import (
-    Transport,
-    allreduce_,
-    allreduce_then_bcast_,
-    hierarchical_sum_,
-)
-from prunex_mpi.comm.topology import Topology, raise_together
-from prunex_mpi.core.state import Problem, State, Traffic, weights
+from prunex_mpi.comm.agreement import raise_together
+from prunex_mpi.comm.collectives import hierarchical_sum_
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.wire import find_wires, reduce_between_nodes_
+from prunex_mpi.core.state import State, Work, weights
 from prunex_mpi.models import batchnorm
 
 # Per rank: the statistics of a channel settle within a few thousand activations.
@@ -25,37 +22,55 @@ BLOW_UP = 10
 
 
 @torch.no_grad()
-def evaluate(
-    topology: Topology, state: State, problem: Problem, traffic: Traffic
-) -> tuple[float, float]:
+def evaluate(topology: Topology, work: Work, estimate: bool = False) -> tuple[float, float]:
     """Return (test loss, test accuracy as a fraction) of z over the shares of all ranks.
 
-    Collective on `node` and `leader`; every rank receives the same numbers.
+    With `estimate` the BatchNorm statistics are estimated on z for as long as this takes. Training
+    does not notice. Collective on `node` and `leader`; every rank receives the same numbers.
     """
+    state, problem = work.state, work.problem
     sums = np.zeros(3)
-    problem.model.eval()
-    with weights(state, state.z):
+    with ExitStack() as exits:
+        if estimate:
+            exits.enter_context(statistics_of_z(topology, work))
+        problem.model.eval()
+        exits.enter_context(weights(state, state.z))
         for images, labels in problem.batches(problem.test, batch_size=EVALUATION_BATCH):
             outputs = problem.model(images)
             sums[0] += float(problem.loss(outputs, labels)) * len(labels)
             sums[1] += int((outputs.argmax(dim=1) == labels).sum())
             sums[2] += len(labels)
     hierarchical_sum_(topology.leader, topology.node, sums)
-    traffic.evaluate += sums.nbytes
+    state.position.traffic.evaluate += sums.nbytes
     if not np.isfinite(sums[0]):
         # Every rank holds the same sums, so every rank raises.
         raise Diverged("the loss on the test set is not finite; check model and data", FAILURE)
     return float(sums[0] / sums[2]), float(sums[1] / sums[2])
 
 
-def estimate_statistics(
-    topology: Topology, state: State, problem: Problem, transport: Transport, traffic: Traffic
-) -> None:
+@contextmanager
+def statistics_of_z(topology: Topology, work: Work) -> Iterator[None]:
+    """Estimate the BatchNorm statistics on z for the time of the block.
+
+    Collective on `node` and `leader`.
+    """
+    modules = work.state.bn_modules
+    kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    estimate_statistics(topology, work)
+    try:
+        yield
+    finally:
+        for buffer, value in kept:
+            buffer.copy_(value)
+
+
+def estimate_statistics(topology: Topology, work: Work) -> None:
     """Estimate the BatchNorm statistics again on z and average them over all ranks.
 
     Pruning moves z away from the theta whose statistics were averaged. Each rank runs a few batches
     of its own shard, of equal weight. Collective on `node` and `leader`.
     """
+    state, problem, position = work.state, work.problem, work.state.position
     if not state.bn_modules:
         return
     batches = problem.batches(problem.train_shard, batch_size=problem.train.batch_size)
@@ -65,14 +80,11 @@ def estimate_statistics(
     with weights(state, state.z):
         batchnorm.estimate(problem.model, state.bn_modules, images)
     batchnorm.read_(state.bn_modules, state.stats)
-    allreduce_(topology.node, state.stats, transport)
+    wires = find_wires(topology, False, work.transport, position.traffic, position.clock)
+    wires.node.reduce_(state.stats)
     state.stats.div_(topology.world_size)
-    allreduce_then_bcast_(topology.leader, topology.node, state.stats, transport)
+    reduce_between_nodes_(wires.workers, wires.node, state.stats, kind="evaluate")
     batchnorm.write(state.bn_modules, state.stats)
-    size = state.stats.numel() * state.stats.element_size()
-    traffic.evaluate += size
-    if topology.node_size > 1:
-        traffic.intra += 2 * size
 
 
 def refuse_divergence(topology: Topology, state: State, loss: float) -> None:
@@ -95,11 +107,3 @@ def refuse_divergence(topology: Topology, state: State, loss: float) -> None:
         raise_together(topology.world, error if problem else None)
     except UserError as together:
         raise Diverged(str(together), together.exit_code) from None
-
-
-def mean_over_ranks(world: MPI.Comm, value: float) -> float:
-    """Return the mean of one number, with the same bits on every rank. Collective on `world`."""
-    buffer = np.array([value])
-    world.Allreduce(MPI.IN_PLACE, buffer, op=MPI.SUM)
-    world.Bcast(buffer, root=0)
-    return float(buffer[0]) / world.size

@@ -1,19 +1,16 @@
 """Mask agreement over the leaders and its broadcast inside a node: one message for all layers."""
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.state import State, Traffic, ring_bytes
-from prunex_mpi.pruning.projection import (
-    Selection,
-    apply_factors_,
-    build_factors,
-    group_energies,
-    select,
-)
+from prunex_mpi.comm.wire import Wire
+from prunex_mpi.core.state import State
+from prunex_mpi.pruning.groups import Selection
+from prunex_mpi.pruning.masks import apply_factors_, build_factors
+from prunex_mpi.pruning.projection import group_energies, select
 
 
 def project_locally(squares: Tensor, state: State, strict: float, round_to: int) -> np.ndarray:
@@ -31,61 +28,46 @@ def project_locally(squares: Tensor, state: State, strict: float, round_to: int)
 
 
 def agree_by_vote(
-    topology: Topology,
-    squares: Tensor,
-    state: State,
-    strict: float,
-    round_to: int,
-    traffic: Traffic,
+    leader: Wire, squares: Tensor, state: State, strict: float, round_to: int, node_size: int
 ) -> np.ndarray:
     """Return the shared mask that keeps the most of sum_i P_i |z~_i,g|^2, alike on every leader.
 
     Per kind of group: Reduce SUM of one float per group to the first leader, which decides alone
-    and broadcasts packed bits, since sums need not have the same bits on every rank. Collective on
-    `topology.leader`; followers must not call it.
+    and broadcasts packed bits, since sums need not have the same bits on every rank. `node_size` is
+    P_i. Collective on `leader.comm`; followers must not call it.
     """
     mask = np.ones(state.groups.total, dtype=bool)
     for selections in state.groups.kinds:
-        energies = group_energies(squares, state.layout, state.groups, selections).numpy()
-        energies *= topology.node_size
-        total = np.empty_like(energies)
-        topology.leader.Reduce(energies, total, op=MPI.SUM, root=0)
+        energies = group_energies(squares, state.layout, state.groups, selections)
+        energies *= node_size
+        leader.reduce_to_first_(energies, kind="mask")
         chosen = np.zeros(energies.shape, dtype=bool)
-        if topology.leader.rank == 0:
-            chosen = select(total, selections, strict, round_to, state.groups)
-        bits = np.packbits(chosen)
-        topology.leader.Bcast(bits, root=0)
-        traffic.mask += energies.nbytes + bits.nbytes
-        # A Reduce and a Bcast.
-        traffic.sent += ring_bytes(topology.num_nodes, energies.nbytes + bits.nbytes, passes=1)
-        _keep(mask, selections, _unpack(bits, chosen.size))
+        if leader.comm.rank == 0:
+            chosen = select(energies.numpy(), selections, strict, round_to, state.groups)
+        _keep(mask, selections, broadcast_mask(leader, chosen, "mask"))
         _mask_squares_(squares, state, mask)
     return mask
 
 
-def agree_by_or(leader: MPI.Comm, mask: np.ndarray, traffic: Traffic) -> np.ndarray:
+def agree_by_or(leader: Wire, mask: np.ndarray) -> np.ndarray:
     """Return the union of the leaders' masks (Eq. 14): Allreduce BOR of packed bits.
 
-    Collective on `leader`; followers must not call it.
+    Collective on `leader.comm`; followers must not call it.
     """
-    bits = np.packbits(mask)
-    leader.Allreduce(MPI.IN_PLACE, bits, op=MPI.BOR)
-    traffic.mask += bits.nbytes
-    traffic.sent += ring_bytes(leader.size, bits.nbytes)
+    bits = torch.from_numpy(np.packbits(mask))
+    leader.reduce_(bits, MPI.BOR, kind="mask")
     return _unpack(bits, mask.size)
 
 
-def broadcast_mask(node: MPI.Comm, mask: np.ndarray, traffic: Traffic) -> np.ndarray:
-    """Return the leader's mask on every rank of the node, as packed bits. Collective on `node`."""
-    bits = np.packbits(mask)
-    if node.size > 1:
-        node.Bcast(bits, root=0)
-        traffic.intra += bits.nbytes
+def broadcast_mask(wire: Wire, mask: np.ndarray, kind: str = "") -> np.ndarray:
+    """Return the mask of rank 0 on every rank, as packed bits. Collective on `wire.comm`."""
+    bits = torch.from_numpy(np.packbits(mask))
+    wire.broadcast_(bits, kind)
     return _unpack(bits, mask.size)
 
 
-def _unpack(bits: np.ndarray, count: int) -> np.ndarray:
-    return np.unpackbits(bits, count=count).astype(bool)
+def _unpack(bits: Tensor, count: int) -> np.ndarray:
+    return np.unpackbits(bits.numpy(), count=count).astype(bool)
 
 
 def _keep(mask: np.ndarray, selections: tuple[Selection, ...], chosen: np.ndarray) -> None:

@@ -1,30 +1,15 @@
-"""What is measured in one outer iteration: seconds per phase and the records of the run's files."""
+"""The records of a run's files: what one outer iteration came to."""
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-
-import torch
 
 from prunex_mpi.compress.support import PRUNED
 from prunex_mpi.core.residuals import RESIDUALS, Residuals
-from prunex_mpi.core.state import State, Traffic
-from prunex_mpi.pruning.projection import kept_numel
-from prunex_mpi.run.watchdog import Heartbeat
+from prunex_mpi.core.state import State, Work
+from prunex_mpi.pruning.masks import kept_numel
+from prunex_mpi.settings.methods import CONSENSUS
 
-
-@contextmanager
-def timed(
-    heartbeat: Heartbeat, seconds: dict[str, float], phase: str, state: State
-) -> Iterator[None]:
-    """Store the wall time of a phase, and tell the watchdog of it."""
-    heartbeat.enter(phase)
-    start = time.perf_counter()
-    yield
-    if state.theta.device.type == "cuda":
-        torch.cuda.synchronize(state.theta.device)
-    seconds[phase] = time.perf_counter() - start
+PHASES = ("local", "intra", "project", "inter", "dual", "evaluate", "total")
+KINDS = ("dense", "payload", "sent", "mask", "intra", "evaluate")
 
 
 def kept_by_segment(state: State) -> dict[int, tuple[int, int]]:
@@ -53,11 +38,14 @@ def density(state: State) -> float:
     return kept / prunable if prunable else 1.0
 
 
-def layer_records(
-    iteration: int, state: State, residuals: Residuals | None
-) -> list[dict[str, Any]]:
-    """Return one row of layers.jsonl per parameter tensor; null for residuals that are not."""
+def layer_records(work: Work, iteration: int, residuals: Residuals | None) -> list[dict[str, Any]]:
+    """Return one row of layers.jsonl per parameter tensor; null for what there is not.
+
+    Methods without dual variables have no penalties, and residuals are not always computed.
+    """
+    state = work.state
     density = {i: kept / numel for i, (kept, numel) in kept_by_segment(state).items()}
+    penalties = work.settings.method in CONSENSUS
     rows = []
     for i, segment in enumerate(state.layout.segments):
         rows.append(
@@ -65,8 +53,8 @@ def layer_records(
                 "iteration": iteration,
                 "layer": segment.name,
                 "density": density.get(i, 1.0),
-                "rho1": float(state.rho1[i]) if residuals else None,
-                "rho2": float(state.rho2[i]) if residuals else None,
+                "rho1": float(state.rho1[i]) if penalties else None,
+                "rho2": float(state.rho2[i]) if penalties else None,
                 **{
                     name: float(getattr(residuals, name)[i]) if residuals else None
                     for name in RESIDUALS
@@ -77,31 +65,23 @@ def layer_records(
 
 
 def iteration_record(
-    iteration: int,
-    state: State,
-    seconds: dict[str, float],
-    traffic: Traffic,
-    residuals: Residuals | None,
+    work: Work, iteration: int, seconds: dict[str, float], residuals: Residuals | None
 ) -> dict[str, Any]:
     """Return the part of a metrics.jsonl object that follows from the state.
 
-    Methods without dual variables have no residuals and no penalties: null in the file.
+    Null where there is nothing, as in `layer_records`.
     """
+    state = work.state
+    traffic = state.position.traffic
+    penalties = work.settings.method in CONSENSUS
     return {
         "iteration": iteration,
-        "seconds": seconds,
-        "bytes": {
-            "dense": traffic.dense,
-            "payload": traffic.payload,
-            "sent": traffic.sent,
-            "mask": traffic.mask,
-            "intra": traffic.intra,
-            "evaluate": traffic.evaluate,
-        },
+        "seconds": {phase: seconds.get(phase, 0.0) for phase in PHASES},
+        "bytes": {kind: getattr(traffic, kind) for kind in KINDS},
         "density": density(state),
         "frozen": state.frozen,
         "residuals": residuals.totals() if residuals else dict.fromkeys(RESIDUALS),
-        "rho1": float(state.rho1.mean()) if residuals else None,
-        "rho2": float(state.rho2.mean()) if residuals else None,
+        "rho1": float(state.rho1.mean()) if penalties else None,
+        "rho2": float(state.rho2.mean()) if penalties else None,
         "lr": state.optimizer.param_groups[0]["lr"],
     }

@@ -6,8 +6,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from prunex_mpi.comm.agreement import digests_agree, together
 from prunex_mpi.comm.collectives import Transport, bcast_, hierarchical_sum_
-from prunex_mpi.comm.topology import Topology, digests_agree, together
+from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.state import Problem
 from prunex_mpi.data.batches import BatchStream, channel_moments, evaluation_batches, normalisation
 from prunex_mpi.data.datasets import Dataset, load
@@ -15,7 +16,7 @@ from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.find_groups import find_groups
-from prunex_mpi.pruning.projection import Groups
+from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.shrink import verify
 from prunex_mpi.settings.fields import Settings, layer_keep_ratios
 from prunex_mpi.settings.methods import BY_GROUPS

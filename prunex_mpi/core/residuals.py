@@ -68,10 +68,15 @@ def compute_residuals(
     return Residuals(intra_primal, intra_dual, inter_primal, inter_dual, converged)
 
 
+def converges(residuals: Residuals | None) -> bool:
+    """Say whether every layer satisfies both stopping tests; without residuals none does."""
+    return residuals is not None and bool(residuals.converged.all())
+
+
 def update_penalty(
     rho: np.ndarray,
-    primal: np.ndarray,
-    dual: np.ndarray,
+    primal: np.ndarray | None,
+    dual: np.ndarray | None,
     rule: str,
     factor: float,
     rho_min: float,

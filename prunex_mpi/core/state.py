@@ -1,4 +1,4 @@
-"""The variables of H-SADMM on one rank, and the operations that touch several of them."""
+"""The variables of a run on one rank, and the operations that touch several of them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,15 +9,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prunex_mpi.core.memory import build_memory
+from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.comm.preemption import StopAgreement
+from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.core.residuals import Residuals, update_penalty
 from prunex_mpi.data.batches import BatchStream, Shard
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout, flatten_, scale_
 from prunex_mpi.pruning.compaction import Plan, build_plan
-from prunex_mpi.pruning.projection import Factors, Groups, apply_factors_, build_factors
+from prunex_mpi.pruning.groups import Groups
+from prunex_mpi.pruning.masks import Factors, apply_factors_, build_factors
+from prunex_mpi.run.watchdog import Heartbeat
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import CONSENSUS
+from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, OWN_MOMENTUM, REMOVING
+
+# `own.` tensors of a method's memory are each rank's: parts of a vector whose sum over all ranks is
+# what counts, such as the gradient that has not been sent yet; on other nodes the sum is dealt out
+# anew by the ranks' weights. `shared.` tensors are the same on all ranks that use them.
+OWN, SHARED = "own.", "shared."
 
 
 @dataclass(frozen=True)
@@ -43,52 +52,19 @@ class Problem:
 
 
 @dataclass
-class Traffic:
-    """Bytes of one outer iteration.
-
-    `payload`, `mask` and `evaluate` are operands that one worker, a rank that speaks between nodes,
-    hands to collectives; `intra` are operands inside the node. `dense` is what `payload` would be
-    for the whole model. `sent` is what leaves a node for payload and masks, by `ring_bytes`.
-    """
-
-    payload: int = 0
-    mask: int = 0
-    intra: int = 0
-    evaluate: int = 0
-    dense: int = 0
-    sent: int = 0
-
-
-def ring_bytes(workers: int, operand: int, passes: int = 2) -> int:
-    """Return the bytes that one of `workers` sends for `operand` bytes by a ring algorithm.
-
-    (W - 1)/W of the operand per pass around the ring: two passes for an Allreduce (Reduce-scatter,
-    then Allgather), one for a Reduce or a Bcast (pipelined, the mean over the workers) and for an
-    Allgather, whose operand is what all workers together contribute. The ranks of a node are
-    neighbours in the ring, so this is also what leaves a node, however many of its ranks are in it.
-    """
-    return passes * (workers - 1) * operand // workers
-
-
-@dataclass
 class Position:
     """Where a run stands: all that the driver remembers from one local step to the next.
 
-    `step` counts the local steps that outer iteration `iteration` has behind it; the sums, counts,
-    bytes and seconds of phase 1 so far are this rank's own.
+    `step` counts the local steps that outer iteration `iteration` has behind it; the sums of
+    losses, the bytes and the seconds so far are this rank's own.
     """
 
     iteration: int = 1
     step: int = 0
     loss_sum: float = 0.0
     loss_count: float = 0.0
-    payload_bytes: int = 0
-    sent_bytes: int = 0
-    mask_bytes: int = 0
-    intra_bytes: int = 0
-    local_seconds: float = 0.0
-    method_seconds: float = 0.0
-    exchange_seconds: float = 0.0
+    traffic: Traffic = field(default_factory=Traffic)
+    clock: Clock = field(default_factory=Clock)
     drifts: list[float] = field(default_factory=list)
     freeze_next: bool = False
     vote_next: bool = False
@@ -113,13 +89,15 @@ class State:
     """Flat vectors of `layout` on one device, host arrays per layer, and the mask in force.
 
     theta, grad, u, v, z_node, z and scratch hold `layout.numel` elements, `payload` has room for
-    all of them and the BatchNorm statistics. `scratch` holds nothing between phases.
+    all of them and the BatchNorm statistics. `scratch` holds nothing between phases, except that
+    phase 2 lends its memory to z_tilde, which phase 3 takes over.
     `stats_groups` is the place in the mask of each entry of `stats`, -1 for those that always
     travel; `stats_kept` are the entries that travel under the mask in force.
     `consensus_sgd` says that there are no duals: they are retired, since the masks are frozen and
     the payload has shrunk to what travels, or the method has none. `plan_agreed` says that the
     leaders have compared the plan in force. With `shrinks` off everything travels, whatever the
-    mask. `memory` is what the method remembers from one step to the next (see `memory.py`).
+    mask. `memory` is what the method remembers from one step to the next, by names that say whose a
+    tensor is (OWN, SHARED).
     With `removes`, what the mask lacks has been taken out of the network itself: `groups` and mask
     are those of the `whole` network, all else is of the one that is left.
     """
@@ -160,6 +138,18 @@ class State:
         return self.payload[: self.plan.numel + self.stats_kept.numel()]
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a rank works on and with; the communicators are handed down beside it."""
+
+    state: State
+    problem: Problem
+    settings: Settings
+    transport: Transport
+    heartbeat: Heartbeat
+    stop: StopAgreement | None = None
+
+
 def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Settings) -> State:
     """Allocate the variables: consensus starts at the model's parameters, duals at 0."""
     theta, grad = flatten_(model, layout)
@@ -168,8 +158,7 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
     batchnorm.read_(bn_modules, stats)
     mask = np.ones(groups.total, dtype=bool)
     # The fused step makes no temporaries: one pass for weight decay, momentum and update.
-    # DGC's momentum is inside what the workers send.
-    momentum = 0.0 if settings.method == "dgc" else settings.momentum
+    momentum = 0.0 if settings.method in OWN_MOMENTUM else settings.momentum
     optimizer = torch.optim.SGD([theta], lr=settings.lr, momentum=momentum, fused=True)
     if momentum:
         # The fused step leaves a buffer of its own uninitialised when fp16 skips the first step.
@@ -197,12 +186,12 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
         mask=mask,
         factors=build_factors(mask, groups, theta.device, theta.dtype),
         plan=build_plan(layout, groups, mask, theta.device),
-        memory=build_memory(settings, layout, theta),
+        memory={},
         whole=Whole(
             layout, stats.numel(), tuple((name, b.shape) for name, b in model.named_buffers())
         ),
-        shrinks=settings.method != "prunex-flat",
-        removes=settings.method == "prunetrain",
+        shrinks=settings.method not in EVERY_RANK_ALONE,
+        removes=settings.method in REMOVING,
         consensus_sgd=settings.method not in CONSENSUS,
     )
 
@@ -266,10 +255,16 @@ def next_iteration(position: Position, loss: float) -> None:
     if position.first_loss is None:
         position.first_loss = loss
     position.iteration += 1
+    begin_iteration(position)
+
+
+def begin_iteration(position: Position) -> None:
+    """Forget what belongs to the steps of an outer iteration."""
     position.step, position.loss_sum, position.loss_count = 0, 0.0, 0.0
-    position.payload_bytes = position.sent_bytes = 0
-    position.mask_bytes = position.intra_bytes = 0
-    position.local_seconds = position.method_seconds = position.exchange_seconds = 0.0
+    # In place: wires hold on to these objects.
+    for part in (position.traffic, position.clock):
+        for name in vars(part):
+            setattr(part, name, type(getattr(part, name))())
 
 
 def put_mask_back(state: State, mask: np.ndarray, frozen: bool, consensus_sgd: bool) -> None:
@@ -281,17 +276,20 @@ def put_mask_back(state: State, mask: np.ndarray, frozen: bool, consensus_sgd: b
         freeze(state, consensus_sgd)
 
 
-def update_penalties(state: State, settings: Settings, residuals: Residuals) -> None:
-    """Update rho1 and rho2 per layer and rescale the duals: rho u and rho v stay what they were."""
+def update_penalties(state: State, settings: Settings, residuals: Residuals | None) -> None:
+    """Update rho1 and rho2 per layer and rescale the duals: rho u and rho v stay what they were.
+
+    Only `balance` looks at the residuals.
+    """
     rule, factor = settings.penalty, settings.rho_factor
     limits = settings.rho_min, settings.rho_max
-    pairs = (
-        (state.u, state.rho1, residuals.intra_primal, residuals.intra_dual),
-        (state.v, state.rho2, residuals.inter_primal, residuals.inter_dual),
-    )
+    intra = inter = (None, None)
+    if residuals is not None:
+        intra = residuals.intra_primal, residuals.intra_dual
+        inter = residuals.inter_primal, residuals.inter_dual
     rhos = []
-    for dual, rho, primal_residual, dual_residual in pairs:
-        new = update_penalty(rho, primal_residual, dual_residual, rule, factor, *limits)
+    for dual, rho, found in ((state.u, state.rho1, intra), (state.v, state.rho2, inter)):
+        new = update_penalty(rho, *found, rule, factor, *limits)
         if np.any(new != rho):
             scale_(dual, state.layout, rho / new)
         rhos.append(new)

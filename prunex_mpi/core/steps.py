@@ -2,63 +2,64 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from mpi4py import MPI
-
-from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.gradients import GradientAverager
-from prunex_mpi.comm.topology import Topology
-from prunex_mpi.comm.workers import Workers
+from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR, learning_rate
-from prunex_mpi.core.state import Problem, State, Traffic, ring_bytes
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.core.state import Work
 
 
-def open_averager(
-    exits: ExitStack,
-    comm: MPI.Comm | None,
-    state: State,
-    problem: Problem,
-    transport: Transport,
-) -> GradientAverager | None:
-    """Return what averages gradients over `comm` during the backward pass, None without `comm`.
+@contextmanager
+def averaging(wire: Wire | None, work: Work) -> Iterator[GradientAverager | None]:
+    """Average gradients over `wire` during the backward pass, for the time of the block.
 
-    `exits` close it.
+    Without a wire there is nothing to average: None.
     """
-    if comm is None:
-        return None
-    averager = GradientAverager(comm, problem.model, state.layout, state.grad, transport)
-    exits.callback(averager.close)
-    return averager
+    if wire is None:
+        yield None
+        return
+    state = work.state
+    averager = GradientAverager(wire, work.problem.model, state.layout, state.grad)
+    try:
+        yield averager
+    finally:
+        averager.close()
 
 
-def forward_backward(state: State, problem: Problem, settings: Settings) -> Tensor:
-    """Leave the (scaled) gradient of the next batch in `state.grad`; return the loss, detached."""
-    loss = forward(state, problem, settings)
-    state.grad.zero_()
-    state.scaler.scale(loss).backward()
-    return loss.detach()
+def forward_backward(work: Work) -> Tensor:
+    """Leave the (scaled) gradient of the next batch in `grad`; return the loss, detached."""
+    loss = forward(work)
+    work.state.grad.zero_()
+    return backward(work, loss)
 
 
-def forward(state: State, problem: Problem, settings: Settings) -> Tensor:
+def forward(work: Work) -> Tensor:
     """Return the loss of the next batch."""
-    device_type = state.theta.device.type
-    amp_dtype = torch.float16 if settings.amp == "fp16" else torch.bfloat16
+    problem, amp = work.problem, work.settings.amp
+    device_type = work.state.theta.device.type
+    amp_dtype = torch.float16 if amp == "fp16" else torch.bfloat16
     images, labels = problem.train.next()
-    with torch.autocast(device_type, amp_dtype, enabled=settings.amp != "off"):
+    with torch.autocast(device_type, amp_dtype, enabled=amp != "off"):
         return problem.loss(problem.forward(images), labels)
 
 
-def step_optimizer_(state: State, problem: Problem, settings: Settings) -> None:
+def backward(work: Work, loss: Tensor) -> Tensor:
+    """Add the (scaled) gradient of `loss` to `grad`; return the loss, detached."""
+    work.state.scaler.scale(loss).backward()
+    return loss.detach()
+
+
+def step_optimizer_(work: Work) -> None:
     """Move theta along the unscaled gradient, at the learning rate of this step of the run."""
+    state, settings, steps = work.state, work.settings, work.problem.steps
     position = state.position
     state.optimizer.param_groups[0]["lr"] = learning_rate(
-        (position.iteration - 1) * problem.steps + position.step,
-        settings.outer_iterations * problem.steps,
+        steps_taken(work),
+        settings.outer_iterations * steps,
         base=settings.lr * ROLLBACK_FACTOR**position.rollbacks,
         schedule=settings.lr_schedule,
         warmup=settings.lr_warmup,
@@ -68,17 +69,23 @@ def step_optimizer_(state: State, problem: Problem, settings: Settings) -> None:
     state.scaler.update()
 
 
-def loss_sums(state: State) -> Tensor:
+def steps_taken(work: Work) -> int:
+    """Return how many local steps of the run lie behind."""
+    position = work.state.position
+    return (position.iteration - 1) * work.problem.steps + position.step
+
+
+def loss_sums(work: Work) -> Tensor:
     """Return the sum of this outer iteration's losses so far and their count, on theta's device."""
-    position = state.position
+    position = work.state.position
     sums = torch.tensor([position.loss_sum, position.loss_count], dtype=torch.float64)
-    return sums.to(state.theta.device)
+    return sums.to(work.state.theta.device)
 
 
-def add_loss_(sums: Tensor, loss: Tensor, settings: Settings) -> None:
+def add_loss_(sums: Tensor, loss: Tensor, work: Work) -> None:
     """Add one loss to `sums`."""
     total, counted = sums
-    if settings.amp == "fp16":
+    if work.settings.amp == "fp16":
         # The scaler skips steps that overflow; their loss says nothing.
         finite = torch.isfinite(loss)
         total += torch.where(finite, loss, 0.0)
@@ -88,36 +95,14 @@ def add_loss_(sums: Tensor, loss: Tensor, settings: Settings) -> None:
         counted += 1
 
 
-def count_allreduce(traffic: Traffic, workers: Workers, operand: int) -> None:
-    """Count an Allreduce of `operand` bytes over the workers."""
-    traffic.payload += operand
-    traffic.sent += ring_bytes(workers.ring, operand)
+def stops_here(work: Work, losses: Tensor, started: float) -> bool:
+    """Say whether all ranks leave before the next step; note then where phase 1 stands.
 
-
-def count_allgather(traffic: Traffic, workers: Workers, mine: int, everyone: int) -> None:
-    """Count an Allgather: `mine` bytes of this worker, `everyone` bytes of all together."""
-    traffic.payload += mine
-    traffic.sent += ring_bytes(workers.ring, everyone, passes=1)
-
-
-def count_sum_over_ranks(
-    traffic: Traffic, topology: Topology, workers: Workers, aggregation: str, operand: int
-) -> None:
-    """Count `exchange.sum_over_ranks_` of `operand` bytes."""
-    count_allreduce(traffic, workers, operand)
-    if aggregation == "hierarchical" and topology.node_size > 1:
-        traffic.intra += 2 * operand
-
-
-@contextmanager
-def clocked(state: State, name: str) -> Iterator[None]:
-    """Add the seconds of the block to `method_seconds` or `exchange_seconds` of the position."""
-    cuda = state.theta.device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize(state.theta.device)
-    started = time.perf_counter()
-    yield
-    if cuda:
-        torch.cuda.synchronize(state.theta.device)
-    position = state.position
-    setattr(position, name, getattr(position, name) + time.perf_counter() - started)
+    `started` is when this job's part of the phase began. Collective where the run can be stopped.
+    """
+    if work.stop is None or not work.stop.reached():
+        return False
+    position = work.state.position
+    position.loss_sum, position.loss_count = losses.tolist()
+    position.clock.earlier += time.perf_counter() - started
+    return True

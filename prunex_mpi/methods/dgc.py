@@ -1,35 +1,46 @@
-"""A step of deep gradient compression: as many elements as reach a threshold, from each worker.
+"""A step of deep gradient compression: as many elements as reach a threshold, from each worker."""
 
-| what                 | communicator | MPI operation  | operand                       |
-|----------------------|--------------|----------------|-------------------------------|
-| how many there are   | workers      | Allgather      | one int64                     |
-| elements, in buckets | workers      | Allgatherv (2) | values, then int32 positions  |
-"""
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from prunex_mpi.comm.collectives import Transport
-from prunex_mpi.comm.workers import Workers, allgatherv_, gather_counts
-from prunex_mpi.compress.sparse import POSITION_BYTES, kept_per_layer
+from prunex_mpi.comm.wire import COUNT_BYTES, Wire
+from prunex_mpi.compress.sparse import POSITION_BYTES, check_positions, kept_per_layer
 from prunex_mpi.compress.threshold import accumulate_, forget_sent_, ratio_at, select_above_
-from prunex_mpi.core.state import Problem, State, Traffic
-from prunex_mpi.core.steps import clocked, count_allgather
+from prunex_mpi.core.state import OWN, Work
+from prunex_mpi.core.steps import steps_taken
+from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
-COUNT_BYTES = 8
+OPERATIONS = (
+    ("how many there are", "workers", "Allgather", "one int64"),
+    ("elements, in buckets", "workers", "Allgatherv", "values, then int32 positions"),
+)
+MOMENTUM, RESIDUAL = f"{OWN}momentum", f"{OWN}residual"
 
 
-def allocate_dgc(
-    workers: Workers, state: State, settings: Settings, transport: Transport
-) -> dict[str, Tensor]:
+def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    """Allocate the accumulated momentum and what has not been sent yet.
+
+    Both are linear in what the workers contribute, so their sums over ranks count.
+    """
+    check_positions(layout)
+    return {MOMENTUM: torch.zeros_like(theta), RESIDUAL: torch.zeros_like(theta)}
+
+
+def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     """Return memory for the most that this worker sends, and for one bucket of what all do."""
-    theta = state.theta
+    if not wire.speaks:
+        return {}
+    theta, settings = work.state.theta, work.settings
     largest = ratio_at(0, int(settings.dgc_warmup_epochs > 0), settings.compress_ratio)
-    count = sum(kept_per_layer(state.layout, largest))
-    room = min(count, piece_numel(workers, theta, transport))
-    values, all_values = theta.new_empty(count), theta.new_empty(workers.count * room)
+    count = sum(kept_per_layer(work.state.layout, largest))
+    # So many elements of each worker are gathered at once: one bucket of all of them.
+    room = max(1, wire.transport.bucket_bytes // (theta.element_size() * wire.comm.size))
+    values, all_values = theta.new_empty(count), theta.new_empty(wire.comm.size * min(count, room))
     return {
+        "room": room,
         "values": values,
         "positions": torch.empty_like(values, dtype=torch.int32),
         "all_values": all_values,
@@ -38,57 +49,40 @@ def allocate_dgc(
     }
 
 
-def piece_numel(workers: Workers, theta: Tensor, transport: Transport) -> int:
-    """Return how many elements of each worker are gathered at once: one bucket of all of them."""
-    return max(1, transport.bucket_bytes // (theta.element_size() * workers.count))
-
-
-def exchange_dgc_(
-    workers: Workers,
-    space: dict[str, Tensor],
-    state: State,
-    problem: Problem,
-    settings: Settings,
-    transport: Transport,
-    traffic: Traffic,
-) -> None:
-    """Send what is largest of the accumulated momentum, and set `state.grad` to everyone's sum.
+def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
+    """Send what is largest of the accumulated momentum, and set `grad` to everyone's sum.
 
     Weight decay counts as a part of the gradient here. The sum is taken piece by piece and in them
-    worker by worker, so that all workers get the same bits. Collective on `workers.comm`.
+    worker by worker, so that all workers get the same bits. Collective on `wire.comm`.
     """
-    comm, grad = workers.comm, state.grad
-    momentum, residual = state.memory["own.momentum"], state.memory["own.residual"]
+    state, settings, grad = work.state, work.settings, work.state.grad
+    momentum, residual = state.memory[MOMENTUM], state.memory[RESIDUAL]
     values, positions = space["values"], space["positions"]
-    all_values, all_positions = space["all_values"], space["all_positions"]
-    step = (state.position.iteration - 1) * problem.steps + state.position.step
-    warmup_steps = round(settings.dgc_warmup_epochs * problem.train.steps_per_epoch)
+    step = steps_taken(work)
+    warmup_steps = round(settings.dgc_warmup_epochs * work.problem.train.steps_per_epoch)
     ratio = ratio_at(step, warmup_steps, settings.compress_ratio)
-    with clocked(state, "method_seconds"):
-        grad.add_(state.theta, alpha=settings.weight_decay * workers.weight)
-        accumulate_(momentum, residual, grad, settings.momentum)
-        sample, scratch, chosen = settings.dgc_sample, state.scratch, space["chosen"]
-        count = select_above_(
-            residual, state.layout, ratio, sample, step, scratch, chosen, values, positions
-        )
-        forget_sent_(momentum, residual, positions[:count])
-        grad.zero_()
-    with clocked(state, "exchange_seconds"):
-        counts = gather_counts(comm, count)
-    room = piece_numel(workers, grad, transport)
+    grad.add_(state.theta, alpha=settings.weight_decay * wire.weight)
+    accumulate_(momentum, residual, grad, settings.momentum)
+    spare, sent = (state.scratch, space["chosen"]), (values, positions)
+    count = select_above_(residual, state.layout, ratio, settings.dgc_sample, step, spare, sent)
+    forget_sent_(momentum, residual, positions[:count])
+    grad.zero_()
+    counts, room = wire.gather_counts(count), space["room"]
     for start in range(0, max(counts), room):
         pieces = [min(max(c - start, 0), room) for c in counts]
-        mine = slice(start, start + pieces[comm.rank])
-        with clocked(state, "exchange_seconds"):
-            allgatherv_(comm, values[mine], pieces, all_values, transport)
-            allgatherv_(comm, positions[mine], pieces, all_positions, transport)
-        with clocked(state, "method_seconds"):
-            for place, addend in zip(
-                all_positions[: sum(pieces)].split(pieces),
-                all_values[: sum(pieces)].split(pieces),
-                strict=True,
-            ):
-                grad.index_add_(0, place, addend)
-    size = values.element_size() + POSITION_BYTES
-    count_allgather(traffic, workers, COUNT_BYTES, workers.count * COUNT_BYTES)
-    count_allgather(traffic, workers, count * size, sum(counts) * size)
+        mine = slice(start, start + pieces[wire.comm.rank])
+        wire.gather_parts_(values[mine], pieces, space["all_values"])
+        wire.gather_parts_(positions[mine], pieces, space["all_positions"])
+        everyone = space["all_positions"], space["all_values"]
+        places, addends = (t[: sum(pieces)].split(pieces) for t in everyone)
+        for place, addend in zip(places, addends, strict=True):
+            grad.index_add_(0, place, addend)
+
+
+def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
+    """Return the bytes that a worker hands over in a step, and what they are."""
+    count = sum(kept_per_layer(layout, settings.compress_ratio))
+    how = f"at most {count:,} values and positions, {settings.aggregation}"
+    if settings.dgc_warmup_epochs:
+        how += "; more in the warm-up"
+    return count * (size + POSITION_BYTES) + COUNT_BYTES, how

@@ -9,154 +9,106 @@
 |                        |                  | Bcast                   | z_i + v_i                 |
 | 5 duals and residuals  | world            | Allreduce SUM, Bcast    | nine norms per layer      |
 
-Names as in the paper: theta_ij, u_ij per rank; z_node (z_i), v_i per node; z everywhere. All are
-flat vectors over all parameters (`layout`). P_i ranks in node i, N in all.
+Names as in the paper: theta_ij, u_ij per rank; z_tilde (z~_i), z_node (z_i), v_i per node; z
+everywhere. All are flat vectors over all parameters (`layout`). P_i ranks in node i, N in all.
+With step sync phase 2 sends statistics alone; without duals phase 5 sends the loss alone.
 """
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.collectives import Transport, allreduce_, allreduce_then_bcast_
+from prunex_mpi.comm.agreement import digests_agree, mean_over_ranks, sum_alike_
 from prunex_mpi.comm.gradients import GradientAverager
-from prunex_mpi.comm.preemption import StopAgreement
-from prunex_mpi.comm.topology import Topology, digests_agree
-from prunex_mpi.core.evaluation import estimate_statistics, evaluate, refuse_divergence
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.wire import Wire, find_wires, reduce_between_nodes_
+from prunex_mpi.core.evaluation import estimate_statistics, refuse_divergence
 from prunex_mpi.core.mask_agreement import (
     agree_by_or,
     agree_by_vote,
     broadcast_mask,
     project_locally,
 )
-from prunex_mpi.core.metrics import iteration_record, layer_records, timed
-from prunex_mpi.core.residuals import NormSums, Residuals, compute_residuals
-from prunex_mpi.core.schedule import settled, strictness
-from prunex_mpi.core.state import (
-    Problem,
-    State,
-    Traffic,
-    adopt_mask,
-    freeze,
-    next_iteration,
-    ring_bytes,
-    update_penalties,
-)
+from prunex_mpi.core.residuals import NormSums, Residuals, compute_residuals, converges
+from prunex_mpi.core.rounds import finish_round, measures_residuals, phase, rounds, split_local
+from prunex_mpi.core.schedule import Stage, find_stage, may_stop, note_drift_
+from prunex_mpi.core.state import State, Work, adopt_mask, freeze, update_penalties
 from prunex_mpi.core.steps import (
     add_loss_,
-    clocked,
+    averaging,
     forward_backward,
     loss_sums,
-    open_averager,
     step_optimizer_,
+    stops_here,
 )
 from prunex_mpi.models import batchnorm
-from prunex_mpi.models.layout import fill_, scale_, squared_norms
+from prunex_mpi.models.layout import bits_digest, fill_, scale_, squared_norms
 from prunex_mpi.pruning.compaction import pack_, unpack_
-from prunex_mpi.pruning.projection import (
+from prunex_mpi.pruning.masks import (
     apply_factors_,
     build_factors,
     factor_views,
     mask_drift,
     mask_views_,
 )
-from prunex_mpi.run.watchdog import Heartbeat
 from prunex_mpi.settings.fields import Settings
 
 
-def outer_iterations(
-    topology: Topology,
-    state: State,
-    problem: Problem,
-    settings: Settings,
-    transport: Transport,
-    heartbeat: Heartbeat,
-    stop: StopAgreement | None = None,
-) -> Iterator[dict[str, Any]]:
-    """Run H-SADMM from `state.position` on; yield each outer iteration's metrics (metrics.jsonl).
+def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]:
+    """Run H-SADMM from `position` on; yield each outer iteration's metrics (metrics.jsonl).
 
     Collective on `topology.world`: every rank must exhaust the iterator, which ends early, between
-    two local steps, where the ranks agree to `stop`. The record also carries `layers`, the rows of
+    two local steps, where the ranks agree to stop. The record also carries `layers`, the rows of
     layers.jsonl, and `status`, which is "converged" on an early stop. Of `seconds`, `intra` counts
     waiting for the node's gradients as well. Between two records the state is all there is to know.
     Raises Diverged on every rank.
     """
-    node, position = topology.node, state.position
-    with ExitStack() as exits:
-        comm = node if settings.node_sync == "step" else None
-        averager = open_averager(exits, comm, state, problem, transport)
-        for k in range(position.iteration, settings.outer_iterations + 1):
-            started = time.perf_counter()
-            seconds: dict[str, float] = {}
-            traffic = Traffic()
-            last = k == settings.outer_iterations
-            strict = strictness(k, settings.warmup_iterations, settings.keep_ramp_iterations)
-            due = position.freeze_next or k == settings.freeze_iteration
-            freeze_now = due and not state.frozen
-            # The delivered z must satisfy the constraint: its masks are voted even after a union.
-            vote = settings.mask_agreement == "vote" or freeze_now or position.vote_next or last
-            # Before the keep ratio falls, and after the freeze, there is no mask to agree on.
-            choose = strict > 0 and not state.frozen
-            union = choose and not vote
-            old_mask = state.mask
-
-            heartbeat.iteration = k
-            with timed(heartbeat, seconds, "local", state):
-                loss = local_computation(
-                    node, averager, state, problem, settings, heartbeat, stop, traffic
-                )
+    state, settings, position = work.state, work.settings, work.state.position
+    wires = find_wires(topology, False, work.transport, position.traffic, position.clock)
+    leader, node = wires.workers, wires.node
+    with averaging(node if settings.node_sync == "step" else None, work) as averager:
+        for this in rounds(work):
+            measured = measures_residuals(work, this)
+            stage = find_stage(this.k, settings, state.frozen, position, measured)
+            with phase(work, this, "local"):
+                loss = local_computation(averager, work)
                 if loss is None:
                     return
                 refuse_divergence(topology, state, loss)
-            seconds["local"] += position.local_seconds - position.exchange_seconds
-            with timed(heartbeat, seconds, "intra", state):
-                intra_node_consensus(node, state, settings, transport, traffic)
-            seconds["intra"] += position.exchange_seconds
-            with timed(heartbeat, seconds, "project", state):
-                moved_node = project(topology, state, settings, strict, choose, vote, traffic)
-                if freeze_now:
+            split_local(work, this, waiting="intra")
+            with phase(work, this, "intra"):
+                z_tilde = intra_node_consensus(node, state, settings)
+            with phase(work, this, "project"):
+                moved_node = project(leader, node, state, settings, z_tilde, stage)
+                if stage.freeze:
                     freeze(state, settings.after_freeze == "local-sgd")
-            with timed(heartbeat, seconds, "inter", state):
-                moved = inter_node_consensus(topology, state, transport, union, traffic)
-            with timed(heartbeat, seconds, "dual", state):
-                residuals, loss = update_duals(topology, state, settings, moved_node, moved, loss)
+            with phase(work, this, "inter"):
+                moved = inter_node_consensus(leader, node, state, stage)
+            with phase(work, this, "dual"):
+                norms = None if state.consensus_sgd else update_duals(state, moved_node, moved)
+                residuals, loss = find_residuals(topology.world, state, settings, norms, loss)
 
-            drift = mask_drift(state.mask, old_mask)
-            settles = not state.consensus_sgd and bool(residuals.converged.all())
+            settles = may_stop(stage, settings, state.frozen) and converges(residuals)
             # A union may hold more groups than allowed: vote once more before stopping.
-            position.vote_next = strict == 1.0 and settles and union
-            converged = strict == 1.0 and settles and not union
-            if strict == 1.0:
-                threshold, window = settings.freeze_drift, settings.freeze_window
-                position.drifts = [*position.drifts, drift][-window:]
-                position.freeze_next = settled(position.drifts, threshold, window)
+            position.vote_next, converged = settles and stage.union, settles and not stage.union
+            note_drift_(position, stage, settings, mask_drift(state.mask, this.mask))
 
-            test_loss = test_accuracy = None
-            with timed(heartbeat, seconds, "evaluate", state):
-                due = last or converged or k % settings.evaluate_every == 0
-                if due and problem.test is not None:
-                    # On the support that theta was trained on, averaged statistics fit z.
-                    if settings.bn == "recalibrate" and choose:
-                        estimate_statistics(topology, state, problem, transport, traffic)
-                    test_loss, test_accuracy = evaluate(topology, state, problem, traffic)
-            seconds["total"] = time.perf_counter() - started + position.local_seconds
-            record = {
-                **iteration_record(k, state, seconds, traffic, residuals),
-                "mask_drift": drift,
-                "train_loss": loss,
-                "test_loss": test_loss,
-                "test_accuracy": test_accuracy,
-                "layers": layer_records(k, state, residuals) if topology.world.rank == 0 else [],
-                "status": "converged" if converged else "completed" if last else "running",
-            }
+            # On the support that theta was trained on, averaged statistics fit z.
+            estimate = settings.bn == "recalibrate" and stage.choose
+            if estimate and (stage.freeze or this.last or converged):
+                estimate = False
+                with phase(work, this, "evaluate"):
+                    estimate_statistics(topology, work)
+            ended = {"residuals": residuals, "estimate": estimate, "converged": converged}
+            record = finish_round(topology, work, this, loss, **ended)
             if not state.consensus_sgd:
                 update_penalties(state, settings, residuals)
-            next_iteration(position, loss)
             yield record
             if converged:
                 return
@@ -167,23 +119,14 @@ def outer_iterations(
 # --------------------------------------------------------------------------------------------------
 
 
-def local_computation(
-    node: MPI.Comm,
-    averager: GradientAverager | None,
-    state: State,
-    problem: Problem,
-    settings: Settings,
-    heartbeat: Heartbeat,
-    stop: StopAgreement | None,
-    traffic: Traffic,
-) -> float | None:
+def local_computation(averager: GradientAverager | None, work: Work) -> float | None:
     """Take T steps of SGD on f_ij(theta) + rho1/2 |theta - z_i + u|^2; return the mean loss.
 
     Eq. 8. No communication, unless `averager` averages each step's gradient inside the node (then
-    collective on `node`). Consensus SGD starts from z and has no proximal term. Returns None where
-    the ranks agree to stop: `state.position` then says which step comes next.
+    collective on its communicator). Consensus SGD starts from z and has no proximal term. Returns
+    None where the ranks agree to stop: `position` then says which step comes next.
     """
-    position = state.position
+    state, settings, position = work.state, work.settings, work.state.position
     if position.step == 0 and (settings.theta_start == "z" or state.consensus_sgd):
         state.theta.copy_(state.z)
     group = state.optimizer.param_groups[0]
@@ -201,24 +144,18 @@ def local_computation(
             rho_by_weight = state.payload[: state.layout.numel]
             fill_(rho_by_weight, state.layout, state.rho1)
     masked = factor_views(state.grad, state.layout, state.groups, state.factors)
-    losses = loss_sums(state)
-    traffic.intra += position.intra_bytes
+    losses = loss_sums(work)
     started = time.perf_counter()
-    problem.model.train()
-    while position.step < problem.steps:
-        if stop is not None and stop.reached():
-            position.loss_sum, position.loss_count = losses.tolist()
-            position.intra_bytes = traffic.intra
-            position.local_seconds += time.perf_counter() - started
+    work.problem.model.train()
+    while position.step < work.problem.steps:
+        if stops_here(work, losses, started):
             return None
-        heartbeat.beat(position.step)
+        work.heartbeat.beat(position.step)
         if averager is not None:
             averager.begin()
-        loss = forward_backward(state, problem, settings)
-        if averager is not None and node.size > 1:
-            with clocked(state, "exchange_seconds"):
-                averager.finish_()
-            traffic.intra += state.grad.numel() * state.grad.element_size()
+        loss = forward_backward(work)
+        if averager is not None:
+            averager.finish_()
         state.scaler.unscale_(state.optimizer)
         if not state.consensus_sgd:
             state.grad.sub_(state.scratch)
@@ -226,8 +163,8 @@ def local_computation(
                 state.grad.addcmul_(state.theta, rho_by_weight)
         if state.frozen:
             mask_views_(masked, state.factors)
-        step_optimizer_(state, problem, settings)
-        add_loss_(losses, loss, settings)
+        step_optimizer_(work)
+        add_loss_(losses, loss, work)
         position.step += 1
     return float(losses[0] / losses[1])
 
@@ -237,31 +174,46 @@ def local_computation(
 # --------------------------------------------------------------------------------------------------
 
 
-def intra_node_consensus(
-    node: MPI.Comm, state: State, settings: Settings, transport: Transport, traffic: Traffic
-) -> None:
-    """Leave the dense candidate of the node in `scratch`, and its mean statistics in `stats`.
+def intra_node_consensus(node: Wire, state: State, settings: Settings) -> Tensor:
+    """Return the dense candidate of the node, z_tilde; leave its mean statistics in `stats`.
 
     z~_i = [rho1 mean_j(theta_ij + u_ij) + rho2 (z - v_i)] / (lambda + rho1 + rho2), Eq. 9 with the
-    mean and the global z; in consensus SGD the mean alone. Allreduce SUM of all parameters, dense.
-    Collective on `node`.
+    mean and the global z; in consensus SGD the mean alone. Allreduce SUM of all parameters, dense,
+    unless gradients were averaged at each step: then theta and u are the same on all ranks of the
+    node, and so is their mean. In the memory of `scratch`. Collective on `node.comm`.
     """
-    torch.add(state.theta, state.u, out=state.scratch)
+    ranks = node.comm.size
     batchnorm.read_(state.bn_modules, state.stats)
-    allreduce_(node, state.scratch, transport)
-    allreduce_(node, state.stats, transport)
-    if node.size > 1:
-        elements = state.scratch.numel() + state.stats.numel()
-        traffic.intra += elements * state.scratch.element_size()
-    state.stats.div_(node.size)
+    node.reduce_(state.stats)
+    state.stats.div_(ranks)
+    z_tilde = torch.add(state.theta, state.u, out=state.scratch)
+    if settings.node_sync == "step":
+        make_alike_(node, state, z_tilde)
+        ranks = 1
+    else:
+        node.reduce_(z_tilde)
     if state.consensus_sgd:
-        state.scratch.div_(node.size)
-        return
+        return z_tilde.div_(ranks) if ranks > 1 else z_tilde
     decay = settings.weight_decay if settings.weight_decay_in == "z" else 0.0
     # Factored so that four passes serve any penalties: rho2/gamma [rho1/rho2 a + z - v].
-    scale_(state.scratch, state.layout, state.rho1 / (state.rho2 * node.size))
-    state.scratch.add_(state.z).sub_(state.v)
-    scale_(state.scratch, state.layout, state.rho2 / (decay + state.rho1 + state.rho2))
+    scale_(z_tilde, state.layout, state.rho1 / (state.rho2 * ranks))
+    z_tilde.add_(state.z).sub_(state.v)
+    scale_(z_tilde, state.layout, state.rho2 / (decay + state.rho1 + state.rho2))
+    return z_tilde
+
+
+def make_alike_(node: Wire, state: State, total: Tensor) -> None:
+    """See that `total`, theta + u, is the same on all ranks of the node, bit for bit.
+
+    MPI does not promise the same bits of a sum of gradients to all ranks. Where they differ the
+    leader's theta and u become everyone's. Collective on `node.comm`.
+    """
+    # The gradient's memory is free after phase 1.
+    if node.comm.size == 1 or digests_agree(node.comm, bits_digest(total, state.grad)):
+        return
+    node.broadcast_(state.theta)
+    node.broadcast_(state.u)
+    torch.add(state.theta, state.u, out=total)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -270,44 +222,42 @@ def intra_node_consensus(
 
 
 def project(
-    topology: Topology,
+    leader: Wire,
+    node: Wire,
     state: State,
     settings: Settings,
-    strict: float,
-    choose: bool,
-    vote: bool,
-    traffic: Traffic,
-) -> np.ndarray:
-    """Set z_i to the projection of the candidate; return |z_i^{k+1} - z_i^k|^2 per layer.
+    z_tilde: Tensor,
+    stage: Stage,
+) -> np.ndarray | None:
+    """Set z_i to the projection of z_tilde (Eq. 10), whose memory it takes over.
 
-    With `vote` the leaders choose the shared support that keeps most of all nodes' energy, which is
+    By vote the leaders choose the shared support that keeps most of all nodes' energy, which is
     the exact projection of (z~_1 ... z~_M) on shared supports; else each leader projects for its
     node. Only leaders compute energies: one rank's decision is broadcast, so that no two ranks of a
-    node can disagree on a near tie. Unless `choose`, z_i = z~_i * m. Collective on `leader`, then
-    on `node`.
+    node can disagree on a near tie. Without a choice z_i = z~_i * m. Returns |z_i^{k+1} - z_i^k|^2
+    per layer where it is measured. Collective on `leader.comm`, then on `node.comm`.
     """
-    factors = state.factors
-    if choose:
+    factors, round_to = state.factors, settings.round_to
+    if stage.choose:
         mask = state.mask
-        if topology.is_leader:
+        if leader.speaks:
             # The payload's memory is free in this phase.
-            squares = state.payload[: state.layout.numel]
-            torch.mul(state.scratch, state.scratch, out=squares)
-            if vote:
-                mask = agree_by_vote(topology, squares, state, strict, settings.round_to, traffic)
+            squares = torch.mul(z_tilde, z_tilde, out=state.payload[: state.layout.numel])
+            if stage.vote:
+                ranks = node.comm.size
+                mask = agree_by_vote(leader, squares, state, stage.strict, round_to, ranks)
             else:
-                mask = project_locally(squares, state, strict, settings.round_to)
-        mask = broadcast_mask(topology.node, mask, traffic)
-        if vote:
+                mask = project_locally(squares, state, stage.strict, round_to)
+        mask = broadcast_mask(node, mask)
+        if stage.vote:
             adopt_mask(state, mask)
             factors = state.factors
         else:
             factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
             state.mask = mask
-    apply_factors_(state.scratch, state.layout, state.groups, factors)
-    state.z_node.sub_(state.scratch)
-    moved = squared_norms(state.z_node, state.layout)
-    state.z_node, state.scratch = state.scratch, state.z_node
+    apply_factors_(z_tilde, state.layout, state.groups, factors)
+    moved = squared_norms(state.z_node.sub_(z_tilde), state.layout) if stage.measured else None
+    state.z_node, state.scratch = z_tilde, state.z_node
     return moved
 
 
@@ -316,42 +266,31 @@ def project(
 # --------------------------------------------------------------------------------------------------
 
 
-def inter_node_consensus(
-    topology: Topology,
-    state: State,
-    transport: Transport,
-    union: bool,
-    traffic: Traffic,
-) -> np.ndarray:
-    """Set z = sum_i P_i (z_i + v_i) / N on the mask, zero elsewhere; return |z^{k+1} - z^k|^2.
+def inter_node_consensus(leader: Wire, node: Wire, state: State, stage: Stage) -> np.ndarray | None:
+    """Set z = sum_i P_i (z_i + v_i) / N on the mask, zero elsewhere (Eq. 11).
 
     The only phase whose bytes cross nodes in bulk: leaders agree on the mask (BOR of packed bits,
     unless it was voted), pack z_i + v_i and the BatchNorm statistics into one dense message,
     Allreduce it in buckets, and broadcast the compact result inside their node, where every rank
-    expands it. Collective on `leader`, then on `node`.
+    expands it. Returns |z^{k+1} - z^k|^2 per layer where it is measured. Collective on
+    `leader.comm`, then on `node.comm`.
     """
-    if union:
-        mask = state.mask
-        if topology.is_leader:
-            mask = agree_by_or(topology.leader, mask, traffic)
-        adopt_mask(state, broadcast_mask(topology.node, mask, traffic))
+    if stage.union:
+        mask = agree_by_or(leader, state.mask) if leader.speaks else state.mask
+        adopt_mask(state, broadcast_mask(node, mask))
     message = state.message
-    if topology.is_leader:
-        if not state.plan_agreed and not digests_agree(topology.leader, state.plan.digest):
+    if leader.speaks:
+        if not state.plan_agreed and not digests_agree(leader.comm, state.plan.digest):
             raise RuntimeError("the leaders' compact layouts differ; nothing was exchanged")
         state.plan_agreed = True
         torch.add(state.z_node, state.v, out=state.scratch)
         pack_(state.scratch, state.plan, message)
         statistics = message[state.plan.numel :]
         torch.index_select(state.stats, 0, state.stats_kept, out=statistics)
-        message.mul_(topology.node_weight)
-    allreduce_then_bcast_(topology.leader, topology.node, message, transport)
-    size = message.numel() * message.element_size()
-    traffic.payload += size
-    traffic.sent += ring_bytes(topology.num_nodes, size)
-    traffic.dense += (state.layout.numel + state.stats.numel()) * message.element_size()
-    if topology.node_size > 1:
-        traffic.intra += size
+        message.mul_(leader.weight)
+    reduce_between_nodes_(leader, node, message)
+    dense = state.layout.numel + state.stats.numel()
+    state.position.traffic.dense += dense * message.element_size()
     unpack_(message, state.plan, state.scratch)
     if not state.shrinks:
         apply_factors_(state.scratch, state.layout, state.groups, state.factors)
@@ -359,8 +298,7 @@ def inter_node_consensus(
         batchnorm.reset_(state.bn_modules, state.stats)
     state.stats.index_copy_(0, state.stats_kept, message[state.plan.numel :])
     batchnorm.write(state.bn_modules, state.stats)
-    state.z.sub_(state.scratch)
-    moved = squared_norms(state.z, state.layout)
+    moved = squared_norms(state.z.sub_(state.scratch), state.layout) if stage.measured else None
     state.z, state.scratch = state.scratch, state.z
     return moved
 
@@ -371,51 +309,41 @@ def inter_node_consensus(
 
 
 def update_duals(
-    topology: Topology,
-    state: State,
-    settings: Settings,
-    moved_node: np.ndarray,
-    moved: np.ndarray,
-    loss: float,
-) -> tuple[Residuals, float]:
-    """u += theta - z_i and v += z_i - z; return the residuals and the mean loss over all ranks.
+    state: State, moved_node: np.ndarray | None, moved: np.ndarray | None
+) -> NormSums | None:
+    """u += theta - z_i (Eq. 12), v += z_i - z (Eq. 13); return this rank's squared norms.
 
-    One Allreduce of nine norms per layer. Its result is broadcast from rank 0, since MPI does not
-    promise the same bits on every rank and the stopping test and the penalties are decided on it.
-    Collective on `world`.
+    `moved_node` and `moved` are what phases 3 and 4 have measured; None where they have not, and
+    then there are no norms. Does not communicate.
     """
-    layout = state.layout
+    layout, measured = state.layout, moved is not None
     torch.sub(state.theta, state.z_node, out=state.scratch)
-    gap_theta = squared_norms(state.scratch, layout)
-    if not state.consensus_sgd:
-        state.u.add_(state.scratch)
+    gap_theta = squared_norms(state.scratch, layout) if measured else None
+    state.u.add_(state.scratch)
     torch.sub(state.z_node, state.z, out=state.scratch)
-    gap_node = squared_norms(state.scratch, layout)
-    if not state.consensus_sgd:
-        state.v.add_(state.scratch)
-    norms = NormSums(
-        theta_minus_z_node=gap_theta,
-        z_node_step=moved_node,
-        theta=squared_norms(state.theta, layout),
-        z_node=squared_norms(state.z_node, layout),
-        u=squared_norms(state.u, layout),
-        z_node_minus_z=gap_node,
-        z_step=moved,
-        z=squared_norms(state.z, layout),
-        v=squared_norms(state.v, layout),
-    )
+    gap_node = squared_norms(state.scratch, layout) if measured else None
+    state.v.add_(state.scratch)
+    if not measured:
+        return None
+    flats = (state.theta, state.z_node, state.u, state.z, state.v)
+    theta, z_node, u, z, v = (squared_norms(flat, layout) for flat in flats)
+    return NormSums(gap_theta, moved_node, theta, z_node, u, gap_node, moved, z, v)
+
+
+def find_residuals(
+    world: MPI.Comm, state: State, settings: Settings, norms: NormSums | None, loss: float
+) -> tuple[Residuals | None, float]:
+    """Return the residuals of both levels per layer, and the mean loss over all ranks.
+
+    One message of nine norms per layer, of the loss alone where none were measured; alike on all
+    ranks, since the stopping test and the penalties are decided on it. Collective on `world`.
+    """
+    if norms is None:
+        return None, mean_over_ranks(world, loss)
     buffer = np.append(np.concatenate(norms), loss)
-    topology.world.Allreduce(MPI.IN_PLACE, buffer, op=MPI.SUM)
-    topology.world.Bcast(buffer, root=0)
+    sum_alike_(world, buffer)
     sums = NormSums(*buffer[:-1].reshape(len(norms), -1))
-    numels = np.array([s.numel for s in layout.segments], dtype=np.float64)
-    residuals = compute_residuals(
-        sums,
-        numels,
-        topology.world_size,
-        state.rho1,
-        state.rho2,
-        settings.eps_abs,
-        settings.eps_rel,
-    )
-    return residuals, float(buffer[-1]) / topology.world_size
+    numels = np.array([s.numel for s in state.layout.segments], dtype=np.float64)
+    rhos, epsilons = (state.rho1, state.rho2), (settings.eps_abs, settings.eps_rel)
+    residuals = compute_residuals(sums, numels, world.size, *rhos, *epsilons)
+    return residuals, float(buffer[-1]) / world.size

@@ -1,20 +1,12 @@
 """PacTrain's steps: gradients that are sparse in places all workers know, without indices.
 
-| what                     | communicator  | MPI operation    | operand                        |
-|--------------------------|---------------|------------------|--------------------------------|
-| unstable bucket          | workers       | Allreduce SUM    | gradient, dense                |
-| stable buckets           | workers       | Allreduce SUM    | their supports, a flag each    |
-| stable buckets, ternary  | workers       | Allreduce MAX    | a scale and a flag each        |
-|                          | workers       | Allreduce SUM    | integers for their supports    |
-| end of a window          | world         | Allreduce MIN    | steps and digests per bucket   |
-| trial step (`adaptive`)  | world         | Allreduce MAX    | seconds of the exchange        |
-
 Gradients of pruned weights are set to zero on the workers. What a worker finds outside of a stable
 bucket's support raises that bucket's flag, and it is sent in full in the same step. So without
 `ternary` the sum is that of the masked gradients, whichever way it travels.
 """
 
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +15,7 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.collectives import Transport, allreduce_
-from prunex_mpi.comm.topology import Topology
-from prunex_mpi.comm.workers import Workers
+from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.compress.quantise import integer_type, ternarise_
 from prunex_mpi.compress.support import (
     CHOICE,
@@ -37,15 +27,27 @@ from prunex_mpi.compress.support import (
     TRIALS,
     UNCHANGED,
     bucket_numel,
+    build_tracker,
     observe_,
     outside_,
     read_digests,
     stable_positions,
 )
-from prunex_mpi.core.state import State, Traffic, ring_bytes
-from prunex_mpi.core.steps import clocked, count_allreduce
+from prunex_mpi.core.state import State, Work
+from prunex_mpi.models.layout import Layout, matrices
+from prunex_mpi.pruning.unstructured import kept_weights
 from prunex_mpi.settings.fields import Settings
 
+OPERATIONS = (
+    ("unstable bucket", "workers", "Allreduce SUM", "gradient, dense"),
+    ("stable buckets", "workers", "Allreduce SUM", "their supports, a flag each"),
+    ("stable buckets, ternary", "workers", "Allreduce MAX", "a scale and a flag each"),
+    ("", "workers", "Allreduce SUM", "integers for their supports"),
+    ("end of a window", "world", "Allreduce MIN", "steps and digests per bucket"),
+    ("trial step (adaptive)", "world", "Allreduce MAX", "seconds of the exchange"),
+    ("GraSP, once", "all ranks", "Allreduce SUM", "two dense vectors"),
+    ("mask, once", "world", "Bcast", "packed bits"),
+)
 # How a gradient travels once there are stable buckets; indices into `SECONDS`.
 FULL, COMPACT, TERNARY = range(3)
 WAY_NAMES = ("full", "compact", "compact and ternary")
@@ -58,37 +60,43 @@ TRIALS_PER_WAY = 3
 # --------------------------------------------------------------------------------------------------
 
 
-def allocate_pactrain(workers: Workers, state: State, settings: Settings) -> dict[str, Tensor]:
+def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    """Allocate the tracker of supports."""
+    return build_tracker(theta, bucket_numel(settings.bucket_mib, theta))
+
+
+def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     """Return memory for one step; on workers also for what stable buckets send."""
+    state = work.state
     space = {"fresh": torch.empty_like(state.memory[PRUNED]), "seconds": torch.zeros(1)}
-    if workers.speaks:
+    if wire.speaks:
         space["kept"] = torch.empty_like(state.theta)
         torch.logical_not(state.memory[PRUNED], out=space["kept"])
-        refresh_(workers, space, state, settings)
+        refresh_(wire, space, state, work.settings)
     return space
 
 
-def refresh_(workers: Workers, space: dict[str, Tensor], state: State, settings: Settings) -> None:
+def refresh_(wire: Wire, space: dict[str, Any], state: State, settings: Settings) -> None:
     """Fit the worker's memory in `space` to the buckets that are stable now."""
     bucket = bucket_numel(settings.bucket_mib, state.theta)
     positions, counts = stable_positions(state.memory, bucket)
-    space["positions"], space["counts"] = positions, torch.tensor(counts, dtype=torch.int64)
+    space["positions"], space["counts"] = positions, counts
     # Behind the values a flag per stable bucket.
     space["message"] = state.theta.new_empty(positions.numel() + len(counts))
     if settings.ternary:
         space["draws"] = state.theta.new_empty(positions.numel())
         space["down"] = torch.empty_like(positions, dtype=torch.bool)
-        space["integers"] = torch.empty_like(positions, dtype=integer_type(workers.count))
+        space["integers"] = torch.empty_like(positions, dtype=integer_type(wire.comm.size))
         space["scales"] = state.theta.new_empty(2, len(counts))
 
 
-def way_in_force(memory: dict[str, Tensor], settings: Settings) -> int:
+def way_in_force(tracked: dict[str, Tensor], settings: Settings) -> int:
     """Return how stable buckets travel in this step: FULL, COMPACT or TERNARY."""
     if not settings.adaptive:
         return TERNARY if settings.ternary else COMPACT
-    if memory[CHOICE] >= 0:
-        return int(memory[CHOICE])
-    return int(memory[TRIALS]) % ways(settings)
+    if tracked[CHOICE] >= 0:
+        return int(tracked[CHOICE])
+    return int(tracked[TRIALS]) % ways(settings)
 
 
 def ways(settings: Settings) -> int:
@@ -96,124 +104,88 @@ def ways(settings: Settings) -> int:
     return 3 if settings.ternary else 2
 
 
-def on_trial(memory: dict[str, Tensor], settings: Settings) -> bool:
+def on_trial(tracked: dict[str, Tensor], settings: Settings) -> bool:
     """Say whether this step's exchange is one of those that are measured."""
-    return settings.adaptive and bool(memory[CHOICE] < 0) and bool(memory[STABLE].any())
+    return settings.adaptive and bool(tracked[CHOICE] < 0) and bool(tracked[STABLE].any())
 
 
-def exchange_pactrain_(
-    workers: Workers,
-    space: dict[str, Tensor],
-    state: State,
-    settings: Settings,
-    transport: Transport,
-    traffic: Traffic,
-) -> None:
+def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     """Replace this worker's weighted gradient by the sum of the masked ones of all workers.
 
-    Collective on `workers.comm`.
+    Collective on `wire.comm`.
     """
-    memory, grad = state.memory, state.grad
-    trial = on_trial(memory, settings)
+    state, settings = work.state, work.settings
+    tracked, grad = state.memory, state.grad
+    trial = on_trial(tracked, settings)
     if trial:
         # Who comes late must not count for the way that happens to be tried.
-        workers.comm.Barrier()
+        with wire.clock.exchanging(grad.device):
+            wire.comm.Barrier()
     started = time.perf_counter()
-    with clocked(state, "method_seconds"):
-        if memory[CLOCK] == 0:
-            # The first step after pruning. The product is 7 times as fast as masked_fill_.
-            torch.logical_not(memory[PRUNED], out=space["kept"])
-        grad.mul_(space["kept"])
-    way = way_in_force(memory, settings)
-    if way == FULL or not memory[STABLE].any():
-        with clocked(state, "exchange_seconds"):
-            allreduce_(workers.comm, grad, transport)
-        count_allreduce(traffic, workers, grad.nbytes)
+    if tracked[CLOCK] == 0:
+        # The first step after pruning. The product is 7 times as fast as masked_fill_.
+        torch.logical_not(tracked[PRUNED], out=space["kept"])
+    grad.mul_(space["kept"])
+    way = way_in_force(tracked, settings)
+    if way == FULL or not tracked[STABLE].any():
+        wire.reduce_(grad)
     else:
-        outside = send_stable_(workers, space, state, settings, way, transport, traffic)
-        with clocked(state, "exchange_seconds"):
-            for piece in dense_pieces(state, settings, outside):
-                allreduce_(workers.comm, piece, transport)
-                count_allreduce(traffic, workers, piece.nbytes)
+        outside = send_stable_(wire, space, state, settings, way)
+        for piece in dense_pieces(state, settings, outside):
+            wire.reduce_(piece)
     space["seconds"][0] = time.perf_counter() - started if trial else 0.0
 
 
 def send_stable_(
-    workers: Workers,
-    space: dict[str, Tensor],
-    state: State,
-    settings: Settings,
-    way: int,
-    transport: Transport,
-    traffic: Traffic,
+    wire: Wire, space: dict[str, Any], state: State, settings: Settings, way: int
 ) -> list[bool]:
     """Exchange the supports of the stable buckets; return whose flag was raised, on any worker.
 
-    Those buckets are left as they were: they have to be sent in full. Collective on `workers.comm`.
+    Those buckets are left as they were: they have to be sent in full. Collective on `wire.comm`.
     """
-    memory, grad, positions = state.memory, state.grad, space["positions"]
-    counts = space["counts"].tolist()
+    tracked, grad = state.memory, state.grad
+    positions, counts = space["positions"], space["counts"]
     values, flags = space["message"].split([positions.numel(), len(counts)])
-    with clocked(state, "method_seconds"):
-        torch.index_select(grad, 0, positions, out=values)
-        bucket = bucket_numel(settings.bucket_mib, grad)
-        found = outside_(grad, memory[SUPPORT], space["fresh"], bucket)
-        flags.copy_(found[memory[STABLE]])
+    torch.index_select(grad, 0, positions, out=values)
+    bucket = bucket_numel(settings.bucket_mib, grad)
+    found = outside_(grad, tracked[SUPPORT], space["fresh"], bucket)
+    flags.copy_(found[tracked[STABLE]])
     if way == TERNARY:
-        sum_ternary_(workers, space, state, values, flags, counts, transport, traffic)
+        sum_ternary_(wire, space, values, flags)
     else:
-        with clocked(state, "exchange_seconds"):
-            allreduce_(workers.comm, space["message"], transport)
-        count_allreduce(traffic, workers, space["message"].nbytes)
-    with clocked(state, "method_seconds"):
-        raised = (flags > 0).tolist()
-        numbers = memory[STABLE].nonzero().view(-1).tolist()
-        pieces = grad.split(bucket)
-        parts = zip(positions.split(counts), values.split(counts), strict=True)
-        for number, (places, sums), flagged in zip(numbers, parts, raised, strict=True):
-            if not flagged:
-                pieces[number].zero_()
-                grad.index_copy_(0, places, sums)
+        wire.reduce_(space["message"])
+    raised = (flags > 0).tolist()
+    numbers = tracked[STABLE].nonzero().view(-1).tolist()
+    pieces = grad.split(bucket)
+    parts = zip(positions.split(counts), values.split(counts), strict=True)
+    for number, (places, sums), flagged in zip(numbers, parts, raised, strict=True):
+        if not flagged:
+            pieces[number].zero_()
+            grad.index_copy_(0, places, sums)
     return raised
 
 
-def sum_ternary_(
-    workers: Workers,
-    space: dict[str, Tensor],
-    state: State,
-    values: Tensor,
-    flags: Tensor,
-    counts: list[int],
-    transport: Transport,
-    traffic: Traffic,
-) -> None:
+def sum_ternary_(wire: Wire, space: dict[str, Any], values: Tensor, flags: Tensor) -> None:
     """Replace `values` by the sum of all workers' ternary ones, `flags` by their maximum.
 
-    Collective on `workers.comm`.
+    Collective on `wire.comm`.
     """
-    scales, integers, draws = space["scales"], space["integers"], space["draws"]
+    scales, integers, counts = space["scales"], space["integers"], space["counts"]
     spare = space["fresh"][: values.numel()], space["down"]
-    with clocked(state, "method_seconds"):
-        for number, piece in enumerate(values.split(counts)):
-            # A support may be empty.
-            scales[0, number] = torch.linalg.vector_norm(piece, torch.inf) if piece.numel() else 0.0
-        scales[1].copy_(flags)
-    with clocked(state, "exchange_seconds"):
-        allreduce_(workers.comm, scales.view(-1), transport, op=MPI.MAX)
-    count_allreduce(traffic, workers, scales.nbytes)
-    with clocked(state, "method_seconds"):
-        flags.copy_(scales[1])
-        parts = (values, draws, *spare, integers)
-        for number, pieces in enumerate(zip(*(t.split(counts) for t in parts), strict=True)):
-            piece, draw, up, down, out = pieces
-            ternarise_(piece, scales[0, number], draw, (up, down), out)
-    with clocked(state, "exchange_seconds"):
-        allreduce_(workers.comm, integers, transport)
-    count_allreduce(traffic, workers, integers.nbytes)
-    with clocked(state, "method_seconds"):
-        values.copy_(integers)
-        for number, piece in enumerate(values.split(counts)):
-            piece.mul_(scales[0, number])
+    for number, piece in enumerate(values.split(counts)):
+        # A support may be empty.
+        scales[0, number] = torch.linalg.vector_norm(piece, torch.inf) if piece.numel() else 0.0
+    scales[1].copy_(flags)
+    wire.reduce_(scales.view(-1), MPI.MAX)
+    flags.copy_(scales[1])
+    parts = (values, space["draws"], *spare, integers)
+    for number, pieces in enumerate(zip(*(t.split(counts) for t in parts), strict=True)):
+        piece, draw, up, down, out = pieces
+        ternarise_(piece, scales[0, number], draw, (up, down), out)
+    wire.reduce_(integers)
+    values.copy_(integers)
+    for number, piece in enumerate(values.split(counts)):
+        piece.mul_(scales[0, number])
 
 
 def dense_pieces(state: State, settings: Settings, raised: list[bool]) -> list[Tensor]:
@@ -230,84 +202,80 @@ def dense_pieces(state: State, settings: Settings, raised: list[bool]) -> list[T
 # --------------------------------------------------------------------------------------------------
 
 
-def follow_pactrain_(
-    topology: Topology,
-    workers: Workers,
-    space: dict[str, Tensor],
-    state: State,
-    settings: Settings,
-    traffic: Traffic,
-) -> None:
+def follow_(wires: Wires, space: dict[str, Any], work: Work) -> None:
     """Track the supports in the gradient of all ranks; settle what is due after this step.
 
     Collective on `world`.
     """
+    state, settings = work.state, work.settings
     if not state.frozen:
         return
-    memory = state.memory
-    bucket = bucket_numel(settings.bucket_mib, state.theta)
-    if on_trial(memory, settings):
-        with clocked(state, "exchange_seconds"):
-            note_trial_(topology.world, workers, space, memory, settings, traffic)
-    with clocked(state, "method_seconds"):
-        observe_(state.grad, memory, space["fresh"], bucket)
-    if memory[CLOCK] % settings.stable_window:
+    tracked, bucket = state.memory, bucket_numel(settings.bucket_mib, state.theta)
+    if on_trial(tracked, settings):
+        note_trial_(wires.everyone, space["seconds"].double(), tracked, settings)
+    observe_(state.grad, tracked, space["fresh"], bucket)
+    if tracked[CLOCK] % settings.stable_window:
         return
-    with clocked(state, "method_seconds"):
-        digests = read_digests(memory, bucket)
-    with clocked(state, "exchange_seconds"):
-        stable = agree_on_stable(
-            topology.world, memory[UNCHANGED].numpy(), digests, settings.stable_window
-        )
-    message = 3 * digests.nbytes
-    traffic.mask += message
-    traffic.sent += ring_bytes(workers.ring, message)
-    if not np.array_equal(stable, memory[STABLE].numpy()):
-        memory[STABLE].copy_(torch.from_numpy(stable))
-        if workers.speaks:
-            refresh_(workers, space, state, settings)
+    digests, window = read_digests(tracked, bucket), settings.stable_window
+    stable = agree_on_stable(wires.everyone, tracked[UNCHANGED].numpy(), digests, window)
+    if not torch.equal(stable, tracked[STABLE]):
+        tracked[STABLE].copy_(stable)
+        if wires.workers.speaks:
+            refresh_(wires.workers, space, state, settings)
 
 
 def agree_on_stable(
-    world: MPI.Comm, unchanged: np.ndarray, digests: np.ndarray, window: int
-) -> np.ndarray:
+    everyone: Wire, unchanged: np.ndarray, digests: np.ndarray, window: int
+) -> Tensor:
     """Return which buckets are stable on every rank: bool [buckets], alike on all of them.
 
     Their supports are `unchanged` for a window of steps and their `digests` are the same (both
     int64). Collective on `world`.
     """
-    low = np.stack([unchanged, digests, ~digests])
-    world.Allreduce(MPI.IN_PLACE, low, op=MPI.MIN)
+    low = torch.from_numpy(np.stack([unchanged, digests, ~digests]))
+    everyone.reduce_(low.view(-1), MPI.MIN, kind="mask")
     # The minimum of the complement is the complement of the maximum.
     return (low[0] >= window) & (low[1] == ~low[2])
 
 
 def note_trial_(
-    world: MPI.Comm,
-    workers: Workers,
-    space: dict[str, Tensor],
-    memory: dict[str, Tensor],
-    settings: Settings,
-    traffic: Traffic,
+    everyone: Wire, slowest: Tensor, tracked: dict[str, Tensor], settings: Settings
 ) -> None:
     """Note the seconds of the slowest worker; after the last trial rank 0 chooses the fastest way.
 
-    Collective on `world`.
+    `slowest`, float64 [1], holds this worker's. Collective on `world`.
     """
-    slowest = space["seconds"].double().numpy()
-    world.Allreduce(MPI.IN_PLACE, slowest, op=MPI.MAX)
-    traffic.mask += slowest.nbytes
-    traffic.sent += ring_bytes(workers.ring, slowest.nbytes)
-    way, count = way_in_force(memory, settings), ways(settings)
-    memory[SECONDS][way] = min(float(memory[SECONDS][way]), float(slowest[0]))
-    memory[TRIALS].add_(1)
-    if memory[TRIALS] < TRIALS_PER_WAY * count:
+    everyone.reduce_(slowest, MPI.MAX, kind="mask")
+    way, count = way_in_force(tracked, settings), ways(settings)
+    tracked[SECONDS][way] = min(float(tracked[SECONDS][way]), float(slowest[0]))
+    tracked[TRIALS].add_(1)
+    if tracked[TRIALS] < TRIALS_PER_WAY * count:
         return
-    choice = memory[SECONDS].argmin().view(1).numpy()
-    world.Bcast(choice, root=0)
-    traffic.mask += choice.nbytes
-    traffic.sent += ring_bytes(workers.ring, choice.nbytes, passes=1)
-    memory[CHOICE].copy_(torch.from_numpy(choice))
-    measured = zip(WAY_NAMES, memory[SECONDS].tolist(), strict=True)
+    choice = tracked[SECONDS].argmin().view(1)
+    everyone.broadcast_(choice, kind="mask")
+    tracked[CHOICE].copy_(choice)
+    measured = zip(WAY_NAMES, tracked[SECONDS].tolist(), strict=True)
     times = ", ".join(f"{name} {1000 * s:.3g} ms" for name, s in list(measured)[:count])
     log.info("stable gradients travel %s from now on (%s)", WAY_NAMES[int(choice[0])], times)
+
+
+# --------------------------------------------------------------------------------------------------
+# Before training
+# --------------------------------------------------------------------------------------------------
+
+
+def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
+    """Return the bytes that a worker hands over in a step, and what they are.
+
+    With all buckets stable and supports as large as the mask.
+    """
+    (ratio,) = settings.keep_ratio
+    weights = sum(segment.numel for segment in matrices(layout))
+    count = layout.numel - weights + kept_weights(layout, ratio, settings.prune_by)
+    buckets = -(-layout.numel // max(1, int(settings.bucket_mib * 2**20) // size))
+    each = f"{count:,} values, {settings.aggregation}"
+    when = "once all buckets are stable, dense before"
+    if not settings.ternary:
+        return count * size + buckets * size, f"{each}, {when}"
+    narrow = integer_type(workers).itemsize
+    return count * narrow + 2 * buckets * size, f"{each}, as integers, {when}"

@@ -1,84 +1,57 @@
 """PacTrain's mask: which weights are pruned, decided once and alike on all ranks.
 
-| what                | communicator | MPI operation | operand                   |
-|---------------------|--------------|---------------|---------------------------|
-| GraSP: ∇L, then H∇L | all ranks    | Allreduce SUM | dense vector, once each   |
-| mask                | world        | Bcast         | packed bits, once         |
-
-Weights and momentum are set to zero once, gradients at each step (`exchange_pactrain.py`): so
+Weights and momentum are set to zero once, gradients at each step (`pactrain.py`): so
 pruned weights stay zero. The paper's g ⊙ [w ≠ 0] is g ⊙ mask here, since a kept weight that happens
 to be zero may move.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.collectives import Transport
-from prunex_mpi.comm.topology import Topology, together
-from prunex_mpi.comm.workers import Workers, sum_over_ranks_
+from prunex_mpi.comm.agreement import together
+from prunex_mpi.comm.wire import Wires
 from prunex_mpi.compress.support import restart_
-from prunex_mpi.core.state import Problem, State, Traffic, ring_bytes
-from prunex_mpi.core.steps import clocked, count_sum_over_ranks
+from prunex_mpi.core.mask_agreement import broadcast_mask
+from prunex_mpi.core.state import State, Work
+from prunex_mpi.models.layout import matrices
 from prunex_mpi.pruning.unstructured import (
     add_gradients_,
     add_hessian_products_,
-    prunable,
     prune_by_gradient_flow,
     prune_by_magnitude,
 )
-from prunex_mpi.settings.fields import Settings
 
 
-def prune_when_due_(
-    topology: Topology,
-    workers: Workers,
-    state: State,
-    problem: Problem,
-    settings: Settings,
-    transport: Transport,
-    traffic: Traffic,
-    done: int,
-) -> float:
+def prune_when_due_(wires: Wires, work: Work, done: int) -> float:
     """Prune if `done` outer iterations are those of `--prune-iteration`; return the mask's drift.
 
     The mask is decided on world rank 0. Collective on `world`, or on `node` and `leader`.
     """
+    state, settings = work.state, work.settings
     if state.frozen or done != settings.prune_iteration:
         return 0.0
-    with clocked(state, "method_seconds"):
-        pruned = choose_pruned(topology, workers, state, problem, settings, transport, traffic)
-        bits = np.packbits(pruned.cpu().numpy())
-        topology.world.Bcast(bits, root=0)
-        traffic.mask += bits.nbytes
-        traffic.sent += ring_bytes(workers.ring, bits.nbytes, passes=1)
-        mask = np.unpackbits(bits, count=pruned.numel()).astype(bool)
+    with state.position.clock.computing(state.theta.device):
+        pruned = choose_pruned(wires, work)
+        mask = broadcast_mask(wires.everyone, pruned.cpu().numpy(), kind="mask")
         pruned.copy_(torch.from_numpy(mask))
         adopt_pruned_(state, pruned)
-    total = sum(segment.numel for segment in prunable(state.layout))
+    total = sum(segment.numel for segment in matrices(state.layout))
     kept = total - int(mask.sum())
     text = "pruned by %s: %d of %d weights are kept, biases and BatchNorm apart"
     log.info(text, settings.prune_by, kept, total)
     return (total - kept) / max(1, kept)
 
 
-def choose_pruned(
-    topology: Topology,
-    workers: Workers,
-    state: State,
-    problem: Problem,
-    settings: Settings,
-    transport: Transport,
-    traffic: Traffic,
-) -> Tensor:
+def choose_pruned(wires: Wires, work: Work) -> Tensor:
     """Return which weights go, bool [layout.numel]; only what world rank 0 returns counts.
 
     Collective on `world`, or on `node` and `leader`. Raises UserError on every rank.
     """
-    world, layout, (ratio,) = topology.world, state.layout, settings.keep_ratio
-    if not prunable(layout):
+    state, problem, settings = work.state, work.problem, work.settings
+    world, layout, (ratio,) = wires.everyone.comm, state.layout, settings.keep_ratio
+    if not matrices(layout):
         raise UserError("the model has no weight of two or more dimensions to prune")
     if settings.prune_by == "magnitude":
         return prune_by_magnitude(state.theta, layout, ratio)
@@ -94,9 +67,8 @@ def choose_pruned(
     )
     for flat, add in passes:
         together(world, add)
-        sum_over_ranks_(topology, settings.aggregation, flat, transport)
+        wires.sum_(flat)
         flat.div_(len(batches) * world.size)
-        count_sum_over_ranks(traffic, topology, workers, settings.aggregation, flat.nbytes)
     for buffer, value in kept:
         buffer.copy_(value)
     return together(world, lambda: prune_by_gradient_flow(state.theta, product, layout, ratio))

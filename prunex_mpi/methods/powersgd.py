@@ -1,78 +1,80 @@
 """A step of PowerSGD: sums over the workers of two thin factors per gradient matrix.
 
-| what            | communicator | MPI operation         | operand                              |
-|-----------------|--------------|-----------------------|--------------------------------------|
-| whole tensors   | workers      | Allreduce SUM         | 1-D tensors and small matrices       |
-| left factors P  | workers      | Reduce SUM, Bcast     | rank elements per row of a matrix    |
-| right factors Q | workers      | Allreduce SUM         | rank elements per column of a matrix |
-
-The first worker alone makes P orthonormal, between the Reduce and the Bcast: where P's columns
-depend on each other nearly, rounding decides what comes out, and all must go on with the same.
-Together the two move what an Allreduce does, and are counted as one.
+The first worker alone makes the left factors orthonormal: where their columns depend on each other
+nearly, rounding decides what comes out, and all must go on with the same.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_, reduce_
-from prunex_mpi.comm.workers import Workers
+from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress.low_rank import (
     move_whole_,
     multiply_,
+    new_right_factors,
     orthonormalise_,
     project_left_,
     project_right_,
     put_whole_,
     split_layout,
 )
-from prunex_mpi.core.state import State, Traffic
-from prunex_mpi.core.steps import clocked, count_allreduce
+from prunex_mpi.core.state import OWN, SHARED, Work
+from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
+OPERATIONS = (
+    ("whole tensors", "workers", "Allreduce SUM", "1-D tensors and small matrices"),
+    ("left factors P", "workers", "Reduce SUM, Bcast", "rank elements per row of a matrix"),
+    ("right factors Q", "workers", "Allreduce SUM", "rank elements per column of a matrix"),
+)
+RESIDUAL, RIGHT_FACTORS = f"{OWN}residual", f"{SHARED}right_factors"
 
-def allocate_powersgd(state: State, settings: Settings) -> dict[str, Tensor]:
+
+def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    """Allocate what has not been sent yet, and the right factors that a step starts from."""
+    split = split_layout(layout, settings.powersgd_rank)
+    right = new_right_factors(split, settings.seed, theta)
+    return {RESIDUAL: torch.zeros_like(theta), RIGHT_FACTORS: right}
+
+
+def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     """Return memory for the left factors and for the tensors that travel whole."""
-    split = split_layout(state.layout, settings.powersgd_rank)
+    if not wire.speaks:
+        return {}
+    split, theta = split_layout(work.state.layout, work.settings.powersgd_rank), work.state.theta
     return {
-        "left_factors": state.theta.new_empty(split.left_numel),
-        "whole": state.theta.new_empty(split.whole_numel),
+        "left_factors": theta.new_empty(split.left_numel),
+        "whole": theta.new_empty(split.whole_numel),
     }
 
 
-def exchange_powersgd_(
-    workers: Workers,
-    space: dict[str, Tensor],
-    state: State,
-    settings: Settings,
-    transport: Transport,
-    traffic: Traffic,
-) -> None:
-    """Set `state.grad` to the low-rank part of the sum of residual + gradient over the workers.
+def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
+    """Set `grad` to the low-rank part of the sum of residual + gradient over the workers.
 
     A worker's new residual is its own part without the projection on the common left factors.
-    Collective on `workers.comm`.
+    Collective on `wire.comm`.
     """
-    comm, grad, residual = workers.comm, state.grad, state.memory["own.residual"]
-    left, whole = space["left_factors"], space["whole"]
-    right = state.memory["shared.right_factors"]
-    split = split_layout(state.layout, settings.powersgd_rank)
-    with clocked(state, "method_seconds"):
-        residual.add_(grad)
-        move_whole_(residual, split, whole)
-        project_left_(residual, right, split, left)
-    with clocked(state, "exchange_seconds"):
-        allreduce_(comm, whole, transport)
-        reduce_(comm, left, transport)
-    if comm.rank == 0:
-        with clocked(state, "method_seconds"):
-            orthonormalise_(left, split)
-    with clocked(state, "exchange_seconds"):
-        bcast_(comm, left, transport)
-    with clocked(state, "method_seconds"):
-        project_right_(residual, left, split, right)
-    with clocked(state, "exchange_seconds"):
-        allreduce_(comm, right, transport)
-    with clocked(state, "method_seconds"):
-        multiply_(grad, left, right, split)
-        put_whole_(grad, split, whole)
-    for operand in (whole, left, right):
-        count_allreduce(traffic, workers, operand.nbytes)
+    state, left, whole = work.state, space["left_factors"], space["whole"]
+    right = state.memory[RIGHT_FACTORS]
+    split = split_layout(state.layout, work.settings.powersgd_rank)
+    residual = state.memory[RESIDUAL].add_(state.grad)
+    move_whole_(residual, split, whole)
+    project_left_(residual, right, split, left)
+    wire.reduce_(whole)
+    wire.reduce_by_first_(left, lambda: orthonormalise_(left, split))
+    project_right_(residual, left, split, right)
+    wire.reduce_(right)
+    multiply_(state.grad, left, right, split)
+    put_whole_(state.grad, split, whole)
+
+
+def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
+    """Return the bytes that a worker hands over in a step, and what they are."""
+    split = split_layout(layout, settings.powersgd_rank)
+    how = (
+        f"{len(split.matrices)} matrices as factors of rank {split.rank}, "
+        f"{split.whole_numel:,} elements whole, {settings.aggregation}"
+    )
+    return (split.left_numel + split.right_numel + split.whole_numel) * size, how

@@ -1,27 +1,24 @@
 """PruneTrain: a network that becomes physically smaller while it is trained.
 
-| part                     | communicator | MPI operation    | operand                            |
-|--------------------------|--------------|------------------|------------------------------------|
-| coefficient of the lasso | world        | Bcast, once      | one number                         |
-| what is removed          | world        | Bcast, when due  | a bit per group                    |
-
-World rank 0 decides both, so that ranks that round differently decide alike. The penalty's gradient
-is what a step's gradient starts from, and goes through the same average.
+World rank 0 decides what is removed and the coefficient of the lasso, so that ranks that round
+differently decide alike. The penalty's gradient is what a step's gradient starts from, and goes
+through the same average.
 """
 
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
-from prunex_mpi.comm.collectives import Transport, bcast_
-from prunex_mpi.comm.topology import Topology
-from prunex_mpi.comm.workers import Workers
-from prunex_mpi.core.state import Problem, State, Traffic, build_state, ring_bytes
-from prunex_mpi.models.layout import build_layout
+from prunex_mpi.comm.wire import Wire, Wires
+from prunex_mpi.core.mask_agreement import broadcast_mask
+from prunex_mpi.core.state import SHARED, State, Work, build_state
+from prunex_mpi.methods import dense
+from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.models.standalone import fill_, resize_
 from prunex_mpi.pruning.lasso import (
-    Lasso,
     build_lasso,
     coefficient_for,
     cut,
@@ -33,66 +30,65 @@ from prunex_mpi.pruning.lasso import (
 from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors
 from prunex_mpi.settings.fields import Settings
 
-COEFFICIENT = "shared.lasso_coefficient"
+OPERATIONS = (
+    ("gradient", "workers", "Allreduce SUM", "dense, overlapped with backward"),
+    ("coefficient of the lasso", "world", "Bcast, once", "one number"),
+    ("what is removed", "world", "Bcast, when due", "a bit per group"),
+)
+COEFFICIENT = f"{SHARED}lasso_coefficient"
+# The gradient travels as in dense SGD.
+exchange_ = dense.exchange_
 
 
-def find_lasso(state: State) -> Lasso:
+def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    """Allocate the coefficient of the penalty."""
+    return {COEFFICIENT: torch.zeros(1, dtype=torch.float64, device=theta.device)}
+
+
+def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     """Prepare the penalty of the network as it is now."""
+    state = work.state
     coupling = remaining_coupling(state.layout, state.groups, state.mask)
-    return build_lasso(state.layout, coupling, state.theta.device)
+    return {"lasso": build_lasso(state.layout, coupling, state.theta.device)}
 
 
-def start_gradient_(
-    topology: Topology,
-    workers: Workers,
-    lasso: Lasso,
-    loss: Tensor,
-    state: State,
-    settings: Settings,
-    transport: Transport,
-    traffic: Traffic,
-) -> None:
-    """Let `state.grad` start from the (scaled) gradient of the penalty.
+def start_gradient_(wires: Wires, space: dict[str, Any], work: Work, loss: Tensor) -> None:
+    """Let `grad` start from the (scaled) gradient of the penalty.
 
     The first step of a run fixes the coefficient by the `loss` of world rank 0's first batch.
     Collective on `world` in that step.
     """
+    state, lasso = work.state, space["lasso"]
     coefficient, position = state.memory[COEFFICIENT], state.position
-    norms = group_norms(state.theta, lasso, state.scratch)
-    if (position.iteration, position.step) == (1, 0):
-        coefficient.copy_(coefficient_for(settings.lasso_ratio, loss.detach(), norms))
-        bcast_(topology.world, coefficient, transport)
-        traffic.payload += coefficient.nbytes
-        traffic.sent += ring_bytes(workers.ring, coefficient.nbytes, passes=1)
-    write_subgradient_(state.theta, lasso, norms, state.scaler.scale(coefficient), state.grad)
+    with position.clock.computing(state.theta.device):
+        norms = group_norms(state.theta, lasso, state.scratch)
+        if (position.iteration, position.step) == (1, 0):
+            coefficient.copy_(coefficient_for(work.settings.lasso_ratio, loss.detach(), norms))
+            wires.everyone.broadcast_(coefficient)
+        write_subgradient_(state.theta, lasso, norms, state.scaler.scale(coefficient), state.grad)
 
 
-def reconfigure_(
-    topology: Topology,
-    workers: Workers,
-    lasso: Lasso,
-    state: State,
-    problem: Problem,
-    settings: Settings,
-    traffic: Traffic,
-) -> bool:
+def reconfigure_(wires: Wires, space: dict[str, Any], work: Work) -> bool:
     """Take the groups that the lasso has emptied out of the network; say whether there were any.
 
     Afterwards `state` and the model have other parameters, and what was built on the old ones (the
-    lasso, an averager) is of no use any more. Collective on `world`.
+    space, an averager) is of no use any more. Collective on `world`.
     """
+    state, settings = work.state, work.settings
     removed = np.zeros(state.mask.size, dtype=bool)
-    if topology.world.rank == 0:
-        removed = emptied(state.theta, lasso, state.groups, state.mask, settings.prune_threshold)
-    bits = np.packbits(removed)
-    topology.world.Bcast(bits, root=0)
-    traffic.mask += bits.nbytes
-    traffic.sent += ring_bytes(workers.ring, bits.nbytes, passes=1)
-    removed = np.unpackbits(bits, count=removed.size).astype(bool)
+    if wires.everyone.comm.rank == 0:
+        threshold = settings.prune_threshold
+        removed = emptied(state.theta, space["lasso"], state.groups, state.mask, threshold)
+    removed = broadcast_mask(wires.everyone, removed, kind="mask")
     if not removed.any():
         return False
-    remove_(state, problem.model, removed, settings)
+    remove_(state, work.problem.model, removed, settings)
     return True
+
+
+def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
+    """Return the bytes that a worker hands over in a step, and what they are."""
+    return layout.numel * size, f"{settings.aggregation}; less once channels have been removed"
 
 
 def remove_(state: State, model: nn.Module, removed: np.ndarray, settings: Settings) -> None:

@@ -1,58 +1,68 @@
-"""A step of top-k sparsification: every worker's largest elements, gathered by all.
+"""A step of top-k sparsification: every worker's largest elements, gathered by all."""
 
-| what      | communicator | MPI operation | operand                       |
-|-----------|--------------|---------------|-------------------------------|
-| values    | workers      | Allgatherv    | the largest of each layer     |
-| positions | workers      | Allgatherv    | int32, one per value          |
-"""
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from prunex_mpi.comm.collectives import Transport
-from prunex_mpi.comm.workers import Workers, allgather_, allocate_gathered
-from prunex_mpi.compress.sparse import add_sparse_, kept_per_layer, select_top_
-from prunex_mpi.core.state import State, Traffic
-from prunex_mpi.core.steps import clocked, count_allgather
+from prunex_mpi.comm.wire import Wire
+from prunex_mpi.compress.sparse import (
+    POSITION_BYTES,
+    add_sparse_,
+    check_positions,
+    kept_per_layer,
+    select_top_,
+)
+from prunex_mpi.core.state import OWN, Work
+from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
+OPERATIONS = (
+    ("values", "workers", "Allgatherv", "the largest of each layer"),
+    ("positions", "workers", "Allgatherv", "int32, one per value"),
+)
+RESIDUAL = f"{OWN}residual"
 
-def allocate_topk(workers: Workers, state: State, settings: Settings) -> dict[str, Tensor]:
+
+def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    """Allocate what has not been sent yet."""
+    check_positions(layout)
+    return {RESIDUAL: torch.zeros_like(theta)}
+
+
+def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     """Return memory for one worker's values and positions, and for those of all."""
-    count = sum(kept_per_layer(state.layout, settings.compress_ratio))
-    values = state.theta.new_empty(count)
+    if not wire.speaks:
+        return {}
+    count = sum(kept_per_layer(work.state.layout, work.settings.compress_ratio))
+    values = work.state.theta.new_empty(count)
     positions = torch.empty(count, dtype=torch.int32, device=values.device)
+    workers = wire.comm.size
     return {
         "values": values,
         "positions": positions,
-        "all_values": allocate_gathered(workers, values),
-        "all_positions": allocate_gathered(workers, positions),
+        "all_values": values.new_empty((workers, count)),
+        "all_positions": positions.new_empty((workers, count)),
     }
 
 
-def exchange_topk_(
-    workers: Workers,
-    space: dict[str, Tensor],
-    state: State,
-    settings: Settings,
-    transport: Transport,
-    traffic: Traffic,
-) -> None:
+def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     """Send the elements of largest magnitude of residual + gradient; the rest is the new residual.
 
-    Top-k sparsification with error feedback (Stich et al. 2018), per layer. Two Allgathers of
-    values and int32 positions. Collective on `workers.comm`.
+    Top-k sparsification with error feedback (Stich et al. 2018), per layer. Collective on
+    `wire.comm`.
     """
-    residual = state.memory["own.residual"]
-    values, positions = space["values"], space["positions"]
-    with clocked(state, "method_seconds"):
-        residual.add_(state.grad)
-        counts = kept_per_layer(state.layout, settings.compress_ratio)
-        select_top_(residual, state.layout, counts, values, positions)
-    with clocked(state, "exchange_seconds"):
-        allgather_(workers.comm, values, space["all_values"], transport)
-        allgather_(workers.comm, positions, space["all_positions"], transport)
-    with clocked(state, "method_seconds"):
-        add_sparse_(state.grad, space["all_values"], space["all_positions"])
-    mine = values.nbytes + positions.nbytes
-    count_allgather(traffic, workers, mine, workers.count * mine)
+    state = work.state
+    residual = state.memory[RESIDUAL].add_(state.grad)
+    counts = kept_per_layer(state.layout, work.settings.compress_ratio)
+    select_top_(residual, state.layout, counts, space["values"], space["positions"])
+    wire.gather_(space["values"], space["all_values"])
+    wire.gather_(space["positions"], space["all_positions"])
+    add_sparse_(state.grad, space["all_values"], space["all_positions"])
+
+
+def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
+    """Return the bytes that a worker hands over in a step, and what they are."""
+    count = sum(kept_per_layer(layout, settings.compress_ratio))
+    how = f"{count:,} values and positions, {settings.aggregation}"
+    return count * (size + POSITION_BYTES), how

@@ -17,6 +17,8 @@ from prunex_mpi.base.errors import UserError
 # The dtypes for which a sum over ranks is known to be right under every MPI: bfloat16 SUM gives
 # wrong numbers silently under Open MPI and float16 SUM is an error on some builds.
 PARAMETER_DTYPES = (torch.float32, torch.float64)
+# An odd number without a pattern.
+DIGEST_FACTOR = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,29 @@ def fill_(flat: Tensor, layout: Layout, values: np.ndarray) -> None:
     """Set each segment of `flat` to its value in place; `values` is float64 [segments]."""
     for view, value in zip(layout.views(flat), values.tolist(), strict=True):
         view.fill_(value)
+
+
+def bits_digest(flat: Tensor, spare: Tensor) -> int:
+    """Return 64 bits that differ when `flat` differs in any bit; `spare`, as long, is overwritten.
+
+    The words and their squares are added up modulo 2^64: differences of rounding, small and of
+    either sign, may cancel in one of the sums, but hardly in both.
+    """
+    words, squares = (t[: t.numel() // 2 * 2].view(torch.int64) for t in (flat, spare))
+    if flat.device.type == "cpu":
+        array = words.numpy()
+        sums = int(array.sum()), int(np.dot(array, array))
+    else:
+        torch.mul(words, words, out=squares)
+        sums = int(words.sum()), int(squares.sum())
+    # Where there is an odd number of elements, the last is in no word.
+    last = int.from_bytes(bytes(flat[-1:].view(torch.uint8).tolist()), "little")
+    return (sums[0] * DIGEST_FACTOR + sums[1] + last) % 2**64
+
+
+def matrices(layout: Layout) -> tuple[Segment, ...]:
+    """Return the segments of two or more dimensions: weights, not biases or BatchNorm."""
+    return tuple(segment for segment in layout.segments if len(segment.shape) > 1)
 
 
 def squared_norms(flat: Tensor, layout: Layout) -> np.ndarray:

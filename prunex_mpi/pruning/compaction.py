@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.models.layout import Layout
-from prunex_mpi.pruning.projection import Groups, PrunableLayer, layer_masks
+from prunex_mpi.pruning.groups import Groups, PrunableLayer
+from prunex_mpi.pruning.masks import layer_masks
 
 
 @dataclass(frozen=True)

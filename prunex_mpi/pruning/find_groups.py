@@ -12,15 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.coupling import Coupling
-from prunex_mpi.pruning.projection import (
-    Budget,
-    CoupledLayer,
-    Groups,
-    PrunableLayer,
-    Selection,
-    cost,
-    reduce_to,
-)
+from prunex_mpi.pruning.groups import Budget, CoupledLayer, Groups, PrunableLayer, Selection
+from prunex_mpi.pruning.projection import cost, reduce_to
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.coupling import Coupling
-from prunex_mpi.pruning.projection import Groups
+from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.shrink import slices_left
 
 

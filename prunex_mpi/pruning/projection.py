@@ -1,126 +1,28 @@
-"""Structured sparsity: which slices of a convolution form a group, and which groups are kept.
-
-A convolution's weight [C_out, C_in/g, *kernel] with g = `conv.groups` is g GEMM blocks of shape
-[C_out/g, C_in/g * prod(kernel)]. The groups of the paper's section 2.1 are then
-
-- `filter`:  a row of a block;                 C_out groups in one selection
-- `channel`: the columns of an input channel;  C_in/g groups in each of g selections
-- `shape`:   one column (c, u, v);             C_in/g * prod(kernel) groups in each of g selections
+"""Projection: which groups are kept.
 
 A selection keeps exactly alpha groups, so in a grouped convolution each block keeps as many
 channels as the others. Compositions are applied one after the other in the order given, each to
 what the one before left; alpha always refers to all groups of the layer.
 
-- `coupled`: all slices that have to go together for a channel to be removable (`coupling`), chosen
-  among the channels that have slices in the same places. With W_m[g] the slice of group g in tensor
-  m, of n_m slices, its score is
+With W_m[g] the slice of coupled group g in tensor m, of n_m slices, its score is
 
-      s_g = 1/|M_g| sum_m n_m |W_m[g]|^2 / |W_m|^2
+    s_g = 1/|M_g| sum_m n_m |W_m[g]|^2 / |W_m|^2
 
-  over the weights and BatchNorm gammas M_g (both restricted to what belongs to groups): an average
-  slice counts 1, whatever the tensor's size,
-  so that scores can be compared over sets. The alpha best of a set are their projection in the norm
-  that weighs every tensor like that. Biases and betas go with their group and do not score.
-
-Masks are host arrays (bool, one entry per group): they are small, decisions are taken on them, and
-they travel as packed bits. What multiplies tensors are 0/1 factors on the tensors' device.
+over the weights and BatchNorm gammas M_g (both restricted to what belongs to groups): an average
+slice counts 1, whatever the tensor's size, so that scores can be compared over sets. The alpha best
+of a set are their projection in the norm that weighs every tensor like that. Biases and betas go
+with their group and do not score.
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from prunex_mpi.models.layout import Layout
-
-
-@dataclass(frozen=True)
-class PrunableLayer:
-    """A weight as `blocks` GEMM blocks of [rows, channels * kernel]; a vector is one column."""
-
-    segment: int
-    blocks: int
-    rows: int
-    channels: int
-    kernel: int
-
-    @property
-    def columns(self) -> int:
-        return self.channels * self.kernel
-
-    @property
-    def numel(self) -> int:
-        return self.blocks * self.rows * self.columns
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The groups of one kind in one layer: `selections` independent choices among `count` each.
-
-    Coupled groups belong to no layer (-1); each is `unit` channels wide.
-    """
-
-    layer: int
-    kind: str
-    selections: int
-    count: int
-    start: int
-    keep_ratio: float
-    unit: int = 1
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.selections * self.count
-
-
-@dataclass(frozen=True)
-class CoupledLayer:
-    """The place in the mask of each row [blocks * rows] and column [columns] of a layer, -1: none.
-
-    `scored` says that its slices count in the score of their groups.
-    """
-
-    layer: int
-    rows: np.ndarray
-    columns: np.ndarray
-    scored: bool
-
-
-@dataclass(frozen=True)
-class Budget:
-    """A limit on `price[layer]` per kept weight, summed over all layers, plus what is `fixed`."""
-
-    limit: float
-    price: np.ndarray
-    fixed: float
-
-
-@dataclass(frozen=True)
-class Groups:
-    """All groups of a model; a mask is a bool array [total], kind after kind, layer after layer.
-
-    With a `budget` the coupled groups are chosen among all sets at once.
-    """
-
-    layers: tuple[PrunableLayer, ...]
-    kinds: tuple[tuple[Selection, ...], ...]
-    total: int
-    excluded: tuple[str, ...]
-    coupled: tuple[CoupledLayer, ...] = ()
-    budget: Budget | None = None
-
-    @property
-    def prunable_numel(self) -> int:
-        return sum(layer.numel for layer in self.layers)
-
-
-@dataclass(frozen=True)
-class Factors:
-    """The 0/1 factors of a mask: (layer index, factor broadcastable to [blocks, rows, columns])."""
-
-    entries: tuple[tuple[int, Tensor], ...]
+from prunex_mpi.pruning.groups import Groups, Selection, gemm_views
+from prunex_mpi.pruning.masks import kept_numel
 
 
 def kept_count(count: int, ratio: float, round_to: int = 1) -> int:
@@ -128,16 +30,6 @@ def kept_count(count: int, ratio: float, round_to: int = 1) -> int:
     # The subtraction keeps 0.1 * 30 = 3.0000000000000004 at three.
     alpha = max(1, math.ceil(ratio * count - 1e-9))
     return min(count, -(-alpha // round_to) * round_to)
-
-
-def gemm_views(flat: Tensor, layout: Layout, groups: Groups) -> list[Tensor]:
-    """Return each prunable layer of `flat` as a view [blocks, rows, columns]."""
-    views = []
-    for layer in groups.layers:
-        offset = layout.segments[layer.segment].offset
-        piece = flat[offset : offset + layer.numel]
-        views.append(piece.view(layer.blocks, layer.rows, layer.columns))
-    return views
 
 
 def group_energies(
@@ -260,80 +152,3 @@ def cost(mask: np.ndarray, groups: Groups) -> float:
     """Return what the groups of `mask` cost of the budget."""
     budget = groups.budget
     return budget.fixed + float(budget.price @ kept_numel(mask, groups))
-
-
-def layer_masks(mask: np.ndarray, groups: Groups) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (rows [blocks * rows], columns [blocks, columns]) as bool arrays for every layer."""
-    result = [
-        (
-            np.ones(layer.blocks * layer.rows, dtype=bool),
-            np.ones((layer.blocks, layer.columns), bool),
-        )
-        for layer in groups.layers
-    ]
-    for selections in groups.kinds:
-        for s in selections:
-            if s.kind == "coupled":
-                continue
-            bits = mask[s.start : s.stop]
-            rows, columns = result[s.layer]
-            if s.kind == "filter":
-                rows &= bits
-            elif s.kind == "channel":
-                kernel = groups.layers[s.layer].kernel
-                columns &= np.repeat(bits.reshape(s.selections, s.count), kernel, axis=1)
-            else:
-                columns &= bits.reshape(s.selections, s.count)
-    # The last entry stands for what belongs to no group.
-    bits = np.append(mask, True)
-    for entry in groups.coupled:
-        rows, columns = result[entry.layer]
-        rows &= bits[entry.rows]
-        columns &= bits[entry.columns]
-    return result
-
-
-def build_factors(
-    mask: np.ndarray, groups: Groups, device: torch.device, dtype: torch.dtype
-) -> Factors:
-    """Turn a mask into 0/1 tensors on `device`; layers that keep everything get none."""
-    entries: list[tuple[int, Tensor]] = []
-    for number, (rows, columns) in enumerate(layer_masks(mask, groups)):
-        layer = groups.layers[number]
-        if not columns.all():
-            factor = torch.from_numpy(columns).to(device=device, dtype=dtype)
-            entries.append((number, factor.view(layer.blocks, 1, layer.columns)))
-        if not rows.all():
-            factor = torch.from_numpy(rows).to(device=device, dtype=dtype)
-            entries.append((number, factor.view(layer.blocks, layer.rows, 1)))
-    return Factors(tuple(entries))
-
-
-def apply_factors_(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> None:
-    """Multiply `flat` by the mask in place (flat ⊙ m); parameters without groups are untouched."""
-    mask_views_(factor_views(flat, layout, groups, factors), factors)
-
-
-def factor_views(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> list[Tensor]:
-    """Return the view of `flat` that each factor multiplies, for use with `mask_views_`."""
-    views = gemm_views(flat, layout, groups)
-    return [views[number] for number, _ in factors.entries]
-
-
-def mask_views_(views: list[Tensor], factors: Factors) -> None:
-    """Multiply each view of `factor_views` by its factor in place."""
-    if views:
-        torch._foreach_mul_(views, [factor for _, factor in factors.entries])
-
-
-def kept_numel(mask: np.ndarray, groups: Groups) -> list[int]:
-    """Return the number of kept weights of every prunable layer."""
-    return [
-        int((rows.reshape(columns.shape[0], -1).sum(axis=1) * columns.sum(axis=1)).sum())
-        for rows, columns in layer_masks(mask, groups)
-    ]
-
-
-def mask_drift(mask: np.ndarray, previous: np.ndarray) -> float:
-    """Return |m XOR m_previous| / |m| over groups."""
-    return float(np.count_nonzero(mask != previous) / max(1, np.count_nonzero(mask)))

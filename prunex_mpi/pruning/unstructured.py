@@ -12,21 +12,16 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from prunex_mpi.base.errors import UserError, one_line
-from prunex_mpi.models.layout import Layout, Segment
+from prunex_mpi.models.layout import Layout, matrices
 from prunex_mpi.pruning.projection import kept_count
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Batches = Iterable[tuple[Tensor, Tensor]]
 
 
-def prunable(layout: Layout) -> list[Segment]:
-    """Return the segments whose weights may be pruned."""
-    return [segment for segment in layout.segments if len(segment.shape) > 1]
-
-
 def kept_weights(layout: Layout, ratio: float, by: str) -> int:
     """Return how many prunable weights stay at a keep ratio, by the score `by`."""
-    sizes = [segment.numel for segment in prunable(layout)]
+    sizes = [segment.numel for segment in matrices(layout)]
     if by == "magnitude":
         return sum(kept_count(size, ratio) for size in sizes)
     return kept_count(sum(sizes), ratio) if sizes else 0
@@ -38,7 +33,7 @@ def prune_by_magnitude(theta: Tensor, layout: Layout, ratio: float) -> Tensor:
     Layer by layer, since before training magnitudes tell the layers' initialisation apart.
     """
     pruned = torch.zeros_like(theta, dtype=torch.bool)
-    for segment in prunable(layout):
+    for segment in matrices(layout):
         place = slice(segment.offset, segment.offset + segment.numel)
         pruned[place] = all_but_lowest(-theta[place].abs(), kept_count(segment.numel, ratio))
     return pruned
@@ -51,7 +46,7 @@ def prune_by_gradient_flow(theta: Tensor, product: Tensor, layout: Layout, ratio
     order and halved, and a loss falls the faster the larger that is; so those go that leave most of
     it. `product` is H ∇L. Raises UserError where a score is not finite.
     """
-    segments = prunable(layout)
+    segments = matrices(layout)
     if not segments:
         raise UserError("the model has no weight of two or more dimensions to prune")
     scores = torch.cat(

@@ -14,10 +14,9 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError
 from prunex_mpi.base.files import FileRecord, telling_disk_errors
 from prunex_mpi.base.logs import RunDirectory
-from prunex_mpi.comm.collectives import Transport
-from prunex_mpi.comm.topology import Topology, broadcast_text, gather_text, together
-from prunex_mpi.core.memory import OWN
-from prunex_mpi.core.state import Problem, State
+from prunex_mpi.comm.agreement import broadcast_text, gather_text, together
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.state import OWN, Work
 from prunex_mpi.methods.prunetrain import resize_to_
 from prunex_mpi.run import checkpoint_files
 from prunex_mpi.run.snapshot import (
@@ -28,8 +27,8 @@ from prunex_mpi.run.snapshot import (
     model_digest,
     put_all,
     put_common,
+    upgraded,
 )
-from prunex_mpi.settings.fields import Settings
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,13 @@ class Restored:
         return [*(f"refused checkpoint {line}" for line in self.refused), place]
 
 
-def save(topology: Topology, run: RunDirectory | None, state: State, problem: Problem) -> None:
+def save(topology: Topology, run: RunDirectory | None, work: Work) -> None:
     """Write a checkpoint of the state as it stands.
 
     `run` is None on all ranks but world rank 0. Raises UserError on every rank when any of them
     can't write. Collective on `world`.
     """
-    world, position = topology.world, state.position
+    world, state, position = topology.world, work.state, work.state.position
 
     def begin() -> str:
         if run is None:
@@ -71,7 +70,7 @@ def save(topology: Topology, run: RunDirectory | None, state: State, problem: Pr
         return str(checkpoint_files.begin(run.path, position.iteration, position.step))
 
     def write() -> FileRecord:
-        tensors, numbers = contents(topology, state, problem)
+        tensors, numbers = contents(topology, state, work.problem)
         return checkpoint_files.write_rank_file(folder, world.rank, tensors, numbers)
 
     what = "the checkpoint"
@@ -97,21 +96,14 @@ def save(topology: Topology, run: RunDirectory | None, state: State, problem: Pr
     together(world, lambda: telling_disk_errors(what, publish))
 
 
-def restore(
-    topology: Topology,
-    run: RunDirectory | None,
-    state: State,
-    problem: Problem,
-    settings: Settings,
-    transport: Transport,
-) -> Restored:
-    """Put the newest usable checkpoint of the run into `state` and `problem`.
+def restore(topology: Topology, run: RunDirectory | None, work: Work) -> Restored:
+    """Put the newest usable checkpoint of the run into the state and the problem.
 
     One that is not whole, or is of another model, is refused and the one before it is tried.
     Without any checkpoint nothing changes; raises UserError on every rank when there are some and
     none can be used. Collective on `world`.
     """
-    world = topology.world
+    world, state = topology.world, work.state
 
     def list_names() -> str:
         try:
@@ -131,13 +123,11 @@ def restore(
     for name in filter(None, broadcast_text(world, listed).split("/")):
         path, manifest, reason = _read_manifest(world, run, name, model_digest(state))
         if not reason:
-            reason = together(
-                world, partial(_fit_network, manifest["left"], state, problem, settings)
-            )
+            reason = together(world, partial(_fit_network, manifest["left"], work))
         if not reason:
             other = manifest["node_sizes"] != list(topology.node_sizes)
             part, mine = None, ""
-            parts = partial(_read_parts, topology, path, name, manifest, other, state, problem)
+            parts = partial(_read_parts, topology, path, name, manifest, other, work)
             try:
                 # Of several, none stays in memory: they are read once more.
                 for part in parts():  # noqa: B007
@@ -151,9 +141,9 @@ def restore(
         together(world, partial(rewind, manifest["files"], refused))
         if other:
             old_size = sum(manifest["node_sizes"])
-            put_common(topology, parts(), old_size, state, problem, settings, transport)
+            put_common(topology, parts(), old_size, work)
         else:
-            put_all(topology, *part, state, problem, transport)
+            put_all(topology, *part, work)
         dealt_out = other and any(key.startswith(OWN) for key in state.memory)
         return Restored(name, tuple(refused), other, dealt_out)
     if refused:
@@ -184,8 +174,9 @@ def _read_manifest(
     return Path(path), json.loads(text) if text else {}, reason
 
 
-def _fit_network(left: str, state: State, problem: Problem, settings: Settings) -> str:
+def _fit_network(left: str, work: Work) -> str:
     """Give a network that becomes smaller the sizes it had; return why that can't be, or ""."""
+    state = work.state
     if not state.removes:
         return ""
     bits = np.frombuffer(bytes.fromhex(left), dtype=np.uint8)
@@ -193,7 +184,7 @@ def _fit_network(left: str, state: State, problem: Problem, settings: Settings) 
         return "it does not say what was left of the network"
     mask = np.unpackbits(bits, count=state.mask.size).astype(bool)
     if not np.array_equal(mask, state.mask):
-        resize_to_(state, problem.model, mask, settings)
+        resize_to_(state, work.problem.model, mask, work.settings)
     return ""
 
 
@@ -203,8 +194,7 @@ def _read_parts(
     name: str,
     manifest: dict[str, Any],
     other_nodes: bool,
-    state: State,
-    problem: Problem,
+    work: Work,
 ) -> Iterator[tuple[Tensors, Numbers]]:
     """Read this rank's file, or on other nodes its share of all files."""
     world, records = topology.world, manifest["ranks"]
@@ -214,11 +204,12 @@ def _read_parts(
         size, crc32 = records[rank]
         record = FileRecord(size, crc32)
         tensors, numbers = checkpoint_files.read_rank_file(run, name, rank, record)
+        numbers = upgraded(numbers)
         reason = misfit(
             tensors,
             numbers,
-            state,
-            problem,
+            work.state,
+            work.problem,
             leader=rank in leaders,
             first=rank == 0,
             same_nodes=not other_nodes,

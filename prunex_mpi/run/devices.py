@@ -14,7 +14,8 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.checks.findings import errors
 from prunex_mpi.checks.gpus import device_buffers_on_cpu, device_buffers_refused
 from prunex_mpi.checks.launcher import check_launcher
-from prunex_mpi.comm.topology import Topology, broadcast_text
+from prunex_mpi.comm.agreement import broadcast_text
+from prunex_mpi.comm.topology import Topology
 
 PROBE_TIMEOUT_S = 60
 # What a launcher leaves in the environment of its ranks; a probe started with it would believe to

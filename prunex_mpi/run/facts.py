@@ -17,7 +17,8 @@ import mpi4py
 from prunex_mpi import __version__
 from prunex_mpi.checks.findings import RankFacts
 from prunex_mpi.checks.launcher import describe_launcher
-from prunex_mpi.comm.topology import Topology, gather_text, library_name
+from prunex_mpi.comm.agreement import gather_text
+from prunex_mpi.comm.topology import Topology, library_name
 
 DEFAULT_RUN_DIR = "runs"
 

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,28 +17,22 @@ from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.logs import RunDirectory, log, set_up_logging
 from prunex_mpi.checks.findings import errors
 from prunex_mpi.checks.ranks import check_ranks
+from prunex_mpi.comm.agreement import broadcast_text, raise_together, require_same, together
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline, stop_agreement
-from prunex_mpi.comm.topology import (
-    Topology,
-    broadcast_text,
-    describe,
-    library_name,
-    nodes_of,
-    raise_together,
-    require_same,
-    together,
-)
+from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
 from prunex_mpi.core.problem import build_problem, load_dataset, make_groups, make_model
-from prunex_mpi.core.state import Problem, State, build_state
+from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run import checkpoint, summary
 from prunex_mpi.run.devices import choose_device, lone_singleton, resolve_mpi_buffers, set_threads
 from prunex_mpi.run.facts import gather_facts
-from prunex_mpi.run.supervision import Checkpoints, Job, run_to_end
+from prunex_mpi.run.supervision import Checkpoints, run_to_end
 from prunex_mpi.run.watchdog import Heartbeat, Watchdog
 from prunex_mpi.settings.fields import Settings, to_toml
+from prunex_mpi.settings.methods import EVERY_RANK_ALONE
 
 
 def run(
@@ -60,7 +55,7 @@ def run(
     config = to_toml(settings, versions)
     require_same(world, "the settings or the versions of the software", config)
     # Without leaders every rank is a node of its own.
-    ranks_per_node = 1 if settings.method == "prunex-flat" else settings.ranks_per_node
+    ranks_per_node = 1 if settings.method in EVERY_RANK_ALONE else settings.ranks_per_node
     with nodes_of(world, ranks_per_node) as topology:
         device = find_device(topology, settings)
         if settings.dry_run:
@@ -70,7 +65,7 @@ def run(
             return 0
         heed_findings(topology, settings, device)
         transport = find_transport(topology, settings, device)
-        state, problem = set_up(topology, settings, device, transport, heartbeat)
+        work = set_up(topology, settings, device, transport, heartbeat)
         heartbeat.beat(3)
         with open_run(world, settings, config) as (path, files):
             together(world, lambda: watchdog.share(path / "heartbeats", world.size))
@@ -79,7 +74,7 @@ def run(
                     log.info("%s is complete: there is nothing left to do", path)
                     return 0
                 heartbeat.enter("checkpoint")
-                restored = checkpoint.restore(topology, files, state, problem, settings, transport)
+                restored = checkpoint.restore(topology, files, work)
                 for line in restored.describe():
                     log.info("%s", line)
                 if files is not None and files.versions() != versions:
@@ -88,8 +83,8 @@ def run(
             checkpoints = Checkpoints(settings.checkpoint_every)
             deadline = find_deadline(settings.time_limit, started)
             with stop_agreement(topology.world, received, deadline) as stop:
-                job = Job(topology, files, state, problem, settings, transport, heartbeat, stop)
-                status = run_to_end(job, checkpoints)
+                work = replace(work, stop=stop)
+                status = run_to_end(topology, files, work, checkpoints)
             heartbeat.enter("finish")
 
             def finish() -> None:
@@ -99,9 +94,9 @@ def run(
                     files.write_summary({"status": status, "reason": stop.reason})
                     log.info("stopped by %s: go on with --resume --run-dir %s", stop.reason, path)
                     return
-                delivered = summary.save_model(files.path, state, problem)
+                delivered = summary.save_model(files.path, work.state, work.problem)
                 records = files.read_lines("metrics.jsonl")
-                totals = summary.summarise(settings, topology, state, records, status)
+                totals = summary.summarise(settings, topology, work.state, records, status)
                 totals["delivered"] = delivered
                 totals["seconds_total"] = time.time() - started
                 totals["checkpoints"] = {"count": checkpoints.count, "seconds": checkpoints.seconds}
@@ -139,7 +134,7 @@ def find_device(topology: Topology, settings: Settings) -> torch.device:
 def heed_findings(topology: Topology, settings: Settings, device: torch.device) -> None:
     """Log what the doctor would warn of and refuse what can't work. Collective on `world`."""
     facts = gather_facts(topology, device, settings.run_dir)
-    virtual = settings.ranks_per_node > 0 or settings.method == "prunex-flat"
+    virtual = settings.ranks_per_node > 0 or settings.method in EVERY_RANK_ALONE
     refused = ""
     if facts:
         findings = check_ranks(facts, settings.mpi_buffers, virtual)
@@ -166,7 +161,7 @@ def set_up(
     device: torch.device,
     transport: Transport,
     heartbeat: Heartbeat,
-) -> tuple[State, Problem]:
+) -> Work:
     """Load the data, build the model, find what can be pruned. Collective on `world`."""
     heartbeat.enter("data")
     dataset = load_dataset(topology, settings)
@@ -180,7 +175,7 @@ def assemble(
     device: torch.device,
     transport: Transport,
     heartbeat: Heartbeat,
-) -> tuple[State, Problem]:
+) -> Work:
     """Do the rest of `set_up` with data that is loaded already. Collective on `world`."""
     world = topology.world
     heartbeat.enter("model")
@@ -195,8 +190,9 @@ def assemble(
         log.info("not pruned: %s", excluded)
     heartbeat.beat(1)
     state = build_state(model, layout, groups, settings)
+    state.memory = memory_of(settings, layout, state.theta)
     heartbeat.beat(2)
-    return state, problem
+    return Work(state, problem, settings, transport, heartbeat)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def run_program(
 
     world = MPI.COMM_WORLD
     abort_on_exceptions(world)
-    from prunex_mpi.comm.topology import raise_together
+    from prunex_mpi.comm.agreement import raise_together
 
     try:
         raise_together(world, error)

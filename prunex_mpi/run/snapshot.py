@@ -5,7 +5,7 @@ generators; node leaders' files also z_i and v_i, world rank 0's also z, mask an
 same nodes a restored run goes on bit for bit (on the CPU). On other nodes it goes on from what the
 ranks have in common: z, mask, penalties, the means of momentum and of BatchNorm statistics; theta
 and z_i start from z, the duals from 0, so that sum_i P_i v_i = 0, the data are shuffled anew from
-the first step of the outer iteration, and of a method's memory (`memory.py`) the `own.` tensors,
+the first step of the outer iteration, and of a method's memory the `own.` tensors,
 parts of a sum over ranks, are added up and dealt out by the new ranks' weights.
 """
 
@@ -20,14 +20,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_
-from prunex_mpi.comm.topology import Topology, broadcast_text
-from prunex_mpi.comm.workers import worker_weight
-from prunex_mpi.core.memory import OWN
-from prunex_mpi.core.state import Position, Problem, State, put_mask_back
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.wire import worker_weight
+from prunex_mpi.core.state import (
+    OWN,
+    Position,
+    Problem,
+    State,
+    Work,
+    begin_iteration,
+    put_mask_back,
+)
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.models import batchnorm
-from prunex_mpi.settings.fields import Settings
 
 Tensors = dict[str, Tensor]
 Numbers = dict[str, Any]
@@ -184,15 +191,9 @@ def _expected(
 # --------------------------------------------------------------------------------------------------
 
 
-def put_all(
-    topology: Topology,
-    tensors: Tensors,
-    numbers: Numbers,
-    state: State,
-    problem: Problem,
-    transport: Transport,
-) -> None:
+def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, work: Work) -> None:
     """Restore this rank exactly. Collective on `world` and `node`."""
+    state, problem, transport = work.state, work.problem, work.transport
     frozen, retired = numbers["stage"]
     _put_shared(topology, tensors, frozen, retired, state, transport)
     state.theta.copy_(tensors["theta"])
@@ -212,7 +213,7 @@ def put_all(
     for key in _memory_keys(state, topology.world.rank == 0):
         state.memory[key].copy_(tensors[key])
     _bcast_shared_memory(topology, state, transport)
-    _put_position(state, numbers["position"])
+    _put_position(state.position, numbers["position"])
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(numbers["scaler"])
     stream = problem.train
@@ -229,16 +230,11 @@ def put_all(
 
 
 def put_common(
-    topology: Topology,
-    parts: Iterator[tuple[Tensors, Numbers]],
-    old_size: int,
-    state: State,
-    problem: Problem,
-    settings: Settings,
-    transport: Transport,
+    topology: Topology, parts: Iterator[tuple[Tensors, Numbers]], old_size: int, work: Work
 ) -> None:
     """Restore what ranks on other nodes have in common. Collective on `world` and `node`."""
-    world = topology.world
+    world, settings, transport = topology.world, work.settings, work.transport
+    state, problem = work.state, work.problem
     momentum = state.optimizer.state[state.theta].get("momentum_buffer")
     sums, stats = torch.zeros_like(state.theta), torch.zeros_like(state.stats)
     own = [key for key in state.memory if key.startswith(OWN)]
@@ -269,7 +265,7 @@ def put_common(
         momentum.copy_(sums.div_(old_size))
     for key in own:
         allreduce_(world, state.memory[key].view(-1), transport)
-        state.memory[key].mul_(worker_weight(topology, settings.aggregation))
+        state.memory[key].mul_(worker_weight(topology, settings.aggregation == "flat"))
     if world.rank == 0:
         for key in state.memory.keys() - own:
             state.memory[key].copy_(first[0][key])
@@ -283,19 +279,12 @@ def put_common(
         bcast_(world, flat.view(torch.uint8), transport)
         buffer.copy_(flat.view(buffer.shape))
     batchnorm.write(state.bn_modules, stats.div_(old_size))
-    _put_position(state, {**common["position"], **_PHASE_START})
+    _put_position(state.position, common["position"])
+    begin_iteration(state.position)
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(common["scaler"])
     problem.train.reshuffle([settings.seed, world.rank, state.position.iteration])
     torch.manual_seed((settings.seed + state.position.iteration) * world.size + world.rank)
-
-
-# What the first local step of an outer iteration starts from.
-_PHASE_START = {
-    name: getattr(Position(), name)
-    for name in asdict(Position())
-    if name.endswith(("_bytes", "_seconds")) or name in ("step", "loss_sum", "loss_count")
-}
 
 
 def _bcast_shared_memory(topology: Topology, state: State, transport: Transport) -> None:
@@ -325,7 +314,27 @@ def _put_shared(
     bcast_(world, state.z, transport)
 
 
-def _put_position(state: State, values: dict[str, Any]) -> None:
-    """Set the position in place: the driver holds on to the object."""
-    for name, value in asdict(Position(**values)).items():
-        setattr(state.position, name, value)
+def _put_position(position: Position, values: dict[str, Any]) -> None:
+    """Set a position in place: the driver, and the wires it has made, hold on to its parts."""
+    for name, value in values.items():
+        if isinstance(value, dict) and not isinstance(getattr(position, name), dict):
+            _put_position(getattr(position, name), value)
+        else:
+            setattr(position, name, value)
+
+
+def upgraded(numbers: Any) -> Any:
+    """Return the numbers of a checkpoint in the form that is written now.
+
+    In an older one a position holds the bytes and seconds of an interrupted phase 1 one by one.
+    """
+    position = numbers.get("position") if isinstance(numbers, dict) else None
+    if not isinstance(position, dict) or "local_seconds" not in position:
+        return numbers
+    new = asdict(Position())
+    old = {**position}
+    for kind in ("payload", "sent", "mask", "intra"):
+        new["traffic"][kind] = old.pop(f"{kind}_bytes", 0)
+    for part, name in (("earlier", "local"), ("method", "method"), ("exchange", "exchange")):
+        new["clock"][part] = old.pop(f"{name}_seconds", 0.0)
+    return {**numbers, "position": {**new, **old}}

@@ -8,6 +8,7 @@ import numpy as np
 from prunex_mpi.base.files import STATE, written_record
 from prunex_mpi.base.logs import format_table
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.wire import COUNT_BYTES
 from prunex_mpi.compress.blocks import block_count
 from prunex_mpi.compress.low_rank import split_layout
 from prunex_mpi.compress.quantise import integer_type
@@ -17,14 +18,15 @@ from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.schedule import strictness
 from prunex_mpi.core.state import Problem, State, find_stats_groups, kept_stats, weights
 from prunex_mpi.data.datasets import load
-from prunex_mpi.methods.dgc import COUNT_BYTES
 from prunex_mpi.methods.prunetrain import sizes_of
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import probe
-from prunex_mpi.models.layout import Layout, build_layout
+from prunex_mpi.models.layout import Layout, build_layout, matrices
 from prunex_mpi.pruning.compaction import build_plan
-from prunex_mpi.pruning.projection import Groups, kept_numel, select
-from prunex_mpi.pruning.unstructured import kept_weights, prunable
+from prunex_mpi.pruning.groups import Groups
+from prunex_mpi.pruning.masks import kept_numel
+from prunex_mpi.pruning.projection import select
+from prunex_mpi.pruning.unstructured import kept_weights
 from prunex_mpi.run.checkpoint_files import save_tensors
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import LOCAL, PER_STEP
@@ -264,7 +266,7 @@ def _pactrain_payload(
 ) -> tuple[int, str]:
     """Return the bytes of a step with all buckets stable and supports as large as the mask."""
     (ratio,) = settings.keep_ratio
-    weights = sum(segment.numel for segment in prunable(layout))
+    weights = sum(segment.numel for segment in matrices(layout))
     count = layout.numel - weights + kept_weights(layout, ratio, settings.prune_by)
     buckets = -(-layout.numel // max(1, int(settings.bucket_mib * MIB) // size))
     each = f"{count:,} values, {settings.aggregation}"

@@ -1,8 +1,10 @@
 """Iterate to the end: records, checkpoints when due, back after a divergence, out when asked."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import closing
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -10,15 +12,12 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import Diverged
 from prunex_mpi.base.logs import Progress, RunDirectory, log
-from prunex_mpi.comm.collectives import Transport
-from prunex_mpi.comm.preemption import StopAgreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR
-from prunex_mpi.core.state import Problem, State
+from prunex_mpi.core.state import Work
 from prunex_mpi.methods import hsadmm, local_sgd, per_step
 from prunex_mpi.run import checkpoint
-from prunex_mpi.run.watchdog import Heartbeat
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.methods import CONSENSUS, LOCAL
 
 # --checkpoint-every auto: the share of the time that writing may take, and the shortest interval.
 WRITING_SHARE = 0.02
@@ -53,91 +52,84 @@ class Checkpoints:
         self.count, self.seconds = self.count + 1, self.seconds + seconds
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a job works on; `files` is None on all ranks but world rank 0."""
-
-    topology: Topology
-    files: RunDirectory | None
-    state: State
-    problem: Problem
-    settings: Settings
-    transport: Transport
-    heartbeat: Heartbeat
-    stop: StopAgreement
-
-
-def run_to_end(job: Job, checkpoints: Checkpoints) -> str:
+def run_to_end(
+    topology: Topology, files: RunDirectory | None, work: Work, checkpoints: Checkpoints
+) -> str:
     """Iterate from where the state stands; return "completed", "converged" or "preempted".
 
-    Raises Diverged on every rank. Collective on `world`.
+    `files` is None on all ranks but world rank 0. Raises Diverged on every rank. Collective on
+    `world`.
     """
-    settings, position = job.settings, job.state.position
-    progress = Progress(settings.outer_iterations, settings.progress, job.topology.world.rank)
-    progress.start(position.iteration - 1)
-    if settings.on_divergence == "rollback" and position.iteration == 1:
-        write_checkpoint(job, checkpoints)
-    while True:
-        try:
-            status = iterate(job, checkpoints, progress)
-            break
-        except Diverged as error:
-            rollbacks = position.rollbacks
-            if settings.on_divergence == "stop" or rollbacks == MAX_ROLLBACKS:
-                raise
-            restored = checkpoint.restore(
-                job.topology, job.files, job.state, job.problem, settings, job.transport
-            )
-            position.rollbacks = rollbacks + 1
-            factor = ROLLBACK_FACTOR**position.rollbacks
-            text = "%s; going back to checkpoint %s with %g of the learning rate"
-            log.info(text, error, restored.name, factor)
-    progress.close()
-    return status
+    settings, position = work.settings, work.state.position
+    rank = topology.world.rank
+    with closing(Progress(settings.outer_iterations, settings.progress, rank)) as bar:
+        bar.start(position.iteration - 1)
+        if settings.on_divergence == "rollback" and position.iteration == 1:
+            write_checkpoint(topology, files, work, checkpoints)
+        while True:
+            try:
+                return iterate(topology, files, work, checkpoints, bar)
+            except Diverged as error:
+                rollbacks = position.rollbacks
+                if settings.on_divergence == "stop" or rollbacks == MAX_ROLLBACKS:
+                    raise
+                restored = checkpoint.restore(topology, files, work)
+                position.rollbacks = rollbacks + 1
+                factor = ROLLBACK_FACTOR**position.rollbacks
+                text = "%s; going back to checkpoint %s with %g of the learning rate"
+                log.info(text, error, restored.name, factor)
 
 
-def iterate(job: Job, checkpoints: Checkpoints, progress: Progress) -> str:
+def iterate(
+    topology: Topology,
+    files: RunDirectory | None,
+    work: Work,
+    checkpoints: Checkpoints,
+    progress: Progress,
+) -> str:
     """Run the driver until it ends, stops or diverges; return the status. Collective."""
     status = "running"
-    for record in driver_of(job.settings.method).outer_iterations(
-        job.topology,
-        job.state,
-        job.problem,
-        job.settings,
-        job.transport,
-        job.heartbeat,
-        job.stop,
-    ):
-        job.heartbeat.enter("record")
-        layers = record.pop("layers")
-        status = record.pop("status")
-        if job.files is not None:
-            job.files.append("metrics.jsonl", [record])
-            job.files.append("layers.jsonl", layers)
-        progress.update(record)
-        if status == "running" and checkpoints.due(job.topology.world, record["iteration"]):
-            write_checkpoint(job, checkpoints)
-    if job.stop.reason:
-        write_checkpoint(job, checkpoints)
+    for record, status in recorded(topology, files, work, progress):
+        if status == "running" and checkpoints.due(topology.world, record["iteration"]):
+            write_checkpoint(topology, files, work, checkpoints)
+    if work.stop is not None and work.stop.reason:
+        write_checkpoint(topology, files, work, checkpoints)
         return "preempted"
     return status
 
 
+def recorded(
+    topology: Topology, files: RunDirectory | None, work: Work, progress: Progress
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the record and the status of each outer iteration, once it is in the run's files.
+
+    Collective on `world`.
+    """
+    for record in driver_of(work.settings.method).outer_iterations(topology, work):
+        work.heartbeat.enter("record")
+        layers = record.pop("layers")
+        status = record.pop("status")
+        if files is not None:
+            files.append("metrics.jsonl", [record])
+            files.append("layers.jsonl", layers)
+        progress.update(record)
+        yield record, status
+
+
 def driver_of(method: str) -> ModuleType:
     """Return the module whose `outer_iterations` runs `method`."""
-    match method:
-        case "prunex" | "prunex-flat":
-            return hsadmm
-        case "local-sgd" | "diloco" | "one-shot":
-            return local_sgd
-        case _:
-            return per_step
+    if method in CONSENSUS:
+        return hsadmm
+    return local_sgd if method in LOCAL else per_step
 
 
-def write_checkpoint(job: Job, checkpoints: Checkpoints) -> None:
+def write_checkpoint(
+    topology: Topology, files: RunDirectory | None, work: Work, checkpoints: Checkpoints
+) -> None:
     """Write a checkpoint and note what it took. Collective on `world`."""
-    job.heartbeat.enter("checkpoint")
+    work.heartbeat.enter("checkpoint")
     started = time.monotonic()
-    checkpoint.save(job.topology, job.files, job.state, job.problem)
+    checkpoint.save(topology, files, work)
     checkpoints.note(time.monotonic() - started)
-    job.stop.reserve_s = RESERVE * checkpoints.last_s
+    if work.stop is not None:
+        work.stop.reserve_s = RESERVE * checkpoints.last_s

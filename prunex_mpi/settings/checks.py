@@ -47,6 +47,15 @@ def check_together(settings: "Settings") -> None:
             f"warmup-iterations and keep-ramp-iterations reach the keep ratio in iteration "
             f"{target}, beyond {end} {last}; lower them"
         )
+    if s.residuals != "every" and s.penalty == "balance":
+        raise UserError(
+            f"residuals {s.residuals}: penalty balance looks at them in every outer iteration; "
+            "leave it at every"
+        )
+    if s.residuals == "off" and (s.eps_abs or s.eps_rel):
+        raise UserError(
+            "residuals off: eps-abs and eps-rel would never be looked at; set both to 0"
+        )
     if s.rho_min > s.rho_max:
         raise UserError(f"rho-min {s.rho_min} is above rho-max {s.rho_max}")
     for key, rho in (("rho1", s.rho1), ("rho2", s.rho2)):

@@ -39,7 +39,7 @@ def _setting(section: str, text: str, default: Any = _NO_DEFAULT, **rules: Any) 
     """Make a field; `rules` are choices, low, high (inclusive), above, below, share, optional.
 
     The rule `methods` names those that the setting has a meaning for: with any other it can't be
-    given.
+    given. `before` is what runs did before there was the setting, which their files do not name.
     """
     return dataclasses.field(default=default, metadata={"section": section, "help": text, **rules})
 
@@ -194,6 +194,14 @@ class Settings:
     )
     eps_abs: float = _setting(_S, "absolute tolerance of the residuals", low=0, methods=CONSENSUS)
     eps_rel: float = _setting(_S, "relative tolerance of the residuals", low=0, methods=CONSENSUS)
+    residuals: str = _setting(
+        _S,
+        "when residuals are computed, as long as there are duals",
+        "every",
+        before="every",
+        choices=("every", "evaluate", "off"),
+        methods=CONSENSUS,
+    )
 
     _S = "rivals"
     aggregation: str = _setting(
@@ -435,11 +443,12 @@ def with_overrides(settings: Settings, **changes: object) -> Settings:
 
 def check_saved(saved: Mapping[str, Any], where: str) -> None:
     """Raise UserError unless `saved` holds every setting and they fit together."""
-    missing = [key_of(name) for name in FIELDS if name not in saved]
+    whole = {**_before(), **saved}
+    missing = [key_of(name) for name in FIELDS if name not in whole]
     if missing:
         raise UserError(f"{where} has no {missing[0]}; put back the file that the run wrote")
     try:
-        _resolve(dict(saved))
+        _resolve(whole)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -450,8 +459,8 @@ def resumed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
     What is `given` beside them may only repeat them, except for OF_THE_JOB, where it counts. Raises
     UserError that names the first difference.
     """
-    before = _resolve({**saved, "resume": True})
-    after = {**saved, "resume": True}
+    whole = {**_before(), **saved, "resume": True}
+    before, after = _resolve(dict(whole)), whole
     _lay_over(after, given)
     settings = _resolve(after)
     for name in FIELDS:
@@ -462,6 +471,12 @@ def resumed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
                 "run keeps its settings: leave it away, or start a new run"
             )
     return settings
+
+
+def _before() -> dict[str, Any]:
+    """Return what settings that came later are to runs whose files do not name them."""
+    rules = {name: field.metadata for name, field in FIELDS.items()}
+    return {name: rule["before"] for name, rule in rules.items() if "before" in rule}
 
 
 def _plain(value: object) -> str:

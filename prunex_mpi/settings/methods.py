@@ -11,8 +11,20 @@ PER_STEP = ("dense", "topk", "dgc", "powersgd", "omnireduce", "prunetrain", "pac
 METHODS = (*CONSENSUS, *PER_STEP, *LOCAL)
 # Those that keep what they have not sent for a later step.
 WITH_RESIDUAL = ("topk", "dgc", "powersgd")
+# Those that send a position beside each value.
+WITH_POSITIONS = ("topk", "dgc")
+# Those whose step takes the mean gradient as it is.
+PLAIN_MEAN = ("dense", "prunetrain")
+# Those whose momentum is inside what the workers send.
+OWN_MOMENTUM = ("dgc",)
 # Those that prune the groups of `--groups`.
 BY_GROUPS = (*CONSENSUS, "one-shot")
+# Those that prune at the end of one outer iteration.
+PRUNING_ONCE = ("one-shot",)
+# Those that take coupled channels out of the network while they train it.
+REMOVING = ("prunetrain",)
+# Those without leaders: every rank is a node of its own, and nothing is left out of a message.
+EVERY_RANK_ALONE = ("prunex-flat",)
 # Where a method's own default is not the one that its setting has.
 METHOD_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "dgc": {"compress_ratio": 0.001},

@@ -112,7 +112,7 @@ PLACES = (
     Place("prunex_mpi.methods.hsadmm:project", per_iteration=1),
     Place("prunex_mpi.methods.hsadmm:inter_node_consensus", per_iteration=1),
     Place("prunex_mpi.methods.hsadmm:update_duals", per_iteration=1),
-    Place("prunex_mpi.methods.hsadmm:evaluate", per_iteration=1),
+    Place("prunex_mpi.core.rounds:evaluate", per_iteration=1),
     Place("prunex_mpi.base.logs:RunDirectory.append", per_iteration=2, only_rank_0=True),
     Place("prunex_mpi.base.logs:RunDirectory.rewind", 1, only_rank_0=True, resuming=True),
     Place("prunex_mpi.run.checkpoint:save", per_checkpoint=1),

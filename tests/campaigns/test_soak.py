@@ -18,10 +18,10 @@ from mpi4py import MPI
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
 from prunex_mpi.core.problem import build_problem, load_dataset, make_groups
-from prunex_mpi.core.state import build_state
+from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run import supervision
-from prunex_mpi.run.supervision import Checkpoints, Job, run_to_end
+from prunex_mpi.run.supervision import Checkpoints, run_to_end
 from prunex_mpi.run.watchdog import Heartbeat
 from prunex_mpi.settings.fields import make
 
@@ -110,8 +110,8 @@ def test_a_long_run_leaves_nothing_behind(
         groups = make_groups(settings, model, layout, dataset.image_size)
         state = build_state(model, layout, groups, settings)
         with stop_agreement(topology.world, ReceivedSignal(), None) as stop:
-            job = Job(topology, files, state, problem, settings, transport, Heartbeat(), stop)
-            status = run_to_end(job, Checkpoints("10"))
+            work = Work(state, problem, settings, transport, Heartbeat(), stop)
+            status = run_to_end(topology, files, work, Checkpoints("10"))
     assert status == "completed"
     (early, held_early), (late, held_late) = samples
     assert held_late == held_early

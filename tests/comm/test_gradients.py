@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from driving import wire_of
 from torch import Tensor, nn
 
 from mpi4py import MPI
@@ -75,7 +76,7 @@ def test_buckets_hold_every_element_and_every_parameter_once(
 ) -> None:
     monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
     model, layout, grad = prepare()
-    averager = GradientAverager(Recorder(), model, layout, grad, Transport(2**20))
+    averager = GradientAverager(wire_of(Recorder(), Transport(2**20)), model, layout, grad)
     # From the end of the vector to its start, without gap or overlap.
     stops = [stop for _, stop in averager.bounds]
     starts = [start for start, _ in averager.bounds]
@@ -100,7 +101,7 @@ def test_reductions_start_in_one_order_whatever_backward_does(
     monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
     model, layout, grad = prepare()
     recorder = Recorder()
-    averager = GradientAverager(recorder, model, layout, grad, Transport(2**20))
+    averager = GradientAverager(wire_of(recorder, Transport(2**20)), model, layout, grad)
     expected = [stop - start for start, stop in averager.bounds]
     for step in range(3):
         grad.zero_()
@@ -122,7 +123,7 @@ def test_all_reductions_start_during_backward_when_all_parameters_take_part() ->
     layout = build_layout(model)
     _, grad = flatten_(model, layout)
     recorder = Recorder()
-    averager = GradientAverager(recorder, model, layout, grad, Transport(2**20))
+    averager = GradientAverager(wire_of(recorder, Transport(2**20)), model, layout, grad)
     averager.begin()
     loss = model(torch.rand(3, 4)).sum()
     assert recorder.sizes == []
@@ -144,7 +145,7 @@ def test_gradients_are_the_mean_over_ranks_that_took_different_branches(
     monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
     model, layout, grad = prepare()
     staging = torch.empty(2, 208, dtype=torch.uint8).unbind() if staged else None
-    averager = GradientAverager(WORLD, model, layout, grad, Transport(208, staging))
+    averager = GradientAverager(wire_of(WORLD, Transport(208, staging)), model, layout, grad)
     assert averager.overlap == (WORLD.size > 1 and not staged)
     branches = ("left", "right", "none", "both")
     for step in range(4):

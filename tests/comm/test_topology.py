@@ -9,17 +9,15 @@ from nodes import NODE_SHAPES, WORLD, nodes_of
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
-from prunex_mpi.comm.topology import (
+from prunex_mpi.comm.agreement import (
     broadcast_text,
-    build_topology,
-    describe,
     digests_agree,
     gather_text,
-    library_name,
     raise_together,
     require_same,
     together,
 )
+from prunex_mpi.comm.topology import build_topology, describe, library_name
 
 
 def gathered(values: list[int]) -> np.ndarray:

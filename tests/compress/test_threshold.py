@@ -25,7 +25,9 @@ def select(residual: torch.Tensor, layout: Layout, ratio: float, sample: float, 
     values = torch.full((room,), float("nan"), dtype=residual.dtype)
     positions = torch.full((room,), -1, dtype=torch.int32)
     scratch, chosen = torch.full_like(residual, 9.0), torch.ones_like(residual, dtype=torch.bool)
-    count = select_above_(residual, layout, ratio, sample, step, scratch, chosen, values, positions)
+    count = select_above_(
+        residual, layout, ratio, sample, step, (scratch, chosen), (values, positions)
+    )
     return values[:count], positions[:count].long()
 
 

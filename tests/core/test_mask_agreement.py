@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from driving import wires_of
 from nodes import NODE_SHAPES, WORLD, nodes_of
 from torch import Tensor, nn
 
@@ -14,10 +15,10 @@ from prunex_mpi.core.mask_agreement import (
     broadcast_mask,
     project_locally,
 )
-from prunex_mpi.core.state import State, Traffic, build_state
+from prunex_mpi.core.state import State, build_state
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.find_groups import find_groups
-from prunex_mpi.pruning.projection import Selection
+from prunex_mpi.pruning.groups import Selection
 from prunex_mpi.settings.fields import make
 
 ORDERS = [("filter",), ("channel",), ("shape",), ("channel", "filter"), ("filter", "shape")]
@@ -119,14 +120,16 @@ def test_strictness_and_rounding_reach_the_projection() -> None:
 def test_vote_is_the_best_shared_support_for_nodes_of_any_size(
     kinds: tuple[str, ...], ranks_per_node: int
 ) -> None:
-    state, traffic = prepare(kinds), Traffic()
+    state = prepare(kinds)
     with nodes_of(ranks_per_node) as topology:
+        wires = wires_of(topology)
+        traffic = wires.node.traffic
         flats = [candidate(state, node) for node in range(topology.num_nodes)]
         mask = np.zeros(state.groups.total, dtype=bool)
         if topology.is_leader:
             mine = squares(flats[topology.node_index])
-            mask = agree_by_vote(topology, mine, state, 1.0, 1, traffic)
-        mask = broadcast_mask(topology.node, mask, traffic)
+            mask = agree_by_vote(wires.workers, mine, state, 1.0, 1, topology.node_size)
+        mask = broadcast_mask(wires.node, mask)
         expected = best_shared_mask(state, flats, topology.node_sizes)
         node_size, is_leader = topology.node_size, topology.is_leader
     assert mask.dtype == bool
@@ -143,6 +146,7 @@ def test_vote_is_the_best_shared_support_for_nodes_of_any_size(
 def test_vote_weighs_nodes_by_their_ranks() -> None:
     state = prepare(("filter",))
     with nodes_of(3) as topology:
+        wires = wires_of(topology)
         assert topology.node_sizes == (3, 1)
         flats = [candidate(state, node) for node in range(2)]
         weighted = best_shared_mask(state, flats, (3, 1))
@@ -150,22 +154,24 @@ def test_vote_weighs_nodes_by_their_ranks() -> None:
         mask = np.zeros(state.groups.total, dtype=bool)
         if topology.is_leader:
             mine = squares(flats[topology.node_index])
-            mask = agree_by_vote(topology, mine, state, 1.0, 1, Traffic())
-        assert np.array_equal(broadcast_mask(topology.node, mask, Traffic()), weighted)
+            mask = agree_by_vote(wires.workers, mine, state, 1.0, 1, topology.node_size)
+        assert np.array_equal(broadcast_mask(wires.node, mask), weighted)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
 def test_or_is_the_union_of_the_leaders_masks(ranks_per_node: int) -> None:
     # 21 groups: the last byte is only partly used.
-    random, traffic = np.random.default_rng(0), Traffic()
+    random = np.random.default_rng(0)
     with nodes_of(ranks_per_node) as topology:
+        wires = wires_of(topology)
+        traffic = wires.node.traffic
         masks = random.random((topology.num_nodes, 21)) < 0.3
         mask = np.zeros(21, dtype=bool)
         if topology.is_leader:
-            mask = agree_by_or(topology.leader, masks[topology.node_index], traffic)
+            mask = agree_by_or(wires.workers, masks[topology.node_index])
             assert traffic.mask == 3
-        mask = broadcast_mask(topology.node, mask, traffic)
+        mask = broadcast_mask(wires.node, mask)
         assert traffic.intra == (3 if topology.node_size > 1 else 0)
     assert mask.dtype == bool
     assert np.array_equal(mask, masks.any(axis=0))
@@ -176,11 +182,12 @@ def test_or_is_the_union_of_the_leaders_masks(ranks_per_node: int) -> None:
 def test_vote_of_equal_energies_keeps_the_lower_indices_everywhere() -> None:
     state = prepare(("channel",))
     with nodes_of(2) as topology:
+        wires = wires_of(topology)
         mask = np.zeros(state.groups.total, dtype=bool)
         if topology.is_leader:
             ones = torch.ones(state.layout.numel, dtype=torch.float64)
-            mask = agree_by_vote(topology, ones, state, 1.0, 1, Traffic())
-        mask = broadcast_mask(topology.node, mask, Traffic())
+            mask = agree_by_vote(wires.workers, ones, state, 1.0, 1, topology.node_size)
+        mask = broadcast_mask(wires.node, mask)
     for s in state.groups.kinds[0]:
         kept = mask[s.start : s.stop].reshape(s.selections, s.count)
         assert kept[:, : -(-2 * s.count // 5)].all()

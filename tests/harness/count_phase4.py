@@ -9,6 +9,8 @@ import json
 import sys
 from pathlib import Path
 
+from mpi4py import MPI
+
 from prunex_mpi import train
 from prunex_mpi.methods import hsadmm
 
@@ -18,14 +20,14 @@ nodes: list[int] = []
 real = hsadmm.inter_node_consensus
 
 
-def counted(topology, *arguments):
+def counted(leader, node, *arguments):
     """Do phase 4 between two readings; nothing else is on the link."""
-    topology.world.Barrier()
+    MPI.COMM_WORLD.Barrier()
     before = int(COUNTER.read_text())
-    moved = real(topology, *arguments)
-    topology.world.Barrier()
+    moved = real(leader, node, *arguments)
+    MPI.COMM_WORLD.Barrier()
     sent.append(int(COUNTER.read_text()) - before)
-    nodes[:] = [topology.node_index] if topology.is_leader else []
+    nodes[:] = [leader.comm.rank] if leader.speaks else []
     return moved
 
 

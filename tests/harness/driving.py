@@ -6,15 +6,19 @@ import torch.nn.functional as F
 from nodes import WORLD
 
 from prunex_mpi.comm.collectives import build_transport
+from prunex_mpi.comm.traffic import Clock, Traffic
+from prunex_mpi.comm.wire import Wire, find_wires
 from prunex_mpi.core.problem import make_groups
-from prunex_mpi.core.state import Problem, build_state
+from prunex_mpi.core.state import Problem, Work, build_state
 from prunex_mpi.data.batches import Shard
+from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.pruning.projection import layer_masks
+from prunex_mpi.pruning.masks import layer_masks
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.run.watchdog import Heartbeat
 
 CPU = torch.device("cpu")
+SMALL_BUCKETS = build_transport(CPU, 2**-10, "host")
 STEPS = 3
 STEPS_PER_EPOCH = 2
 COMMON = {"outer_iterations": 2, "lr": 0.05, "lr_schedule": "constant", "lr_warmup": 0.0}
@@ -24,20 +28,33 @@ SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
 
 def run_driver(topology, settings, model, stream, steps=STEPS):
     """Yield (record, state) after each outer iteration of the driver of the method."""
-    layout = build_layout(model)
-    state = build_state(model, layout, make_groups(settings, model, layout, 6), settings)
     stream.steps_per_epoch = STEPS_PER_EPOCH
+    work = make_work(settings, model, stream, steps=steps)
+    for record in driver_of(settings.method).outer_iterations(topology, work):
+        yield record, work.state
+
+
+def make_work(settings, model, stream, steps=STEPS, loss=F.cross_entropy, side=6):
+    """Return what a rank works on with `model`, whose images have `side` pixels; nothing is tested.
+
+    Buckets of 1 KiB: every message is cut.
+    """
+    layout = build_layout(model)
+    state = build_state(model, layout, make_groups(settings, model, layout, side), settings)
+    state.memory = memory_of(settings, layout, state.theta)
     nothing = Shard(torch.empty(0), torch.empty(0))
-    problem = Problem(
-        model, model, F.cross_entropy, stream, nothing, None, iter, steps, *torch.zeros(2, 3)
-    )
-    # Buckets of 1 KiB: every message is cut.
-    transport = build_transport(CPU, 2**-10, "host")
-    driver = driver_of(settings.method)
-    for record in driver.outer_iterations(
-        topology, state, problem, settings, transport, Heartbeat()
-    ):
-        yield record, state
+    problem = Problem(model, model, loss, stream, nothing, None, iter, steps, *torch.zeros(2, 3))
+    return Work(state, problem, settings, SMALL_BUCKETS, Heartbeat())
+
+
+def wires_of(topology, transport=SMALL_BUCKETS, flat=False):
+    """Return the wires of a rank, with counts of their own."""
+    return find_wires(topology, flat, transport, Traffic(), Clock())
+
+
+def wire_of(comm, transport=SMALL_BUCKETS, kind="payload"):
+    """Return a wire over `comm`, with counts of its own."""
+    return Wire(comm, 1 / comm.size, comm.size, transport, Traffic(), Clock(), kind)
 
 
 def element_masks(state):

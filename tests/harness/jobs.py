@@ -13,7 +13,7 @@ from nodes import WORLD
 from torch import nn
 
 from prunex_mpi.base.logs import RunDirectory
-from prunex_mpi.comm.topology import broadcast_text
+from prunex_mpi.comm.agreement import broadcast_text
 
 
 class NoisyNet(nn.Module):

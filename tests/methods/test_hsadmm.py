@@ -7,23 +7,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from driving import by_name, difference, element_masks, node_sizes_of
+from driving import by_name, difference, element_masks, make_work, node_sizes_of, wires_of
 from nets import CoupledNet, Net, RandomStream
+from nodes import nodes_of
 from reference import simulate
 from torch import nn
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.topology import build_topology, free_topology
-from prunex_mpi.core.state import Problem, build_state
-from prunex_mpi.data.batches import Shard
-from prunex_mpi.methods.hsadmm import outer_iterations
-from prunex_mpi.models.layout import build_layout
-from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.find_groups import find_groups
-from prunex_mpi.run.watchdog import Heartbeat
-from prunex_mpi.settings.fields import make
+from prunex_mpi.methods.hsadmm import intra_node_consensus, outer_iterations
+from prunex_mpi.settings.fields import make, with_overrides
 
 CPU = torch.device("cpu")
 RESIDUALS = {"intra_primal": 0, "intra_dual": 1, "inter_primal": 2, "inter_dual": 3}
@@ -82,16 +76,9 @@ CASES += [(name, torch.float64) for name in ("recipe-coupled", "paper-coupled")]
 def run_driver(world, ranks_per_node, model, stream, settings, loss=F.cross_entropy, steps=STEPS):
     """Yield (record, state, topology) after each outer iteration of the real driver."""
     topology = build_topology(world, ranks_per_node)
-    layout = build_layout(model)
-    coupling = find_coupling(model, 6) if "coupled" in settings.groups else None
-    groups = find_groups(model, layout, settings.groups, settings.keep_ratio, coupling=coupling)
-    state = build_state(model, layout, groups, settings)
-    nothing = Shard(torch.empty(0), torch.empty(0))
-    problem = Problem(model, model, loss, stream, nothing, None, iter, steps, *torch.zeros(2, 3))
-    # Buckets of 1 KiB: every message is cut.
-    transport = build_transport(CPU, 2**-10, "host")
-    for record in outer_iterations(topology, state, problem, settings, transport, Heartbeat()):
-        yield record, state, topology
+    work = make_work(settings, model, stream, steps, loss)
+    for record in outer_iterations(topology, work):
+        yield record, work.state, topology
     free_topology(topology)
 
 
@@ -136,7 +123,11 @@ def test_program_equals_oracle(ranks_per_node, scenario, dtype):
             gap = {n: scale[n] + x - theirs[n] for n, x in by_name(mine, state).items()}
             assert difference(gap, scale) < 10 * tolerance, count
         assert record["train_loss"] == pytest.approx(expected.loss, rel=1e-4)
+        retired = state.consensus_sgd
         for level, column in RESIDUALS.items():
+            if retired:
+                assert record["residuals"][level] is None
+                continue
             total = sum(x[column] ** 2 for x in expected.residuals.values()) ** 0.5
             assert record["residuals"][level] == pytest.approx(total, rel=1e-3, abs=1e-6)
         for module, statistics in zip(state.bn_modules, expected.statistics.values(), strict=True):
@@ -289,6 +280,68 @@ def test_convergence_before_the_freeze_delivers_voted_masks(agreement):
     # Energies are four times eight bytes, packed masks one.
     voted = [r["bytes"]["mask"] > 8 for r in records]
     assert voted[-1] and all(voted) == (agreement == "vote")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("freeze", [3, 5])
+def test_no_run_stops_before_its_masks_are_those_it_delivers(freeze):
+    """Whatever the tolerances; the keep ratio is reached in iteration 3."""
+    ramp = {"warmup_iterations": 1, "keep_ramp_iterations": 2}
+    records, state = converge(freeze_iteration=freeze, eps_abs=1e9, **ramp)
+    assert [record["status"] for record in records] == ["running"] * (freeze - 1) + ["converged"]
+    assert state.frozen
+    assert int(state.mask.sum()) == 2
+
+
+def test_the_recipe_does_not_stop_on_residuals():
+    assert (make().eps_abs, make().eps_rel) == (0.0, 0.0)
+
+
+@pytest.mark.mpi
+def test_residuals_that_are_not_asked_for_change_nothing_else():
+    world = MPI.COMM_WORLD
+    found = {}
+    for residuals in ("every", "evaluate", "off"):
+        torch.manual_seed(5)
+        # Nothing is tested here, so that nothing is evaluated either.
+        settings = make(**{**PAPER, "penalty": "ramp", "eps_abs": 0.0, "eps_rel": 0.0})
+        settings = with_overrides(settings, residuals=residuals)
+        stream = RandomStream(world.rank, torch.float64)
+        nodes = 2 if world.size > 1 else 1
+        steps = list(run_driver(world, nodes, Net().double(), stream, settings))
+        found[residuals] = steps[-1][1].z.clone(), steps[-1][1].rho1.copy()
+        asked = residuals == "every"
+        for record, _, _ in steps:
+            assert all((x is not None) == asked for x in record["residuals"].values())
+            assert record["rho1"] > 0
+    for z, rho1 in found.values():
+        assert torch.equal(z, found["every"][0])
+        assert np.array_equal(rho1, found["every"][1])
+
+
+@pytest.mark.mpi
+def test_ranks_of_a_node_that_differ_go_on_from_their_leaders_variables():
+    """As after sums of gradients that have not the same bits on all ranks."""
+    world = MPI.COMM_WORLD
+    settings = make(**{**RECIPE, "node_sync": "step"})
+    torch.manual_seed(3)
+    work = make_work(settings, Net().double(), RandomStream(world.rank, torch.float64))
+    state = work.state
+    state.u.normal_()
+    with nodes_of(3) as topology:
+        node = wires_of(topology).node
+        expected = intra_node_consensus(node, state, settings).clone()
+        statistics = 8 * state.stats.numel() if topology.node_size > 1 else 0
+        assert node.traffic.intra == statistics
+        if topology.node.rank == topology.node_size - 1 and topology.node_size > 1:
+            state.theta[5] = torch.nextafter(state.theta[5], torch.tensor(9.0).double())
+        found = intra_node_consensus(node, state, settings)
+        assert torch.equal(found, expected)
+        # Both variables have come over.
+        both = 2 * 8 * state.layout.numel if topology.node_size > 1 else 0
+        assert node.traffic.intra == 2 * statistics + both
+        intra_node_consensus(node, state, settings)
+        assert node.traffic.intra == 3 * statistics + both
 
 
 @pytest.mark.mpi

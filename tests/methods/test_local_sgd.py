@@ -98,7 +98,7 @@ def test_diloco_with_a_plain_outer_step_is_local_sgd():
 
 def test_flat_prunex_is_prunex_on_nodes_of_one_rank_with_a_dense_payload():
     common = {**COMMON, "rho1": 0.02, "rho2": 0.005, "warmup_iterations": 1}
-    common |= {"keep_ramp_iterations": 1, "freeze_iteration": 3}
+    common |= {"keep_ramp_iterations": 1, "freeze_iteration": 3, "bn": "average"}
     found = {}
     with nodes_of(1) as topology:
         for method in ("prunex", "prunex-flat"):
@@ -122,14 +122,15 @@ def test_flat_prunex_is_prunex_on_nodes_of_one_rank_with_a_dense_payload():
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("method", ["prunex", "local-sgd"])
 def test_waiting_for_the_gradients_of_the_node_is_no_local_work(method, monkeypatch):
-    real, pause_s = GradientAverager.finish_, 0.05
+    real, pause_s = GradientAverager._start, 0.05
 
-    def slowly(averager):
-        time.sleep(pause_s)
-        real(averager)
+    def slowly(averager, all_of_them=False):
+        # What is left after the backward pass is what is waited for.
+        time.sleep(pause_s if all_of_them else 0.0)
+        real(averager, all_of_them)
 
-    monkeypatch.setattr(GradientAverager, "finish_", slowly)
-    settings = make(method=method, **COMMON)
+    monkeypatch.setattr(GradientAverager, "_start", slowly)
+    settings = make(method=method, **COMMON, **({"bn": "average"} if method == "prunex" else {}))
     with nodes_of(WORLD.size) as topology:
         stream = RandomStream(WORLD.rank, torch.float64)
         for record, _ in run_driver(topology, settings, new_net(), stream, STEPS):

@@ -10,7 +10,7 @@ from nets import RandomStream
 from nodes import WORLD, nodes_of
 from torch import nn
 
-from prunex_mpi.methods import per_step
+from prunex_mpi.methods import omnireduce
 from prunex_mpi.settings.fields import make
 
 pytestmark = pytest.mark.mpi
@@ -34,13 +34,13 @@ def test_only_blocks_that_hold_anything_travel(aggregation, ranks_per_node, monk
     torch.manual_seed(2)
     model = Table()
     touched, found, records = [], {}, {}
-    real = per_step.exchange_
+    real = omnireduce.exchange_
 
-    def watched(workers, space, state, *others):
-        touched.append((state.grad != 0).numpy())
-        real(workers, space, state, *others)
+    def watched(wire, space, work):
+        touched.append((work.state.grad != 0).numpy())
+        real(wire, space, work)
 
-    monkeypatch.setattr(per_step, "exchange_", watched)
+    monkeypatch.setattr(omnireduce, "exchange_", watched)
     with nodes_of(ranks_per_node) as topology:
         for method, size in (("dense", {}), ("omnireduce", {"block_size": SIZE})):
             settings = make(method=method, aggregation=aggregation, **size, **COMMON)

@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from driving import assert_alike_on_all_ranks, by_name, difference, node_sizes_of, run_driver
+from driving import (
+    assert_alike_on_all_ranks,
+    by_name,
+    difference,
+    make_work,
+    node_sizes_of,
+    run_driver,
+    wire_of,
+    wires_of,
+)
 from nets import Net, RandomStream, new_net
 from nodes import WORLD, nodes_of
 from reference_rivals import simulate_per_step
@@ -16,27 +25,23 @@ from torch import nn
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.comm.agreement import require_same
 from prunex_mpi.comm.collectives import build_transport
-from prunex_mpi.comm.topology import require_same
-from prunex_mpi.comm.workers import find_workers
 from prunex_mpi.compress.support import CHOICE, PRUNED, SECONDS, STABLE, SUPPORT, UNCHANGED
-from prunex_mpi.core.problem import make_groups
-from prunex_mpi.core.state import Traffic, build_state
 from prunex_mpi.methods.pactrain import (
     COMPACT,
     FULL,
     TERNARY,
     TRIALS_PER_WAY,
     agree_on_stable,
-    allocate_pactrain,
-    exchange_pactrain_,
-    follow_pactrain_,
+    allocate,
+    exchange_,
+    follow_,
     note_trial_,
     way_in_force,
 )
 from prunex_mpi.methods.pactrain_mask import adopt_pruned_
-from prunex_mpi.models.layout import build_layout
-from prunex_mpi.pruning.unstructured import prunable
+from prunex_mpi.models.layout import build_layout, matrices
 from prunex_mpi.run import summary
 from prunex_mpi.settings.fields import make, to_toml
 
@@ -117,7 +122,7 @@ def test_records_and_totals_count_single_weights():
         stream = RandomStream(WORLD.rank, torch.float32)
         ((record, state),) = run_driver(topology, settings, new_net(torch.float32), stream, STEPS)
         totals = summary.summarise(settings, topology, state, [record], "completed")
-    counts = {s.name: s.numel for s in prunable(state.layout)}
+    counts = {s.name: s.numel for s in matrices(state.layout)}
     kept = {name: -(-3 * count // 10) for name, count in counts.items()}
     before, after = sum(counts.values()), sum(kept.values())
     assert (totals["prunable"], totals["prunable_kept"]) == (before, after)
@@ -167,7 +172,7 @@ def test_the_mask_of_grasp_is_that_of_all_ranks_batches():
     theta = torch.cat([p.detach().reshape(-1) for p in alone.parameters()])
     slope = torch.func.grad(loss)(theta)
     scores = (-theta * (torch.autograd.functional.hessian(loss, theta) @ slope)).tolist()
-    places = [i for s in prunable(layout) for i in range(s.offset, s.offset + s.numel)]
+    places = [i for s in matrices(layout) for i in range(s.offset, s.offset + s.numel)]
     kept = sorted(places, key=lambda i: scores[i])[: -(-3 * len(places) // 10)]
     found = (~state.memory[PRUNED]).nonzero().view(-1).tolist()
     assert found == sorted(set(range(layout.numel)) - set(places) | set(kept))
@@ -204,16 +209,14 @@ class Exchanger:
 
     def __init__(self, topology, **changes):
         self.settings = make(**{**COMMON, "stable_window": 3, **changes})
-        model = Net().double()
-        layout = build_layout(model)
-        groups = make_groups(self.settings, model, layout, 8)
-        self.state = build_state(model, layout, groups, self.settings)
+        stream = RandomStream(WORLD.rank, torch.float64)
+        self.work = make_work(self.settings, Net().double(), stream, side=8)
+        self.state = self.work.state
         self.topology = topology
-        self.workers = find_workers(topology, self.settings.aggregation)
-        self.space = allocate_pactrain(self.workers, self.state, self.settings)
-        self.transport = build_transport(torch.device("cpu"), 2**-10, "host")
+        self.wires = wires_of(topology, flat=self.settings.aggregation == "flat")
+        self.workers, self.traffic = self.wires.workers, self.wires.workers.traffic
+        self.space = allocate(self.workers, self.work)
         self.generator = torch.Generator().manual_seed(WORLD.rank)
-        self.traffic = Traffic()
 
     def step(self, extra=()):
         """Exchange random gradients on all but the zero weights, and on `extra` places.
@@ -231,22 +234,13 @@ class Exchanger:
         wanted.masked_fill_(state.memory[PRUNED], 0.0)
         self.exchange()
         self.topology.node.Bcast(grad.numpy(), root=0)
-        follow_pactrain_(
-            self.topology, self.workers, self.space, state, self.settings, self.traffic
-        )
+        follow_(self.wires, self.space, self.work)
         return grad.clone(), wanted
 
     def exchange(self):
-        self.traffic = Traffic()
+        self.traffic.payload = 0
         if self.workers.speaks:
-            exchange_pactrain_(
-                self.workers,
-                self.space,
-                self.state,
-                self.settings,
-                self.transport,
-                self.traffic,
-            )
+            exchange_(self.workers, self.space, self.work)
 
     @property
     def stable(self):
@@ -324,13 +318,13 @@ def test_one_rank_alone_keeps_a_bucket_unstable():
     digests = np.array([7, -7, 2**62, -(2**63)], dtype=np.int64)
     unchanged = np.array([5, 5, 5, 4])
     wanted = np.array([True, True, True, False])
-    assert np.array_equal(agree_on_stable(WORLD, unchanged, digests, 5), wanted)
+    assert np.array_equal(agree_on_stable(wire_of(WORLD), unchanged, digests, 5), wanted)
     if WORLD.size > 1:
         if last:
             digests[1] += 1
             unchanged[2] = 0
         wanted[1:3] = False
-        assert np.array_equal(agree_on_stable(WORLD, unchanged, digests, 5), wanted)
+        assert np.array_equal(agree_on_stable(wire_of(WORLD), unchanged, digests, 5), wanted)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -371,17 +365,17 @@ def test_ternary_sums_are_conserved_and_right_on_average(aggregation, ranks_per_
             assert not mean[state.memory[PRUNED]].any()
             integers = job.space["integers"]
             assert integers.dtype == torch.int8
-            assert integers.abs().max() <= workers.count
+            assert integers.abs().max() <= workers.comm.size
             scales = job.space["scales"][0]
             # Whole multiples of the scale: integers were added up, and nothing else.
-            places = job.space["positions"].split(job.space["counts"].tolist())
-            parts = integers.split(job.space["counts"].tolist())
+            places = job.space["positions"].split(job.space["counts"])
+            parts = integers.split(job.space["counts"])
             for scale, place, part in zip(scales, places, parts, strict=True):
                 assert torch.equal(found[place], part.double() * scale)
             bytes_wanted = 8 * 2 * 7 + integers.numel()
             assert job.traffic.payload == bytes_wanted
             # The standard error of each worker's s b is at most s / (2 sqrt(n)).
-            bound = 5 * float(scales.max()) * workers.count**0.5 / (2 * repetitions**0.5)
+            bound = 5 * float(scales.max()) * workers.comm.size**0.5 / (2 * repetitions**0.5)
             assert float((mean - wanted).abs().max()) < bound
             assert counts > 300
             # Tighter, over all elements at once: no drift to either side.
@@ -426,7 +420,7 @@ def test_the_way_that_is_fastest_on_the_slowest_worker_is_taken(ternary):
             seconds = {FULL: 0.1 + slow, COMPACT: 0.5, TERNARY: 0.3 + 0.1 * slow}[way]
             # The first of each way is slow to no account.
             job.space["seconds"][0] = seconds + (9.0 if len(tried) < 4 else 0.0)
-            note_trial_(WORLD, job.workers, job.space, memory, settings, job.traffic)
+            note_trial_(job.wires.everyone, job.space["seconds"].double(), memory, settings)
         ways = [FULL, COMPACT, TERNARY] if ternary else [FULL, COMPACT]
         assert tried == ways * TRIALS_PER_WAY
         assert way_in_force(memory, settings) == (TERNARY if ternary else COMPACT)

@@ -23,7 +23,7 @@ from nodes import WORLD, nodes_of
 from reference_rivals import simulate_per_step
 from torch import nn
 
-from prunex_mpi.methods import per_step
+from prunex_mpi.methods import exchanges
 from prunex_mpi.settings.fields import make
 from prunex_mpi.settings.methods import WITH_RESIDUAL
 
@@ -117,14 +117,15 @@ def test_what_is_sent_and_what_is_kept_are_the_gradients(
     changes = {**COMMON, **METHODS[method], "momentum": 0.0, "weight_decay": 0.0}
     settings = make(method=method, aggregation=aggregation, **changes)
     given, arrived = [], []
-    real = per_step.exchange_
+    module = exchanges.module_of(method)
+    real = module.exchange_
 
-    def watched(workers, space, state, *others):
-        given.append(state.grad.clone())
-        real(workers, space, state, *others)
-        arrived.append(state.grad.clone())
+    def watched(wire, space, work):
+        given.append(work.state.grad.clone())
+        real(wire, space, work)
+        arrived.append(work.state.grad.clone())
 
-    monkeypatch.setattr(per_step, "exchange_", watched)
+    monkeypatch.setattr(module, "exchange_", watched)
     with nodes_of(ranks_per_node) as topology:
         stream = RandomStream(WORLD.rank, torch.float64)
         for _, state in run_driver(topology, settings, new_net(), stream):

@@ -10,8 +10,7 @@ from nodes import WORLD, nodes_of
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.core.problem import make_groups
-from prunex_mpi.core.state import build_state
+from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.settings.fields import make
 
@@ -60,4 +59,4 @@ def test_a_rank_larger_than_the_matrices_is_refused_on_every_rank() -> None:
     layout = build_layout(model)
     settings = make(method="powersgd", powersgd_rank=14, **COMMON)
     with pytest.raises(UserError, match=r"1\.weight, 16 x 108, takes the largest, 13"):
-        build_state(model, layout, make_groups(settings, model, layout, 8), settings)
+        memory_of(settings, layout, torch.zeros(layout.numel))

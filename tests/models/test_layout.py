@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.layout import (
     Layout,
+    bits_digest,
     build_layout,
     fill_,
     flatten_,
@@ -148,3 +149,35 @@ def test_fill_and_squared_norms_go_segment_by_segment() -> None:
     fill_(flat, layout, values)
     for view, value in zip(layout.views(flat), values, strict=True):
         assert torch.all(view == value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("numel", [1, 2, 7, 64])
+def test_a_digest_sees_every_bit(numel: int, dtype: torch.dtype) -> None:
+    flat = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(numel))
+    spare = torch.empty_like(flat)
+    seen = {bits_digest(flat, spare)}
+    assert min(seen) >= 0 and max(seen) < 2**64
+    assert bits_digest(flat.clone(), spare) in seen
+    integers = flat.view(torch.int32 if dtype == torch.float32 else torch.int64)
+    for place in range(numel):
+        for bit in (0, 1, 20, 31):
+            before = int(integers[place])
+            integers[place] = before ^ (1 << bit) if bit < 31 else -before - 1
+            seen.add(bits_digest(flat, spare))
+            integers[place] = before
+    assert len(seen) == 1 + 4 * numel
+
+
+def test_rounding_up_here_and_down_there_does_not_cancel() -> None:
+    flat = torch.rand(1000, generator=torch.Generator().manual_seed(0)) + 0.5
+    spare = torch.empty_like(flat)
+    whole = bits_digest(flat, spare)
+    integers = flat.view(torch.int32)
+    for one, other in ((0, 2), (1, 3), (4, 5), (998, 6)):
+        integers[one] += 1
+        integers[other] -= 1
+        assert bits_digest(flat, spare) != whole
+        integers[one] -= 1
+        integers[other] += 1
+    assert bits_digest(flat, spare) == whole

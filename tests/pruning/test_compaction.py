@@ -13,13 +13,9 @@ from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_
 from prunex_mpi.pruning.find_groups import find_groups
-from prunex_mpi.pruning.projection import (
-    Groups,
-    apply_factors_,
-    build_factors,
-    kept_numel,
-    select,
-)
+from prunex_mpi.pruning.groups import Groups
+from prunex_mpi.pruning.masks import apply_factors_, build_factors, kept_numel
+from prunex_mpi.pruning.projection import select
 
 ORDERS = [o for n in (1, 2, 3) for o in itertools.permutations(("filter", "channel", "shape"), n)]
 CPU = torch.device("cpu")

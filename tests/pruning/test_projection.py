@@ -15,17 +15,9 @@ from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.find_groups import find_groups
-from prunex_mpi.pruning.projection import (
-    Groups,
-    apply_factors_,
-    build_factors,
-    gemm_views,
-    group_energies,
-    kept_count,
-    kept_numel,
-    mask_drift,
-    select,
-)
+from prunex_mpi.pruning.groups import Groups, gemm_views
+from prunex_mpi.pruning.masks import apply_factors_, build_factors, kept_numel, mask_drift
+from prunex_mpi.pruning.projection import group_energies, kept_count, select
 
 ORDERS = [o for n in (1, 2, 3) for o in itertools.permutations(("filter", "channel", "shape"), n)]
 

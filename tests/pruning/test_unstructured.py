@@ -7,12 +7,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.models.layout import build_layout, flatten_
+from prunex_mpi.models.layout import build_layout, flatten_, matrices
 from prunex_mpi.pruning.unstructured import (
     add_gradients_,
     add_hessian_products_,
     kept_weights,
-    prunable,
     prune_by_gradient_flow,
     prune_by_magnitude,
 )
@@ -69,7 +68,7 @@ def test_gradient_flow_is_that_of_an_explicit_hessian() -> None:
 
     pruned = prune_by_gradient_flow(theta, product, layout, 0.3)
     scores = (-theta * wanted).tolist()
-    places = [i for s in prunable(layout) for i in range(s.offset, s.offset + s.numel)]
+    places = [i for s in matrices(layout) for i in range(s.offset, s.offset + s.numel)]
     # 8 + 24 weights: the ten of lowest score stay, and so do biases and BatchNorm.
     kept = sorted(places, key=lambda i: scores[i])[:10]
     assert pruned.nonzero().view(-1).tolist() == [i for i in places if i not in kept]
@@ -86,7 +85,7 @@ def test_what_goes_leaves_more_of_the_gradient_than_what_stays() -> None:
     add_hessian_products_(product, slope, layout, model, F.cross_entropy, batches)
     pruned = prune_by_gradient_flow(theta, product, layout, 0.5)
     inside = torch.zeros_like(pruned)
-    for s in prunable(layout):
+    for s in matrices(layout):
         inside[s.offset : s.offset + s.numel] = True
 
     def norm_after(removed: torch.Tensor) -> float:

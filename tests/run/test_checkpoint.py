@@ -1,7 +1,7 @@
 """Checkpoints over MPI: bit-exact on the same nodes, a stated rule on others, damage refused."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,13 +11,15 @@ from nodes import NODE_SHAPES, WORLD, nodes_of
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import RunDirectory
-from prunex_mpi.comm.collectives import Transport, build_transport
+from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, StopAgreement, stop_agreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.problem import build_problem, load_dataset, make_groups
-from prunex_mpi.core.state import Problem, State, build_state
+from prunex_mpi.core.state import Position, Problem, State, Work, build_state
+from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run import checkpoint, checkpoint_files
+from prunex_mpi.run.snapshot import upgraded
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.run.watchdog import Heartbeat
 from prunex_mpi.settings.fields import Settings, make
@@ -77,27 +79,30 @@ class Run:
     """What one job holds."""
 
     topology: Topology
-    settings: Settings
-    state: State
-    problem: Problem
-    transport: Transport
+    work: Work
+
+    @property
+    def settings(self) -> Settings:
+        return self.work.settings
+
+    @property
+    def state(self) -> State:
+        return self.work.state
+
+    @property
+    def problem(self) -> Problem:
+        return self.work.problem
 
     def iterate(self, stop: StopAgreement | None = None) -> Iterator[dict]:
-        for record in driver_of(self.settings.method).outer_iterations(
-            self.topology,
-            self.state,
-            self.problem,
-            self.settings,
-            self.transport,
-            Heartbeat(),
-            stop,
-        ):
+        work = replace(self.work, stop=stop)
+        for record in driver_of(self.settings.method).outer_iterations(self.topology, work):
             yield {key: value for key, value in record.items() if key != "seconds"}
 
+    def save(self, files: RunDirectory | None) -> None:
+        checkpoint.save(self.topology, files, self.work)
+
     def restore(self, files: RunDirectory | None) -> checkpoint.Restored:
-        return checkpoint.restore(
-            self.topology, files, self.state, self.problem, self.settings, self.transport
-        )
+        return checkpoint.restore(self.topology, files, self.work)
 
 
 def new_run(topology: Topology, scenario: str, **changes: object) -> Run:
@@ -112,7 +117,8 @@ def new_run(topology: Topology, scenario: str, **changes: object) -> Run:
     problem = build_problem(topology, settings, dataset, model, torch.device("cpu"), transport)
     groups = make_groups(settings, model, layout, dataset.image_size)
     state = build_state(model, layout, groups, settings)
-    return Run(topology, settings, state, problem, transport)
+    state.memory = memory_of(settings, layout, state.theta)
+    return Run(topology, Work(state, problem, settings, transport, Heartbeat()))
 
 
 def vectors(run: Run) -> dict[str, torch.Tensor]:
@@ -155,14 +161,14 @@ def test_a_restored_run_goes_on_bit_for_bit(scenario: str, ranks_per_node: int) 
         first = new_run(topology, scenario)
         iterations = first.iterate()
         records = [next(iterations) for _ in range(2)]
-        checkpoint.save(topology, files, first.state, first.problem)
+        first.save(files)
         records += [next(iterations) for _ in range(2)]
         iterations.close()
         # Restored twice over used variables: before the freeze, as after a divergence, and after.
         assert first.restore(files).name == "000001-iteration-3-step-0"
         again = first.iterate()
         records[2:] = [next(again) for _ in range(3)]
-        checkpoint.save(topology, files, first.state, first.problem)
+        first.save(files)
         second = new_run(topology, scenario)
         assert second.restore(files).name == "000002-iteration-6-step-0"
         assert_same(first, second)
@@ -190,11 +196,35 @@ def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario: str) -
         first = new_run(topology, scenario)
         records = list(first.iterate(StopsAt(10)))
         assert (first.state.position.iteration, first.state.position.step) == (4, 1)
-        checkpoint.save(topology, files, first.state, first.problem)
+        first.save(files)
         second = new_run(topology, scenario)
         assert second.restore(files).name == "000001-iteration-4-step-1"
         assert records + list(second.iterate()) == expected
         assert_same(whole, second)
+
+
+@pytest.mark.parametrize("evaluate_every", [1, 2, 5])
+@pytest.mark.parametrize("scenario", ["recipe", "one-shot"])
+def test_evaluation_leaves_training_alone(scenario: str, evaluate_every: int) -> None:
+    """What is delivered is the same bits however often it is evaluated on the way."""
+    with nodes_of(2) as topology:
+        often = new_run(topology, scenario, bn="recalibrate")
+        list(often.iterate())
+        seldom = new_run(topology, scenario, bn="recalibrate", evaluate_every=evaluate_every)
+        list(seldom.iterate())
+        assert_same(often, seldom)
+
+
+def test_positions_of_the_older_form_are_brought_up_to_date() -> None:
+    position = asdict(Position(iteration=3, step=2, loss_sum=1.5, loss_count=2.0, rollbacks=1))
+    position["traffic"] |= {"payload": 10, "sent": 11, "mask": 12, "intra": 13}
+    position["clock"] |= {"earlier": 0.5, "method": 0.25, "exchange": 0.125}
+    older = {key: x for key, x in position.items() if key not in ("traffic", "clock")}
+    older |= {"payload_bytes": 10, "sent_bytes": 11, "mask_bytes": 12, "intra_bytes": 13}
+    older |= {"local_seconds": 0.5, "method_seconds": 0.25, "exchange_seconds": 0.125}
+    assert upgraded({"position": older, "data": [1]}) == {"position": position, "data": [1]}
+    for numbers in ({"position": position}, {"position": 3}, {}, [1], None):
+        assert upgraded(numbers) == numbers
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (3, 2)])
@@ -207,7 +237,7 @@ def test_other_nodes_take_over_what_is_common(scenario: str, before: int, after:
             first = new_run(topology, scenario)
             # In the fourth iteration, one local step in.
             list(first.iterate(StopsAt(10)))
-            checkpoint.save(topology, files, first.state, first.problem)
+            first.save(files)
             old, sizes = vectors(first), topology.node_sizes
         momentum = old["momentum"].double().numpy()
         WORLD.Allreduce(momentum.copy(), momentum)
@@ -262,7 +292,7 @@ def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method: str, aggrega
         with nodes_of(2) as topology:
             first = new_run(topology, method, **changes)
             list(first.iterate(StopsAt(10)))
-            checkpoint.save(topology, files, first.state, first.problem)
+            first.save(files)
             before, sizes = kept(first), topology.node_sizes
         with nodes_of(3 if WORLD.size > 2 else 1) as topology:
             assert topology.node_sizes != sizes
@@ -293,7 +323,7 @@ def test_what_all_ranks_share_goes_to_other_nodes_as_it_is(scenario: str, change
         with nodes_of(2) as topology:
             first = new_run(topology, scenario, **changes)
             list(first.iterate(StopsAt(10)))
-            checkpoint.save(topology, files, first.state, first.problem)
+            first.save(files)
         with nodes_of(3 if WORLD.size > 2 else 1) as topology:
             second = new_run(topology, scenario, **changes)
             assert second.restore(files).other_nodes
@@ -318,7 +348,7 @@ def test_a_checkpoint_brings_back_channels_that_went_after_it() -> None:
         iterations = run.iterate()
         sizes = []
         for _ in range(4):
-            checkpoint.save(topology, files, run.state, run.problem)
+            run.save(files)
             next(iterations)
             sizes.append(run.state.theta.numel())
         iterations.close()
@@ -341,10 +371,10 @@ def test_damage_on_one_rank_is_refused_by_all(victim: str) -> None:
         run = new_run(topology, "recipe")
         iterations = run.iterate()
         next(iterations)
-        checkpoint.save(topology, files, run.state, run.problem)
+        run.save(files)
         good = vectors(run)
         next(iterations)
-        checkpoint.save(topology, files, run.state, run.problem)
+        run.save(files)
         rank = 0 if victim == "first" else WORLD.size - 1
         if files is not None:
             newest = files.path / "checkpoints" / checkpoint_files.valid_names(files.path)[0]
@@ -363,7 +393,7 @@ def test_damage_on_one_rank_is_refused_by_all(victim: str) -> None:
         assert all(torch.equal(found[name], good[name]) for name in good)
         # The damaged one does not count any more: two good ones remain after the next two.
         for _ in range(2):
-            checkpoint.save(topology, files, second.state, second.problem)
+            second.save(files)
         if files is not None:
             files.finish_removals()
             names = checkpoint_files.valid_names(files.path)
@@ -374,7 +404,7 @@ def test_damage_on_one_rank_is_refused_by_all(victim: str) -> None:
 def test_a_rank_that_cannot_write_ends_all_and_leaves_the_last(monkeypatch) -> None:
     with nodes_of(2) as topology, run_directory() as files:
         run = new_run(topology, "recipe")
-        checkpoint.save(topology, files, run.state, run.problem)
+        run.save(files)
         if WORLD.rank == WORLD.size - 1:
 
             def full(*_: object) -> None:
@@ -382,7 +412,7 @@ def test_a_rank_that_cannot_write_ends_all_and_leaves_the_last(monkeypatch) -> N
 
             monkeypatch.setattr(checkpoint_files, "save_tensors", full)
         with pytest.raises(UserError, match="No space left on device"):
-            checkpoint.save(topology, files, run.state, run.problem)
+            run.save(files)
         if files is not None:
             assert checkpoint_files.valid_names(files.path) == ["000001-iteration-1-step-0"]
         assert new_run(topology, "recipe").restore(files).name == "000001-iteration-1-step-0"

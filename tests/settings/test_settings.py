@@ -13,9 +13,7 @@ from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.core.schedule import strictness
 from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.fields import (
-    CONSENSUS,
     FIELDS,
-    METHODS,
     PRESETS,
     key_of,
     layer_keep_ratios,
@@ -23,6 +21,7 @@ from prunex_mpi.settings.fields import (
     to_toml,
     with_overrides,
 )
+from prunex_mpi.settings.methods import CONSENSUS, METHODS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -265,7 +264,7 @@ def test_a_setting_of_other_methods_is_refused_by_name(name):
     elif "share" in field.metadata:
         other = 3
     else:
-        other = 0.75 * default if isinstance(default, float) else default + 1
+        other = 0.75 * (default or 1.0) if isinstance(default, float) else default + 1
     assert_refused(
         lambda: make(method=method, **{name: other}),
         f"{key_of(name)} means nothing to method {method}",
@@ -403,6 +402,8 @@ BAD_FLAGS = [
     ("--rho-min 20", "rho-min 20.0 is above rho-max 10.0"),
     ("--rho-factor 1", "--rho-factor must be above 1"),
     ("--eps-abs -1", "--eps-abs"),
+    ("--residuals evaluate --penalty balance", "residuals evaluate: penalty balance looks at"),
+    ("--residuals off --eps-rel 1e-3", "residuals off: eps-abs and eps-rel would never be"),
     ("--config", "--config"),
     ("--config /no/such/file.toml", "'/no/such/file.toml': No such file"),
     ("--config /", "--config '/'"),

@@ -15,12 +15,12 @@ from prunex_mpi import bench
 from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import build_topology, free_topology, nodes_of
-from prunex_mpi.core.state import Traffic
+from prunex_mpi.core.schedule import Stage
 from prunex_mpi.settings.fields import make
 from prunex_mpi.tools.bench.checkpoint import checkpoints
 from prunex_mpi.tools.bench.collectives import collectives
 from prunex_mpi.tools.bench.ddp import compare_with_ddp
-from prunex_mpi.tools.bench.kernels import kernels, make_state, project_alone, update_duals_alone
+from prunex_mpi.tools.bench.kernels import kernels, make_state, project_alone, wires_of
 from prunex_mpi.tools.bench.memory import child, memory
 from prunex_mpi.tools.bench.overhead import CONSENSUS, MEASURED, overhead, train
 from prunex_mpi.tools.bench.report import Action, Table, as_json, format_table, min_seconds
@@ -95,16 +95,10 @@ def test_stand_alone_steps_do_what_the_driver_does(alone):
         values = torch.randn_like(state.theta)
         getattr(state, name).copy_(values)
         getattr(twin, name).copy_(values)
-    update_duals_alone(state)
-    moved = np.zeros(len(twin.layout.segments))
-    candidate = twin.scratch.clone()
-    hsadmm.update_duals(alone, twin, SMALL, moved, moved, 0.0)
-    assert torch.equal(state.u, twin.u)
-    assert torch.equal(state.v, twin.v)
-    state.scratch.copy_(candidate)
-    twin.scratch.copy_(candidate)
+    wires = wires_of(alone, twin, build_transport(CPU, 32.0, "host"))
+    stage = Stage(strict=1.0, choose=True, vote=False, freeze=False, measured=False)
     mask = project_alone(state, SMALL)
-    hsadmm.project(alone, twin, SMALL, 1.0, True, False, Traffic())
+    hsadmm.project(wires.workers, wires.node, twin, SMALL, twin.scratch, stage)
     assert np.array_equal(mask, twin.mask)
     assert torch.equal(state.scratch, twin.z_node)
 

@@ -10,7 +10,8 @@ from test_bench import assert_sane, column, run
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import USAGE, UserError
-from prunex_mpi.comm.topology import broadcast_text, nodes_of
+from prunex_mpi.comm.agreement import broadcast_text
+from prunex_mpi.comm.topology import nodes_of
 from prunex_mpi.core.problem import load_dataset
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout, Segment, build_layout

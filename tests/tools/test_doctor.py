@@ -21,7 +21,7 @@ from prunex_mpi.checks import gpus as findings_gpu
 from prunex_mpi.checks import ranks as findings_ranks
 from prunex_mpi.checks.findings import SEVERITIES, Finding, RankFacts, errors, listed, per_machine
 from prunex_mpi.checks.launcher import check_launcher, describe_launcher, launcher_rank
-from prunex_mpi.comm.topology import broadcast_text
+from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.run import devices
 from prunex_mpi.run import probe as doctor_probe
 from prunex_mpi.run.facts import (

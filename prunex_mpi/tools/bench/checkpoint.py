@@ -12,8 +12,9 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import RunDirectory
+from prunex_mpi.comm.agreement import broadcast_text, together
 from prunex_mpi.comm.collectives import Transport
-from prunex_mpi.comm.topology import Topology, broadcast_text, together
+from prunex_mpi.comm.topology import Topology
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.job import set_up
 from prunex_mpi.run.watchdog import Heartbeat
@@ -43,16 +44,17 @@ def checkpoints(
         train_samples=settings.batch_size * world.size,
         test_samples=world.size,
     )
-    state, problem = set_up(topology, settings, device, transport, Heartbeat())
+    work = set_up(topology, settings, device, transport, Heartbeat())
+    state = work.state
     # No disk shall gain from zeros.
     for flat in (state.u, state.v, state.optimizer.state[state.theta]["momentum_buffer"]):
         flat.normal_()
 
     def save() -> None:
-        checkpoint.save(topology, files, state, problem)
+        checkpoint.save(topology, files, work)
 
     def read() -> None:
-        checkpoint.restore(topology, files, state, problem, settings, transport)
+        checkpoint.restore(topology, files, work)
 
     def settle() -> None:
         if files is not None:

@@ -24,10 +24,10 @@ from prunex_mpi.core.mask_agreement import (
     broadcast_mask,
     project_locally,
 )
-from prunex_mpi.core.state import State, Traffic
+from prunex_mpi.core.state import State, begin_iteration
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.bench.gloo import DDP_BUCKET_BYTES, gloo_group
-from prunex_mpi.tools.bench.kernels import MIB, make_state
+from prunex_mpi.tools.bench.kernels import MIB, make_state, wires_of
 from prunex_mpi.tools.bench.report import Table, synchronize
 
 SMALL_BYTES = 16 * MIB
@@ -43,7 +43,7 @@ def collectives(
     """
     state = make_state(settings, device)
     tables = [_transfers(topology, state, transport, repeat)]
-    tables.append(_mask_agreement(topology, state, settings, repeat))
+    tables.append(_mask_agreement(topology, state, settings, transport, repeat))
     if device.type == "cpu":
         tables.append(_rival(topology, state, transport, repeat))
     return tables
@@ -146,27 +146,28 @@ def _transfers(topology: Topology, state: State, transport: Transport, repeat: i
     )
 
 
-def _mask_agreement(topology: Topology, state: State, settings: Settings, repeat: int) -> Table:
+def _mask_agreement(
+    topology: Topology, state: State, settings: Settings, transport: Transport, repeat: int
+) -> Table:
     squares = state.theta.square()
     mask = np.zeros(state.groups.total, dtype=bool)
     mask[:: 2 + topology.node_index] = True
-    traffic = Traffic()
+    traffic = state.position.traffic
+    wires = wires_of(topology, state, transport)
+    leader, node = wires.workers, wires.node
 
     def vote() -> None:
-        nonlocal traffic
-        traffic = Traffic()
+        begin_iteration(state.position)
         chosen = mask
-        if topology.is_leader:
-            chosen = agree_by_vote(topology, squares, state, 1.0, settings.round_to, traffic)
-        broadcast_mask(topology.node, chosen, traffic)
+        if leader.speaks:
+            ranks = node.comm.size
+            chosen = agree_by_vote(leader, squares, state, 1.0, settings.round_to, ranks)
+        broadcast_mask(node, chosen)
 
     def union() -> None:
-        nonlocal traffic
-        traffic = Traffic()
-        chosen = mask
-        if topology.is_leader:
-            chosen = agree_by_or(topology.leader, mask, traffic)
-        broadcast_mask(topology.node, chosen, traffic)
+        begin_iteration(state.position)
+        chosen = agree_by_or(leader, mask) if leader.speaks else mask
+        broadcast_mask(node, chosen)
 
     def alone() -> None:
         if topology.is_leader:
@@ -178,7 +179,7 @@ def _mask_agreement(topology: Topology, state: State, settings: Settings, repeat
         ("vote: energies, Reduce SUM, selection, Bcast", vote),
         ("energies and selection alone, for comparison", alone),
     ):
-        traffic = Traffic()
+        begin_iteration(state.position)
         seconds = slowest_of_ranks(topology.world, run, repeat, state.theta.device)
         # Rank 0 is a leader: what it counted is what one leader hands to MPI.
         rows.append((name, 1e3 * seconds, traffic.mask, traffic.intra))

@@ -14,10 +14,10 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.comm.workers import find_workers
+from prunex_mpi.comm.wire import find_wires
 from prunex_mpi.core.problem import build_problem, load_dataset, make_model
-from prunex_mpi.core.state import Problem, Traffic, next_iteration
-from prunex_mpi.core.steps import open_averager
+from prunex_mpi.core.state import Problem, next_iteration
+from prunex_mpi.core.steps import averaging
 from prunex_mpi.methods import per_step
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run.job import set_up
@@ -150,30 +150,16 @@ def dense_turn(
     Until `exits` close. Collective on `topology.world`, as the first of them is, unless there is no
     `exchange`.
     """
-    heartbeat = Heartbeat()
-    state, problem = set_up(topology, settings, device, transport, heartbeat)
-    comm = topology.world if exchange else None
-    averager = open_averager(exits, comm, state, problem, transport)
-    workers = find_workers(topology, settings.aggregation)
+    work = set_up(topology, settings, device, transport, Heartbeat())
+    position = work.state.position
+    wires = find_wires(topology, True, transport, position.traffic, position.clock)
+    averager = exits.enter_context(averaging(wires.workers if exchange else None, work))
 
     def turn() -> None:
-        loss = per_step.train_steps(
-            topology,
-            workers,
-            averager,
-            {},
-            None,
-            state,
-            problem,
-            settings,
-            transport,
-            heartbeat,
-            None,
-            Traffic(),
-        )
-        next_iteration(state.position, loss)
+        loss = per_step.train_steps(wires, averager, {}, work)
+        next_iteration(position, loss)
 
-    return turn, lambda: state.theta
+    return turn, lambda: work.state.theta
 
 
 def ddp_turn(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.topology import broadcast_text, together
+from prunex_mpi.comm.agreement import broadcast_text, together
 
 # torch's default for the buckets of DistributedDataParallel.
 DDP_BUCKET_BYTES = 25 * 2**20

@@ -1,18 +1,23 @@
 """Time what phases 2 to 5 do to memory on one rank, against copying the same bytes."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.wire import Wires, find_wires
 from prunex_mpi.core.mask_agreement import project_locally
 from prunex_mpi.core.problem import make_groups, make_model
-from prunex_mpi.core.state import State, Traffic, adopt_mask, build_state
+from prunex_mpi.core.schedule import Stage
+from prunex_mpi.core.state import State, adopt_mask, build_state
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
-from prunex_mpi.pruning.projection import apply_factors_, build_factors, group_energies, select
+from prunex_mpi.pruning.masks import apply_factors_, build_factors
+from prunex_mpi.pruning.projection import group_energies, select
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.bench.report import Action, Table, min_seconds
 
@@ -36,6 +41,12 @@ def make_state(settings: Settings, device: torch.device) -> State:
     for flat in (state.u, state.v, state.grad, state.scratch, state.payload):
         flat.normal_(std=1e-3)
     return state
+
+
+def wires_of(topology: Topology, state: State, transport: Transport) -> Wires:
+    """Make the wires of the driver, which count into the position of `state`."""
+    position = state.position
+    return find_wires(topology, False, transport, position.traffic, position.clock)
 
 
 def kernels(
@@ -64,14 +75,6 @@ def project_alone(state: State, settings: Settings) -> np.ndarray:
     return mask
 
 
-def update_duals_alone(state: State) -> None:
-    """u += theta - z_node and v += z_node - z, the way phase 5 does, without its norms."""
-    torch.sub(state.theta, state.z_node, out=state.scratch)
-    state.u.add_(state.scratch)
-    torch.sub(state.z_node, state.z, out=state.scratch)
-    state.v.add_(state.scratch)
-
-
 def _steps(
     alone: Topology, state: State, settings: Settings, transport: Transport, repeat: int
 ) -> Table:
@@ -84,20 +87,19 @@ def _steps(
     def fill_payload() -> None:
         pack_(state.theta, state.plan, state.message)
 
+    node = wires_of(alone, state, transport).node
+
     def duals() -> object:
         moved = np.zeros(len(state.layout.segments))
-        return hsadmm.update_duals(alone, state, settings, moved, moved, 0.0)
+        norms = hsadmm.update_duals(state, moved, moved)
+        return hsadmm.find_residuals(alone.world, state, settings, norms, 0.0)
 
     steps: list[tuple[str, str, tuple[Tensor, ...], Action]] = [
         (
             "intra candidate",
             "the model",
             (theta,),
-            Action(
-                lambda: hsadmm.intra_node_consensus(
-                    alone.node, state, settings, transport, Traffic()
-                )
-            ),
+            Action(lambda: hsadmm.intra_node_consensus(node, state, settings)),
         ),
         (
             "projection",
@@ -121,7 +123,7 @@ def _steps(
             "dual update",
             "both duals",
             (state.u, state.v),
-            Action(lambda: update_duals_alone(state)),
+            Action(lambda: hsadmm.update_duals(state, None, None)),
         ),
         ("dual update + norms", "both duals", (state.u, state.v), Action(duals)),
     ]
@@ -161,19 +163,24 @@ def _phases(
 ) -> Table:
     """Time phases 2 to 5 of the driver as they are, before the masks are frozen."""
     target = torch.empty_like(state.theta)
-    seen: dict[str, np.ndarray] = {}
+    wires = wires_of(alone, state, transport)
+    leader, node = wires.workers, wires.node
+    stage = Stage(strict=1.0, choose=True, vote=True, freeze=False, measured=True)
+    seen: dict[str, Any] = {}
 
     def intra() -> None:
-        hsadmm.intra_node_consensus(alone.node, state, settings, transport, Traffic())
+        seen["z_tilde"] = hsadmm.intra_node_consensus(node, state, settings)
 
     def project() -> None:
-        seen["node"] = hsadmm.project(alone, state, settings, 1.0, True, True, Traffic())
+        z_tilde = seen["z_tilde"]
+        seen["node"] = hsadmm.project(leader, node, state, settings, z_tilde, stage)
 
     def inter() -> None:
-        seen["z"] = hsadmm.inter_node_consensus(alone, state, transport, False, Traffic())
+        seen["z"] = hsadmm.inter_node_consensus(leader, node, state, stage)
 
     def dual() -> None:
-        hsadmm.update_duals(alone, state, settings, seen["node"], seen["z"], 0.0)
+        norms = hsadmm.update_duals(state, seen["node"], seen["z"])
+        hsadmm.find_residuals(alone.world, state, settings, norms, 0.0)
 
     # In the order of the driver: each phase prepares what the next one reads.
     best = min_seconds(

@@ -25,7 +25,7 @@ from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.problem import build_problem, load_dataset, make_groups, make_model
-from prunex_mpi.core.state import build_state
+from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.layout import build_layout, flatten_
 from prunex_mpi.run.devices import run_separately
@@ -214,9 +214,8 @@ def child(
         element_size = theta.element_size()
     else:
         state = build_state(model, layout, groups, settings)
-        for _ in hsadmm.outer_iterations(
-            topology, state, problem, settings, transport, Heartbeat()
-        ):
+        work = Work(state, problem, settings, transport, Heartbeat())
+        for _ in hsadmm.outer_iterations(topology, work):
             pass
         element_size = state.theta.element_size()
     largest = np.array([peak_bytes(device)], dtype=np.int64)

@@ -109,5 +109,5 @@ def train(
         evaluate_every=2 + 2 * MEASURED,
     )
     heartbeat = Heartbeat()
-    state, problem = set_up(alone, settings, device, transport, heartbeat)
-    return list(hsadmm.outer_iterations(alone, state, problem, settings, transport, heartbeat))
+    work = set_up(alone, settings, device, transport, heartbeat)
+    return list(hsadmm.outer_iterations(alone, work))

@@ -16,15 +16,8 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import set_up_logging
-from prunex_mpi.comm.topology import (
-    Topology,
-    describe,
-    library_name,
-    nodes_of,
-    raise_together,
-    require_same,
-    together,
-)
+from prunex_mpi.comm.agreement import raise_together, require_same, together
+from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
 from prunex_mpi.core.problem import load_dataset
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import Dataset

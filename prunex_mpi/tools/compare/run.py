@@ -16,19 +16,20 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import Diverged
 from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.logs import Progress, RunDirectory, log
+from prunex_mpi.comm.agreement import together
 from prunex_mpi.comm.collectives import Transport
-from prunex_mpi.comm.topology import Topology, nodes_of, together
+from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.compress.sparse import POSITION_BYTES
 from prunex_mpi.core.problem import make_model
-from prunex_mpi.core.state import Problem, State, weights
+from prunex_mpi.core.state import Problem, State, Work, weights
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.run import summary
 from prunex_mpi.run.job import assemble, software_versions
-from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.run.supervision import recorded
 from prunex_mpi.run.watchdog import Heartbeat
 from prunex_mpi.settings.fields import Settings, to_toml
-from prunex_mpi.settings.methods import PER_STEP
+from prunex_mpi.settings.methods import EVERY_RANK_ALONE, PER_STEP, WITH_POSITIONS
 from prunex_mpi.tools.bench.report import Action, min_seconds
 from prunex_mpi.tools.compare.tables import Measured, Outcome
 
@@ -52,17 +53,18 @@ def run_one(
     With `folder` the run keeps its directory there. Collective on `world`.
     """
     # Without leaders every rank is a node of its own.
-    flat = settings.method == "prunex-flat"
+    flat = settings.method in EVERY_RANK_ALONE
     nodes = nodes_of(world, 1) if flat else nullcontext(topology)
     name = f"{settings.method}, seed {settings.seed}, learning rate {settings.lr:g}"
     log.info("%s", name)
     with nodes as mine, directory(world, settings, folder) as files:
         started = time.perf_counter()
-        state, problem = assemble(mine, settings, dataset, device, transport, heartbeat)
+        work = assemble(mine, settings, dataset, device, transport, heartbeat)
+        state, problem = work.state, work.problem
         dense_bytes = settings.outer_iterations * state.theta.element_size()
         dense_bytes *= problem.steps * state.layout.numel + state.stats.numel()
         try:
-            records = train(mine, settings, state, problem, transport, heartbeat, files)
+            records = train(mine, files, work)
         except Diverged as error:
             log.info("%s: diverged: %s", name, error)
             return Outcome(settings.method, settings.seed, settings.lr, None, str(error))
@@ -110,35 +112,15 @@ def run_one(
     return Outcome(settings.method, settings.seed, settings.lr, measured)
 
 
-def train(
-    topology: Topology,
-    settings: Settings,
-    state: State,
-    problem: Problem,
-    transport: Transport,
-    heartbeat: Heartbeat,
-    files: RunDirectory | None,
-) -> list[dict[str, Any]]:
+def train(topology: Topology, files: RunDirectory | None, work: Work) -> list[dict[str, Any]]:
     """Run the driver of the method to its end and return its records. Collective on `world`.
 
     Raises Diverged on every rank.
     """
-    records = []
-    progress = Progress(settings.outer_iterations, settings.progress, topology.world.rank)
-    driver = driver_of(settings.method)
-    with closing(progress):
-        for record in driver.outer_iterations(
-            topology, state, problem, settings, transport, heartbeat
-        ):
-            heartbeat.enter("record")
-            layers = record.pop("layers")
-            del record["status"]
-            records.append(record)
-            if files is not None:
-                files.append("metrics.jsonl", [record])
-                files.append("layers.jsonl", layers)
-            progress.update(record)
-    return records
+    settings = work.settings
+    rank = topology.world.rank
+    with closing(Progress(settings.outer_iterations, settings.progress, rank)) as bar:
+        return [record for record, _ in recorded(topology, files, work, bar)]
 
 
 def run_path(folder: str, method: str, seed: int) -> Path:
@@ -234,7 +216,7 @@ def count_zeros(flat: Tensor, layout: Layout) -> tuple[int, int, int]:
 
 def metadata_bytes(settings: Settings, state: State, counted: dict[str, int]) -> int:
     """Return how many of a run's inter-node bytes say where values belong."""
-    if settings.method not in ("topk", "dgc"):
+    if settings.method not in WITH_POSITIONS:
         return counted["mask"]
     # A position beside each value; the statistics of each outer iteration have none.
     statistics = settings.outer_iterations * state.stats.numel() * state.stats.element_size()

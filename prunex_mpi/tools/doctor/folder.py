@@ -7,7 +7,8 @@ import socket
 import time
 from pathlib import Path
 
-from prunex_mpi.comm.topology import Topology, broadcast_text, gather_text
+from prunex_mpi.comm.agreement import broadcast_text, gather_text
+from prunex_mpi.comm.topology import Topology
 from prunex_mpi.run.facts import existing_folder
 
 # A network file system may show a new file late.

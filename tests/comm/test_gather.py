@@ -1,39 +1,13 @@
-"""Workers and their weights, and gathering through buckets."""
+"""Gathering through buckets."""
 
 import pytest
 import torch
-from nodes import NODE_SHAPES, WORLD, nodes_of
-
-from mpi4py import MPI
+from nodes import WORLD
 
 from prunex_mpi.comm.collectives import Transport
-from prunex_mpi.comm.workers import (
-    allgather_,
-    allgatherv_,
-    allocate_gathered,
-    find_workers,
-    gather_counts,
-    worker_weight,
-)
+from prunex_mpi.comm.gather import allgather_, allgatherv_, gather_counts
 
 pytestmark = pytest.mark.mpi
-
-
-@pytest.mark.parametrize("aggregation", ["flat", "hierarchical"])
-@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
-def test_weights_add_up_to_one_over_those_who_speak(ranks_per_node: int, aggregation: str) -> None:
-    with nodes_of(ranks_per_node) as topology:
-        workers = find_workers(topology, aggregation)
-        weight = worker_weight(topology, aggregation)
-        sums = torch.tensor([workers.speaks, weight], dtype=torch.float64).numpy()
-        WORLD.Allreduce(MPI.IN_PLACE, sums)
-        assert sums[0] == workers.count
-        assert sums[1] == pytest.approx(1)
-        assert workers.speaks == (weight > 0)
-        if aggregation == "hierarchical" and workers.speaks:
-            assert weight == topology.node_size / WORLD.size
-            assert workers.comm.size == workers.count == topology.num_nodes
-        assert workers.ring == (workers.count if topology.num_nodes > 1 else 1)
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -49,9 +23,7 @@ def test_every_rank_receives_what_every_rank_gave(count: int, dtype, staged: boo
         return (torch.arange(count) + 1000 * rank).to(dtype)
 
     mine = given(WORLD.rank)
-    workers = find_everyone()
-    everyone = allocate_gathered(workers, mine)
-    everyone.fill_(-1)
+    everyone = torch.full((WORLD.size, count), -1, dtype=dtype)
     allgather_(WORLD, mine, everyone, transport)
     assert torch.equal(everyone, torch.stack([given(r) for r in range(WORLD.size)]))
 
@@ -76,8 +48,3 @@ def test_ranks_give_as_many_as_they_have(most: int, dtype, staged: bool) -> None
     allgatherv_(WORLD, mine, counts, everyone, transport)
     assert torch.equal(everyone[:-3], wanted)
     assert everyone[-3:].tolist() == [-1, -1, -1]
-
-
-def find_everyone():
-    with nodes_of(1) as topology:
-        return find_workers(topology, "flat")

@@ -1,75 +1,13 @@
-"""Who speaks between nodes in a method that communicates at each step, and what it exchanges.
-
-The workers are all ranks (`flat`) or the leaders of the nodes (`hierarchical`). A worker's
-contribution is its gradient, averaged inside its node if that is what it speaks for, times its
-weight: 1/N or P_i/N. So the plain sum of all contributions is the mean over all N ranks, with
-uneven nodes as well, and so is the sum of what compressors send and what they keep for later.
-"""
+"""Gather what each rank of a communicator has, of equal or of other lengths, alike on all."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.collectives import (
-    Transport,
-    allreduce_,
-    allreduce_then_bcast_,
-    mpi_buffer,
-)
-from prunex_mpi.comm.topology import Topology
-
-
-@dataclass(frozen=True)
-class Workers:
-    """The `count` ranks that speak between nodes; `comm` is MPI.COMM_NULL on those that do not.
-
-    `ring` is the number of workers in a ring of which a part lies between nodes: 1 if all of them
-    are on one node.
-    """
-
-    comm: MPI.Comm
-    count: int
-    weight: float
-    ring: int
-
-    @property
-    def speaks(self) -> bool:
-        return self.comm != MPI.COMM_NULL
-
-
-def worker_weight(topology: Topology, aggregation: str) -> float:
-    """Return what this rank's contribution counts in the mean over all ranks; followers: 0."""
-    if aggregation == "flat":
-        return 1 / topology.world_size
-    return topology.node_weight if topology.is_leader else 0.0
-
-
-def find_workers(topology: Topology, aggregation: str) -> Workers:
-    """Return the workers of `aggregation` (flat | hierarchical)."""
-    flat = aggregation == "flat"
-    count = topology.world_size if flat else topology.num_nodes
-    return Workers(
-        comm=topology.world if flat else topology.leader,
-        count=count,
-        weight=worker_weight(topology, aggregation),
-        ring=count if topology.num_nodes > 1 else 1,
-    )
-
-
-def sum_over_ranks_(
-    topology: Topology, aggregation: str, flat: Tensor, transport: Transport
-) -> None:
-    """Sum `flat` over all ranks, workers or not. Collective on `world`, or `node` and `leader`."""
-    if aggregation == "flat":
-        allreduce_(topology.world, flat, transport)
-    else:
-        allreduce_(topology.node, flat, transport)
-        allreduce_then_bcast_(topology.leader, topology.node, flat, transport)
+from prunex_mpi.comm.collectives import Transport, mpi_buffer
 
 
 def allgather_(comm: MPI.Comm, mine: Tensor, everyone: Tensor, transport: Transport) -> None:
@@ -137,8 +75,3 @@ def allgatherv_(
     comm.Allgatherv(mpi_buffer(sent), [buffer, (list(counts), places), kind])
     if received is not target:
         target.copy_(received)
-
-
-def allocate_gathered(workers: Workers, mine: Tensor) -> Tensor:
-    """Return memory [workers, *mine.shape] for what `allgather_` gathers."""
-    return torch.empty((workers.count, *mine.shape), dtype=mine.dtype, device=mine.device)

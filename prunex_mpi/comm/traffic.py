@@ -1,0 +1,70 @@
+"""What one outer iteration costs: bytes handed over, bytes that leave a node, seconds."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Traffic:
+    """Bytes of one outer iteration.
+
+    `payload`, `mask` and `evaluate` are operands that one worker, a rank that speaks between nodes,
+    hands to collectives; `intra` are operands inside the node. `dense` is what `payload` would be
+    for the whole model. `sent` is what leaves a node for payload and masks, by `ring_bytes`.
+    """
+
+    payload: int = 0
+    mask: int = 0
+    intra: int = 0
+    evaluate: int = 0
+    dense: int = 0
+    sent: int = 0
+
+
+def ring_bytes(workers: int, operand: int, passes: int = 2) -> int:
+    """Return the bytes that one of `workers` sends for `operand` bytes by a ring algorithm.
+
+    (W - 1)/W of the operand per pass around the ring: two passes for an Allreduce (Reduce-scatter,
+    then Allgather), one for a Reduce or a Bcast (pipelined, the mean over the workers) and for an
+    Allgather, whose operand is what all workers together contribute. The ranks of a node are
+    neighbours in the ring, so this is also what leaves a node, however many of its ranks are in it.
+    """
+    return passes * (workers - 1) * operand // workers
+
+
+@dataclass
+class Clock:
+    """Seconds of phase 1 of one outer iteration that are told apart.
+
+    `exchange` is waiting for messages, `method` what a method computes beside forward and backward
+    pass; `earlier` is what the phase took before the run was interrupted in it.
+    """
+
+    earlier: float = 0.0
+    method: float = 0.0
+    exchange: float = 0.0
+
+    @contextmanager
+    def exchanging(self, device: torch.device) -> Iterator[None]:
+        """Count the block as waiting for messages."""
+        started = now(device)
+        yield
+        self.exchange += now(device) - started
+
+    @contextmanager
+    def computing(self, device: torch.device) -> Iterator[None]:
+        """Count the block as the method's own, without the messages in it."""
+        started, waited = now(device), self.exchange
+        yield
+        self.method += now(device) - started - (self.exchange - waited)
+
+
+def now(device: torch.device) -> float:
+    """Return the time at which all that is queued on `device` has been done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

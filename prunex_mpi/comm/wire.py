@@ -1,0 +1,180 @@
+"""What a message needs besides its tensor: whom it goes to, how, and where it is counted.
+
+A wire is made from one communicator and says so: whoever is handed a wire communicates over
+`wire.comm` and nowhere else. Each message is sent, counted and timed in one call.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mpi4py import MPI
+
+from prunex_mpi.comm.collectives import (
+    Transport,
+    allreduce_,
+    allreduce_then_bcast_,
+    bcast_,
+    reduce_,
+)
+from prunex_mpi.comm.gather import allgather_, allgatherv_, gather_counts
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.traffic import Clock, Traffic, ring_bytes
+
+COUNT_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A communicator with all that a message on it needs besides its tensor.
+
+    `comm` is MPI.COMM_NULL on ranks that have no part in it: they must not send. `weight` is what
+    this rank's contribution counts in the mean over the ranks that the wire speaks for, so that a
+    plain sum of weighted contributions is that mean. `ring` is the number of ranks in a ring of
+    which a part lies between nodes, 1 where nothing leaves a node. `kind` names the count of
+    `traffic` that operands add to.
+    """
+
+    comm: MPI.Comm
+    weight: float
+    ring: int
+    transport: Transport
+    traffic: Traffic
+    clock: Clock
+    kind: str = "payload"
+
+    @property
+    def speaks(self) -> bool:
+        return self.comm != MPI.COMM_NULL
+
+    def reduce_(self, flat: Tensor, op: MPI.Op = MPI.SUM, kind: str = "") -> None:
+        """Reduce `flat` in place on every rank (Allreduce). Collective on `comm`."""
+        with self.clock.exchanging(flat.device):
+            allreduce_(self.comm, flat, self.transport, op)
+        self.count(flat.nbytes, kind=kind)
+
+    def reduce_to_first_(self, flat: Tensor, kind: str = "") -> None:
+        """Sum `flat` in place on rank 0; the others keep theirs. Collective on `comm`."""
+        with self.clock.exchanging(flat.device):
+            reduce_(self.comm, flat, self.transport)
+        self.count(flat.nbytes, passes=1, kind=kind)
+
+    def reduce_by_first_(self, flat: Tensor, finish_: Callable[[], None]) -> None:
+        """Sum `flat` on rank 0, which alone calls `finish_` before everyone gets the result.
+
+        Where rounding decides what comes out, all go on with the same. A Reduce and a Bcast move
+        what an Allreduce does, and count as one. Collective on `comm`.
+        """
+        with self.clock.exchanging(flat.device):
+            reduce_(self.comm, flat, self.transport)
+        if self.comm.rank == 0:
+            finish_()
+        with self.clock.exchanging(flat.device):
+            bcast_(self.comm, flat, self.transport)
+        self.count(flat.nbytes)
+
+    def broadcast_(self, flat: Tensor, kind: str = "") -> None:
+        """Hand rank 0's `flat` to every rank, in place. Collective on `comm`."""
+        with self.clock.exchanging(flat.device):
+            bcast_(self.comm, flat, self.transport)
+        self.count(flat.nbytes, passes=1, kind=kind)
+
+    def gather_(self, mine: Tensor, everyone: Tensor) -> None:
+        """Gather `mine` [n] of every rank into `everyone` [comm.size, n]. Collective on `comm`."""
+        with self.clock.exchanging(mine.device):
+            allgather_(self.comm, mine, everyone, self.transport)
+        self.count(mine.nbytes, self.comm.size * mine.nbytes, passes=1)
+
+    def gather_counts(self, count: int) -> list[int]:
+        """Return every rank's `count`, alike on all. Collective on `comm`."""
+        with self.clock.exchanging(torch.device("cpu")):
+            counts = gather_counts(self.comm, count)
+        self.count(COUNT_BYTES, self.comm.size * COUNT_BYTES, passes=1)
+        return counts
+
+    def gather_parts_(self, mine: Tensor, counts: Sequence[int], everyone: Tensor) -> None:
+        """Gather `counts[r]` elements of each rank r, one behind the other, into `everyone`.
+
+        All of them fit into one bucket. Collective on `comm`.
+        """
+        with self.clock.exchanging(mine.device):
+            allgatherv_(self.comm, mine, counts, everyone, self.transport)
+        self.count(mine.nbytes, sum(counts) * mine.element_size(), passes=1)
+
+    def count(
+        self, operand: int, travelling: int | None = None, passes: int = 2, kind: str = ""
+    ) -> None:
+        """Count a message: `operand` bytes of this rank, `travelling` (or as many) in the ring."""
+        kind = kind or self.kind
+        if kind == "intra" and self.comm.size == 1:
+            # Nothing travels inside a node of one rank.
+            return
+        setattr(self.traffic, kind, getattr(self.traffic, kind) + operand)
+        if kind != "evaluate":
+            travelling = operand if travelling is None else travelling
+            self.traffic.sent += ring_bytes(self.ring, travelling, passes)
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The wires of one rank.
+
+    `workers` speak between nodes: all ranks (flat aggregation) or the leaders of the nodes
+    (hierarchical). A worker contributes its gradient, or the mean of the node that it leads, times
+    its weight, 1/N or P_i/N: so the plain sum of all contributions is the mean over all N ranks,
+    with uneven nodes as well, and so is the sum of what compressors send and what they keep for
+    later. `node` is the rank's node, `everyone` all ranks, for what is small and decides.
+    """
+
+    workers: Wire
+    node: Wire
+    everyone: Wire
+    flat: bool
+
+    def sum_(self, flat: Tensor) -> None:
+        """Sum `flat` over all ranks in place. Collective on `world`, or `node` and `leader`."""
+        if self.flat:
+            self.workers.reduce_(flat)
+        else:
+            self.node.reduce_(flat)
+            reduce_between_nodes_(self.workers, self.node, flat)
+
+
+def find_wires(
+    topology: Topology, flat: bool, transport: Transport, traffic: Traffic, clock: Clock
+) -> Wires:
+    """Make the wires of this rank; with `flat` every rank is a worker, else the leaders are."""
+    count = topology.world_size if flat else topology.num_nodes
+    ring = count if topology.num_nodes > 1 else 1
+    workers = Wire(
+        topology.world if flat else topology.leader,
+        worker_weight(topology, flat),
+        ring,
+        transport,
+        traffic,
+        clock,
+    )
+    node = Wire(topology.node, 1 / topology.node_size, 1, transport, traffic, clock, "intra")
+    weight = 1 / topology.world_size
+    everyone = Wire(topology.world, weight, ring, transport, traffic, clock)
+    return Wires(workers, node, everyone, flat)
+
+
+def worker_weight(topology: Topology, flat: bool) -> float:
+    """Return what this rank's contribution counts in the mean over all ranks; followers: 0."""
+    if flat:
+        return 1 / topology.world_size
+    return topology.node_weight if topology.is_leader else 0.0
+
+
+def reduce_between_nodes_(leader: Wire, node: Wire, flat: Tensor, kind: str = "") -> None:
+    """Sum `flat` over the leaders and hand the sum to every rank of each node.
+
+    What followers pass in is overwritten. Collective on `leader.comm`, then on `node.comm`.
+    """
+    with node.clock.exchanging(flat.device):
+        allreduce_then_bcast_(leader.comm, node.comm, flat, leader.transport)
+    leader.count(flat.nbytes, kind=kind)
+    node.count(flat.nbytes)

@@ -1,0 +1,110 @@
+"""The frame of an outer iteration, the same for every driver: beginning, phases, record.
+
+What happens in between is the driver's.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.traffic import now
+from prunex_mpi.core.evaluation import evaluate
+from prunex_mpi.core.metrics import iteration_record, layer_records
+from prunex_mpi.core.residuals import Residuals
+from prunex_mpi.core.state import Work, next_iteration
+from prunex_mpi.pruning.masks import mask_drift
+
+
+@dataclass(frozen=True)
+class Round:
+    """Outer iteration `k` under way.
+
+    When it began, whether it is the last, which mask was in force then, seconds of its phases.
+    """
+
+    k: int
+    last: bool
+    started: float
+    mask: np.ndarray
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def rounds(work: Work) -> Iterator[Round]:
+    """Go through the outer iterations that are left, from `position` on."""
+    total = work.settings.outer_iterations
+    for k in range(work.state.position.iteration, total + 1):
+        work.heartbeat.iteration = k
+        yield Round(k, k == total, time.perf_counter(), work.state.mask)
+
+
+@contextmanager
+def phase(work: Work, this: Round, name: str) -> Iterator[None]:
+    """Add to the seconds of a phase, and tell the watchdog of it."""
+    work.heartbeat.enter(name)
+    started = time.perf_counter()
+    yield
+    this.seconds[name] = this.seconds.get(name, 0.0) + now(work.state.theta.device) - started
+
+
+def split_local(work: Work, this: Round, waiting: str) -> None:
+    """Take out of the phase `local` what was the method's own and what was `waiting`.
+
+    The former is a part of the phase `project`, the latter of the one so named.
+    """
+    clock = work.state.position.clock
+    this.seconds["local"] += clock.earlier - clock.method - clock.exchange
+    this.seconds.update({"project": clock.method, waiting: clock.exchange})
+
+
+def evaluates(work: Work, this: Round, ends: bool = False) -> bool:
+    """Say whether z is evaluated in this outer iteration; where the run `ends` it is."""
+    due = ends or this.last or this.k % work.settings.evaluate_every == 0
+    return due and work.problem.test is not None
+
+
+def measures_residuals(work: Work, this: Round) -> bool:
+    """Say whether this outer iteration's residuals are computed: as asked, and with duals."""
+    wanted = work.settings.residuals
+    asked = wanted == "every" or (wanted == "evaluate" and evaluates(work, this))
+    return asked and not work.state.consensus_sgd
+
+
+def finish_round(
+    topology: Topology,
+    work: Work,
+    this: Round,
+    loss: float,
+    *,
+    drift: float | None = None,
+    residuals: Residuals | None = None,
+    estimate: bool = False,
+    converged: bool = False,
+) -> dict[str, Any]:
+    """Evaluate z where that is due, and return the record; the next outer iteration can begin.
+
+    `drift` is that of the mask unless given. With `estimate` the statistics in force do not fit z:
+    they are estimated for the evaluation, and put back after it. Collective on `world`.
+    """
+    state = work.state
+    position = state.position
+    test_loss = test_accuracy = None
+    with phase(work, this, "evaluate"):
+        if evaluates(work, this, converged):
+            test_loss, test_accuracy = evaluate(topology, work, estimate)
+    this.seconds["total"] = time.perf_counter() - this.started + position.clock.earlier
+    record = {
+        **iteration_record(work, this.k, this.seconds, residuals),
+        "mask_drift": mask_drift(state.mask, this.mask) if drift is None else drift,
+        "train_loss": loss,
+        "test_loss": test_loss,
+        "test_accuracy": test_accuracy,
+        "layers": layer_records(work, this.k, residuals) if topology.world.rank == 0 else [],
+        "status": "converged" if converged else "completed" if this.last else "running",
+    }
+    next_iteration(position, loss)
+    return record

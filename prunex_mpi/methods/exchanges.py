@@ -1,0 +1,110 @@
+"""What each method does at a step: the only place that matches on a method's name.
+
+A method that communicates at each step is a module with one face:
+
+- `memory(settings, layout, theta)`: what one step hands to the next; checkpoints hold it;
+- `allocate(wire, work)`: what each step writes anew (`space`), so that no step allocates;
+- `exchange_(wire, space, work)`: replaces a worker's weighted gradient in `grad` by the sum over
+  all workers, the same bits on each; what it leaves out of the sum stays in the memory;
+- `payload(settings, layout, size, workers)`: bytes of a step, for the dry run;
+- `OPERATIONS`: its messages, as rows (what, communicator, MPI operation, operand).
+
+A new rival is such a file, a line in `module_of`, and its settings.
+"""
+
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from prunex_mpi.comm.wire import Wires
+from prunex_mpi.core.state import Work
+from prunex_mpi.methods import (
+    dense,
+    dgc,
+    local_sgd,
+    omnireduce,
+    pactrain,
+    pactrain_mask,
+    powersgd,
+    prunetrain,
+    topk,
+)
+from prunex_mpi.models.layout import Layout
+from prunex_mpi.settings.fields import Settings
+
+
+def module_of(method: str) -> ModuleType:
+    """Return the module with the face of a method that communicates at each step."""
+    match method:
+        case "dense":
+            return dense
+        case "topk":
+            return topk
+        case "dgc":
+            return dgc
+        case "powersgd":
+            return powersgd
+        case "omnireduce":
+            return omnireduce
+        case "pactrain":
+            return pactrain
+        case "prunetrain":
+            return prunetrain
+        case other:
+            raise ValueError(f"{other} exchanges nothing at each step")
+
+
+def memory_of(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    """Allocate what the method remembers, as it is before the first step.
+
+    `own.` tensors have theta's dtype and device, `shared.` tensors any (small ones that decide stay
+    on the host); all are contiguous. Raises UserError where the method can't work on such a layout.
+    """
+    match settings.method:
+        case "prunex" | "prunex-flat" | "local-sgd" | "one-shot":
+            return {}
+        case "diloco":
+            return local_sgd.outer_memory(theta)
+        case method:
+            return module_of(method).memory(settings, layout, theta)
+
+
+def start_gradient_(wires: Wires, space: dict[str, Any], work: Work, loss: Tensor) -> None:
+    """Let `grad` start from what the method adds to the gradient of `loss`: mostly nothing."""
+    match work.settings.method:
+        case "prunetrain":
+            prunetrain.start_gradient_(wires, space, work, loss)
+        case _:
+            work.state.grad.zero_()
+
+
+def follow_(wires: Wires, space: dict[str, Any], work: Work) -> None:
+    """Look at the gradient that all ranks have received. Collective on `world`."""
+    match work.settings.method:
+        case "pactrain":
+            pactrain.follow_(wires, space, work)
+
+
+def prune_(wires: Wires, work: Work, done: int) -> float | None:
+    """Prune after `done` outer iterations, if that is when; return the drift of a mask of weights.
+
+    None where the drift is that of the groups. Collective on `world`, or on `node` and `leader`.
+    """
+    match work.settings.method:
+        case "pactrain":
+            return pactrain_mask.prune_when_due_(wires, work, done)
+        case _:
+            return None
+
+
+def reshape_(wires: Wires, space: dict[str, Any], work: Work, done: int) -> bool:
+    """Take out of the network what is of no use after `done` outer iterations; say if any was.
+
+    Then `space` has to be allocated anew. Collective on `world`.
+    """
+    match work.settings.method:
+        case "prunetrain" if done % work.settings.reconfigure_every == 0:
+            return prunetrain.reconfigure_(wires, space, work)
+        case _:
+            return False

@@ -1,0 +1,149 @@
+"""Wires: who speaks with what weight, and messages that are sent, counted and timed in one call."""
+
+import pytest
+import torch
+from driving import SMALL_BUCKETS, assert_alike_on_all_ranks, wire_of, wires_of
+from nodes import NODE_SHAPES, WORLD, nodes_of
+
+from mpi4py import MPI
+
+from prunex_mpi.comm.traffic import Clock, Traffic, ring_bytes
+from prunex_mpi.comm.wire import find_wires, reduce_between_nodes_
+
+pytestmark = pytest.mark.mpi
+
+COUNT = 500
+
+
+def ours(rank: int = WORLD.rank) -> torch.Tensor:
+    return torch.arange(COUNT, dtype=torch.float64) + 1000 * rank
+
+
+def everyones_sum() -> torch.Tensor:
+    return sum(ours(rank) for rank in range(WORLD.size))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
+def test_weights_add_up_to_one_over_those_who_speak(ranks_per_node: int, flat: bool) -> None:
+    with nodes_of(ranks_per_node) as topology:
+        workers = wires_of(topology, flat=flat).workers
+        count = WORLD.size if flat else topology.num_nodes
+        sums = torch.tensor([workers.speaks, workers.weight], dtype=torch.float64).numpy()
+        WORLD.Allreduce(MPI.IN_PLACE, sums)
+        assert sums[0] == count
+        assert sums[1] == pytest.approx(1)
+        assert workers.speaks == (workers.weight > 0)
+        if not flat and workers.speaks:
+            assert workers.weight == topology.node_size / WORLD.size
+            assert workers.comm.size == count
+        assert workers.ring == (count if topology.num_nodes > 1 else 1)
+
+
+def test_a_reduction_counts_its_operand_and_what_a_ring_sends() -> None:
+    wire, flat = wire_of(WORLD), ours()
+    wire.reduce_(flat)
+    assert torch.equal(flat, everyones_sum())
+    size = 8 * COUNT
+    assert wire.traffic == Traffic(payload=size, sent=ring_bytes(WORLD.size, size))
+    bits = torch.tensor([1 << WORLD.rank], dtype=torch.uint8)
+    wire.reduce_(bits, MPI.BOR, kind="mask")
+    assert int(bits) == 2**WORLD.size - 1
+    assert wire.traffic.mask == 1
+    assert wire.traffic.payload == size
+
+
+def test_a_reduction_to_the_first_and_a_broadcast_are_half_a_reduction_each() -> None:
+    wire, flat = wire_of(WORLD), ours()
+    wire.reduce_to_first_(flat)
+    assert torch.equal(flat, everyones_sum() if WORLD.rank == 0 else ours())
+    wire.broadcast_(flat)
+    assert torch.equal(flat, everyones_sum())
+    size = 8 * COUNT
+    half = ring_bytes(WORLD.size, size, passes=1)
+    assert wire.traffic == Traffic(payload=2 * size, sent=2 * half)
+
+
+def test_what_the_first_rank_finishes_is_everyones_and_counts_once() -> None:
+    wire, flat = wire_of(WORLD), ours()
+
+    def finish_() -> None:
+        assert WORLD.rank == 0
+        flat.neg_()
+
+    wire.reduce_by_first_(flat, finish_)
+    assert torch.equal(flat, -everyones_sum())
+    size = 8 * COUNT
+    assert wire.traffic == Traffic(payload=size, sent=ring_bytes(WORLD.size, size))
+
+
+def test_gathers_count_what_everyone_contributes() -> None:
+    wire = wire_of(WORLD)
+    everyone = torch.empty(WORLD.size, COUNT, dtype=torch.float64)
+    wire.gather_(ours(), everyone)
+    assert torch.equal(everyone, torch.stack([ours(rank) for rank in range(WORLD.size)]))
+    size = 8 * COUNT
+    sent = ring_bytes(WORLD.size, WORLD.size * size, passes=1)
+    assert wire.traffic == Traffic(payload=size, sent=sent)
+
+    counts = wire.gather_counts(WORLD.rank + 1)
+    assert counts == list(range(1, WORLD.size + 1))
+    sent += ring_bytes(WORLD.size, WORLD.size * 8, passes=1)
+    assert wire.traffic == Traffic(payload=size + 8, sent=sent)
+
+    together = torch.empty(sum(counts), dtype=torch.float64)
+    wire.gather_parts_(ours()[: counts[WORLD.rank]], counts, together)
+    assert torch.equal(together, torch.cat([ours(r)[:c] for r, c in enumerate(counts)]))
+    sent += ring_bytes(WORLD.size, 8 * sum(counts), passes=1)
+    assert wire.traffic == Traffic(payload=size + 8 + 8 * counts[WORLD.rank], sent=sent)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
+def test_sums_over_all_ranks_are_the_same_either_way(ranks_per_node: int, flat: bool) -> None:
+    with nodes_of(ranks_per_node) as topology:
+        wires = wires_of(topology, flat=flat)
+        values = ours()
+        wires.sum_(values)
+        assert torch.equal(values, everyones_sum())
+        assert_alike_on_all_ranks(values)
+        size, inside = 8 * COUNT, topology.node_size > 1 and not flat
+        traffic = wires.workers.traffic
+        assert traffic.payload == size
+        assert traffic.intra == (2 * size if inside else 0)
+        assert traffic.sent == ring_bytes(wires.workers.ring, size)
+
+
+@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
+def test_sums_between_nodes_reach_everyone_and_evaluation_leaves_no_node(
+    ranks_per_node: int,
+) -> None:
+    with nodes_of(ranks_per_node) as topology:
+        wires = wires_of(topology)
+        index = topology.node_index
+        values = ours(index)
+        reduce_between_nodes_(wires.workers, wires.node, values, kind="evaluate")
+        assert torch.equal(values, sum(ours(node) for node in range(topology.num_nodes)))
+        inside = 8 * COUNT if topology.node_size > 1 else 0
+        assert wires.node.traffic == Traffic(evaluate=8 * COUNT, intra=inside)
+
+
+def test_time_in_messages_is_told_from_the_methods_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, now = Clock(), iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))
+    device = torch.device("cpu")
+    with clock.computing(device), clock.exchanging(device):
+        pass
+    # Four readings, one second apart, from outside in and out again.
+    assert clock == Clock(method=2.0, exchange=1.0)
+
+
+def test_a_wire_takes_the_time_of_its_messages() -> None:
+    with nodes_of(2) as topology:
+        clock = Clock()
+        wires = find_wires(topology, True, SMALL_BUCKETS, Traffic(), clock)
+        before = clock.exchange
+        wires.workers.reduce_(ours())
+        wires.everyone.broadcast_(ours())
+        assert clock.exchange > before == 0.0
+        assert clock.method == 0.0
