@@ -16,7 +16,8 @@ from prunex_mpi import __version__
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.run.program import run_program
 from prunex_mpi.settings.cli import Parser
-from prunex_mpi.settings.fields import Settings, make
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import make
 from prunex_mpi.settings.values import nearest, quote
 from prunex_mpi.tools.compare import options as compare_options
 

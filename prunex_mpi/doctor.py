@@ -19,7 +19,8 @@ from prunex_mpi.checks.launcher import check_launcher, launcher_rank
 from prunex_mpi.run.program import abort_on_exceptions, end_job, run_program
 from prunex_mpi.run.watchdog import Heartbeat, Watchdog
 from prunex_mpi.settings.cli import Parser
-from prunex_mpi.settings.fields import Settings, make
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import make
 
 if TYPE_CHECKING:
     import torch

@@ -17,8 +17,9 @@ from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.find_groups import find_groups
 from prunex_mpi.pruning.projection import Groups
 from prunex_mpi.pruning.shrink import verify
-from prunex_mpi.settings.fields import Settings, layer_keep_ratios
+from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import BY_GROUPS
+from prunex_mpi.settings.resolve import layer_keep_ratios
 
 
 def load_dataset(topology: Topology, settings: Settings) -> Dataset:

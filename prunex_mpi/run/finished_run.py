@@ -17,7 +17,8 @@ from prunex_mpi.data.datasets import load
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe, probe
 from prunex_mpi.settings.cli import read_saved
-from prunex_mpi.settings.fields import Settings, resumed
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import resumed
 
 # Other processors and TF32 round differently; another network differs far more.
 PROBE_TOLERANCE = 2e-2

@@ -37,7 +37,8 @@ from prunex_mpi.run.devices import choose_device, lone_singleton, resolve_mpi_bu
 from prunex_mpi.run.facts import gather_facts
 from prunex_mpi.run.supervision import Checkpoints, Job, run_to_end
 from prunex_mpi.run.watchdog import Heartbeat, Watchdog
-from prunex_mpi.settings.fields import Settings, to_toml
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import to_toml
 
 
 def run(

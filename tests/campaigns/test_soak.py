@@ -23,7 +23,7 @@ from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run import supervision
 from prunex_mpi.run.supervision import Checkpoints, Job, run_to_end
 from prunex_mpi.run.watchdog import Heartbeat
-from prunex_mpi.settings.fields import make
+from prunex_mpi.settings.resolve import make
 
 WARM = 50
 GROWTH = 1.01

@@ -23,7 +23,7 @@ from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.find_groups import find_groups
 from prunex_mpi.run.watchdog import Heartbeat
-from prunex_mpi.settings.fields import make
+from prunex_mpi.settings.resolve import make
 
 CPU = torch.device("cpu")
 RESIDUALS = {"intra_primal": 0, "intra_dual": 1, "inter_primal": 2, "inter_dual": 3}

@@ -13,7 +13,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.core.problem import make_groups
 from prunex_mpi.core.state import build_state
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.settings.fields import make
+from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.mpi
 

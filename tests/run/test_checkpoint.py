@@ -20,7 +20,8 @@ from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.run.watchdog import Heartbeat
-from prunex_mpi.settings.fields import Settings, make
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.mpi
 

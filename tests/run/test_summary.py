@@ -4,7 +4,7 @@ import pytest
 from nodes import nodes_of
 
 from prunex_mpi.run.summary import dry_run
-from prunex_mpi.settings.fields import make
+from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.mpi
 

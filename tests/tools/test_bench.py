@@ -16,7 +16,7 @@ from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import build_topology, free_topology, nodes_of
 from prunex_mpi.core.state import Traffic
-from prunex_mpi.settings.fields import make
+from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.bench.checkpoint import checkpoints
 from prunex_mpi.tools.bench.collectives import collectives
 from prunex_mpi.tools.bench.ddp import compare_with_ddp

@@ -17,7 +17,8 @@ from prunex_mpi.comm.topology import Topology, broadcast_text, together
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.job import set_up
 from prunex_mpi.run.watchdog import Heartbeat
-from prunex_mpi.settings.fields import Settings, with_overrides
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import with_overrides
 from prunex_mpi.tools.bench.report import Action, Table, min_seconds
 
 AIM_TIMES_DD = 1.5

@@ -22,7 +22,8 @@ from prunex_mpi.methods import per_step
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run.job import set_up
 from prunex_mpi.run.watchdog import Heartbeat
-from prunex_mpi.settings.fields import Settings, make
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.bench.gloo import gloo_group
 from prunex_mpi.tools.bench.report import Table
 

@@ -30,7 +30,8 @@ from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.layout import build_layout, flatten_
 from prunex_mpi.run.devices import run_separately
 from prunex_mpi.run.watchdog import Heartbeat
-from prunex_mpi.settings.fields import Settings, make
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.bench.kernels import IMAGE_SIZE, MIB, NUM_CLASSES
 from prunex_mpi.tools.bench.report import Table
 

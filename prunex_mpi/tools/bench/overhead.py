@@ -9,7 +9,8 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.run.job import set_up
 from prunex_mpi.run.watchdog import Heartbeat
-from prunex_mpi.settings.fields import Settings, with_overrides
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import with_overrides
 from prunex_mpi.tools.bench.report import Table
 
 AIM_PERCENT = 5.0

@@ -7,15 +7,9 @@ from typing import Any
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.settings.cli import Parser, add_settings, convert_flag, join_negative_numbers
-from prunex_mpi.settings.fields import (
-    CONSENSUS,
-    FIELDS,
-    METHODS,
-    Settings,
-    build,
-    key_of,
-    methods_of,
-)
+from prunex_mpi.settings.fields import FIELDS, Settings, key_of, methods_of
+from prunex_mpi.settings.methods import CONSENSUS, METHODS
+from prunex_mpi.settings.resolve import build
 from prunex_mpi.settings.values import convert, nearest, quote
 
 # What the comparison itself decides, or what only a run of its own can do.

@@ -27,8 +27,9 @@ from prunex_mpi.run import summary
 from prunex_mpi.run.job import assemble, software_versions
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.run.watchdog import Heartbeat
-from prunex_mpi.settings.fields import Settings, to_toml
+from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import PER_STEP
+from prunex_mpi.settings.resolve import to_toml
 from prunex_mpi.tools.bench.report import Action, min_seconds
 from prunex_mpi.tools.compare.tables import Measured, Outcome
 
