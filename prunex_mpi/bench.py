@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prunex_mpi import __version__
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import UserError, nearest, quote
 from prunex_mpi.run.program import run_program
 from prunex_mpi.settings.cli import Parser
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import make
-from prunex_mpi.settings.values import nearest, quote
 from prunex_mpi.tools.compare import options as compare_options
 
 if TYPE_CHECKING:
@@ -26,9 +25,9 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
+    from prunex_mpi.base.tables import Table
     from prunex_mpi.comm.collectives import Transport
     from prunex_mpi.comm.topology import Topology
-    from prunex_mpi.tools.bench.report import Table
 
 ALONE = ("kernels", "overhead", "memory")
 TOGETHER = ("collectives",)
@@ -173,6 +172,8 @@ def bench(world: "MPI.Comm", options: Options) -> int:
     """Measure and print; only world rank 0 prints and writes. Collective on `world`."""
     import torch
 
+    from prunex_mpi.base.files import prepare_file, write_json
+    from prunex_mpi.base.tables import as_json, format_table
     from prunex_mpi.comm.topology import (
         describe,
         library_name,
@@ -184,12 +185,7 @@ def bench(world: "MPI.Comm", options: Options) -> int:
     from prunex_mpi.models.build import build_model
     from prunex_mpi.run.devices import choose_device, lone_singleton, set_threads
     from prunex_mpi.run.job import find_transport
-    from prunex_mpi.tools.bench.report import (
-        describe_machine,
-        format_table,
-        prepare_file,
-        write_json,
-    )
+    from prunex_mpi.tools.bench.timing import describe_machine
 
     singleton = lone_singleton(world)
     raise_together(world, UserError(singleton) if singleton else None)
@@ -233,7 +229,7 @@ def bench(world: "MPI.Comm", options: Options) -> int:
             for table in found if world.rank == 0 else ():
                 print(f"\n{format_table(table)}", flush=True)
         if world.rank == 0 and options.json_file:
-            write_json(options.json_file, machine, tables)
+            write_json(options.json_file, as_json(machine, tables))
     return 0
 
 

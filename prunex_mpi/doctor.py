@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from prunex_mpi import __version__
 from prunex_mpi.base.errors import FAILURE, UserError
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.checks.findings import Finding, errors
 from prunex_mpi.checks.launcher import check_launcher, launcher_rank
 from prunex_mpi.run.program import abort_on_exceptions, end_job, run_program
-from prunex_mpi.run.watchdog import Heartbeat, Watchdog
+from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.cli import Parser
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import make
@@ -111,12 +112,13 @@ def report_singleton(findings: list[Finding], options: Options) -> int:
     if launcher_rank(os.environ):
         time.sleep(SINGLETON_GRACE_S)
         return FAILURE
-    from prunex_mpi.tools.bench.report import prepare_file
+    from prunex_mpi.base.files import prepare_file, write_json
     from prunex_mpi.tools.doctor import report
 
     prepare_file("json", options.json_file)
     print(f"{report.head()}\n\n{report.format_findings(findings)}\n", flush=True)
-    report.write_json(options.json_file, [], findings, [])
+    if options.json_file:
+        write_json(options.json_file, report.as_json([], findings, []))
     print(report.verdict(findings), flush=True)
     return FAILURE
 
@@ -125,12 +127,12 @@ def examine(
     world: "MPI.Comm", findings: list[Finding], options: Options, heartbeat: Heartbeat
 ) -> int:
     """Look at everything in turn; only world rank 0 prints. Collective on `world`."""
+    from prunex_mpi.base.files import prepare_file, write_json
     from prunex_mpi.checks.gpus import check_mpi_buffers
     from prunex_mpi.checks.ranks import check_ranks, check_shared_folder
     from prunex_mpi.comm.topology import broadcast_text, nodes_of, together
     from prunex_mpi.run.devices import set_threads
     from prunex_mpi.run.facts import gather_facts
-    from prunex_mpi.tools.bench.report import prepare_file
     from prunex_mpi.tools.doctor import report
     from prunex_mpi.tools.doctor.folder import try_folder
     from prunex_mpi.tools.doctor.links import measure_links
@@ -160,7 +162,8 @@ def examine(
         if world.rank == 0:
             if links:
                 print(f"\n{report.format_links(links, facts)}", flush=True)
-            report.write_json(options.json_file, facts, findings, links)
+            if options.json_file:
+                write_json(options.json_file, report.as_json(facts, findings, links))
             print(f"\n{report.verdict(findings)}", flush=True)
         failed = broadcast_text(topology.world, "failed" if errors(findings) else "")
     return FAILURE if failed else 0

@@ -115,12 +115,13 @@ def export(options: Options) -> None:
     import torch
 
     from prunex_mpi.base.files import STATE
+    from prunex_mpi.base.tables import format_table
     from prunex_mpi.data.batches import Shard, evaluation_batches
     from prunex_mpi.models import standalone
     from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
     from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors
     from prunex_mpi.run.finished_run import read_run
-    from prunex_mpi.tools.bench.report import describe_machine, format_table
+    from prunex_mpi.tools.bench.timing import describe_machine
     from prunex_mpi.tools.export import files
     from prunex_mpi.tools.export.proof import BATCH, compare, prove
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.run.program import abort_on_exceptions, end_job, run_program
-from prunex_mpi.run.watchdog import Heartbeat, Watchdog
+from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.fields import Settings
 

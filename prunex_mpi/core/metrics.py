@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.compress.support import PRUNED
 from prunex_mpi.core.residuals import RESIDUALS, Residuals
 from prunex_mpi.core.state import State, Traffic
 from prunex_mpi.pruning.projection import kept_numel
-from prunex_mpi.run.watchdog import Heartbeat
 
 
 @contextmanager

@@ -16,9 +16,9 @@ from torch import Tensor
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
+from prunex_mpi.base.errors import UNREADABLE, UserError, nearest, one_line
+from prunex_mpi.base.units import GIB
 from prunex_mpi.data.batches import CHUNK_IMAGES, Shard
-from prunex_mpi.settings.values import nearest
 
 DATASETS = ("digits", "cifar10", "cifar100", "imagefolder", "synthetic")
 DIGITS_TEST_SHARE = 0.2
@@ -111,8 +111,8 @@ def _refuse_too_large(source: _Source, train_samples: int, test_samples: int, si
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         raise UserError(
-            f"the images of one rank take {needed / 2**30:.3g} GiB and this machine has "
-            f"{memory / 2**30:.3g}; lower --train-samples, --test-samples or --image-size"
+            f"the images of one rank take {needed / GIB:.3g} GiB and this machine has "
+            f"{memory / GIB:.3g}; lower --train-samples, --test-samples or --image-size"
         )
 
 

@@ -23,6 +23,7 @@ import torch
 
 from mpi4py import MPI
 
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import Transport, allreduce_, allreduce_then_bcast_
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.preemption import StopAgreement
@@ -65,7 +66,6 @@ from prunex_mpi.pruning.projection import (
     mask_drift,
     mask_views_,
 )
-from prunex_mpi.run.watchdog import Heartbeat
 from prunex_mpi.settings.fields import Settings
 
 

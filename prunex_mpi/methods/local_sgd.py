@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import StopAgreement
 from prunex_mpi.comm.topology import Topology
@@ -36,7 +37,6 @@ from prunex_mpi.methods.hsadmm import (
     project,
 )
 from prunex_mpi.pruning.projection import mask_drift
-from prunex_mpi.run.watchdog import Heartbeat
 from prunex_mpi.settings.fields import Settings
 
 

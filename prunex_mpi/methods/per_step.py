@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mpi4py import MPI
 
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import Transport, allreduce_then_bcast_, bcast_
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.preemption import StopAgreement
@@ -59,7 +60,6 @@ from prunex_mpi.methods.topk import allocate_topk, exchange_topk_
 from prunex_mpi.models import batchnorm
 from prunex_mpi.pruning.lasso import Lasso
 from prunex_mpi.pruning.projection import mask_drift
-from prunex_mpi.run.watchdog import Heartbeat
 from prunex_mpi.settings.fields import Settings
 
 # Methods whose step takes the mean gradient as it is.

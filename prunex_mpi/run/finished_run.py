@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
 from prunex_mpi.base.files import STATE, SUMMARY, FileRecord, read_record
-from prunex_mpi.base.logs import COMPLETE, read_summary
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import load
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe, probe
+from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.settings.cli import read_saved
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import resumed

@@ -13,7 +13,8 @@ from mpi4py import MPI
 from prunex_mpi import __version__
 from prunex_mpi.base.errors import PREEMPTED, UserError
 from prunex_mpi.base.files import telling_disk_errors
-from prunex_mpi.base.logs import RunDirectory, log, set_up_logging
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.checks.findings import errors
 from prunex_mpi.checks.ranks import check_ranks
 from prunex_mpi.comm.collectives import Transport, build_transport
@@ -34,9 +35,10 @@ from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run import checkpoint, summary
 from prunex_mpi.run.devices import choose_device, lone_singleton, resolve_mpi_buffers, set_threads
+from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.facts import gather_facts
 from prunex_mpi.run.supervision import Checkpoints, Job, run_to_end
-from prunex_mpi.run.watchdog import Heartbeat, Watchdog
+from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import to_toml
 

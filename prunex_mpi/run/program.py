@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prunex_mpi.base.errors import FAILURE, UserError
-from prunex_mpi.run.watchdog import Heartbeat
+from prunex_mpi.base.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from mpi4py import MPI

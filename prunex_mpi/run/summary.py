@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from prunex_mpi.base.files import STATE, written_record
-from prunex_mpi.base.logs import format_table
+from prunex_mpi.base.tables import format_lines
+from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.compress.blocks import block_count
 from prunex_mpi.compress.low_rank import split_layout
@@ -29,7 +30,6 @@ from prunex_mpi.run.checkpoint_files import save_tensors
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import LOCAL, PER_STEP
 
-MIB = 2**20
 CIFAR_SIDE = 32
 
 
@@ -124,7 +124,7 @@ def closing_table(summary: dict[str, Any], run_dir: Path) -> str:
         ("seconds in all", f"{summary['seconds_total']:.1f}"),
         ("results", str(run_dir)),
     ]
-    return format_table(rows)
+    return format_lines(rows)
 
 
 def dry_run(settings: Settings, topology: Topology) -> str:
@@ -196,7 +196,7 @@ def dry_run(settings: Settings, topology: Topology) -> str:
                 size_of(dense * len(run)),
             ),
         ]
-        return format_table(rows)
+        return format_lines(rows)
     model_row, topology_row = _what_runs(settings, topology, layout, statistics)
     rows = [
         model_row,
@@ -214,7 +214,7 @@ def dry_run(settings: Settings, topology: Topology) -> str:
         ),
         *(("not pruned", text) for text in groups.excluded),
     ]
-    return format_table(rows)
+    return format_lines(rows)
 
 
 def _dry_run_per_step(
@@ -256,7 +256,7 @@ def _dry_run_per_step(
         ("payload per step", f"{_size_of(payload)} ({how})"),
         ("statistics per outer iteration", _size_of(statistics * size)),
     ]
-    return format_table(rows)
+    return format_lines(rows)
 
 
 def _pactrain_payload(

@@ -9,7 +9,8 @@ import numpy as np
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import Diverged
-from prunex_mpi.base.logs import Progress, RunDirectory, log
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.logs import Progress, log
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import StopAgreement
 from prunex_mpi.comm.topology import Topology
@@ -17,7 +18,7 @@ from prunex_mpi.core.schedule import ROLLBACK_FACTOR
 from prunex_mpi.core.state import Problem, State
 from prunex_mpi.methods import hsadmm, local_sgd, per_step
 from prunex_mpi.run import checkpoint
-from prunex_mpi.run.watchdog import Heartbeat
+from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.settings.fields import Settings
 
 # --checkpoint-every auto: the share of the time that writing may take, and the shortest interval.

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from prunex_mpi import __version__
-from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.base.errors import UNREADABLE, UserError, nearest, quote
 from prunex_mpi.settings.fields import FIELDS, Settings, key_of
 from prunex_mpi.settings.resolve import build, check_saved, from_table, preset_values, resumed
-from prunex_mpi.settings.values import convert, nearest, quote
+from prunex_mpi.settings.values import convert
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -9,11 +9,11 @@ from typing import Any
 
 import tomli_w
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import UserError, nearest, quote
 from prunex_mpi.settings.checks import check_together, first_at_target
 from prunex_mpi.settings.fields import FIELDS, OF_THE_JOB, Settings, key_of, methods_of
 from prunex_mpi.settings.methods import METHOD_DEFAULTS
-from prunex_mpi.settings.values import convert, nearest, quote, split_layer_keep_ratio
+from prunex_mpi.settings.values import convert, split_layer_keep_ratio
 
 if sys.version_info >= (3, 11):
     import tomllib

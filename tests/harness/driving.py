@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from nodes import WORLD
 
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.core.problem import make_groups
 from prunex_mpi.core.state import Problem, build_state
@@ -12,7 +13,6 @@ from prunex_mpi.data.batches import Shard
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.projection import layer_masks
 from prunex_mpi.run.supervision import driver_of
-from prunex_mpi.run.watchdog import Heartbeat
 
 CPU = torch.device("cpu")
 STEPS = 3

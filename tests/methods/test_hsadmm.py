@@ -14,6 +14,7 @@ from torch import nn
 
 from mpi4py import MPI
 
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.topology import build_topology, free_topology
 from prunex_mpi.core.state import Problem, build_state
@@ -22,7 +23,6 @@ from prunex_mpi.methods.hsadmm import outer_iterations
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.find_groups import find_groups
-from prunex_mpi.run.watchdog import Heartbeat
 from prunex_mpi.settings.resolve import make
 
 CPU = torch.device("cpu")

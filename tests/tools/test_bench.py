@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from prunex_mpi import bench
 from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.base.tables import Table, format_table
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import build_topology, free_topology, nodes_of
 from prunex_mpi.core.state import Traffic
@@ -23,7 +24,7 @@ from prunex_mpi.tools.bench.ddp import compare_with_ddp
 from prunex_mpi.tools.bench.kernels import kernels, make_state, project_alone, update_duals_alone
 from prunex_mpi.tools.bench.memory import child, memory
 from prunex_mpi.tools.bench.overhead import CONSENSUS, MEASURED, overhead, train
-from prunex_mpi.tools.bench.report import Action, Table, as_json, format_table, min_seconds
+from prunex_mpi.tools.bench.timing import Action, min_seconds
 
 CPU = torch.device("cpu")
 SMALL = make(model="resnet8", batch_size=4, device="cpu")
@@ -291,17 +292,3 @@ def test_actions_take_turns_and_the_first_turn_is_not_counted():
     best = min_seconds(actions, 2, CPU)
     assert order == ["prepare", "a", "b"] * 3
     assert all(0 <= seconds < 1 for seconds in best.values())
-
-
-def test_tables_align_and_survive_json():
-    table = Table("t", ("name", "n"), (("long name", 1), ("x", None), ("y", 1234.5)), ("note",))
-    assert format_table(table).splitlines() == [
-        "t",
-        "  name          n",
-        "  long name     1",
-        "  x             -",
-        "  y          1234",
-        "  note",
-    ]
-    written = json.loads(json.dumps(as_json({"mpi": "m"}, [table])))
-    assert written["tables"][0]["rows"] == [["long name", 1], ["x", None], ["y", 1234.5]]

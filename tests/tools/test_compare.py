@@ -10,13 +10,13 @@ from test_bench import assert_sane, column, run
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.topology import broadcast_text, nodes_of
 from prunex_mpi.core.problem import load_dataset
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout, Segment, build_layout
 from prunex_mpi.settings.methods import METHODS
 from prunex_mpi.settings.resolve import make
-from prunex_mpi.tools.bench.report import Table
 from prunex_mpi.tools.compare import compare as bench_compare
 from prunex_mpi.tools.compare.compare import compare, hold_out
 from prunex_mpi.tools.compare.options import parse, settings_of, tuning_settings

@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from prunex_mpi import doctor
 from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.checks import gpus as findings_gpu
 from prunex_mpi.checks import ranks as findings_ranks
 from prunex_mpi.checks.findings import SEVERITIES, Finding, RankFacts, errors, listed, per_machine
@@ -31,7 +32,6 @@ from prunex_mpi.run.facts import (
     from_json,
     gather_facts,
 )
-from prunex_mpi.run.watchdog import Heartbeat
 from prunex_mpi.tools.doctor import folder as doctor_folder
 from prunex_mpi.tools.doctor import report as doctor_report
 from prunex_mpi.tools.doctor.links import ALLREDUCE_BYTES, BANDWIDTH_BYTES, Link, measure_links

@@ -14,8 +14,11 @@ import torch
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import UserError, quote
+from prunex_mpi.base.files import prepare_file, write_json
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import set_up_logging
+from prunex_mpi.base.tables import Table, as_json, format_table
 from prunex_mpi.comm.topology import (
     Topology,
     describe,
@@ -31,15 +34,8 @@ from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.run.devices import lone_singleton
 from prunex_mpi.run.job import find_device, find_transport, heed_findings, software_versions
 from prunex_mpi.run.program import abort_on_exceptions, end_job
-from prunex_mpi.run.watchdog import Heartbeat, Watchdog
-from prunex_mpi.settings.values import quote
-from prunex_mpi.tools.bench.report import (
-    Table,
-    describe_machine,
-    format_table,
-    prepare_file,
-    write_json,
-)
+from prunex_mpi.run.watchdog import Watchdog
+from prunex_mpi.tools.bench.timing import describe_machine
 from prunex_mpi.tools.compare.options import Options, settings_of, tuning_settings
 from prunex_mpi.tools.compare.run import run_one, run_path
 from prunex_mpi.tools.compare.tables import (
@@ -70,7 +66,7 @@ def compare(world: MPI.Comm, options: Options) -> int:
             if options.text_file:
                 Path(options.text_file).write_text(text + "\n", encoding="utf-8")
             if options.json_file:
-                write_json(options.json_file, machine, tables)
+                write_json(options.json_file, as_json(machine, tables))
         # Nobody leaves while another may still need the job.
         world.Barrier()
     return 0

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import UserError, nearest, quote
 from prunex_mpi.settings.cli import Parser, add_settings, convert_flag, join_negative_numbers
 from prunex_mpi.settings.fields import FIELDS, Settings, key_of, methods_of
 from prunex_mpi.settings.methods import CONSENSUS, METHODS
 from prunex_mpi.settings.resolve import build
-from prunex_mpi.settings.values import convert, nearest, quote
+from prunex_mpi.settings.values import convert
 
 # What the comparison itself decides, or what only a run of its own can do.
 OWN = ("method", "seed", "lr", "eps_abs", "eps_rel", "run_dir", "dry_run")

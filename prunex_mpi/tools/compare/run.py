@@ -15,7 +15,8 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import Diverged
 from prunex_mpi.base.files import telling_disk_errors
-from prunex_mpi.base.logs import Progress, RunDirectory, log
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.logs import Progress, log
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology, nodes_of, together
 from prunex_mpi.compress.sparse import POSITION_BYTES
@@ -24,13 +25,13 @@ from prunex_mpi.core.state import Problem, State, weights
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.run import summary
+from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.job import assemble, software_versions
 from prunex_mpi.run.supervision import driver_of
-from prunex_mpi.run.watchdog import Heartbeat
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import PER_STEP
 from prunex_mpi.settings.resolve import to_toml
-from prunex_mpi.tools.bench.report import Action, min_seconds
+from prunex_mpi.tools.bench.timing import Action, min_seconds
 from prunex_mpi.tools.compare.tables import Measured, Outcome
 
 FORWARD_BATCH = 32

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from prunex_mpi.tools.bench.report import Cell, Table
+from prunex_mpi.base.tables import Cell, Table
+from prunex_mpi.base.units import MIB
 
-MIB = 2**20
 # What a method calls between nodes in each of its exchanges, the largest operand last.
 OPERATIONS = {
     "prunex": "Reduce, Allreduce",
