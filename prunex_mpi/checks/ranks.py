@@ -10,7 +10,7 @@ CLOCK_NOTE_S = 1.0
 CLOCK_WARNING_S = 60.0
 LEAST_FREE_BYTES = GIB
 # A run is refused where these differ between ranks; the others only go into the report.
-MUST_AGREE = ("prunex_mpi", "torch", "python", "mpi")
+MUST_AGREE = ("prunex_mpi", "torch", "mpi", "python")
 
 
 def check_ranks(facts: Sequence[RankFacts], mpi_buffers: str, virtual: bool) -> list[Finding]:

@@ -11,18 +11,19 @@ import torch
 
 from mpi4py import MPI
 
-from prunex_mpi import bench
 from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.base.tables import Table, format_table
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import build_topology, free_topology, nodes_of
 from prunex_mpi.core.state import Traffic
 from prunex_mpi.settings.resolve import make
+from prunex_mpi.tools.bench.bench import bench
 from prunex_mpi.tools.bench.checkpoint import checkpoints
 from prunex_mpi.tools.bench.collectives import collectives
 from prunex_mpi.tools.bench.ddp import compare_with_ddp
 from prunex_mpi.tools.bench.kernels import kernels, make_state, project_alone, update_duals_alone
 from prunex_mpi.tools.bench.memory import child, memory
+from prunex_mpi.tools.bench.options import choose_sections, parse
 from prunex_mpi.tools.bench.overhead import CONSENSUS, MEASURED, overhead, train
 from prunex_mpi.tools.bench.timing import Action, min_seconds
 
@@ -228,7 +229,7 @@ def test_help_loads_neither_torch_nor_mpi():
 )
 def test_bad_flags_are_refused(flags, culprits):
     with pytest.raises(UserError) as caught:
-        bench.parse(flags)
+        parse(flags)
     assert caught.value.exit_code == USAGE
     assert "\n" not in str(caught.value)
     assert all(culprit in str(caught.value) for culprit in culprits)
@@ -258,18 +259,18 @@ def test_user_errors_end_with_code_2_and_one_line(flags, culprit):
 def test_what_cannot_be_measured_is_refused(flags, culprit):
     threads = torch.get_num_threads()
     with pytest.raises(UserError) as caught:
-        bench.bench(MPI.COMM_SELF, bench.parse([*flags, f"--threads={threads}"]))
+        bench(MPI.COMM_SELF, parse([*flags, f"--threads={threads}"]))
     assert caught.value.exit_code == USAGE
     assert culprit in str(caught.value)
 
 
 def test_sections_fit_the_number_of_ranks():
-    assert bench.choose_sections((), 1) == ("kernels", "overhead", "memory", "checkpoint")
-    assert bench.choose_sections((), 4) == ("collectives", "checkpoint")
-    assert bench.choose_sections(("checkpoint",), 3) == ("checkpoint",)
-    assert bench.choose_sections(("memory",), 1) == ("memory",)
+    assert choose_sections((), 1) == ("kernels", "overhead", "memory", "checkpoint")
+    assert choose_sections((), 4) == ("collectives", "checkpoint")
+    assert choose_sections(("checkpoint",), 3) == ("checkpoint",)
+    assert choose_sections(("memory",), 1) == ("memory",)
     with pytest.raises(UserError):
-        bench.choose_sections(("kernels",), 2)
+        choose_sections(("kernels",), 2)
 
 
 def test_the_program_prints_the_machine_and_writes_the_same_tables(tmp_path):

@@ -268,9 +268,9 @@ def test_user_errors_end_with_code_2_and_one_line(flags):
 @pytest.fixture
 def quiet(monkeypatch):
     """Leave this process's threads, log and exception hook as they are."""
-    monkeypatch.setattr("prunex_mpi.run.job.set_threads", lambda _: 1)
+    monkeypatch.setattr("prunex_mpi.run.start.set_threads", lambda _: 1)
     monkeypatch.setattr(bench_compare, "set_up_logging", lambda *_: None)
-    monkeypatch.setattr(bench_compare, "abort_on_exceptions", lambda *_: None)
+    monkeypatch.setattr("prunex_mpi.run.program.abort_on_exceptions", lambda *_: None)
 
 
 def compared(flags: list[str], folder) -> tuple[dict[str, Table], str]:

@@ -1,7 +1,5 @@
-"""Time actions fairly, and name the machine that the figures are of."""
+"""Time actions fairly, one after the other in turns."""
 
-import os
-import platform
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -46,28 +44,3 @@ def synchronize(device: torch.device) -> None:
     """Wait for the kernels queued on `device`."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def describe_machine(device: torch.device) -> str:
-    """Return processor, cores, device, threads and versions of this rank in one line."""
-    cores = len(os.sched_getaffinity(0))
-    where = [
-        processor_name(),
-        f"{cores} usable cores",
-        f"{torch.get_num_threads()} threads per rank",
-    ]
-    if device.type == "cuda":
-        where.append(torch.cuda.get_device_name(device))
-    return ", ".join([*where, f"torch {torch.__version__}", f"Python {platform.python_version()}"])
-
-
-def processor_name() -> str:
-    """Return the processor's name as the system gives it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

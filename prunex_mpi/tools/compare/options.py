@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from prunex_mpi.base.errors import UserError, nearest, quote
-from prunex_mpi.settings.cli import Parser, add_settings, convert_flag, join_negative_numbers
+from prunex_mpi.settings.cli import add_settings, convert_flag, join_negative_numbers
 from prunex_mpi.settings.fields import FIELDS, Settings, key_of, methods_of
 from prunex_mpi.settings.methods import CONSENSUS, METHODS
+from prunex_mpi.settings.parser import Parser, program_parser
 from prunex_mpi.settings.resolve import build
 from prunex_mpi.settings.values import convert
 
@@ -47,14 +48,13 @@ class Options:
 
 def build_parser() -> Parser:
     """Return the parser of the comparison's flags, which converts nothing."""
-    parser = Parser(
-        prog="python -m prunex_mpi.bench compare",
+    parser = program_parser(
+        "bench compare",
+        "Train with one method after the other, on the same ranks and the same samples in one job, "
+        "and print what each of them reaches and costs.",
+        "Start it with mpirun or srun. A setting goes to those methods that it means something to. "
+        "H-SADMM's stopping test is off: all methods do the same work.",
         usage="%(prog)s --methods NAME ... [--seeds N ...] [--FLAG VALUE ...]",
-        description="Train with one method after the other, on the same ranks and the same samples "
-        "in one job, and print what each of them reaches and costs.",
-        epilog="Start it with mpirun or srun. A setting goes to those methods that it means "
-        "something to. H-SADMM's stopping test is off: all methods do the same work.",
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
     group = parser.add_argument_group("comparison")

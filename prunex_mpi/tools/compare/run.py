@@ -26,7 +26,8 @@ from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.run import summary
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.job import assemble, software_versions
+from prunex_mpi.run.facts import recorded_versions
+from prunex_mpi.run.job import assemble
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import PER_STEP
@@ -157,7 +158,7 @@ def directory(world: MPI.Comm, settings: Settings, folder: str) -> Iterator[RunD
     files = None
     if folder:
         path = run_path(folder, settings.method, settings.seed)
-        config = to_toml(replace(settings, run_dir=str(path)), software_versions())
+        config = to_toml(replace(settings, run_dir=str(path)), recorded_versions())
         files = together(world, lambda: None if world.rank else RunDirectory(path, config))
     try:
         yield files
