@@ -9,7 +9,13 @@ import torch.nn.functional as F
 from prunex_mpi.comm.collectives import Transport, bcast_, hierarchical_sum_
 from prunex_mpi.comm.topology import Topology, digests_agree, together
 from prunex_mpi.core.state import Problem
-from prunex_mpi.data.batches import BatchStream, channel_moments, evaluation_batches, normalisation
+from prunex_mpi.data.batches import (
+    BatchStream,
+    Look,
+    channel_moments,
+    evaluation_batches,
+    normalisation,
+)
 from prunex_mpi.data.datasets import Dataset, load
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout
@@ -34,8 +40,7 @@ def load_dataset(topology: Topology, settings: Settings) -> Dataset:
             test_samples=settings.test_samples,
             image_size=settings.image_size,
             seed=settings.seed,
-            rank=topology.world.rank,
-            size=topology.world_size,
+            part=(topology.world.rank, topology.world_size),
         ),
     )
 
@@ -98,22 +103,17 @@ def build_problem(
     moments = channel_moments(dataset.train).numpy()
     hierarchical_sum_(topology.leader, topology.node, moments)
     mean, std = normalisation(torch.from_numpy(moments))
-    look = {
-        "mean": mean,
-        "std": std,
-        "device": device,
-        "dtype": next(p.dtype for p in model.parameters() if p.requires_grad),
-        "channels_last": settings.channels_last,
-    }
+    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+    look = Look(mean, std, device, dtype, settings.channels_last)
     augment = settings.augment == "auto"
     stream = BatchStream(
         dataset.train,
+        look,
         batch_size=settings.batch_size,
         seed=settings.seed,
         rank=topology.world.rank,
         flip=dataset.flip and augment,
         pad=dataset.pad if augment else 0,
-        **look,
     )
     agreed = digests_agree(topology.world, _digest(model))
     model.to(device)
@@ -134,7 +134,7 @@ def build_problem(
         train=stream,
         train_shard=dataset.train,
         test=dataset.test,
-        batches=partial(evaluation_batches, **look),
+        batches=partial(evaluation_batches, look=look),
         steps=steps,
         mean=mean,
         std=std,

@@ -60,20 +60,20 @@ def load(
     test_samples: int,
     image_size: int,
     seed: int,
-    rank: int,
-    size: int,
+    part: tuple[int, int],
 ) -> Dataset:
-    """Load rank `rank`'s part of the data set `name`, on the CPU.
+    """Load one rank's part of the data set `name`, on the CPU; `part` is its (rank, size).
 
     Training images: a permutation by `seed` of all of them, cut to `train_samples` (0: all) and to
     a multiple of `size`; each rank takes one contiguous piece, so the shards are disjoint and of
     equal size. Test images: the first `test_samples` of a permutation that does not depend on
     `seed`; rank r takes every `size`-th from r on, which may be none. `image_size` 0 keeps the
-    data's own size. No communication: every rank calls this with the same arguments but `rank`.
+    data's own size. No communication: every rank calls this with the same arguments but the rank.
 
     Raises UserError (USAGE) for unknown names and impossible counts, and UserError (UNREADABLE)
     for missing or corrupt files; the latter can happen on a single rank.
     """
+    rank, size = part
     match name:
         case "digits":
             source = _digits(image_size)

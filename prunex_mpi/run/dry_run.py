@@ -44,8 +44,7 @@ def dry_run(settings: Settings, topology: Topology) -> str:
             test_samples=1,
             image_size=settings.image_size,
             seed=settings.seed,
-            rank=0,
-            size=1,
+            part=(0, 1),
         )
         num_classes, image_size = data.num_classes, data.image_size
     model = make_model(settings, num_classes, image_size)

@@ -155,8 +155,7 @@ def _load_test(settings: Settings, num_classes: int, image_size: int) -> Shard:
         test_samples=settings.test_samples,
         image_size=settings.image_size,
         seed=settings.seed,
-        rank=0,
-        size=1,
+        part=(0, 1),
     )
     if (data.num_classes, data.image_size) != (num_classes, image_size):
         raise UserError(

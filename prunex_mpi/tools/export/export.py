@@ -6,7 +6,7 @@ from torch import nn
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import STATE
 from prunex_mpi.base.tables import format_table
-from prunex_mpi.data.batches import Shard, evaluation_batches
+from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.models import standalone
 from prunex_mpi.pruning.coupling import Coupling, find_coupling
 from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
@@ -29,9 +29,8 @@ def export(options: Options) -> None:
     run = read_run(options.run, options.data_dir)
     count = min(options.images or len(run.test.labels), len(run.test.labels))
     chosen = Shard(run.test.images[:count], run.test.labels[:count])
-    look = {"mean": run.mean, "std": run.std, "device": "cpu"}
-    look["dtype"] = next(p.dtype for p in run.model.parameters())
-    images, _ = next(evaluation_batches(chosen, batch_size=JUDGED_IMAGES, **look))
+    look = Look(run.mean, run.std, "cpu", next(p.dtype for p in run.model.parameters()))
+    images, _ = next(evaluation_batches(chosen, batch_size=JUDGED_IMAGES, look=look))
 
     # Take out what can go.
     coupling, stays = find_channels(run.model, run.description["image_size"])
@@ -53,7 +52,7 @@ def export(options: Options) -> None:
     with files.new_model_folder(options.run) as folder:
         files.write_network(folder, tensors, plan)
         smaller = standalone.load(folder)
-        batches = evaluation_batches(chosen, batch_size=BATCH, **look)
+        batches = evaluation_batches(chosen, batch_size=BATCH, look=look)
         proof = prove(run.model, smaller, batches)
         lines.append(proof.line())
         if options.onnx:
