@@ -49,10 +49,7 @@ def summarise(
     """Return summary.json: totals over the run and the last iteration's quality."""
     last = records[-1]
     prunable, kept = prunable_and_kept(state)
-    sums = {
-        key: {name: sum(r[key][name] for r in records) for name in last[key]}
-        for key in ("seconds", "bytes")
-    }
+    sums = add_up(records)
     return {
         "status": status,
         "method": settings.method,
@@ -69,6 +66,14 @@ def summarise(
         "nodes": list(topology.node_sizes),
         "model": settings.model,
         "dataset": settings.dataset,
+    }
+
+
+def add_up(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the seconds and the bytes of all records together, by phase and by kind."""
+    return {
+        key: {name: sum(record[key][name] for record in records) for name in records[-1][key]}
+        for key in ("seconds", "bytes")
     }
 
 

@@ -199,20 +199,6 @@ def test_checkpoints_are_timed_against_dd_and_leave_nothing(alone, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_help_loads_neither_torch_nor_mpi():
-    code = (
-        "import sys\n"
-        "from prunex_mpi import bench\n"
-        "try:\n    bench.main(['--help'])\n"
-        "except SystemExit as end:\n    assert end.code == 0\n"
-        "assert not {'torch', 'mpi4py'} & set(sys.modules)\n"
-    )
-    done = run(code=code)
-    assert done.returncode == 0, done.stderr
-    shown = " ".join(done.stdout.split())
-    assert "kernels, overhead, memory, collectives, checkpoint, ddp or all" in shown
-
-
 @pytest.mark.parametrize(
     ("flags", "culprits"),
     [

@@ -408,19 +408,6 @@ def test_bad_flags_are_one_line(
     assert len(said.err.splitlines()) == 1
 
 
-def test_help_loads_neither_torch_nor_mpi() -> None:
-    code = (
-        "import sys\nfrom prunex_mpi.export import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
-        "assert not {'torch', 'mpi4py', 'numpy'} & set(sys.modules)"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60
-    )
-    assert result.returncode == 0, result.stderr
-    assert "--torch-export" in result.stdout
-
-
 # --------------------------------------------------------------------------------------------------
 # Proof and counts
 # --------------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ def measure(section: str, place: Place, transport: Transport, options: Options) 
     """Return the tables of one section. Collective on `world`."""
     topology, device, settings = place.topology, place.device, options.settings
     models, steps, repeat = options.train_models, options.steps, options.repeat
+    # Imported one by one: `memory` measures what a process takes that has loaded nothing more.
     match section:
         case "kernels":
             from prunex_mpi.tools.bench.kernels import kernels

@@ -73,10 +73,7 @@ def run_one(
         total_s = time.perf_counter() - started
         together(world, partial(finish, files, settings, mine, state, problem, records, total_s))
         forward_s, dense_forward_s = forward_seconds(mine, settings, dataset, state, problem)
-        sums = {
-            key: {part: sum(r[key][part] for r in records) for part in records[-1][key]}
-            for key in ("seconds", "bytes")
-        }
+        sums = summary.add_up(records)
         seconds, counted = sums["seconds"], sums["bytes"]
         stream = problem.train
         batches = stream.epoch * stream.steps_per_epoch + stream.position
