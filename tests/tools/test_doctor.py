@@ -22,7 +22,6 @@ from prunex_mpi.checks import ranks as findings_ranks
 from prunex_mpi.checks.findings import SEVERITIES, Finding, RankFacts, errors, listed, per_machine
 from prunex_mpi.checks.launcher import check_launcher, describe_launcher, launcher_rank
 from prunex_mpi.comm.topology import broadcast_text
-from prunex_mpi.run import devices
 from prunex_mpi.run import probe as doctor_probe
 from prunex_mpi.run.facts import (
     bytes_free,
@@ -502,8 +501,8 @@ def test_each_operation_is_probed_by_itself_on_rank_zero(
         assert (WORLD.rank, device) == (0, "cuda")
         return f"{operation} crashed" if operation == "bcast" else ""
 
-    monkeypatch.setattr(devices, "claimed_cuda_support", lambda: claim)
-    monkeypatch.setattr(devices, "probe", probe)
+    monkeypatch.setattr(examine, "claimed_cuda_support", lambda: claim)
+    monkeypatch.setattr(examine, "probe", probe)
     with nodes_of(1) as topology:
         claimed, probed = examine.ask_mpi(topology, requested, CUDA, quick, Heartbeat())
         assert examine.ask_mpi(topology, "auto", CPU, False, Heartbeat()) == (None, None)
