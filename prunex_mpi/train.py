@@ -1,16 +1,14 @@
 """Train and prune a network over MPI: `mpirun -n 4 python -m prunex_mpi.train [flags]`.
 
-The algorithm itself is in hsadmm.py, the course of a job in job.py. Nothing that starts MPI or
-loads torch is imported before the flags are parsed.
+The algorithm itself is in methods/hsadmm.py, the course of a job in run/job.py. Nothing that starts
+MPI or loads torch is imported before the flags are parsed.
 """
 
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 from typing import TYPE_CHECKING
 
-from prunex_mpi.run.program import abort_on_exceptions, end_job, run_program
-from prunex_mpi.run.watchdog import Heartbeat, Watchdog
+from prunex_mpi.run.program import run_program, watched
 from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.fields import Settings
 
@@ -25,14 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(world: "MPI.Comm", settings: Settings) -> int:
     """Train under the eyes of a watchdog. Collective on `world`."""
-    from prunex_mpi.comm.preemption import catching
-    from prunex_mpi.run.job import run
+    with watched(world, settings.timeout) as watchdog:
+        from prunex_mpi.comm.preemption import catching
+        from prunex_mpi.run.job import run
 
-    heartbeat = Heartbeat()
-    watchdog = Watchdog(heartbeat, world.rank, settings.timeout, lambda: end_job(world))
-    with closing(watchdog), catching(settings.preempt_signals) as received:
-        abort_on_exceptions(world, heartbeat, watchdog.first_to_report)
-        return run(world, settings, heartbeat, watchdog, received)
+        with catching(settings.preempt_signals) as received:
+            return run(world, settings, watchdog, received)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,20 @@
-"""Write files that survive a crash, and tell whether they did."""
+"""Write files, some of which survive a crash, and tell whether they did."""
 
+import json
 import mmap
 import os
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from prunex_mpi.base.errors import FAILURE, UserError
+from prunex_mpi.base.errors import FAILURE, UserError, quote
+from prunex_mpi.base.units import MIB
 
 T = TypeVar("T")
 
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 4 * MIB
 # The files of a run directory that grow by lines.
 LINES = ("metrics.jsonl", "layers.jsonl")
 SUMMARY, STATE = "summary.json", "state.safetensors"
@@ -67,6 +69,29 @@ def write_durably(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync(path.parent)
+
+
+def write_json_durably(path: Path, value: Any) -> None:
+    """Replace `path` by a file of `value` in JSON, as `write_durably` does; no NaN."""
+    write_durably(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def write_json(path: str, value: Any) -> None:
+    """Write `value` in JSON to the file that a user named, which may be no plain file."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+
+
+def prepare_file(flag: str, path: str) -> None:
+    """Raise UserError unless the file that `--flag` names can be written; "" names none."""
+    if not path:
+        return
+    try:
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise UserError(f"--{flag} {quote(path, 250)}: {error.strerror}; choose another") from None
 
 
 def telling_disk_errors(what: str, action: Callable[[], T]) -> T:

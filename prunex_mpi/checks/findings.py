@@ -1,6 +1,6 @@
 """What is found out about a job before it trains: facts of its ranks, and findings about them.
 
-The modules findings_*.py judge facts. Each of their checks is a plain function that communicates
+The modules beside this one judge facts. Each of their checks is a plain function that communicates
 nothing and needs neither torch nor MPI. The doctor prints all that is found; train says the
 warnings and refuses the errors.
 """

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from prunex_mpi.base.units import GIB, MIB
 from prunex_mpi.checks.findings import Finding, RankFacts, by_host, listed, per_machine
 from prunex_mpi.checks.gpus import check_allocator, check_devices, check_gpus
 
 CLOCK_NOTE_S = 1.0
 CLOCK_WARNING_S = 60.0
-LEAST_FREE_BYTES = 2**30
+LEAST_FREE_BYTES = GIB
 # A run is refused where these differ between ranks; the others only go into the report.
-MUST_AGREE = ("prunex_mpi", "torch", "python", "mpi")
+MUST_AGREE = ("prunex_mpi", "torch", "mpi", "python")
 
 
 def check_ranks(facts: Sequence[RankFacts], mpi_buffers: str, virtual: bool) -> list[Finding]:
@@ -192,12 +193,12 @@ def check_free_space(facts: Sequence[RankFacts]) -> list[Finding]:
             Finding(
                 "warning",
                 "free space",
-                f"{free / 2**20:.0f} MiB are left for the run directory; two checkpoints of every "
+                f"{free / MIB:.0f} MiB are left for the run directory; two checkpoints of every "
                 "rank go there",
                 "make room, or give a --run-dir elsewhere",
             )
         ]
-    return [Finding("ok", "free space", f"{free / 2**30:.1f} GiB for the run directory")]
+    return [Finding("ok", "free space", f"{free / GIB:.1f} GiB for the run directory")]
 
 
 def check_shared_folder(folder: str, problems: Mapping[str, str]) -> list[Finding]:

@@ -10,7 +10,13 @@ from prunex_mpi.comm.agreement import digests_agree, together
 from prunex_mpi.comm.collectives import Transport, bcast_, hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.state import Problem
-from prunex_mpi.data.batches import BatchStream, channel_moments, evaluation_batches, normalisation
+from prunex_mpi.data.batches import (
+    BatchStream,
+    Look,
+    channel_moments,
+    evaluation_batches,
+    normalisation,
+)
 from prunex_mpi.data.datasets import Dataset, load
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout
@@ -18,8 +24,9 @@ from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.find_groups import find_groups
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.shrink import verify
-from prunex_mpi.settings.fields import Settings, layer_keep_ratios
-from prunex_mpi.settings.methods import BY_GROUPS
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.methods import BY_GROUPS, REMOVING
+from prunex_mpi.settings.resolve import layer_keep_ratios
 
 
 def load_dataset(topology: Topology, settings: Settings) -> Dataset:
@@ -34,8 +41,7 @@ def load_dataset(topology: Topology, settings: Settings) -> Dataset:
             test_samples=settings.test_samples,
             image_size=settings.image_size,
             seed=settings.seed,
-            rank=topology.world.rank,
-            size=topology.world_size,
+            part=(topology.world.rank, topology.world_size),
         ),
     )
 
@@ -59,7 +65,7 @@ def make_groups(
 
     With `check` it is tried whether coupled groups can be taken out of the network.
     """
-    if settings.method == "prunetrain":
+    if settings.method in REMOVING:
         coupling = find_coupling(model, image_size)
         if check:
             verify(model, coupling, image_size)
@@ -98,22 +104,17 @@ def build_problem(
     moments = channel_moments(dataset.train).numpy()
     hierarchical_sum_(topology.leader, topology.node, moments)
     mean, std = normalisation(torch.from_numpy(moments))
-    look = {
-        "mean": mean,
-        "std": std,
-        "device": device,
-        "dtype": next(p.dtype for p in model.parameters() if p.requires_grad),
-        "channels_last": settings.channels_last,
-    }
+    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+    look = Look(mean, std, device, dtype, settings.channels_last)
     augment = settings.augment == "auto"
     stream = BatchStream(
         dataset.train,
+        look,
         batch_size=settings.batch_size,
         seed=settings.seed,
         rank=topology.world.rank,
         flip=dataset.flip and augment,
         pad=dataset.pad if augment else 0,
-        **look,
     )
     agreed = digests_agree(topology.world, _digest(model))
     model.to(device)
@@ -134,7 +135,7 @@ def build_problem(
         train=stream,
         train_shard=dataset.train,
         test=dataset.test,
-        batches=partial(evaluation_batches, **look),
+        batches=partial(evaluation_batches, look=look),
         steps=steps,
         mean=mean,
         std=std,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import StopAgreement
 from prunex_mpi.comm.traffic import Clock, Traffic
@@ -19,7 +20,6 @@ from prunex_mpi.models.layout import Layout, flatten_, scale_
 from prunex_mpi.pruning.compaction import Plan, build_plan
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.masks import Factors, apply_factors_, build_factors
-from prunex_mpi.run.watchdog import Heartbeat
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, OWN_MOMENTUM, REMOVING
 

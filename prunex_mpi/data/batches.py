@@ -46,18 +46,27 @@ def normalisation(moments: Tensor) -> tuple[Tensor, Tensor]:
     return mean.float(), std.float()
 
 
-def _normaliser(
-    mean: Tensor, std: Tensor, device: Device, dtype: torch.dtype, channels_last: bool
-) -> Callable[[Tensor], Tensor]:
-    """Return what turns uint8 images into normalised ones of `dtype`, computed in float32 or 64."""
-    work = torch.promote_types(dtype, torch.float32)
-    scale = (1 / (255 * std.to(work))).to(device)[:, None, None]
-    shift = (-mean.to(work) / std.to(work)).to(device)[:, None, None]
-    layout = torch.channels_last if channels_last else torch.contiguous_format
+@dataclass(frozen=True)
+class Look:
+    """What a model is to see of images: how they are normalised, and where and how they lie."""
+
+    mean: Tensor  # float32 [3], values in 0..1
+    std: Tensor  # float32 [3]
+    device: Device
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = False
+
+
+def _normaliser(look: Look) -> Callable[[Tensor], Tensor]:
+    """Return what turns uint8 images into normalised ones, computed in float32 or 64."""
+    work = torch.promote_types(look.dtype, torch.float32)
+    scale = (1 / (255 * look.std.to(work))).to(look.device)[:, None, None]
+    shift = (-look.mean.to(work) / look.std.to(work)).to(look.device)[:, None, None]
+    layout = torch.channels_last if look.channels_last else torch.contiguous_format
 
     def normalise(images: Tensor) -> Tensor:
         floats = images.to(work).mul_(scale).add_(shift)
-        return floats.to(dtype).contiguous(memory_format=layout)
+        return floats.to(look.dtype).contiguous(memory_format=layout)
 
     return normalise
 
@@ -65,7 +74,7 @@ def _normaliser(
 class BatchStream:
     """Draw endless reshuffled, augmented batches from one rank's shard.
 
-    The images move to `device` once. Order and augmentation are drawn on the CPU from a generator
+    The images move to the device once. Order and augmentation are drawn on the CPU from a generator
     seeded by (seed, rank), so every device sees the same batches. An epoch's last partial batch is
     dropped: equal shards make equal steps. The position is all in `epoch`, `position`, `order`
     (int64 [n]) and `generator`.
@@ -74,29 +83,26 @@ class BatchStream:
     def __init__(
         self,
         shard: Shard,
+        look: Look,
         *,
         batch_size: int,
         seed: int,
         rank: int,
-        mean: Tensor,
-        std: Tensor,
-        device: Device,
-        dtype: torch.dtype = torch.float32,
         flip: bool,
         pad: int,
-        channels_last: bool = False,
     ) -> None:
         self.batch_size = min(batch_size, len(shard.labels))
         self.steps_per_epoch = max(1, len(shard.labels) // self.batch_size)
         self.flip, self.pad = flip, pad
-        self.device = torch.device(device)
+        self.device = torch.device(look.device)
         self.images, self.labels = shard.images.to(self.device), shard.labels.to(self.device)
-        self.normalise = _normaliser(mean, std, self.device, dtype, channels_last)
+        self.normalise = _normaliser(look)
         self.stride = shard.images.shape[-1] + 2 * pad
         columns = torch.arange(shard.images.shape[-1])
         rows = columns[:, None] * self.stride
         # Where a plain and a mirrored crop's pixels lie in a padded image, int64 [2, H * W].
-        self.windows = torch.stack([rows + columns, rows + columns.flip(0)]).flatten(1).to(device)
+        windows = torch.stack([rows + columns, rows + columns.flip(0)]).flatten(1)
+        self.windows = windows.to(self.device)
         self.generator = torch.Generator()
         self.reshuffle([seed, rank])
 
@@ -108,7 +114,7 @@ class BatchStream:
         self.order = torch.randperm(len(self.labels), generator=self.generator)
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Return images [b, 3, H, W] in `dtype` and int64 labels [b], both on `device`."""
+        """Return images [b, 3, H, W] as `look` says and int64 labels [b], on its device."""
         if self.position == self.steps_per_epoch:
             self.epoch, self.position = self.epoch + 1, 0
             self.order = torch.randperm(len(self.order), generator=self.generator)
@@ -134,21 +140,14 @@ class BatchStream:
 
 
 def evaluation_batches(
-    shard: Shard,
-    *,
-    batch_size: int,
-    mean: Tensor,
-    std: Tensor,
-    device: Device,
-    dtype: torch.dtype = torch.float32,
-    channels_last: bool = False,
+    shard: Shard, *, batch_size: int, look: Look
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the whole shard in order without augmentation, the last batch possibly smaller."""
-    normalise = _normaliser(mean, std, device, dtype, channels_last)
+    normalise = _normaliser(look)
     for start in range(0, len(shard.labels), batch_size):
         part = slice(start, start + batch_size)
         images, labels = shard.images[part], shard.labels[part]
-        yield normalise(_upload(images, device)), _upload(labels, device)
+        yield normalise(_upload(images, look.device)), _upload(labels, look.device)
 
 
 def _upload(tensor: Tensor, device: Device) -> Tensor:

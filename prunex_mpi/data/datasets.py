@@ -16,9 +16,9 @@ from torch import Tensor
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
+from prunex_mpi.base.errors import UNREADABLE, UserError, nearest, one_line
+from prunex_mpi.base.units import GIB
 from prunex_mpi.data.batches import CHUNK_IMAGES, Shard
-from prunex_mpi.settings.values import nearest
 
 DATASETS = ("digits", "cifar10", "cifar100", "imagefolder", "synthetic")
 DIGITS_TEST_SHARE = 0.2
@@ -60,20 +60,20 @@ def load(
     test_samples: int,
     image_size: int,
     seed: int,
-    rank: int,
-    size: int,
+    part: tuple[int, int],
 ) -> Dataset:
-    """Load rank `rank`'s part of the data set `name`, on the CPU.
+    """Load one rank's part of the data set `name`, on the CPU; `part` is its (rank, size).
 
     Training images: a permutation by `seed` of all of them, cut to `train_samples` (0: all) and to
     a multiple of `size`; each rank takes one contiguous piece, so the shards are disjoint and of
     equal size. Test images: the first `test_samples` of a permutation that does not depend on
     `seed`; rank r takes every `size`-th from r on, which may be none. `image_size` 0 keeps the
-    data's own size. No communication: every rank calls this with the same arguments but `rank`.
+    data's own size. No communication: every rank calls this with the same arguments but the rank.
 
     Raises UserError (USAGE) for unknown names and impossible counts, and UserError (UNREADABLE)
     for missing or corrupt files; the latter can happen on a single rank.
     """
+    rank, size = part
     match name:
         case "digits":
             source = _digits(image_size)
@@ -111,8 +111,8 @@ def _refuse_too_large(source: _Source, train_samples: int, test_samples: int, si
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         raise UserError(
-            f"the images of one rank take {needed / 2**30:.3g} GiB and this machine has "
-            f"{memory / 2**30:.3g}; lower --train-samples, --test-samples or --image-size"
+            f"the images of one rank take {needed / GIB:.3g} GiB and this machine has "
+            f"{memory / GIB:.3g}; lower --train-samples, --test-samples or --image-size"
         )
 
 

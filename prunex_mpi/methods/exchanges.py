@@ -33,6 +33,13 @@ from prunex_mpi.methods import (
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
+# What the drivers that exchange once per outer iteration send between nodes then.
+AVERAGE = ("parameters", "leader", "Allreduce SUM", "compact, and BatchNorm statistics")
+CHOICE = (
+    ("group energies", "leader", "Reduce SUM", "one float per group (vote)"),
+    ("mask", "leader", "Bcast, or Allreduce BOR", "a bit per group"),
+)
+
 
 def module_of(method: str) -> ModuleType:
     """Return the module with the face of a method that communicates at each step."""
@@ -53,6 +60,17 @@ def module_of(method: str) -> ModuleType:
             return prunetrain
         case other:
             raise ValueError(f"{other} exchanges nothing at each step")
+
+
+def operations_of(method: str) -> tuple[tuple[str, str, str, str], ...]:
+    """Return the messages of any method: rows (what, communicator, MPI operation, operand)."""
+    match method:
+        case "prunex" | "prunex-flat" | "one-shot":
+            return (*CHOICE, AVERAGE)
+        case "local-sgd" | "diloco":
+            return (AVERAGE,)
+        case other:
+            return module_of(other).OPERATIONS
 
 
 def memory_of(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:

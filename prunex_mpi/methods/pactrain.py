@@ -41,8 +41,8 @@ from prunex_mpi.settings.fields import Settings
 OPERATIONS = (
     ("unstable bucket", "workers", "Allreduce SUM", "gradient, dense"),
     ("stable buckets", "workers", "Allreduce SUM", "their supports, a flag each"),
-    ("stable buckets, ternary", "workers", "Allreduce MAX", "a scale and a flag each"),
-    ("", "workers", "Allreduce SUM", "integers for their supports"),
+    ("scales, ternary", "workers", "Allreduce MAX", "a scale and a flag per stable bucket"),
+    ("stable buckets, ternary", "workers", "Allreduce SUM", "integers for their supports"),
     ("end of a window", "world", "Allreduce MIN", "steps and digests per bucket"),
     ("trial step (adaptive)", "world", "Allreduce MAX", "seconds of the exchange"),
     ("GraSP, once", "all ranks", "Allreduce SUM", "two dense vectors"),

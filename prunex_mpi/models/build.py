@@ -7,9 +7,8 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from prunex_mpi.base.errors import USAGE, UserError, one_line
+from prunex_mpi.base.errors import USAGE, UserError, nearest, one_line
 from prunex_mpi.models.standalone import CIFAR_FAMILY, SMALL_VIT, build
-from prunex_mpi.settings.values import nearest
 
 CIFAR_STEM_MAX_SIDE = 64  # "auto" gives images up to this side the stem that keeps their resolution
 STEMS = ("auto", "cifar", "imagenet")

@@ -13,12 +13,12 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError
 from prunex_mpi.base.files import FileRecord, telling_disk_errors
-from prunex_mpi.base.logs import RunDirectory
 from prunex_mpi.comm.agreement import broadcast_text, gather_text, together
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.state import OWN, Work
 from prunex_mpi.methods.prunetrain import resize_to_
 from prunex_mpi.run import checkpoint_files
+from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.snapshot import (
     Numbers,
     Tensors,

@@ -31,13 +31,14 @@ from prunex_mpi.base.files import (
     write_durably,
     written_record,
 )
+from prunex_mpi.base.units import MIB
 
 FORMAT = 1
 KEEP = 2
 PARTIAL = ".partial"
 NAME = re.compile(r"(\d{6,12})-iteration-(\d{1,12})-step-(\d{1,12})")
 MANIFEST = "manifest.json"
-MANIFEST_LIMIT_BYTES = 64 * 2**20
+MANIFEST_LIMIT_BYTES = 64 * MIB
 
 
 def valid_names(run: Path) -> list[str]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import shutil
 import socket
 import time
@@ -14,24 +13,25 @@ import torch
 
 import mpi4py
 
-from prunex_mpi import __version__
 from prunex_mpi.checks.findings import RankFacts
 from prunex_mpi.checks.launcher import describe_launcher
+from prunex_mpi.checks.ranks import MUST_AGREE
 from prunex_mpi.comm.agreement import gather_text
 from prunex_mpi.comm.topology import Topology, library_name
+from prunex_mpi.run.machine import package_versions
 
 DEFAULT_RUN_DIR = "runs"
 
 
 def software_versions() -> dict[str, str]:
     """Return the versions of everything that ranks have to agree on, and of mpi4py."""
-    return {
-        "prunex_mpi": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "mpi4py": mpi4py.__version__,
-        "mpi": library_name(),
-    }
+    return {**package_versions(), "mpi4py": mpi4py.__version__, "mpi": library_name()}
+
+
+def recorded_versions() -> dict[str, str]:
+    """Return the versions that the config.toml of a run names: those that ranks agree on."""
+    versions = software_versions()
+    return {name: versions[name] for name in MUST_AGREE}
 
 
 def gather_facts(

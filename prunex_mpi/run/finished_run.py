@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
 from prunex_mpi.base.files import STATE, SUMMARY, FileRecord, read_record
-from prunex_mpi.base.logs import COMPLETE, read_summary
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import load
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe, probe
+from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.settings.cli import read_saved
-from prunex_mpi.settings.fields import Settings, resumed
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import resumed
 
 # Other processors and TF32 round differently; another network differs far more.
 PROBE_TOLERANCE = 2e-2
@@ -154,8 +155,7 @@ def _load_test(settings: Settings, num_classes: int, image_size: int) -> Shard:
         test_samples=settings.test_samples,
         image_size=settings.image_size,
         seed=settings.seed,
-        rank=0,
-        size=1,
+        part=(0, 1),
     )
     if (data.num_classes, data.image_size) != (num_classes, image_size):
         raise UserError(

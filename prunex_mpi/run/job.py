@@ -1,6 +1,5 @@
 """One training job from its communicators to its last file, in the order in which things happen."""
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -11,60 +10,57 @@ import torch
 
 from mpi4py import MPI
 
-from prunex_mpi import __version__
-from prunex_mpi.base.errors import PREEMPTED, UserError
+from prunex_mpi.base.errors import PREEMPTED
 from prunex_mpi.base.files import telling_disk_errors
-from prunex_mpi.base.logs import RunDirectory, log, set_up_logging
-from prunex_mpi.checks.findings import errors
-from prunex_mpi.checks.ranks import check_ranks
-from prunex_mpi.comm.agreement import broadcast_text, raise_together, require_same, together
-from prunex_mpi.comm.collectives import Transport, build_transport
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.logs import log, set_up_logging
+from prunex_mpi.comm.agreement import broadcast_text, require_same, together
+from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline, stop_agreement
-from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
+from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.problem import build_problem, load_dataset, make_groups, make_model
 from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run import checkpoint, summary
-from prunex_mpi.run.devices import choose_device, lone_singleton, resolve_mpi_buffers, set_threads
-from prunex_mpi.run.facts import gather_facts
+from prunex_mpi.run.directory import RunDirectory
+from prunex_mpi.run.dry_run import dry_run
+from prunex_mpi.run.facts import recorded_versions
+from prunex_mpi.run.start import find_transport, heed_findings, refuse_lone_singleton, take_places
 from prunex_mpi.run.supervision import Checkpoints, run_to_end
-from prunex_mpi.run.watchdog import Heartbeat, Watchdog
-from prunex_mpi.settings.fields import Settings, to_toml
+from prunex_mpi.run.watchdog import Watchdog
+from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import EVERY_RANK_ALONE
+from prunex_mpi.settings.resolve import to_toml
 
 
-def run(
-    world: MPI.Comm,
-    settings: Settings,
-    heartbeat: Heartbeat,
-    watchdog: Watchdog,
-    received: ReceivedSignal,
-) -> int:
+def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: ReceivedSignal) -> int:
     """Do all that the program does once it has its settings; return the exit code.
 
     Collective on `world`.
     """
+    heartbeat = watchdog.heartbeat
     heartbeat.enter("start")
     started = time.time()
     set_up_logging(world.rank, world.size)
-    singleton = lone_singleton(world)
-    raise_together(world, UserError(singleton) if singleton else None)
-    versions = software_versions()
+    refuse_lone_singleton(world)
+    versions = recorded_versions()
     config = to_toml(settings, versions)
     require_same(world, "the settings or the versions of the software", config)
     # Without leaders every rank is a node of its own.
     ranks_per_node = 1 if settings.method in EVERY_RANK_ALONE else settings.ranks_per_node
-    with nodes_of(world, ranks_per_node) as topology:
-        device = find_device(topology, settings)
+    with take_places(world, ranks_per_node, settings.device) as place:
+        topology, device = place.topology, place.device
+        if world.rank == 0:
+            log.info("%s", place.layout)
         if settings.dry_run:
-            text = together(world, lambda: summary.dry_run(settings, topology))
+            text = together(world, lambda: dry_run(settings, topology))
             if world.rank == 0:
                 print(text, flush=True)
             return 0
-        heed_findings(topology, settings, device)
-        transport = find_transport(topology, settings, device)
+        heed_findings(place, settings)
+        transport = find_transport(place, settings)
         work = set_up(topology, settings, device, transport, heartbeat)
         heartbeat.beat(3)
         with open_run(world, settings, config) as (path, files):
@@ -107,52 +103,6 @@ def run(
             # Nobody leaves while another may still need the job.
             world.Barrier()
             return PREEMPTED if status == "preempted" else 0
-
-
-def software_versions() -> dict[str, str]:
-    """Return the versions that the config.toml of a run names."""
-    return {
-        "prunex_mpi": __version__,
-        "torch": torch.__version__,
-        "mpi": library_name(),
-        "python": sys.version.split()[0],
-    }
-
-
-def find_device(topology: Topology, settings: Settings) -> torch.device:
-    """Choose this rank's device and threads, and log the topology. Collective on `world`."""
-    world = topology.world
-    device = together(world, lambda: choose_device(settings.device, topology.host_rank))
-    require_same(world, "the kinds of device (some ranks found no GPU)", device.type)
-    threads = set_threads(topology.core_sharers)
-    line = describe(topology, f"{device}, {threads} threads")
-    if world.rank == 0:
-        log.info("%s", line)
-    return device
-
-
-def heed_findings(topology: Topology, settings: Settings, device: torch.device) -> None:
-    """Log what the doctor would warn of and refuse what can't work. Collective on `world`."""
-    facts = gather_facts(topology, device, settings.run_dir)
-    virtual = settings.ranks_per_node > 0 or settings.method in EVERY_RANK_ALONE
-    refused = ""
-    if facts:
-        findings = check_ranks(facts, settings.mpi_buffers, virtual)
-        for finding in findings:
-            if finding.severity == "warning":
-                log.warning("%s", finding.line())
-        refused = "; ".join(finding.line() for finding in errors(findings))
-    refused = broadcast_text(topology.world, refused)
-    if refused:
-        raise UserError(refused)
-
-
-def find_transport(topology: Topology, settings: Settings, device: torch.device) -> Transport:
-    """Decide how tensors reach MPI, and log it. Collective on `world`."""
-    mpi_buffers, reason = resolve_mpi_buffers(topology, settings.mpi_buffers, device)
-    if device.type == "cuda":
-        log.info("MPI buffers: %s (%s)", mpi_buffers, reason)
-    return build_transport(device, settings.bucket_mib, mpi_buffers)
 
 
 def set_up(

@@ -4,11 +4,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prunex_mpi.base.errors import FAILURE, UserError
-from prunex_mpi.run.watchdog import Heartbeat
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.run.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -58,6 +60,18 @@ def run_program(
         error = RuntimeError(f"sys.exit({caught.code!r}) was called during the run")
         sys.excepthook(type(error), error, caught.__traceback__)
         return FAILURE
+
+
+@contextmanager
+def watched(world: "MPI.Comm", timeout_s: float) -> Iterator[Watchdog]:
+    """Watch this rank for the time of the block: the job ends where it stops or raises.
+
+    Its heartbeat is the watchdog's `heartbeat`.
+    """
+    heartbeat = Heartbeat()
+    with closing(Watchdog(heartbeat, world.rank, timeout_s, lambda: end_job(world))) as watchdog:
+        abort_on_exceptions(world, heartbeat, watchdog.first_to_report)
+        yield watchdog
 
 
 def abort_on_exceptions(

@@ -1,38 +1,18 @@
-"""What a run leaves behind: its totals, the closing table, the delivered weights, the dry run."""
+"""What a run leaves behind: the delivered weights, its totals, the closing table."""
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from prunex_mpi.base.files import STATE, written_record
-from prunex_mpi.base.logs import format_table
+from prunex_mpi.base.tables import format_lines
+from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.comm.wire import COUNT_BYTES
-from prunex_mpi.compress.blocks import block_count
-from prunex_mpi.compress.low_rank import split_layout
-from prunex_mpi.compress.quantise import integer_type
-from prunex_mpi.compress.sparse import POSITION_BYTES, kept_per_layer
 from prunex_mpi.core.metrics import prunable_and_kept
-from prunex_mpi.core.problem import make_groups, make_model
-from prunex_mpi.core.schedule import strictness
-from prunex_mpi.core.state import Problem, State, find_stats_groups, kept_stats, weights
-from prunex_mpi.data.datasets import load
+from prunex_mpi.core.state import Problem, State, weights
 from prunex_mpi.methods.prunetrain import sizes_of
-from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import probe
-from prunex_mpi.models.layout import Layout, build_layout, matrices
-from prunex_mpi.pruning.compaction import build_plan
-from prunex_mpi.pruning.groups import Groups
-from prunex_mpi.pruning.masks import kept_numel
-from prunex_mpi.pruning.projection import select
-from prunex_mpi.pruning.unstructured import kept_weights
 from prunex_mpi.run.checkpoint_files import save_tensors
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import LOCAL, PER_STEP
-
-MIB = 2**20
-CIFAR_SIDE = 32
 
 
 def save_model(path: Path, state: State, problem: Problem) -> dict[str, Any]:
@@ -69,10 +49,7 @@ def summarise(
     """Return summary.json: totals over the run and the last iteration's quality."""
     last = records[-1]
     prunable, kept = prunable_and_kept(state)
-    sums = {
-        key: {name: sum(r[key][name] for r in records) for name in last[key]}
-        for key in ("seconds", "bytes")
-    }
+    sums = add_up(records)
     return {
         "status": status,
         "method": settings.method,
@@ -89,6 +66,14 @@ def summarise(
         "nodes": list(topology.node_sizes),
         "model": settings.model,
         "dataset": settings.dataset,
+    }
+
+
+def add_up(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the seconds and the bytes of all records together, by phase and by kind."""
+    return {
+        key: {name: sum(record[key][name] for record in records) for name in records[-1][key]}
+        for key in ("seconds", "bytes")
     }
 
 
@@ -126,179 +111,4 @@ def closing_table(summary: dict[str, Any], run_dir: Path) -> str:
         ("seconds in all", f"{summary['seconds_total']:.1f}"),
         ("results", str(run_dir)),
     ]
-    return format_table(rows)
-
-
-def dry_run(settings: Settings, topology: Topology) -> str:
-    """Return the payload per outer iteration, or per step, and over the run, without training.
-
-    Exact for one kind of group under `vote`; for compositions and before the freeze under `or` the
-    masks decide, and the text says so. No communication.
-    """
-    if settings.dataset.startswith("cifar"):
-        num_classes = int(settings.dataset.removeprefix("cifar"))
-        image_size = settings.image_size or CIFAR_SIDE
-    else:
-        # One image of each half tells sizes and classes.
-        data = load(
-            settings.dataset,
-            data_dir=settings.data_dir,
-            download=False,
-            train_samples=1,
-            test_samples=1,
-            image_size=settings.image_size,
-            seed=settings.seed,
-            rank=0,
-            size=1,
-        )
-        num_classes, image_size = data.num_classes, data.image_size
-    model = make_model(settings, num_classes, image_size)
-    layout = build_layout(model)
-    parameter = next(model.parameters())
-    bn_modules = batchnorm.find(model)
-    size, statistics = parameter.element_size(), batchnorm.numel(bn_modules)
-    groups = make_groups(settings, model, layout, image_size)
-    if settings.method in PER_STEP:
-        return _dry_run_per_step(settings, topology, layout, size, statistics)
-    stats_groups = find_stats_groups(model, bn_modules, layout, groups)
-
-    def travelling(strict: float) -> int:
-        mask = _nominal_mask(groups, strict, settings.round_to)
-        if settings.method == "prunex-flat":
-            mask[:] = True
-        plan = build_plan(layout, groups, mask, parameter.device)
-        return plan.numel + kept_stats(mask, stats_groups).size
-
-    dense, final = layout.numel + statistics, travelling(1.0)
-    warmup, ramp = settings.warmup_iterations, settings.keep_ramp_iterations
-    if settings.method in LOCAL:
-        warmup, ramp = settings.prune_iteration - 1, 0
-    run = [strictness(k, warmup, ramp) for k in range(1, settings.outer_iterations + 1)]
-    by_strictness = {s: travelling(s) for s in set(run)}
-    total = sum(by_strictness[s] for s in run)
-    kept = sum(kept_numel(_nominal_mask(groups, 1.0, settings.round_to), groups))
-    caveats = []
-    if len(groups.kinds) > 1:
-        caveats.append("less, where the groups of a composition overlap")
-    if settings.keep_by != "groups":
-        caveats.append("about, since trained scores decide how the budget is spent")
-    if settings.method == "prunex" and settings.mask_agreement == "or":
-        caveats.append("more before the freeze, since a union of masks may hold more groups")
-    quality = f" ({'; '.join(caveats)})" if caveats else ""
-
-    def size_of(elements: int) -> str:
-        return _size_of(elements * size)
-
-    if not groups.total:
-        rows = [
-            *_what_runs(settings, topology, layout, statistics),
-            ("payload per outer iteration, dense", size_of(dense)),
-            (
-                f"payload over {settings.outer_iterations} outer iterations",
-                size_of(dense * len(run)),
-            ),
-        ]
-        return format_table(rows)
-    model_row, topology_row = _what_runs(settings, topology, layout, statistics)
-    rows = [
-        model_row,
-        ("groups", f"{' then '.join(settings.groups)}, {groups.total:,} groups"),
-        topology_row,
-        ("prunable weights kept", f"{kept:,} of {groups.prunable_numel:,}"),
-        ("dense payload per outer iteration", size_of(dense)),
-        (
-            "payload per outer iteration at the keep ratio",
-            f"{size_of(final)}, {100 * final / dense:.1f} % of dense{quality}",
-        ),
-        (
-            f"payload over {settings.outer_iterations} outer iterations",
-            f"{size_of(total)}, dense {size_of(dense * len(run))}{quality}",
-        ),
-        *(("not pruned", text) for text in groups.excluded),
-    ]
-    return format_table(rows)
-
-
-def _dry_run_per_step(
-    settings: Settings, topology: Topology, layout: Layout, size: int, statistics: int
-) -> str:
-    """Return what one step hands over; how many steps there are depends on the data."""
-    match settings.method:
-        case "topk":
-            count = sum(kept_per_layer(layout, settings.compress_ratio))
-            payload = count * (size + POSITION_BYTES)
-            how = f"{count:,} values and positions, {settings.aggregation}"
-        case "pactrain":
-            payload, how = _pactrain_payload(settings, topology, layout, size)
-        case "dgc":
-            count = sum(kept_per_layer(layout, settings.compress_ratio))
-            payload = count * (size + POSITION_BYTES) + COUNT_BYTES
-            how = f"at most {count:,} values and positions, {settings.aggregation}"
-            if settings.dgc_warmup_epochs:
-                how += "; more in the warm-up"
-        case "powersgd":
-            split = split_layout(layout, settings.powersgd_rank)
-            payload = (split.left_numel + split.right_numel + split.whole_numel) * size
-            how = (
-                f"{len(split.matrices)} matrices as factors of rank {split.rank}, "
-                f"{split.whole_numel:,} elements whole, {settings.aggregation}"
-            )
-        case "omnireduce":
-            payload = layout.numel * size
-            bits = 8 * -(-block_count(layout.numel, settings.block_size) // 8)
-            how = f"at most, and {bits // 8:,} B of block bits, {settings.aggregation}"
-        case "prunetrain":
-            payload = layout.numel * size
-            how = f"{settings.aggregation}; less once channels have been removed"
-        case _:
-            payload, how = layout.numel * size, settings.aggregation
-    rows = [
-        *_what_runs(settings, topology, layout, statistics),
-        ("dense payload per step", _size_of(layout.numel * size)),
-        ("payload per step", f"{_size_of(payload)} ({how})"),
-        ("statistics per outer iteration", _size_of(statistics * size)),
-    ]
-    return format_table(rows)
-
-
-def _pactrain_payload(
-    settings: Settings, topology: Topology, layout: Layout, size: int
-) -> tuple[int, str]:
-    """Return the bytes of a step with all buckets stable and supports as large as the mask."""
-    (ratio,) = settings.keep_ratio
-    weights = sum(segment.numel for segment in matrices(layout))
-    count = layout.numel - weights + kept_weights(layout, ratio, settings.prune_by)
-    buckets = -(-layout.numel // max(1, int(settings.bucket_mib * MIB) // size))
-    each = f"{count:,} values, {settings.aggregation}"
-    when = "once all buckets are stable, dense before"
-    if not settings.ternary:
-        return count * size + buckets * size, f"{each}, {when}"
-    workers = topology.world_size if settings.aggregation == "flat" else topology.num_nodes
-    narrow = integer_type(workers).itemsize
-    return count * narrow + 2 * buckets * size, f"{each}, as integers, {when}"
-
-
-def _what_runs(
-    settings: Settings, topology: Topology, layout: Layout, statistics: int
-) -> list[tuple[str, str]]:
-    return [
-        ("model", f"{settings.model}, {layout.numel:,} parameters, {statistics:,} statistics"),
-        ("topology", f"{topology.num_nodes} nodes of {list(topology.node_sizes)} ranks"),
-    ]
-
-
-def _size_of(nbytes: int) -> str:
-    return f"{nbytes:,} B ({nbytes / MIB:.2f} MiB)"
-
-
-def _nominal_mask(groups: Groups, strict: float, round_to: int) -> np.ndarray:
-    """Keep the first alpha groups of every selection: any mask of the same sizes travels alike."""
-    mask = np.zeros(groups.total, dtype=bool)
-    for selections in groups.kinds:
-        start, stop = selections[0].start, selections[-1].stop
-        # Within a budget the sets are cut alike, which trained scores need not do.
-        scores = np.concatenate(
-            [np.tile(1 - np.arange(s.count) / s.count, s.selections) for s in selections]
-        )
-        mask[start:stop] = select(scores, selections, strict, round_to, groups)
-    return mask
+    return format_lines(rows)

@@ -11,12 +11,13 @@ import numpy as np
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import Diverged
-from prunex_mpi.base.logs import Progress, RunDirectory, log
+from prunex_mpi.base.logs import Progress, log
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR
 from prunex_mpi.core.state import Work
 from prunex_mpi.methods import hsadmm, local_sgd, per_step
 from prunex_mpi.run import checkpoint
+from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.settings.methods import CONSENSUS, LOCAL
 
 # --checkpoint-every auto: the share of the time that writing may take, and the shortest interval.

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.heartbeat import PHASES, Heartbeat
 
 PACKAGE = Path(__file__).parents[1]
 RECORD_BYTES = 1024
@@ -25,39 +26,6 @@ CHECKS_PER_TIMEOUT = 10
 LONGEST_PAUSE_S = 5.0
 GRACE_S = 3.0
 SHARE_LIMIT_S = 10.0
-PHASES = (
-    *("start", "data", "model", "local", "intra", "project", "inter", "dual", "evaluate"),
-    *("record", "checkpoint", "finish"),
-)
-
-
-@dataclass
-class Heartbeat:
-    """Count what the main thread gets done; plain assignments, so that the hot loop may call it."""
-
-    phase: str = "start"
-    iteration: int = 0
-    step: int = 0
-    beats: int = 0
-
-    def enter(self, phase: str, iteration: int | None = None) -> None:
-        """Say that `phase` of an outer iteration begins."""
-        self.phase, self.step = phase, 0
-        if iteration is not None:
-            self.iteration = iteration
-        self.beats += 1
-
-    def beat(self, step: int) -> None:
-        """Say that the phase has come to `step`."""
-        self.step = step
-        self.beats += 1
-
-    def describe(self) -> str:
-        """Return where the rank is, in words."""
-        place = f"phase {self.phase}"
-        if self.iteration:
-            place += f" of outer iteration {self.iteration}"
-        return f"{place}, step {self.step}" if self.step else place
 
 
 @dataclass(frozen=True)

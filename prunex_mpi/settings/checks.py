@@ -1,13 +1,11 @@
 """Which settings do not fit together, though each is fine alone."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import BY_GROUPS, CONSENSUS, WITH_RESIDUAL
-
-if TYPE_CHECKING:
-    from prunex_mpi.settings.fields import Settings
 
 
 def first_at_target(values: Mapping[str, Any]) -> int:
@@ -15,7 +13,7 @@ def first_at_target(values: Mapping[str, Any]) -> int:
     return values["warmup_iterations"] + max(1, values["keep_ramp_iterations"])
 
 
-def check_together(settings: "Settings") -> None:
+def check_together(settings: Settings) -> None:
     """Refuse values that are fine alone and wrong together."""
     s = settings
     if not s.local_epochs and not s.local_steps:
@@ -65,7 +63,7 @@ def check_together(settings: "Settings") -> None:
             )
 
 
-def _check_rival(settings: "Settings") -> None:
+def _check_rival(settings: Settings) -> None:
     """Refuse what is wrong for one of the other methods alone."""
     s = settings
     if s.method == "prunex-flat" and s.ranks_per_node > 1:
@@ -93,7 +91,7 @@ def _check_rival(settings: "Settings") -> None:
         )
 
 
-def _check_pactrain(settings: "Settings") -> None:
+def _check_pactrain(settings: Settings) -> None:
     """Refuse what is wrong for PacTrain alone."""
     s = settings
     if len(s.keep_ratio) != 1:

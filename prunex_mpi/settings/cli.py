@@ -7,21 +7,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
-from prunex_mpi import __version__
-from prunex_mpi.base.errors import UNREADABLE, UserError
-from prunex_mpi.settings.fields import (
-    FIELDS,
-    Settings,
-    build,
-    check_saved,
-    from_table,
-    key_of,
-    preset_values,
-    resumed,
-)
-from prunex_mpi.settings.values import convert, nearest, quote
+from prunex_mpi.base.errors import UNREADABLE, UserError, quote
+from prunex_mpi.settings.fields import FIELDS, Settings, key_of
+from prunex_mpi.settings.parser import Parser, program_parser
+from prunex_mpi.settings.resolve import build, check_saved, from_table, preset_values, resumed
+from prunex_mpi.settings.values import convert
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,28 +21,6 @@ else:
     import tomli as tomllib
 
 _METAVARS = {int: "N", float: "X", Fraction: "N|P/Q", str: "NAME"}
-
-
-class Parser(argparse.ArgumentParser):
-    """Raise UserError where argparse would print its usage and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(" ".join(message.split()) + "; see --help")
-
-    def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse `argv`; raise UserError that names the first word that no flag takes."""
-        given, rest = self.parse_known_args(list(argv))
-        if not rest:
-            return given
-        word = next((word for word in rest if word.startswith("-")), None)
-        if word is None:
-            raise UserError(
-                f"unexpected argument {quote(rest[0])}: values follow a flag, switches take none"
-            )
-        flag = word.partition("=")[0]
-        flags = [name for action in self._actions for name in action.option_strings]
-        shown = flag if re.fullmatch(r"[\w-]{1,60}", flag) else quote(flag)
-        raise UserError(f"unknown flag {shown}; did you mean {nearest(flag, flags)}?")
 
 
 def parse(argv: Sequence[str]) -> Settings:
@@ -113,15 +83,13 @@ def _read_toml(path: str, where: str) -> dict[str, Any]:
 
 def build_parser() -> Parser:
     """Return a parser with one flag per setting, grouped by subject, that converts nothing."""
-    parser = Parser(
-        prog="python -m prunex_mpi.train",
+    parser = program_parser(
+        "train",
+        "Train a network on several MPI ranks and prune it while it trains.",
+        "Start it with mpirun or srun. Defaults are those of the preset 'recipe'.",
         usage="%(prog)s [--config FILE] [--preset NAME] [--FLAG VALUE ...]",
-        description="Train a network on several MPI ranks and prune it while it trains.",
-        epilog="Start it with mpirun or srun. Defaults are those of the preset 'recipe'.",
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--version", action="version", version=f"prunex_mpi {__version__}")
     parser.add_argument(
         "--config", metavar="FILE", action="append", help="TOML file of settings; flags beat it"
     )

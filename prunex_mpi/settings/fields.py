@@ -1,35 +1,15 @@
-"""Hold the settings of a run: one frozen dataclass, filled from presets, files and flags.
+"""Name the settings of a run: one frozen dataclass, whose fields carry the rules of their values.
 
 Each value has one home. What describes the machine, the data and the output has its default
 here; what makes up the training recipe has none here and is set by the preset file.
 """
 
 import dataclasses
-import math
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from importlib import resources
 from typing import Any
 
-import tomli_w
-
-from prunex_mpi.base.errors import UserError
-from prunex_mpi.settings.checks import check_together, first_at_target
-from prunex_mpi.settings.methods import (
-    BY_GROUPS,
-    CONSENSUS,
-    LOCAL,
-    METHOD_DEFAULTS,
-    METHODS,
-    PER_STEP,
-)
-from prunex_mpi.settings.values import convert, nearest, quote, split_layer_keep_ratio
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from prunex_mpi.settings.methods import BY_GROUPS, CONSENSUS, LOCAL, METHODS, PER_STEP
 
 PRESETS = ("recipe", "paper")
 _NO_DEFAULT = dataclasses.MISSING
@@ -48,8 +28,9 @@ def _setting(section: str, text: str, default: Any = _NO_DEFAULT, **rules: Any) 
 class Settings:
     """Carry every setting of a run, checked and resolved.
 
-    Field `a_b` is the flag `--a-b` and the TOML key `a-b`. Build one with `make`, `with_overrides`
-    or `prunex_mpi.settings.cli.parse`: these convert, check and resolve, the constructor does not.
+    Field `a_b` is the flag `--a-b` and the TOML key `a-b`. Build one with `resolve.make`,
+    `resolve.with_overrides` or `cli.parse`: these convert, check and resolve, the constructor does
+    not.
     """
 
     _S = "what to train"
@@ -381,193 +362,6 @@ def key_of(name: str) -> str:
     return name.replace("_", "-")
 
 
-def preset_values(preset: str) -> dict[str, Any]:
-    """Read a preset file; return converted values by field name."""
-    file = resources.files("prunex_mpi.settings").joinpath("presets", f"{preset}.toml")
-    return from_table(tomllib.loads(file.read_text("utf-8")), f"preset {preset}")
-
-
-def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Convert a TOML table to values by field name; a table `versions` is ignored.
-
-    Raises UserError for an unknown key and for a value of the wrong type or range.
-    """
-    names = {key_of(name): name for name in FIELDS}
-    values = {}
-    for key, value in table.items():
-        if key == "versions" and isinstance(value, dict):
-            continue
-        if key not in names:
-            guess = nearest(key, names)
-            raise UserError(f"unknown key {quote(key)} in {source}; did you mean {guess!r}?")
-        values[names[key]] = convert(FIELDS[names[key]], value, f"{key} in {source}")
-    return values
-
-
-def build(preset: str, layers: Sequence[Mapping[str, Any]]) -> Settings:
-    """Lay converted values over a preset, the later the stronger; resolve and check the result."""
-    method = next((x["method"] for x in reversed(layers) if "method" in x), "prunex")
-    values = _defaults(preset, method)
-    for layer in layers:
-        _lay_over(values, layer)
-    return _resolve({**values, "preset": preset})
-
-
-def _defaults(preset: str, method: str) -> dict[str, Any]:
-    """Return the values, not resolved yet, of a run that is given nothing but these two."""
-    values = {name: field.default for name, field in FIELDS.items()} | preset_values(preset)
-    return {**values, **METHOD_DEFAULTS.get(method, {}), "preset": preset, "method": method}
-
-
-def make(preset: str = "recipe", **overrides: object) -> Settings:
-    """Return a preset's settings with `overrides`, checked as flags are.
-
-    Raises UserError for an unknown name or a bad value.
-    """
-    preset = convert(FIELDS["preset"], preset, "preset")
-    return build(preset, [_convert_all(overrides)])
-
-
-def with_overrides(settings: Settings, **changes: object) -> Settings:
-    """Return a copy with some values replaced, checked like any other.
-
-    Raises UserError for an unknown name, a bad value, or another preset or method.
-    """
-    for name in ("preset", "method"):
-        if changes.get(name, getattr(settings, name)) != getattr(settings, name):
-            raise UserError(f"{name} cannot be changed in settings that are already resolved")
-    values = {name: getattr(settings, name) for name in FIELDS}
-    _lay_over(values, _convert_all(changes))
-    return _resolve(values)
-
-
-def check_saved(saved: Mapping[str, Any], where: str) -> None:
-    """Raise UserError unless `saved` holds every setting and they fit together."""
-    whole = {**_before(), **saved}
-    missing = [key_of(name) for name in FIELDS if name not in whole]
-    if missing:
-        raise UserError(f"{where} has no {missing[0]}; put back the file that the run wrote")
-    try:
-        _resolve(whole)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-
-
-def resumed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
-    """Return the settings of a run that goes on: those `saved` in its config.toml, by field name.
-
-    What is `given` beside them may only repeat them, except for OF_THE_JOB, where it counts. Raises
-    UserError that names the first difference.
-    """
-    whole = {**_before(), **saved, "resume": True}
-    before, after = _resolve(dict(whole)), whole
-    _lay_over(after, given)
-    settings = _resolve(after)
-    for name in FIELDS:
-        old, new = getattr(before, name), getattr(settings, name)
-        if name not in OF_THE_JOB and old != new:
-            raise UserError(
-                f"--{key_of(name)} {_plain(new)} differs from the run's {_plain(old)}; a resumed "
-                "run keeps its settings: leave it away, or start a new run"
-            )
-    return settings
-
-
-def _before() -> dict[str, Any]:
-    """Return what settings that came later are to runs whose files do not name them."""
-    rules = {name: field.metadata for name, field in FIELDS.items()}
-    return {name: rule["before"] for name, rule in rules.items() if "before" in rule}
-
-
-def _plain(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def layer_keep_ratios(settings: Settings) -> tuple[tuple[str, float], ...]:
-    """Return the (pattern, ratio) pairs of `layer_keep_ratio` in order."""
-    return tuple(split_layer_keep_ratio(item) for item in settings.layer_keep_ratio)
-
-
-def to_toml(settings: Settings, extra: Mapping[str, object]) -> str:
-    """Write settings as TOML text that `--config` reads back to an equal Settings.
-
-    `extra` (the versions of the software) becomes the table `[versions]`, which is not read back.
-    """
-    table: dict[str, Any] = {}
-    for name in FIELDS:
-        value = getattr(settings, name)
-        if isinstance(value, Fraction):
-            value = int(value) if value.denominator == 1 else str(value)
-        table[key_of(name)] = list(value) if isinstance(value, tuple) else value
-    table["versions"] = {key: str(value) for key, value in extra.items()}
-    return tomli_w.dumps(table)
-
-
-def _convert_all(values: Mapping[str, object]) -> dict[str, Any]:
-    for name in values:
-        if name not in FIELDS:
-            raise UserError(f"unknown setting {name!r}; did you mean {nearest(name, FIELDS)!r}?")
-    return {name: convert(FIELDS[name], value, key_of(name)) for name, value in values.items()}
-
-
-def _lay_over(values: dict[str, Any], layer: Mapping[str, Any]) -> None:
-    """Update `values`; epochs and steps exclude each other, so the stronger layer's one counts."""
-    epochs, steps = layer.get("local_epochs", 0), layer.get("local_steps", 0)
-    if epochs and steps:
-        raise UserError("local-epochs and local-steps are both given; keep one of them")
-    values.update(layer)
-    if epochs:
-        values["local_steps"] = 0
-
-
-def _resolve(values: dict[str, Any]) -> Settings:
-    """Turn shares into iterations, drop the epochs that steps replace, check the whole."""
-    _put_foreign_back(values)
-    own = [name for name in FIELDS if values["method"] in methods_of(name)]
-    _resolve_shares(values, own)
-    if values["local_steps"]:
-        values["local_epochs"] = Fraction(0)
-    settings = Settings(**values)
-    check_together(settings)
-    return settings
-
-
-def _resolve_shares(values: dict[str, Any], names: Iterable[str]) -> None:
-    outer = values["outer_iterations"]
-    for name in names:
-        if FIELDS[name].metadata.get("share"):
-            value = Fraction(values[name])
-            count = math.floor(value * outer + Fraction(1, 2)) if value < 1 else int(value)
-            if name == "freeze_iteration" and 0 < value < 1:
-                # Rounding must neither turn the freeze off (0) nor leave it an iteration before
-                # the keep ratio is reached. Its two predecessors are resolved already.
-                count = max(count, 1)
-                count += first_at_target(values) == count + 1
-            values[name] = count
-
-
 def methods_of(name: str) -> Sequence[str]:
     """Return the methods that a setting has a meaning for."""
     return FIELDS[name].metadata.get("methods", METHODS)
-
-
-def _put_foreign_back(values: dict[str, Any]) -> None:
-    """Leave what the method has no use for at its default; refuse it where it is given as another.
-
-    Shares among them stay shares. As a count, the default is what a run of the same length by
-    another method has written into its file; another method's own default may be there as well.
-    """
-    untouched = _defaults(values["preset"], values["method"])
-    resolved = {**untouched, "outer_iterations": values["outer_iterations"]}
-    _resolve_shares(resolved, FIELDS)
-    for name in FIELDS:
-        methods = methods_of(name)
-        if values["method"] in methods:
-            continue
-        own = [defaults[name] for defaults in METHOD_DEFAULTS.values() if name in defaults]
-        if values[name] not in (untouched[name], resolved[name], *own):
-            raise UserError(
-                f"{key_of(name)} means nothing to method {values['method']}; leave it away "
-                f"(it is for {', '.join(methods)})"
-            )
-        values[name] = untouched[name]

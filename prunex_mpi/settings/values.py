@@ -5,27 +5,15 @@ inclusive, above and below exclusive, share, words, optional) are the rules.
 """
 
 import dataclasses
-import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, get_args
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import UserError, nearest, quote
 
 _MAX_INT = 2**63 - 1
-
-
-def quote(value: object, limit: int = 80) -> str:
-    """Return `value` for an error message: on one line and not too long."""
-    text = repr(str(value) if isinstance(value, Fraction) else value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def nearest(word: str, valid: Iterable[str]) -> str:
-    """Return the valid word that looks most like `word`, however far away it is."""
-    return difflib.get_close_matches(word, list(valid), 1, 0.0)[0]
 
 
 def convert(field: dataclasses.Field, value: object, where: str) -> Any:

@@ -103,7 +103,7 @@ class Place:
 
 PLACES = (
     Place("prunex_mpi.run.job:build_problem", per_job=1),
-    Place("prunex_mpi.base.logs:RunDirectory.__init__", per_job=1, only_rank_0=True),
+    Place("prunex_mpi.run.directory:RunDirectory.__init__", per_job=1, only_rank_0=True),
     Place("prunex_mpi.run.checkpoint:restore", per_job=1, resuming=True),
     Place("prunex_mpi.data.batches:BatchStream.next", per_iteration=LOCAL_STEPS),
     Place("prunex_mpi.data.batches:BatchStream.next", per_iteration=LOCAL_STEPS),
@@ -113,8 +113,8 @@ PLACES = (
     Place("prunex_mpi.methods.hsadmm:inter_node_consensus", per_iteration=1),
     Place("prunex_mpi.methods.hsadmm:update_duals", per_iteration=1),
     Place("prunex_mpi.core.rounds:evaluate", per_iteration=1),
-    Place("prunex_mpi.base.logs:RunDirectory.append", per_iteration=2, only_rank_0=True),
-    Place("prunex_mpi.base.logs:RunDirectory.rewind", 1, only_rank_0=True, resuming=True),
+    Place("prunex_mpi.run.directory:RunDirectory.append", per_iteration=2, only_rank_0=True),
+    Place("prunex_mpi.run.directory:RunDirectory.rewind", 1, only_rank_0=True, resuming=True),
     Place("prunex_mpi.run.checkpoint:save", per_checkpoint=1),
     Place("prunex_mpi.run.checkpoint_files:begin", per_checkpoint=1, only_rank_0=True),
     Place("prunex_mpi.run.checkpoint_files:write_rank_file", per_checkpoint=1),
@@ -126,7 +126,9 @@ PLACES = (
         "prunex_mpi.base.files:os.replace", 2, per_checkpoint=1, only_rank_0=True, finishing=True
     ),
     Place("prunex_mpi.run.summary:save_model", 1, only_rank_0=True, finishing=True),
-    Place("prunex_mpi.base.logs:RunDirectory.write_summary", 1, only_rank_0=True, finishing=True),
+    Place(
+        "prunex_mpi.run.directory:RunDirectory.write_summary", 1, only_rank_0=True, finishing=True
+    ),
 )
 
 

@@ -15,6 +15,7 @@ from nodes import WORLD, nodes_of
 
 from mpi4py import MPI
 
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
 from prunex_mpi.core.problem import build_problem, load_dataset, make_groups
@@ -22,8 +23,7 @@ from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run import supervision
 from prunex_mpi.run.supervision import Checkpoints, run_to_end
-from prunex_mpi.run.watchdog import Heartbeat
-from prunex_mpi.settings.fields import make
+from prunex_mpi.settings.resolve import make
 
 WARM = 50
 GROWTH = 1.01

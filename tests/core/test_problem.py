@@ -9,7 +9,7 @@ from torch import nn
 from prunex_mpi.comm.collectives import build_transport, mpi_buffer
 from prunex_mpi.core import problem
 from prunex_mpi.core.problem import build_problem, load_dataset
-from prunex_mpi.settings.fields import make
+from prunex_mpi.settings.resolve import make
 
 CPU = torch.device("cpu")
 

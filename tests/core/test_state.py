@@ -8,7 +8,7 @@ from prunex_mpi.core.state import State, adopt_mask, build_state, freeze, weight
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.find_groups import find_groups
 from prunex_mpi.pruning.projection import select
-from prunex_mpi.settings.fields import make
+from prunex_mpi.settings.resolve import make
 
 
 def make_state(**changes: object) -> State:

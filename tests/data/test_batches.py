@@ -10,6 +10,7 @@ from torch import Tensor
 from prunex_mpi.data import batches
 from prunex_mpi.data.batches import (
     BatchStream,
+    Look,
     Shard,
     channel_moments,
     evaluation_batches,
@@ -18,11 +19,12 @@ from prunex_mpi.data.batches import (
 
 ZERO, ONE = torch.zeros(3), torch.ones(3)
 
-STREAM = dict(batch_size=4, seed=0, rank=0, mean=ZERO, std=ONE, device="cpu", flip=False, pad=0)
+LOOK = Look(ZERO, ONE, "cpu")
+STREAM = dict(batch_size=4, seed=0, rank=0, flip=False, pad=0)
 
 
-def stream(shard: Shard, **changes: object) -> BatchStream:
-    return BatchStream(shard, **(STREAM | changes))
+def stream(shard: Shard, look: Look = LOOK, **changes: object) -> BatchStream:
+    return BatchStream(shard, look, **(STREAM | changes))
 
 
 def random_shard(count: int, side: int = 6) -> Shard:
@@ -51,7 +53,7 @@ def test_moments_of_shards_add_up_to_those_of_all(monkeypatch: pytest.MonkeyPatc
     # Constant images must become zeros, not NaN.
     constant = Shard(torch.full_like(shard.images, 200), shard.labels)
     mean, std = normalisation(channel_moments(constant))
-    assert stream(constant, mean=mean, std=std).next()[0].abs().max() < 1e-4
+    assert stream(constant, Look(mean, std, "cpu")).next()[0].abs().max() < 1e-4
 
 
 def test_an_epoch_shows_each_image_once_and_the_next_reorders() -> None:
@@ -113,9 +115,9 @@ def test_augmented_images_are_crops_of_the_padded_or_mirrored_image(flip: bool, 
 def test_values_type_and_layout(dtype: torch.dtype, channels_last: bool) -> None:
     shard = random_shard(8)
     mean, std = torch.rand(3), 0.1 + torch.rand(3)
-    options = {"mean": mean, "std": std, "dtype": dtype, "channels_last": channels_last}
-    evaluation = evaluation_batches(shard, batch_size=4, device="cpu", **options)
-    for images, labels in (stream(shard, **options).next(), next(evaluation)):
+    look = Look(mean, std, "cpu", dtype, channels_last)
+    evaluation = evaluation_batches(shard, batch_size=4, look=look)
+    for images, labels in (stream(shard, look).next(), next(evaluation)):
         expected = shard.images[labels].double() / 255
         expected = (expected - mean.double()[:, None, None]) / std.double()[:, None, None]
         assert images.dtype == dtype
@@ -127,19 +129,21 @@ def test_values_type_and_layout(dtype: torch.dtype, channels_last: bool) -> None
 
 def test_evaluation_goes_through_the_shard_in_order() -> None:
     shard = random_shard(10)
-    options = {"batch_size": 4, "mean": ZERO, "std": ONE, "device": "cpu"}
-    images, labels = zip(*evaluation_batches(shard, **options), strict=True)
+    evaluation = evaluation_batches(shard, batch_size=4, look=LOOK)
+    images, labels = zip(*evaluation, strict=True)
     assert [len(part) for part in labels] == [4, 4, 2]
     assert torch.equal(torch.cat(labels), shard.labels)
     assert torch.equal(to_bytes(torch.cat(images)), shard.images)
     empty = Shard(shard.images[:0], shard.labels[:0])
-    assert list(evaluation_batches(empty, **options)) == []
+    assert list(evaluation_batches(empty, batch_size=4, look=LOOK)) == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_sees_the_same_batches_without_waiting_for_the_device() -> None:
     shard = random_shard(64)
-    cpu, cuda = (stream(shard, flip=True, pad=2, device=device) for device in ("cpu", "cuda"))
+    cpu, cuda = (
+        stream(shard, Look(ZERO, ONE, device), flip=True, pad=2) for device in ("cpu", "cuda")
+    )
     torch.cuda.set_sync_debug_mode("error")
     try:
         batches = [cuda.next() for _ in range(20)]

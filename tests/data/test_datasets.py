@@ -24,11 +24,11 @@ from prunex_mpi.data.batches import (
 from prunex_mpi.data.datasets import Dataset
 
 LOAD = dict(data_dir="nowhere", download=False, train_samples=0, test_samples=0)
-LOAD |= dict(image_size=0, seed=0, rank=0, size=1)
+LOAD |= dict(image_size=0, seed=0)
 
 
-def load(name: str, **changes: object) -> Dataset:
-    return data.load(name, **(LOAD | changes))
+def load(name: str, rank: int = 0, size: int = 1, **changes: object) -> Dataset:
+    return data.load(name, part=(rank, size), **(LOAD | changes))
 
 
 def refuse(name: str, exit_code: int, **changes: object) -> str:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from nodes import WORLD
 
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wire, find_wires
@@ -15,7 +16,6 @@ from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.masks import layer_masks
 from prunex_mpi.run.supervision import driver_of
-from prunex_mpi.run.watchdog import Heartbeat
 
 CPU = torch.device("cpu")
 SMALL_BUCKETS = build_transport(CPU, 2**-10, "host")

@@ -12,8 +12,8 @@ from faulty import noisy
 from nodes import WORLD
 from torch import nn
 
-from prunex_mpi.base.logs import RunDirectory
 from prunex_mpi.comm.agreement import broadcast_text
+from prunex_mpi.run.directory import RunDirectory
 
 
 class NoisyNet(nn.Module):

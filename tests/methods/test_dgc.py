@@ -8,7 +8,7 @@ from torch import float64
 
 from prunex_mpi.compress.sparse import kept_per_layer
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.settings.fields import make
+from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.mpi
 

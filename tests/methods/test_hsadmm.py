@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from prunex_mpi.comm.topology import build_topology, free_topology
 from prunex_mpi.methods.hsadmm import intra_node_consensus, outer_iterations
-from prunex_mpi.settings.fields import make, with_overrides
+from prunex_mpi.settings.resolve import make, with_overrides
 
 CPU = torch.device("cpu")
 RESIDUALS = {"intra_primal": 0, "intra_dual": 1, "inter_primal": 2, "inter_dual": 3}

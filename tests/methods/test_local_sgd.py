@@ -20,7 +20,7 @@ from nodes import WORLD, nodes_of
 from reference_rivals import simulate_local
 
 from prunex_mpi.comm.gradients import GradientAverager
-from prunex_mpi.settings.fields import make
+from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.mpi
 

@@ -11,7 +11,7 @@ from nodes import WORLD, nodes_of
 from torch import nn
 
 from prunex_mpi.methods import omnireduce
-from prunex_mpi.settings.fields import make
+from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.mpi
 

@@ -43,7 +43,7 @@ from prunex_mpi.methods.pactrain import (
 from prunex_mpi.methods.pactrain_mask import adopt_pruned_
 from prunex_mpi.models.layout import build_layout, matrices
 from prunex_mpi.run import summary
-from prunex_mpi.settings.fields import make, to_toml
+from prunex_mpi.settings.resolve import make, to_toml
 
 pytestmark = pytest.mark.mpi
 

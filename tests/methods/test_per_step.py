@@ -24,8 +24,8 @@ from reference_rivals import simulate_per_step
 from torch import nn
 
 from prunex_mpi.methods import exchanges
-from prunex_mpi.settings.fields import make
 from prunex_mpi.settings.methods import WITH_RESIDUAL
+from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.mpi
 

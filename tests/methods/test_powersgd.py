@@ -12,7 +12,7 @@ from torch import nn
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.settings.fields import make
+from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.mpi
 

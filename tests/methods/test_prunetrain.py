@@ -22,7 +22,7 @@ from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.models.standalone import SlimAttention
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.settings.fields import make
+from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.mpi
 

@@ -96,7 +96,6 @@ def kept_alive() -> Iterator[None]:
     before = log.handlers, log.propagate, log.level
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "end_job", end_job)
-        patch.setattr(train, "end_job", end_job)
         yield
     log.handlers, log.propagate, log.level = before
 

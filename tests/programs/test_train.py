@@ -114,8 +114,7 @@ def test_delivered_model_is_the_one_that_was_evaluated(finished):
         test_samples=0,
         image_size=0,
         seed=0,
-        rank=0,
-        size=1,
+        part=(0, 1),
     )
     # The run normalised by the training images its four ranks used; the last two digits of 1438
     # fell to no rank.
@@ -124,7 +123,7 @@ def test_delivered_model_is_the_one_that_was_evaluated(finished):
     correct = 0
     with torch.no_grad():
         for images, labels in batches.evaluation_batches(
-            whole.test, batch_size=100, mean=mean, std=std, device="cpu"
+            whole.test, batch_size=100, look=batches.Look(mean, std, "cpu")
         ):
             correct += int((model(images).argmax(1) == labels).sum())
     summary = json.loads((folder / "run/summary.json").read_text())

@@ -10,7 +10,7 @@ from jobs import NoisyNet, run_directory
 from nodes import NODE_SHAPES, WORLD, nodes_of
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.logs import RunDirectory
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, StopAgreement, stop_agreement
 from prunex_mpi.comm.topology import Topology
@@ -19,10 +19,11 @@ from prunex_mpi.core.state import Position, Problem, State, Work, build_state
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run import checkpoint, checkpoint_files
+from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.snapshot import upgraded
 from prunex_mpi.run.supervision import driver_of
-from prunex_mpi.run.watchdog import Heartbeat
-from prunex_mpi.settings.fields import Settings, make
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.mpi
 

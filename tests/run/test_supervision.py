@@ -28,7 +28,6 @@ def failing_instead_of_aborting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         raise AssertionError("the program aborted the job")
 
     monkeypatch.setattr(program, "end_job", end_job)
-    monkeypatch.setattr(train, "end_job", end_job)
     hook = program.sys.excepthook
     yield
     program.sys.excepthook = hook

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.run import watchdog
-from prunex_mpi.run.watchdog import Heartbeat, Record, Watchdog, blame, read_heartbeat
+from prunex_mpi.run.watchdog import Record, Watchdog, blame, read_heartbeat
 
 LIMIT_S = 20
 

@@ -12,16 +12,9 @@ from prunex_mpi import __version__
 from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.core.schedule import strictness
 from prunex_mpi.settings.cli import parse
-from prunex_mpi.settings.fields import (
-    FIELDS,
-    PRESETS,
-    key_of,
-    layer_keep_ratios,
-    make,
-    to_toml,
-    with_overrides,
-)
+from prunex_mpi.settings.fields import FIELDS, PRESETS, key_of
 from prunex_mpi.settings.methods import CONSENSUS, METHODS
+from prunex_mpi.settings.resolve import layer_keep_ratios, make, to_toml, with_overrides
 
 if sys.version_info >= (3, 11):
     import tomllib

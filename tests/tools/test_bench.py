@@ -11,19 +11,21 @@ import torch
 
 from mpi4py import MPI
 
-from prunex_mpi import bench
 from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.base.tables import Table, format_table
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import build_topology, free_topology, nodes_of
 from prunex_mpi.core.schedule import Stage
-from prunex_mpi.settings.fields import make
+from prunex_mpi.settings.resolve import make
+from prunex_mpi.tools.bench.bench import bench
 from prunex_mpi.tools.bench.checkpoint import checkpoints
 from prunex_mpi.tools.bench.collectives import collectives
 from prunex_mpi.tools.bench.ddp import compare_with_ddp
 from prunex_mpi.tools.bench.kernels import kernels, make_state, project_alone, wires_of
 from prunex_mpi.tools.bench.memory import child, memory
+from prunex_mpi.tools.bench.options import choose_sections, parse
 from prunex_mpi.tools.bench.overhead import CONSENSUS, MEASURED, overhead, train
-from prunex_mpi.tools.bench.report import Action, Table, as_json, format_table, min_seconds
+from prunex_mpi.tools.bench.timing import Action, min_seconds
 
 CPU = torch.device("cpu")
 SMALL = make(model="resnet8", batch_size=4, device="cpu")
@@ -191,20 +193,6 @@ def test_checkpoints_are_timed_against_dd_and_leave_nothing(alone, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_help_loads_neither_torch_nor_mpi():
-    code = (
-        "import sys\n"
-        "from prunex_mpi import bench\n"
-        "try:\n    bench.main(['--help'])\n"
-        "except SystemExit as end:\n    assert end.code == 0\n"
-        "assert not {'torch', 'mpi4py'} & set(sys.modules)\n"
-    )
-    done = run(code=code)
-    assert done.returncode == 0, done.stderr
-    shown = " ".join(done.stdout.split())
-    assert "kernels, overhead, memory, collectives, checkpoint, ddp or all" in shown
-
-
 @pytest.mark.parametrize(
     ("flags", "culprits"),
     [
@@ -221,7 +209,7 @@ def test_help_loads_neither_torch_nor_mpi():
 )
 def test_bad_flags_are_refused(flags, culprits):
     with pytest.raises(UserError) as caught:
-        bench.parse(flags)
+        parse(flags)
     assert caught.value.exit_code == USAGE
     assert "\n" not in str(caught.value)
     assert all(culprit in str(caught.value) for culprit in culprits)
@@ -251,18 +239,18 @@ def test_user_errors_end_with_code_2_and_one_line(flags, culprit):
 def test_what_cannot_be_measured_is_refused(flags, culprit):
     threads = torch.get_num_threads()
     with pytest.raises(UserError) as caught:
-        bench.bench(MPI.COMM_SELF, bench.parse([*flags, f"--threads={threads}"]))
+        bench(MPI.COMM_SELF, parse([*flags, f"--threads={threads}"]))
     assert caught.value.exit_code == USAGE
     assert culprit in str(caught.value)
 
 
 def test_sections_fit_the_number_of_ranks():
-    assert bench.choose_sections((), 1) == ("kernels", "overhead", "memory", "checkpoint")
-    assert bench.choose_sections((), 4) == ("collectives", "checkpoint")
-    assert bench.choose_sections(("checkpoint",), 3) == ("checkpoint",)
-    assert bench.choose_sections(("memory",), 1) == ("memory",)
+    assert choose_sections((), 1) == ("kernels", "overhead", "memory", "checkpoint")
+    assert choose_sections((), 4) == ("collectives", "checkpoint")
+    assert choose_sections(("checkpoint",), 3) == ("checkpoint",)
+    assert choose_sections(("memory",), 1) == ("memory",)
     with pytest.raises(UserError):
-        bench.choose_sections(("kernels",), 2)
+        choose_sections(("kernels",), 2)
 
 
 def test_the_program_prints_the_machine_and_writes_the_same_tables(tmp_path):
@@ -285,17 +273,3 @@ def test_actions_take_turns_and_the_first_turn_is_not_counted():
     best = min_seconds(actions, 2, CPU)
     assert order == ["prepare", "a", "b"] * 3
     assert all(0 <= seconds < 1 for seconds in best.values())
-
-
-def test_tables_align_and_survive_json():
-    table = Table("t", ("name", "n"), (("long name", 1), ("x", None), ("y", 1234.5)), ("note",))
-    assert format_table(table).splitlines() == [
-        "t",
-        "  name          n",
-        "  long name     1",
-        "  x             -",
-        "  y          1234",
-        "  note",
-    ]
-    written = json.loads(json.dumps(as_json({"mpi": "m"}, [table])))
-    assert written["tables"][0]["rows"] == [["long name", 1], ["x", None], ["y", 1234.5]]

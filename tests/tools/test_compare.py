@@ -10,25 +10,25 @@ from test_bench import assert_sane, column, run
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import nodes_of
 from prunex_mpi.core.problem import load_dataset
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout, Segment, build_layout
-from prunex_mpi.settings.fields import make
 from prunex_mpi.settings.methods import METHODS
-from prunex_mpi.tools.bench.report import Table
+from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.compare import compare as bench_compare
 from prunex_mpi.tools.compare.compare import compare, hold_out
 from prunex_mpi.tools.compare.options import parse, settings_of, tuning_settings
 from prunex_mpi.tools.compare.run import count_zeros
 from prunex_mpi.tools.compare.tables import (
-    OPERATIONS,
     Measured,
     Outcome,
     Tuning,
     choose_rate,
     measured_table,
+    operations,
     require_same_work,
     results_table,
     tuning_table,
@@ -233,7 +233,10 @@ def test_tables_hold_means_over_seeds_and_say_what_diverged():
 
 
 def test_the_operations_of_every_method_are_named():
-    assert set(METHODS) <= set(OPERATIONS)
+    for method in METHODS:
+        assert "All" in operations(method)
+    assert operations("topk") == "Allgatherv"
+    assert operations("powersgd") == "Allreduce, Reduce, Bcast"
 
 
 def test_help_names_methods_and_starts_nothing():
@@ -269,9 +272,9 @@ def test_user_errors_end_with_code_2_and_one_line(flags):
 @pytest.fixture
 def quiet(monkeypatch):
     """Leave this process's threads, log and exception hook as they are."""
-    monkeypatch.setattr("prunex_mpi.run.job.set_threads", lambda _: 1)
+    monkeypatch.setattr("prunex_mpi.run.start.set_threads", lambda _: 1)
     monkeypatch.setattr(bench_compare, "set_up_logging", lambda *_: None)
-    monkeypatch.setattr(bench_compare, "abort_on_exceptions", lambda *_: None)
+    monkeypatch.setattr("prunex_mpi.run.program.abort_on_exceptions", lambda *_: None)
 
 
 def compared(flags: list[str], folder) -> tuple[dict[str, Table], str]:

@@ -11,18 +11,20 @@ import torch
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.logs import RunDirectory
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.tables import Table
+from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.agreement import broadcast_text, together
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.run import checkpoint, checkpoint_files
+from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.job import set_up
-from prunex_mpi.run.watchdog import Heartbeat
-from prunex_mpi.settings.fields import Settings, with_overrides
-from prunex_mpi.tools.bench.report import Action, Table, min_seconds
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import with_overrides
+from prunex_mpi.tools.bench.timing import Action, min_seconds
 
 AIM_TIMES_DD = 1.5
-MIB = 2**20
 
 
 def checkpoints(

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from mpi4py import MPI
 
+from prunex_mpi.base.tables import Table
+from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.collectives import (
     Transport,
     allreduce_,
@@ -27,8 +29,8 @@ from prunex_mpi.core.mask_agreement import (
 from prunex_mpi.core.state import State, begin_iteration
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.bench.gloo import DDP_BUCKET_BYTES, gloo_group
-from prunex_mpi.tools.bench.kernels import MIB, make_state, wires_of
-from prunex_mpi.tools.bench.report import Table, synchronize
+from prunex_mpi.tools.bench.kernels import make_state, wires_of
+from prunex_mpi.tools.bench.timing import synchronize
 
 SMALL_BYTES = 16 * MIB
 

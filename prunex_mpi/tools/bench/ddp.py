@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import find_wires
@@ -21,10 +23,9 @@ from prunex_mpi.core.steps import averaging
 from prunex_mpi.methods import per_step
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run.job import set_up
-from prunex_mpi.run.watchdog import Heartbeat
-from prunex_mpi.settings.fields import Settings, make
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.bench.gloo import gloo_group
-from prunex_mpi.tools.bench.report import Table
 
 IMAGE_SIZE = 32
 # Both leave buffers alone: what a rank's BatchNorm has seen is no part of a gradient.

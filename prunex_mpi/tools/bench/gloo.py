@@ -9,10 +9,11 @@ import torch.distributed as dist
 
 from mpi4py import MPI
 
+from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.agreement import broadcast_text, together
 
 # torch's default for the buckets of DistributedDataParallel.
-DDP_BUCKET_BYTES = 25 * 2**20
+DDP_BUCKET_BYTES = 25 * MIB
 TIMEOUT_S = 60
 
 

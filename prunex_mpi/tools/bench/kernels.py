@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prunex_mpi.base.tables import Table
+from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wires, find_wires
@@ -19,11 +21,10 @@ from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.pruning.projection import group_energies, select
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.tools.bench.report import Action, Table, min_seconds
+from prunex_mpi.tools.bench.timing import Action, min_seconds
 
 AIM = 3.0
 WITH_AIM = ("projection", "pack", "unpack", "dual update")
-MIB = 2**20
 NUM_CLASSES = 10
 # Large enough for the ImageNet stem, and for every torchvision classifier.
 IMAGE_SIZE = 224

@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, UserError
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.tables import Table
+from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.problem import build_problem, load_dataset, make_groups, make_model
@@ -29,10 +32,9 @@ from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.layout import build_layout, flatten_
 from prunex_mpi.run.devices import run_separately
-from prunex_mpi.run.watchdog import Heartbeat
-from prunex_mpi.settings.fields import Settings, make
-from prunex_mpi.tools.bench.kernels import IMAGE_SIZE, MIB, NUM_CLASSES
-from prunex_mpi.tools.bench.report import Table
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import make
+from prunex_mpi.tools.bench.kernels import IMAGE_SIZE, NUM_CLASSES
 
 AIM_MODELS = 7
 CHILD_TIMEOUT_S = 900

@@ -4,13 +4,14 @@ from typing import Any
 
 import torch
 
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.run.job import set_up
-from prunex_mpi.run.watchdog import Heartbeat
-from prunex_mpi.settings.fields import Settings, with_overrides
-from prunex_mpi.tools.bench.report import Table
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import with_overrides
 
 AIM_PERCENT = 5.0
 # A quarter of an epoch of CIFAR-10's 50,000 images on 4 ranks at batch 32.

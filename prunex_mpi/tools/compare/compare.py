@@ -4,35 +4,26 @@ Seeds are the outer loop and methods the inner one, so that a machine which chan
 course of hours meets all methods alike. A run that diverges is a row that says so.
 """
 
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 
-import torch
-
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.logs import set_up_logging
+from prunex_mpi.base.errors import UserError, quote
+from prunex_mpi.base.files import prepare_file, write_json
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.logs import log, set_up_logging
+from prunex_mpi.base.tables import Table, as_json, format_table
 from prunex_mpi.comm.agreement import raise_together, require_same, together
-from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
+from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.problem import load_dataset
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.run.devices import lone_singleton
-from prunex_mpi.run.job import find_device, find_transport, heed_findings, software_versions
-from prunex_mpi.run.program import abort_on_exceptions, end_job
-from prunex_mpi.run.watchdog import Heartbeat, Watchdog
-from prunex_mpi.settings.values import quote
-from prunex_mpi.tools.bench.report import (
-    Table,
-    describe_machine,
-    format_table,
-    prepare_file,
-    write_json,
-)
+from prunex_mpi.run.facts import recorded_versions
+from prunex_mpi.run.program import watched
+from prunex_mpi.run.start import find_transport, heed_findings, refuse_lone_singleton, take_places
 from prunex_mpi.tools.compare.options import Options, settings_of, tuning_settings
 from prunex_mpi.tools.compare.run import run_one, run_path
 from prunex_mpi.tools.compare.tables import (
@@ -51,19 +42,16 @@ HELD_OUT = 5
 
 def compare(world: MPI.Comm, options: Options) -> int:
     """Compare under the eyes of a watchdog; world rank 0 prints and writes. Collective."""
-    heartbeat = Heartbeat()
     timeout_s = settings_of(options, options.methods[0], options.seeds[0], None).timeout
-    watchdog = Watchdog(heartbeat, world.rank, timeout_s, lambda: end_job(world))
-    with closing(watchdog):
-        abort_on_exceptions(world, heartbeat, watchdog.first_to_report)
-        machine, tables = run_all(world, options, heartbeat)
+    with watched(world, timeout_s) as watchdog:
+        machine, tables = run_all(world, options, watchdog.heartbeat)
         if world.rank == 0:
             text = "\n\n".join(["\n".join(machine.values()), *map(format_table, tables)])
             print(text, flush=True)
             if options.text_file:
                 Path(options.text_file).write_text(text + "\n", encoding="utf-8")
             if options.json_file:
-                write_json(options.json_file, machine, tables)
+                write_json(options.json_file, as_json(machine, tables))
         # Nobody leaves while another may still need the job.
         world.Barrier()
     return 0
@@ -74,22 +62,19 @@ def run_all(
 ) -> tuple[dict[str, str], list[Table]]:
     """Tune and run every method; return what the tables name and the tables. Collective."""
     set_up_logging(world.rank, world.size)
-    singleton = lone_singleton(world)
-    raise_together(world, UserError(singleton) if singleton else None)
-    versions = software_versions()
-    require_same(world, "the flags or the versions of the software", repr((options, versions)))
+    refuse_lone_singleton(world)
+    agreed = repr((options, recorded_versions()))
+    require_same(world, "the flags or the versions of the software", agreed)
     together(world, lambda: prepare_files(options) if world.rank == 0 else None)
     first = settings_of(options, options.methods[0], options.seeds[0], None)
-    with nodes_of(world, options.common.get("ranks_per_node", 0)) as topology:
-        device = find_device(topology, first)
-        heed_findings(topology, first, device)
-        transport = find_transport(topology, first, device)
-        threads = torch.get_num_threads()
-        machine = {
-            "machine": describe_machine(device),
-            "mpi": library_name(),
-            "ranks": describe(topology, f"{device}, {threads} threads"),
-        }
+    ranks_per_node = options.common.get("ranks_per_node", 0)
+    with take_places(world, ranks_per_node, first.device) as place:
+        topology, device = place.topology, place.device
+        if world.rank == 0:
+            log.info("%s", place.layout)
+        heed_findings(place, first)
+        transport = find_transport(place, first)
+        machine = place.describe()
         run = partial(
             run_one, world, topology, device=device, transport=transport, heartbeat=heartbeat
         )

@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prunex_mpi.base.errors import UserError
-from prunex_mpi.settings.cli import Parser, add_settings, convert_flag, join_negative_numbers
-from prunex_mpi.settings.fields import FIELDS, Settings, build, key_of, methods_of
-from prunex_mpi.settings.methods import CONSENSUS, METHODS
-from prunex_mpi.settings.values import convert, nearest, quote
+from prunex_mpi.base.errors import UserError, nearest, quote
+from prunex_mpi.settings.cli import add_settings, convert_flag, join_negative_numbers
+from prunex_mpi.settings.fields import FIELDS, Settings, key_of, methods_of
+from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, METHODS
+from prunex_mpi.settings.parser import Parser, program_parser
+from prunex_mpi.settings.resolve import build
+from prunex_mpi.settings.values import convert
 
 # What the comparison itself decides, or what only a run of its own can do.
 OWN = ("method", "seed", "lr", "eps_abs", "eps_rel", "run_dir", "dry_run")
@@ -46,14 +48,13 @@ class Options:
 
 def build_parser() -> Parser:
     """Return the parser of the comparison's flags, which converts nothing."""
-    parser = Parser(
-        prog="python -m prunex_mpi.bench compare",
+    parser = program_parser(
+        "bench compare",
+        "Train with one method after the other, on the same ranks and the same samples in one job, "
+        "and print what each of them reaches and costs.",
+        "Start it with mpirun or srun. A setting goes to those methods that it means something to. "
+        "H-SADMM's stopping test is off: all methods do the same work.",
         usage="%(prog)s --methods NAME ... [--seeds N ...] [--FLAG VALUE ...]",
-        description="Train with one method after the other, on the same ranks and the same samples "
-        "in one job, and print what each of them reaches and costs.",
-        epilog="Start it with mpirun or srun. A setting goes to those methods that it means "
-        "something to. H-SADMM's stopping test is off: all methods do the same work.",
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
     group = parser.add_argument_group("comparison")
@@ -163,7 +164,7 @@ def _settings(method: str, common: Mapping[str, Any], **own: Any) -> Settings:
 
 
 def _concerns(name: str, method: str) -> bool:
-    if method == "prunex-flat" and name == "ranks_per_node":
+    if method in EVERY_RANK_ALONE and name == "ranks_per_node":
         # Every rank is a node of its own there, which is what is compared.
         return False
     return method in methods_of(name)

@@ -15,7 +15,8 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import Diverged
 from prunex_mpi.base.files import telling_disk_errors
-from prunex_mpi.base.logs import Progress, RunDirectory, log
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.logs import Progress, log
 from prunex_mpi.comm.agreement import together
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology, nodes_of
@@ -25,12 +26,14 @@ from prunex_mpi.core.state import Problem, State, Work, weights
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.run import summary
-from prunex_mpi.run.job import assemble, software_versions
+from prunex_mpi.run.directory import RunDirectory
+from prunex_mpi.run.facts import recorded_versions
+from prunex_mpi.run.job import assemble
 from prunex_mpi.run.supervision import recorded
-from prunex_mpi.run.watchdog import Heartbeat
-from prunex_mpi.settings.fields import Settings, to_toml
+from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import EVERY_RANK_ALONE, PER_STEP, WITH_POSITIONS
-from prunex_mpi.tools.bench.report import Action, min_seconds
+from prunex_mpi.settings.resolve import to_toml
+from prunex_mpi.tools.bench.timing import Action, min_seconds
 from prunex_mpi.tools.compare.tables import Measured, Outcome
 
 FORWARD_BATCH = 32
@@ -72,10 +75,7 @@ def run_one(
         total_s = time.perf_counter() - started
         together(world, partial(finish, files, settings, mine, state, problem, records, total_s))
         forward_s, dense_forward_s = forward_seconds(mine, settings, dataset, state, problem)
-        sums = {
-            key: {part: sum(r[key][part] for r in records) for part in records[-1][key]}
-            for key in ("seconds", "bytes")
-        }
+        sums = summary.add_up(records)
         seconds, counted = sums["seconds"], sums["bytes"]
         stream = problem.train
         batches = stream.epoch * stream.steps_per_epoch + stream.position
@@ -137,7 +137,7 @@ def directory(world: MPI.Comm, settings: Settings, folder: str) -> Iterator[RunD
     files = None
     if folder:
         path = run_path(folder, settings.method, settings.seed)
-        config = to_toml(replace(settings, run_dir=str(path)), software_versions())
+        config = to_toml(replace(settings, run_dir=str(path)), recorded_versions())
         files = together(world, lambda: None if world.rank else RunDirectory(path, config))
     try:
         yield files

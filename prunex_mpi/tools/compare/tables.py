@@ -1,27 +1,13 @@
 """Tables of a comparison: what each method reached and cost, from what its runs measured."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from prunex_mpi.tools.bench.report import Cell, Table
-
-MIB = 2**20
-# What a method calls between nodes in each of its exchanges, the largest operand last.
-OPERATIONS = {
-    "prunex": "Reduce, Allreduce",
-    "prunex-flat": "Reduce, Allreduce",
-    "dense": "Allreduce",
-    "local-sgd": "Allreduce",
-    "diloco": "Allreduce",
-    "one-shot": "Reduce, Allreduce",
-    "topk": "Allgatherv",
-    "dgc": "Allgatherv",
-    "powersgd": "Allreduce",
-    "omnireduce": "Allreduce",
-    "pactrain": "Allreduce",
-    "prunetrain": "Allreduce",
-}
+from prunex_mpi.base.tables import Cell, Table
+from prunex_mpi.base.units import MIB
+from prunex_mpi.methods.exchanges import operations_of
 
 
 @dataclass(frozen=True)
@@ -183,6 +169,12 @@ def results_table(
     return Table(title, columns, tuple(rows), (*explained, *notes, *extra, *problems))
 
 
+def operations(method: str) -> str:
+    """Return what a method calls to send between nodes, in the order of its messages."""
+    words = " ".join(operation for _, _, operation, _ in operations_of(method))
+    return ", ".join(dict.fromkeys(re.findall(r"All\w+|Reduce|Bcast", words)))
+
+
 def measured_table(outcomes: Sequence[Outcome]) -> Table:
     """Return the columns of Table 1 of the PruneX paper, measured: a row per method."""
     methods = by_method(outcomes)
@@ -200,7 +192,7 @@ def measured_table(outcomes: Sequence[Outcome]) -> Table:
                 _mean(ended, lambda m: 100 * m.zeros / m.weights),
                 _mean(ended, lambda m: 100 * m.line_zeros / m.zeros if m.zeros else None),
                 _mean(ended, lambda m: 100 * m.metadata_bytes / max(1, m.payload_bytes)),
-                OPERATIONS[method],
+                operations(method),
                 f"{ended[0].speakers} of {ended[0].ranks} ranks" if ended else None,
                 _mean(ended, lambda m: m.dense_bytes / max(1, m.payload_bytes)),
                 dense_wait / wait if dense_wait and wait else None,

@@ -8,11 +8,12 @@ import numpy as np
 
 from mpi4py import MPI
 
+from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.topology import Topology
 
 LATENCY_BYTES = 8
-BANDWIDTH_BYTES = 4 * 2**20
-ALLREDUCE_BYTES = 16 * 2**20
+BANDWIDTH_BYTES = 4 * MIB
+ALLREDUCE_BYTES = 16 * MIB
 WARM_UP_TURNS = 3
 MAX_TURNS = 1000
 # For each of the at most five measurements.

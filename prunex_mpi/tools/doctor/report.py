@@ -1,15 +1,15 @@
 """Show what the doctor found: tables for a person, JSON for a program."""
 
-import json
 import os
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
+from prunex_mpi.base.tables import Table, format_table
 from prunex_mpi.checks.findings import SEVERITIES, Finding, RankFacts, errors
 from prunex_mpi.checks.launcher import describe_launcher
 from prunex_mpi.run.facts import software_versions
-from prunex_mpi.tools.bench.report import Table, format_table
 from prunex_mpi.tools.doctor.links import Link
 
 WIDTH = 100
@@ -90,18 +90,13 @@ def verdict(findings: Sequence[Finding]) -> str:
     return f"training would fail: {', '.join(failing)}" if failing else "ready to train"
 
 
-def write_json(
-    path: str, facts: Sequence[RankFacts], findings: Sequence[Finding], links: Sequence[Link]
-) -> None:
-    """Write what was found to the file of --json, if there is to be one."""
-    if not path:
-        return
-    found = {
+def as_json(
+    facts: Sequence[RankFacts], findings: Sequence[Finding], links: Sequence[Link]
+) -> dict[str, Any]:
+    """Return what --json writes: all that was found, and whether a job would train."""
+    return {
         "ready": not errors(findings),
         "findings": [asdict(finding) for finding in findings],
         "ranks": [asdict(rank) for rank in facts],
         "links": [asdict(link) for link in links],
     }
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(found, file, indent=2)
-        file.write("\n")

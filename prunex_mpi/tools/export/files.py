@@ -1,7 +1,6 @@
 """Write the files of a smaller network, and make them valid all at once."""
 
 import importlib.util
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import FAILURE, UserError, one_line
-from prunex_mpi.base.files import sync, write_durably
+from prunex_mpi.base.files import sync, write_json_durably
 from prunex_mpi.models import standalone
 from prunex_mpi.run.checkpoint_files import save_tensors
 
@@ -75,8 +74,7 @@ def _remove(path: Path) -> None:
 def write_network(folder: Path, tensors: dict[str, Tensor], plan: dict[str, Any]) -> None:
     """Write weights, plan and the file that loads them; raise OSError."""
     save_tensors({key: tensor.cpu() for key, tensor in tensors.items()}, folder / standalone.MODEL)
-    text = json.dumps({"format": standalone.FORMAT, **plan}, indent=2, allow_nan=False)
-    write_durably(folder / standalone.PLAN, text + "\n")
+    write_json_durably(folder / standalone.PLAN, {"format": standalone.FORMAT, **plan})
     # The library lets nobody but the owner read its file.
     shutil.copymode(folder / standalone.PLAN, folder / standalone.MODEL)
     shutil.copyfile(standalone.__file__, folder / LOADER)

@@ -14,7 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from prunex_mpi.base.errors import FAILURE, UserError, one_line
-from prunex_mpi.tools.bench.report import Action, Cell, Table, synchronize, wall_times
+from prunex_mpi.base.tables import Cell, Table
+from prunex_mpi.base.units import MIB
+from prunex_mpi.tools.bench.timing import Action, synchronize, wall_times
 
 # Of the largest output, in float64: what is left where two networks compute the same.
 EXACT = 1e-9
@@ -24,7 +26,6 @@ BATCH = 100
 EXACT_BATCHES = 2  # float64 is slow, and an error of the structure shows on any image
 BATCHES = (1, 128)  # images per call when timed
 SAMPLE_S = 0.02  # at least, or the clock and the first touch of memory count
-MIB = 2**20
 
 
 @dataclass(frozen=True)

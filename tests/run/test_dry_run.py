@@ -3,8 +3,8 @@
 import pytest
 from nodes import nodes_of
 
-from prunex_mpi.run.summary import dry_run
-from prunex_mpi.settings.fields import make
+from prunex_mpi.run.dry_run import dry_run
+from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.mpi
 

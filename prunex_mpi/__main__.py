@@ -1,0 +1,25 @@
+"""Name the programs of the package: `python -m prunex_mpi`."""
+
+import sys
+
+from prunex_mpi import __version__
+
+PROGRAMS = {
+    "train": "train a network on several ranks and prune it while it trains",
+    "doctor": "tell whether and how well a job would train, before it does",
+    "bench": "measure what training costs; compare trains with one method after the other",
+    "export": "write the smaller network of a run, proven and measured",
+}
+
+
+def main() -> int:
+    """Print a line for each program and return the exit code."""
+    print(f"prunex_mpi {__version__}: data-parallel training that prunes, over MPI\n")
+    for name, what in PROGRAMS.items():
+        print(f"  python -m prunex_mpi.{name:<6}  {what}")
+    print("\nEach of them tells its flags with --help.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

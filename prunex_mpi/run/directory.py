@@ -1,0 +1,174 @@
+"""The directory of a run: who holds it, its lines that grow, and how the run ended."""
+
+import json
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from prunex_mpi.base.errors import UNREADABLE, USAGE, DamagedCheckpoint, UserError
+from prunex_mpi.base.files import (
+    LINES,
+    SUMMARY,
+    FileRecord,
+    read_record,
+    sync,
+    write_durably,
+    write_json_durably,
+)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# How a run ends that has come to its end.
+COMPLETE = ("completed", "converged")
+
+
+class RunDirectory:
+    """The files of one run, which one job at a time holds; only world rank 0 makes one.
+
+    `config` is the text of config.toml. Raises UserError when `path` can't be written, when another
+    job holds it, and when it already holds a run, unless that one is to `resume`.
+    """
+
+    def __init__(self, path: Path, config: str, resume: bool = False) -> None:
+        self.path = path
+        self.config = config
+        self.records = {name: FileRecord() for name in LINES}
+        self.lock = FileLock(path / "lock", timeout=0)
+        self.removal: threading.Thread | None = None
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            # FileLock takes any failure to make its file for a lock that is held.
+            (path / "lock").touch()
+            self.lock.acquire()
+            file = path / "config.toml"
+            if resume and file.exists():
+                self.config = file.read_text(encoding="utf-8")
+            elif file.exists():
+                raise UserError(
+                    f"--run-dir {path} already holds a run; --resume goes on with it, or choose "
+                    "another"
+                )
+            elif any((path / name).exists() for name in (*LINES, "checkpoints")):
+                raise UserError(
+                    f"--run-dir {path} holds a run without its config.toml; put that back, or "
+                    "choose another",
+                    UNREADABLE,
+                )
+            else:
+                write_durably(file, config)
+        except Timeout:
+            raise UserError(f"--run-dir {path} is in use by another job; choose another") from None
+        except OSError as error:
+            raise UserError(f"--run-dir {path}: {error.strerror}; choose another", USAGE) from None
+
+    def close(self) -> None:
+        """Let other jobs have the run."""
+        self.finish_removals()
+        self.lock.release()
+
+    def remove_later(self, folders: list[Path]) -> None:
+        """Remove folders while training goes on: gigabytes take as long to free as to write."""
+
+        def remove() -> None:
+            for folder in folders:
+                # What stays is removed before the next write, and refused there if need be.
+                shutil.rmtree(folder, ignore_errors=True)
+
+        self.finish_removals()
+        if folders:
+            self.removal = threading.Thread(target=remove, name="removal", daemon=True)
+            self.removal.start()
+
+    def finish_removals(self) -> None:
+        """Wait until what was to be removed is."""
+        if self.removal is not None:
+            self.removal.join()
+            self.removal = None
+
+    def append(self, name: str, records: Iterable[dict[str, Any]]) -> None:
+        """Append one JSON object per line to the file `name`, one of LINES."""
+        text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
+        with open(self.path / name, "a", encoding="utf-8") as file:
+            file.write(text)
+        self.records[name] = self.records[name].extended(text.encode())
+
+    def sizes(self) -> dict[str, list[int]]:
+        """Bring the lines to the disk; return the size and checksum that each file then has."""
+        for name in LINES:
+            if (self.path / name).exists():
+                sync(self.path / name)
+        return {name: [record.size, record.crc32] for name, record in self.records.items()}
+
+    def check(self, sizes: dict[str, list[int]]) -> None:
+        """Raise DamagedCheckpoint unless the files begin with what `sizes` was returned for."""
+        for name, (size, crc32) in sizes.items():
+            try:
+                found = read_record(self.path / name, size) if size else FileRecord()
+            except OSError as error:
+                raise DamagedCheckpoint(f"{name}: {error.strerror}") from None
+            if found != FileRecord(size, crc32):
+                raise DamagedCheckpoint(f"{name} does not hold what it held then")
+
+    def rewind(self, sizes: dict[str, list[int]]) -> None:
+        """Cut the files to `sizes` (all of them when empty) and forget how the run ended."""
+        for name in LINES:
+            size, crc32 = sizes.get(name, (0, 0))
+            self.records[name] = FileRecord(size, crc32)
+            if (self.path / name).exists():
+                try:
+                    os.truncate(self.path / name, size)
+                except OSError as error:
+                    reason = f"{self.path / name} can't be cut: {error.strerror}; move it away"
+                    raise UserError(reason, UNREADABLE) from None
+        (self.path / SUMMARY).unlink(missing_ok=True)
+
+    def read_lines(self, name: str) -> list[dict[str, Any]]:
+        """Return the records of a file."""
+        if not (self.path / name).exists():
+            return []
+        with open(self.path / name, encoding="utf-8") as file:
+            return [json.loads(line) for line in file]
+
+    def complete(self) -> bool:
+        """Say whether the run has come to its end."""
+        return read_summary(self.path).get("status") in COMPLETE
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the software that began the run."""
+        return tomllib.loads(self.config).get("versions", {})
+
+    def make_folder(self, name: str) -> None:
+        """Make an empty folder in the run directory; raise UserError where that can't be."""
+        folder = self.path / name
+        try:
+            if folder.is_dir() and not folder.is_symlink():
+                shutil.rmtree(folder)
+            folder.mkdir()
+        except OSError as error:
+            raise UserError(f"{folder} is in the way: {error.strerror}; remove it") from None
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write summary.json in one atomic step: its presence says that the run ended well."""
+        write_json_durably(self.path / SUMMARY, summary)
+
+
+def read_summary(run: Path) -> dict[str, Any]:
+    """Return how a run ended, {} where it did not; raise UserError where that can't be read."""
+    try:
+        summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+        if isinstance(summary["status"], str):
+            return summary
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise UserError(f"{run / SUMMARY} can't be read; remove it to go on with the run", UNREADABLE)

@@ -1,0 +1,158 @@
+"""What a run would hand to MPI, without training: `--dry-run`."""
+
+import numpy as np
+
+from prunex_mpi.base.tables import format_lines
+from prunex_mpi.base.units import MIB
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.problem import make_groups, make_model
+from prunex_mpi.core.schedule import strictness
+from prunex_mpi.core.state import find_stats_groups, kept_stats
+from prunex_mpi.data.datasets import load
+from prunex_mpi.methods.exchanges import module_of
+from prunex_mpi.models import batchnorm
+from prunex_mpi.models.layout import Layout, build_layout
+from prunex_mpi.pruning.compaction import build_plan
+from prunex_mpi.pruning.groups import Groups
+from prunex_mpi.pruning.masks import kept_numel
+from prunex_mpi.pruning.projection import select
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, LOCAL, PER_STEP
+
+CIFAR_SIDE = 32
+
+
+def dry_run(settings: Settings, topology: Topology) -> str:
+    """Return the payload per outer iteration, or per step, and over the run, without training.
+
+    Exact for one kind of group under `vote`; for compositions and before the freeze under `or` the
+    masks decide, and the text says so. No communication.
+    """
+    if settings.dataset.startswith("cifar"):
+        num_classes = int(settings.dataset.removeprefix("cifar"))
+        image_size = settings.image_size or CIFAR_SIDE
+    else:
+        # One image of each half tells sizes and classes.
+        data = load(
+            settings.dataset,
+            data_dir=settings.data_dir,
+            download=False,
+            train_samples=1,
+            test_samples=1,
+            image_size=settings.image_size,
+            seed=settings.seed,
+            part=(0, 1),
+        )
+        num_classes, image_size = data.num_classes, data.image_size
+    model = make_model(settings, num_classes, image_size)
+    layout = build_layout(model)
+    parameter = next(model.parameters())
+    bn_modules = batchnorm.find(model)
+    size, statistics = parameter.element_size(), batchnorm.numel(bn_modules)
+    groups = make_groups(settings, model, layout, image_size)
+    if settings.method in PER_STEP:
+        return _dry_run_per_step(settings, topology, layout, size, statistics)
+    stats_groups = find_stats_groups(model, bn_modules, layout, groups)
+
+    def travelling(strict: float) -> int:
+        mask = _nominal_mask(groups, strict, settings.round_to)
+        if settings.method in EVERY_RANK_ALONE:
+            mask[:] = True
+        plan = build_plan(layout, groups, mask, parameter.device)
+        return plan.numel + kept_stats(mask, stats_groups).size
+
+    dense, final = layout.numel + statistics, travelling(1.0)
+    warmup, ramp = settings.warmup_iterations, settings.keep_ramp_iterations
+    if settings.method in LOCAL:
+        warmup, ramp = settings.prune_iteration - 1, 0
+    run = [strictness(k, warmup, ramp) for k in range(1, settings.outer_iterations + 1)]
+    by_strictness = {s: travelling(s) for s in set(run)}
+    total = sum(by_strictness[s] for s in run)
+    kept = sum(kept_numel(_nominal_mask(groups, 1.0, settings.round_to), groups))
+    caveats = []
+    if len(groups.kinds) > 1:
+        caveats.append("less, where the groups of a composition overlap")
+    if settings.keep_by != "groups":
+        caveats.append("about, since trained scores decide how the budget is spent")
+    shrinking = settings.method in CONSENSUS and settings.method not in EVERY_RANK_ALONE
+    if shrinking and settings.mask_agreement == "or":
+        caveats.append("more before the freeze, since a union of masks may hold more groups")
+    quality = f" ({'; '.join(caveats)})" if caveats else ""
+
+    def size_of(elements: int) -> str:
+        return _size_of(elements * size)
+
+    if not groups.total:
+        rows = [
+            *_what_runs(settings, topology, layout, statistics),
+            ("payload per outer iteration, dense", size_of(dense)),
+            (
+                f"payload over {settings.outer_iterations} outer iterations",
+                size_of(dense * len(run)),
+            ),
+        ]
+        return format_lines(rows)
+    model_row, topology_row = _what_runs(settings, topology, layout, statistics)
+    rows = [
+        model_row,
+        ("groups", f"{' then '.join(settings.groups)}, {groups.total:,} groups"),
+        topology_row,
+        ("prunable weights kept", f"{kept:,} of {groups.prunable_numel:,}"),
+        ("dense payload per outer iteration", size_of(dense)),
+        (
+            "payload per outer iteration at the keep ratio",
+            f"{size_of(final)}, {100 * final / dense:.1f} % of dense{quality}",
+        ),
+        (
+            f"payload over {settings.outer_iterations} outer iterations",
+            f"{size_of(total)}, dense {size_of(dense * len(run))}{quality}",
+        ),
+        *(("not pruned", text) for text in groups.excluded),
+    ]
+    return format_lines(rows)
+
+
+def _dry_run_per_step(
+    settings: Settings, topology: Topology, layout: Layout, size: int, statistics: int
+) -> str:
+    """Return what one step hands over; how many steps there are depends on the data."""
+    module = module_of(settings.method)
+    workers = topology.world_size if settings.aggregation == "flat" else topology.num_nodes
+    payload, how = module.payload(settings, layout, size, workers)
+    rows = [
+        *_what_runs(settings, topology, layout, statistics),
+        ("dense payload per step", _size_of(layout.numel * size)),
+        ("payload per step", f"{_size_of(payload)} ({how})"),
+        *(
+            ("message", f"{what}: {operation} over {comm}, {operand}")
+            for what, comm, operation, operand in module.OPERATIONS
+        ),
+        ("statistics per outer iteration", _size_of(statistics * size)),
+    ]
+    return format_lines(rows)
+
+
+def _what_runs(
+    settings: Settings, topology: Topology, layout: Layout, statistics: int
+) -> list[tuple[str, str]]:
+    return [
+        ("model", f"{settings.model}, {layout.numel:,} parameters, {statistics:,} statistics"),
+        ("topology", f"{topology.num_nodes} nodes of {list(topology.node_sizes)} ranks"),
+    ]
+
+
+def _size_of(nbytes: int) -> str:
+    return f"{nbytes:,} B ({nbytes / MIB:.2f} MiB)"
+
+
+def _nominal_mask(groups: Groups, strict: float, round_to: int) -> np.ndarray:
+    """Keep the first alpha groups of every selection: any mask of the same sizes travels alike."""
+    mask = np.zeros(groups.total, dtype=bool)
+    for selections in groups.kinds:
+        start, stop = selections[0].start, selections[-1].stop
+        # Within a budget the sets are cut alike, which trained scores need not do.
+        scores = np.concatenate(
+            [np.tile(1 - np.arange(s.count) / s.count, s.selections) for s in selections]
+        )
+        mask[start:stop] = select(scores, selections, strict, round_to, groups)
+    return mask

@@ -1,0 +1,93 @@
+"""The start of a job: the nodes that its ranks make, and what each of them computes and sends with.
+
+Training, the benchmark and the comparison start alike, in this order: refuse_lone_singleton,
+take_places, heed_findings where a run is to be written, find_transport.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.logs import log
+from prunex_mpi.checks.findings import errors
+from prunex_mpi.checks.ranks import check_ranks
+from prunex_mpi.comm.agreement import broadcast_text, raise_together, require_same, together
+from prunex_mpi.comm.collectives import Transport, build_transport
+from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
+from prunex_mpi.run.devices import choose_device, lone_singleton, resolve_mpi_buffers, set_threads
+from prunex_mpi.run.facts import gather_facts
+from prunex_mpi.run.machine import describe_machine
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.methods import EVERY_RANK_ALONE
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank works; `layout` describes all ranks in one line, on world rank 0 alone."""
+
+    topology: Topology
+    device: torch.device
+    threads: int
+    layout: str
+
+    def describe(self) -> dict[str, str]:
+        """Return what tables name, since figures mean nothing without."""
+        return {
+            "machine": describe_machine(self.device),
+            "mpi": library_name(),
+            "ranks": self.layout,
+        }
+
+
+def refuse_lone_singleton(world: MPI.Comm) -> None:
+    """Raise UserError where a job of several ranks fell apart. Collective on `world`."""
+    singleton = lone_singleton(world)
+    raise_together(world, UserError(singleton) if singleton else None)
+
+
+@contextmanager
+def take_places(
+    world: MPI.Comm, ranks_per_node: int, device: str, threads: int = 0
+) -> Iterator[Place]:
+    """Divide `world` into nodes for the time of the block; give each rank its device and threads.
+
+    `device` and `ranks_per_node` are settings; `threads` 0 are a fair share. Collective on `world`.
+    """
+    with nodes_of(world, ranks_per_node) as topology:
+        chosen = together(world, lambda: choose_device(device, topology.host_rank))
+        require_same(world, "the kinds of device (some ranks found no GPU)", chosen.type)
+        if threads:
+            torch.set_num_threads(threads)
+        else:
+            threads = set_threads(topology.core_sharers)
+        yield Place(topology, chosen, threads, describe(topology, f"{chosen}, {threads} threads"))
+
+
+def heed_findings(place: Place, settings: Settings) -> None:
+    """Log what the doctor would warn of and refuse what can't work. Collective on `world`."""
+    world = place.topology.world
+    facts = gather_facts(place.topology, place.device, settings.run_dir)
+    virtual = settings.ranks_per_node > 0 or settings.method in EVERY_RANK_ALONE
+    refused = ""
+    if facts:
+        findings = check_ranks(facts, settings.mpi_buffers, virtual)
+        for finding in findings:
+            if finding.severity == "warning":
+                log.warning("%s", finding.line())
+        refused = "; ".join(finding.line() for finding in errors(findings))
+    refused = broadcast_text(world, refused)
+    if refused:
+        raise UserError(refused)
+
+
+def find_transport(place: Place, settings: Settings) -> Transport:
+    """Decide how tensors reach MPI, and log it. Collective on `world`."""
+    buffers, reason = resolve_mpi_buffers(place.topology, settings.mpi_buffers, place.device)
+    if place.device.type == "cuda":
+        log.info("MPI buffers: %s (%s)", buffers, reason)
+    return build_transport(place.device, settings.bucket_mib, buffers)

@@ -1,0 +1,54 @@
+"""What the parsers of all programs share: how they refuse, `--version`, ranges of numbers."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from prunex_mpi import __version__
+from prunex_mpi.base.errors import UserError, nearest, quote
+
+
+class Parser(argparse.ArgumentParser):
+    """Raise UserError where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(" ".join(message.split()) + "; see --help")
+
+    def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse `argv`; raise UserError that names the first word that no flag takes."""
+        given, rest = self.parse_known_args(list(argv))
+        if not rest:
+            return given
+        word = next((word for word in rest if word.startswith("-")), None)
+        if word is None:
+            raise UserError(
+                f"unexpected argument {quote(rest[0])}: values follow a flag, switches take none"
+            )
+        flag = word.partition("=")[0]
+        flags = [name for action in self._actions for name in action.option_strings]
+        shown = flag if re.fullmatch(r"[\w-]{1,60}", flag) else quote(flag)
+        raise UserError(f"unknown flag {shown}; did you mean {nearest(flag, flags)}?")
+
+
+def program_parser(program: str, description: str, epilog: str = "", **rules: Any) -> Parser:
+    """Return the parser of `python -m prunex_mpi.PROGRAM`, which knows --help and --version.
+
+    `rules` go to argparse.
+    """
+    parser = Parser(
+        prog=f"python -m prunex_mpi.{program}",
+        description=description,
+        epilog=epilog or None,
+        allow_abbrev=False,
+        **rules,
+    )
+    parser.add_argument("--version", action="version", version=f"prunex_mpi {__version__}")
+    return parser
+
+
+def check_range(given: argparse.Namespace, name: str, low: int, high: int) -> None:
+    """Raise UserError unless the flag `--name` was given a number from `low` to `high`."""
+    value = getattr(given, name)
+    if not low <= value <= high:
+        raise UserError(f"--{name} must be from {low} to {high}, not {value}")

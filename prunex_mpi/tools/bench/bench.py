@@ -1,0 +1,88 @@
+"""Measure the sections of the benchmark one after the other and print their tables."""
+
+from mpi4py import MPI
+
+from prunex_mpi.base.files import prepare_file, write_json
+from prunex_mpi.base.tables import Table, as_json, format_table
+from prunex_mpi.comm.agreement import together
+from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.models.build import build_model
+from prunex_mpi.run.start import Place, find_transport, refuse_lone_singleton, take_places
+from prunex_mpi.tools.bench.options import Options, choose_sections
+
+
+def bench(world: MPI.Comm, options: Options) -> int:
+    """Measure and print; only world rank 0 prints and writes. Collective on `world`."""
+    refuse_lone_singleton(world)
+    settings = options.settings
+    sections = choose_sections(options.sections, world.size) if not options.child else ()
+    with take_places(world, settings.ranks_per_node, settings.device, options.threads) as place:
+        transport = find_transport(place, settings)
+        if options.child:
+            run_child(place, transport, options)
+            return 0
+        # Refuse what cannot end well before minutes are spent on the rest.
+        if {"overhead", "ddp"} & set(sections):
+            for name in options.train_models:
+                together(world, lambda name=name: build_model(name, num_classes=10, image_size=32))
+        together(
+            world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None
+        )
+
+        machine = place.describe()
+        if world.rank == 0:
+            print("\n".join(machine.values()), flush=True)
+        tables = []
+        for section in sections:
+            found = measure(section, place, transport, options)
+            tables += found
+            for table in found if world.rank == 0 else ():
+                print(f"\n{format_table(table)}", flush=True)
+        if world.rank == 0 and options.json_file:
+            write_json(options.json_file, as_json(machine, tables))
+    return 0
+
+
+def run_child(place: Place, transport: Transport, options: Options) -> None:
+    """Do what `memory` has started this job for; rank 0 prints the answer. Collective."""
+    from prunex_mpi.tools.bench.memory import child
+
+    topology, settings = place.topology, options.settings
+    answer = together(
+        topology.world,
+        lambda: child(topology, settings, transport, place.device, options.child),
+    )
+    if topology.world.rank == 0:
+        print(answer, flush=True)
+
+
+def measure(section: str, place: Place, transport: Transport, options: Options) -> list[Table]:
+    """Return the tables of one section. Collective on `world`."""
+    topology, device, settings = place.topology, place.device, options.settings
+    models, steps, repeat = options.train_models, options.steps, options.repeat
+    # Imported one by one: `memory` measures what a process takes that has loaded nothing more.
+    match section:
+        case "kernels":
+            from prunex_mpi.tools.bench.kernels import kernels
+
+            return kernels(topology, settings, transport, device, repeat)
+        case "overhead":
+            from prunex_mpi.tools.bench.overhead import overhead
+
+            return overhead(topology, settings, transport, device, models, steps)
+        case "memory":
+            from prunex_mpi.tools.bench.memory import memory
+
+            return memory(settings, device, place.threads)
+        case "collectives":
+            from prunex_mpi.tools.bench.collectives import collectives
+
+            return collectives(topology, settings, transport, device, repeat)
+        case "checkpoint":
+            from prunex_mpi.tools.bench.checkpoint import checkpoints
+
+            return checkpoints(topology, settings, transport, device, repeat, options.folder)
+        case _:
+            from prunex_mpi.tools.bench.ddp import compare_with_ddp
+
+            return compare_with_ddp(topology, settings, transport, device, models, steps, repeat)

@@ -1,0 +1,126 @@
+"""Flags of `python -m prunex_mpi.bench`, and what is measured on how many ranks."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prunex_mpi.base.errors import UserError, nearest, quote
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.parser import Parser, check_range, program_parser
+from prunex_mpi.settings.resolve import make
+
+ALONE = ("kernels", "overhead", "memory")
+TOGETHER = ("collectives",)
+ANYWHERE = ("checkpoint",)
+# Trains for minutes: only for who asks, on two or more ranks.
+ASKED = ("ddp",)
+SECTIONS = (*ALONE, *TOGETHER, *ANYWHERE, *ASKED)
+MAX_COUNT, MAX_THREADS = 10**6, 4096
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure; `sections` empty for everything that fits the number of ranks."""
+
+    sections: tuple[str, ...]
+    settings: Settings
+    train_models: tuple[str, ...]
+    steps: int
+    repeat: int
+    threads: int
+    folder: str
+    json_file: str
+    child: str
+
+
+def build_parser() -> Parser:
+    """Return the parser of the benchmark's flags."""
+    parser = program_parser(
+        "bench",
+        "Measure kernels, overhead and memory on one rank, collectives and ddp (dense SGD beside "
+        "torch's) on several, checkpoints on any number.",
+        "Without WHAT: everything that makes sense for the number of ranks, but ddp. "
+        "`compare --help` tells how to compare methods of training.",
+    )
+    add = parser.add_argument
+    add(
+        "what",
+        nargs="*",
+        metavar="WHAT",
+        help=f"{', '.join(SECTIONS)} or all [all]; or compare, with flags of its own",
+    )
+    add("--model", default="resnet152", metavar="NAME", help="model to measure [resnet152]")
+    add(
+        "--models",
+        nargs="+",
+        default=["resnet20", "resnet18"],
+        metavar="NAME",
+        dest="train_models",
+        help="models that overhead and ddp train [resnet20 resnet18]",
+    )
+    add("--groups", nargs="+", default=["channel"], metavar="KIND", help="groups [channel]")
+    add("--keep-ratio", nargs="+", type=float, default=[0.5], metavar="X", help="[0.5]")
+    add("--batch-size", type=int, default=32, metavar="N", help="per rank, in training [32]")
+    add("--steps", type=int, default=4, metavar="N", help="steps of a turn of training [4]")
+    add("--repeat", type=int, default=7, metavar="N", help="turns that are measured [7]")
+    add("--device", default="auto", metavar="NAME", help="auto, cpu or cuda [auto]")
+    add("--threads", type=int, default=0, metavar="N", help="per rank, 0 for a fair share [0]")
+    add("--ranks-per-node", type=int, default=0, metavar="N", help="virtual nodes, as in training")
+    add("--bucket-mib", type=float, default=32.0, metavar="X", help="size of a bucket [32]")
+    add("--mpi-buffers", default="auto", metavar="NAME", help="auto, host or device [auto]")
+    add("--dir", default=".", metavar="DIR", dest="folder", help="where checkpoints go [.]")
+    add("--json", default="", metavar="FILE", dest="json_file", help="write the tables there too")
+    # What memory starts: one measured job.
+    add("--child", default="", help=argparse.SUPPRESS)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Return what `argv` (without the program's name) asks for; neither torch nor MPI is loaded.
+
+    Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
+    """
+    given = build_parser().parse_all(argv)
+    for word in given.what:
+        if word == "compare":
+            raise UserError("compare comes first and alone: its flags are its own")
+        if word not in (*SECTIONS, "all"):
+            guess = nearest(word, (*SECTIONS, "all", "compare"))
+            raise UserError(f"nothing to measure is called {quote(word)}; did you mean {guess!r}?")
+    check_range(given, "steps", 1, MAX_COUNT)
+    check_range(given, "repeat", 1, MAX_COUNT)
+    check_range(given, "threads", 0, MAX_THREADS)
+    settings = make(
+        model=given.model,
+        groups=given.groups,
+        keep_ratio=given.keep_ratio,
+        batch_size=given.batch_size,
+        device=given.device,
+        ranks_per_node=given.ranks_per_node,
+        bucket_mib=given.bucket_mib,
+        mpi_buffers=given.mpi_buffers,
+    )
+    wanted = tuple(s for s in SECTIONS if s in given.what and "all" not in given.what)
+    return Options(
+        wanted,
+        settings,
+        tuple(given.train_models),
+        given.steps,
+        given.repeat,
+        given.threads,
+        given.folder,
+        given.json_file,
+        given.child,
+    )
+
+
+def choose_sections(asked: tuple[str, ...], ranks: int) -> tuple[str, ...]:
+    """Return what to measure on `ranks` ranks; raise UserError for what does not fit them."""
+    for section in asked:
+        if section in ALONE and ranks > 1:
+            raise UserError(
+                f"{section} is measured on one rank, not {ranks}; start it without mpirun"
+            )
+        if section in (*TOGETHER, *ASKED) and ranks == 1:
+            raise UserError(f"{section} needs 2 or more ranks; start it with mpirun or srun")
+    return asked or ((ALONE if ranks == 1 else TOGETHER) + ANYWHERE)

@@ -1,0 +1,61 @@
+"""Flags of `python -m prunex_mpi.doctor`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.parser import Parser, program_parser
+from prunex_mpi.settings.resolve import make
+
+# A probe of one operation may take a minute.
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to look at; `settings` holds the flags that training has as well."""
+
+    settings: Settings
+    json_file: str
+    quick: bool
+
+
+def build_parser() -> Parser:
+    """Return the parser of the doctor's flags."""
+    parser = program_parser(
+        "doctor",
+        "Check topology, launcher, cores, GPUs, MPI, clocks, versions and file system, and measure "
+        "the links. Exit code 1 when training would fail.",
+        "Start it as training is to be started: with mpirun or srun, on the same nodes.",
+    )
+    add = parser.add_argument
+    add("--run-dir", default="runs", metavar="DIR", help="folder that results would go to [runs]")
+    add("--device", default="auto", metavar="NAME", help="auto, cpu or cuda [auto]")
+    add("--mpi-buffers", default="auto", metavar="NAME", help="auto, host or device [auto]")
+    add("--ranks-per-node", type=int, default=0, metavar="N", help="virtual nodes, as in training")
+    add("--json", default="", metavar="FILE", dest="json_file", help="write what is found there")
+    add("--quick", action="store_true", help="neither probe CUDA buffers nor measure links")
+    add(
+        "--timeout",
+        type=float,
+        default=TIMEOUT_S,
+        metavar="X",
+        help=f"seconds without progress before the job is ended [{TIMEOUT_S:g}]",
+    )
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Return what `argv` (without the program's name) asks for; neither torch nor MPI is loaded.
+
+    Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
+    """
+    given = build_parser().parse_all(argv)
+    settings = make(
+        run_dir=given.run_dir,
+        device=given.device,
+        mpi_buffers=given.mpi_buffers,
+        ranks_per_node=given.ranks_per_node,
+        timeout=given.timeout,
+    )
+    return Options(settings, given.json_file, given.quick)

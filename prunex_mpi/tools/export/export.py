@@ -1,0 +1,91 @@
+"""Take out of a run's network what its masks removed, write it, prove it and measure it."""
+
+import torch
+from torch import nn
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.files import STATE
+from prunex_mpi.base.tables import format_table
+from prunex_mpi.data.batches import Look, Shard, evaluation_batches
+from prunex_mpi.models import standalone
+from prunex_mpi.pruning.coupling import Coupling, find_coupling
+from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
+from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors
+from prunex_mpi.run.finished_run import read_run
+from prunex_mpi.run.machine import describe_machine, package_versions
+from prunex_mpi.tools.export import files
+from prunex_mpi.tools.export.options import Options
+from prunex_mpi.tools.export.proof import BATCH, compare, prove
+
+# On so many images it is measured which channels are constant zero.
+JUDGED_IMAGES = 32
+
+
+def export(options: Options) -> None:
+    """Read the run, take out what can go, write it, prove it and measure it."""
+    devices = choose_devices(options.device)
+    if options.onnx:
+        files.require_onnx()
+    run = read_run(options.run, options.data_dir)
+    count = min(options.images or len(run.test.labels), len(run.test.labels))
+    chosen = Shard(run.test.images[:count], run.test.labels[:count])
+    look = Look(run.mean, run.std, "cpu", next(p.dtype for p in run.model.parameters()))
+    images, _ = next(evaluation_batches(chosen, batch_size=JUDGED_IMAGES, look=look))
+
+    # Take out what can go.
+    coupling, stays = find_channels(run.model, run.description["image_size"])
+    verdict = judge(run.model, coupling, images)
+    tensors = smaller_tensors(run.model, coupling, verdict.removed)
+    versions = package_versions()
+    plan = {
+        "model": run.description,
+        "layers": smaller_sizes(run.model, coupling, verdict.removed),
+        "normalisation": {"mean": run.mean.tolist(), "std": run.std.tolist()},
+        "test_accuracy": run.summary["test_accuracy"],
+        "removed": describe_removed(coupling, verdict.removed),
+        "stays": [*verdict.stays, *stays, *zeros_that_stay(tensors)],
+        "versions": {name: versions[name] for name in ("prunex_mpi", "torch")},
+    }
+
+    # Write, load back, prove.
+    lines = []
+    with files.new_model_folder(options.run) as folder:
+        files.write_network(folder, tensors, plan)
+        smaller = standalone.load(folder)
+        batches = evaluation_batches(chosen, batch_size=BATCH, look=look)
+        proof = prove(run.model, smaller, batches)
+        lines.append(proof.line())
+        if options.onnx:
+            apart = files.write_onnx(folder, smaller, images, proof.allowed)
+            lines.append(f"{files.ONNX}: outputs differ by at most {apart:.2g}")
+        if options.torch_export:
+            apart = files.write_torch_export(folder, smaller, images, proof.allowed)
+            lines.append(f"{files.TORCH_EXPORT}: outputs differ by at most {apart:.2g}")
+        written = (options.run / STATE, folder / standalone.MODEL)
+        table = compare(run.model, smaller, images, written, devices, options.repeat)
+
+    for line in plan["stays"]:
+        print(f"stays: {line}")
+    gone = int(verdict.removed.sum())
+    print(f"removed: {gone:,} of {coupling.total:,} groups of channels")
+    print("\n".join(lines))
+    print(f"\n{describe_machine(devices[-1])}\n{format_table(table)}")
+    print(f"\nwritten to {options.run / files.FOLDER}", flush=True)
+
+
+def find_channels(model: nn.Module, image_size: int) -> tuple[Coupling, list[str]]:
+    """Return the channels that can be removed, and why there are none where there are none."""
+    try:
+        return find_coupling(model, image_size), []
+    except UserError as error:
+        return Coupling({}, {}, (), 0, {}, ()), [str(error)]
+
+
+def choose_devices(requested: str) -> list[torch.device]:
+    """Return where times are measured; raise UserError when CUDA is asked for and absent."""
+    cuda = torch.cuda.is_available()
+    if requested == "cuda" and not cuda:
+        raise UserError("--device cuda: torch sees no GPU on this machine; use --device cpu")
+    names = ["cpu"] if requested != "cuda" else []
+    names += ["cuda"] if cuda and requested != "cpu" else []
+    return [torch.device(name) for name in names]

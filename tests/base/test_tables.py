@@ -1,0 +1,23 @@
+"""Tables: aligned for people, whole in JSON."""
+
+import json
+
+from prunex_mpi.base.tables import Table, as_json, format_lines, format_table
+
+
+def test_tables_align_and_survive_json() -> None:
+    table = Table("t", ("name", "n"), (("long name", 1), ("x", None), ("y", 1234.5)), ("note",))
+    assert format_table(table).splitlines() == [
+        "t",
+        "  name          n",
+        "  long name     1",
+        "  x             -",
+        "  y          1234",
+        "  note",
+    ]
+    written = json.loads(json.dumps(as_json({"mpi": "m"}, [table])))
+    assert written["tables"][0]["rows"] == [["long name", 1], ["x", None], ["y", 1234.5]]
+
+
+def test_lines_are_aligned() -> None:
+    assert format_lines([("a", "1"), ("long name", "2")]) == "a          1\nlong name  2"

@@ -1,0 +1,56 @@
+"""The files of a run directory: held by one job, grown by lines, never half written."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from prunex_mpi.base import files
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.run.directory import RunDirectory
+
+
+def test_run_directory_is_made_with_its_configuration_and_grows_by_lines(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "run"
+    run = RunDirectory(path, 'model = "resnet20"\n# θ\n')
+    assert (path / "config.toml").read_text(encoding="utf-8") == 'model = "resnet20"\n# θ\n'
+    run.append("metrics.jsonl", [{"iteration": 1}])
+    run.append("metrics.jsonl", [{"iteration": 2}, {"iteration": 3, "test_accuracy": None}])
+    lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3]
+    assert not (path / "summary.json").exists()
+
+
+def test_an_existing_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    RunDirectory(tmp_path, "seed = 1\n")
+    with pytest.raises(UserError, match="already holds a run"):
+        RunDirectory(tmp_path, "seed = 2\n")
+    assert (tmp_path / "config.toml").read_text(encoding="utf-8") == "seed = 1\n"
+
+
+@pytest.mark.parametrize("tail", ["file", "file/run", "x" * 300])
+def test_a_path_that_cannot_be_a_directory_is_a_user_error(tail: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    with pytest.raises(UserError, match=r"--run-dir .*; choose another") as caught:
+        RunDirectory(tmp_path / tail, "")
+    assert "\n" not in str(caught.value)
+
+
+def test_summary_appears_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path, "")
+    run.write_summary({"status": "completed", "iterations": 3})
+    summary = tmp_path / "summary.json"
+    assert json.loads(summary.read_text(encoding="utf-8"))["iterations"] == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.toml", "lock", "summary.json"]
+
+    def killed(_source: Path, _target: Path) -> None:
+        raise KeyboardInterrupt
+
+    summary.unlink()
+    monkeypatch.setattr(files.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run.write_summary({"status": "completed"})
+    assert not os.path.exists(summary)
