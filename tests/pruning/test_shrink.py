@@ -155,5 +155,40 @@ def test_channels_that_cannot_be_missed_are_refused_before_training(
     assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
 
 
-def test_channels_that_can_be_missed_pass() -> None:
-    verify(Tied(), find_coupling(Tied(), 4), 4)
+class AlmostRight(Tied):
+    """Wrong by less than float32 would show."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1e-8 * self.first.out_channels
+
+
+class Single(Tied):
+    """Compute in float32 whatever comes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
+class SingleAtLast(Tied):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).float()
+
+
+def test_channels_are_tried_in_float64() -> None:
+    with pytest.raises(UserError, match="the outputs differ by 2e-08"):
+        verify(AlmostRight(), find_coupling(AlmostRight(), 4), 4)
+
+
+@pytest.mark.parametrize("kind", [Tied, Single, SingleAtLast])
+def test_channels_that_can_be_missed_pass(kind: type[nn.Module]) -> None:
+    model = kind()
+    verify(model, find_coupling(model, 4), 4)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_model_that_needs_its_channels_is_refused_in_its_own_dtype() -> None:
+    class Both(Single, Wrong):
+        pass
+
+    with pytest.raises(UserError, match="the outputs differ by"):
+        verify(Both(), find_coupling(Both(), 4), 4)
