@@ -53,6 +53,7 @@ def paths() -> dict[str, dict[str, str]]:
     return {name: PATHS[kind][name] for name in PATHS[kind] if marks[name] in built}
 
 
+@pytest.mark.long
 def test_what_carries_the_messages_does_not_change_the_result(tmp_path: Path) -> None:
     found = paths()
     if len(found) < 2:

@@ -34,10 +34,14 @@ NETWORKS = {
     "vit_b_16": 0.6,
 }
 SIDE = 32
+LARGE = ("wide_resnet50_2", "vgg16_bn", "vit_b_16")
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long if n in LARGE else ()) for n in NETWORKS],
+)
 def test_removing_coupled_groups_changes_no_output(name: str, tmp_path: Path) -> None:
     what = {"num_classes": 10, "image_size": SIDE}
     with torch.device("meta"):

@@ -124,6 +124,7 @@ def test_overhead_trains_with_the_driver_before_and_after_the_freeze(alone):
         assert 0 < share < 100
 
 
+@pytest.mark.long
 def test_memory_subtracts_processes_of_their_own(monkeypatch):
     # Only the job of one rank: a launcher cannot start inside another.
     monkeypatch.setattr("prunex_mpi.tools.bench.memory.shutil.which", lambda *_, **__: None)
