@@ -4,6 +4,8 @@
 # PYTHON and PRUNEX_MPI choose Python and MPI, see _install.sh; PRUNEX_MPI=both, the default when
 # CI=true, runs everything under Open MPI, and then again under MPICH what depends on the MPI: the
 # tests on several ranks and those that start jobs.
+# Tests marked `long`, which take long and guard what rarely breaks, run with PRUNEX_LONG=1 and
+# whenever arguments are given: who names tests gets all of them.
 # RUN_TIMEOUT_S (2400) is the limit of each run of pytest.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_install.sh"
@@ -61,7 +63,7 @@ test_in_parallel() {
     # Threads of all ranks together on no more than the cores there are.
     if ! OMP_NUM_THREADS=$((cores > ranks ? cores / ranks : 1)) \
         run_mpi "$ranks" bash -c "$RANK_SCRIPT" rank "$VENV_PYTHON" -m mpi4py "${PYTEST[@]}" \
-        --with-mpi -m mpi -x -p no:cacheprovider --color=no "$@"; then
+        --with-mpi -m "mpi$NOT_LONG" -x -p no:cacheprovider --color=no "$@"; then
         show_failed_ranks "$ranks"
         echo "error: the tests failed on $ranks ranks under $PRUNEX_MPI" >&2
         exit 1
@@ -69,10 +71,12 @@ test_in_parallel() {
 }
 
 test_serially() {
-    local status=0 only=()
-    if [[ -n ${PRUNEX_AGAIN:-} ]]; then only=(-m "jobs and not any_mpi"); fi
-    echo "==== without a launcher, $PRUNEX_MPI ${only[*]}"
-    timeout --foreground -k 15 "$RUN_TIMEOUT_S" "$VENV_PYTHON" "${PYTEST[@]}" "${only[@]}" "$@" \
+    local status=0 marks=
+    if [[ -n ${PRUNEX_AGAIN:-} ]]; then marks=" and jobs and not any_mpi"; fi
+    marks+=$NOT_LONG
+    marks=${marks# and }
+    echo "==== without a launcher, $PRUNEX_MPI${marks:+: $marks}"
+    timeout --foreground -k 15 "$RUN_TIMEOUT_S" "$VENV_PYTHON" "${PYTEST[@]}" -m "$marks" "$@" \
         || status=$?
     # 5: whoever asked for some tests may have asked for none of these.
     if [[ $status != 0 && ($status != 5 || $narrowed == no) ]]; then
@@ -94,6 +98,8 @@ if [[ $# == 0 ]]; then
     narrowed=no
     set -- tests
 fi
+NOT_LONG=
+if [[ $narrowed == no && ${PRUNEX_LONG:-} != 1 ]]; then NOT_LONG=" and not long"; fi
 
 prunex_install test
 install_s=$SECONDS

@@ -21,8 +21,8 @@ from prunex_mpi.pruning.coupling import Coupling
 
 WEIGHT = ".weight"
 STATISTICS = (".running_mean", ".running_var")
-# Of the largest output, for sums in another order; a wrong group is far from it.
-TOLERANCE = 1e-3
+# Of the largest output, or of 1, for sums in another order: in float64, and in a dtype of less.
+EXACT, TOLERANCE = 1e-9, 1e-3
 NOISE = 0.1
 
 
@@ -37,44 +37,68 @@ def shrink(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> nn.Modu
     return smaller
 
 
+@torch.no_grad()
 def verify(model: nn.Module, coupling: Coupling, image_size: int) -> None:
     """Try the coupling: a network with half of each set at zero and the one without must agree.
 
-    Copies of `model`, on the CPU, with noise on all vectors, since BatchNorm and biases begin as
-    zeros and ones that would hide a mistake. Raises UserError where they differ or the smaller one
-    can't run, so that a training does not end with a network that can't be exported.
+    Copies of `model`, on the CPU, in float64, or in its own dtype where it does not run in that.
+    Raises UserError where they differ or the smaller one can't run, so that a training does not end
+    with a network that can't be exported.
     """
-    generator = torch.Generator().manual_seed(0)
     removed = np.zeros(coupling.total, dtype=bool)
     for s in coupling.sets:
         removed[s.start + 1 : s.start + s.count : 2] = True
-    masked = copy.deepcopy(model).eval()
-    with torch.no_grad():
-        for name, parameter in masked.named_parameters():
-            if parameter.dim() == 1:
-                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-                parameter.add_(noise, alpha=NOISE)
-            for dim, ids in ((0, coupling.rows.get(name)), (1, coupling.columns.get(name))):
-                if ids is not None:
-                    gone = torch.from_numpy(np.flatnonzero(~_kept(ids, removed)))
-                    parameter.index_fill_(dim, gone, 0.0)
-        image = torch.rand(1, 3, image_size, image_size, generator=generator)
-        image = image.to(next(model.parameters()).dtype)
+    generator = torch.Generator().manual_seed(0)
+    image = torch.rand(1, 3, image_size, image_size, generator=generator, dtype=torch.float64)
+    masked, allowed = _masked_copy(model, coupling, removed).double(), EXACT
+    wanted = _in_double(masked, image)
+    if wanted is None:
+        masked, allowed = _masked_copy(model, coupling, removed), TOLERANCE
+        image = image.to(next(masked.parameters()).dtype)
         wanted = masked(image)
-        try:
-            found = shrink(masked, coupling, removed)(image)
-            apart = float((found - wanted).abs().max())
-            reason = f"the outputs differ by {apart:.2g}"
-        except UserError as error:
-            apart, reason = math.inf, str(error)
-        # Whatever the model's own code meets at other sizes.
-        except Exception as error:
-            apart, reason = math.inf, one_line(error)
-    if not apart <= TOLERANCE * max(1.0, float(wanted.abs().max())):
+    try:
+        found = shrink(masked, coupling, removed)(image)
+        apart = float((found - wanted).abs().max())
+        reason = f"the outputs differ by {apart:.2g}"
+    except UserError as error:
+        apart, reason = math.inf, str(error)
+    # Whatever the model's own code meets at other sizes.
+    except Exception as error:
+        apart, reason = math.inf, one_line(error)
+    if not apart <= allowed * max(1.0, float(wanted.abs().max())):
         raise UserError(
             f"coupled groups: this model does not work without its channels ({reason}); "
             "choose another --model or other --groups"
         )
+
+
+@torch.no_grad()
+def _masked_copy(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> nn.Module:
+    """Return a copy in evaluation mode with the groups of `removed` at zero.
+
+    With noise on all vectors: BatchNorm and biases begin as zeros and ones that hide a mistake.
+    """
+    generator = torch.Generator().manual_seed(0)
+    masked = copy.deepcopy(model).eval()
+    for name, parameter in masked.named_parameters():
+        if parameter.dim() == 1:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(noise, alpha=NOISE)
+        for dim, ids in ((0, coupling.rows.get(name)), (1, coupling.columns.get(name))):
+            if ids is not None:
+                gone = torch.from_numpy(np.flatnonzero(~_kept(ids, removed)))
+                parameter.index_fill_(dim, gone, 0.0)
+    return masked
+
+
+def _in_double(model: nn.Module, image: Tensor) -> Tensor | None:
+    """Return the outputs in float64, None where the model's own code does not compute in it."""
+    try:
+        outputs = model(image)
+    # Whatever that code meets.
+    except Exception:
+        return None
+    return outputs if outputs.dtype == torch.float64 else None
 
 
 def smaller_sizes(

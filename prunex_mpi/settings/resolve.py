@@ -88,7 +88,7 @@ def check_saved(saved: Mapping[str, Any], where: str) -> None:
     if missing:
         raise UserError(f"{where} has no {missing[0]}; put back the file that the run wrote")
     try:
-        _resolve(whole)
+        _resolve(_of_its_method(whole))
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -99,7 +99,7 @@ def resumed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
     What is `given` beside them may only repeat them, except for OF_THE_JOB, where it counts. Raises
     UserError that names the first difference.
     """
-    whole = {**_before(), **saved, "resume": True}
+    whole = _of_its_method({**_before(), **saved, "resume": True})
     before, after = _resolve(dict(whole)), whole
     _lay_over(after, given)
     settings = _resolve(after)
@@ -117,6 +117,16 @@ def _before() -> dict[str, Any]:
     """Return what settings that came later are to runs whose files do not name them."""
     rules = {name: field.metadata for name, field in FIELDS.items()}
     return {name: rule["before"] for name, rule in rules.items() if "before" in rule}
+
+
+def _of_its_method(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's values; what its method has no use for is as it would be today.
+
+    Its file names the defaults of its day, which may have been others.
+    """
+    today = _defaults(saved["preset"], saved["method"])
+    method = saved["method"]
+    return {n: value if method in methods_of(n) else today[n] for n, value in saved.items()}
 
 
 def _plain(value: object) -> str:

@@ -595,13 +595,25 @@ def test_faults_that_are_drawn(request, tmp_path, reference_of):
     assert not tally.problems, "\n\n".join(text for _, text in tally.problems)
 
 
+def fault_before(what: str, rank: int, at: str, call: int) -> dict[str, Any]:
+    return {"what": what, "rank": rank, "at": f"prunex_mpi.{at}", "call": call, "side": "before"}
+
+
+def test_a_killed_run_goes_on(tmp_path, reference_of):
+    case = CASES[1]
+    chain = Chain(case, tmp_path, 1, reference_of(case), Tally())
+    assert not chain.strike(fault_before("kill", 1, "methods.hsadmm:project", 4))
+    assert chain.strike(NO_FAULT)
+    assert not chain.tally.problems
+
+
+@pytest.mark.long
 def test_a_run_survives_faults_one_after_the_other(tmp_path, reference_of):
     case, rng = CASES[1], random.Random(0)
     chain = Chain(case, tmp_path, 1, reference_of(case), Tally())
 
-    def broken(what: str, rank: int, at: str, call: int) -> None:
-        fault = {"what": what, "rank": rank, "at": f"prunex_mpi.{at}", "call": call}
-        assert not chain.strike({**fault, "side": "before"})
+    def broken(*fault: Any) -> None:
+        assert not chain.strike(fault_before(*fault))
 
     # Killed between writing the second checkpoint and its rename.
     broken("kill", 0, "run.checkpoint_files:os.rename", 2)

@@ -35,6 +35,10 @@ def small_double(num_classes: int, image_size: int) -> nn.Module:
     return small(num_classes, image_size).double()
 
 
+def resnet8_double(num_classes: int, image_size: int) -> nn.Module:
+    return build_model("resnet8", num_classes=num_classes, image_size=image_size).double()
+
+
 def differs_between_ranks(num_classes: int, image_size: int) -> nn.Module:
     width = 8 + _rank()
     return nn.Sequential(

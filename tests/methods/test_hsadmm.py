@@ -64,13 +64,15 @@ SCENARIOS = {
     },
 }
 
-CASES = [(name, torch.float32) for name in SCENARIOS]
-CASES += [(name, torch.float64) for name in ("recipe", "paper-unfrozen-composed")]
 SCENARIOS |= {
     "recipe-coupled": {**RECIPE, "groups": ("coupled",)},
     "paper-coupled": {**PAPER, "groups": ("coupled",), "freeze_iteration": 5},
 }
-CASES += [(name, torch.float64) for name in ("recipe-coupled", "paper-coupled")]
+CASES = [(name, torch.float64) for name in SCENARIOS]
+# The same code with messages of half the size.
+CASES += [(name, torch.float32) for name in ("recipe", "paper")]
+# In float64, of the weights. In float32 times what it costs the oracle, which the processor says.
+EXACT, ROUNDINGS = 1e-11, 8
 
 
 def run_driver(world, ranks_per_node, model, stream, settings, loss=F.cross_entropy, steps=STEPS):
@@ -89,7 +91,6 @@ def test_program_equals_oracle(ranks_per_node, scenario, dtype):
     world = MPI.COMM_WORLD
     if ranks_per_node > world.size:
         pytest.skip("covered by a smaller node size: the job has fewer ranks")
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-11
     settings = make(**SCENARIOS[scenario])
     sizes = node_sizes_of(world.size, ranks_per_node)
     torch.manual_seed(7)
@@ -98,18 +99,24 @@ def test_program_equals_oracle(ranks_per_node, scenario, dtype):
     wanted = {**{k: getattr(settings, k) for k in vars(settings)}, "steps": STEPS}
     wanted["sets"] = CoupledNet.SETS
     wanted["keep_ratio"] = settings.keep_ratio[0]
-    history = simulate(
-        copy.deepcopy(model),
-        [RandomStream(r, dtype) for r in range(world.size)],
-        sizes,
-        F.cross_entropy,
-        SimpleNamespace(**wanted),
-    )
+
+    def oracle(dtype):
+        streams = [RandomStream(r, dtype) for r in range(world.size)]
+        start = copy.deepcopy(model).to(dtype)
+        return simulate(start, streams, sizes, F.cross_entropy, SimpleNamespace(**wanted))
+
+    exactly = oracle(torch.float64)
+    history = exactly if dtype == torch.float64 else oracle(dtype)
     stream = RandomStream(world.rank, dtype)
     runs = run_driver(world, ranks_per_node, model, stream, settings)
     count = 0
-    for (record, state, topology), expected in zip(runs, history, strict=True):
+    for (record, state, topology), expected, exact in zip(runs, history, exactly, strict=True):
         count += 1
+        tolerance = EXACT
+        if dtype == torch.float32:
+            costs = [difference(expected.z, exact.z)]
+            costs += [difference(*pair) for pair in zip(expected.theta, exact.theta, strict=True)]
+            tolerance = ROUNDINGS * max(*costs, torch.finfo(dtype).eps)
         assert expected.outside < tolerance
         i, r = topology.node_index, world.rank
         for name, mask in element_masks(state).items():
@@ -122,17 +129,21 @@ def test_program_equals_oracle(ranks_per_node, scenario, dtype):
             # Duals are differences of near numbers: their error counts against the weights'.
             gap = {n: scale[n] + x - theirs[n] for n, x in by_name(mine, state).items()}
             assert difference(gap, scale) < 10 * tolerance, count
-        assert record["train_loss"] == pytest.approx(expected.loss, rel=1e-4)
+        assert record["train_loss"] == pytest.approx(expected.loss, rel=tolerance)
+        # Norms of such differences, and moments of what the weights make of images.
+        large = 10 * tolerance
+        norm = sum(float((x.double() ** 2).sum()) for x in expected.z.values()) ** 0.5
         retired = state.consensus_sgd
         for level, column in RESIDUALS.items():
             if retired:
                 assert record["residuals"][level] is None
                 continue
             total = sum(x[column] ** 2 for x in expected.residuals.values()) ** 0.5
-            assert record["residuals"][level] == pytest.approx(total, rel=1e-3, abs=1e-6)
+            assert record["residuals"][level] == pytest.approx(total, rel=large, abs=large * norm)
         for module, statistics in zip(state.bn_modules, expected.statistics.values(), strict=True):
-            torch.testing.assert_close(module.running_mean, statistics[0], rtol=1e-4, atol=1e-6)
-            torch.testing.assert_close(module.running_var, statistics[1], rtol=1e-4, atol=1e-6)
+            pair = module.running_mean, module.running_var
+            for found, known in zip(pair, statistics, strict=True):
+                torch.testing.assert_close(found, known, rtol=large, atol=large)
     assert count == settings.outer_iterations
 
 

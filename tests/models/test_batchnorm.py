@@ -6,6 +6,9 @@ from torch import Tensor, nn
 
 from prunex_mpi.models import batchnorm
 
+# Sums in another order, in float64.
+EXACTLY = {"rtol": 1e-12, "atol": 1e-12}
+
 
 def small_model() -> nn.Sequential:
     torch.manual_seed(0)
@@ -85,11 +88,11 @@ def test_a_model_without_statistics_needs_no_buffer() -> None:
 
 
 def test_estimate_on_one_batch_gives_the_statistics_of_that_batch() -> None:
-    model = small_model()
+    model = small_model().double()
     modules = batchnorm.find(model)
     for module in modules:
         module.running_mean.fill_(100)
-    images = torch.randn(16, 3, 10, 10)
+    images = torch.randn(16, 3, 10, 10, dtype=torch.float64)
     batchnorm.estimate(model, modules, [images])
     with torch.no_grad():
         first = model[0](images)
@@ -97,8 +100,8 @@ def test_estimate_on_one_batch_gives_the_statistics_of_that_batch() -> None:
         second = model[4](model[2](normalise(first, modules[0])))
     for module, values in zip(modules, (first, second), strict=True):
         columns = values.transpose(0, 1).flatten(1)
-        torch.testing.assert_close(module.running_mean, columns.mean(dim=1))
-        torch.testing.assert_close(module.running_var, columns.var(dim=1))
+        torch.testing.assert_close(module.running_mean, columns.mean(dim=1), **EXACTLY)
+        torch.testing.assert_close(module.running_var, columns.var(dim=1), **EXACTLY)
 
 
 def normalise(values: Tensor, module: nn.BatchNorm2d) -> Tensor:
@@ -108,15 +111,16 @@ def normalise(values: Tensor, module: nn.BatchNorm2d) -> Tensor:
 
 
 def test_estimate_over_batches_weighs_the_first_as_much_as_the_last() -> None:
-    model = small_model()
-    images = torch.randn(24, 3, 10, 10) + torch.arange(24.0).view(-1, 1, 1, 1)
+    model = small_model().double()
+    images = torch.randn(24, 3, 10, 10, dtype=torch.float64)
+    images += torch.arange(24.0).view(-1, 1, 1, 1)
     # A generator, as the driver passes.
     batchnorm.estimate(model, batchnorm.find(model), (b for b in images.split(8)))
     with torch.no_grad():
         values = model[0](images).transpose(0, 1)
-    torch.testing.assert_close(model[1].running_mean, values.flatten(1).mean(dim=1))
+    torch.testing.assert_close(model[1].running_mean, values.flatten(1).mean(dim=1), **EXACTLY)
     spread = torch.stack([v.flatten(1).var(dim=1) for v in values.split(8, dim=1)]).mean(dim=0)
-    torch.testing.assert_close(model[1].running_var, spread)
+    torch.testing.assert_close(model[1].running_var, spread, **EXACTLY)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -29,9 +29,9 @@ def test_it_imports_only_what_a_stranger_has() -> None:
 
 
 def attention(bias: bool = True) -> tuple[nn.MultiheadAttention, SlimAttention]:
-    """Return an attention of 3 heads of 4, and the same in the other class."""
+    """Return an attention of 3 heads of 4, and the same in the other class, in float64."""
     torch.manual_seed(0)
-    full = nn.MultiheadAttention(12, 3, bias=bias, batch_first=True).eval()
+    full = nn.MultiheadAttention(12, 3, bias=bias, batch_first=True).eval().double()
     with torch.no_grad():
         for p in full.parameters():
             p.normal_(0, 0.5)
@@ -44,12 +44,12 @@ def attention(bias: bool = True) -> tuple[nn.MultiheadAttention, SlimAttention]:
 @pytest.mark.parametrize("bias", [True, False])
 def test_attention_with_all_heads_is_torchs_own(bias: bool) -> None:
     full, slim = attention(bias)
-    x, y, z = torch.randn(3, 2, 5, 12)
+    x, y, z = torch.randn(3, 2, 5, 12, dtype=torch.float64)
     for q, k, v in ((x, x, x), (x, y, z)):
         wanted, _ = full(q, k, v, need_weights=False)
         found, nothing = slim(q, k, v, need_weights=False)
         assert nothing is None
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
 @torch.no_grad()
@@ -66,9 +66,9 @@ def test_attention_without_a_head_is_that_of_a_zero_head() -> None:
         "out_proj.bias": full.out_proj.bias,
     }
     slim.load_state_dict(state, strict=True)
-    x = torch.randn(2, 5, 12)
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
     wanted = full(x, x, x, need_weights=False)[0]
-    torch.testing.assert_close(slim(x, x, x)[0], wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(slim(x, x, x)[0], wanted, rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match="need_weights"):
         slim(x, x, x, need_weights=True)
 

@@ -76,9 +76,7 @@ def require(done: subprocess.CompletedProcess[str], code: int = 0) -> None:
     assert done.returncode == code, (done.stdout + done.stderr)[-4000:]
 
 
-@pytest.mark.parametrize(
-    "tasks", [[2, 2], pytest.param([3, 1], marks=pytest.mark.any_mpi)], ids=str
-)
+@pytest.mark.parametrize("tasks", [[2, 2], pytest.param([3, 1], marks=pytest.mark.long)], ids=str)
 def test_the_link_carries_what_the_metrics_say(
     tasks: list[int], hosts: Cluster, tmp_path: Path
 ) -> None:
@@ -137,13 +135,14 @@ def test_srun_finds_two_hosts(whole: Path) -> None:
     assert complete(whole, 2)
 
 
-@pytest.mark.any_mpi
+@pytest.mark.long
 def test_srun_finds_four_hosts(hosts: Cluster, slurm: dict[str, str], tmp_path: Path) -> None:
     words = [*srun_words(4, 2), *TRAIN, *SMALL, "--run-dir", "run"]
     require(run_on(hosts, words, tmp_path, LIMIT_S, **slurm))
     assert complete(tmp_path / "run", 4)
 
 
+@pytest.mark.long
 def test_sbatch_requeues_a_preempted_job_which_goes_on(
     hosts: Cluster, slurm: dict[str, str], whole: Path, tmp_path: Path
 ) -> None:

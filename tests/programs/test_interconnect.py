@@ -53,6 +53,7 @@ def paths() -> dict[str, dict[str, str]]:
     return {name: PATHS[kind][name] for name in PATHS[kind] if marks[name] in built}
 
 
+@pytest.mark.long
 def test_what_carries_the_messages_does_not_change_the_result(tmp_path: Path) -> None:
     found = paths()
     if len(found) < 2:
@@ -70,10 +71,9 @@ def test_what_carries_the_messages_does_not_change_the_result(tmp_path: Path) ->
             for key in ("bytes", "density", "mask_drift", "frozen", "iteration"):
                 assert record[key] == expected[key]
             for key in ("train_loss", "test_loss", "test_accuracy"):
-                assert record[key] == pytest.approx(expected[key], rel=1e-6)
-            assert record["residuals"] == pytest.approx(expected["residuals"], rel=1e-5)
+                assert record[key] == pytest.approx(expected[key], rel=1e-12)
+            assert record["residuals"] == pytest.approx(expected["residuals"], rel=1e-12)
         for key, value in weights.items():
             expected = first[1][key]
-            # The same groups are kept, and what is kept is the same.
-            assert torch.equal(value == 0, expected == 0), key
-            torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
+            # Bit for bit: two ranks of a node, and two leaders, add two numbers in any order.
+            assert torch.equal(value, expected), key

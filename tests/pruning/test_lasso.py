@@ -108,10 +108,10 @@ def test_subgradient_is_that_of_autograd(make, find):
 
 @pytest.mark.parametrize("share", [0.05, 0.25, 0.9])
 def test_coefficient_gives_the_share(share):
-    loss, norms = torch.tensor(2.3), torch.rand(50)
+    loss, norms = torch.tensor(2.3).double(), torch.rand(50).double()
     coefficient = coefficient_for(share, loss, norms)
     extra = float(coefficient) * float(norms.double().sum())
-    assert extra / (float(loss) + extra) == pytest.approx(share, rel=1e-6)
+    assert extra / (float(loss) + extra) == pytest.approx(share, rel=1e-12)
 
 
 def test_what_is_emptied_and_what_stays():

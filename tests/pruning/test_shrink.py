@@ -34,10 +34,14 @@ NETWORKS = {
     "vit_b_16": 0.6,
 }
 SIDE = 32
+LARGE = ("wide_resnet50_2", "vgg16_bn", "vit_b_16")
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long if n in LARGE else ()) for n in NETWORKS],
+)
 def test_removing_coupled_groups_changes_no_output(name: str, tmp_path: Path) -> None:
     what = {"num_classes": 10, "image_size": SIDE}
     with torch.device("meta"):
@@ -87,12 +91,12 @@ class Tied(nn.Module):
 
 @torch.no_grad()
 def test_a_module_with_two_names_is_cut_under_both() -> None:
-    model = Tied().eval()
+    model = Tied().eval().double()
     model.last.weight[:, 1] = 0
     removed = np.array([False, True, False, False])
     smaller = shrink(model, find_coupling(model, 4), removed)
-    images = torch.rand(2, 3, 4, 4)
-    torch.testing.assert_close(smaller(images), model(images), rtol=0, atol=1e-6)
+    images = torch.rand(2, 3, 4, 4, dtype=torch.float64)
+    torch.testing.assert_close(smaller(images), model(images), rtol=0, atol=1e-12)
     assert smaller.same is smaller.first
     assert smaller.state_dict()["same.weight"].shape == (3, 3, 1, 1)
 
@@ -155,5 +159,40 @@ def test_channels_that_cannot_be_missed_are_refused_before_training(
     assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
 
 
-def test_channels_that_can_be_missed_pass() -> None:
-    verify(Tied(), find_coupling(Tied(), 4), 4)
+class AlmostRight(Tied):
+    """Wrong by less than float32 would show."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1e-8 * self.first.out_channels
+
+
+class Single(Tied):
+    """Compute in float32 whatever comes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
+class SingleAtLast(Tied):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).float()
+
+
+def test_channels_are_tried_in_float64() -> None:
+    with pytest.raises(UserError, match="the outputs differ by 2e-08"):
+        verify(AlmostRight(), find_coupling(AlmostRight(), 4), 4)
+
+
+@pytest.mark.parametrize("kind", [Tied, Single, SingleAtLast])
+def test_channels_that_can_be_missed_pass(kind: type[nn.Module]) -> None:
+    model = kind()
+    verify(model, find_coupling(model, 4), 4)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_model_that_needs_its_channels_is_refused_in_its_own_dtype() -> None:
+    class Both(Single, Wrong):
+        pass
+
+    with pytest.raises(UserError, match="the outputs differ by"):
+        verify(Both(), find_coupling(Both(), 4), 4)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import prunex_mpi
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.run import watchdog
@@ -131,3 +132,34 @@ def test_a_record_that_cannot_be_read_is_none(content: bytes, tmp_path: Path) ->
     (tmp_path / "rank-00000").write_bytes(content)
     assert read_heartbeat(tmp_path, 0) is None
     assert read_heartbeat(tmp_path, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("module", "computing"),
+    [
+        ("run/job.py", False),
+        ("comm/collectives.py", False),
+        ("tools/bench/ddp.py", False),
+        ("train.py", False),
+        ("../mine/comm/collectives.py", True),
+        ("../torch/nn/functional.py", True),
+    ],
+)
+def test_only_what_is_outside_the_package_computes(module: str, computing: bool) -> None:
+    """Whoever is in a function of the package waits, whatever folder of it that is in."""
+    dog = Watchdog(Heartbeat(), 0, 100, pytest.fail)
+    path = (Path(prunex_mpi.__file__).parent / module).resolve()
+    # In C, as MPI waits: the innermost frame of Python is the one that called.
+    inside, go_on = threading.Lock(), threading.Lock()
+    text = "def allreduce_():\n    inside.release()\n    go_on.acquire()\n"
+    names = {"inside": inside, "go_on": go_on}
+    exec(compile(text, path, "exec"), names)
+    with inside, go_on:
+        thread = threading.Thread(target=names["allreduce_"])
+        thread.start()
+        inside.acquire()
+        dog.main_thread = thread.ident
+        frame, found = dog._frame()
+    thread.join()
+    dog.close()
+    assert (frame.split()[1], found) == ("allreduce_", computing)

@@ -120,6 +120,7 @@ def test_overhead_trains_with_the_driver_before_and_after_the_freeze(alone):
         assert 0 < share < 100
 
 
+@pytest.mark.long
 def test_memory_subtracts_processes_of_their_own(monkeypatch):
     # Only the job of one rank: a launcher cannot start inside another.
     monkeypatch.setattr("prunex_mpi.tools.bench.memory.shutil.which", lambda *_, **__: None)
@@ -171,7 +172,9 @@ def test_dense_and_ddp_take_the_same_steps():
     settings = make(model="resnet8", batch_size=2, device="cpu")
     with nodes_of(MPI.COMM_WORLD) as topology:
         transport = build_transport(CPU, 32.0, "host")
-        (table,) = compare_with_ddp(topology, settings, transport, CPU, ("resnet8",), 2, 2)
+        # In float64: the two add gradients in another order.
+        models = ("odd_models:resnet8_double",)
+        (table,) = compare_with_ddp(topology, settings, transport, CPU, models, 2, 2)
         with pytest.raises(UserError, match="--device cpu"):
             compare_with_ddp(
                 topology, settings, transport, torch.device("cuda"), ("resnet8",), 1, 1
@@ -182,7 +185,7 @@ def test_dense_and_ddp_take_the_same_steps():
     # Of two turns the medians are means: between the two ratios lies that of the sums.
     assert 0.1 < named["dense / DDP"] * named["DDP ms"] / named["dense ms"] < 10
     assert 0.1 < named["dense / lean DDP"] * named["lean DDP ms"] / named["dense ms"] < 10
-    assert named["|difference|"] < 1e-5
+    assert named["|difference|"] < 1e-12
 
 
 def test_checkpoints_are_timed_against_dd_and_leave_nothing(alone, tmp_path):

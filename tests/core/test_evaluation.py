@@ -1,0 +1,104 @@
+"""Statistics that are estimated again on z, against an oracle of their own."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from driving import CPU, SMALL_BUCKETS, assert_alike_on_all_ranks
+from nodes import NODE_SHAPES, WORLD, nodes_of
+from reference_statistics import of_all_ranks
+from torch import Tensor, nn
+
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.evaluation import RECALIBRATION_BATCHES, estimate_statistics
+from prunex_mpi.core.state import Problem, State, Work, build_state
+from prunex_mpi.data.batches import BatchStream, Look, Shard, evaluation_batches
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.pruning.groups import Groups
+from prunex_mpi.settings.resolve import make
+
+pytestmark = pytest.mark.mpi
+
+BATCH_SIZE = 6
+PARTIAL = 5  # images left over, on every rank
+MEAN, STD = torch.tensor([0.4, 0.5, 0.6]), torch.tensor([0.2, 0.25, 0.3])
+
+
+def build_model() -> nn.Sequential:
+    torch.manual_seed(5)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1, bias=False),
+        nn.BatchNorm2d(6),
+        nn.SiLU(),
+        nn.Dropout(0.5),
+        nn.Conv2d(6, 5, 3),
+        # Neither its momentum nor what it remembers counts.
+        nn.BatchNorm2d(5, momentum=0.3),
+        nn.SiLU(),
+        nn.Conv2d(5, 4, 1),
+        nn.BatchNorm2d(4, eps=1e-3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 3),
+    )
+    for module in model:
+        if isinstance(module, nn.BatchNorm2d):
+            for values in (module.weight, module.bias, module.running_mean, module.running_var):
+                nn.init.uniform_(values, 0.5, 2.0)
+    return model.double()
+
+
+def images_of(rank: int, batches: int) -> Tensor:
+    """Draw one rank's images, brighter and of more contrast the higher the rank."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    shape = (batches * BATCH_SIZE + PARTIAL, 3, 7, 7)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    # Later batches are brighter too: which of them count must show.
+    trend = torch.linspace(0, 40, len(noise), dtype=torch.float64).view(-1, 1, 1, 1)
+    return (40 + 30 * rank + trend + (10 + 10 * rank) * noise).clamp(0, 255).to(torch.uint8)
+
+
+def statistics_left(topology: Topology, state: State, problem: Problem) -> list[tuple]:
+    """Estimate; return (mean, variance) of each BatchNorm that this leaves."""
+    estimate_statistics(topology, Work(state, problem, make(), SMALL_BUCKETS, Heartbeat()))
+    return [(m.running_mean, m.running_var) for m in state.bn_modules]
+
+
+# More batches than are taken, and fewer; both with a partial one at the end.
+@pytest.mark.parametrize("batches", [RECALIBRATION_BATCHES + 2, 3])
+@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
+def test_estimated_statistics_equal_the_oracle(ranks_per_node: int, batches: int) -> None:
+    model = build_model()
+    state = build_state(model, build_layout(model), Groups((), (), 0, ()), make())
+    # The statistics are z's, whatever a rank's theta is.
+    wanted = of_all_ranks(
+        copy.deepcopy(list(model)),
+        [images_of(rank, batches) for rank in range(WORLD.size)],
+        BATCH_SIZE,
+        RECALIBRATION_BATCHES,
+        MEAN,
+        STD,
+    )
+    state.theta.add_(torch.rand(len(state.theta), dtype=torch.float64), alpha=1 + WORLD.rank)
+    theta = state.theta.clone()
+
+    images = images_of(WORLD.rank, batches)
+    shard = Shard(images, torch.zeros(len(images), dtype=torch.int64))
+    look = Look(MEAN, STD, CPU, torch.float64)
+    stream = BatchStream(
+        shard, look, batch_size=BATCH_SIZE, seed=1, rank=WORLD.rank, flip=False, pad=0
+    )
+    batches_of = partial(evaluation_batches, look=look)
+    problem = Problem(model, model, F.cross_entropy, stream, shard, None, batches_of, 1, MEAN, STD)
+    with nodes_of(ranks_per_node) as topology:
+        found = statistics_left(topology, state, problem)
+    assert len(found) == len(wanted) == 3
+    for (mean, variance), (wanted_mean, wanted_variance) in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mean, wanted_mean, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(variance, wanted_variance, rtol=1e-11, atol=1e-11)
+        assert_alike_on_all_ranks(mean)
+        assert_alike_on_all_ranks(variance)
+    assert torch.equal(state.theta, theta)

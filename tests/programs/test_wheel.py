@@ -1,0 +1,76 @@
+"""What is installed from a wheel is whole: it trains in another folder, without the checkout."""
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from launch import environment, train
+
+pytestmark = [pytest.mark.jobs, pytest.mark.any_mpi]
+
+CHECKOUT = Path(__file__).parents[2]
+SOURCES = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+LIMIT_S = 300
+# An editable installation would lend what the wheel lacks.
+ONLY_THE_WHEEL = """\
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in finder.__module__]
+"""
+
+
+def run(arguments: list[str], cwd: Path, **extra: str) -> str:
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment(**extra),
+        timeout=LIMIT_S,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build a wheel from a copy, since building leaves files beside the sources."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in SOURCES:
+        shutil.copy(CHECKOUT / name, tree)
+    caches = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(CHECKOUT / "prunex_mpi", tree / "prunex_mpi", ignore=caches)
+    run(["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", "made", "."], tree)
+    (made,) = (tree / "made").glob("*.whl")
+    return made
+
+
+def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
+    sources = {
+        str(path.relative_to(CHECKOUT))
+        for path in (CHECKOUT / "prunex_mpi").rglob("*.*")
+        if path.is_file() and path.suffix not in (".pyc", ".md")
+    }
+    assert {"prunex_mpi/train.py", "prunex_mpi/settings/presets/paper.toml"} <= sources
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name for name in archive.namelist() if name.startswith("prunex_mpi/")} == sources
+
+
+def test_the_installed_wheel_trains_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+    installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
+    run(["-m", "pip", "install", "--no-deps", "--target", str(installed), str(wheel)], tmp_path)
+    (installed / "sitecustomize.py").write_text(ONLY_THE_WHEEL)
+    elsewhere.mkdir()
+    where = {"PYTHONPATH": str(installed)}
+    found = run(["-c", "import prunex_mpi; print(prunex_mpi.__file__)"], elsewhere, **where)
+    assert Path(found.strip()) == installed / "prunex_mpi/__init__.py"
+    assert "usage:" in run(["-m", "prunex_mpi.doctor", "--help"], elsewhere, **where)
+
+    flags = ["--dataset", "digits", "--model", "resnet8", "--run-dir", "run"]
+    flags += ["--outer-iterations", "2", "--local-steps", "2"]
+    trained = train(2, flags, elsewhere, **where)
+    assert trained.returncode == 0, trained.stderr
+    assert json.loads((elsewhere / "run/summary.json").read_text())["status"] == "completed"
