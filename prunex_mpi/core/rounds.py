@@ -69,9 +69,11 @@ def evaluates(work: Work, this: Round, ends: bool = False) -> bool:
 
 def measures_residuals(work: Work, this: Round) -> bool:
     """Say whether this outer iteration's residuals are computed: as asked, and with duals."""
-    wanted = work.settings.residuals
-    asked = wanted == "every" or (wanted == "evaluate" and evaluates(work, this))
-    return asked and not work.state.consensus_sgd
+    wanted, state = work.settings.residuals, work.state
+    # A vote that follows a union lets the run stop only if it is measured itself.
+    due = state.position.vote_next or evaluates(work, this)
+    asked = wanted == "every" or (wanted == "evaluate" and due)
+    return asked and not state.consensus_sgd
 
 
 def finish_round(

@@ -26,11 +26,6 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     return {}
 
 
-def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
-    """Sum `grad` over the workers. Collective on `wire.comm`."""
-    wire.reduce_(work.state.grad)
-
-
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, and what they are."""
     return layout.numel * size, settings.aggregation

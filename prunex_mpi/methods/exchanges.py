@@ -5,7 +5,8 @@ A method that communicates at each step is a module with one face:
 - `memory(settings, layout, theta)`: what one step hands to the next; checkpoints hold it;
 - `allocate(wire, work)`: what each step writes anew (`space`), so that no step allocates;
 - `exchange_(wire, space, work)`: replaces a worker's weighted gradient in `grad` by the sum over
-  all workers, the same bits on each; what it leaves out of the sum stays in the memory;
+  all workers, the same bits on each; what it leaves out of the sum stays in the memory; a method
+  of PLAIN_MEAN has none, the driver adds up its gradients;
 - `payload(settings, layout, size, workers)`: bytes of a step, for the dry run;
 - `OPERATIONS`: its messages, as rows (what, communicator, MPI operation, operand).
 

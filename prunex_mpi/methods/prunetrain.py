@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core.state import SHARED, State, Work, build_state
-from prunex_mpi.methods import dense
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.models.standalone import fill_, resize_
 from prunex_mpi.pruning.lasso import (
@@ -35,8 +34,6 @@ OPERATIONS = (
     ("what is removed", "world", "Bcast, when due", "a bit per group"),
 )
 COEFFICIENT = f"{SHARED}lasso_coefficient"
-# The gradient travels as in dense SGD.
-exchange_ = dense.exchange_
 
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:

@@ -19,7 +19,8 @@ def _setting(section: str, text: str, default: Any = _NO_DEFAULT, **rules: Any) 
     """Make a field; `rules` are choices, low, high (inclusive), above, below, share, optional.
 
     The rule `methods` names those that the setting has a meaning for: with any other it can't be
-    given. `before` is what runs did before there was the setting, which their files do not name.
+    given. `before` is what runs did before there was the setting, which their files do not name,
+    and `past` another default of former days, which the files of all methods name.
     """
     return dataclasses.field(default=default, metadata={"section": section, "help": text, **rules})
 
@@ -173,8 +174,12 @@ class Settings:
     rho_factor: float = _setting(
         _S, "factor of one change of a penalty", above=1, methods=CONSENSUS
     )
-    eps_abs: float = _setting(_S, "absolute tolerance of the residuals", low=0, methods=CONSENSUS)
-    eps_rel: float = _setting(_S, "relative tolerance of the residuals", low=0, methods=CONSENSUS)
+    eps_abs: float = _setting(
+        _S, "absolute tolerance of the residuals", low=0, methods=CONSENSUS, past=1e-4
+    )
+    eps_rel: float = _setting(
+        _S, "relative tolerance of the residuals", low=0, methods=CONSENSUS, past=1e-3
+    )
     residuals: str = _setting(
         _S,
         "when residuals are computed, as long as there are duals",

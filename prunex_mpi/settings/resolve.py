@@ -200,7 +200,8 @@ def _put_foreign_back(values: dict[str, Any]) -> None:
     """Leave what the method has no use for at its default; refuse it where it is given as another.
 
     Shares among them stay shares. As a count, the default is what a run of the same length by
-    another method has written into its file; another method's own default may be there as well.
+    another method has written into its file; another method's own default may be there as well, and
+    one that is past.
     """
     untouched = _defaults(values["preset"], values["method"])
     resolved = {**untouched, "outer_iterations": values["outer_iterations"]}
@@ -210,7 +211,8 @@ def _put_foreign_back(values: dict[str, Any]) -> None:
         if values["method"] in methods:
             continue
         own = [defaults[name] for defaults in METHOD_DEFAULTS.values() if name in defaults]
-        if values[name] not in (untouched[name], resolved[name], *own):
+        past = FIELDS[name].metadata.get("past")
+        if values[name] not in (untouched[name], resolved[name], past, *own):
             raise UserError(
                 f"{key_of(name)} means nothing to method {values['method']}; leave it away "
                 f"(it is for {', '.join(methods)})"

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.evaluation import RECALIBRATION_BATCHES, estimate_statistics
+from prunex_mpi.core.evaluation import (
+    EVALUATION_BATCH,
+    RECALIBRATION_BATCHES,
+    estimate_statistics,
+    evaluate,
+)
 from prunex_mpi.core.state import Problem, State, Work, build_state
 from prunex_mpi.data.batches import BatchStream, Look, Shard, evaluation_batches
 from prunex_mpi.models.layout import build_layout
@@ -102,3 +107,17 @@ def test_estimated_statistics_equal_the_oracle(ranks_per_node: int, batches: int
         assert_alike_on_all_ranks(mean)
         assert_alike_on_all_ranks(variance)
     assert torch.equal(state.theta, theta)
+
+
+def test_every_batch_of_an_evaluation_is_progress() -> None:
+    model = build_model()
+    state = build_state(model, build_layout(model), Groups((), (), 0, ()), make())
+    count = 2 * EVALUATION_BATCH + 1
+    shard = Shard(images_of(0, 1)[:1].expand(count, -1, -1, -1), torch.zeros(count).long())
+    look = Look(MEAN, STD, CPU, torch.float64)
+    batches_of = partial(evaluation_batches, look=look)
+    problem = Problem(model, model, F.cross_entropy, None, shard, shard, batches_of, 1, MEAN, STD)
+    heartbeat = Heartbeat()
+    with nodes_of(1) as topology:
+        evaluate(topology, Work(state, problem, make(), SMALL_BUCKETS, heartbeat))
+    assert (heartbeat.beats, heartbeat.step) == (3, 0)

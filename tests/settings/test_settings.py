@@ -214,6 +214,17 @@ def test_every_method_runs_without_further_flags_and_reads_its_file_back(tmp_pat
     assert with_overrides(settings, seed=3).prune_iteration == settings.prune_iteration
 
 
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in CONSENSUS])
+def test_files_from_before_a_default_changed_are_read(tmp_path, method):
+    settings = make(method=method)
+    text = to_toml(settings, {})
+    before = text.replace("eps-abs = 0.0", "eps-abs = 1e-4").replace(
+        "eps-rel = 0.0", "eps-rel = 1e-3"
+    )
+    assert before != text
+    assert parse(["--config", write(tmp_path, before)]) == settings
+
+
 def test_defaults_may_depend_on_the_method(tmp_path):
     assert make(method="one-shot").prune_iteration == 32
     assert make(method="one-shot", outer_iterations=1).prune_iteration == 1
