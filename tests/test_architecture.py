@@ -34,11 +34,6 @@ WITHOUT_MPI = (*PLAIN, "data", "models", "compress", "pruning")
 KNOWN_TO_COMM = "models.layout"
 HEAVY = {"torch", "torchvision", "mpi4py", "numpy"}
 
-# What the splits that follow the move will mend.
-OWED = {
-    *("compress.support", "compress.threshold", "core.metrics"),
-    *("methods.hsadmm", "methods.local_sgd", "methods.per_step"),
-}
 LONGEST_MODULE, LONGEST_PROGRAM, MOST_PARAMETERS = 400, 65, 8
 # A list of settings is as long as there are settings.
 LONG = "settings.fields"
@@ -160,7 +155,7 @@ def test_every_folder_is_a_layer() -> None:
     assert {name.split(".")[0] for name in MODULES if "." in name} == set(LEVELS)
 
 
-@pytest.mark.parametrize("module", sorted(MODULES - OWED))
+@pytest.mark.parametrize("module", sorted(MODULES))
 def test_modules_import_from_below_alone(module: str) -> None:
     assert upwards(module, GRAPH[module]) == []
 
@@ -181,14 +176,14 @@ def test_communication_knows_no_mathematics(module: str) -> None:
     assert folders <= {"base", "comm"}
 
 
-@pytest.mark.parametrize("module", sorted(MODULES - OWED - {LONG}))
+@pytest.mark.parametrize("module", sorted(MODULES - {LONG}))
 def test_modules_stay_short(module: str) -> None:
     path = PACKAGE / f"{module.replace('.', '/')}.py"
     limit = LONGEST_MODULE if "." in module else LONGEST_PROGRAM
     assert len(path.read_text(encoding="utf-8").splitlines()) <= limit
 
 
-@pytest.mark.parametrize("module", sorted(MODULES - OWED))
+@pytest.mark.parametrize("module", sorted(MODULES))
 def test_functions_have_few_parameters(module: str) -> None:
     assert [f for f in functions(TREES[module]) if f[1] > MOST_PARAMETERS] == []
 

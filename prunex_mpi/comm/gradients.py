@@ -61,18 +61,14 @@ class GradientAverager:
 
     def finish_(self) -> None:
         """Leave the mean over `comm` in the gradient. Collective on `comm`; call after backward."""
-        if not self.overlap:
-            if self.comm.size == 1:
-                self.wire.count(self.grad.nbytes)
-                return
-            self.wire.reduce_(self.grad)
+        if self.overlap:
+            # Parameters that took no part in the loss fire no hook.
+            self._start(all_of_them=True)
+            self.wire.wait_(self.requests, self.grad)
         else:
-            with self.wire.clock.exchanging(self.grad.device):
-                # Parameters that took no part in the loss fire no hook.
-                self._start(all_of_them=True)
-                MPI.Request.Waitall(self.requests)
-            self.wire.count(self.grad.nbytes)
-        self.grad.div_(self.comm.size)
+            self.wire.reduce_(self.grad)
+        if self.comm.size > 1:
+            self.grad.div_(self.comm.size)
 
     def close(self) -> None:
         """Remove the hooks from the model."""

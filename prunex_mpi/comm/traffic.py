@@ -14,7 +14,7 @@ class Traffic:
 
     `payload`, `mask` and `evaluate` are operands that one worker, a rank that speaks between nodes,
     hands to collectives; `intra` are operands inside the node. `dense` is what `payload` would be
-    for the whole model. `sent` is what leaves a node for payload and masks, by `ring_bytes`.
+    for the whole model. `sent` is what leaves a node for payload and masks, by `wire.ring_bytes`.
     """
 
     payload: int = 0
@@ -23,17 +23,6 @@ class Traffic:
     evaluate: int = 0
     dense: int = 0
     sent: int = 0
-
-
-def ring_bytes(workers: int, operand: int, passes: int = 2) -> int:
-    """Return the bytes that one of `workers` sends for `operand` bytes by a ring algorithm.
-
-    (W - 1)/W of the operand per pass around the ring: two passes for an Allreduce (Reduce-scatter,
-    then Allgather), one for a Reduce or a Bcast (pipelined, the mean over the workers) and for an
-    Allgather, whose operand is what all workers together contribute. The ranks of a node are
-    neighbours in the ring, so this is also what leaves a node, however many of its ranks are in it.
-    """
-    return passes * (workers - 1) * operand // workers
 
 
 @dataclass

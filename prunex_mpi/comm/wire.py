@@ -7,6 +7,7 @@ A wire is made from one communicator and says so: whoever is handed a wire commu
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from prunex_mpi.comm.collectives import (
 )
 from prunex_mpi.comm.gather import allgather_, allgatherv_, gather_counts
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.comm.traffic import Clock, Traffic, ring_bytes
+from prunex_mpi.comm.traffic import Clock, Traffic
 
 COUNT_BYTES = 8
 
@@ -80,6 +81,18 @@ class Wire:
         with self.clock.exchanging(flat.device):
             bcast_(self.comm, flat, self.transport)
         self.count(flat.nbytes, passes=1, kind=kind)
+
+    def broadcast_bits(self, bools: np.ndarray, kind: str = "") -> np.ndarray:
+        """Return rank 0's bool array on every rank, sent as packed bits. Collective on `comm`."""
+        bits = torch.from_numpy(np.packbits(bools))
+        self.broadcast_(bits, kind)
+        return np.unpackbits(bits.numpy(), count=bools.size).astype(bool)
+
+    def wait_(self, requests: list[MPI.Request], flat: Tensor) -> None:
+        """Wait for the reductions of all parts of `flat` under way, and count them as one."""
+        with self.clock.exchanging(flat.device):
+            MPI.Request.Waitall(requests)
+        self.count(flat.nbytes)
 
     def gather_(self, mine: Tensor, everyone: Tensor) -> None:
         """Gather `mine` [n] of every rank into `everyone` [comm.size, n]. Collective on `comm`."""
@@ -178,3 +191,14 @@ def reduce_between_nodes_(leader: Wire, node: Wire, flat: Tensor, kind: str = ""
         allreduce_then_bcast_(leader.comm, node.comm, flat, leader.transport)
     leader.count(flat.nbytes, kind=kind)
     node.count(flat.nbytes)
+
+
+def ring_bytes(workers: int, operand: int, passes: int = 2) -> int:
+    """Return the bytes that one of `workers` sends for `operand` bytes by a ring algorithm.
+
+    (W - 1)/W of the operand per pass around the ring: two passes for an Allreduce (Reduce-scatter,
+    then Allgather), one for a Reduce or a Bcast (pipelined, the mean over the workers) and for an
+    Allgather, whose operand is what all workers together contribute. The ranks of a node are
+    neighbours in the ring, so this is also what leaves a node, however many of its ranks are in it.
+    """
+    return passes * (workers - 1) * operand // workers

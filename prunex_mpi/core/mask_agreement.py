@@ -1,4 +1,4 @@
-"""Mask agreement over the leaders and its broadcast inside a node: one message for all layers."""
+"""Mask agreement over the leaders: one message for all layers."""
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ def agree_by_vote(
         chosen = np.zeros(energies.shape, dtype=bool)
         if leader.comm.rank == 0:
             chosen = select(energies.numpy(), selections, strict, round_to, state.groups)
-        _keep(mask, selections, broadcast_mask(leader, chosen, "mask"))
+        _keep(mask, selections, leader.broadcast_bits(chosen, "mask"))
         _mask_squares_(squares, state, mask)
     return mask
 
@@ -56,18 +56,7 @@ def agree_by_or(leader: Wire, mask: np.ndarray) -> np.ndarray:
     """
     bits = torch.from_numpy(np.packbits(mask))
     leader.reduce_(bits, MPI.BOR, kind="mask")
-    return _unpack(bits, mask.size)
-
-
-def broadcast_mask(wire: Wire, mask: np.ndarray, kind: str = "") -> np.ndarray:
-    """Return the mask of rank 0 on every rank, as packed bits. Collective on `wire.comm`."""
-    bits = torch.from_numpy(np.packbits(mask))
-    wire.broadcast_(bits, kind)
-    return _unpack(bits, mask.size)
-
-
-def _unpack(bits: Tensor, count: int) -> np.ndarray:
-    return np.unpackbits(bits.numpy(), count=count).astype(bool)
+    return np.unpackbits(bits.numpy(), count=mask.size).astype(bool)
 
 
 def _keep(mask: np.ndarray, selections: tuple[Selection, ...], chosen: np.ndarray) -> None:

@@ -32,7 +32,6 @@ from prunex_mpi.core.evaluation import estimate_statistics, refuse_divergence
 from prunex_mpi.core.mask_agreement import (
     agree_by_or,
     agree_by_vote,
-    broadcast_mask,
     project_locally,
 )
 from prunex_mpi.core.residuals import NormSums, Residuals, compute_residuals, converges
@@ -248,7 +247,7 @@ def project(
                 mask = agree_by_vote(leader, squares, state, stage.strict, round_to, ranks)
             else:
                 mask = project_locally(squares, state, stage.strict, round_to)
-        mask = broadcast_mask(node, mask)
+        mask = node.broadcast_bits(mask)
         if stage.vote:
             adopt_mask(state, mask)
             factors = state.factors
@@ -277,7 +276,7 @@ def inter_node_consensus(leader: Wire, node: Wire, state: State, stage: Stage) -
     """
     if stage.union:
         mask = agree_by_or(leader, state.mask) if leader.speaks else state.mask
-        adopt_mask(state, broadcast_mask(node, mask))
+        adopt_mask(state, node.broadcast_bits(mask))
     message = state.message
     if leader.speaks:
         if not state.plan_agreed and not digests_agree(leader.comm, state.plan.digest):

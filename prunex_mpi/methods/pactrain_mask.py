@@ -13,7 +13,6 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import together
 from prunex_mpi.comm.wire import Wires
 from prunex_mpi.compress.support import restart_
-from prunex_mpi.core.mask_agreement import broadcast_mask
 from prunex_mpi.core.state import State, Work
 from prunex_mpi.models.layout import matrices
 from prunex_mpi.pruning.unstructured import (
@@ -34,7 +33,7 @@ def prune_when_due_(wires: Wires, work: Work, done: int) -> float:
         return 0.0
     with state.position.clock.computing(state.theta.device):
         pruned = choose_pruned(wires, work)
-        mask = broadcast_mask(wires.everyone, pruned.cpu().numpy(), kind="mask")
+        mask = wires.everyone.broadcast_bits(pruned.cpu().numpy(), kind="mask")
         pruned.copy_(torch.from_numpy(mask))
         adopt_pruned_(state, pruned)
     total = sum(segment.numel for segment in matrices(state.layout))

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from prunex_mpi.comm.wire import Wire, Wires
-from prunex_mpi.core.mask_agreement import broadcast_mask
 from prunex_mpi.core.state import SHARED, State, Work, build_state
 from prunex_mpi.methods import dense
 from prunex_mpi.models.layout import Layout, build_layout
@@ -79,7 +78,7 @@ def reconfigure_(wires: Wires, space: dict[str, Any], work: Work) -> bool:
     if wires.everyone.comm.rank == 0:
         threshold = settings.prune_threshold
         removed = emptied(state.theta, space["lasso"], state.groups, state.mask, threshold)
-    removed = broadcast_mask(wires.everyone, removed, kind="mask")
+    removed = wires.everyone.broadcast_bits(removed, kind="mask")
     if not removed.any():
         return False
     remove_(state, work.problem.model, removed, settings)
@@ -97,11 +96,12 @@ def remove_(state: State, model: nn.Module, removed: np.ndarray, settings: Setti
     Weights, BatchNorm statistics and momentum of what is left stay bit for bit.
     """
     coupling = remaining_coupling(state.layout, state.groups, state.mask)
+    sizes = smaller_sizes(model, coupling, removed)
     tensors = smaller_tensors(model, coupling, removed)
     momentum = state.optimizer.state[state.theta].get("momentum_buffer")
     if momentum is not None:
         momentum = cut(momentum, state.layout, coupling, removed)
-    resize_(model, smaller_sizes(model, coupling, removed))
+    resize_(model, sizes)
     fill_(model, tensors)
     _rebuild(state, model, state.mask & ~removed, settings)
     if momentum is not None:

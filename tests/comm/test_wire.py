@@ -7,8 +7,8 @@ from nodes import NODE_SHAPES, WORLD, nodes_of
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.traffic import Clock, Traffic, ring_bytes
-from prunex_mpi.comm.wire import find_wires, reduce_between_nodes_
+from prunex_mpi.comm.traffic import Clock, Traffic
+from prunex_mpi.comm.wire import find_wires, reduce_between_nodes_, ring_bytes
 
 pytestmark = pytest.mark.mpi
 

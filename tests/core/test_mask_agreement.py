@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from prunex_mpi.core.mask_agreement import (
     agree_by_or,
     agree_by_vote,
-    broadcast_mask,
     project_locally,
 )
 from prunex_mpi.core.state import State, build_state
@@ -129,7 +128,7 @@ def test_vote_is_the_best_shared_support_for_nodes_of_any_size(
         if topology.is_leader:
             mine = squares(flats[topology.node_index])
             mask = agree_by_vote(wires.workers, mine, state, 1.0, 1, topology.node_size)
-        mask = broadcast_mask(wires.node, mask)
+        mask = wires.node.broadcast_bits(mask)
         expected = best_shared_mask(state, flats, topology.node_sizes)
         node_size, is_leader = topology.node_size, topology.is_leader
     assert mask.dtype == bool
@@ -155,7 +154,7 @@ def test_vote_weighs_nodes_by_their_ranks() -> None:
         if topology.is_leader:
             mine = squares(flats[topology.node_index])
             mask = agree_by_vote(wires.workers, mine, state, 1.0, 1, topology.node_size)
-        assert np.array_equal(broadcast_mask(wires.node, mask), weighted)
+        assert np.array_equal(wires.node.broadcast_bits(mask), weighted)
 
 
 @pytest.mark.mpi
@@ -171,7 +170,7 @@ def test_or_is_the_union_of_the_leaders_masks(ranks_per_node: int) -> None:
         if topology.is_leader:
             mask = agree_by_or(wires.workers, masks[topology.node_index])
             assert traffic.mask == 3
-        mask = broadcast_mask(wires.node, mask)
+        mask = wires.node.broadcast_bits(mask)
         assert traffic.intra == (3 if topology.node_size > 1 else 0)
     assert mask.dtype == bool
     assert np.array_equal(mask, masks.any(axis=0))
@@ -187,7 +186,7 @@ def test_vote_of_equal_energies_keeps_the_lower_indices_everywhere() -> None:
         if topology.is_leader:
             ones = torch.ones(state.layout.numel, dtype=torch.float64)
             mask = agree_by_vote(wires.workers, ones, state, 1.0, 1, topology.node_size)
-        mask = broadcast_mask(wires.node, mask)
+        mask = wires.node.broadcast_bits(mask)
     for s in state.groups.kinds[0]:
         kept = mask[s.start : s.stop].reshape(s.selections, s.count)
         assert kept[:, : -(-2 * s.count // 5)].all()

@@ -19,7 +19,8 @@ from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
 from reference_rivals import simulate_local
 
-from prunex_mpi.comm.gradients import GradientAverager
+from mpi4py import MPI
+
 from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.mpi
@@ -122,14 +123,15 @@ def test_flat_prunex_is_prunex_on_nodes_of_one_rank_with_a_dense_payload():
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("method", ["prunex", "local-sgd"])
 def test_waiting_for_the_gradients_of_the_node_is_no_local_work(method, monkeypatch):
-    real, pause_s = GradientAverager._start, 0.05
+    real, pause_s = MPI.Request.Waitall, 0.05
 
-    def slowly(averager, all_of_them=False):
-        # What is left after the backward pass is what is waited for.
-        time.sleep(pause_s if all_of_them else 0.0)
-        real(averager, all_of_them)
+    class Slow(MPI.Request):
+        @classmethod
+        def Waitall(cls, requests):
+            time.sleep(pause_s)
+            real(requests)
 
-    monkeypatch.setattr(GradientAverager, "_start", slowly)
+    monkeypatch.setattr(MPI, "Request", Slow)
     settings = make(method=method, **COMMON, **({"bn": "average"} if method == "prunex" else {}))
     with nodes_of(WORLD.size) as topology:
         stream = RandomStream(WORLD.rank, torch.float64)

@@ -24,7 +24,7 @@ from prunex_mpi.tools.bench.ddp import compare_with_ddp
 from prunex_mpi.tools.bench.kernels import kernels, make_state, project_alone, wires_of
 from prunex_mpi.tools.bench.memory import child, memory
 from prunex_mpi.tools.bench.options import choose_sections, parse
-from prunex_mpi.tools.bench.overhead import CONSENSUS, MEASURED, overhead, train
+from prunex_mpi.tools.bench.overhead import CONSENSUS, MEASURED, inside_nodes, overhead, train
 from prunex_mpi.tools.bench.timing import Action, min_seconds
 
 CPU = torch.device("cpu")
@@ -168,6 +168,18 @@ def test_collectives_are_timed_alike_on_every_rank(ranks_per_node):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_phase_2_is_timed_with_parameters_to_send_and_without():
+    with nodes_of(MPI.COMM_WORLD) as topology:
+        transport = build_transport(CPU, 32.0, "host")
+        (table,) = inside_nodes(topology, SMALL, transport, CPU, ("resnet8",), 2)
+    assert_sane(table)
+    assert column(table, "freeze") == ["before", "after"]
+    for row in table.rows:
+        named = dict(zip(table.columns, row, strict=True))
+        assert named["times"] == pytest.approx(named["outer ms"] / named["step ms"])
+
+
+@pytest.mark.mpi(min_size=2)
 def test_dense_and_ddp_take_the_same_steps():
     settings = make(model="resnet8", batch_size=2, device="cpu")
     with nodes_of(MPI.COMM_WORLD) as topology:
@@ -248,8 +260,8 @@ def test_what_cannot_be_measured_is_refused(flags, culprit):
 
 
 def test_sections_fit_the_number_of_ranks():
-    assert choose_sections((), 1) == ("kernels", "overhead", "memory", "checkpoint")
-    assert choose_sections((), 4) == ("collectives", "checkpoint")
+    assert choose_sections((), 1) == ("kernels", "memory", "overhead", "checkpoint")
+    assert choose_sections((), 4) == ("collectives", "overhead", "checkpoint")
     assert choose_sections(("checkpoint",), 3) == ("checkpoint",)
     assert choose_sections(("memory",), 1) == ("memory",)
     with pytest.raises(UserError):

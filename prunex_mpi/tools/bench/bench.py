@@ -67,8 +67,10 @@ def measure(section: str, place: Place, transport: Transport, options: Options) 
 
             return kernels(topology, settings, transport, device, repeat)
         case "overhead":
-            from prunex_mpi.tools.bench.overhead import overhead
+            from prunex_mpi.tools.bench.overhead import inside_nodes, overhead
 
+            if topology.world_size > 1:
+                return inside_nodes(topology, settings, transport, device, models, repeat)
             return overhead(topology, settings, transport, device, models, steps)
         case "memory":
             from prunex_mpi.tools.bench.memory import memory

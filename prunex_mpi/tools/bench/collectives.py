@@ -23,7 +23,6 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.mask_agreement import (
     agree_by_or,
     agree_by_vote,
-    broadcast_mask,
     project_locally,
 )
 from prunex_mpi.core.state import State, begin_iteration
@@ -164,12 +163,12 @@ def _mask_agreement(
         if leader.speaks:
             ranks = node.comm.size
             chosen = agree_by_vote(leader, squares, state, 1.0, settings.round_to, ranks)
-        broadcast_mask(node, chosen)
+        node.broadcast_bits(chosen)
 
     def union() -> None:
         begin_iteration(state.position)
         chosen = agree_by_or(leader, mask) if leader.speaks else mask
-        broadcast_mask(node, chosen)
+        node.broadcast_bits(chosen)
 
     def alone() -> None:
         if topology.is_leader:

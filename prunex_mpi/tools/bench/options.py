@@ -9,9 +9,9 @@ from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.parser import Parser, check_range, program_parser
 from prunex_mpi.settings.resolve import make
 
-ALONE = ("kernels", "overhead", "memory")
+ALONE = ("kernels", "memory")
 TOGETHER = ("collectives",)
-ANYWHERE = ("checkpoint",)
+ANYWHERE = ("overhead", "checkpoint")
 # Trains for minutes: only for who asks, on two or more ranks.
 ASKED = ("ddp",)
 SECTIONS = (*ALONE, *TOGETHER, *ANYWHERE, *ASKED)
@@ -37,8 +37,8 @@ def build_parser() -> Parser:
     """Return the parser of the benchmark's flags."""
     parser = program_parser(
         "bench",
-        "Measure kernels, overhead and memory on one rank, collectives and ddp (dense SGD beside "
-        "torch's) on several, checkpoints on any number.",
+        "Measure kernels and memory on one rank, collectives and ddp (dense SGD beside torch's) on "
+        "several, overhead and checkpoints on any number.",
         "Without WHAT: everything that makes sense for the number of ranks, but ddp. "
         "`compare --help` tells how to compare methods of training.",
     )

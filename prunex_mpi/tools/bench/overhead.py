@@ -1,5 +1,6 @@
-"""Measure what phases 2 to 5 add to real training, on one rank, with no network to wait for."""
+"""Measure what phases 2 to 5 add to training: all on one rank, phase 2 alone on several."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from prunex_mpi.methods import hsadmm
 from prunex_mpi.run.job import set_up
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import with_overrides
+from prunex_mpi.tools.bench.collectives import slowest_of_ranks
+from prunex_mpi.tools.bench.kernels import make_state, wires_of
 
 AIM_PERCENT = 5.0
 # A quarter of an epoch of CIFAR-10's 50,000 images on 4 ranks at batch 32.
@@ -112,3 +115,57 @@ def train(
     heartbeat = Heartbeat()
     work = set_up(alone, settings, device, transport, heartbeat)
     return list(hsadmm.outer_iterations(alone, work))
+
+
+def inside_nodes(
+    topology: Topology,
+    settings: Settings,
+    transport: Transport,
+    device: torch.device,
+    models: tuple[str, ...],
+    repeat: int,
+) -> list[Table]:
+    """Return what phase 2 takes on several ranks, with parameters to send and without.
+
+    Collective on `topology.world`.
+    """
+    rows = []
+    for name in models:
+        for freeze in ("before", "after"):
+            ways = [with_overrides(settings, model=name, node_sync=s) for s in ("outer", "step")]
+            phases = [phase_2(topology, way, transport, device, freeze) for way in ways]
+            # In turns, so that whatever else the machine does hits both alike.
+            times = [
+                [slowest_of_ranks(topology.world, run, 1, device) for run in phases]
+                for _ in range(repeat)
+            ]
+            outer, step = (min(taken) for taken in zip(*times, strict=True))
+            rows.append((name, freeze, 1e3 * outer, 1e3 * step, outer / step))
+    return [
+        Table(
+            f"Phase 2 on {topology.num_nodes} nodes of {list(topology.node_sizes)} ranks",
+            ("model", "freeze", "outer ms", "step ms", "times"),
+            tuple(rows),
+            (
+                f"until the last rank has finished, minimum of {repeat}, in turns",
+                "--node-sync outer: Allreduce of all parameters; step: all ranks of a node hold "
+                "the same, so that a digest is compared and statistics alone are sent",
+            ),
+        )
+    ]
+
+
+def phase_2(
+    topology: Topology,
+    settings: Settings,
+    transport: Transport,
+    device: torch.device,
+    freeze: str,
+) -> Callable[[], object]:
+    """Return what does phase 2, `before` or `after` the duals are retired."""
+    state = make_state(settings, device)
+    # The noise is each rank's own; ranks that average gradients hold the same.
+    state.u.zero_()
+    state.consensus_sgd = freeze == "after"
+    node = wires_of(topology, state, transport).node
+    return lambda: hsadmm.intra_node_consensus(node, state, settings)

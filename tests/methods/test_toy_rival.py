@@ -1,0 +1,73 @@
+"""A method is added as methods/README.md says: its file and its diff, applied, train."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from launch import run_job
+
+from prunex_mpi.settings.methods import METHODS
+
+PACKAGE = Path(__file__).resolve().parents[2] / "prunex_mpi"
+README = PACKAGE / "methods" / "README.md"
+DATA = ["--dataset", "synthetic", "--image-size", "8", "--train-samples", "64"]
+DATA += ["--test-samples", "16", "--model", "resnet8", "--batch-size", "4"]
+LENGTH = ["--outer-iterations", "2", "--local-steps", "2", "--ranks-per-node", "1"]
+
+
+def block(kind: str) -> str:
+    """Return the README's one block of code of a kind."""
+    (found,) = re.findall(rf"^```{kind}\n(.*?)^```$", README.read_text("utf-8"), re.M | re.S)
+    return found
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the package with the README's method in it."""
+    root = tmp_path_factory.mktemp("tree")
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, root / "prunex_mpi", ignore=ignored)
+    (root / "prunex_mpi" / "methods" / "sign.py").write_text(block("python"), encoding="utf-8")
+    applied = subprocess.run(
+        ["git", "apply", "--whitespace=error", "-"],
+        cwd=root,
+        input=block("diff"),
+        capture_output=True,
+        text=True,
+    )
+    assert applied.returncode == 0, applied.stderr
+    return root
+
+
+def test_a_method_costs_one_file_and_a_few_lines() -> None:
+    lines = block("diff").splitlines()
+    changed = [line for line in lines if re.match(r"[+-](?![+-]{2} )", line)]
+    assert "sign" not in METHODS
+    assert len(changed) <= 10
+    files = [line for line in lines if line.startswith("+++ ")]
+    assert len(files) == 3
+
+
+@pytest.mark.jobs
+@pytest.mark.any_mpi
+def test_the_methods_readme_adds_a_method_that_trains(tree: Path) -> None:
+    flags = ["--method", "sign", "--sign-scale", "0.5", *DATA]
+    dry = run_job(1, ["-m", "prunex_mpi.train", "--dry-run", *flags], tree)
+    assert dry.returncode == 0, dry.stderr
+    assert "signs times their scale: Allreduce SUM over workers, dense" in dry.stdout
+
+    ended = run_job(2, ["-m", "prunex_mpi.train", "--run-dir", "run", *flags, *LENGTH], tree)
+    assert ended.returncode == 0, ended.stderr
+    lines = (tree / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["iteration"] for record in records] == [1, 2]
+    assert records[0]["bytes"]["payload"] == records[0]["bytes"]["dense"] > 0
+    assert json.loads((tree / "run" / "summary.json").read_text())["status"] == "completed"
+
+    # Its settings are its own.
+    refused = run_job(1, ["-m", "prunex_mpi.train", "--method", "dense", "--sign-scale", "2"], tree)
+    assert refused.returncode == 2
+    assert "sign-scale means nothing to method dense" in refused.stderr
