@@ -1,0 +1,303 @@
+"""What the READMEs show works: their commands, the flags and files that they name, their links."""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launch import environment, run_job, train
+
+from prunex_mpi.__main__ import PROGRAMS
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.settings import cli
+from prunex_mpi.tools.bench import options as bench
+from prunex_mpi.tools.compare import options as compare
+from prunex_mpi.tools.doctor import options as doctor
+from prunex_mpi.tools.export import options as export
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "prunex_mpi"
+FOLDERS = (".", "batch", "tests", "prunex_mpi")
+FOLDERS += tuple(f"prunex_mpi/{name}" for name in ("methods", "run", "tools"))
+READMES = [ROOT / folder / "README.md" for folder in FOLDERS]
+LONGEST, MOST_WORDS = 150, 2000
+
+STARTS = ("python -m prunex_mpi", "python tests/", "mpirun ", "srun ", "sbatch ", "bash batch/")
+PARSERS = {"train": cli, "bench": bench, "doctor": doctor, "export": export}
+# What scripts of batch/ hand their flags to.
+SCRIPTS = {
+    "batch/quickstart.sh": ["train"],
+    "batch/train.sbatch": ["train"],
+    "batch/probe.sbatch": ["bench", "collectives"],
+}
+# Flags of Slurm and pytest, and what a run or an installation makes.
+FOREIGN = {"--mpi", "--gpu-bind", "--signal", "--nodes", "--ntasks-per-node", "--gpus-per-node"}
+FOREIGN |= {"--with-mpi"}
+MADE = {".venv", "runs", "checkpoints", "heartbeats"}
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+SPAN = re.compile(r"`([^`]+)`")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+FILE = re.compile(r"\.?[a-z_][\w.-]*(/[\w.-]*)+")
+
+
+def blocks_and_prose(text: str) -> tuple[list[str], str]:
+    """Return the lines of code blocks, continued ones joined, and the text beside them."""
+    code, prose, fenced = [], [], False
+    for line in text.splitlines():
+        fence = line.startswith("```")
+        fenced ^= fence
+        if fence:
+            continue
+        (code if fenced or line.startswith("    ") else prose).append(line)
+    joined = re.sub(r"\s*\\\n\s*", " ", "\n".join(code))
+    return [line.strip() for line in joined.splitlines()], "\n".join(prose)
+
+
+def spans(prose: str) -> list[str]:
+    """Return what stands between backticks, on one line each."""
+    return [" ".join(span.split()) for span in SPAN.findall(prose)]
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command that a README shows, in a block or between backticks."""
+    code, prose = blocks_and_prose(text)
+    for line in [*code, *spans(prose)]:
+        line = re.sub(r"^((\$|[A-Z_]+=\S+) )+", "", line)
+        if line.startswith(STARTS) or "python -m prunex_mpi" in line:
+            words = shlex.split(line, comments=True)
+            yield [word.strip("[]") for word in words if word != "..."]
+
+
+def program_of(words: list[str]) -> list[str]:
+    """Return the program that a command starts and its arguments; nothing where there is none."""
+    for i, word in enumerate(words):
+        if word in SCRIPTS:
+            return [*SCRIPTS[word], *words[i + 1 :]]
+        if words[i - 1] == "-m" and word.startswith("prunex_mpi."):
+            return [word.removeprefix("prunex_mpi."), *words[i + 1 :]]
+    return []
+
+
+def refused(words: list[str]) -> str:
+    """Say why the program that a command starts would not take its arguments; empty if it would."""
+    program, *arguments = program_of(words) or [""]
+    if not program:
+        return ""
+    if program not in PROGRAMS:
+        return f"there is no program {program}"
+    parser = PARSERS[program]
+    if program == "bench" and arguments[:1] == ["compare"]:
+        parser, arguments = compare, arguments[1:]
+    if not arguments:
+        # A program's name alone.
+        return ""
+    try:
+        parser.parse(arguments)
+    except UserError as error:
+        return str(error)
+    except SystemExit as left:
+        return "" if not left.code else "left"
+    return ""
+
+
+def known_flags() -> set[str]:
+    """Return the flags of all programs, of the tests and of the scripts of the harness."""
+    built = [cli, bench, compare, doctor, export]
+    flags = {flag for m in built for a in m.build_parser()._actions for flag in a.option_strings}
+    for path in (ROOT / "tests/conftest.py", ROOT / "tests/harness/cluster.py"):
+        flags |= set(re.findall(r'"(--[a-z-]+)"', path.read_text()))
+    return flags | FOREIGN
+
+
+def slug(heading: str) -> str:
+    """Return the anchor that a heading gets."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def anchors(path: Path) -> set[str]:
+    return {slug(line.lstrip("# ")) for line in path.read_text().splitlines() if line[:1] == "#"}
+
+
+def is_there(name: str, folder: Path) -> bool:
+    """Say whether a file is there, seen from the README's folder, the project or the package."""
+    made = name.split("/")[0] in MADE
+    return made or any((place / name).exists() for place in (folder, ROOT, PACKAGE))
+
+
+def problems(text: str, folder: Path = ROOT) -> list[str]:
+    """Return what is wrong with a README that lies in `folder`."""
+    _, prose = blocks_and_prose(text)
+    shown = list(commands(text))
+    found = [f"{shlex.join(words)}: {why}" for words in shown if (why := refused(words))]
+    flags = {
+        flag for span in [*spans(prose), *map(shlex.join, shown)] for flag in FLAG.findall(span)
+    }
+    found += [f"no program knows {flag}" for flag in sorted(flags - known_flags())]
+    files = [word for words in shown for word in words if word.startswith(("batch/", "tests/"))]
+    files += [span for span in spans(prose) if FILE.fullmatch(span)]
+    found += [f"no file {name}" for name in files if not is_there(name, folder)]
+    for target in LINK.findall(prose):
+        name, _, anchor = target.partition("#")
+        if target.startswith("https:"):
+            continue
+        if not (folder / name).exists():
+            found.append(f"no file {target}")
+        elif anchor and anchor not in anchors(folder / name if name else folder / "README.md"):
+            found.append(f"no heading {target}")
+    return found
+
+
+def names(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def all_commands() -> list[list[str]]:
+    return [words for path in READMES for words in commands(path.read_text())]
+
+
+def test_every_readme_is_looked_at() -> None:
+    assert set(PACKAGE.rglob("README.md")) <= set(READMES)
+
+
+def test_the_first_one_is_one_page() -> None:
+    text = READMES[0].read_text()
+    assert len(text.splitlines()) <= LONGEST
+    assert len(text.split()) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("path", READMES, ids=names)
+def test_what_a_readme_names_exists(path: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert problems(path.read_text(), path.parent) == []
+
+
+def test_there_are_commands_of_all_programs() -> None:
+    assert {program_of(words)[0] for words in all_commands() if program_of(words)} == set(PROGRAMS)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("    mpirun -n 4 python -m prunex_mpi.train --keep-rato 0.5\n", "--keep-rato"),
+        ("    srun python -m prunex_mpi.train --model resnet20 \\\n        --sed 1\n", "--sed"),
+        ("    sbatch --nodes=2 batch/train.sbatch --modl resnet18\n", "--modl"),
+        ("    python -m prunex_mpi.train --keep-ratio 2\n", "keep-ratio"),
+        ("    python -m prunex_mpi.bench compare --metods dense\n", "--metods"),
+        ("    python -m prunex_mpi.bench kernel\n", "kernel"),
+        ("    bash batch/quickstart.sh --method pruneks\n", "pruneks"),
+        ("    bash batch/quikstart.sh\n", "batch/quikstart.sh"),
+        ("    python -m prunex_mpi.exprt runs/a\n", "exprt"),
+        ("```\npython -m prunex_mpi.doctor --quik\n```\n", "--quik"),
+        (
+            "runs `mpirun -n 2 python -m prunex_mpi.bench\ncollectives --modl resnet18` twice",
+            "modl",
+        ),
+        ("with `--keep-ratoi 0.5` or", "--keep-ratoi"),
+        ("see `prunex_mpi/core/stat.py`", "prunex_mpi/core/stat.py"),
+        ("see [there](prunex_mpi/REDME.md)", "REDME"),
+        ("see [there](tests/README.md#falts)", "falts"),
+    ],
+)
+def test_the_check_itself_sees_what_is_wrong(text: str, word: str) -> None:
+    found = problems(text)
+    assert found
+    assert all(word in problem for problem in found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "    $ python -m prunex_mpi.train --dry-run --model resnet20   # tells\n    model   20\n",
+        "    python -m prunex_mpi.export RUN [--onnx]\n    srun python -m prunex_mpi.doctor ...\n",
+        "`python -m prunex_mpi.export`, `P_i/N`, `1/4`, `--keep-ratio`, `core/state.py`, `runs/`",
+        "    sbatch --nodes=4 --ntasks-per-node=4 batch/probe.sbatch --model resnet18\n",
+    ],
+)
+def test_the_check_itself_lets_right_ones_pass(text: str) -> None:
+    assert problems(text) == []
+
+
+def test_the_names_of_the_programs_are_printed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "prunex_mpi"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    table = READMES[0].read_text()
+    printed = re.findall(r"python -m prunex_mpi\.\w+", done.stdout)
+    assert len(printed) == len(PROGRAMS)
+    assert all(f"| `{name}` |" in table for name in printed)
+
+
+DRY_RUNS = [words for words in all_commands() if "--dry-run" in words]
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("words", DRY_RUNS, ids=" ".join)
+def test_dry_runs_print_what_is_shown(words: list[str], tmp_path: Path) -> None:
+    text = "".join(path.read_text() for path in READMES)
+    shown = text.partition(f"$ {shlex.join(words)}\n")[2].partition("\n\n")[0]
+    done = subprocess.run(
+        [sys.executable, *words[1:]],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [line.strip() for line in shown.splitlines()]
+
+
+# What makes a training short: its own values of these give way.
+SHORT = {
+    "--model": "resnet8",
+    "--dataset": "synthetic",
+    "--image-size": "8",
+    "--train-samples": "32",
+    "--test-samples": "16",
+    "--batch-size": "4",
+    "--outer-iterations": "3",
+    "--local-steps": "1",
+    "--warmup-iterations": "0",
+    "--keep-ramp-iterations": "0",
+    "--freeze-iteration": "2",
+    "--evaluate-every": "3",
+    "--ranks-per-node": "1",
+    "--run-dir": "run",
+}
+DROPPED = {*SHORT, "--local-epochs", "--data-dir", "--download"}
+
+
+def shortened(arguments: list[str]) -> list[str]:
+    """Return the arguments of a training that takes a second."""
+    kept, dropping = [], False
+    for word in arguments:
+        if word.startswith("--"):
+            dropping = word in DROPPED
+        if not dropping:
+            kept.append(word)
+    return [*kept, *(word for item in SHORT.items() for word in item)]
+
+
+TRAININGS = {
+    tuple(shortened(arguments))
+    for program, *arguments in map(program_of, filter(program_of, all_commands()))
+    if program == "train" and arguments and not {"--dry-run", "--help"} & set(arguments)
+}
+
+
+@pytest.mark.jobs
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("arguments", sorted(TRAININGS), ids=lambda words: " ".join(words[:-1]))
+def test_trainings_run_as_shown(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    result = train(2, list(arguments), tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "status " in result.stdout
+    if "coupled" in arguments:
+        result = run_job(1, ["-m", "prunex_mpi.export", "run", "--repeat", "0"], tmp_path)
+        assert result.returncode == 0, result.stderr
+        assert "removed: " in result.stdout
