@@ -175,6 +175,18 @@ def test_what_a_readme_names_exists(path: Path, tmp_path: Path, monkeypatch) -> 
     assert problems(path.read_text(), path.parent) == []
 
 
+def test_functions_of_the_equations_are_where_they_are_said_to_be() -> None:
+    text = (PACKAGE / "README.md").read_text()
+    rows = [row.split("|")[1:-1] for row in text.splitlines() if row.endswith(".py` |")]
+    places = [(spans(row[2]), spans(row[3])) for row in rows if spans(row[2])]
+    assert len(places) > 20
+    for functions, files in places:
+        sources = [(PACKAGE / name).read_text() for name in files]
+        for name in functions:
+            defined = re.compile(rf"^(def|class) {name}\b", re.M)
+            assert any(map(defined.search, sources)), f"{name} is not in {files}"
+
+
 def test_there_are_commands_of_all_programs() -> None:
     assert {program_of(words)[0] for words in all_commands() if program_of(words)} == set(PROGRAMS)
 
