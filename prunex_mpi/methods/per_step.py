@@ -37,7 +37,7 @@ from prunex_mpi.core.steps import (
 from prunex_mpi.methods import exchanges
 from prunex_mpi.models import batchnorm
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import OWN_MOMENTUM, PLAIN_MEAN
+from prunex_mpi.settings.methods import OWN_MOMENTUM, PLAIN_MEAN, REMOVING
 
 
 def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]:
@@ -64,12 +64,13 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
             with phase(work, this, "inter"):
                 average_statistics(wires, work)
                 loss = mean_over_ranks(topology.world, loss)
-            with phase(work, this, "project"):
-                if exchanges.reshape_(wires, space, work, done=this.k):
-                    exits.close()
-                    space = exchanges.module_of(settings.method).allocate(wires.workers, work)
-                    wire = wire_during_backward(wires, settings)
-                    averager = exits.enter_context(averaging(wire, work))
+            if settings.method in REMOVING:
+                with phase(work, this, "project"):
+                    if exchanges.reshape_(wires, space, work, done=this.k):
+                        exits.close()
+                        space = exchanges.module_of(settings.method).allocate(wires.workers, work)
+                        wire = wire_during_backward(wires, settings)
+                        averager = exits.enter_context(averaging(wire, work))
             state.z.copy_(state.theta)
             state.z_node.copy_(state.theta)
             dense = work.problem.steps * state.whole.layout.numel + state.whole.stats
