@@ -175,9 +175,15 @@ def test_existing_run_is_not_overwritten(finished):
     "flags",
     [
         "--ranks-per-node 3 --preset paper --outer-iterations 4 --local-epochs 1",
-        "--ranks-per-node 3 --outer-iterations 4 --amp bf16 --channels-last --penalty balance "
-        "--groups filter shape",
-        "--outer-iterations 4 --amp fp16 --node-sync outer --mask-agreement or --bn average",
+        pytest.param(
+            "--ranks-per-node 3 --outer-iterations 4 --amp bf16 --channels-last --penalty balance "
+            "--groups filter shape",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "--outer-iterations 4 --amp fp16 --node-sync outer --mask-agreement or --bn average",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["paper-3+1", "bf16-3+1", "fp16-nodes-as-found"],
 )
@@ -204,7 +210,12 @@ def assert_refused(result, code: int, words: str) -> None:
     [
         (["--keep-ration", "0.5"], 2, "--keep-ratio"),
         (["--model", "odd_models:differs_between_ranks"], 2, "differ between ranks"),
-        (["--dataset", "cifar10", "--data-dir", "nowhere"], 3, "nowhere"),
+        pytest.param(
+            ["--dataset", "cifar10", "--data-dir", "nowhere"],
+            3,
+            "nowhere",
+            marks=pytest.mark.any_mpi,
+        ),
         (["--dataset", "synthetic", "--train-samples", "1"], 2, "2 ranks"),
         (["--model", "odd_models:small", "--lr", "1e18", "--outer-iterations", "2"], 1, "finite"),
     ],
@@ -232,9 +243,10 @@ def test_launcher_mismatch_is_refused(tmp_path):
 
 
 @pytest.mark.any_mpi
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method",
-    ["topk --aggregation hierarchical", pytest.param("prunex-flat", marks=pytest.mark.long)],
+    ["topk --aggregation hierarchical", "prunex-flat"],
 )
 def test_rivals_leave_the_same_files(tmp_path, method):
     nodes = [] if method == "prunex-flat" else ["--ranks-per-node", "2"]
@@ -271,6 +283,7 @@ def test_dry_run_counts_without_training(tmp_path, name):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.any_mpi
 def test_float64_models_train(tmp_path):
     arguments = ["--model", "odd_models:small_double", "--outer-iterations", "2"]
     result = train(1, [*arguments, "--run-dir", "run"], tmp_path)
@@ -279,6 +292,7 @@ def test_float64_models_train(tmp_path):
 
 
 @pytest.mark.any_mpi
+@pytest.mark.long
 def test_digits_train_above_95_percent(tmp_path):
     """The quickstart: 4 ranks on 2 virtual nodes, half of the channels, no other flags."""
     result = train(4, ["--ranks-per-node", "2", "--run-dir", "run"], tmp_path)
