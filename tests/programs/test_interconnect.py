@@ -72,7 +72,10 @@ def test_what_carries_the_messages_does_not_change_the_result(tmp_path: Path) ->
                 assert record[key] == expected[key]
             for key in ("train_loss", "test_loss", "test_accuracy"):
                 assert record[key] == pytest.approx(expected[key], rel=1e-12)
-            assert record["residuals"] == pytest.approx(expected["residuals"], rel=1e-12)
+            for residual, value in expected["residuals"].items():
+                # None once the duals are retired.
+                wanted = value if value is None else pytest.approx(value, rel=1e-12)
+                assert record["residuals"][residual] == wanted
         for key, value in weights.items():
             expected = first[1][key]
             # Bit for bit: two ranks of a node, and two leaders, add two numbers in any order.
