@@ -30,10 +30,12 @@ class Clock:
     """Seconds of phase 1 of one outer iteration that are told apart.
 
     `exchange` is waiting for messages, `method` what a method computes beside forward and backward
-    pass; `earlier` is what the phase took before the run was interrupted in it.
+    pass; `behind` is what an exchange behind the local steps kept waiting and its result took;
+    `earlier` is what the phase took before the run was interrupted in it.
     """
 
     earlier: float = 0.0
+    behind: float = 0.0
     method: float = 0.0
     exchange: float = 0.0
 

@@ -16,6 +16,7 @@ from prunex_mpi.comm.traffic import now
 from prunex_mpi.core.evaluation import evaluate
 from prunex_mpi.core.metrics import iteration_record, layer_records
 from prunex_mpi.core.residuals import Residuals
+from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import Work, next_iteration
 from prunex_mpi.pruning.masks import mask_drift
 
@@ -54,11 +55,14 @@ def phase(work: Work, this: Round, name: str) -> Iterator[None]:
 def split_local(work: Work, this: Round, waiting: str) -> None:
     """Take out of the phase `local` what was the method's own and what was `waiting`.
 
-    The former is a part of the phase `project`, the latter of the one so named.
+    The former is a part of the phase `project`, the latter of the one so named, and what the last
+    exchange took of it a part of `inter`.
     """
-    clock = work.state.position.clock
-    this.seconds["local"] += clock.earlier - clock.method - clock.exchange
-    this.seconds.update({"project": clock.method, waiting: clock.exchange})
+    clock, seconds = work.state.position.clock, this.seconds
+    seconds["local"] += clock.earlier - clock.method - clock.exchange - clock.behind
+    seconds["inter"] = clock.behind
+    seconds["project"] = clock.method
+    seconds[waiting] = seconds.get(waiting, 0.0) + clock.exchange
 
 
 def evaluates(work: Work, this: Round, ends: bool = False) -> bool:
@@ -74,6 +78,15 @@ def measures_residuals(work: Work, this: Round) -> bool:
     due = state.position.vote_next or evaluates(work, this)
     asked = wanted == "every" or (wanted == "evaluate" and due)
     return asked and not state.consensus_sgd
+
+
+def goes_behind(work: Work, this: Round, stage: Stage) -> bool:
+    """Say whether this outer iteration's exchange runs behind the next one's local steps.
+
+    Not where z is looked at before: to be evaluated or delivered, to measure residuals, to freeze.
+    """
+    waited_for = this.last or stage.freeze or stage.measured or evaluates(work, this)
+    return work.behind is not None and not waited_for
 
 
 def finish_round(

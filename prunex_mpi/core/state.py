@@ -10,14 +10,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.comm.behind import Behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import StopAgreement
 from prunex_mpi.comm.traffic import Clock, Traffic
+from prunex_mpi.core.coded import Coded, whole_blocks
 from prunex_mpi.core.residuals import Residuals, update_penalty
 from prunex_mpi.data.batches import BatchStream, Shard
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout, flatten_, scale_
-from prunex_mpi.pruning.compaction import Plan, build_plan
+from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.masks import Factors, apply_factors_, build_factors
 from prunex_mpi.settings.fields import Settings
@@ -27,6 +29,11 @@ from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, OWN_MOMENTU
 # what counts, such as the gradient that has not been sent yet; on other nodes the sum is dealt out
 # anew by the ranks' weights. `shared.` tensors are the same on all ranks that use them.
 OWN, SHARED = "own.", "shared."
+# What a payload of fewer bits remembers: what rounding has left over, in the order of the message
+# and as heavy as this worker's contribution, and the BatchNorm statistics that all ranks know.
+REST, KNOWN = f"{OWN}rounding_rest", f"{SHARED}known_statistics"
+
+PLAIN, CODED = "plain", "coded"
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,9 @@ class Position:
     """Where a run stands: all that the driver remembers from one local step to the next.
 
     `step` counts the local steps that outer iteration `iteration` has behind it; the sums of
-    losses, the bytes and the seconds so far are this rank's own.
+    losses, the bytes and the seconds so far are this rank's own. `under_way`, where what
+    the last outer iteration has exchanged is no part of z yet, says as what it travels: PLAIN or
+    CODED.
     """
 
     iteration: int = 1
@@ -68,6 +77,7 @@ class Position:
     drifts: list[float] = field(default_factory=list)
     freeze_next: bool = False
     vote_next: bool = False
+    under_way: str = ""
     first_loss: float | None = None
     rollbacks: int = 0
 
@@ -89,8 +99,9 @@ class State:
     """Flat vectors of `layout` on one device, host arrays per layer, and the mask in force.
 
     theta, grad, u, v, z_node, z and scratch hold `layout.numel` elements, `payload` has room for
-    all of them and the BatchNorm statistics. `scratch` holds nothing between phases, except that
-    phase 2 lends its memory to z_tilde, which phase 3 takes over.
+    all of them and the BatchNorm statistics, both in whole blocks; `coded` is what they travel as.
+    `scratch` holds nothing between phases, except that phase 2 lends its memory to z_tilde, which
+    phase 3 takes over, and that phase 4 leaves there what z was.
     `stats_groups` is the place in the mask of each entry of `stats`, -1 for those that always
     travel; `stats_kept` are the entries that travel under the mask in force.
     `consensus_sgd` says that there are no duals: they are retired, since the masks are frozen and
@@ -131,11 +142,19 @@ class State:
     frozen: bool = False
     consensus_sgd: bool = False
     plan_agreed: bool = False
+    coded: tuple[Coded, Coded] | None = None
 
     @property
     def message(self) -> Tensor:
         """The part of `payload` that travels: compact parameters, then BatchNorm statistics."""
         return self.payload[: self.plan.numel + self.stats_kept.numel()]
+
+    @property
+    def blocks(self) -> tuple[Tensor, Tensor]:
+        """The same two apart, each in whole blocks, as they travel in fewer bits."""
+        first = whole_blocks(self.plan.numel)
+        last = first + whole_blocks(self.stats_kept.numel())
+        return self.payload[:first], self.payload[first:last]
 
 
 @dataclass(frozen=True)
@@ -148,6 +167,7 @@ class Work:
     transport: Transport
     heartbeat: Heartbeat
     stop: StopAgreement | None = None
+    behind: Behind | None = None
 
 
 def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Settings) -> State:
@@ -177,7 +197,7 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
         z_node=theta.clone(),
         z=theta.clone(),
         scratch=torch.empty_like(theta),
-        payload=theta.new_empty(layout.numel + stats.numel()),
+        payload=new_payload(theta, layout.numel, stats.numel()),
         stats=stats,
         stats_groups=find_stats_groups(model, bn_modules, layout, groups),
         stats_kept=torch.arange(stats.numel(), device=theta.device),
@@ -186,7 +206,7 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
         mask=mask,
         factors=build_factors(mask, groups, theta.device, theta.dtype),
         plan=build_plan(layout, groups, mask, theta.device),
-        memory={},
+        memory={} if settings.payload == "fp32" else memory_of_rounding(theta, stats),
         whole=Whole(
             layout, stats.numel(), tuple((name, b.shape) for name, b in model.named_buffers())
         ),
@@ -194,6 +214,16 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
         removes=settings.method in REMOVING,
         consensus_sgd=settings.method not in CONSENSUS,
     )
+
+
+def new_payload(theta: Tensor, parameters: int, stats: int) -> Tensor:
+    """Allocate the memory of messages of so many parameters and BatchNorm statistics."""
+    return theta.new_empty(whole_blocks(parameters) + whole_blocks(stats))
+
+
+def memory_of_rounding(theta: Tensor, stats: Tensor) -> dict[str, Tensor]:
+    """Allocate what a payload of fewer bits remembers: nothing left over, first statistics."""
+    return {REST: theta.new_zeros(whole_blocks(theta.numel())), KNOWN: stats.clone()}
 
 
 def find_stats_groups(
@@ -232,6 +262,18 @@ def adopt_mask(state: State, mask: np.ndarray) -> None:
     state.plan = build_plan(state.layout, state.groups, travels, state.theta.device)
 
 
+def change_mask(state: State, mask: np.ndarray) -> None:
+    """Adopt a mask while training: of groups that stay, what has not been sent yet stays too."""
+    rest = state.memory.get(REST)
+    if rest is not None:
+        # The gradient's memory is free after phase 1.
+        unpack_(rest, state.plan, state.grad)
+    adopt_mask(state, mask)
+    if rest is not None:
+        rest.zero_()
+        pack_(state.grad, state.plan, rest)
+
+
 def freeze(state: State, consensus_sgd: bool) -> None:
     """Fix the mask in force: from now on theta, duals and momentum live on it.
 
@@ -247,7 +289,12 @@ def freeze(state: State, consensus_sgd: bool) -> None:
     if consensus_sgd:
         state.u.zero_()
         state.v.zero_()
-        state.payload = state.theta.new_empty(state.plan.numel + state.stats_kept.numel())
+        state.payload = new_payload(state.theta, state.plan.numel, state.stats_kept.numel())
+
+
+def starts_from_z(state: State, settings: Settings) -> bool:
+    """Say whether theta starts the local steps from z, not from where it was."""
+    return state.consensus_sgd or settings.theta_start == "z"
 
 
 def next_iteration(position: Position, loss: float) -> None:
@@ -270,7 +317,7 @@ def begin_iteration(position: Position) -> None:
 def put_mask_back(state: State, mask: np.ndarray, frozen: bool, consensus_sgd: bool) -> None:
     """Adopt `mask` and the stage of an earlier moment; the caller sets the vectors afterwards."""
     state.frozen, state.consensus_sgd = False, consensus_sgd
-    state.payload = state.theta.new_empty(state.layout.numel + state.stats.numel())
+    state.payload = new_payload(state.theta, state.layout.numel, state.stats.numel())
     adopt_mask(state, mask)
     if frozen:
         freeze(state, consensus_sgd)

@@ -19,11 +19,11 @@ from typing import Any
 from torch import Tensor
 
 from prunex_mpi.comm.wire import Wires
+from prunex_mpi.core.outer_step import outer_memory
 from prunex_mpi.core.state import Work
 from prunex_mpi.methods import (
     dense,
     dgc,
-    local_sgd,
     omnireduce,
     pactrain,
     pactrain_mask,
@@ -84,7 +84,7 @@ def memory_of(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Te
         case "prunex" | "prunex-flat" | "local-sgd" | "one-shot":
             return {}
         case "diloco":
-            return local_sgd.outer_memory(theta)
+            return outer_memory(theta)
         case method:
             return module_of(method).memory(settings, layout, theta)
 

@@ -27,17 +27,34 @@ from mpi4py import MPI
 from prunex_mpi.comm.agreement import digests_agree, mean_over_ranks, sum_alike_
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.comm.wire import Wire, find_wires, reduce_between_nodes_
+from prunex_mpi.comm.traffic import now
+from prunex_mpi.comm.wire import Wire, find_wires
 from prunex_mpi.core.evaluation import estimate_statistics, refuse_divergence
 from prunex_mpi.core.mask_agreement import (
     agree_by_or,
     agree_by_vote,
     project_locally,
 )
+from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
+from prunex_mpi.core.outer_step import outer_step_
 from prunex_mpi.core.residuals import NormSums, Residuals, compute_residuals, converges
-from prunex_mpi.core.rounds import finish_round, measures_residuals, phase, rounds, split_local
+from prunex_mpi.core.rounds import (
+    finish_round,
+    goes_behind,
+    measures_residuals,
+    phase,
+    rounds,
+    split_local,
+)
 from prunex_mpi.core.schedule import Stage, find_stage, may_stop, note_drift_
-from prunex_mpi.core.state import State, Work, adopt_mask, freeze, update_penalties
+from prunex_mpi.core.state import (
+    State,
+    Work,
+    change_mask,
+    freeze,
+    starts_from_z,
+    update_penalties,
+)
 from prunex_mpi.core.steps import (
     add_loss_,
     averaging,
@@ -48,7 +65,6 @@ from prunex_mpi.core.steps import (
 )
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import bits_digest, fill_, scale_, squared_norms
-from prunex_mpi.pruning.compaction import pack_, unpack_
 from prunex_mpi.pruning.masks import (
     apply_factors_,
     build_factors,
@@ -88,7 +104,8 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
                 if stage.freeze:
                     freeze(state, settings.after_freeze == "local-sgd")
             with phase(work, this, "inter"):
-                moved = inter_node_consensus(leader, node, state, stage)
+                behind = goes_behind(work, this, stage)
+                moved = inter_node_consensus(leader, node, work, stage, behind)
             with phase(work, this, "dual"):
                 norms = None if state.consensus_sgd else update_duals(state, moved_node, moved)
                 residuals, loss = find_residuals(topology.world, state, settings, norms, loss)
@@ -122,12 +139,13 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
     """Take T steps of SGD on f_ij(theta) + rho1/2 |theta - z_i + u|^2; return the mean loss.
 
     Eq. 8. No communication, unless `averager` averages each step's gradient inside the node (then
-    collective on its communicator). Consensus SGD starts from z and has no proximal term. Returns
-    None where the ranks agree to stop: `position` then says which step comes next.
+    collective on its communicator). Consensus SGD starts from z and has no proximal term. Where an
+    exchange is under way the node goes on from its own z_i, and z arrives after some of the steps.
+    Returns None where the ranks agree to stop: `position` then says which step comes next.
     """
     state, settings, position = work.state, work.settings, work.state.position
-    if position.step == 0 and (settings.theta_start == "z" or state.consensus_sgd):
-        state.theta.copy_(state.z)
+    if position.step == 0 and starts_from_z(state, settings):
+        state.theta.copy_(state.z_node if position.under_way else state.z)
     group = state.optimizer.param_groups[0]
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
     group["weight_decay"] = settings.weight_decay if in_theta else 0.0
@@ -135,8 +153,7 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
     if not state.consensus_sgd:
         # rho1 (theta - z_i + u) = rho1 theta - anchor. The anchor stands still during the phase,
         # and rho1 theta is a weight decay: the optimizer's one pass adds it.
-        torch.sub(state.z_node, state.u, out=state.scratch)
-        scale_(state.scratch, state.layout, state.rho1)
+        set_anchor_(state)
         if np.all(state.rho1 == state.rho1[0]):
             group["weight_decay"] += float(state.rho1[0])
         else:
@@ -150,6 +167,8 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
         if stops_here(work, losses, started):
             return None
         work.heartbeat.beat(position.step)
+        if position.under_way and position.step >= settings.overlap_steps:
+            z_arrives(work)
         if averager is not None:
             averager.begin()
         loss = forward_backward(work)
@@ -165,7 +184,15 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
         step_optimizer_(work)
         add_loss_(losses, loss, work)
         position.step += 1
+    if position.under_way:
+        z_arrives(work)
     return float(losses[0] / losses[1])
+
+
+def set_anchor_(state: State) -> None:
+    """Leave rho1 (z_i - u) in `scratch`, for as long as phase 1 lasts."""
+    torch.sub(state.z_node, state.u, out=state.scratch)
+    scale_(state.scratch, state.layout, state.rho1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -249,7 +276,7 @@ def project(
                 mask = project_locally(squares, state, stage.strict, round_to)
         mask = node.broadcast_bits(mask)
         if stage.vote:
-            adopt_mask(state, mask)
+            change_mask(state, mask)
             factors = state.factors
         else:
             factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
@@ -265,41 +292,52 @@ def project(
 # --------------------------------------------------------------------------------------------------
 
 
-def inter_node_consensus(leader: Wire, node: Wire, state: State, stage: Stage) -> np.ndarray | None:
+def inter_node_consensus(
+    leader: Wire, node: Wire, work: Work, stage: Stage, behind: bool
+) -> np.ndarray | None:
     """Set z = sum_i P_i (z_i + v_i) / N on the mask, zero elsewhere (Eq. 11).
 
     The only phase whose bytes cross nodes in bulk: leaders agree on the mask (BOR of packed bits,
-    unless it was voted), pack z_i + v_i and the BatchNorm statistics into one dense message,
-    Allreduce it in buckets, and broadcast the compact result inside their node, where every rank
-    expands it. Returns |z^{k+1} - z^k|^2 per layer where it is measured. Collective on
-    `leader.comm`, then on `node.comm`.
+    unless it was voted), pack z_i + v_i and the BatchNorm statistics into one dense message, add it
+    up in buckets, and broadcast the compact result inside their node, where every rank expands it.
+    With `behind` that goes on in the helper thread, and z is what it was until `z_arrives`. Returns
+    |z^{k+1} - z^k|^2 per layer where it is measured. Collective on `leader.comm`, then on
+    `node.comm`.
     """
+    state, transport = work.state, work.transport
     if stage.union:
         mask = agree_by_or(leader, state.mask) if leader.speaks else state.mask
-        adopt_mask(state, node.broadcast_bits(mask))
-    message = state.message
-    if leader.speaks:
-        if not state.plan_agreed and not digests_agree(leader.comm, state.plan.digest):
-            raise RuntimeError("the leaders' compact layouts differ; nothing was exchanged")
-        state.plan_agreed = True
-        torch.add(state.z_node, state.v, out=state.scratch)
-        pack_(state.scratch, state.plan, message)
-        statistics = message[state.plan.numel :]
-        torch.index_select(state.stats, 0, state.stats_kept, out=statistics)
-        message.mul_(leader.weight)
-    reduce_between_nodes_(leader, node, message)
-    dense = state.layout.numel + state.stats.numel()
-    state.position.traffic.dense += dense * message.element_size()
-    unpack_(message, state.plan, state.scratch)
-    if not state.shrinks:
-        apply_factors_(state.scratch, state.layout, state.groups, state.factors)
-    if state.stats_kept.numel() < state.stats.numel():
-        batchnorm.reset_(state.bn_modules, state.stats)
-    state.stats.index_copy_(0, state.stats_kept, message[state.plan.numel :])
-    batchnorm.write(state.bn_modules, state.stats)
-    moved = squared_norms(state.z.sub_(state.scratch), state.layout) if stage.measured else None
-    state.z, state.scratch = state.scratch, state.z
-    return moved
+        change_mask(state, node.broadcast_bits(mask))
+    fill_message_(leader, node, state, work.settings.payload)
+    if behind:
+        between, inside = work.behind.between, work.behind.node
+        state.position.under_way = way_of(state)
+        work.behind.begin(lambda: exchange_message_(between, inside, state, transport))
+        return None
+    exchange_message_(leader.comm, node.comm, state, transport)
+    take_over_(state, way_of(state))
+    # What z was before lies in scratch.
+    return squared_norms(state.scratch.sub_(state.z), state.layout) if stage.measured else None
+
+
+def z_arrives(work: Work) -> None:
+    """Finish what phase 4 of the last outer iteration has begun: theta += z - z_i, v += z_i - z.
+
+    Waits for the helper thread.
+    """
+    state, clock = work.state, work.state.position.clock
+    started = now(state.theta.device)
+    if work.behind is not None:
+        work.behind.finish()
+    take_over_(state, state.position.under_way, behind=True)
+    outer_step_(state, work.settings)
+    if starts_from_z(state, work.settings):
+        state.theta.add_(state.z).sub_(state.z_node)
+    if not state.consensus_sgd:
+        state.v.add_(state.z_node).sub_(state.z)
+        set_anchor_(state)
+    state.position.under_way = ""
+    clock.behind += now(state.theta.device) - started
 
 
 # --------------------------------------------------------------------------------------------------
@@ -313,12 +351,14 @@ def update_duals(
     """u += theta - z_i (Eq. 12), v += z_i - z (Eq. 13); return this rank's squared norms.
 
     `moved_node` and `moved` are what phases 3 and 4 have measured; None where they have not, and
-    then there are no norms. Does not communicate.
+    then there are no norms. While z is under way v waits for it. Does not communicate.
     """
     layout, measured = state.layout, moved is not None
     torch.sub(state.theta, state.z_node, out=state.scratch)
     gap_theta = squared_norms(state.scratch, layout) if measured else None
     state.u.add_(state.scratch)
+    if state.position.under_way:
+        return None
     torch.sub(state.z_node, state.z, out=state.scratch)
     gap_node = squared_norms(state.scratch, layout) if measured else None
     state.v.add_(state.scratch)

@@ -13,16 +13,14 @@ and operands).
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from prunex_mpi.comm.agreement import mean_over_ranks
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import find_wires
 from prunex_mpi.core.evaluation import estimate_statistics, refuse_divergence
-from prunex_mpi.core.rounds import finish_round, phase, rounds, split_local
+from prunex_mpi.core.outer_step import outer_step_
+from prunex_mpi.core.rounds import finish_round, goes_behind, phase, rounds, split_local
 from prunex_mpi.core.schedule import Stage
-from prunex_mpi.core.state import SHARED, State, Work, freeze
+from prunex_mpi.core.state import Work, freeze
 from prunex_mpi.core.steps import averaging
 from prunex_mpi.methods.hsadmm import (
     inter_node_consensus,
@@ -30,15 +28,7 @@ from prunex_mpi.methods.hsadmm import (
     local_computation,
     project,
 )
-from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import PRUNING_ONCE
-
-VELOCITY = f"{SHARED}outer_momentum"
-
-
-def outer_memory(theta: Tensor) -> dict[str, Tensor]:
-    """Allocate the velocity of `outer_step_`."""
-    return {VELOCITY: torch.zeros_like(theta)}
 
 
 def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]:
@@ -67,29 +57,15 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
                 project(leader, node, state, settings, mean, stage)
                 if stage.freeze:
                     freeze(state, True)
-            # The mean of theta is taken, and its memory free for what z was before.
-            old_z = state.theta.copy_(state.z)
             with phase(work, this, "inter"):
-                inter_node_consensus(leader, node, state, stage)
+                behind = goes_behind(work, this, stage)
+                inter_node_consensus(leader, node, work, stage, behind)
                 loss = mean_over_ranks(topology.world, loss)
             with phase(work, this, "dual"):
-                if VELOCITY in state.memory:
-                    outer_step_(state, old_z, settings)
+                if not behind:
+                    outer_step_(state, settings)
 
             if prune and settings.bn == "recalibrate":
                 with phase(work, this, "evaluate"):
                     estimate_statistics(topology, work)
             yield finish_round(topology, work, this, loss)
-
-
-def outer_step_(state: State, old_z: Tensor, settings: Settings) -> None:
-    """Step from `old_z` along old_z - z, z the mean of the ranks; leave the result in z.
-
-    b = momentum b + (old_z - z), z = old_z - lr (old_z - z + momentum b): DiLoCo's outer optimizer,
-    SGD with Nesterov momentum. Written so that lr 1 without momentum is the mean, bit for bit. The
-    mask is kept: old_z, z and b vanish outside of it.
-    """
-    lr, momentum = settings.outer_lr, settings.outer_momentum
-    step = torch.sub(old_z, state.z, out=state.scratch)
-    velocity = state.memory[VELOCITY].mul_(momentum).add_(step)
-    state.z.add_(step, alpha=1 - lr).add_(velocity, alpha=-lr * momentum)

@@ -15,6 +15,7 @@ from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.comm.agreement import broadcast_text, require_same, together
+from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline, stop_agreement
 from prunex_mpi.comm.topology import Topology
@@ -78,8 +79,11 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
 
             checkpoints = Checkpoints(settings.checkpoint_every)
             deadline = find_deadline(settings.time_limit, started)
-            with stop_agreement(topology.world, received, deadline) as stop:
-                work = replace(work, stop=stop)
+            with (
+                stop_agreement(topology.world, received, deadline) as stop,
+                exchanging_behind(topology, settings.overlap_steps != 0) as behind,
+            ):
+                work = replace(work, stop=stop, behind=behind)
                 status = run_to_end(topology, files, work, checkpoints)
             heartbeat.enter("finish")
 
@@ -140,7 +144,7 @@ def assemble(
         log.info("not pruned: %s", excluded)
     heartbeat.beat(1)
     state = build_state(model, layout, groups, settings)
-    state.memory = memory_of(settings, layout, state.theta)
+    state.memory |= memory_of(settings, layout, state.theta)
     heartbeat.beat(2)
     return Work(state, problem, settings, transport, heartbeat)
 

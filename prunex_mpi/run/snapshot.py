@@ -1,12 +1,13 @@
 """What a checkpoint holds of one rank, whether it fits a run, and how it is put back.
 
 Rank r's file holds theta, u, momentum, the model's buffers, its place in the data and its random
-generators; node leaders' files also z_i and v_i, world rank 0's also z, mask and penalties. On the
-same nodes a restored run goes on bit for bit (on the CPU). On other nodes it goes on from what the
-ranks have in common: z, mask, penalties, the means of momentum and of BatchNorm statistics; theta
-and z_i start from z, the duals from 0, so that sum_i P_i v_i = 0, the data are shuffled anew from
-the first step of the outer iteration, and of a method's memory the `own.` tensors,
-parts of a sum over ranks, are added up and dealt out by the new ranks' weights.
+generators; node leaders' files also z_i and v_i, world rank 0's also z, mask and penalties, and
+what has been exchanged but is no part of z yet. On the same nodes a restored run goes on bit for
+bit (on the CPU). On other nodes it goes on from what the ranks have in common: z with all that has
+been exchanged, mask, penalties, the means of momentum and of BatchNorm statistics; theta and z_i
+start from z, the duals from 0, so that sum_i P_i v_i = 0, the data are shuffled anew from the first
+step of the outer iteration, and of a method's memory the `own.` tensors, parts of a sum over ranks,
+are added up and dealt out by the new ranks' weights.
 """
 
 import hashlib
@@ -24,6 +25,8 @@ from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import worker_weight
+from prunex_mpi.core.message import take_over_
+from prunex_mpi.core.outer_step import outer_step_
 from prunex_mpi.core.state import (
     OWN,
     Position,
@@ -35,6 +38,7 @@ from prunex_mpi.core.state import (
 )
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.models import batchnorm
+from prunex_mpi.settings.methods import PER_STEP
 
 Tensors = dict[str, Tensor]
 Numbers = dict[str, Any]
@@ -64,6 +68,10 @@ def contents(topology: Topology, state: State, problem: Problem) -> tuple[Tensor
     if topology.is_leader:
         tensors["z_node"] = state.z_node
     first = topology.world.rank == 0
+    if state.position.under_way:
+        tensors["stats"] = state.stats
+        if first:
+            tensors["message"] = state.payload
     tensors |= {key: state.memory[key] for key in _memory_keys(state, first)}
     if first:
         tensors["z"] = state.z
@@ -125,11 +133,19 @@ def misfit(
     template = _numbers(state, problem.train, Position())
     # The spare Gaussian of the generator is a number or None.
     template["python"][2] = None
-    place = numbers["position"] if _alike(template, numbers) else {"iteration": 0, "step": 0}
+    place = (
+        numbers["position"]
+        if _alike(template, numbers)
+        else {"iteration": 0, "step": 0, "under_way": ""}
+    )
     if place["iteration"] < 1 or place["step"] < 0:
         return "its numbers are not what this version writes"
     order = problem.train.order
     wanted = _expected(state, problem, leader, first, retired=numbers["stage"][1])
+    if place["under_way"]:
+        wanted["stats"] = (tuple(state.stats.shape), state.stats.dtype)
+        if first and ("message" not in tensors or tensors["message"].dtype != state.theta.dtype):
+            return "what was under way between the nodes is missing"
     if same_nodes:
         like = {"order": order, "generator.data": problem.train.generator.get_state()}
         like["generator.torch"] = torch.get_rng_state()
@@ -213,6 +229,9 @@ def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, work: Work) 
     for key in _memory_keys(state, topology.world.rank == 0):
         state.memory[key].copy_(tensors[key])
     _bcast_shared_memory(topology, state, transport)
+    if numbers["position"]["under_way"]:
+        state.stats.copy_(tensors["stats"])
+        _put_message(topology, tensors, state, transport)
     _put_position(state.position, numbers["position"])
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(numbers["scaler"])
@@ -238,6 +257,7 @@ def put_common(
     momentum = state.optimizer.state[state.theta].get("momentum_buffer")
     sums, stats = torch.zeros_like(state.theta), torch.zeros_like(state.stats)
     own = [key for key in state.memory if key.startswith(OWN)]
+    every_rank_sends = settings.method in PER_STEP and settings.aggregation == "flat"
     for key in own:
         state.memory[key].zero_()
     first: tuple[Tensors, Numbers] = ({}, {})
@@ -257,19 +277,25 @@ def put_common(
     common = json.loads(broadcast_text(world, json.dumps(first[1])))
     frozen, retired = common["stage"]
     _put_shared(topology, first[0], frozen, retired, state, transport)
-    state.theta.copy_(state.z)
-    state.z_node.copy_(state.z)
     state.u.zero_()
     state.v.zero_()
     if momentum is not None:
         momentum.copy_(sums.div_(old_size))
     for key in own:
         allreduce_(world, state.memory[key].view(-1), transport)
-        state.memory[key].mul_(worker_weight(topology, settings.aggregation == "flat"))
+        state.memory[key].mul_(worker_weight(topology, every_rank_sends))
     if world.rank == 0:
         for key in state.memory.keys() - own:
             state.memory[key].copy_(first[0][key])
     _bcast_shared_memory(topology, state, transport)
+    if common["position"]["under_way"]:
+        # The last that the old nodes have agreed on.
+        _put_message(topology, first[0], state, transport)
+        take_over_(state, common["position"]["under_way"])
+        outer_step_(state, settings)
+        common["position"]["under_way"] = ""
+    state.theta.copy_(state.z)
+    state.z_node.copy_(state.z)
     if world.rank == 0:
         for name, buffer in problem.model.named_buffers():
             buffer.copy_(first[0][f"buffer.{name}"])
@@ -291,6 +317,13 @@ def _bcast_shared_memory(topology: Topology, state: State, transport: Transport)
     for key, tensor in state.memory.items():
         if not key.startswith(OWN):
             bcast_(topology.world, tensor.view(-1).view(torch.uint8), transport)
+
+
+def _put_message(topology: Topology, tensors: Tensors, state: State, transport: Transport) -> None:
+    """Give every rank what was under way between the nodes, which world rank 0 holds."""
+    if topology.world.rank == 0:
+        state.payload.copy_(tensors["message"])
+    bcast_(topology.world, state.payload, transport)
 
 
 def _put_shared(
@@ -326,12 +359,18 @@ def _put_position(position: Position, values: dict[str, Any]) -> None:
 def upgraded(numbers: Any) -> Any:
     """Return the numbers of a checkpoint in the form that is written now.
 
-    In an older one a position holds the bytes and seconds of an interrupted phase 1 one by one.
+    In older ones nothing is under way, and in still older ones a position holds the bytes and
+    seconds of an interrupted phase 1 one by one.
     """
     position = numbers.get("position") if isinstance(numbers, dict) else None
-    if not isinstance(position, dict) or "local_seconds" not in position:
+    if not isinstance(position, dict):
         return numbers
     new = asdict(Position())
+    if isinstance(position.get("clock"), dict):
+        clock = {"behind": 0.0, **position["clock"]}
+        return {**numbers, "position": {"under_way": "", **position, "clock": clock}}
+    if "local_seconds" not in position:
+        return numbers
     old = {**position}
     for kind in ("payload", "sent", "mask", "intra"):
         new["traffic"][kind] = old.pop(f"{kind}_bytes", 0)

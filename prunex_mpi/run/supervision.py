@@ -130,6 +130,9 @@ def write_checkpoint(
     """Write a checkpoint and note what it took. Collective on `world`."""
     work.heartbeat.enter("checkpoint")
     started = time.monotonic()
+    if work.behind is not None:
+        # What has arrived is written with the rest, and waits for its step in both runs.
+        work.behind.finish()
     checkpoint.save(topology, files, work)
     checkpoints.note(time.monotonic() - started)
     if work.stop is not None:

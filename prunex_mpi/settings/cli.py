@@ -13,7 +13,7 @@ from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.settings.fields import FIELDS, Settings, key_of
 from prunex_mpi.settings.parser import Parser, program_parser
 from prunex_mpi.settings.resolve import build, check_saved, from_table, preset_values, resumed
-from prunex_mpi.settings.values import convert
+from prunex_mpi.settings.values import AUTO, convert
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -121,6 +121,7 @@ def _action(kind: Any, rules: Mapping[str, Any], text: str) -> dict[str, Any]:
     metavar = "{" + ",".join(choices) + "}" if choices else _METAVARS[item]
     metavar = "N|P/Q" if rules.get("share") else metavar
     metavar = "|".join(["N", *rules["words"]]) if "words" in rules else metavar
+    metavar = "N|auto" if rules.get("auto") else metavar
     many = {"nargs": "+", "action": "extend"} if get_args(kind) else {}
     return {"metavar": metavar, "help": text, **many}
 
@@ -137,6 +138,8 @@ def convert_flag(name: str, text: Any) -> Any:
     """Convert the text, or the list of texts, of one flag."""
     field, where = FIELDS[name], f"--{key_of(name)}"
     kind = (*get_args(field.type), field.type)[0]
+    if field.metadata.get("auto") and text == "auto":
+        return AUTO
     if kind in (int, float) and not field.metadata.get("share"):
         texts = text if isinstance(text, list) else [text]
         numbers = [_to_number(kind, item, where) for item in texts]

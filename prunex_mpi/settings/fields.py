@@ -9,18 +9,28 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from prunex_mpi.settings.methods import BY_GROUPS, CONSENSUS, LOCAL, METHODS, PER_STEP
+from prunex_mpi.settings.methods import (
+    BY_GROUPS,
+    BY_ITERATION,
+    CONSENSUS,
+    LOCAL,
+    METHODS,
+    PER_STEP,
+)
 
 PRESETS = ("recipe", "paper")
+# How phase 4 sends: plain float32, other formats, or integers of so many bits with shared scales.
+PAYLOADS = ("fp32", "fp16", "bf16", "int8", "int8sum", "int4", "int2")
 _NO_DEFAULT = dataclasses.MISSING
 
 
 def _setting(section: str, text: str, default: Any = _NO_DEFAULT, **rules: Any) -> Any:
     """Make a field; `rules` are choices, low, high (inclusive), above, below, share, optional.
 
-    The rule `methods` names those that the setting has a meaning for: with any other it can't be
-    given. `before` is what runs did before there was the setting, which their files do not name,
-    and `past` another default of former days, which the files of all methods name.
+    With the rule `auto` a whole number may be left to be measured. The rule `methods` names those
+    that the setting has a meaning for: with any other it can't be given. `before` is what runs did
+    before there was the setting, which their files do not name, and `past` another default of
+    former days, which the files of all methods name.
     """
     return dataclasses.field(default=default, metadata={"section": section, "help": text, **rules})
 
@@ -161,6 +171,23 @@ class Settings:
         "BatchNorm statistics of z: averages, or estimated again while pruning",
         choices=("average", "recalibrate"),
         methods=BY_GROUPS,
+    )
+
+    _S = "exchange between nodes"
+    payload: str = _setting(
+        _S,
+        "format of what leaders exchange; other than fp32: differences, with error feedback",
+        before="fp32",
+        choices=PAYLOADS,
+        methods=BY_ITERATION,
+    )
+    overlap_steps: int = _setting(
+        _S,
+        "local steps that the exchange runs behind, 0 for none",
+        before=0,
+        low=0,
+        auto=True,
+        methods=BY_ITERATION,
     )
 
     _S = "penalties and stopping"

@@ -9,6 +9,8 @@ CONSENSUS = ("prunex", "prunex-flat")
 LOCAL = ("local-sgd", "diloco", "one-shot")
 PER_STEP = ("dense", "topk", "dgc", "powersgd", "omnireduce", "prunetrain", "pactrain")
 METHODS = (*CONSENSUS, *PER_STEP, *LOCAL)
+# Those whose nodes exchange parameters once per outer iteration.
+BY_ITERATION = (*CONSENSUS, *LOCAL)
 # Those that keep what they have not sent for a later step.
 WITH_RESIDUAL = ("topk", "dgc", "powersgd")
 # Those that send a position beside each value.

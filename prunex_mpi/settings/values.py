@@ -1,7 +1,7 @@
 """Convert and check one value of a setting by the rules of its field.
 
 A field is one of the dataclass `fields.Settings`: its type and its metadata (choices, low and high
-inclusive, above and below exclusive, share, words, optional) are the rules.
+inclusive, above and below exclusive, share, words, auto, optional) are the rules.
 """
 
 import dataclasses
@@ -13,6 +13,8 @@ from typing import Any, get_args
 
 from prunex_mpi.base.errors import UserError, nearest, quote
 
+# What stands for `auto` where a whole number is measured at the start of a run.
+AUTO = -1
 _MAX_INT = 2**63 - 1
 
 
@@ -53,6 +55,8 @@ def _convert_item(field: dataclasses.Field, kind: type, value: object, where: st
     rules = field.metadata
     if rules.get("share") or kind is Fraction:
         return _check_share(_to_fraction(value, where), bool(rules.get("share")), where)
+    if rules.get("auto") and value == "auto":
+        return AUTO
     if "words" in rules:
         return _to_count_or_word(value, rules["words"], where)
     number = kind in (int, float)

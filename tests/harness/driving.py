@@ -1,11 +1,14 @@
 """Run a driver on a small network, and compare what comes of it with an oracle."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from nodes import WORLD
 
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wire, find_wires
@@ -29,9 +32,10 @@ SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
 def run_driver(topology, settings, model, stream, steps=STEPS):
     """Yield (record, state) after each outer iteration of the driver of the method."""
     stream.steps_per_epoch = STEPS_PER_EPOCH
-    work = make_work(settings, model, stream, steps=steps)
-    for record in driver_of(settings.method).outer_iterations(topology, work):
-        yield record, work.state
+    with exchanging_behind(topology, settings.overlap_steps != 0) as behind:
+        work = replace(make_work(settings, model, stream, steps=steps), behind=behind)
+        for record in driver_of(settings.method).outer_iterations(topology, work):
+            yield record, work.state
 
 
 def make_work(settings, model, stream, steps=STEPS, loss=F.cross_entropy, side=6):
@@ -41,7 +45,7 @@ def make_work(settings, model, stream, steps=STEPS, loss=F.cross_entropy, side=6
     """
     layout = build_layout(model)
     state = build_state(model, layout, make_groups(settings, model, layout, side), settings)
-    state.memory = memory_of(settings, layout, state.theta)
+    state.memory |= memory_of(settings, layout, state.theta)
     nothing = Shard(torch.empty(0), torch.empty(0))
     problem = Problem(model, model, loss, stream, nothing, None, iter, steps, *torch.zeros(2, 3))
     return Work(state, problem, settings, SMALL_BUCKETS, Heartbeat())

@@ -1,13 +1,22 @@
 """The MPI program against the oracle (`reference.py`), and the invariants of the algorithm."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from driving import by_name, difference, element_masks, make_work, node_sizes_of, wires_of
+from driving import (
+    SMALL_BUCKETS,
+    by_name,
+    difference,
+    element_masks,
+    make_work,
+    node_sizes_of,
+    wires_of,
+)
 from nets import CoupledNet, Net, RandomStream
 from nodes import nodes_of
 from reference import simulate
@@ -15,8 +24,10 @@ from torch import nn
 
 from mpi4py import MPI
 
+from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.topology import build_topology, free_topology
 from prunex_mpi.methods.hsadmm import intra_node_consensus, outer_iterations
+from prunex_mpi.settings.fields import PAYLOADS
 from prunex_mpi.settings.resolve import make, with_overrides
 
 CPU = torch.device("cpu")
@@ -68,6 +79,24 @@ SCENARIOS |= {
     "recipe-coupled": {**RECIPE, "groups": ("coupled",)},
     "paper-coupled": {**PAPER, "groups": ("coupled",), "freeze_iteration": 5},
 }
+COUPLED = {**RECIPE, "groups": ("coupled",)}
+SCENARIOS |= {f"recipe-{p}": {**COUPLED, "payload": p} for p in PAYLOADS if p != "fp32"}
+# CoupledNet has a bias whose gradient is nothing but rounding, of which int2 sends the sign.
+SCENARIOS["recipe-int2"] = {**RECIPE, "payload": "int2"}
+BEHIND = {"evaluate_every": 100, "residuals": "off", "overlap_steps": 1}
+UNION = {**PAPER, "penalty": "fixed", "residuals": "off", "eps_abs": 0.0, "eps_rel": 0.0}
+SCENARIOS |= {
+    "recipe-behind": {**RECIPE, **BEHIND},
+    "recipe-admm-int4-behind": {**COUPLED, **BEHIND, "after_freeze": "admm", "payload": "int4"},
+    "recipe-int4-behind-all-steps": {
+        **COUPLED,
+        **BEHIND,
+        "payload": "int4",
+        "overlap_steps": STEPS,
+    },
+    "union-int8": {**UNION, "payload": "int8"},
+    "union-int4-behind": {**UNION, **BEHIND, "groups": ("coupled",), "payload": "int4"},
+}
 CASES = [(name, torch.float64) for name in SCENARIOS]
 # The same code with messages of half the size.
 CASES += [(name, torch.float32) for name in ("recipe", "paper")]
@@ -78,9 +107,10 @@ EXACT, ROUNDINGS = 1e-11, 8
 def run_driver(world, ranks_per_node, model, stream, settings, loss=F.cross_entropy, steps=STEPS):
     """Yield (record, state, topology) after each outer iteration of the real driver."""
     topology = build_topology(world, ranks_per_node)
-    work = make_work(settings, model, stream, steps, loss)
-    for record in outer_iterations(topology, work):
-        yield record, work.state, topology
+    with exchanging_behind(topology, settings.overlap_steps != 0) as behind:
+        work = replace(make_work(settings, model, stream, steps, loss), behind=behind)
+        for record in outer_iterations(topology, work):
+            yield record, work.state, topology
     free_topology(topology)
 
 
@@ -98,6 +128,7 @@ def test_program_equals_oracle(ranks_per_node, scenario, dtype):
     model = (CoupledNet() if coupled else Net()).to(dtype)
     wanted = {**{k: getattr(settings, k) for k in vars(settings)}, "steps": STEPS}
     wanted["sets"] = CoupledNet.SETS
+    wanted["bucket_bytes"] = SMALL_BUCKETS.bucket_bytes
     wanted["keep_ratio"] = settings.keep_ratio[0]
 
     def oracle(dtype):
@@ -117,7 +148,8 @@ def test_program_equals_oracle(ranks_per_node, scenario, dtype):
             costs = [difference(expected.z, exact.z)]
             costs += [difference(*pair) for pair in zip(expected.theta, exact.theta, strict=True)]
             tolerance = ROUNDINGS * max(*costs, torch.finfo(dtype).eps)
-        assert expected.outside < tolerance
+        # In fewer bits the duals do not cancel there: what was left over goes with the group.
+        assert settings.payload != "fp32" or expected.outside < tolerance
         i, r = topology.node_index, world.rank
         for name, mask in element_masks(state).items():
             assert torch.equal(mask, expected.mask[name]), (count, name)
@@ -133,7 +165,7 @@ def test_program_equals_oracle(ranks_per_node, scenario, dtype):
         # Norms of such differences, and moments of what the weights make of images.
         large = 10 * tolerance
         norm = sum(float((x.double() ** 2).sum()) for x in expected.z.values()) ** 0.5
-        retired = state.consensus_sgd
+        retired = state.consensus_sgd or settings.residuals == "off"
         for level, column in RESIDUALS.items():
             if retired:
                 assert record["residuals"][level] is None

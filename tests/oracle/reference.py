@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
+from reference_payload import CodedMeans
 from torch import nn
 
 
@@ -137,6 +138,17 @@ def batchnorms(model):
     return {n: m for n, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
 
 
+def moments(module):
+    """Return the running mean and second moment [2, channels]."""
+    mean = module.running_mean
+    return torch.stack([mean, module.running_var + mean**2])
+
+
+def set_moments_(module, pair):
+    module.running_mean.copy_(pair[0])
+    module.running_var.copy_((pair[1] - pair[0] ** 2).clamp(min=0))
+
+
 def masked(values, masks):
     return {n: v * masks[n].to(v.dtype) if n in masks else v for n, v in values.items()}
 
@@ -144,7 +156,8 @@ def masked(values, masks):
 def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
     """Run `s.outer_iterations` outer iterations; return one SimpleNamespace per iteration.
 
-    `s` has the fields of the package's settings that matter here, and `steps` local steps.
+    `s` has the fields of the package's settings that matter here, `steps` local steps, and where
+    `payload` is not fp32 the `bucket_bytes`.
     """
     names = list(parameters(model))
     if s.groups == ("coupled",):
@@ -174,6 +187,41 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
     mask = {n: torch.ones_like(start[n], dtype=torch.bool) for n in infos}
     frozen = sgd_only = False
     history = []
+    coded = None
+    if s.payload != "fp32" and nodes > 1:
+        first = [moments(m) for m in batchnorms(model).values()]
+        coded = CodedMeans(start, first, node_sizes, s.payload, s.bucket_bytes)
+    pending = None
+
+    def arrive():
+        """Take over what was exchanged while the nodes went on from their own z_i."""
+        new, statistics, node_statistics = pending
+        for j, r in enumerate(ranks):
+            i = node_of[j]
+            for n, p in parameters(r.model).items() if s.theta_start == "z" or sgd_only else ():
+                p.data += new[n] - z_node[i][n]
+            for m, now, then, g in zip(
+                batchnorms(r.model).values(),
+                statistics,
+                node_statistics[i],
+                gone(mask),
+                strict=True,
+            ):
+                mine = moments(m) + now - then
+                mine[:, g] = now[:, g] + (moments(m) - then)[:, g]
+                set_moments_(m, mine)
+        if not sgd_only:
+            for i in range(nodes):
+                v[i] = {n: v[i][n] + z_node[i][n] - new[n] for n in names}
+        return new
+
+    def gone(mask):
+        """Return of each BatchNorm the channels that are removed as a whole."""
+        return [
+            ~mask.get(f"{n}.weight", torch.ones(m.num_features, dtype=torch.bool))
+            for n, m in batchnorms(model).items()
+        ]
+
     for k in range(1, s.outer_iterations + 1):
         past = k - s.warmup_iterations
         if past <= 0:
@@ -187,11 +235,14 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
         # Phase 1
         for r in ranks:
             if s.theta_start == "z" or sgd_only:
+                source = z_node[node_of[ranks.index(r)]] if pending else z
                 for n, p in parameters(r.model).items():
-                    p.data.copy_(z[n])
+                    p.data.copy_(source[n])
             r.model.train()
         losses = [0.0] * total_ranks
-        for _ in range(s.steps):
+        for step in range(s.steps):
+            if pending and step == s.overlap_steps:
+                z, pending = arrive(), None
             for j, r in enumerate(ranks):
                 images, labels = r.stream.next()
                 r.optimizer.zero_grad()
@@ -215,6 +266,8 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                     if frozen and n in mask:
                         p.grad *= mask[n]
                 r.optimizer.step()
+        if pending:
+            z, pending = arrive(), None
         theta = [{n: p.detach().clone() for n, p in parameters(r.model).items()} for r in ranks]
 
         # Phase 2
@@ -262,24 +315,39 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
         z_node = [masked(c, m) for c, m in zip(candidate, node_masks, strict=True)]
 
         # Phase 4
-        z = {}
+        behind = s.overlap_steps > 0 and not freeze_now and k < s.outer_iterations
+        plain = {}
         for n in names:
             weighted = [p * (z_node[i][n] + v[i][n]) for i, p in enumerate(node_sizes)]
-            z[n] = sum(weighted) / total_ranks
+            plain[n] = sum(weighted) / total_ranks
         outside = max(
-            (float(z[n][~mask[n]].abs().max()) for n in mask if not mask[n].all()), default=0.0
+            (float(plain[n][~mask[n]].abs().max()) for n in mask if not mask[n].all()), default=0.0
         )
-        z = masked(z, mask)
-        for n in batchnorms(model):
-            modules = [batchnorms(r.model)[n] for r in ranks]
-            mean = sum(m.running_mean for m in modules) / total_ranks
-            second = sum(m.running_var + m.running_mean**2 for m in modules) / total_ranks
-            for m in modules:
-                m.running_mean.copy_(mean)
-                m.running_var.copy_(second - mean**2)
+        node_statistics = []
+        for i in range(nodes):
+            mine = [r for j, r in enumerate(ranks) if node_of[j] == i]
+            each = zip(*(batchnorms(r.model).values() for r in mine), strict=True)
+            node_statistics.append([sum(map(moments, ms)) / len(ms) for ms in each])
+        if coded:
+            values = [{n: z_node[i][n] + v[i][n] for n in names} for i in range(nodes)]
+            new_z = coded.mean_(values, z, mask)
+            statistics = coded.statistics_(node_statistics, gone(mask))
+        else:
+            new_z = masked(plain, mask)
+            statistics = []
+            for number, g in enumerate(gone(mask)):
+                parts = zip(node_sizes, node_statistics, strict=True)
+                mean = sum(p * x[number] for p, x in parts) / total_ranks
                 # Those of a channel removed as a whole do not travel.
-                gone = ~mask.get(f"{n}.weight", torch.ones_like(mean, dtype=torch.bool))
-                m.running_mean[gone], m.running_var[gone] = 0.0, 1.0
+                mean[:, g] = torch.tensor([[0.0], [1.0]], dtype=mean.dtype)
+                statistics.append(mean)
+        if behind:
+            pending = new_z, statistics, node_statistics
+        else:
+            z = new_z
+            for r in ranks:
+                for m, pair in zip(batchnorms(r.model).values(), statistics, strict=True):
+                    set_moments_(m, pair)
 
         # Phase 5
         residuals = {}
@@ -305,7 +373,8 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
         if not sgd_only:
             for j, r in enumerate(ranks):
                 r.u = {n: r.u[n] + theta[j][n] - z_node[node_of[j]][n] for n in names}
-            v = [{n: v[i][n] + z_node[i][n] - z[n] for n in names} for i in range(nodes)]
+            if not behind:
+                v = [{n: v[i][n] + z_node[i][n] - z[n] for n in names} for i in range(nodes)]
         for n in names if not sgd_only and s.penalty != "fixed" else ():
             for rho, duals, primal, dual in (
                 (rho1, [r.u for r in ranks], residuals[n][0], residuals[n][1]),
@@ -334,6 +403,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                     n: (m.running_mean.clone(), m.running_var.clone())
                     for n, m in batchnorms(ranks[0].model).items()
                 },
+                rests=[dict(x) for x in coded.rests] if coded else [],
             )
         )
     return history

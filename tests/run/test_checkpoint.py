@@ -120,7 +120,7 @@ def new_run(
     problem = build_problem(topology, settings, dataset, model, torch.device("cpu"), transport)
     groups = make_groups(settings, model, layout, dataset.image_size)
     state = build_state(model, layout, groups, settings)
-    state.memory = memory_of(settings, layout, state.theta)
+    state.memory |= memory_of(settings, layout, state.theta)
     return Run(topology, Work(state, problem, settings, transport, Heartbeat()))
 
 

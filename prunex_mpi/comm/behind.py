@@ -1,0 +1,83 @@
+"""Run one exchange at a time behind the training: in a helper thread, over its own communicators.
+
+A non-blocking collective makes no progress while Python computes, so the helper makes blocking
+calls, which give the interpreter's lock back. Its communicators are duplicates: what the main
+thread sends meanwhile over the originals can't be mistaken for the helper's. MPI must allow calls
+from several threads at once (MPI_THREAD_MULTIPLE).
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.comm.topology import Topology
+
+HELPER = "exchange"
+
+
+class Behind:
+    """The helper thread of one rank, and what it is at.
+
+    `between` and `node` are duplicates of the communicators of a topology.
+    """
+
+    def __init__(self, between: MPI.Comm, node: MPI.Comm) -> None:
+        self.between, self.node = between, node
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix=HELPER)
+        self.under_way: Future | None = None
+
+    def begin(self, exchange: Callable[[], None]) -> None:
+        """Have the helper run `exchange`, which may only use the helper's communicators."""
+        if self.under_way is not None:
+            raise RuntimeError("an exchange is under way already")
+        self.under_way = self.pool.submit(exchange)
+
+    def finish(self) -> None:
+        """Wait for what is under way, if anything is; raise what it has raised."""
+        under_way, self.under_way = self.under_way, None
+        if under_way is not None:
+            under_way.result()
+
+
+@contextmanager
+def exchanging_behind(topology: Topology, wanted: bool) -> Iterator[Behind | None]:
+    """Have a helper thread for the time of the block, where one is `wanted`.
+
+    Raises UserError where MPI does not allow several threads. Collective on `node` and `leader`, at
+    both ends: it ends the same on every rank, or the job is ended anyway.
+    """
+    if not wanted:
+        yield None
+        return
+    refuse_single_thread()
+    leads = topology.leader != MPI.COMM_NULL
+    behind = Behind(
+        topology.leader.Dup() if leads else MPI.COMM_NULL,
+        topology.node.Dup(),
+    )
+    try:
+        yield behind
+    except UserError:
+        _free(behind)
+        raise
+    _free(behind)
+
+
+def refuse_single_thread() -> None:
+    """Raise UserError where MPI was not started with MPI_THREAD_MULTIPLE."""
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise UserError(
+            "overlap-steps: this MPI does not let several threads communicate "
+            "(MPI_THREAD_MULTIPLE); leave it at 0 or use an MPI that does"
+        )
+
+
+def _free(behind: Behind) -> None:
+    behind.finish()
+    behind.pool.shutdown()
+    if behind.between != MPI.COMM_NULL:
+        behind.between.Free()
+    behind.node.Free()

@@ -1,0 +1,147 @@
+"""The message between nodes: what a leader offers, how it travels, what becomes of z by it.
+
+As float32 it is the weighted z_i + v_i and the mean is its sum. In fewer bits what travels is the
+*difference* d_i = z_i + v_i - z to the last z, which all ranks know, with error feedback: a leader
+sends Q(w_i d_i + e_i), w_i = P_i/N, the owner of a share Q(sum + its e_i), and what either rounding
+leaves over is the next e_i. So z changes by exactly what all ranks decode. With E = sum_i e_i,
+
+    sum_i P_i v_i = N (E_k - E_{k-1})   after phase 5, in place of zero:
+
+what the last rounding left over, less the one before. It does not add up over iterations. Groups
+that are pruned take what was left over of them along. BatchNorm statistics travel as differences
+to the last known ones as well, in bfloat16, without feedback: they are found anew every time.
+"""
+
+import torch
+from torch import Tensor
+
+from mpi4py import MPI
+
+from prunex_mpi.comm.agreement import digests_agree
+from prunex_mpi.comm.collectives import Transport, allreduce_then_bcast_
+from prunex_mpi.comm.wire import Wire
+from prunex_mpi.core.coded import allocate_coded, sum_coded_
+from prunex_mpi.core.state import CODED, KNOWN, PLAIN, REST, State
+from prunex_mpi.models import batchnorm
+from prunex_mpi.pruning.compaction import pack_, unpack_
+from prunex_mpi.pruning.masks import apply_factors_
+
+STATISTICS = "bf16"
+
+
+def fill_message_(leader: Wire, node: Wire, state: State, payload: str) -> None:
+    """Write what this node contributes, and count it.
+
+    z_i, v_i and z must stay as they are until `take_over_`. With one node there is nobody to save
+    bytes for: everything is plain. Collective on `leader.comm` where the mask has changed.
+    """
+    coded = payload != "fp32" and leader.ring > 1
+    _make_room_(state, payload if coded else "", leader)
+    if leader.speaks:
+        if not state.plan_agreed and not digests_agree(leader.comm, state.plan.digest):
+            raise RuntimeError("the leaders' compact layouts differ; nothing was exchanged")
+        state.plan_agreed = True
+        if coded:
+            _offer_difference_(leader, state)
+        else:
+            torch.add(state.z_node, state.v, out=state.scratch)
+            pack_(state.scratch, state.plan, state.message)
+            statistics = state.message[state.plan.numel :]
+            torch.index_select(state.stats, 0, state.stats_kept, out=statistics)
+            state.message.mul_(leader.weight)
+    travelling = sum(c.nbytes for c in state.coded) if coded else state.message.nbytes
+    leader.count(travelling)
+    node.count(travelling)
+    dense = state.layout.numel + state.stats.numel()
+    state.position.traffic.dense += dense * state.message.element_size()
+
+
+def _make_room_(state: State, payload: str, leader: Wire) -> None:
+    """Allocate what a message of fewer bits needs; nothing where the last one was as long."""
+    if not payload:
+        state.coded = None
+        return
+    blocks = tuple(part.numel() for part in state.blocks)
+    if state.coded is None or blocks != tuple(c.numel for c in state.coded):
+        ways = zip((payload, STATISTICS), state.blocks, strict=True)
+        state.coded = tuple(
+            allocate_coded(way, part, leader.ring, leader.transport) for way, part in ways
+        )
+
+
+def _offer_difference_(leader: Wire, state: State) -> None:
+    """Add the weighted difference to what is left over; write that of the statistics."""
+    message, statistics = state.blocks
+    rest, kept = state.memory[REST], state.stats_kept
+    numel = state.plan.numel
+    torch.sub(state.z_node, state.z, out=state.scratch)
+    if not state.consensus_sgd:
+        state.scratch.add_(state.v)
+    pack_(state.scratch, state.plan, message)
+    rest[:numel].add_(message[:numel], alpha=leader.weight)
+    # int2 has no zero: what fills up the last block has something left over as well.
+    rest[numel : message.numel()].zero_()
+    gap = torch.sub(state.stats, state.memory[KNOWN])
+    statistics.zero_()
+    torch.index_select(gap, 0, kept, out=statistics[: kept.numel()])
+    statistics.mul_(leader.weight)
+
+
+def exchange_message_(
+    between: MPI.Comm, node: MPI.Comm, state: State, transport: Transport
+) -> None:
+    """Add up the leaders' messages and hand the sum to every rank of each node.
+
+    Touches nothing of the state but the message, what is left over of it, and its codes. Collective
+    on `between` (where it is not MPI.COMM_NULL), then on `node`.
+    """
+    if state.coded is None:
+        allreduce_then_bcast_(between, node, state.message, transport)
+        return
+    message, statistics = state.blocks
+    parameters_coded, statistics_coded = state.coded
+    rest = state.memory[REST][: message.numel()]
+    sum_coded_(between, node, parameters_coded, rest, message, transport)
+    sum_coded_(between, node, statistics_coded, statistics, statistics, transport)
+
+
+def way_of(state: State) -> str:
+    """Return as what the message of the state travels."""
+    return PLAIN if state.coded is None else CODED
+
+
+def take_over_(state: State, way: str, behind: bool = False) -> None:
+    """Make the mean that has come z, expanded, zero where the mask is; set the statistics.
+
+    It has come PLAIN or CODED. What z was before is then in `scratch`. With `behind` the model has
+    gone on training since: its statistics move by as much as those of the node by which it began.
+    Does not communicate.
+    """
+    coded = way == CODED
+    message, statistics = state.blocks if coded else _plain_parts(state)
+    unpack_(message, state.plan, state.scratch)
+    if coded:
+        state.scratch.add_(state.z)
+    if not state.shrinks or (coded and not state.frozen):
+        # z may hold groups that are pruned from now on.
+        apply_factors_(state.scratch, state.layout, state.groups, state.factors)
+    kept = state.stats_kept
+    values = statistics[: kept.numel()]
+    if coded:
+        values = values.add_(state.memory[KNOWN][kept])
+    moved = torch.empty_like(state.stats) if behind else None
+    if behind:
+        batchnorm.read_(state.bn_modules, moved)
+        moved.sub_(state.stats)
+    if kept.numel() < state.stats.numel():
+        batchnorm.reset_(state.bn_modules, state.stats)
+    state.stats.index_copy_(0, kept, values)
+    if coded:
+        state.memory[KNOWN].copy_(state.stats)
+    batchnorm.write(state.bn_modules, state.stats.add(moved) if behind else state.stats)
+    state.z, state.scratch = state.scratch, state.z
+
+
+def _plain_parts(state: State) -> tuple[Tensor, Tensor]:
+    numel = state.plan.numel
+    return state.message[:numel], state.message[numel:]
