@@ -19,8 +19,8 @@ same sum of x^2, that with a single value differing from 0 has the least sum of 
 positive for blocks of 128.
 
 Everything passes through a tile of values that stays in the cache. int4 pairs the first half of a
-block with its second half, one byte being lo + 16 hi; int2 puts four neighbours into a byte, eight
-bytes at a time in the int64 that hold them, on a little-endian processor.
+block with its second half, one byte being lo + 16 hi; int2 puts four neighbours into a byte by way
+of the int32 that holds them on a little-endian processor.
 """
 
 from collections.abc import Iterator
@@ -34,6 +34,7 @@ PAYLOADS = ("fp32", "fp16", "bf16", "int8", "int4", "int2")
 
 _FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _BITS = {"int8": 8, "int4": 4, "int2": 2}
+_LARGEST = {"int8": 127, "int4": 7}
 _SCALE_BYTES = 2
 # Of the CPU: two tiles of float32 stay in a cache of 1 MiB.
 _TILE_BLOCKS = 1024
@@ -61,14 +62,15 @@ def encode_(values: Tensor, records: Tensor, payload: str) -> None:
     with a value that is not finite decodes to values of which some are not. int2 leaves blocks with
     a root mean square below 1e-17 as they are, and takes values above 1e18 for infinite.
     """
-    blocks = values.view(-1, BLOCK)
-    for rows, spare in _tiles(blocks):
-        if payload in _FLOATS:
-            _encode_floats_(blocks[rows], records[rows].view(_FLOATS[payload]), spare)
-        elif payload == "int2":
-            _encode_int2_(blocks[rows], records[rows], spare)
+    if payload in _FLOATS:
+        for block, spare, numbers in _tiles(values, records.view(_FLOATS[payload])):
+            _encode_floats_(block, numbers, spare)
+        return
+    for block, spare, scales, codes in _tiles(values, *_parts(records)):
+        if payload == "int2":
+            _encode_int2_(block, scales, codes, spare)
         else:
-            _encode_by_maxima_(blocks[rows], records[rows], _BITS[payload], spare)
+            _encode_by_maxima_(block, scales, codes.view(torch.int8), payload, spare)
 
 
 def decode_(records: Tensor, out: Tensor, payload: str) -> None:
@@ -76,26 +78,25 @@ def decode_(records: Tensor, out: Tensor, payload: str) -> None:
 
     Elementwise in records: any range of them decodes on its own to the same bits.
     """
-    blocks = out.view(-1, BLOCK)
     if payload in _FLOATS:
-        blocks.copy_(records.view(_FLOATS[payload]))
+        out.view(-1, BLOCK).copy_(records.view(_FLOATS[payload]))
         return
-    for rows, spare in _tiles(blocks):
-        scale = _scales(records[rows], out.dtype)
-        for columns, integers in _integers(records[rows], _BITS[payload], spare):
-            torch.mul(integers, scale, out=blocks[rows, columns])
+    for block, spare, scales, codes in _tiles(out, *_parts(records)):
+        scale = scales.to(out.dtype)
+        for columns, integers in _integers(codes, payload, spare):
+            torch.mul(integers, scale, out=block[:, columns])
 
 
 def add_decoded_(records: Tensor, out: Tensor, payload: str) -> None:
     """Add what `records` stand for to `out`; shapes and dtypes as in `encode_`."""
-    blocks = out.view(-1, BLOCK)
-    for rows, spare in _tiles(blocks):
-        if payload in _FLOATS:
-            blocks[rows].add_(spare.copy_(records[rows].view(_FLOATS[payload])))
-            continue
-        scale = _scales(records[rows], out.dtype)
-        for columns, integers in _integers(records[rows], _BITS[payload], spare):
-            blocks[rows, columns].addcmul_(integers, scale)
+    if payload in _FLOATS:
+        for block, spare, numbers in _tiles(out, records.view(_FLOATS[payload])):
+            block.add_(numbers if numbers.dtype == out.dtype else spare.copy_(numbers))
+        return
+    for block, spare, scales, codes in _tiles(out, *_parts(records)):
+        scale = scales.to(out.dtype)
+        for columns, integers in _integers(codes, payload, spare):
+            block[:, columns].addcmul_(integers, scale)
 
 
 def block_maxima_(values: Tensor, maxima: Tensor) -> None:
@@ -103,9 +104,8 @@ def block_maxima_(values: Tensor, maxima: Tensor) -> None:
 
     NaN counts as infinite, since a maximum by MPI may drop a NaN.
     """
-    blocks = values.view(-1, BLOCK)
-    for rows, spare in _tiles(blocks):
-        torch.amax(torch.abs(blocks[rows], out=spare), 1, out=maxima[rows])
+    for block, spare, largest in _tiles(values, maxima):
+        torch.amax(torch.abs(block, out=spare), 1, out=largest)
     maxima.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
@@ -115,19 +115,17 @@ def encode_shared_(values: Tensor, maxima: Tensor, levels: int, integers: Tensor
     `values` become what rounding has left over. `maxima` [n / 128] are at least |values|, the same
     on all workers: with `levels` 127 // M the integers of M workers add up in int8.
     """
-    blocks, codes = values.view(-1, BLOCK), integers.view(-1, BLOCK)
-    for rows, spare in _tiles(blocks):
-        units = _shared_units(maxima[rows], levels)
-        torch.mul(blocks[rows], units.reciprocal(), out=spare).round_()
-        codes[rows].copy_(spare)
-        blocks[rows].addcmul_(spare, units, value=-1)
+    units = _shared_units(maxima, levels)
+    for block, spare, unit, codes in _tiles(values, units, integers.view(-1, BLOCK)):
+        codes.copy_(torch.mul(block, unit.reciprocal(), out=spare).round_())
+        block.addcmul_(spare, unit, value=-1)
 
 
 def decode_shared_(integers: Tensor, maxima: Tensor, levels: int, out: Tensor) -> None:
     """Set `out` [n] to `integers` (int8 [n], of one worker or summed) times maximum / `levels`."""
-    blocks, codes = out.view(-1, BLOCK), integers.view(-1, BLOCK)
-    for rows, _ in _tiles(blocks):
-        blocks[rows].copy_(codes[rows]).mul_(_shared_units(maxima[rows], levels))
+    units = _shared_units(maxima, levels)
+    for block, spare, unit, codes in _tiles(out, units, integers.view(-1, BLOCK)):
+        torch.mul(spare.copy_(codes), unit, out=block)
 
 
 def _shared_units(maxima: Tensor, levels: int) -> Tensor:
@@ -135,26 +133,31 @@ def _shared_units(maxima: Tensor, levels: int) -> Tensor:
     return maxima.mul(1 / levels).clamp_min_(_TINY).unsqueeze(1)
 
 
-def _tiles(blocks: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Walk `blocks` [b, 128] by tiles: the rows, and room for as many values.
+def _parts(records: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales [b, 1] in bfloat16 and the bytes of the codes of `records`."""
+    return records[:, :_SCALE_BYTES].view(torch.bfloat16), records[:, _SCALE_BYTES:]
+
+
+def _tiles(values: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Walk the blocks of `values` by tiles: [rows, 128], room for as many, and rows of `others`.
 
     The room is made here, once per call, since two threads may be at it at once. On a GPU one tile
     holds everything.
     """
-    count = len(blocks)
-    size = min(count, _TILE_BLOCKS) if blocks.device.type == "cpu" else count
+    blocks = values.view(-1, BLOCK)
+    size = max(1, min(len(blocks), _TILE_BLOCKS) if blocks.device.type == "cpu" else len(blocks))
     spare = blocks.new_empty(size, BLOCK)
-    for start in range(0, count, max(size, 1)):
-        stop = min(start + size, count)
-        yield slice(start, stop), spare[: stop - start]
+    # Split at once: views cost as much as the arithmetic on a small tensor.
+    for tile, *rest in zip(*(tensor.split(size) for tensor in (blocks, *others)), strict=True):
+        if len(tile):
+            yield tile, spare[: len(tile)], *rest
 
 
 def _encode_floats_(values: Tensor, numbers: Tensor, spare: Tensor) -> None:
     if numbers.dtype == torch.float16:
         # Clamped, so that error feedback carries the rest; 0 * inf and 0 * nan are nan.
         largest = torch.finfo(torch.float16).max
-        torch.clamp(values, -largest, largest, out=spare).add_(values, alpha=0)
-        numbers.copy_(spare)
+        numbers.copy_(torch.clamp(values, -largest, largest, out=spare).add_(values, alpha=0))
     else:
         numbers.copy_(values)
     if numbers.dtype == values.dtype:
@@ -163,76 +166,61 @@ def _encode_floats_(values: Tensor, numbers: Tensor, spare: Tensor) -> None:
         values.sub_(spare.copy_(numbers))
 
 
-def _encode_by_maxima_(values: Tensor, records: Tensor, bits: int, spare: Tensor) -> None:
-    largest = torch.amax(torch.abs(values, out=spare), 1, keepdim=True)
-    scale = _write_scales_(records, largest.mul_(1 / (2 ** (bits - 1) - 1)).clamp_min_(_TINY))
+def _encode_by_maxima_(
+    values: Tensor, scales: Tensor, codes: Tensor, payload: str, spare: Tensor
+) -> None:
+    scale = torch.amax(torch.abs(values, out=spare), 1, keepdim=True)
+    # As it is written.
+    scale.copy_(scales.copy_(scale.mul_(1 / _LARGEST[payload]).clamp_min_(_TINY)))
     torch.mul(values, scale.reciprocal(), out=spare).round_()
     values.addcmul_(spare, scale, value=-1)
-    if bits == 4:
+    if payload == "int4":
         low, high = spare.split(BLOCK // 2, dim=1)
         spare = low.add_(high, alpha=16)
-    _codes(records).view(torch.int8).copy_(spare)
+    codes.copy_(spare)
 
 
-def _encode_int2_(values: Tensor, records: Tensor, spare: Tensor) -> None:
+def _encode_int2_(values: Tensor, scales: Tensor, codes: Tensor, spare: Tensor) -> None:
     scale = torch.linalg.vector_norm(values, dim=1, keepdim=True).mul_(_NORM_TO_INT2)
-    scale = _write_scales_(records, threshold_(scale, _SMALLEST_INT2, 0.0))
-    # 0 to 3, truncated by the conversion.
+    scale.copy_(scales.copy_(threshold_(scale, _SMALLEST_INT2, 0.0)))
     middle = (scale * _INT2_MIDDLE).clamp_min_(_TINY)
-    torch.mul(values, middle.reciprocal_(), out=spare).add_(2).clamp_(0, 3)
-    codes = spare.to(torch.int8)
-    # Four bytes of two bits each become the lowest byte of 32 bits.
-    packed = codes.view(torch.int64) >> 6
-    packed |= codes.view(torch.int64)
-    packed |= packed >> 12
-    _codes(records).copy_(packed.view(torch.int32))
-    values.addcmul_(spare.copy_(_int2_levels_(codes)), scale, value=-1)
+    # 2 - v / middle is truncated to an integer of at most 14 (a value is at most 11.4 times the
+    # root mean square), and limited to 0 to 3 where that is cheap, in a byte.
+    twos = values.new_full((1, BLOCK), 2.0)
+    torch.addcmul(twos, values, middle.reciprocal_(), value=-1, out=spare)
+    fours = spare.to(torch.int8).clamp_(0, 3).view(torch.int32)
+    # Times 2^24, 2^18, 2^12 and 2^6 the two bits of four bytes meet in the highest one.
+    codes.copy_((fours * 0x01041040).bitwise_right_shift_(24))
+    values.addcmul_(spare.copy_(_int2_levels(fours)), scale, value=-1)
 
 
-def _int2_levels_(codes: Tensor) -> Tensor:
-    """Turn the int8 0 to 3 into -10, -3, 3 and 10: 7 c - (c >> 1) - 10, eight at a time.
+def _int2_levels(fours: Tensor) -> Tensor:
+    """Return 10, 3, -3 and -10 for the bytes 0 to 3 in int32: 10 - 7 c + (c >> 1), as int8.
 
-    For bytes x - 10 is (x + 118) ^ 128, which borrows nothing from the next byte.
+    For bytes x - 128 is x ^ 128; nothing is borrowed from the next byte.
     """
-    eights = codes.view(torch.int64)
-    upper = (eights >> 1).bitwise_and_(_in_all_bytes(1))
-    eights.mul_(7).sub_(upper).add_(_in_all_bytes(118)).bitwise_xor_(_in_all_bytes(128))
-    return codes
+    levels = (fours >> 1).bitwise_and_(_in_all_bytes(1))
+    levels.add_(_in_all_bytes(138)).sub_(fours, alpha=7).bitwise_xor_(_in_all_bytes(128))
+    return levels.view(torch.int8)
 
 
 def _in_all_bytes(byte: int) -> int:
-    return int.from_bytes(bytes([byte]) * 8, "little", signed=True)
+    return int.from_bytes(bytes([byte]) * 4, "little", signed=True)
 
 
-def _integers(records: Tensor, bits: int, spare: Tensor) -> list[tuple[slice, Tensor]]:
-    """Return the integers of `records` by columns of the blocks, in the memory of `spare`."""
-    everything = slice(None)
-    if bits == 8:
-        return [(everything, spare.copy_(_codes(records).view(torch.int8)))]
-    if bits == 4:
-        half = BLOCK // 2
+def _integers(codes: Tensor, payload: str, spare: Tensor) -> list[tuple[slice, Tensor]]:
+    """Return the integers of `codes` by columns of the blocks, in the memory of `spare`."""
+    everything, half = slice(None), BLOCK // 2
+    if payload == "int8":
+        return [(everything, spare.copy_(codes.view(torch.int8)))]
+    if payload == "int4":
         low, high = spare.view(2, -1, half)
-        low.copy_(_codes(records).view(torch.int8))
+        low.copy_(codes.view(torch.int8))
         torch.mul(low, 1 / 16, out=high).round_()
         low.sub_(high, alpha=16)
         return [(slice(0, half), low), (slice(half, BLOCK), high)]
-    spread = _codes(records).to(torch.int32, memory_format=torch.contiguous_format)
-    eights = spread.view(torch.int64)
-    eights |= eights << 12
-    eights |= eights << 6
-    eights &= _in_all_bytes(3)
-    return [(everything, spare.copy_(_int2_levels_(spread.view(torch.int8))))]
-
-
-def _codes(records: Tensor) -> Tensor:
-    return records[:, _SCALE_BYTES:]
-
-
-def _write_scales_(records: Tensor, scale: Tensor) -> Tensor:
-    """Write `scale` [rows, 1] into `records` and return it as written."""
-    records[:, :_SCALE_BYTES].view(torch.bfloat16).copy_(scale)
-    return _scales(records, scale.dtype)
-
-
-def _scales(records: Tensor, dtype: torch.dtype) -> Tensor:
-    return records[:, :_SCALE_BYTES].view(torch.bfloat16).to(dtype)
+    # Nibbles 16 bits apart, then pairs of bits in bytes.
+    fours = codes.to(torch.int32, memory_format=torch.contiguous_format)
+    fours.mul_(1 + (1 << 12)).bitwise_and_(0x000F000F)
+    fours.mul_(1 + (1 << 6)).bitwise_and_(_in_all_bytes(3))
+    return [(everything, spare.copy_(_int2_levels(fours)))]

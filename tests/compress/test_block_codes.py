@@ -63,9 +63,9 @@ def scales_of(records: np.ndarray, dtype: type) -> np.ndarray:
 
 
 def int2_codes(blocks: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return 0 to 3 for what is nearest to -10, -3, 3 and 10 times the scale."""
+    """Return 0 to 3 for what is nearest to 10, 3, -3 and -10 times the scale."""
     middle = scale * blocks.dtype.type(6.5)
-    return (blocks >= 0) * 2 + np.where(blocks >= 0, blocks >= middle, blocks >= -middle)
+    return np.where(blocks > 0, blocks <= middle, 2 + (blocks <= -middle))
 
 
 def expected_bytes(blocks: np.ndarray, payload: str, scale: np.ndarray) -> np.ndarray:
@@ -114,7 +114,7 @@ def expected_values(records: np.ndarray, payload: str, kind: type) -> np.ndarray
             return np.hstack([low, (signed - low) // 16]).astype(kind) * scale
         case _:
             digits = np.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)], axis=2)
-            levels = np.array([-10, -3, 3, 10])[digits]
+            levels = np.array([10, 3, -3, -10])[digits]
             return levels.reshape(len(records), BLOCK).astype(kind) * scale
 
 
