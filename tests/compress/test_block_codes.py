@@ -63,9 +63,9 @@ def scales_of(records: np.ndarray, dtype: type) -> np.ndarray:
 
 
 def int2_codes(blocks: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return 0 to 3 for what is nearest to 10, 3, -3 and -10 times the scale."""
-    middle = scale * blocks.dtype.type(6.5)
-    return np.where(blocks > 0, blocks <= middle, 2 + (blocks <= -middle))
+    """Return 0 to 3 for what is nearest to -68, -20, 20 and 68 times the scale."""
+    middle = scale * blocks.dtype.type(44)
+    return np.where(blocks >= 0, 2 + (blocks >= middle), blocks >= -middle)
 
 
 def expected_bytes(blocks: np.ndarray, payload: str, scale: np.ndarray) -> np.ndarray:
@@ -114,7 +114,7 @@ def expected_values(records: np.ndarray, payload: str, kind: type) -> np.ndarray
             return np.hstack([low, (signed - low) // 16]).astype(kind) * scale
         case _:
             digits = np.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)], axis=2)
-            levels = np.array([10, 3, -3, -10])[digits]
+            levels = np.array([-68, -20, 20, 68])[digits]
             return levels.reshape(len(records), BLOCK).astype(kind) * scale
 
 
@@ -144,7 +144,7 @@ def test_codes_and_values_are_those_of_numpy_to_the_last_bit(payload, dtype) -> 
     if payload == "int2":
         # The sum of squares may be added up in any order: half a step of bfloat16 and a little.
         rms = np.sqrt((blocks.astype(np.float64) ** 2).mean(axis=1, keepdims=True))
-        assert np.all(np.abs(scale / (0.4528 / 3 * rms) - 1) <= 2**-8 + 1e-6)
+        assert np.all(np.abs(scale / (0.0225 * rms) - 1) <= 2**-8 + 1e-6)
     assert np.array_equal(written[:, header:], expected_bytes(blocks, payload, scale))
 
     decoded = decode(records, payload, dtype)
@@ -188,9 +188,9 @@ def sparse_blocks() -> torch.Tensor:
     [
         (noise(), 0.2),
         (torch.distributions.Laplace(0.0, 1e-6).sample((BLOCKS * BLOCK,)), 0.5),
-        (torch.distributions.StudentT(1.5).sample((BLOCKS * BLOCK,)), 0.955),
-        (torch.eye(BLOCK).flatten() * -7e-9, 0.955),
-        (sparse_blocks(), 0.955),
+        (torch.distributions.StudentT(1.5).sample((BLOCKS * BLOCK,)), 0.95),
+        (torch.eye(BLOCK).flatten() * -7e-9, 0.95),
+        (sparse_blocks(), 0.95),
     ],
     ids=["gaussian", "laplace", "heavy tails", "one-hot", "sparse"],
 )
@@ -203,7 +203,7 @@ def test_int2_always_takes_away_from_the_square(values, bound, dtype) -> None:
 def test_int2_is_lloyd_and_maxs_quantiser_of_a_gaussian() -> None:
     """Their distortion is 0.1175; a block's own scale does a little better."""
     values = torch.randn(4000 * BLOCK, generator=torch.Generator().manual_seed(3))
-    assert squares_left(values).mean() == pytest.approx(0.1165, abs=0.0015)
+    assert squares_left(values).mean() == pytest.approx(0.1163, abs=0.001)
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
