@@ -18,6 +18,7 @@ from prunex_mpi.comm.topology import build_topology, free_topology, nodes_of
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.bench.bench import bench
+from prunex_mpi.tools.bench.block_codes import block_codes
 from prunex_mpi.tools.bench.checkpoint import checkpoints
 from prunex_mpi.tools.bench.collectives import collectives
 from prunex_mpi.tools.bench.ddp import compare_with_ddp
@@ -87,6 +88,28 @@ def test_kernels_time_every_step_against_a_copy_of_the_stated_bytes(alone):
     assert len(phases.rows) == 5
     milliseconds = column(phases, "ms")
     assert milliseconds[-1] == pytest.approx(sum(milliseconds[:-1]))
+
+
+def test_codes_by_blocks_are_timed_against_a_copy_of_the_vector():
+    table = block_codes(CPU, 2, 300 * 128)
+    assert_sane(table)
+    steps = list(zip(column(table, "payload"), column(table, "step"), strict=True))
+    assert steps[:3] == [("fp32", "encode"), ("fp32", "decode"), ("fp32", "add")]
+    assert steps[-3:] == [("int8sum", "maxima"), ("int8sum", "encode"), ("int8sum", "decode")]
+    bits = dict(zip(column(table, "payload"), column(table, "bits per value"), strict=True))
+    assert bits == {
+        "fp32": 32,
+        "fp16": 16,
+        "bf16": 16,
+        "int8": 8.125,
+        "int4": 4.125,
+        "int2": 2.125,
+        "int8sum": 8.25,
+    }
+    for row in table.rows:
+        named = dict(zip(table.columns, row, strict=True))
+        assert named["times copy"] == pytest.approx(named["step ms"] / named["copy ms"])
+        assert named["aim"] == 4.0
 
 
 def test_stand_alone_steps_do_what_the_driver_does(alone):

@@ -63,9 +63,11 @@ def measure(section: str, place: Place, transport: Transport, options: Options) 
     # Imported one by one: `memory` measures what a process takes that has loaded nothing more.
     match section:
         case "kernels":
+            from prunex_mpi.tools.bench.block_codes import block_codes
             from prunex_mpi.tools.bench.kernels import kernels
 
-            return kernels(topology, settings, transport, device, repeat)
+            tables = kernels(topology, settings, transport, device, repeat)
+            return [*tables, block_codes(device, repeat)]
         case "overhead":
             from prunex_mpi.tools.bench.overhead import inside_nodes, overhead
 
