@@ -3,6 +3,9 @@
 The flat gradient is cut into buckets from its end, since backward produces the last layers first. A
 bucket's Iallreduce starts as soon as all its gradients are there and all buckets before it have
 been started, so the order of collectives is the same on every rank even if autograd's is not.
+
+The sums arrive in a vector of their own: in place, Open MPI's Iallreduce sends up to 3 times a
+bucket per rank (8 ranks) where it sends 1.75 times with separate buffers.
 """
 
 import torch
@@ -31,6 +34,7 @@ class GradientAverager:
         self.grad = grad
         staged = wire.transport.staging is not None
         self.overlap = self.comm.size > 1 and grad.device.type == "cpu" and not staged
+        self.sums = torch.empty_like(grad) if self.overlap else grad
         self.handles = []
         self.requests: list[MPI.Request] = []
         self.bounds: list[tuple[int, int]] = []
@@ -64,11 +68,11 @@ class GradientAverager:
         if self.overlap:
             # Parameters that took no part in the loss fire no hook.
             self._start(all_of_them=True)
-            self.wire.wait_(self.requests, self.grad)
+            self.wire.wait_(self.requests, self.sums)
         else:
             self.wire.reduce_(self.grad)
         if self.comm.size > 1:
-            self.grad.div_(self.comm.size)
+            torch.div(self.sums, self.comm.size, out=self.grad)
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -88,7 +92,7 @@ class GradientAverager:
             if self.missing[number] > 0 and not all_of_them:
                 break
             start, stop = self.bounds[number]
-            buffer = mpi_buffer(self.grad[start:stop])
-            self.requests.append(self.comm.Iallreduce(MPI.IN_PLACE, buffer, op=MPI.SUM))
+            mine, total = mpi_buffer(self.grad[start:stop]), mpi_buffer(self.sums[start:stop])
+            self.requests.append(self.comm.Iallreduce(mine, total, op=MPI.SUM))
         # MPI advances outstanding reductions only inside its own calls.
         MPI.Request.Testall(self.requests)

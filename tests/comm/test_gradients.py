@@ -39,7 +39,7 @@ class Branches(nn.Module):
 
 
 class Recorder:
-    """A communicator of two ranks that only notes what parts of a gradient it is handed."""
+    """A communicator of two equal ranks that notes what parts of a gradient it is handed."""
 
     size, rank = 2, 0
 
@@ -50,9 +50,12 @@ class Recorder:
     def sizes(self) -> list[int]:
         return [part.size for part in self.parts]
 
-    def Iallreduce(self, _send: object, buffer: list, op: MPI.Op) -> MPI.Request:
+    def Iallreduce(self, mine: list, total: list, op: MPI.Op) -> MPI.Request:
         assert op == MPI.SUM
-        self.parts.append(buffer[0].copy())
+        # In place, Open MPI would send more.
+        assert not np.shares_memory(mine[0], total[0])
+        self.parts.append(mine[0].copy())
+        total[0][...] = 2 * mine[0]
         return MPI.Request()
 
 
@@ -111,8 +114,11 @@ def test_reductions_start_in_one_order_whatever_backward_does(
         early = len(recorder.sizes)
         averager.finish_()
         assert recorder.sizes == expected
-        # What left early was the whole gradient; the mean over two ranks halves it.
-        assert np.array_equal(np.concatenate(recorder.parts[::-1]), 2 * grad.numpy())
+        # What left early was the whole gradient, which is also the mean of two equal ones.
+        assert np.array_equal(np.concatenate(recorder.parts[::-1]), grad.numpy())
+        alone, _, own = prepare()
+        backward(alone, 0, step, branch)
+        assert torch.equal(grad, own)
         if bucket_bytes == 1:
             # The head's two and the shared module's two are there before the unused module blocks.
             assert early == 4
@@ -134,6 +140,46 @@ def test_all_reductions_start_during_backward_when_all_parameters_take_part() ->
     averager.begin()
     loss.backward()
     assert sum(recorder.sizes) == layout.numel
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("staged", [False, True])
+def test_small_integers_are_averaged_exactly_at_each_step(
+    staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 100)
+    model, layout, grad = prepare()
+    memory = grad.data_ptr()
+    staging = torch.empty(2, 208, dtype=torch.uint8).unbind() if staged else None
+    wire = wire_of(WORLD, Transport(208, staging), "intra")
+    averager = GradientAverager(wire, model, layout, grad)
+    positions = torch.arange(layout.numel, dtype=grad.dtype)
+    for step in range(3):
+        # Divisible by the number of ranks, so that every mean is a whole number.
+        numbers = [WORLD.size * ((positions + 5 * r + 7 * step) % 11) for r in range(WORLD.size)]
+        averager.begin()
+        grad.copy_(numbers[WORLD.rank])
+        averager.finish_()
+        expected = sum(numbers) / WORLD.size
+        assert torch.equal(grad, expected)
+        # Nothing that is still under way writes there.
+        WORLD.Barrier()
+        assert torch.equal(grad, expected)
+    assert grad.data_ptr() == memory
+    assert wire.traffic.intra == (3 * grad.nbytes if WORLD.size > 1 else 0)
+    averager.close()
+
+
+def test_no_second_vector_where_nothing_overlaps() -> None:
+    model, layout, grad = prepare()
+    staging = torch.empty(2, 208, dtype=torch.uint8).unbind()
+    alone = wire_of(MPI.COMM_SELF, Transport(208))
+    for wire in (alone, wire_of(Recorder(), Transport(208, staging))):
+        averager = GradientAverager(wire, model, layout, grad)
+        assert not averager.overlap
+        assert averager.sums is grad
+    wire = wire_of(Recorder(), Transport(208))
+    assert GradientAverager(wire, model, layout, grad).sums.data_ptr() != grad.data_ptr()
 
 
 @pytest.mark.mpi
