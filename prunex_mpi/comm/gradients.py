@@ -4,8 +4,9 @@ The flat gradient is cut into buckets from its end, since backward produces the 
 bucket's Iallreduce starts as soon as all its gradients are there and all buckets before it have
 been started, so the order of collectives is the same on every rank even if autograd's is not.
 
-The sums arrive in a vector of their own: in place, Open MPI's Iallreduce sends up to 3 times a
-bucket per rank (8 ranks) where it sends 1.75 times with separate buffers.
+From 4 ranks on the sums arrive in a vector of their own. In place, Open MPI's Iallreduce goes by a
+binomial tree: one of 8 ranks sends a bucket 3 times, with separate buffers 1.75 times. With fewer
+ranks as much is sent either way, and a second vector would cost a copy.
 """
 
 import torch
@@ -19,6 +20,7 @@ from prunex_mpi.models.layout import Layout
 
 # Smaller than the payload's buckets: the first can leave early, and the last is what is waited for.
 BUCKET_BYTES = 4 * 2**20
+SEPARATE_RANKS = 4
 
 
 class GradientAverager:
@@ -34,7 +36,8 @@ class GradientAverager:
         self.grad = grad
         staged = wire.transport.staging is not None
         self.overlap = self.comm.size > 1 and grad.device.type == "cpu" and not staged
-        self.sums = torch.empty_like(grad) if self.overlap else grad
+        separate = self.overlap and self.comm.size >= SEPARATE_RANKS
+        self.sums = torch.empty_like(grad) if separate else grad
         self.handles = []
         self.requests: list[MPI.Request] = []
         self.bounds: list[tuple[int, int]] = []
@@ -92,7 +95,9 @@ class GradientAverager:
             if self.missing[number] > 0 and not all_of_them:
                 break
             start, stop = self.bounds[number]
-            mine, total = mpi_buffer(self.grad[start:stop]), mpi_buffer(self.sums[start:stop])
+            total = mpi_buffer(self.sums[start:stop])
+            separate = self.sums is not self.grad
+            mine = mpi_buffer(self.grad[start:stop]) if separate else MPI.IN_PLACE
             self.requests.append(self.comm.Iallreduce(mine, total, op=MPI.SUM))
         # MPI advances outstanding reductions only inside its own calls.
         MPI.Request.Testall(self.requests)

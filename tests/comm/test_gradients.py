@@ -39,11 +39,12 @@ class Branches(nn.Module):
 
 
 class Recorder:
-    """A communicator of two equal ranks that notes what parts of a gradient it is handed."""
+    """A communicator of equal ranks that notes what parts of a gradient it is handed."""
 
-    size, rank = 2, 0
+    rank = 0
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 2) -> None:
+        self.size = size
         self.parts: list[np.ndarray] = []
 
     @property
@@ -52,10 +53,12 @@ class Recorder:
 
     def Iallreduce(self, mine: list, total: list, op: MPI.Op) -> MPI.Request:
         assert op == MPI.SUM
-        # In place, Open MPI would send more.
-        assert not np.shares_memory(mine[0], total[0])
-        self.parts.append(mine[0].copy())
-        total[0][...] = 2 * mine[0]
+        # In place, Open MPI sends more from 4 ranks on.
+        assert (mine is MPI.IN_PLACE) == (self.size < 4)
+        operand = total[0] if mine is MPI.IN_PLACE else mine[0]
+        assert operand is total[0] or not np.shares_memory(operand, total[0])
+        self.parts.append(operand.copy())
+        total[0][...] = self.size * operand
         return MPI.Request()
 
 
@@ -96,14 +99,15 @@ def test_buckets_hold_every_element_and_every_parameter_once(
         assert (stop - start) * 8 <= bucket_bytes or len(segments) == 1
 
 
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("branch", ["left", "right", "both", "none"])
 @pytest.mark.parametrize("bucket_bytes", BUCKETS)
 def test_reductions_start_in_one_order_whatever_backward_does(
-    branch: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+    size: int, branch: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
     model, layout, grad = prepare()
-    recorder = Recorder()
+    recorder = Recorder(size)
     averager = GradientAverager(wire_of(recorder, Transport(2**20)), model, layout, grad)
     expected = [stop - start for start, stop in averager.bounds]
     for step in range(3):
@@ -114,7 +118,7 @@ def test_reductions_start_in_one_order_whatever_backward_does(
         early = len(recorder.sizes)
         averager.finish_()
         assert recorder.sizes == expected
-        # What left early was the whole gradient, which is also the mean of two equal ones.
+        # What left early was the whole gradient, which is also the mean of equal ones.
         assert np.array_equal(np.concatenate(recorder.parts[::-1]), grad.numpy())
         alone, _, own = prepare()
         backward(alone, 0, step, branch)
@@ -170,16 +174,18 @@ def test_small_integers_are_averaged_exactly_at_each_step(
     averager.close()
 
 
-def test_no_second_vector_where_nothing_overlaps() -> None:
+def test_a_second_vector_only_where_it_saves_bytes() -> None:
     model, layout, grad = prepare()
     staging = torch.empty(2, 208, dtype=torch.uint8).unbind()
     alone = wire_of(MPI.COMM_SELF, Transport(208))
-    for wire in (alone, wire_of(Recorder(), Transport(208, staging))):
+    for wire in (alone, wire_of(Recorder(4), Transport(208, staging))):
         averager = GradientAverager(wire, model, layout, grad)
         assert not averager.overlap
         assert averager.sums is grad
-    wire = wire_of(Recorder(), Transport(208))
-    assert GradientAverager(wire, model, layout, grad).sums.data_ptr() != grad.data_ptr()
+    for size in (2, 3, 4, 8):
+        averager = GradientAverager(wire_of(Recorder(size), Transport(208)), model, layout, grad)
+        assert averager.overlap
+        assert (averager.sums is grad) == (size < 4)
 
 
 @pytest.mark.mpi
