@@ -4,9 +4,9 @@ The flat gradient is cut into buckets from its end, since backward produces the 
 bucket's Iallreduce starts as soon as all its gradients are there and all buckets before it have
 been started, so the order of collectives is the same on every rank even if autograd's is not.
 
-From 4 ranks on the sums arrive in a vector of their own. In place, Open MPI's Iallreduce goes by a
-binomial tree: one of 8 ranks sends a bucket 3 times, with separate buffers 1.75 times. With fewer
-ranks as much is sent either way, and a second vector would cost a copy.
+With Open MPI the sums of 4 or more ranks arrive in a vector of their own: in place, its Iallreduce
+goes by a binomial tree, and one of 8 ranks sends a bucket 3 times in place of 1.75 times. Elsewhere
+as much is sent either way, and a second vector would cost a copy.
 """
 
 import torch
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from mpi4py import MPI
 
 from prunex_mpi.comm.collectives import mpi_buffer
+from prunex_mpi.comm.topology import library_name
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.models.layout import Layout
 
 # Smaller than the payload's buckets: the first can leave early, and the last is what is waited for.
 BUCKET_BYTES = 4 * 2**20
+# Below, Open MPI's Iallreduce takes a binomial tree in any case.
 SEPARATE_RANKS = 4
 
 
@@ -36,7 +38,7 @@ class GradientAverager:
         self.grad = grad
         staged = wire.transport.staging is not None
         self.overlap = self.comm.size > 1 and grad.device.type == "cpu" and not staged
-        separate = self.overlap and self.comm.size >= SEPARATE_RANKS
+        separate = self.overlap and sends_more_in_place(self.comm)
         self.sums = torch.empty_like(grad) if separate else grad
         self.handles = []
         self.requests: list[MPI.Request] = []
@@ -101,3 +103,8 @@ class GradientAverager:
             self.requests.append(self.comm.Iallreduce(mine, total, op=MPI.SUM))
         # MPI advances outstanding reductions only inside its own calls.
         MPI.Request.Testall(self.requests)
+
+
+def sends_more_in_place(comm: MPI.Comm) -> bool:
+    """Say whether a large Iallreduce over `comm` sends more in place than with separate buffers."""
+    return comm.size >= SEPARATE_RANKS and library_name().startswith("Open MPI")
