@@ -33,7 +33,9 @@ class RankFacts:
 
     `cores` are those that it may run on, `job_cores` how many its launcher may use on this machine.
     `clock` is the time of day when all ranks left one barrier. `gpu` and `gpu_id` are empty on the
-    CPU; `device_problem` says why there is not the device that was asked for.
+    CPU; `device_problem` says why there is not the device that was asked for. `thread_level` is
+    what MPI gives (single | funneled | serialized | multiple), `mpi_settings` what the environment
+    sets of `library.SETTINGS`.
     """
 
     rank: int
@@ -53,6 +55,8 @@ class RankFacts:
     gpus: int
     allocator: str
     launcher: str
+    thread_level: str
+    mpi_settings: dict[str, str]
     free_bytes: int
 
 

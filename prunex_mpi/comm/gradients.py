@@ -3,6 +3,10 @@
 The flat gradient is cut into buckets from its end, since backward produces the last layers first. A
 bucket's Iallreduce starts as soon as all its gradients are there and all buckets before it have
 been started, so the order of collectives is the same on every rank even if autograd's is not.
+
+With Open MPI the sums of 4 or more ranks arrive in a vector of their own: in place, its Iallreduce
+goes by a binomial tree, and one of 8 ranks sends a bucket 3 times in place of 1.75 times. Elsewhere
+as much is sent either way, and a second vector would cost a copy.
 """
 
 import torch
@@ -11,11 +15,14 @@ from torch import Tensor, nn
 from mpi4py import MPI
 
 from prunex_mpi.comm.collectives import mpi_buffer
+from prunex_mpi.comm.topology import library_name
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.models.layout import Layout
 
 # Smaller than the payload's buckets: the first can leave early, and the last is what is waited for.
 BUCKET_BYTES = 4 * 2**20
+# Below, Open MPI's Iallreduce takes a binomial tree in any case.
+SEPARATE_RANKS = 4
 
 
 class GradientAverager:
@@ -31,6 +38,8 @@ class GradientAverager:
         self.grad = grad
         staged = wire.transport.staging is not None
         self.overlap = self.comm.size > 1 and grad.device.type == "cpu" and not staged
+        separate = self.overlap and sends_more_in_place(self.comm)
+        self.sums = torch.empty_like(grad) if separate else grad
         self.handles = []
         self.requests: list[MPI.Request] = []
         self.bounds: list[tuple[int, int]] = []
@@ -64,11 +73,11 @@ class GradientAverager:
         if self.overlap:
             # Parameters that took no part in the loss fire no hook.
             self._start(all_of_them=True)
-            self.wire.wait_(self.requests, self.grad)
+            self.wire.wait_(self.requests, self.sums)
         else:
             self.wire.reduce_(self.grad)
         if self.comm.size > 1:
-            self.grad.div_(self.comm.size)
+            torch.div(self.sums, self.comm.size, out=self.grad)
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -88,7 +97,14 @@ class GradientAverager:
             if self.missing[number] > 0 and not all_of_them:
                 break
             start, stop = self.bounds[number]
-            buffer = mpi_buffer(self.grad[start:stop])
-            self.requests.append(self.comm.Iallreduce(MPI.IN_PLACE, buffer, op=MPI.SUM))
+            total = mpi_buffer(self.sums[start:stop])
+            separate = self.sums is not self.grad
+            mine = mpi_buffer(self.grad[start:stop]) if separate else MPI.IN_PLACE
+            self.requests.append(self.comm.Iallreduce(mine, total, op=MPI.SUM))
         # MPI advances outstanding reductions only inside its own calls.
         MPI.Request.Testall(self.requests)
+
+
+def sends_more_in_place(comm: MPI.Comm) -> bool:
+    """Say whether a large Iallreduce over `comm` sends more in place than with separate buffers."""
+    return comm.size >= SEPARATE_RANKS and library_name().startswith("Open MPI")

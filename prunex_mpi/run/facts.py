@@ -12,9 +12,11 @@ from pathlib import Path
 import torch
 
 import mpi4py
+from mpi4py import MPI
 
 from prunex_mpi.checks.findings import RankFacts
 from prunex_mpi.checks.launcher import describe_launcher
+from prunex_mpi.checks.library import SETTINGS
 from prunex_mpi.checks.ranks import MUST_AGREE
 from prunex_mpi.comm.agreement import gather_text
 from prunex_mpi.comm.topology import Topology, library_name
@@ -65,6 +67,8 @@ def gather_facts(
         gpus=torch.cuda.device_count(),
         allocator=allocator_settings(environment),
         launcher=describe_launcher(environment),
+        thread_level=thread_level(),
+        mpi_settings={name: environment[name] for name in SETTINGS if name in environment},
         free_bytes=free_bytes,
     )
     gathered = gather_text(topology.world, json.dumps(asdict(mine)))
@@ -92,6 +96,16 @@ def cores_of_the_job(environment: Mapping[str, str]) -> int:
         cores = 1
     allocated = environment.get("SLURM_CPUS_ON_NODE", "")
     return min(cores, int(allocated)) if allocated.isdecimal() else cores
+
+
+def thread_level() -> str:
+    """Return how many threads may call MPI: single | funneled | serialized | multiple."""
+    return {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }[MPI.Query_thread()]
 
 
 def describe_gpu(device: torch.device) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.models.layout import Layout, build_layout, flatten_
 
 WORLD = MPI.COMM_WORLD
+LIBRARIES = ("Open MPI v5.0.11", "MPICH 5.0.2")
 BUCKETS = (1, 100, 400, 4 * 2**20)  # bytes: one parameter, a few, a few more, all
 
 
@@ -39,20 +40,26 @@ class Branches(nn.Module):
 
 
 class Recorder:
-    """A communicator of two ranks that only notes what parts of a gradient it is handed."""
+    """A communicator of equal ranks that notes what parts of a gradient it is handed."""
 
-    size, rank = 2, 0
+    rank = 0
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 2, in_place: bool = True) -> None:
+        self.size = size
+        self.in_place = in_place
         self.parts: list[np.ndarray] = []
 
     @property
     def sizes(self) -> list[int]:
         return [part.size for part in self.parts]
 
-    def Iallreduce(self, _send: object, buffer: list, op: MPI.Op) -> MPI.Request:
+    def Iallreduce(self, mine: list, total: list, op: MPI.Op) -> MPI.Request:
         assert op == MPI.SUM
-        self.parts.append(buffer[0].copy())
+        assert (mine is MPI.IN_PLACE) == self.in_place
+        operand = total[0] if mine is MPI.IN_PLACE else mine[0]
+        assert operand is total[0] or not np.shares_memory(operand, total[0])
+        self.parts.append(operand.copy())
+        total[0][...] = self.size * operand
         return MPI.Request()
 
 
@@ -93,14 +100,16 @@ def test_buckets_hold_every_element_and_every_parameter_once(
         assert (stop - start) * 8 <= bucket_bytes or len(segments) == 1
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("branch", ["left", "right", "both", "none"])
 @pytest.mark.parametrize("bucket_bytes", BUCKETS)
 def test_reductions_start_in_one_order_whatever_backward_does(
-    branch: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+    library: str, branch: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
     model, layout, grad = prepare()
-    recorder = Recorder()
+    monkeypatch.setattr(gradients, "library_name", lambda: library)
+    recorder = Recorder(4, in_place=library == LIBRARIES[1])
     averager = GradientAverager(wire_of(recorder, Transport(2**20)), model, layout, grad)
     expected = [stop - start for start, stop in averager.bounds]
     for step in range(3):
@@ -111,8 +120,11 @@ def test_reductions_start_in_one_order_whatever_backward_does(
         early = len(recorder.sizes)
         averager.finish_()
         assert recorder.sizes == expected
-        # What left early was the whole gradient; the mean over two ranks halves it.
-        assert np.array_equal(np.concatenate(recorder.parts[::-1]), 2 * grad.numpy())
+        # What left early was the whole gradient, which is also the mean of equal ones.
+        assert np.array_equal(np.concatenate(recorder.parts[::-1]), grad.numpy())
+        alone, _, own = prepare()
+        backward(alone, 0, step, branch)
+        assert torch.equal(grad, own)
         if bucket_bytes == 1:
             # The head's two and the shared module's two are there before the unused module blocks.
             assert early == 4
@@ -134,6 +146,54 @@ def test_all_reductions_start_during_backward_when_all_parameters_take_part() ->
     averager.begin()
     loss.backward()
     assert sum(recorder.sizes) == layout.numel
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("staged", [False, True])
+def test_small_integers_are_averaged_exactly_at_each_step(
+    library: str, staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "library_name", lambda: library)
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 100)
+    model, layout, grad = prepare()
+    memory = grad.data_ptr()
+    staging = torch.empty(2, 208, dtype=torch.uint8).unbind() if staged else None
+    wire = wire_of(WORLD, Transport(208, staging), "intra")
+    averager = GradientAverager(wire, model, layout, grad)
+    positions = torch.arange(layout.numel, dtype=grad.dtype)
+    for step in range(3):
+        # Divisible by the number of ranks, so that every mean is a whole number.
+        numbers = [WORLD.size * ((positions + 5 * r + 7 * step) % 11) for r in range(WORLD.size)]
+        averager.begin()
+        grad.copy_(numbers[WORLD.rank])
+        averager.finish_()
+        expected = sum(numbers) / WORLD.size
+        assert torch.equal(grad, expected)
+        # Nothing that is still under way writes there.
+        WORLD.Barrier()
+        assert torch.equal(grad, expected)
+    assert grad.data_ptr() == memory
+    assert wire.traffic.intra == (3 * grad.nbytes if WORLD.size > 1 else 0)
+    averager.close()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_second_vector_only_where_it_saves_bytes(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "library_name", lambda: library)
+    model, layout, grad = prepare()
+    staging = torch.empty(2, 208, dtype=torch.uint8).unbind()
+    alone = wire_of(MPI.COMM_SELF, Transport(208))
+    for wire in (alone, wire_of(Recorder(4), Transport(208, staging))):
+        averager = GradientAverager(wire, model, layout, grad)
+        assert not averager.overlap
+        assert averager.sums is grad
+    for size in (2, 3, 4, 8):
+        averager = GradientAverager(wire_of(Recorder(size), Transport(208)), model, layout, grad)
+        assert averager.overlap
+        assert (averager.sums is not grad) == (size > 3 and library.startswith("Open MPI"))
 
 
 @pytest.mark.mpi

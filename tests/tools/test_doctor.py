@@ -18,6 +18,7 @@ from prunex_mpi import doctor
 from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.checks import gpus as findings_gpu
+from prunex_mpi.checks import library as findings_mpi
 from prunex_mpi.checks import ranks as findings_ranks
 from prunex_mpi.checks.findings import SEVERITIES, Finding, RankFacts, errors, listed, per_machine
 from prunex_mpi.checks.launcher import check_launcher, describe_launcher, launcher_rank
@@ -29,6 +30,7 @@ from prunex_mpi.run.facts import (
     existing_folder,
     from_json,
     gather_facts,
+    thread_level,
 )
 from prunex_mpi.tools.doctor import examine
 from prunex_mpi.tools.doctor import folder as doctor_folder
@@ -57,6 +59,8 @@ RANK = RankFacts(
     gpus=0,
     allocator="",
     launcher="srun (PMIx)",
+    thread_level="multiple",
+    mpi_settings={},
     free_bytes=2**40,
 )
 # Two machines of two ranks, all well.
@@ -77,6 +81,12 @@ def with_gpus(ranks: list[RankFacts], names: list[str], gpus: int = 2) -> list[R
 def changed(rank: int, **changes: object) -> list[RankFacts]:
     """Return the job with one rank changed."""
     return [replace(r, **changes) if r.rank == rank else r for r in JOB]
+
+
+def under(library: str, ranks: list[RankFacts] = JOB, **settings: str) -> list[RankFacts]:
+    """Give the ranks another MPI library and a changed environment."""
+    versions = {**RANK.versions, "mpi": library}
+    return [replace(rank, versions=versions, mpi_settings=settings) for rank in ranks]
 
 
 def the_only(findings: list[Finding], severity: str, *words: str) -> Finding:
@@ -263,6 +273,187 @@ def test_cuda_awareness_is_what_the_probe_says(
 
 
 @pytest.mark.parametrize(
+    ("requested", "kind", "claimed", "probed", "through_host"),
+    [
+        ("auto", "cpu", None, None, False),
+        ("host", "cpu", None, None, False),
+        ("host", "cuda", True, None, True),
+        ("auto", "cuda", False, None, True),
+        ("auto", "cuda", True, None, False),
+        ("auto", "cuda", True, PASSED, False),
+        ("auto", "cuda", None, CRASHED, True),
+        ("device", "cuda", True, CRASHED, False),
+    ],
+)
+def test_tensors_go_through_host_memory_where_that_is_known(
+    requested: str,
+    kind: str,
+    claimed: bool | None,
+    probed: dict[str, str] | None,
+    through_host: bool,
+) -> None:
+    assert findings_gpu.goes_through_host(requested, kind, claimed, probed) == through_host
+
+
+OPEN_MPI, MPICH = "Open MPI v5.0.11", "MPICH 5.0.2"
+INTEL, CRAY = "Intel(R) MPI Library 2021.14 for Linux* OS", "MPI VERSION : CRAY MPICH version 9"
+# Two machines of one rank, two of four, one of four.
+PAIR = [replace(JOB[0]), replace(JOB[2], rank=1)]
+EIGHT = [replace(RANK, rank=i, host=("alpha", "beta")[i // 4], node=i // 4) for i in range(8)]
+ALONE = [replace(RANK, rank=i) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("library", "settings", "remedy"),
+    [
+        (OPEN_MPI, {}, "take an MPI that gives MPI_THREAD_MULTIPLE"),
+        (MPICH, {}, "take an MPI that gives MPI_THREAD_MULTIPLE"),
+        (CRAY, {}, "set MPICH_MAX_THREAD_SAFETY=multiple"),
+        (MPICH, {"MPI4PY_RC_THREAD_LEVEL": "single"}, "unset MPI4PY_RC_THREAD_LEVEL"),
+        (OPEN_MPI, {"OMPI_MPI_THREAD_LEVEL": "2"}, "unset OMPI_MPI_THREAD_LEVEL"),
+    ],
+)
+@pytest.mark.parametrize("level", ["single", "funneled", "serialized"])
+def test_overlap_needs_an_mpi_for_several_threads(
+    library: str, settings: dict[str, str], remedy: str, level: str
+) -> None:
+    check = findings_mpi.check_thread_level
+    job = under(library, **settings)
+    the_only(check(job), "ok", "MPI_THREAD_MULTIPLE")
+    job[3] = replace(job[3], thread_level=level)
+    found = the_only(check(job), "warning", f"MPI_THREAD_{level.upper()} on beta", "overlap-steps")
+    assert found.remedy.startswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("library", "variable"),
+    [
+        (OPEN_MPI, ""),
+        (MPICH, "MPIR_CVAR_ASYNC_PROGRESS"),
+        (INTEL, "I_MPI_ASYNC_PROGRESS"),
+        (CRAY, "MPICH_ASYNC_PROGRESS"),
+        ("M", ""),
+    ],
+)
+def test_progress_is_told_and_nothing_to_worry_about(library: str, variable: str) -> None:
+    check = findings_mpi.check_progress
+    found = the_only(check(under(library)), "note", "nothing needs to be done")
+    assert found.remedy.startswith(variable) and bool(found.remedy) == bool(variable)
+    assert check(under(library)[:1]) == []
+    if variable:
+        assert check(under(library, **{variable: "1"})) == []
+        the_only(check(under(library, **{variable: "0"})), "note")
+        the_only(check(under(library, **{variable: "off"})), "note")
+        some = [*under(library, **{variable: "1"})[:3], under(library)[3]]
+        the_only(check(some), "note")
+
+
+@pytest.mark.parametrize(
+    ("library", "ranks", "staged", "severity"),
+    [
+        (OPEN_MPI, PAIR, False, "note"),
+        (OPEN_MPI, JOB[1:], False, "note"),
+        (OPEN_MPI, JOB, False, None),
+        (OPEN_MPI, EIGHT, False, None),
+        (OPEN_MPI, PAIR, True, "warning"),
+        (OPEN_MPI, EIGHT, True, "warning"),
+        ("Open MPI v5.1.0", PAIR, False, "note"),
+        ("Open MPI v4.1.6", PAIR, True, None),
+        (MPICH, PAIR, True, None),
+        (INTEL, PAIR, True, None),
+        (OPEN_MPI, ALONE[:2], True, None),
+    ],
+)
+def test_binomial_sums_of_open_mpi_are_told_where_they_cost(
+    library: str, ranks: list[RankFacts], staged: bool, severity: str | None
+) -> None:
+    variable = "OMPI_MCA_coll_libnbc_iallreduce_algorithm"
+
+    def check(**settings: str) -> list[Finding]:
+        return findings_mpi.check_reductions(under(library, ranks, **settings), staged)
+
+    if severity is None:
+        assert check() == []
+        return
+    what = "GPUs exchange through host memory" if staged else f"that {len(ranks)} ranks exchange"
+    found = the_only(check(), severity, "binomial", what)
+    assert f"{variable}=1" in found.remedy
+    for value in ("1", "ring", "3", "rabenseifner"):
+        assert check(**{variable: value}) == []
+    for value in ("0", "2", "4", "binomial"):
+        the_only(check(**{variable: value}), severity)
+
+
+@pytest.mark.parametrize(
+    ("library", "ranks", "severity"),
+    [
+        (OPEN_MPI, JOB, "note"),
+        (OPEN_MPI, JOB[:3], "note"),
+        (OPEN_MPI, [replace(rank, node=rank.rank) for rank in JOB], "warning"),
+        (OPEN_MPI, PAIR, None),
+        (OPEN_MPI, ALONE, None),
+        ("Open MPI v5.1.0", JOB, None),
+        ("Open MPI v4.1.6", JOB, None),
+        (MPICH, JOB, None),
+        (INTEL, JOB, None),
+    ],
+)
+def test_small_segments_of_han_are_told_where_it_is_used(
+    library: str, ranks: list[RankFacts], severity: str | None
+) -> None:
+    def check(**settings: str) -> list[Finding]:
+        return findings_mpi.check_segments(under(library, ranks, **settings))
+
+    if severity is None:
+        assert check() == []
+        return
+    words = "over the leaders" if severity == "warning" else "--aggregation flat"
+    found = the_only(check(), severity, "64 KiB", words)
+    assert found.remedy.startswith("set OMPI_MCA_coll_han_allreduce_segsize=524288")
+    for setting, value in (
+        ("OMPI_MCA_coll_han_allreduce_segsize", "524288"),
+        ("OMPI_MCA_coll", "^han"),
+        ("OMPI_MCA_coll", "^adapt,han"),
+        ("OMPI_MCA_coll", "basic,tuned,libnbc"),
+        ("OMPI_MCA_coll_han_priority", "0"),
+    ):
+        assert check(**{setting: value}) == []
+    for setting, value in (
+        ("OMPI_MCA_coll_han_allreduce_segsize", "65536"),
+        ("OMPI_MCA_coll", "^adapt"),
+        ("OMPI_MCA_coll", "han,basic,tuned"),
+        ("OMPI_MCA_coll", ""),
+        ("OMPI_MCA_coll_han_priority", "90"),
+    ):
+        the_only(check(**{setting: value}), severity)
+
+
+def test_algorithms_must_be_those_of_all_ranks() -> None:
+    check = findings_mpi.check_agreement
+    reductions, segments = findings_mpi.REDUCTIONS, findings_mpi.HAN_SEGMENTS
+    assert check(under(OPEN_MPI)) == []
+    assert check(under(OPEN_MPI, **{reductions: "1", segments: "524288"})) == []
+    mixed = under(OPEN_MPI, JOB[:2]) + under(OPEN_MPI, JOB[2:], **{reductions: "1"})
+    found = the_only(check(mixed), "error", f"{reductions} is unset on alpha, 1 on beta")
+    assert found.remedy.endswith(f"mpirun -x {reductions}")
+    mixed = under(OPEN_MPI, JOB[:2], **{segments: "65536"}) + under(OPEN_MPI, JOB[2:])
+    the_only(check(mixed), "error", f"{segments} is 65536 on alpha, unset on beta")
+    # One machine has no use for these; another library for none of them.
+    assert check([replace(rank, host="alpha") for rank in mixed]) == []
+    assert check(under(MPICH, JOB[:2], **{reductions: "1"}) + under(MPICH, JOB[2:])) == []
+
+
+def test_all_of_the_library_is_looked_at_together() -> None:
+    job = [replace(rank, thread_level="single") for rank in under(OPEN_MPI, PAIR + JOB[1:2])]
+    found = findings_mpi.check_library(job, staged=True)
+    subjects = ["MPI threads", "MPI progress", "MPI sums", "MPI segments"]
+    assert [finding.subject for finding in found] == subjects
+    assert errors(found) == []
+    assert {f.severity for f in findings_mpi.check_library(under(MPICH), True)} == {"ok", "note"}
+    the_only(findings_mpi.check_library(under(OPEN_MPI, JOB[:1]), False), "ok")
+
+
+@pytest.mark.parametrize(
     ("variables", "name", "rank"),
     [
         ({}, "none", 0),
@@ -430,6 +621,10 @@ def test_facts_of_all_ranks_reach_rank_zero(ranks_per_node: int) -> None:
         assert rank.job_cores >= len(rank.cores)
         assert rank.threads >= 1
         assert set(rank.versions) == {"prunex_mpi", "torch", "python", "mpi4py", "mpi"}
+        assert rank.thread_level == thread_level()
+        assert rank.mpi_settings == {
+            name: os.environ[name] for name in findings_mpi.SETTINGS if name in os.environ
+        }
     assert max(r.clock for r in facts) - min(r.clock for r in facts) < 1
     assert findings_ranks.check_versions(facts)[0].severity == "ok"
 
@@ -554,6 +749,15 @@ def test_program_under_the_launcher(tmp_path: Path) -> None:
     assert {link["what"] for link in found["links"]} == {"latency", "bandwidth", "Allreduce"}
     assert not any(f["severity"] == "error" for f in found["findings"])
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+
+
+@pytest.mark.jobs
+def test_program_says_what_the_library_lacks(tmp_path: Path) -> None:
+    arguments = ["-m", "prunex_mpi.doctor", "--quick", "--device", "cpu"]
+    ended = run_job(2, arguments, tmp_path, MPI4PY_RC_THREAD_LEVEL="serialized")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for words in ("MPI_THREAD_SERIALIZED", "unset MPI4PY_RC_THREAD_LEVEL", "MPI progress"):
+        assert ended.stdout.count(words) == 1, ended.stdout
 
 
 @pytest.mark.jobs

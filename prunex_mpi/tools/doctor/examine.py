@@ -11,8 +11,9 @@ from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.files import prepare_file, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.checks.findings import Finding, errors
-from prunex_mpi.checks.gpus import check_mpi_buffers
+from prunex_mpi.checks.gpus import check_mpi_buffers, goes_through_host
 from prunex_mpi.checks.launcher import check_launcher, launcher_rank
+from prunex_mpi.checks.library import check_library
 from prunex_mpi.checks.ranks import check_ranks, check_shared_folder
 from prunex_mpi.comm.agreement import broadcast_text, together
 from prunex_mpi.comm.topology import Topology, nodes_of
@@ -45,9 +46,11 @@ def examine(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
         heartbeat.enter("probe")
         claimed, probed = ask_mpi(topology, settings.mpi_buffers, device, options.quick, heartbeat)
         if world.rank == 0:
+            staged = goes_through_host(settings.mpi_buffers, device.type, claimed, probed)
             findings = [
                 *findings,
                 *check_ranks(facts, settings.mpi_buffers, settings.ranks_per_node > 0),
+                *check_library(facts, staged),
                 *check_shared_folder(settings.run_dir, problems),
                 *check_mpi_buffers(settings.mpi_buffers, device.type, claimed, probed),
             ]
