@@ -88,7 +88,7 @@ UNION = {**PAPER, "penalty": "fixed", "residuals": "off", "eps_abs": 0.0, "eps_r
 SCENARIOS |= {
     "recipe-behind": {**RECIPE, **BEHIND},
     "recipe-admm-int4-behind": {**COUPLED, **BEHIND, "after_freeze": "admm", "payload": "int4"},
-    "recipe-int4-behind-all-steps": {
+    "recipe-int4-all-behind": {
         **COUPLED,
         **BEHIND,
         "payload": "int4",
