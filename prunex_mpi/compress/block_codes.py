@@ -66,9 +66,10 @@ def encode_(values: Tensor, records: Tensor, payload: str) -> None:
         for block, spare, numbers in _tiles(values, records.view(_FLOATS[payload])):
             _encode_floats_(block, numbers, spare)
         return
+    twos = values.new_full((1, BLOCK), 2.0)
     for block, spare, scales, codes in _tiles(values, *_parts(records)):
         if payload == "int2":
-            _encode_int2_(block, scales, codes, spare)
+            _encode_int2_(block, scales, codes, spare, twos)
         else:
             _encode_by_maxima_(block, scales, codes.view(torch.int8), payload, spare)
 
@@ -182,14 +183,15 @@ def _encode_by_maxima_(
     codes.copy_(spare)
 
 
-def _encode_int2_(values: Tensor, scales: Tensor, codes: Tensor, spare: Tensor) -> None:
+def _encode_int2_(
+    values: Tensor, scales: Tensor, codes: Tensor, spare: Tensor, twos: Tensor
+) -> None:
     scale = torch.linalg.vector_norm(values, dim=1, keepdim=True).mul_(_NORM_TO_INT2)
     scale.copy_(scales.copy_(threshold_(scale, _SMALLEST_INT2, 0.0)))
-    middle = (scale * _INT2_MIDDLE).clamp_min_(_TINY)
     # v / middle + 2 is truncated to an integer of at most 13 (a value is at most 11.4 times the
     # root mean square), and limited to 0 to 3 where that is cheap, in a byte.
-    twos = values.new_full((1, BLOCK), 2.0)
-    torch.addcmul(twos, values, middle.reciprocal_(), out=spare)
+    inverse = scale.clamp_min(_TINY).reciprocal_()
+    torch.addcmul(twos, values, inverse, value=1 / _INT2_MIDDLE, out=spare)
     fours = spare.to(torch.int8).clamp_(0, 3).view(torch.int32)
     # Times 2^24, 2^18, 2^12 and 2^6 the two bits of four bytes meet in the highest one.
     codes.copy_((fours * 0x01041040).bitwise_right_shift_(24))
