@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 # In the order in which a run comes to them.
 PHASES = (
-    *("start", "data", "model", "local", "intra", "project", "inter", "dual", "evaluate"),
+    *("start", "data", "model", "trial", "local", "intra", "project", "inter", "dual", "evaluate"),
     *("record", "checkpoint", "finish"),
 )
 

@@ -127,7 +127,6 @@ def build_problem(
         tensor.detach().copy_(flat.view(tensor.shape))
     # From here on the ranks' random numbers differ (dropout); the shards' order has its own.
     torch.manual_seed(settings.seed * topology.world_size + topology.world.rank)
-    steps = settings.local_steps or max(1, round(settings.local_epochs * stream.steps_per_epoch))
     return Problem(
         model=model,
         forward=torch.compile(model) if settings.compile else model,
@@ -136,10 +135,17 @@ def build_problem(
         train_shard=dataset.train,
         test=dataset.test,
         batches=partial(evaluation_batches, look=look),
-        steps=steps,
+        steps=steps_of(settings, stream),
         mean=mean,
         std=std,
     )
+
+
+def steps_of(settings: Settings, stream: BatchStream) -> int:
+    """Return the local steps per outer iteration: as given, or by epochs."""
+    if settings.local_steps > 0:
+        return settings.local_steps
+    return max(1, round(settings.local_epochs * stream.steps_per_epoch))
 
 
 def _floating(model: torch.nn.Module) -> list[torch.Tensor]:

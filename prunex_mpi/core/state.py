@@ -23,7 +23,13 @@ from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.masks import Factors, apply_factors_, build_factors
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, OWN_MOMENTUM, REMOVING
+from prunex_mpi.settings.methods import (
+    BY_ITERATION,
+    CONSENSUS,
+    EVERY_RANK_ALONE,
+    OWN_MOMENTUM,
+    REMOVING,
+)
 
 # `own.` tensors of a method's memory are each rank's: parts of a vector whose sum over all ranks is
 # what counts, such as the gradient that has not been sent yet; on other nodes the sum is dealt out
@@ -62,7 +68,8 @@ class Problem:
 class Position:
     """Where a run stands: all that the driver remembers from one local step to the next.
 
-    `step` counts the local steps that outer iteration `iteration` has behind it; the sums of
+    `step` counts the local steps that outer iteration `iteration` has behind it, `steps_done` those
+    of the outer iterations before; the sums of
     losses, the bytes and the seconds so far are this rank's own. `under_way`, where what
     the last outer iteration has exchanged is no part of z yet, says as what it travels: PLAIN or
     CODED.
@@ -70,6 +77,7 @@ class Position:
 
     iteration: int = 1
     step: int = 0
+    steps_done: int = 0
     loss_sum: float = 0.0
     loss_count: float = 0.0
     traffic: Traffic = field(default_factory=Traffic)
@@ -206,7 +214,7 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
         mask=mask,
         factors=build_factors(mask, groups, theta.device, theta.dtype),
         plan=build_plan(layout, groups, mask, theta.device),
-        memory={} if settings.payload == "fp32" else memory_of_rounding(theta, stats),
+        memory=memory_of_rounding(theta, stats) if sends_codes(settings) else {},
         whole=Whole(
             layout, stats.numel(), tuple((name, b.shape) for name, b in model.named_buffers())
         ),
@@ -219,6 +227,11 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
 def new_payload(theta: Tensor, parameters: int, stats: int) -> Tensor:
     """Allocate the memory of messages of so many parameters and BatchNorm statistics."""
     return theta.new_empty(whole_blocks(parameters) + whole_blocks(stats))
+
+
+def sends_codes(settings: Settings) -> bool:
+    """Say whether nodes, where there are several, exchange fewer bits than parameters have."""
+    return settings.method in BY_ITERATION and settings.payload != "fp32"
 
 
 def memory_of_rounding(theta: Tensor, stats: Tensor) -> dict[str, Tensor]:
@@ -302,6 +315,7 @@ def next_iteration(position: Position, loss: float) -> None:
     if position.first_loss is None:
         position.first_loss = loss
     position.iteration += 1
+    position.steps_done += position.step
     begin_iteration(position)
 
 

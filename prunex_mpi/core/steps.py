@@ -11,6 +11,8 @@ from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR, learning_rate
 from prunex_mpi.core.state import Work
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.methods import PRUNING_ONCE
 
 
 @contextmanager
@@ -55,11 +57,11 @@ def backward(work: Work, loss: Tensor) -> Tensor:
 
 def step_optimizer_(work: Work) -> None:
     """Move theta along the unscaled gradient, at the learning rate of this step of the run."""
-    state, settings, steps = work.state, work.settings, work.problem.steps
+    state, settings = work.state, work.settings
     position = state.position
     state.optimizer.param_groups[0]["lr"] = learning_rate(
         steps_taken(work),
-        settings.outer_iterations * steps,
+        total_steps(settings, work.problem.steps),
         base=settings.lr * ROLLBACK_FACTOR**position.rollbacks,
         schedule=settings.lr_schedule,
         warmup=settings.lr_warmup,
@@ -72,7 +74,29 @@ def step_optimizer_(work: Work) -> None:
 def steps_taken(work: Work) -> int:
     """Return how many local steps of the run lie behind."""
     position = work.state.position
-    return (position.iteration - 1) * work.problem.steps + position.step
+    return position.steps_done + position.step
+
+
+def local_steps(work: Work) -> int:
+    """Return the number of local steps of the outer iteration under way."""
+    frozen = work.settings.frozen_local_steps if work.state.frozen else 0
+    return frozen or work.problem.steps
+
+
+def total_steps(settings: Settings, steps: int) -> int:
+    """Return the local steps of a run with `steps` per outer iteration until pruning is done."""
+    outer, frozen = settings.outer_iterations, settings.frozen_local_steps
+    if not frozen:
+        return outer * steps
+    until = settings.freeze_iteration
+    if settings.method in PRUNING_ONCE:
+        until = settings.prune_iteration
+    return until * steps + (outer - until) * frozen
+
+
+def steps_behind(work: Work) -> int:
+    """Return the local steps that an exchange runs behind, the same share of all at any stage."""
+    return -(-work.settings.overlap_steps * local_steps(work) // work.problem.steps)
 
 
 def loss_sums(work: Work) -> Tensor:

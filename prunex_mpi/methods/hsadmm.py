@@ -59,8 +59,10 @@ from prunex_mpi.core.steps import (
     add_loss_,
     averaging,
     forward_backward,
+    local_steps,
     loss_sums,
     step_optimizer_,
+    steps_behind,
     stops_here,
 )
 from prunex_mpi.models import batchnorm
@@ -163,11 +165,12 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
     losses = loss_sums(work)
     started = time.perf_counter()
     work.problem.model.train()
-    while position.step < work.problem.steps:
+    steps, arrival = local_steps(work), steps_behind(work)
+    while position.step < steps:
         if stops_here(work, losses, started):
             return None
         work.heartbeat.beat(position.step)
-        if position.under_way and position.step >= settings.overlap_steps:
+        if position.under_way and position.step >= arrival:
             z_arrives(work)
         if averager is not None:
             averager.begin()

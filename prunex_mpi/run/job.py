@@ -19,7 +19,13 @@ from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline, stop_agreement
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.problem import build_problem, load_dataset, make_groups, make_model
+from prunex_mpi.core.problem import (
+    build_problem,
+    load_dataset,
+    make_groups,
+    make_model,
+    steps_of,
+)
 from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.exchanges import memory_of
@@ -30,6 +36,15 @@ from prunex_mpi.run.dry_run import dry_run
 from prunex_mpi.run.facts import recorded_versions
 from prunex_mpi.run.start import find_transport, heed_findings, refuse_lone_singleton, take_places
 from prunex_mpi.run.supervision import Checkpoints, run_to_end
+from prunex_mpi.run.tuning import (
+    describe_choice,
+    goes_behind_steps,
+    is_left_to_measure,
+    measure,
+    refuse_impossible_exchange,
+    trial_of,
+    tuned,
+)
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import EVERY_RANK_ALONE
@@ -47,8 +62,8 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
     set_up_logging(world.rank, world.size)
     refuse_lone_singleton(world)
     versions = recorded_versions()
-    config = to_toml(settings, versions)
-    require_same(world, "the settings or the versions of the software", config)
+    same = to_toml(settings, versions)
+    require_same(world, "the settings or the versions of the software", same)
     # Without leaders every rank is a node of its own.
     ranks_per_node = 1 if settings.method in EVERY_RANK_ALONE else settings.ranks_per_node
     with take_places(world, ranks_per_node, settings.device) as place:
@@ -62,9 +77,13 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             return 0
         heed_findings(place, settings)
         transport = find_transport(place, settings)
-        work = set_up(topology, settings, device, transport, heartbeat)
+        refuse_impossible_exchange(topology, settings)
+        heartbeat.enter("data")
+        dataset = load_dataset(topology, settings)
+        settings = measured(topology, settings, dataset, device, transport, heartbeat)
+        work = assemble(topology, settings, dataset, device, transport, heartbeat)
         heartbeat.beat(3)
-        with open_run(world, settings, config) as (path, files):
+        with open_run(world, settings, to_toml(settings, versions)) as (path, files):
             together(world, lambda: watchdog.share(path / "heartbeats", world.size))
             if settings.resume:
                 if broadcast_text(world, _complete(world, files)):
@@ -81,7 +100,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             deadline = find_deadline(settings.time_limit, started)
             with (
                 stop_agreement(topology.world, received, deadline) as stop,
-                exchanging_behind(topology, settings.overlap_steps != 0) as behind,
+                exchanging_behind(topology, goes_behind_steps(settings)) as behind,
             ):
                 work = replace(work, stop=stop, behind=behind)
                 status = run_to_end(topology, files, work, checkpoints)
@@ -147,6 +166,26 @@ def assemble(
     state.memory |= memory_of(settings, layout, state.theta)
     heartbeat.beat(2)
     return Work(state, problem, settings, transport, heartbeat)
+
+
+def measured(
+    topology: Topology,
+    settings: Settings,
+    dataset: Dataset,
+    device: torch.device,
+    transport: Transport,
+    heartbeat: Heartbeat,
+) -> Settings:
+    """Return the settings with what is left to be measured, by a trial. Collective on `world`."""
+    if not is_left_to_measure(settings):
+        return settings
+    trial = assemble(topology, trial_of(settings), dataset, device, transport, heartbeat)
+    heartbeat.enter("trial")
+    before, after = measure(topology, trial)
+    nominal = steps_of(settings, trial.problem.train)
+    chosen = together(topology.world, lambda: tuned(settings, nominal, before, after))
+    log.info("%s", describe_choice(chosen, before, after))
+    return chosen
 
 
 @contextmanager

@@ -40,6 +40,8 @@ from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.models import batchnorm
 from prunex_mpi.settings.methods import PER_STEP
 
+UNKNOWN = -1
+
 Tensors = dict[str, Tensor]
 Numbers = dict[str, Any]
 
@@ -233,6 +235,7 @@ def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, work: Work) 
         state.stats.copy_(tensors["stats"])
         _put_message(topology, tensors, state, transport)
     _put_position(state.position, numbers["position"])
+    _count_steps_(state.position, problem)
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(numbers["scaler"])
     stream = problem.train
@@ -306,6 +309,7 @@ def put_common(
         buffer.copy_(flat.view(buffer.shape))
     batchnorm.write(state.bn_modules, stats.div_(old_size))
     _put_position(state.position, common["position"])
+    _count_steps_(state.position, problem)
     begin_iteration(state.position)
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(common["scaler"])
@@ -356,6 +360,12 @@ def _put_position(position: Position, values: dict[str, Any]) -> None:
             setattr(position, name, value)
 
 
+def _count_steps_(position: Position, problem: Problem) -> None:
+    """Fill in the steps of an older checkpoint, which was of a run that took as many each time."""
+    if position.steps_done == UNKNOWN:
+        position.steps_done = (position.iteration - 1) * problem.steps
+
+
 def upgraded(numbers: Any) -> Any:
     """Return the numbers of a checkpoint in the form that is written now.
 
@@ -365,10 +375,11 @@ def upgraded(numbers: Any) -> Any:
     position = numbers.get("position") if isinstance(numbers, dict) else None
     if not isinstance(position, dict):
         return numbers
-    new = asdict(Position())
+    new = asdict(Position(steps_done=UNKNOWN))
     if isinstance(position.get("clock"), dict):
         clock = {"behind": 0.0, **position["clock"]}
-        return {**numbers, "position": {"under_way": "", **position, "clock": clock}}
+        unknown = {"under_way": "", "steps_done": UNKNOWN}
+        return {**numbers, "position": {**unknown, **position, "clock": clock}}
     if "local_seconds" not in position:
         return numbers
     old = {**position}

@@ -5,7 +5,8 @@ from typing import Any
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import BY_GROUPS, CONSENSUS, WITH_RESIDUAL
+from prunex_mpi.settings.methods import BY_GROUPS, BY_ITERATION, CONSENSUS, WITH_RESIDUAL
+from prunex_mpi.settings.values import AUTO
 
 
 def first_at_target(values: Mapping[str, Any]) -> int:
@@ -19,6 +20,7 @@ def check_together(settings: Settings) -> None:
     if not s.local_epochs and not s.local_steps:
         raise UserError("local-epochs and local-steps are both 0; give one of them")
     _check_rival(s)
+    _check_interval(s)
     if s.method not in BY_GROUPS:
         return
     if len(s.keep_ratio) not in (1, len(s.groups)):
@@ -61,6 +63,43 @@ def check_together(settings: Settings) -> None:
             raise UserError(
                 f"{key} {rho} must lie between rho-min {s.rho_min} and rho-max {s.rho_max}"
             )
+
+
+def _check_interval(settings: Settings) -> None:
+    """Refuse what does not fit together in when and how often nodes exchange."""
+    s = settings
+    if s.method not in BY_ITERATION:
+        return
+    if s.local_steps == AUTO and not s.local_epochs:
+        raise UserError("local-steps auto needs local-epochs, which say how long the run is")
+    if s.local_steps == AUTO and s.frozen_local_steps:
+        raise UserError("frozen-local-steps is chosen with local-steps auto; leave it away")
+    freezes_at = s.freeze_iteration if s.freeze_drift < 0 else 0
+    if s.frozen_local_steps and s.method in CONSENSUS and not freezes_at:
+        raise UserError(
+            "frozen-local-steps needs to know when the masks freeze: give freeze-iteration, and a "
+            "negative freeze-drift"
+        )
+    if not s.overlap_steps:
+        return
+    if s.evaluate_every == 1:
+        raise UserError(
+            "overlap-steps: every outer iteration evaluates z and waits for it; "
+            "give --evaluate-every 4 or more"
+        )
+    if 0 < s.local_steps < s.overlap_steps:
+        raise UserError(
+            f"overlap-steps {s.overlap_steps} is more than the {s.local_steps} local-steps"
+        )
+    if s.method in CONSENSUS and s.residuals == "every":
+        raise UserError(
+            "overlap-steps: residuals are measured on z in every outer iteration, which waits for "
+            "it; give --residuals evaluate or off"
+        )
+    if s.method in CONSENSUS and s.penalty != "fixed":
+        raise UserError(
+            f"overlap-steps: penalty {s.penalty} rescales duals that are still under way; use fixed"
+        )
 
 
 def _check_rival(settings: Settings) -> None:

@@ -35,7 +35,7 @@ def parse(argv: Sequence[str]) -> Settings:
         raise UserError(f"--config is given {len(paths)} times; give it once")
     file_values = read_config(paths[0]) if paths else {}
     flag_values = {name: convert_flag(name, text) for name, text in flags.items()}
-    if flag_values.get("local_epochs") and flag_values.get("local_steps"):
+    if flag_values.get("local_epochs") and flag_values.get("local_steps", 0) > 0:
         raise UserError("--local-epochs and --local-steps are both given; keep one of them")
     given = {**file_values, **flag_values}
     if given.get("resume"):

@@ -16,9 +16,10 @@ from prunex_mpi.settings.methods import (
     LOCAL,
     METHODS,
     PER_STEP,
+    SHRINKING,
 )
 
-PRESETS = ("recipe", "paper")
+PRESETS = ("recipe", "paper", "thin")
 # How phase 4 sends: plain float32, other formats, or integers of so many bits with shared scales.
 PAYLOADS = ("fp32", "fp16", "bf16", "int8", "int8sum", "int4", "int2")
 _NO_DEFAULT = dataclasses.MISSING
@@ -77,7 +78,28 @@ class Settings:
     _S = "local training"
     outer_iterations: int = _setting(_S, "number of consensus rounds", low=1, high=10**6)
     local_epochs: Fraction = _setting(_S, "epochs per outer iteration, such as 5 or 1/4", low=0)
-    local_steps: int = _setting(_S, "steps per outer iteration instead of epochs, 0 for off", low=0)
+    local_steps: int = _setting(
+        _S,
+        "steps per outer iteration instead of epochs, 0 for off; auto: as --comm-share allows, "
+        "where nodes exchange once per outer iteration (else epochs count)",
+        low=0,
+        auto=True,
+    )
+    frozen_local_steps: int = _setting(
+        _S,
+        "steps per outer iteration once pruning is done, 0 for as many as before",
+        before=0,
+        low=0,
+        methods=SHRINKING,
+    )
+    comm_share: float = _setting(
+        _S,
+        "share of the time that phases 2 to 5 may take, for --local-steps auto",
+        before=0.05,
+        above=0,
+        below=1,
+        methods=BY_ITERATION,
+    )
     batch_size: int = _setting(_S, "images per rank and step", low=1)
     lr: float = _setting(_S, "peak learning rate", above=0)
     lr_schedule: str = _setting(_S, "learning rate curve", choices=("constant", "cosine", "step"))
@@ -124,18 +146,21 @@ class Settings:
         _S,
         "dense outer iterations at first, a count or a share such as 7/16",
         share=True,
+        past=Fraction(7, 16),
         methods=CONSENSUS,
     )
     keep_ramp_iterations: int = _setting(
         _S,
         "outer iterations to reach the keep ratio, a count or a share",
         share=True,
+        past=Fraction(2, 16),
         methods=CONSENSUS,
     )
     freeze_iteration: int = _setting(
         _S,
         "outer iteration that freezes the masks, a count or a share, 0 for never",
         share=True,
+        past=Fraction(10, 16),
         methods=CONSENSUS,
     )
     freeze_drift: float = _setting(
@@ -210,7 +235,6 @@ class Settings:
     residuals: str = _setting(
         _S,
         "when residuals are computed, as long as there are duals",
-        "every",
         before="every",
         choices=("every", "evaluate", "off"),
         methods=CONSENSUS,
@@ -363,7 +387,7 @@ class Settings:
         _S, "folder of the results; empty: a new one in runs/", "", optional=True
     )
     progress: str = _setting(_S, "progress bar on a terminal", "auto", choices=("auto", "off"))
-    evaluate_every: int = _setting(_S, "outer iterations between evaluations", 1, low=1)
+    evaluate_every: int = _setting(_S, "outer iterations between evaluations", low=1)
     dry_run: bool = _setting(_S, "print sizes and bytes, then stop without training", False)
 
     del _S

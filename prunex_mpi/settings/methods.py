@@ -11,6 +11,8 @@ PER_STEP = ("dense", "topk", "dgc", "powersgd", "omnireduce", "prunetrain", "pac
 METHODS = (*CONSENSUS, *PER_STEP, *LOCAL)
 # Those whose nodes exchange parameters once per outer iteration.
 BY_ITERATION = (*CONSENSUS, *LOCAL)
+# Those of them whose payload is smaller once pruning is done.
+SHRINKING = ("prunex", "one-shot")
 # Those that keep what they have not sent for a later step.
 WITH_RESIDUAL = ("topk", "dgc", "powersgd")
 # Those that send a position beside each value.

@@ -101,7 +101,8 @@ def resumed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
     """
     whole = _of_its_method({**_before(), **saved, "resume": True})
     before, after = _resolve(dict(whole)), whole
-    _lay_over(after, given)
+    # What was measured when the run began is kept.
+    _lay_over(after, {k: v for k, v in given.items() if v != AUTO})
     settings = _resolve(after)
     for name in FIELDS:
         old, new = getattr(before, name), getattr(settings, name)
@@ -163,12 +164,15 @@ def _convert_all(values: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _lay_over(values: dict[str, Any], layer: Mapping[str, Any]) -> None:
-    """Update `values`; epochs and steps exclude each other, so the stronger layer's one counts."""
+    """Update `values`; epochs and steps exclude each other, so the stronger layer's one counts.
+
+    Not so where the steps are left to be measured: the epochs then say how long the run is.
+    """
     epochs, steps = layer.get("local_epochs", 0), layer.get("local_steps", 0)
-    if epochs and steps:
+    if epochs and steps > 0:
         raise UserError("local-epochs and local-steps are both given; keep one of them")
     values.update(layer)
-    if epochs:
+    if epochs and steps != AUTO:
         values["local_steps"] = 0
 
 
@@ -177,7 +181,7 @@ def _resolve(values: dict[str, Any]) -> Settings:
     _put_foreign_back(values)
     own = [name for name in FIELDS if values["method"] in methods_of(name)]
     _resolve_shares(values, own)
-    if values["local_steps"]:
+    if values["local_steps"] > 0:
         values["local_epochs"] = Fraction(0)
     settings = Settings(**values)
     check_together(settings)
@@ -208,13 +212,15 @@ def _put_foreign_back(values: dict[str, Any]) -> None:
     untouched = _defaults(values["preset"], values["method"])
     resolved = {**untouched, "outer_iterations": values["outer_iterations"]}
     _resolve_shares(resolved, FIELDS)
+    rules = {name: field.metadata for name, field in FIELDS.items()}
+    past = {**resolved, **{name: rule["past"] for name, rule in rules.items() if "past" in rule}}
+    _resolve_shares(past, FIELDS)
     for name in FIELDS:
         methods = methods_of(name)
         if values["method"] in methods:
             continue
         own = [defaults[name] for defaults in METHOD_DEFAULTS.values() if name in defaults]
-        past = FIELDS[name].metadata.get("past")
-        if values[name] not in (untouched[name], resolved[name], past, *own):
+        if values[name] not in (untouched[name], resolved[name], past[name], *own):
             raise UserError(
                 f"{key_of(name)} means nothing to method {values['method']}; leave it away "
                 f"(it is for {', '.join(methods)})"

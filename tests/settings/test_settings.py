@@ -67,7 +67,7 @@ def test_recipe_is_the_default_and_shares_become_iterations():
         settings.keep_ramp_iterations,
         settings.freeze_iteration,
     )
-    assert resolved == (28, 8, 40)
+    assert resolved == (8, 32, 48)
     assert all(type(value) is int for value in resolved)
 
 
@@ -243,9 +243,9 @@ def test_other_methods_shares_leave_a_run_free_to_change_its_length(tmp_path, me
     assert parse(flags) == make(
         method=method,
         outer_iterations=50,
-        warmup_iterations=28,
-        keep_ramp_iterations=8,
-        freeze_iteration=40,
+        warmup_iterations=8,
+        keep_ramp_iterations=32,
+        freeze_iteration=48,
     )
 
 
@@ -396,7 +396,7 @@ BAD_FLAGS = [
     ("--warmup-iterations 1.5", "--warmup-iterations"),
     ("--warmup-iterations -1", "--warmup-iterations"),
     ("--warmup-iterations x", "'x'"),
-    ("--warmup-iterations 40", "reach the keep ratio in iteration 48, beyond freeze-iteration 40"),
+    ("--warmup-iterations 40", "reach the keep ratio in iteration 72, beyond freeze-iteration 48"),
     ("--warmup-iterations 60 --freeze-iteration 0", "beyond outer-iterations 64"),
     ("--warmup-iterations 5 --keep-ramp-iterations 0 --freeze-iteration 5", "in iteration 6"),
     ("--freeze-iteration 65", "freeze-iteration 65 is after the last of 64"),

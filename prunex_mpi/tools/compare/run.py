@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,18 +18,21 @@ from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import Progress, log
 from prunex_mpi.comm.agreement import together
+from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.compress.sparse import POSITION_BYTES
 from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.state import Problem, State, Work, weights
+from prunex_mpi.core.steps import total_steps
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.run import summary
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.facts import recorded_versions
-from prunex_mpi.run.job import assemble
+from prunex_mpi.run.job import assemble, measured
 from prunex_mpi.run.supervision import recorded
+from prunex_mpi.run.tuning import goes_behind_steps, refuse_impossible_exchange
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import EVERY_RANK_ALONE, PER_STEP, WITH_POSITIONS
 from prunex_mpi.settings.resolve import to_toml
@@ -60,12 +63,16 @@ def run_one(
     nodes = nodes_of(world, 1) if flat else nullcontext(topology)
     name = f"{settings.method}, seed {settings.seed}, learning rate {settings.lr:g}"
     log.info("%s", name)
-    with nodes as mine, directory(world, settings, folder) as files:
+    with nodes as mine, ExitStack() as exits:
+        refuse_impossible_exchange(mine, settings)
+        settings = measured(mine, settings, dataset, device, transport, heartbeat)
+        files = exits.enter_context(directory(world, settings, folder))
         started = time.perf_counter()
         work = assemble(mine, settings, dataset, device, transport, heartbeat)
         state, problem = work.state, work.problem
-        dense_bytes = settings.outer_iterations * state.theta.element_size()
-        dense_bytes *= problem.steps * state.layout.numel + state.stats.numel()
+        steps = total_steps(settings, problem.steps)
+        dense = steps * state.layout.numel + settings.outer_iterations * state.stats.numel()
+        dense_bytes = dense * state.theta.element_size()
         try:
             records = train(mine, files, work)
         except Diverged as error:
@@ -80,10 +87,10 @@ def run_one(
         stream = problem.train
         batches = stream.epoch * stream.steps_per_epoch + stream.position
         of_batch = stream.batch_size * world.size
-        steps = len(records) * problem.steps
+        steps = state.position.steps_done
         elements, zeros, line_zeros = count_zeros(state.z, state.layout)
         flat_workers = settings.method in PER_STEP and settings.aggregation == "flat"
-        measured = Measured(
+        found = Measured(
             accuracy=records[-1]["test_accuracy"],
             loss=records[-1]["test_loss"],
             samples=steps * of_batch,
@@ -108,8 +115,8 @@ def run_one(
             speakers=world.size if flat_workers else mine.num_nodes,
             ranks=world.size,
         )
-    log.info("%s: accuracy %.2f %%", name, 100 * measured.accuracy)
-    return Outcome(settings.method, settings.seed, settings.lr, measured)
+    log.info("%s: accuracy %.2f %%", name, 100 * found.accuracy)
+    return Outcome(settings.method, settings.seed, settings.lr, found)
 
 
 def train(topology: Topology, files: RunDirectory | None, work: Work) -> list[dict[str, Any]]:
@@ -119,7 +126,11 @@ def train(topology: Topology, files: RunDirectory | None, work: Work) -> list[di
     """
     settings = work.settings
     rank = topology.world.rank
-    with closing(Progress(settings.outer_iterations, settings.progress, rank)) as bar:
+    with (
+        closing(Progress(settings.outer_iterations, settings.progress, rank)) as bar,
+        exchanging_behind(topology, goes_behind_steps(settings)) as behind,
+    ):
+        work = replace(work, behind=behind)
         return [record for record, _ in recorded(topology, files, work, bar)]
 
 

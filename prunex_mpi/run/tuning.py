@@ -1,0 +1,199 @@
+"""Choose how often nodes exchange, and behind how many steps, by what both are measured to take.
+
+Before a run that leaves it to be measured, a trial of it runs for a few outer iterations, half of
+them before and half of them after the freeze, on the real links, and is forgotten. What it took on
+the slowest rank decides, so all ranks decide alike. The run then keeps its length in epochs, and
+what is counted in outer iterations comes at the same share of it as before.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.comm.behind import refuse_single_thread
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.coded import MOST_SUMMED, SUMMED
+from prunex_mpi.core.state import Work
+from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.settings.fields import Settings, key_of
+from prunex_mpi.settings.methods import BY_ITERATION, CONSENSUS, PRUNING_ONCE, SHRINKING
+from prunex_mpi.settings.resolve import with_overrides
+from prunex_mpi.settings.values import AUTO
+
+# Of the trial: local steps per outer iteration, and its outer iterations. The first of a kind warms
+# up or prunes, the one after it is measured.
+STEPS, ITERATIONS, FREEZE = 8, 4, 3
+MEASURED = (2, 4)
+# z arrives in the first quarter of the steps at the latest: later costs accuracy.
+LATEST = 4
+# A run is at least so many outer iterations, and its stages at least one.
+FEWEST = 16
+# Nothing is learned in the trial, and nothing may blow up.
+TRIAL_RATE = 1e-9
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds on the slowest rank: a local step, an exchange, and all else beside the steps."""
+
+    step: float
+    exchange: float
+    rest: float
+
+
+def is_left_to_measure(settings: Settings) -> bool:
+    """Say whether something has to be measured before the run can begin."""
+    return settings.method in BY_ITERATION and AUTO in (
+        settings.local_steps,
+        settings.overlap_steps,
+    )
+
+
+def goes_behind_steps(settings: Settings) -> bool:
+    """Say whether exchanges of this run go on behind local steps."""
+    return settings.method in BY_ITERATION and settings.overlap_steps > 0
+
+
+def refuse_impossible_exchange(topology: Topology, settings: Settings) -> None:
+    """Raise UserError on every rank where nodes or MPI do not allow what is asked for."""
+    if settings.method not in BY_ITERATION:
+        return
+    if settings.payload == SUMMED and topology.num_nodes > MOST_SUMMED:
+        raise UserError(
+            f"payload int8sum is for up to {MOST_SUMMED} nodes, not {topology.num_nodes}: their "
+            "sum must fit into 8 bits; use int8 or int4"
+        )
+    if settings.overlap_steps:
+        refuse_single_thread()
+
+
+def describe_choice(settings: Settings, before: Costs, after: Costs) -> str:
+    """Say in one line what was measured and what was chosen by it."""
+    step, exchanges = 1e3 * before.step, (1e3 * before.exchange, 1e3 * after.exchange)
+    text = f"measured: a local step {step:.1f} ms, an exchange {exchanges[0]:.1f} ms"
+    text += (
+        f", {exchanges[1]:.1f} ms once frozen; chosen: "
+        if settings.frozen_local_steps
+        else "; chosen: "
+    )
+    names = ["outer_iterations", "local_steps", "overlap_steps"]
+    names += ["frozen_local_steps"] if settings.frozen_local_steps else []
+    return text + ", ".join(f"{key_of(name)} {getattr(settings, name)}" for name in names)
+
+
+def behind(costs: Costs, steps: int) -> int:
+    """Return the fewest of `steps` that hide the exchange, at most a quarter of them."""
+    return min(int(np.ceil(costs.exchange / costs.step)), steps // LATEST)
+
+
+def exposed(costs: Costs, hidden_steps: int) -> float:
+    """Return the seconds of an outer iteration in which no step is taken."""
+    return costs.rest + max(0.0, costs.exchange - hidden_steps * costs.step)
+
+
+def interval(costs: Costs, share: float, overlap: int, most: int) -> int:
+    """Return the fewest local steps between exchanges that these take at most `share` of the time.
+
+    At most `most`. `overlap` steps hide an exchange, or as many as `behind` says (AUTO).
+    """
+    for steps in range(max(1, overlap), most):
+        hidden = behind(costs, steps) if overlap == AUTO else overlap
+        if exposed(costs, hidden) * (1 - share) <= share * steps * costs.step:
+            return steps
+    return most
+
+
+def tuned(settings: Settings, nominal: int, before: Costs, after: Costs) -> Settings:
+    """Return the settings with all that was left to be measured.
+
+    `nominal` is the number of local steps per outer iteration by --local-epochs; `before` and
+    `after` is what things cost before and after the freeze.
+    """
+    changes: dict[str, Any] = {}
+    steps = settings.local_steps
+    if steps == AUTO:
+        whole = settings.outer_iterations * nominal
+        most = max(1, whole // FEWEST)
+        ways = settings.comm_share, settings.overlap_steps, most
+        steps = interval(before, *ways)
+        frozen = interval(after, *ways) if settings.method in SHRINKING else steps
+        changes = _stretched(settings, nominal / steps, nominal / frozen)
+        changes |= {"local_steps": steps}
+        if settings.method in SHRINKING:
+            changes |= {"frozen_local_steps": frozen}
+    elif steps == 0:
+        steps = nominal
+    if settings.overlap_steps == AUTO:
+        changes["overlap_steps"] = behind(before, steps)
+    return with_overrides(settings, **changes)
+
+
+def _stretched(settings: Settings, before: float, after: float) -> dict[str, int]:
+    """Return the counts of outer iterations, times `before` until the freeze, then `after`."""
+
+    def times(count: int, factor: float) -> int:
+        return max(1, round(count * factor)) if count else 0
+
+    outer = settings.outer_iterations
+    changes = {"evaluate_every": times(settings.evaluate_every, before)}
+    if settings.method in CONSENSUS and settings.freeze_iteration:
+        split = settings.freeze_iteration
+        until = times(split, before)
+        warmup = times(settings.warmup_iterations, before)
+        ramp = times(settings.keep_ramp_iterations, before)
+        changes |= {
+            "warmup_iterations": min(warmup, until - 1),
+            "keep_ramp_iterations": min(ramp, until - min(warmup, until - 1)),
+            "freeze_iteration": until,
+        }
+    elif settings.method in CONSENSUS:
+        split, until = outer, times(outer, before)
+        for name in ("warmup_iterations", "keep_ramp_iterations"):
+            changes[name] = times(getattr(settings, name), before)
+    elif settings.method in PRUNING_ONCE:
+        split = settings.prune_iteration
+        until = changes["prune_iteration"] = times(split, before)
+    else:
+        split, until = outer, times(outer, before)
+    changes["outer_iterations"] = until + times(outer - split, after)
+    return changes
+
+
+def trial_of(settings: Settings) -> Settings:
+    """Return the settings of the trial of a run."""
+    changes: dict[str, Any] = {
+        "local_steps": STEPS,
+        "overlap_steps": 0,
+        "outer_iterations": ITERATIONS,
+        "evaluate_every": ITERATIONS,
+        "lr": TRIAL_RATE,
+    }
+    if settings.method in CONSENSUS:
+        stages = {"warmup_iterations": FREEZE - 1, "keep_ramp_iterations": 0}
+        changes |= {**stages, "freeze_iteration": FREEZE, "freeze_drift": -1.0}
+    elif settings.method in PRUNING_ONCE:
+        changes["prune_iteration"] = FREEZE
+    return with_overrides(settings, **changes)
+
+
+def measure(topology: Topology, work: Work) -> tuple[Costs, Costs]:
+    """Run the trial; return what things cost before and after the freeze. Collective on `world`."""
+    work = replace(work, problem=replace(work.problem, test=None))
+    records = list(driver_of(work.settings.method).outer_iterations(topology, work))
+    rows = []
+    for record in (records[number - 1] for number in MEASURED):
+        seconds = record["seconds"]
+        rest = sum(seconds[phase] for phase in ("intra", "project", "dual"))
+        rows.append([seconds["local"] / STEPS, seconds["inter"], rest])
+    slowest = np.array(rows)
+    fastest = slowest.copy()
+    topology.world.Allreduce(MPI.IN_PLACE, slowest, op=MPI.MAX)
+    # Whoever comes last to an exchange does not wait for others in it.
+    topology.world.Allreduce(MPI.IN_PLACE, fastest, op=MPI.MIN)
+    slowest[:, 1] = fastest[:, 1]
+    before, after = (Costs(*row) for row in slowest.tolist())
+    return before, after

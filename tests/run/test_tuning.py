@@ -1,0 +1,76 @@
+"""How often nodes exchange, chosen by what steps and exchanges take."""
+
+import pytest
+
+from prunex_mpi.core.steps import total_steps
+from prunex_mpi.run.tuning import Costs, behind, exposed, interval, trial_of, tuned
+from prunex_mpi.settings.resolve import make
+from prunex_mpi.settings.values import AUTO
+
+SLOW = Costs(step=0.01, exchange=0.2, rest=0.0)
+FAST = Costs(step=0.01, exchange=0.05, rest=0.0)
+
+
+def test_the_fewest_steps_that_keep_the_share():
+    # 0.2 s may be a twentieth of the time: 3.8 s of steps.
+    assert interval(SLOW, 0.05, 0, 10**6) == 380
+    assert interval(SLOW, 0.5, 0, 10**6) == 20
+    assert interval(FAST, 0.05, 0, 10**6) == 95
+    assert interval(SLOW, 0.05, 0, 100) == 100
+
+
+def test_steps_behind_which_an_exchange_runs_cost_nothing():
+    assert behind(SLOW, 1000) == 20
+    assert behind(SLOW, 40) == 10
+    assert behind(SLOW, 3) == 0
+    assert exposed(SLOW, 20) == pytest.approx(0.0)
+    assert exposed(SLOW, 15) == pytest.approx(0.05)
+    # A quarter of the steps hides all but 5 % of the time.
+    steps = interval(SLOW, 0.05, AUTO, 10**6)
+    cost = exposed(SLOW, behind(SLOW, steps))
+    assert cost <= 0.05 * (cost + steps * SLOW.step)
+    shorter = exposed(SLOW, behind(SLOW, steps - 1))
+    assert shorter > 0.05 * (shorter + (steps - 1) * SLOW.step)
+    # What is no exchange can't be hidden.
+    assert interval(Costs(0.01, 0.2, 0.19), 0.5, AUTO, 10**6) == 32
+
+
+@pytest.mark.parametrize("method", ["prunex", "one-shot", "local-sgd"])
+def test_a_run_keeps_its_length_and_its_shares(method):
+    settings = make("thin", method=method)
+    nominal = 40
+    chosen = tuned(settings, nominal, SLOW, FAST)
+    assert chosen.local_steps == interval(SLOW, 0.05, AUTO, 160)
+    assert chosen.overlap_steps == behind(SLOW, chosen.local_steps)
+    whole = 64 * nominal
+    found = total_steps(chosen, chosen.local_steps)
+    assert found == pytest.approx(whole, abs=chosen.local_steps)
+    if method != "local-sgd":
+        assert 0 < chosen.frozen_local_steps < chosen.local_steps
+    if method == "prunex":
+        frozen_at = chosen.freeze_iteration * chosen.local_steps
+        assert frozen_at == pytest.approx(12 / 16 * whole, abs=chosen.local_steps)
+        dense_until = chosen.warmup_iterations * chosen.local_steps
+        assert dense_until == pytest.approx(2 / 16 * whole, abs=chosen.local_steps)
+
+
+def test_what_is_given_is_kept():
+    settings = make("thin", local_steps=12, overlap_steps="auto")
+    chosen = tuned(settings, 40, SLOW, FAST)
+    assert (chosen.local_steps, chosen.outer_iterations) == (12, 64)
+    assert chosen.overlap_steps == 3
+    settings = make("thin", overlap_steps=5)
+    assert tuned(settings, 40, SLOW, FAST).overlap_steps == 5
+
+
+def test_a_run_is_never_cut_to_a_few_outer_iterations():
+    slowest = Costs(step=1e-4, exchange=10.0, rest=1.0)
+    for method in ("prunex", "prunex-flat", "one-shot", "diloco"):
+        chosen = tuned(make("thin", method=method), 40, slowest, slowest)
+        assert chosen.outer_iterations == 16, method
+
+
+@pytest.mark.parametrize("method", ["prunex", "prunex-flat", "one-shot", "local-sgd", "diloco"])
+def test_the_trial_has_both_kinds_of_iterations(method):
+    trial = trial_of(make("thin", method=method))
+    assert (trial.outer_iterations, trial.overlap_steps, trial.payload) == (4, 0, "int4")
