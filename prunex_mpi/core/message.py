@@ -122,7 +122,7 @@ def take_over_(state: State, way: str, behind: bool = False) -> None:
     unpack_(message, state.plan, state.scratch)
     if coded:
         state.scratch.add_(state.z)
-    if not state.shrinks or (coded and not state.frozen):
+    if not state.shrinks or coded:
         # z may hold groups that are pruned from now on.
         apply_factors_(state.scratch, state.layout, state.groups, state.factors)
     kept = state.stats_kept

@@ -399,10 +399,13 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                 residuals=residuals,
                 loss=sum(losses) / total_ranks,
                 outside=outside,
-                statistics={
-                    n: (m.running_mean.clone(), m.running_var.clone())
-                    for n, m in batchnorms(ranks[0].model).items()
-                },
+                statistics=[
+                    [
+                        (m.running_mean.clone(), m.running_var.clone())
+                        for m in batchnorms(r.model).values()
+                    ]
+                    for r in ranks
+                ],
                 rests=[dict(x) for x in coded.rests] if coded else [],
             )
         )
