@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.models.layout import Layout
-from prunex_mpi.pruning.groups import Groups, gemm_views
+from prunex_mpi.pruning.groups import Groups, cut_view, gemm_views
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The 0/1 factors of a mask: (layer index, factor broadcastable to [blocks, rows, columns])."""
+    """The 0/1 factors of a mask, layer by layer: (index, rows, columns), None where all are kept.
 
-    entries: tuple[tuple[int, Tensor], ...]
+    Rows are [blocks, rows, 1], columns [blocks, 1, columns].
+    """
+
+    entries: tuple[tuple[int, Tensor | None, Tensor | None], ...]
 
 
 def layer_masks(mask: np.ndarray, groups: Groups) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -56,15 +59,14 @@ def build_factors(
     mask: np.ndarray, groups: Groups, device: torch.device, dtype: torch.dtype
 ) -> Factors:
     """Turn a mask into 0/1 tensors on `device`; layers that keep everything get none."""
-    entries: list[tuple[int, Tensor]] = []
+    entries: list[tuple[int, Tensor | None, Tensor | None]] = []
     for number, (rows, columns) in enumerate(layer_masks(mask, groups)):
-        layer = groups.layers[number]
-        if not columns.all():
-            factor = torch.from_numpy(columns).to(device=device, dtype=dtype)
-            entries.append((number, factor.view(layer.blocks, 1, layer.columns)))
-        if not rows.all():
-            factor = torch.from_numpy(rows).to(device=device, dtype=dtype)
-            entries.append((number, factor.view(layer.blocks, layer.rows, 1)))
+        blocks, kept = columns.shape[0], [None, None]
+        for place, bits, shape in ((0, rows, (blocks, -1, 1)), (1, columns, (blocks, 1, -1))):
+            if not bits.all():
+                kept[place] = torch.from_numpy(bits).to(device=device, dtype=dtype).view(shape)
+        if kept != [None, None]:
+            entries.append((number, *kept))
     return Factors(tuple(entries))
 
 
@@ -74,15 +76,29 @@ def apply_factors_(flat: Tensor, layout: Layout, groups: Groups, factors: Factor
 
 
 def factor_views(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> list[Tensor]:
-    """Return the view of `flat` that each factor multiplies, for use with `mask_views_`."""
+    """Return the view of `flat` that each entry of `factors` masks, for use with `mask_views_`."""
     views = gemm_views(flat, layout, groups)
-    return [views[number] for number, _ in factors.entries]
+    return [views[number] for number, _, _ in factors.entries]
 
 
 def mask_views_(views: list[Tensor], factors: Factors) -> None:
-    """Multiply each view of `factor_views` by its factor in place."""
-    if views:
-        torch._foreach_mul_(views, [factor for _, factor in factors.entries])
+    """Multiply each view of `factor_views` by its factors in place, tile by tile."""
+    for view, (_, rows, columns) in zip(views, factors.entries, strict=True):
+        if rows is None or columns is None:
+            view.mul_(columns if rows is None else rows)
+            continue
+        for at in cut_view(view):
+            mask_tile_(view[at], at, rows, columns)
+
+
+def mask_tile_(
+    part: Tensor, at: tuple[slice, slice], rows: Tensor | None, columns: Tensor | None
+) -> None:
+    """Multiply the tile `at` of a layer's view, or what was made of it, by the layer's factors."""
+    if columns is not None:
+        part.mul_(columns[at[0]])
+    if rows is not None:
+        part.mul_(rows[at])
 
 
 def kept_numel(mask: np.ndarray, groups: Groups) -> list[int]:

@@ -53,7 +53,7 @@ def project(
     """Return the projection of `flat` and its mask: kinds one after the other."""
     mask, result = np.ones(groups.total, dtype=bool), flat.clone()
     for selections in groups.kinds:
-        energies = group_energies(result.square(), layout, groups, selections).numpy()
+        energies = group_energies(result, layout, groups, selections).numpy()
         mask[selections[0].start : selections[-1].stop] = select(energies, selections, strictness)
         factors = build_factors(mask, groups, flat.device, flat.dtype)
         apply_factors_(result, layout, groups, factors)
@@ -390,11 +390,11 @@ def test_a_coupled_score_is_the_mean_share_of_its_tensors() -> None:
                 for n, axis in members
             ]
             expected.append(float(sum(shares)) / len(shares))
-    energies = group_energies(flat.square(), layout, groups, groups.kinds[0]).numpy()
+    energies = group_energies(flat, layout, groups, groups.kinds[0]).numpy()
     np.testing.assert_allclose(energies, expected, rtol=1e-12)
     # The size of a tensor says nothing.
     views["wide.weight"] *= 100
-    again = group_energies(flat.square(), layout, groups, groups.kinds[0]).numpy()
+    again = group_energies(flat, layout, groups, groups.kinds[0]).numpy()
     np.testing.assert_allclose(again, expected, rtol=1e-12)
 
 

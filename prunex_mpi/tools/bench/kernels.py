@@ -68,9 +68,7 @@ def kernels(
 
 def project_alone(state: State, settings: Settings) -> np.ndarray:
     """Project `scratch` as a leader does in phase 3, without MPI, and return the mask."""
-    squares = state.payload[: state.layout.numel]
-    torch.mul(state.scratch, state.scratch, out=squares)
-    mask = project_locally(squares, state, 1.0, settings.round_to)
+    mask = project_locally(state.scratch, state, 1.0, settings.round_to)
     factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
     apply_factors_(state.scratch, state.layout, state.groups, factors)
     return mask
@@ -206,10 +204,10 @@ def _phases(
 
 
 def _projection_parts(state: State, settings: Settings, repeat: int) -> Table:
-    squares = state.payload[: state.layout.numel]
     device, dtype = state.theta.device, state.theta.dtype
     groups, layout = state.groups, state.layout
-    energies = [group_energies(squares, layout, groups, kind).numpy() for kind in groups.kinds]
+    flat = state.scratch
+    energies = [group_energies(flat, layout, groups, kind).numpy() for kind in groups.kinds]
     target = torch.empty_like(state.theta)
 
     def choose() -> None:
@@ -219,9 +217,8 @@ def _projection_parts(state: State, settings: Settings, repeat: int) -> Table:
     best = min_seconds(
         {
             "copy": Action(lambda: target.copy_(state.theta)),
-            "squares": Action(lambda: torch.mul(state.scratch, state.scratch, out=squares)),
             "group energies": Action(
-                lambda: [group_energies(squares, layout, groups, kind) for kind in groups.kinds]
+                lambda: [group_energies(flat, layout, groups, kind) for kind in groups.kinds]
             ),
             "selection": Action(choose),
             "factors": Action(lambda: build_factors(state.mask, groups, device, dtype)),
