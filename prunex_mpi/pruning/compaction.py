@@ -5,6 +5,7 @@ A plan holds for each pruned layer which rows are kept and which channels. Rows 
 and channels gathered, in both directions, tile by tile, so that memory sees one pass.
 """
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,13 +65,18 @@ def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.d
         for layer, (rows, columns) in zip(groups.layers, layer_masks(mask, groups), strict=True)
     }
     pieces: list[Piece] = []
+    # Coupled layers keep the same rows and channels.
+    known: dict[tuple[bytes, int], Kept] = {}
     start = 0
     for number, segment in enumerate(layout.segments):
         piece = Piece(segment.offset, segment.numel, start, segment.numel)
         if number in by_segment:
             layer, rows, columns = by_segment[number]
             if not (rows.all() and columns.all()):
-                piece = _pruned_piece(segment.offset, start, layer, rows, columns, device)
+                shape, rows, channels = _view_of_kept(layer, rows, columns)
+                size = np.count_nonzero(rows) * np.count_nonzero(channels) * shape[2]
+                kept = (_find_kept(bits, shape[2], device, known) for bits in (rows, channels))
+                piece = Piece(segment.offset, segment.numel, start, size, shape, *kept)
         last = pieces[-1] if pieces else None
         if piece.shape is None and last is not None and last.shape is None:
             # Neighbours that keep everything travel as one copy.
@@ -80,48 +86,54 @@ def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.d
         else:
             pieces.append(piece)
         start += piece.kept
-    bits = np.packbits(mask).tobytes()
-    places = [(p.offset, p.start, p.kept, p.shape) for p in pieces]
-    shapes = repr((layout.segments, places)).encode()
-    digest = int.from_bytes(hashlib.sha256(shapes + bits).digest()[:8], "little")
+    places = np.array([(p.offset, p.start, p.kept, *(p.shape or (0, 0, 0))) for p in pieces])
+    parts = (_describe(layout), places.tobytes(), np.packbits(mask).tobytes())
+    digest = int.from_bytes(hashlib.sha256(b"".join(parts)).digest()[:8], "little")
     return Plan(tuple(pieces), start, digest)
 
 
-def _pruned_piece(
-    offset: int,
-    start: int,
-    layer: PrunableLayer,
-    rows: np.ndarray,
-    columns: np.ndarray,
-    device: torch.device,
-) -> Piece:
-    """Choose the view of a layer in which what is kept are whole rows and channels."""
+@functools.lru_cache(maxsize=8)
+def _describe(layout: Layout) -> bytes:
+    return repr(layout.segments).encode()
+
+
+def _view_of_kept(
+    layer: PrunableLayer, rows: np.ndarray, columns: np.ndarray
+) -> tuple[tuple[int, int, int], np.ndarray, np.ndarray]:
+    """Choose a view [rows, channels, kernel] of which whole rows and channels are kept; say which.
+
+    Where there is nothing to choose between, all are channels.
+    """
     by_channel = columns.reshape(layer.blocks, layer.channels, layer.kernel)
     whole_channels = bool((by_channel.all(axis=2) == by_channel.any(axis=2)).all())
+    all_of_one = np.ones(1, dtype=bool)
     if columns.all():
-        shape, channels = (rows.size, 1, layer.columns), np.ones(1, dtype=bool)
-    elif layer.blocks == 1:
-        shape = (layer.rows, layer.channels, layer.kernel)
-        channels = by_channel[0, :, 0]
-        if not whole_channels:
-            shape, channels = (layer.rows, layer.columns, 1), columns[0]
-    else:
+        if layer.columns == 1:
+            return (1, rows.size, 1), all_of_one, rows
+        return (rows.size, 1, layer.columns), rows, all_of_one
+    if layer.blocks > 1:
         # Columns that differ between convolution groups: runs of one channel's kernel, or weights.
         unit = by_channel[:, :, 0] if whole_channels else columns
-        rows = (rows.reshape(layer.blocks, layer.rows, 1) & unit[:, None, :]).reshape(-1)
-        shape, channels = (rows.size, 1, layer.numel // rows.size), np.ones(1, dtype=bool)
-    size = int(rows.sum()) * int(channels.sum()) * shape[2]
-    kept = (_find_kept(bits, shape[2], device) for bits in (rows, channels))
-    return Piece(offset, layer.numel, start, size, shape, *kept)
+        kept = (rows.reshape(layer.blocks, layer.rows, 1) & unit[:, None, :]).reshape(-1)
+        return (1, kept.size, layer.numel // kept.size), all_of_one, kept
+    if whole_channels:
+        return (layer.rows, layer.channels, layer.kernel), rows, by_channel[0, :, 0]
+    return (layer.rows, layer.columns, 1), rows, columns[0]
 
 
-def _find_kept(bits: np.ndarray, kernel: int, device: torch.device) -> Kept | None:
+def _find_kept(
+    bits: np.ndarray, kernel: int, device: torch.device, known: dict[tuple[bytes, int], Kept]
+) -> Kept | None:
+    """Return the index sets of `bits`, from `known` where they are; None where all are kept."""
     if bits.all():
         return None
-    place = np.maximum(np.cumsum(bits) - 1, 0)
-    factor = np.repeat(bits, kernel).astype(np.float32)
-    arrays = (np.flatnonzero(bits), np.flatnonzero(~bits), place, factor)
-    return Kept(*(torch.from_numpy(array).to(device) for array in arrays))
+    key = bits.tobytes(), kernel
+    if key not in known:
+        place = np.maximum(np.cumsum(bits) - 1, 0)
+        factor = np.repeat(bits, kernel).astype(np.float32)
+        arrays = (np.flatnonzero(bits), np.flatnonzero(~bits), place, factor)
+        known[key] = Kept(*(torch.from_numpy(array).to(device) for array in arrays))
+    return known[key]
 
 
 def pack_(flat: Tensor, plan: Plan, payload: Tensor, other: Tensor | None = None) -> None:

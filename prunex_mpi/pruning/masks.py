@@ -60,13 +60,22 @@ def build_factors(
 ) -> Factors:
     """Turn a mask into 0/1 tensors on `device`; layers that keep everything get none."""
     entries: list[tuple[int, Tensor | None, Tensor | None]] = []
+    # Coupled layers keep the same rows and columns.
+    known: dict[bytes, Tensor] = {}
+
+    def factor(bits: np.ndarray, *shape: int) -> Tensor | None:
+        if bits.all():
+            return None
+        key = bits.tobytes()
+        if key not in known:
+            known[key] = torch.from_numpy(bits.reshape(-1)).to(device=device, dtype=dtype)
+        return known[key].view(shape)
+
     for number, (rows, columns) in enumerate(layer_masks(mask, groups)):
-        blocks, kept = columns.shape[0], [None, None]
-        for place, bits, shape in ((0, rows, (blocks, -1, 1)), (1, columns, (blocks, 1, -1))):
-            if not bits.all():
-                kept[place] = torch.from_numpy(bits).to(device=device, dtype=dtype).view(shape)
-        if kept != [None, None]:
-            entries.append((number, *kept))
+        blocks = len(columns)
+        entry = (number, factor(rows, blocks, -1, 1), factor(columns, blocks, 1, -1))
+        if entry[1:] != (None, None):
+            entries.append(entry)
     return Factors(tuple(entries))
 
 
