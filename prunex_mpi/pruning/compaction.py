@@ -16,7 +16,7 @@ from torch import Tensor
 
 from prunex_mpi.models.layout import Layout, tile_length
 from prunex_mpi.pruning.groups import Groups, PrunableLayer
-from prunex_mpi.pruning.masks import layer_masks
+from prunex_mpi.pruning.masks import layer_masks, set_rows_
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.d
     }
     pieces: list[Piece] = []
     # Coupled layers keep the same rows and channels.
-    known: dict[tuple[bytes, int], Kept] = {}
+    known: dict[tuple[bytes, int], Kept | None] = {}
     start = 0
     for number, segment in enumerate(layout.segments):
         piece = Piece(segment.offset, segment.numel, start, segment.numel)
@@ -122,12 +122,12 @@ def _view_of_kept(
 
 
 def _find_kept(
-    bits: np.ndarray, kernel: int, device: torch.device, known: dict[tuple[bytes, int], Kept]
+    bits: np.ndarray, kernel: int, device: torch.device, known: dict[tuple[bytes, int], Kept | None]
 ) -> Kept | None:
     """Return the index sets of `bits`, from `known` where they are; None where all are kept."""
-    if bits.all():
-        return None
     key = bits.tobytes(), kernel
+    if key not in known and bits.all():
+        known[key] = None
     if key not in known:
         place = np.maximum(np.cumsum(bits) - 1, 0)
         factor = np.repeat(bits, kernel).astype(np.float32)
@@ -199,11 +199,11 @@ def _unpack_piece_(p: Piece, source: Tensor, target: Tensor) -> None:
         if p.rows is None:
             _spread(p, kept, target[at])
         elif p.channels is None:
-            _set_rows_(target, p.rows.index[at], kept)
+            set_rows_(target, p.rows.index[at], kept)
         else:
-            _set_rows_(target, p.rows.index[at], _spread(p, kept))
+            set_rows_(target, p.rows.index[at], _spread(p, kept))
     if p.rows is not None:
-        _set_rows_(target, p.rows.gone, 0.0)
+        set_rows_(target, p.rows.gone, 0.0)
 
 
 def _spread(p: Piece, kept: Tensor, out: Tensor | None = None) -> Tensor:
@@ -213,13 +213,3 @@ def _spread(p: Piece, kept: Tensor, out: Tensor | None = None) -> Tensor:
     torch.index_select(kept, 1, p.channels.place, out=out)
     out.view(len(kept), -1).mul_(p.channels.factor)
     return out
-
-
-def _set_rows_(target: Tensor, rows: Tensor, values: Tensor | float) -> None:
-    """Set `target[rows]` to `values`."""
-    if target.device.type == "cpu":
-        # NumPy copies whole rows, where torch goes element by element.
-        values = values.numpy() if isinstance(values, Tensor) else values
-        target.numpy()[rows.numpy()] = values
-    else:
-        target[rows] = values

@@ -5,23 +5,33 @@ they travel as packed bits. What multiplies tensors are 0/1 factors on the tenso
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from prunex_mpi.models.layout import Layout
-from prunex_mpi.pruning.groups import Groups, cut_view, gemm_views
+from prunex_mpi.pruning.groups import Groups, gemm_views
+
+
+class LayerFactors(NamedTuple):
+    """The 0/1 factors of a layer: rows [blocks, rows, 1], columns [blocks, 1, columns], or None.
+
+    None where all are kept. `gone` are the rows of which nothing is left, of all blocks.
+    """
+
+    layer: int
+    rows: Tensor | None
+    columns: Tensor | None
+    gone: Tensor | None
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The 0/1 factors of a mask, layer by layer: (index, rows, columns), None where all are kept.
+    """The 0/1 factors of a mask, of the layers that do not keep everything."""
 
-    Rows are [blocks, rows, 1], columns [blocks, 1, columns].
-    """
-
-    entries: tuple[tuple[int, Tensor | None, Tensor | None], ...]
+    entries: tuple[LayerFactors, ...]
 
 
 def layer_masks(mask: np.ndarray, groups: Groups) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -59,23 +69,29 @@ def build_factors(
     mask: np.ndarray, groups: Groups, device: torch.device, dtype: torch.dtype
 ) -> Factors:
     """Turn a mask into 0/1 tensors on `device`; layers that keep everything get none."""
-    entries: list[tuple[int, Tensor | None, Tensor | None]] = []
+    entries = []
     # Coupled layers keep the same rows and columns.
-    known: dict[bytes, Tensor] = {}
+    known: dict[bytes, tuple[Tensor, Tensor] | None] = {}
 
-    def factor(bits: np.ndarray, *shape: int) -> Tensor | None:
-        if bits.all():
-            return None
+    def find(bits: np.ndarray) -> tuple[Tensor, Tensor] | None:
         key = bits.tobytes()
         if key not in known:
-            known[key] = torch.from_numpy(bits.reshape(-1)).to(device=device, dtype=dtype)
-        return known[key].view(shape)
+            known[key] = None
+            if not bits.all():
+                flat = torch.from_numpy(bits.reshape(-1))
+                gone = torch.from_numpy(np.flatnonzero(~bits))
+                known[key] = flat.to(device=device, dtype=dtype), gone.to(device)
+        return known[key]
 
     for number, (rows, columns) in enumerate(layer_masks(mask, groups)):
-        blocks = len(columns)
-        entry = (number, factor(rows, blocks, -1, 1), factor(columns, blocks, 1, -1))
-        if entry[1:] != (None, None):
-            entries.append(entry)
+        blocks, by_row, by_column = len(columns), find(rows), find(columns)
+        if by_row is None and by_column is None:
+            continue
+        factors = (
+            by_row and by_row[0].view(blocks, -1, 1),
+            by_column and by_column[0].view(blocks, 1, -1),
+        )
+        entries.append(LayerFactors(number, *factors, by_row and by_row[1]))
     return Factors(tuple(entries))
 
 
@@ -87,27 +103,30 @@ def apply_factors_(flat: Tensor, layout: Layout, groups: Groups, factors: Factor
 def factor_views(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> list[Tensor]:
     """Return the view of `flat` that each entry of `factors` masks, for use with `mask_views_`."""
     views = gemm_views(flat, layout, groups)
-    return [views[number] for number, _, _ in factors.entries]
+    return [views[entry.layer] for entry in factors.entries]
 
 
 def mask_views_(views: list[Tensor], factors: Factors) -> None:
-    """Multiply each view of `factor_views` by its factors in place, tile by tile."""
-    for view, (_, rows, columns) in zip(views, factors.entries, strict=True):
-        if rows is None or columns is None:
-            view.mul_(columns if rows is None else rows)
+    """Multiply each view of `factor_views` by its factors in place."""
+    for view, entry in zip(views, factors.entries, strict=True):
+        if entry.columns is not None:
+            view.mul_(entry.columns)
+        if entry.rows is None:
             continue
-        for at in cut_view(view):
-            mask_tile_(view[at], at, rows, columns)
+        if view.shape[2] > 1:
+            set_rows_(view.view(-1, view.shape[2]), entry.gone, 0.0)
+        else:
+            view.mul_(entry.rows)
 
 
-def mask_tile_(
-    part: Tensor, at: tuple[slice, slice], rows: Tensor | None, columns: Tensor | None
-) -> None:
-    """Multiply the tile `at` of a layer's view, or what was made of it, by the layer's factors."""
-    if columns is not None:
-        part.mul_(columns[at[0]])
-    if rows is not None:
-        part.mul_(rows[at])
+def set_rows_(target: Tensor, rows: Tensor, values: Tensor | float) -> None:
+    """Set `target[rows]` to `values`."""
+    if target.device.type == "cpu":
+        # NumPy copies whole rows, where torch goes element by element.
+        values = values.numpy() if isinstance(values, Tensor) else values
+        target.numpy()[rows.numpy()] = values
+    else:
+        target[rows] = values
 
 
 def kept_numel(mask: np.ndarray, groups: Groups) -> list[int]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.groups import Groups, Selection, cut_view, gemm_views
-from prunex_mpi.pruning.masks import Factors, kept_numel, mask_tile_
+from prunex_mpi.pruning.masks import Factors, LayerFactors, kept_numel
 
 
 def kept_count(count: int, ratio: float, round_to: int = 1) -> int:
@@ -45,7 +45,7 @@ def group_energies(
     `flat` is read once. Returns a 1-D tensor of its dtype on the host, in the order of the mask.
     """
     views = gemm_views(flat, layout, groups)
-    masks = {n: (rows, columns) for n, rows, columns in (factors.entries if factors else ())}
+    masks = {entry.layer: entry for entry in (factors.entries if factors else ())}
     if selections[0].kind == "coupled":
         return _coupled_scores(views, masks, groups, selections)
     energies = []
@@ -59,9 +59,7 @@ def group_energies(
     return torch.cat(energies).cpu()
 
 
-def _slice_energies(
-    view: Tensor, dims: Sequence[bool], masks: tuple[Tensor | None, Tensor | None] | None
-) -> Tensor:
+def _slice_energies(view: Tensor, dims: Sequence[bool], factors: LayerFactors | None) -> Tensor:
     """Return the squares of `view`, masked, summed by row, by column or one after the other, 1-D.
 
     [blocks * rows], then [blocks * columns]; tile by tile, so that no squares reach the memory.
@@ -70,8 +68,10 @@ def _slice_energies(
     by_column = view.new_zeros(view.shape[::2])
     for at in cut_view(view):
         squares = view[at].square()
-        if masks is not None:
-            mask_tile_(squares, at, *masks)
+        if factors is not None and factors.columns is not None:
+            squares.mul_(factors.columns[at[0]])
+        if factors is not None and factors.rows is not None:
+            squares.mul_(factors.rows[at])
         if dims[0]:
             torch.sum(squares, dim=2, out=by_row[at])
         if dims[1]:
@@ -84,7 +84,7 @@ def _slice_energies(
 
 def _coupled_scores(
     views: list[Tensor],
-    masks: dict[int, tuple[Tensor | None, Tensor | None]],
+    masks: dict[int, LayerFactors],
     groups: Groups,
     selections: tuple[Selection, ...],
 ) -> Tensor:
