@@ -166,11 +166,7 @@ def _stages(
     """Time phases 2 to 5 as the driver runs them at each stage of a run; ends frozen."""
     everything = np.ones_like(state.mask)
     rows = []
-    for name, strict in (
-        ("dense warm-up", 0.0),
-        ("ramp, half way", 0.5),
-        ("ramp, at its end", 1.0),
-    ):
+    for name, strict in STAGES.items():
         for measured in (False, True):
             adopt_mask(state, everything)
             stage = Stage(strict, choose=strict > 0, vote=True, freeze=False, measured=measured)
@@ -203,7 +199,7 @@ def _phases(
     stage: Stage,
     repeat: int,
 ) -> tuple[str, float, float, float, float, float, float, float]:
-    """Return whether residuals are measured, ms of a copy, copies of each phase and all, the aim."""
+    """Return whether residuals are measured, a copy's ms, the phases in copies, the aim."""
     target = torch.empty_like(state.theta)
     wires = wires_of(alone, state, transport)
     leader, node = wires.workers, wires.node
