@@ -9,43 +9,41 @@ from mpi4py import MPI
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.state import State
 from prunex_mpi.pruning.groups import Selection
-from prunex_mpi.pruning.masks import apply_factors_, build_factors
+from prunex_mpi.pruning.masks import build_factors
 from prunex_mpi.pruning.projection import group_energies, select
 
 
-def project_locally(squares: Tensor, state: State, strict: float, round_to: int) -> np.ndarray:
+def project_locally(flat: Tensor, state: State, strict: float, round_to: int) -> np.ndarray:
     """Return the support of the projection of one node's candidate (kinds one after the other).
 
-    `squares` is the candidate squared, and is masked on the way. Does not communicate.
+    `flat` is the candidate. Does not communicate.
     """
     mask = np.ones(state.groups.total, dtype=bool)
     for selections in state.groups.kinds:
-        energies = group_energies(squares, state.layout, state.groups, selections).numpy()
+        energies = _energies_left(flat, state, selections, mask).numpy()
         chosen = select(energies, selections, strict, round_to, state.groups)
         _keep(mask, selections, chosen)
-        _mask_squares_(squares, state, mask)
     return mask
 
 
 def agree_by_vote(
-    leader: Wire, squares: Tensor, state: State, strict: float, round_to: int, node_size: int
+    leader: Wire, flat: Tensor, state: State, strict: float, round_to: int, node_size: int
 ) -> np.ndarray:
     """Return the shared mask that keeps the most of sum_i P_i |z~_i,g|^2, alike on every leader.
 
     Per kind of group: Reduce SUM of one float per group to the first leader, which decides alone
-    and broadcasts packed bits, since sums need not have the same bits on every rank. `node_size` is
-    P_i. Collective on `leader.comm`; followers must not call it.
+    and broadcasts packed bits, since sums need not have the same bits on every rank. `flat` is this
+    node's candidate, `node_size` is P_i. Collective on `leader.comm`; followers must not call it.
     """
     mask = np.ones(state.groups.total, dtype=bool)
     for selections in state.groups.kinds:
-        energies = group_energies(squares, state.layout, state.groups, selections)
+        energies = _energies_left(flat, state, selections, mask)
         energies *= node_size
         leader.reduce_to_first_(energies, kind="mask")
         chosen = np.zeros(energies.shape, dtype=bool)
         if leader.comm.rank == 0:
             chosen = select(energies.numpy(), selections, strict, round_to, state.groups)
         _keep(mask, selections, leader.broadcast_bits(chosen, "mask"))
-        _mask_squares_(squares, state, mask)
     return mask
 
 
@@ -63,8 +61,10 @@ def _keep(mask: np.ndarray, selections: tuple[Selection, ...], chosen: np.ndarra
     mask[selections[0].start : selections[-1].stop] = chosen
 
 
-def _mask_squares_(squares: Tensor, state: State, mask: np.ndarray) -> None:
-    # Only a further kind needs it: its groups are chosen among what this one left.
-    if len(state.groups.kinds) > 1:
-        factors = build_factors(mask, state.groups, squares.device, squares.dtype)
-        apply_factors_(squares, state.layout, state.groups, factors)
+def _energies_left(
+    flat: Tensor, state: State, selections: tuple[Selection, ...], mask: np.ndarray
+) -> Tensor:
+    # Groups of a further kind are chosen among what the kinds before it left.
+    first = selections is state.groups.kinds[0]
+    factors = None if first else build_factors(mask, state.groups, flat.device, flat.dtype)
+    return group_energies(flat, state.layout, state.groups, selections, factors)

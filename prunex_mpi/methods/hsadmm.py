@@ -65,8 +65,14 @@ from prunex_mpi.core.steps import (
     steps_behind,
     stops_here,
 )
+from prunex_mpi.core.updates import step_duals_, sum_candidate, weigh_candidate
 from prunex_mpi.models import batchnorm
-from prunex_mpi.models.layout import bits_digest, fill_, scale_, squared_norms
+from prunex_mpi.models.layout import (
+    bits_digest,
+    fill_,
+    scale_,
+    squared_distances,
+)
 from prunex_mpi.pruning.masks import (
     apply_factors_,
     build_factors,
@@ -215,34 +221,33 @@ def intra_node_consensus(node: Wire, state: State, settings: Settings) -> Tensor
     batchnorm.read_(state.bn_modules, state.stats)
     node.reduce_(state.stats)
     state.stats.div_(ranks)
-    z_tilde = torch.add(state.theta, state.u, out=state.scratch)
-    if settings.node_sync == "step":
-        make_alike_(node, state, z_tilde)
-        ranks = 1
-    else:
-        node.reduce_(z_tilde)
-    if state.consensus_sgd:
-        return z_tilde.div_(ranks) if ranks > 1 else z_tilde
     decay = settings.weight_decay if settings.weight_decay_in == "z" else 0.0
-    # Factored so that four passes serve any penalties: rho2/gamma [rho1/rho2 a + z - v].
-    scale_(z_tilde, state.layout, state.rho1 / (state.rho2 * ranks))
-    z_tilde.add_(state.z).sub_(state.v)
-    scale_(z_tilde, state.layout, state.rho2 / (decay + state.rho1 + state.rho2))
-    return z_tilde
+    if settings.node_sync == "step" or ranks == 1:
+        z_tilde = own_candidate(state, decay)
+        make_alike_(node, state, decay)
+        return z_tilde
+    total = sum_candidate(state)
+    node.reduce_(total)
+    return total.div_(ranks) if state.consensus_sgd else weigh_candidate(state, decay, ranks, total)
 
 
-def make_alike_(node: Wire, state: State, total: Tensor) -> None:
-    """See that `total`, theta + u, is the same on all ranks of the node, bit for bit.
+def own_candidate(state: State, decay: float) -> Tensor:
+    """Return z_tilde of a node whose ranks hold the same. Does not communicate."""
+    return sum_candidate(state) if state.consensus_sgd else weigh_candidate(state, decay, 1)
+
+
+def make_alike_(node: Wire, state: State, decay: float) -> None:
+    """See that z_tilde, in `scratch`, is the same on all ranks of the node, bit for bit.
 
     MPI does not promise the same bits of a sum of gradients to all ranks. Where they differ the
     leader's theta and u become everyone's. Collective on `node.comm`.
     """
     # The gradient's memory is free after phase 1.
-    if node.comm.size == 1 or digests_agree(node.comm, bits_digest(total, state.grad)):
+    if node.comm.size == 1 or digests_agree(node.comm, bits_digest(state.scratch, state.grad)):
         return
     node.broadcast_(state.theta)
     node.broadcast_(state.u)
-    torch.add(state.theta, state.u, out=total)
+    own_candidate(state, decay)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -263,20 +268,18 @@ def project(
     By vote the leaders choose the shared support that keeps most of all nodes' energy, which is
     the exact projection of (z~_1 ... z~_M) on shared supports; else each leader projects for its
     node. Only leaders compute energies: one rank's decision is broadcast, so that no two ranks of a
-    node can disagree on a near tie. Without a choice z_i = z~_i * m. Returns |z_i^{k+1} - z_i^k|^2
-    per layer where it is measured. Collective on `leader.comm`, then on `node.comm`.
+    node can disagree on a near tie. Without a choice z_i = z~_i: before the first nothing is
+    masked, and after the freeze z~_i is made of vectors that are. Returns |z_i^{k+1} - z_i^k|^2 per
+    layer where it is measured. Collective on `leader.comm`, then on `node.comm`.
     """
-    factors, round_to = state.factors, settings.round_to
+    round_to = settings.round_to
     if stage.choose:
         mask = state.mask
-        if leader.speaks:
-            # The payload's memory is free in this phase.
-            squares = torch.mul(z_tilde, z_tilde, out=state.payload[: state.layout.numel])
-            if stage.vote:
-                ranks = node.comm.size
-                mask = agree_by_vote(leader, squares, state, stage.strict, round_to, ranks)
-            else:
-                mask = project_locally(squares, state, stage.strict, round_to)
+        if leader.speaks and stage.vote:
+            ranks = node.comm.size
+            mask = agree_by_vote(leader, z_tilde, state, stage.strict, round_to, ranks)
+        elif leader.speaks:
+            mask = project_locally(z_tilde, state, stage.strict, round_to)
         mask = node.broadcast_bits(mask)
         if stage.vote:
             change_mask(state, mask)
@@ -284,8 +287,8 @@ def project(
         else:
             factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
             state.mask = mask
-    apply_factors_(z_tilde, state.layout, state.groups, factors)
-    moved = squared_norms(state.z_node.sub_(z_tilde), state.layout) if stage.measured else None
+        apply_factors_(z_tilde, state.layout, state.groups, factors)
+    moved = squared_distances(state.z_node, z_tilde, state.layout) if stage.measured else None
     state.z_node, state.scratch = z_tilde, state.z_node
     return moved
 
@@ -320,7 +323,7 @@ def inter_node_consensus(
     exchange_message_(leader.comm, node.comm, state, transport)
     take_over_(state, way_of(state))
     # What z was before lies in scratch.
-    return squared_norms(state.scratch.sub_(state.z), state.layout) if stage.measured else None
+    return squared_distances(state.z, state.scratch, state.layout) if stage.measured else None
 
 
 def z_arrives(work: Work) -> None:
@@ -356,19 +359,10 @@ def update_duals(
     `moved_node` and `moved` are what phases 3 and 4 have measured; None where they have not, and
     then there are no norms. While z is under way v waits for it. Does not communicate.
     """
-    layout, measured = state.layout, moved is not None
-    torch.sub(state.theta, state.z_node, out=state.scratch)
-    gap_theta = squared_norms(state.scratch, layout) if measured else None
-    state.u.add_(state.scratch)
-    if state.position.under_way:
+    norms = step_duals_(state, moved is not None)
+    if norms is None:
         return None
-    torch.sub(state.z_node, state.z, out=state.scratch)
-    gap_node = squared_norms(state.scratch, layout) if measured else None
-    state.v.add_(state.scratch)
-    if not measured:
-        return None
-    flats = (state.theta, state.z_node, state.u, state.z, state.v)
-    theta, z_node, u, z, v = (squared_norms(flat, layout) for flat in flats)
+    gap_theta, theta, z_node, u, gap_node, z, v = norms
     return NormSums(gap_theta, moved_node, theta, z_node, u, gap_node, moved, z, v)
 
 

@@ -5,6 +5,7 @@ Every variable of the algorithm (theta, u, v, z_node, z, the gradient, the momen
 packing.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,9 @@ from prunex_mpi.base.errors import UserError
 PARAMETER_DTYPES = (torch.float32, torch.float64)
 # An odd number without a pattern.
 DIGEST_FACTOR = 0x9E3779B97F4A7C15
+# Elements: half a dozen vectors of a tile fit into the second-level cache of each core. Elsewhere a
+# kernel is worth starting only for many, and a spare tile must stay small beside the model.
+CPU_TILE, DEVICE_TILE = 2**16, 2**24
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,40 @@ class Layout:
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return one view per segment, each of its parameter's shape, without copying."""
         return [flat[s.offset : s.offset + s.numel].view(s.shape) for s in self.segments]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A stretch `place` of the flat vectors, and its elements of each of the segments `layers`."""
+
+    place: slice
+    layers: slice
+    sizes: tuple[int, ...]
+
+    def pieces(self, part: Tensor) -> tuple[Tensor, ...]:
+        """Return a tile of a vector segment by segment."""
+        return part.split(self.sizes)
+
+    def scale_(self, part: Tensor, factors: float | np.ndarray) -> None:
+        """Multiply a tile by its factor in place, or each segment by its own of [segments]."""
+        if isinstance(factors, float):
+            part.mul_(factors)
+        else:
+            torch._foreach_mul_(self.pieces(part), factors[self.layers].tolist())
+
+    def mix_(self, part: Tensor, other: Tensor, weights: float | np.ndarray) -> None:
+        """Set a tile to part + weight (other - part); a weight, or [segments] of them."""
+        if isinstance(weights, float):
+            part.lerp_(other, weights)
+            return
+        pieces = zip(self.pieces(part), self.pieces(other), weights[self.layers], strict=True)
+        for piece, end, weight in pieces:
+            piece.lerp_(end, float(weight))
+
+
+def one_or_all(values: np.ndarray) -> float | np.ndarray:
+    """Return one number where all are equal: a pass over many segments at once then does."""
+    return float(values[0]) if np.all(values == values[0]) else values
 
 
 def build_layout(model: nn.Module) -> Layout:
@@ -89,10 +127,11 @@ def flatten_(model: nn.Module, layout: Layout) -> tuple[Tensor, Tensor]:
 
 def scale_(flat: Tensor, layout: Layout, factors: np.ndarray) -> None:
     """Multiply each segment of `flat` by its factor in place; `factors` is float64 [segments]."""
-    if np.all(factors == factors[0]):
-        flat.mul_(float(factors[0]))
+    factor = one_or_all(factors)
+    if isinstance(factor, float):
+        flat.mul_(factor)
     else:
-        torch._foreach_mul_(layout.views(flat), factors.tolist())
+        torch._foreach_mul_(layout.views(flat), factor.tolist())
 
 
 def fill_(flat: Tensor, layout: Layout, values: np.ndarray) -> None:
@@ -124,7 +163,65 @@ def matrices(layout: Layout) -> tuple[Segment, ...]:
     return tuple(segment for segment in layout.segments if len(segment.shape) > 1)
 
 
+def tile_length(device: torch.device) -> int:
+    """Return the number of elements that the threads of `device` read once for several passes."""
+    return CPU_TILE * torch.get_num_threads() if device.type == "cpu" else DEVICE_TILE
+
+
+def tiles(layout: Layout, device: torch.device) -> tuple[Tile, ...]:
+    """Cut the flat vectors into tiles: what several passes read, memory is read for once."""
+    return _cut(layout, tile_length(device))
+
+
+@functools.lru_cache(maxsize=8)
+def _cut(layout: Layout, length: int) -> tuple[Tile, ...]:
+    edges = np.array([0, *(s.offset + s.numel for s in layout.segments)])
+    found = []
+    for start in range(0, layout.numel, length):
+        stop = min(start + length, layout.numel)
+        first = int(np.searchsorted(edges, start, side="right")) - 1
+        last = int(np.searchsorted(edges, stop, side="left"))
+        sizes = np.diff(np.clip(edges[first : last + 1], start, stop))
+        found.append(Tile(slice(start, stop), slice(first, last), tuple(sizes.tolist())))
+    return tuple(found)
+
+
+def spare_tile(flat: Tensor) -> Tensor:
+    """Return uninitialised memory for one tile of `flat`."""
+    return flat.new_empty(min(flat.numel(), tile_length(flat.device)))
+
+
+def tile_norms(tile: Tile, *parts: Tensor) -> list[Tensor]:
+    """Return the squared 2-norms of the segments of each of `parts`, tiles of flat vectors."""
+    return [torch.dot(piece, piece) for part in parts for piece in tile.pieces(part)]
+
+
+def sum_tile_norms(
+    found: Sequence[list[Tensor]], layout: Layout, device: torch.device
+) -> np.ndarray:
+    """Add up what `tile_norms` has found, tile after tile: float64 [vectors, segments]."""
+    values = torch.stack([norm for norms in found for norm in norms]).double().cpu().numpy()
+    of_tiles = list(tiles(layout, device))
+    sums = np.zeros((len(found[0]) // len(of_tiles[0].sizes), len(layout.segments)))
+    start = 0
+    for tile in of_tiles:
+        count = len(sums) * len(tile.sizes)
+        sums[:, tile.layers] += values[start : start + count].reshape(len(sums), -1)
+        start += count
+    return sums
+
+
 def squared_norms(flat: Tensor, layout: Layout) -> np.ndarray:
     """Return the squared 2-norm of each segment as float64 [segments] on the host."""
-    norms: Sequence[Tensor] = torch._foreach_norm(layout.views(flat))
-    return torch.stack(list(norms)).double().square().cpu().numpy()
+    found = [tile_norms(tile, flat[tile.place]) for tile in tiles(layout, flat.device)]
+    return sum_tile_norms(found, layout, flat.device)[0]
+
+
+def squared_distances(flat: Tensor, other: Tensor, layout: Layout) -> np.ndarray:
+    """Return |flat - other|^2 of each segment as float64 [segments] on the host."""
+    found, spare = [], spare_tile(flat)
+    for tile in tiles(layout, flat.device):
+        part = flat[tile.place]
+        gap = torch.sub(part, other[tile.place], out=spare[: part.numel()])
+        found.append(tile_norms(tile, gap))
+    return sum_tile_norms(found, layout, flat.device)[0]

@@ -1,36 +1,52 @@
 """Physical shrinkage: gather the kept slices of a flat vector into a dense payload and back.
 
 The paper's section 4.4, with kept columns of the GEMM view in place of the bounding box of Eq. 15.
-A plan holds one index set per pruned layer; pack and unpack are one indexed copy per layer straight
-between the flat vector and the payload, without temporaries.
+A plan holds for each pruned layer which rows are kept and which channels. Rows are copied whole
+and channels gathered, in both directions, tile by tile, so that memory sees one pass.
 """
 
+import functools
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.models.layout import Layout
+from prunex_mpi.models.layout import Layout, tile_length
 from prunex_mpi.pruning.groups import Groups, PrunableLayer
-from prunex_mpi.pruning.masks import layer_masks
+from prunex_mpi.pruning.masks import layer_masks, set_rows_
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which rows or channels are kept: the `index` of those, of those `gone`, and the way back.
+
+    `place` says for each where it is among the kept ones; those gone point anywhere. `factor` is 0
+    for the elements of what is gone and 1 for all others, float32.
+    """
+
+    index: Tensor
+    gone: Tensor
+    place: Tensor
+    factor: Tensor
 
 
 @dataclass(frozen=True)
 class Piece:
     """A run of the flat vector and its place in the payload.
 
-    With `index`, the run seen as `shape` keeps the entries `index` of dimension `dim`.
+    With a `shape` it is [rows, channels, kernel] and keeps `rows` and `channels`, None for all.
     """
 
     offset: int
     numel: int
     start: int
     kept: int
-    shape: tuple[int, ...] = ()
-    dim: int = 0
-    index: Tensor | None = None
+    shape: tuple[int, int, int] | None = None
+    rows: Kept | None = None
+    channels: Kept | None = None
 
 
 @dataclass(frozen=True)
@@ -49,15 +65,20 @@ def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.d
         for layer, (rows, columns) in zip(groups.layers, layer_masks(mask, groups), strict=True)
     }
     pieces: list[Piece] = []
+    # Coupled layers keep the same rows and channels.
+    known: dict[tuple[bytes, int], Kept | None] = {}
     start = 0
     for number, segment in enumerate(layout.segments):
         piece = Piece(segment.offset, segment.numel, start, segment.numel)
         if number in by_segment:
             layer, rows, columns = by_segment[number]
             if not (rows.all() and columns.all()):
-                piece = _indexed_piece(segment.offset, start, layer, rows, columns, device)
+                shape, rows, channels = _view_of_kept(layer, rows, columns)
+                size = np.count_nonzero(rows) * np.count_nonzero(channels) * shape[2]
+                kept = (_find_kept(bits, shape[2], device, known) for bits in (rows, channels))
+                piece = Piece(segment.offset, segment.numel, start, size, shape, *kept)
         last = pieces[-1] if pieces else None
-        if piece.index is None and last is not None and last.index is None:
+        if piece.shape is None and last is not None and last.shape is None:
             # Neighbours that keep everything travel as one copy.
             pieces[-1] = Piece(
                 last.offset, last.numel + piece.numel, last.start, last.kept + piece.kept
@@ -65,63 +86,130 @@ def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.d
         else:
             pieces.append(piece)
         start += piece.kept
-    bits = np.packbits(mask).tobytes()
-    places = [(p.offset, p.start, p.kept, p.shape, p.dim) for p in pieces]
-    shapes = repr((layout.segments, places)).encode()
-    digest = int.from_bytes(hashlib.sha256(shapes + bits).digest()[:8], "little")
+    places = np.array([(p.offset, p.start, p.kept, *(p.shape or (0, 0, 0))) for p in pieces])
+    parts = (_describe(layout), places.tobytes(), np.packbits(mask).tobytes())
+    digest = int.from_bytes(hashlib.sha256(b"".join(parts)).digest()[:8], "little")
     return Plan(tuple(pieces), start, digest)
 
 
-def _indexed_piece(
-    offset: int,
-    start: int,
-    layer: PrunableLayer,
-    rows: np.ndarray,
-    columns: np.ndarray,
-    device: torch.device,
-) -> Piece:
-    """Choose the view of a layer in which the kept weights are whole entries of one dimension."""
-    out_channels = layer.blocks * layer.rows
+@functools.lru_cache(maxsize=8)
+def _describe(layout: Layout) -> bytes:
+    return repr(layout.segments).encode()
+
+
+def _view_of_kept(
+    layer: PrunableLayer, rows: np.ndarray, columns: np.ndarray
+) -> tuple[tuple[int, int, int], np.ndarray, np.ndarray]:
+    """Choose a view [rows, channels, kernel] of which whole rows and channels are kept; say which.
+
+    Where there is nothing to choose between, all are channels.
+    """
     by_channel = columns.reshape(layer.blocks, layer.channels, layer.kernel)
     whole_channels = bool((by_channel.all(axis=2) == by_channel.any(axis=2)).all())
+    all_of_one = np.ones(1, dtype=bool)
     if columns.all():
-        shape, dim, kept = (out_channels, layer.columns), 0, rows
-    elif rows.all() and layer.blocks == 1 and whole_channels:
-        shape, dim = (layer.rows, layer.channels, layer.kernel), 1
-        kept = by_channel[0, :, 0]
-    elif rows.all() and layer.blocks == 1:
-        shape, dim, kept = (layer.rows, layer.columns), 1, columns[0]
-    else:
-        # Rows and columns at once, or columns that differ between convolution groups: runs of one
-        # channel's kernel, or single weights.
+        if layer.columns == 1:
+            return (1, rows.size, 1), all_of_one, rows
+        return (rows.size, 1, layer.columns), rows, all_of_one
+    if layer.blocks > 1:
+        # Columns that differ between convolution groups: runs of one channel's kernel, or weights.
         unit = by_channel[:, :, 0] if whole_channels else columns
-        kept = rows.reshape(layer.blocks, layer.rows, 1) & unit[:, None, :]
-        kept = kept.reshape(-1)
-        run = layer.numel // kept.size
-        shape, dim = ((kept.size, run) if run > 1 else (kept.size,)), 0
-    index = torch.from_numpy(np.flatnonzero(kept)).to(device)
-    size = layer.numel // shape[dim] * index.numel()
-    return Piece(offset, layer.numel, start, size, shape, dim, index)
+        kept = (rows.reshape(layer.blocks, layer.rows, 1) & unit[:, None, :]).reshape(-1)
+        return (1, kept.size, layer.numel // kept.size), all_of_one, kept
+    if whole_channels:
+        return (layer.rows, layer.channels, layer.kernel), rows, by_channel[0, :, 0]
+    return (layer.rows, layer.columns, 1), rows, columns[0]
 
 
-def pack_(flat: Tensor, plan: Plan, payload: Tensor) -> None:
-    """Gather the kept elements of `flat` [layout.numel] into `payload` [>= plan.numel]."""
+def _find_kept(
+    bits: np.ndarray, kernel: int, device: torch.device, known: dict[tuple[bytes, int], Kept | None]
+) -> Kept | None:
+    """Return the index sets of `bits`, from `known` where they are; None where all are kept."""
+    key = bits.tobytes(), kernel
+    if key not in known and bits.all():
+        known[key] = None
+    if key not in known:
+        place = np.maximum(np.cumsum(bits) - 1, 0)
+        factor = np.repeat(bits, kernel).astype(np.float32)
+        arrays = (np.flatnonzero(bits), np.flatnonzero(~bits), place, factor)
+        known[key] = Kept(*(torch.from_numpy(array).to(device) for array in arrays))
+    return known[key]
+
+
+def pack_(flat: Tensor, plan: Plan, payload: Tensor, other: Tensor | None = None) -> None:
+    """Gather the kept elements of `flat` [layout.numel] into `payload` [>= plan.numel].
+
+    With `other`, as long as `flat`, those of flat + other.
+    """
+    flats = (flat,) if other is None else (flat, other)
     for p in plan.pieces:
-        source, target = flat[p.offset : p.offset + p.numel], payload[p.start : p.start + p.kept]
-        if p.index is None:
-            target.copy_(source)
+        target = payload[p.start : p.start + p.kept]
+        sources = [f[p.offset : p.offset + p.numel] for f in flats]
+        if p.shape is None:
+            _sum(sources, target)
         else:
-            out = target.view(*p.shape[: p.dim], p.index.numel(), *p.shape[p.dim + 1 :])
-            torch.index_select(source.view(p.shape), p.dim, p.index, out=out)
+            _pack_piece_(p, [source.view(p.shape) for source in sources], target)
+
+
+def _sum(sources: list[Tensor], out: Tensor | None = None) -> Tensor:
+    """Return the sum of one or two tensors; without `out` one alone is itself."""
+    if len(sources) == 2:
+        return torch.add(*sources, out=out)
+    return sources[0] if out is None else out.copy_(sources[0])
+
+
+def _pack_piece_(p: Piece, sources: list[Tensor], target: Tensor) -> None:
+    for at, kept in _row_tiles(p, target):
+        if p.rows is None:
+            parts = [source[at] for source in sources]
+        else:
+            parts = [source.index_select(0, p.rows.index[at]) for source in sources]
+        if p.channels is None:
+            _sum(parts, kept)
+        else:
+            torch.index_select(_sum(parts), 1, p.channels.index, out=kept)
+
+
+def _row_tiles(p: Piece, payload: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Cut the kept rows of a piece into tiles; yield their places and their part of `payload`."""
+    rows, channels, kernel = p.shape
+    kept_rows = rows if p.rows is None else p.rows.index.numel()
+    kept_channels = channels if p.channels is None else p.channels.index.numel()
+    view = payload.view(kept_rows, kept_channels, kernel)
+    step = max(1, tile_length(payload.device) // (channels * kernel))
+    for start in range(0, kept_rows if p.kept else 0, step):
+        at = slice(start, start + step)
+        yield at, view[at]
 
 
 def unpack_(payload: Tensor, plan: Plan, flat: Tensor) -> None:
     """Scatter `payload` into `flat`; what the mask pruned becomes exactly zero."""
     for p in plan.pieces:
         target, source = flat[p.offset : p.offset + p.numel], payload[p.start : p.start + p.kept]
-        if p.index is None:
+        if p.shape is None:
             target.copy_(source)
-        else:
+        elif not p.kept:
             target.zero_()
-            values = source.view(*p.shape[: p.dim], p.index.numel(), *p.shape[p.dim + 1 :])
-            target.view(p.shape).index_copy_(p.dim, p.index, values)
+        else:
+            _unpack_piece_(p, source, target.view(p.shape))
+
+
+def _unpack_piece_(p: Piece, source: Tensor, target: Tensor) -> None:
+    for at, kept in _row_tiles(p, source):
+        if p.rows is None:
+            _spread(p, kept, target[at])
+        elif p.channels is None:
+            set_rows_(target, p.rows.index[at], kept)
+        else:
+            set_rows_(target, p.rows.index[at], _spread(p, kept))
+    if p.rows is not None:
+        set_rows_(target, p.rows.gone, 0.0)
+
+
+def _spread(p: Piece, kept: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return rows with all channels, from those that have the kept ones alone."""
+    if out is None:
+        out = kept.new_empty(len(kept), *p.shape[1:])
+    torch.index_select(kept, 1, p.channels.place, out=out)
+    out.view(len(kept), -1).mul_(p.channels.factor)
+    return out

@@ -15,12 +15,14 @@ and, beyond the paper,
 Which of them are kept is chosen in `projection`, what a choice does to vectors is in `masks`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from torch import Tensor
 
-from prunex_mpi.models.layout import Layout
+from prunex_mpi.models.layout import Layout, tile_length
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,23 @@ class CoupledLayer:
 
 
 @dataclass(frozen=True)
+class ScoredSlices:
+    """The slices that score: of each of `tensors` its rows, its columns or the one, then the other.
+
+    `tensors` holds (layer, rows score, columns score). `inside` says which slices, in this order,
+    belong to a group: those have a place in the mask (`group`) and one in `slices`, the number of
+    groups with slices in the same dimension of the same tensor. A group is in `members` of these.
+    """
+
+    tensors: tuple[tuple[int, bool, bool], ...]
+    inside: np.ndarray
+    group: np.ndarray
+    side: np.ndarray
+    slices: np.ndarray
+    members: np.ndarray
+
+
+@dataclass(frozen=True)
 class Budget:
     """A limit on `price[layer]` per kept weight, summed over all layers, plus what is `fixed`."""
 
@@ -102,6 +121,34 @@ class Groups:
     def prunable_numel(self) -> int:
         return sum(layer.numel for layer in self.layers)
 
+    @cached_property
+    def scored(self) -> ScoredSlices:
+        """The slices that count in the scores of the coupled groups."""
+        tensors, places, slices = [], [np.empty(0, dtype=np.int64)], []
+        members = np.zeros(self.total)
+        for entry in self.coupled:
+            scores = [
+                entry.scored and bool((ids >= 0).any()) for ids in (entry.rows, entry.columns)
+            ]
+            tensors.append((entry.layer, *scores))
+            for ids, wanted in zip((entry.rows, entry.columns), scores, strict=True):
+                if wanted:
+                    found = np.unique(ids[ids >= 0])
+                    members[found] += 1
+                    places.append(ids)
+                    slices.append(found.size)
+        side = np.repeat(np.arange(len(slices)), [ids.size for ids in places[1:]])
+        group = np.concatenate(places)
+        inside = group >= 0
+        return ScoredSlices(
+            tuple(t for t in tensors if any(t[1:])),
+            inside,
+            group[inside],
+            side[inside],
+            np.array(slices),
+            members,
+        )
+
 
 def gemm_views(flat: Tensor, layout: Layout, groups: Groups) -> list[Tensor]:
     """Return each prunable layer of `flat` as a view [blocks, rows, columns]."""
@@ -111,3 +158,17 @@ def gemm_views(flat: Tensor, layout: Layout, groups: Groups) -> list[Tensor]:
         piece = flat[offset : offset + layer.numel]
         views.append(piece.view(layer.blocks, layer.rows, layer.columns))
     return views
+
+
+def cut_view(view: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Cut a view of `gemm_views` into tiles: (blocks, rows), the rows of one block or all rows."""
+    blocks, rows, columns = view.shape
+    whole, length = slice(None), tile_length(view.device)
+    if view.numel() <= length:
+        yield whole, whole
+    elif blocks == 1:
+        step = max(1, length // columns)
+        yield from ((whole, slice(start, start + step)) for start in range(0, rows, step))
+    else:
+        step = max(1, length // (rows * columns))
+        yield from ((slice(start, start + step), whole) for start in range(0, blocks, step))

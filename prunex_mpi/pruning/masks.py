@@ -5,6 +5,7 @@ they travel as packed bits. What multiplies tensors are 0/1 factors on the tenso
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,11 +15,23 @@ from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.groups import Groups, gemm_views
 
 
+class LayerFactors(NamedTuple):
+    """The 0/1 factors of a layer: rows [blocks, rows, 1], columns [blocks, 1, columns], or None.
+
+    None where all are kept. `gone` are the rows of which nothing is left, of all blocks.
+    """
+
+    layer: int
+    rows: Tensor | None
+    columns: Tensor | None
+    gone: Tensor | None
+
+
 @dataclass(frozen=True)
 class Factors:
-    """The 0/1 factors of a mask: (layer index, factor broadcastable to [blocks, rows, columns])."""
+    """The 0/1 factors of a mask, of the layers that do not keep everything."""
 
-    entries: tuple[tuple[int, Tensor], ...]
+    entries: tuple[LayerFactors, ...]
 
 
 def layer_masks(mask: np.ndarray, groups: Groups) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -56,15 +69,29 @@ def build_factors(
     mask: np.ndarray, groups: Groups, device: torch.device, dtype: torch.dtype
 ) -> Factors:
     """Turn a mask into 0/1 tensors on `device`; layers that keep everything get none."""
-    entries: list[tuple[int, Tensor]] = []
+    entries = []
+    # Coupled layers keep the same rows and columns.
+    known: dict[bytes, tuple[Tensor, Tensor] | None] = {}
+
+    def find(bits: np.ndarray) -> tuple[Tensor, Tensor] | None:
+        key = bits.tobytes()
+        if key not in known:
+            known[key] = None
+            if not bits.all():
+                flat = torch.from_numpy(bits.reshape(-1))
+                gone = torch.from_numpy(np.flatnonzero(~bits))
+                known[key] = flat.to(device=device, dtype=dtype), gone.to(device)
+        return known[key]
+
     for number, (rows, columns) in enumerate(layer_masks(mask, groups)):
-        layer = groups.layers[number]
-        if not columns.all():
-            factor = torch.from_numpy(columns).to(device=device, dtype=dtype)
-            entries.append((number, factor.view(layer.blocks, 1, layer.columns)))
-        if not rows.all():
-            factor = torch.from_numpy(rows).to(device=device, dtype=dtype)
-            entries.append((number, factor.view(layer.blocks, layer.rows, 1)))
+        blocks, by_row, by_column = len(columns), find(rows), find(columns)
+        if by_row is None and by_column is None:
+            continue
+        factors = (
+            by_row and by_row[0].view(blocks, -1, 1),
+            by_column and by_column[0].view(blocks, 1, -1),
+        )
+        entries.append(LayerFactors(number, *factors, by_row and by_row[1]))
     return Factors(tuple(entries))
 
 
@@ -74,15 +101,32 @@ def apply_factors_(flat: Tensor, layout: Layout, groups: Groups, factors: Factor
 
 
 def factor_views(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> list[Tensor]:
-    """Return the view of `flat` that each factor multiplies, for use with `mask_views_`."""
+    """Return the view of `flat` that each entry of `factors` masks, for use with `mask_views_`."""
     views = gemm_views(flat, layout, groups)
-    return [views[number] for number, _ in factors.entries]
+    return [views[entry.layer] for entry in factors.entries]
 
 
 def mask_views_(views: list[Tensor], factors: Factors) -> None:
-    """Multiply each view of `factor_views` by its factor in place."""
-    if views:
-        torch._foreach_mul_(views, [factor for _, factor in factors.entries])
+    """Multiply each view of `factor_views` by its factors in place."""
+    for view, entry in zip(views, factors.entries, strict=True):
+        if entry.columns is not None:
+            view.mul_(entry.columns)
+        if entry.rows is None:
+            continue
+        if view.shape[2] > 1:
+            set_rows_(view.view(-1, view.shape[2]), entry.gone, 0.0)
+        else:
+            view.mul_(entry.rows)
+
+
+def set_rows_(target: Tensor, rows: Tensor, values: Tensor | float) -> None:
+    """Set `target[rows]` to `values`."""
+    if target.device.type == "cpu":
+        # NumPy copies whole rows, where torch goes element by element.
+        values = values.numpy() if isinstance(values, Tensor) else values
+        target.numpy()[rows.numpy()] = values
+    else:
+        target[rows] = values
 
 
 def kept_numel(mask: np.ndarray, groups: Groups) -> list[int]:

@@ -15,14 +15,15 @@ with their group and do not score.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from prunex_mpi.models.layout import Layout
-from prunex_mpi.pruning.groups import Groups, Selection, gemm_views
-from prunex_mpi.pruning.masks import kept_numel
+from prunex_mpi.pruning.groups import Groups, Selection, cut_view, gemm_views
+from prunex_mpi.pruning.masks import Factors, LayerFactors, kept_numel
 
 
 def kept_count(count: int, ratio: float, round_to: int = 1) -> int:
@@ -33,55 +34,73 @@ def kept_count(count: int, ratio: float, round_to: int = 1) -> int:
 
 
 def group_energies(
-    squares: Tensor, layout: Layout, groups: Groups, selections: tuple[Selection, ...]
+    flat: Tensor,
+    layout: Layout,
+    groups: Groups,
+    selections: tuple[Selection, ...],
+    factors: Factors | None = None,
 ) -> Tensor:
-    """Sum the squared elements of every group of one kind.
+    """Sum the squared elements of every group of one kind, of `flat` or of what `factors` leave.
 
-    `squares` is the flat vector of squared elements; returns a 1-D tensor of its dtype on the host,
-    in the order of the mask.
+    `flat` is read once. Returns a 1-D tensor of its dtype on the host, in the order of the mask.
     """
-    views = gemm_views(squares, layout, groups)
+    views = gemm_views(flat, layout, groups)
+    masks = {entry.layer: entry for entry in (factors.entries if factors else ())}
     if selections[0].kind == "coupled":
-        return _coupled_scores(views, groups, selections)
+        return _coupled_scores(views, masks, groups, selections)
     energies = []
     for selection in selections:
-        layer = groups.layers[selection.layer]
-        view = views[selection.layer]
-        if selection.kind == "filter":
-            energies.append(view.sum(dim=2).reshape(-1))
-        elif selection.kind == "channel":
-            by_column = view.sum(dim=1).view(layer.blocks, layer.channels, layer.kernel)
-            energies.append(by_column.sum(dim=2).reshape(-1))
-        else:
-            energies.append(view.sum(dim=1).reshape(-1))
+        layer, number = groups.layers[selection.layer], selection.layer
+        by_row = selection.kind == "filter"
+        sums = _slice_energies(views[number], (by_row, not by_row), masks.get(number))
+        if selection.kind == "channel":
+            sums = sums.view(layer.blocks * layer.channels, layer.kernel).sum(dim=1)
+        energies.append(sums)
     return torch.cat(energies).cpu()
 
 
+def _slice_energies(view: Tensor, dims: Sequence[bool], factors: LayerFactors | None) -> Tensor:
+    """Return the squares of `view`, masked, summed by row, by column or one after the other, 1-D.
+
+    [blocks * rows], then [blocks * columns]; tile by tile, so that no squares reach the memory.
+    """
+    by_row = view.new_empty(view.shape[:2])
+    by_column = view.new_zeros(view.shape[::2])
+    for at in cut_view(view):
+        squares = view[at].square()
+        if factors is not None and factors.columns is not None:
+            squares.mul_(factors.columns[at[0]])
+        if factors is not None and factors.rows is not None:
+            squares.mul_(factors.rows[at])
+        if dims[0]:
+            torch.sum(squares, dim=2, out=by_row[at])
+        if dims[1]:
+            by_column[at[0]] += squares.sum(dim=1)
+    found = [
+        sums.view(-1) for sums, wanted in zip((by_row, by_column), dims, strict=True) if wanted
+    ]
+    return torch.cat(found)
+
+
 def _coupled_scores(
-    views: list[Tensor], groups: Groups, selections: tuple[Selection, ...]
+    views: list[Tensor],
+    masks: dict[int, LayerFactors],
+    groups: Groups,
+    selections: tuple[Selection, ...],
 ) -> Tensor:
     """Return s_g of every coupled group, 1-D on the host."""
     start, stop = selections[0].start, selections[-1].stop
-    scores = views[0].new_zeros(stop - start)
-    members = np.zeros(stop - start)
-    for entry in groups.coupled:
-        if not entry.scored:
-            continue
-        view = views[entry.layer]
-        for places, sums in (
-            (entry.rows, view.sum(dim=2).reshape(-1)),
-            (entry.columns, view.sum(dim=(0, 1))),
-        ):
-            inside = np.flatnonzero(places >= 0)
-            if not inside.size:
-                continue
-            found = np.unique(places[inside])
-            energies = sums[torch.from_numpy(inside).to(sums.device)]
-            scale = found.size / energies.sum().clamp_min(torch.finfo(sums.dtype).tiny)
-            target = torch.from_numpy(places[inside] - start).to(sums.device)
-            scores.index_add_(0, target, energies * scale)
-            members[found - start] += 1
-    return scores.cpu() / torch.from_numpy(members).clamp_min(1).to(scores.dtype)
+    scored = groups.scored
+    sums = [
+        _slice_energies(views[number], dims, masks.get(number)) for number, *dims in scored.tensors
+    ]
+    # One transfer, and float64 for what is added up on the host.
+    energies = torch.cat(sums).cpu().numpy().astype(np.float64)[scored.inside]
+    totals = np.bincount(scored.side, energies, len(scored.slices))
+    scale = scored.slices / np.maximum(totals, np.finfo(np.float64).tiny)
+    scores = np.bincount(scored.group, energies * scale[scored.side], groups.total)
+    scores /= np.maximum(scored.members, 1)
+    return torch.from_numpy(scores[start:stop]).to(views[0].dtype)
 
 
 def select(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from driving import wires_of
 from nodes import NODE_SHAPES, WORLD, nodes_of
-from torch import Tensor, nn
+from torch import nn
 
 from prunex_mpi.core.mask_agreement import (
     agree_by_or,
@@ -89,22 +89,18 @@ def assert_alike_on_all_ranks(mask: np.ndarray) -> None:
     assert np.array_equal(every, np.broadcast_to(mask, every.shape))
 
 
-def squares(flat: np.ndarray) -> Tensor:
-    return torch.from_numpy(flat).square()
-
-
 @pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
 def test_local_projection_is_the_best_support_of_its_own_candidate(kinds: tuple[str, ...]) -> None:
     state = prepare(kinds)
     for node in range(5):
         flat = candidate(state, node)
-        found = project_locally(squares(flat), state, 1.0, 1)
+        found = project_locally(torch.from_numpy(flat), state, 1.0, 1)
         assert np.array_equal(found, best_shared_mask(state, [flat], (1,)))
 
 
 def test_strictness_and_rounding_reach_the_projection() -> None:
     state = prepare(("channel",))
-    flat = squares(candidate(state, 0))
+    flat = torch.from_numpy(candidate(state, 0))
     assert project_locally(flat, state, 0.0, 1).all()
     half, rounded = project_locally(flat, state, 0.5, 1), project_locally(flat, state, 1.0, 3)
     for s in state.groups.kinds[0]:
@@ -126,7 +122,7 @@ def test_vote_is_the_best_shared_support_for_nodes_of_any_size(
         flats = [candidate(state, node) for node in range(topology.num_nodes)]
         mask = np.zeros(state.groups.total, dtype=bool)
         if topology.is_leader:
-            mine = squares(flats[topology.node_index])
+            mine = torch.from_numpy(flats[topology.node_index])
             mask = agree_by_vote(wires.workers, mine, state, 1.0, 1, topology.node_size)
         mask = wires.node.broadcast_bits(mask)
         expected = best_shared_mask(state, flats, topology.node_sizes)
@@ -152,7 +148,7 @@ def test_vote_weighs_nodes_by_their_ranks() -> None:
         assert not np.array_equal(weighted, best_shared_mask(state, flats, (1, 1)))
         mask = np.zeros(state.groups.total, dtype=bool)
         if topology.is_leader:
-            mine = squares(flats[topology.node_index])
+            mine = torch.from_numpy(flats[topology.node_index])
             mask = agree_by_vote(wires.workers, mine, state, 1.0, 1, topology.node_size)
         assert np.array_equal(wires.node.broadcast_bits(mask), weighted)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.models import layout as layouts
 from prunex_mpi.models.layout import (
     Layout,
     bits_digest,
@@ -13,7 +14,9 @@ from prunex_mpi.models.layout import (
     fill_,
     flatten_,
     scale_,
+    squared_distances,
     squared_norms,
+    tiles,
 )
 
 
@@ -138,13 +141,35 @@ def test_scale_multiplies_each_segment_by_its_factor(factors: list[float]) -> No
     assert torch.equal(flat, expected)
 
 
-def test_fill_and_squared_norms_go_segment_by_segment() -> None:
+@pytest.mark.parametrize("length", [1, 3, 10, 2**16])
+def test_tiles_cover_every_segment_once(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "CPU_TILE", length)
+    layout, flat = tied_vector()
+    sums = np.zeros(len(layout.segments))
+    end = 0
+    for tile in tiles(layout, flat.device):
+        assert tile.place.start == end
+        end = tile.place.stop
+        pieces = tile.pieces(flat[tile.place])
+        sums[tile.layers] += [float(piece.sum()) for piece in pieces]
+    assert end == layout.numel
+    assert sums.tolist() == [float(view.sum()) for view in layout.views(flat)]
+
+
+@pytest.mark.parametrize("length", [1, 3, 10, 2**16])
+def test_fill_and_squared_norms_go_segment_by_segment(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layouts, "CPU_TILE", length)
     layout, flat = tied_vector()
     numbers = flat.numpy()
     expected = [float(np.sum(numbers[s.offset : s.offset + s.numel] ** 2)) for s in layout.segments]
     norms = squared_norms(flat, layout)
     assert norms.dtype == np.float64
     np.testing.assert_allclose(norms, expected, rtol=1e-14)
+
+    distances = squared_distances(3 * flat, flat, layout)
+    np.testing.assert_allclose(distances, 4 * norms, rtol=1e-14)
 
     values = np.array([4.0, 9.0, -2.0, 0.25])
     fill_(flat, layout, values)

@@ -9,6 +9,7 @@ from counts import BY_HAND
 from torch import nn
 
 from prunex_mpi.models import batchnorm
+from prunex_mpi.models import layout as layouts
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_
@@ -63,11 +64,13 @@ def masks(groups: Groups, seed: int) -> list[np.ndarray]:
     ]
 
 
+@pytest.mark.parametrize("length", [5, 2**16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
 def test_expanding_what_was_compacted_is_multiplying_by_the_mask(
-    kinds: tuple[str, ...], dtype: torch.dtype
+    kinds: tuple[str, ...], dtype: torch.dtype, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(layouts, "CPU_TILE", length)
     layout, groups = prepare(kinds)
     torch.manual_seed(0)
     flat = torch.randn(layout.numel, dtype=dtype)
@@ -84,6 +87,11 @@ def test_expanding_what_was_compacted_is_multiplying_by_the_mask(
         result = torch.full_like(flat, torch.nan)
         unpack_(payload, plan, result)
         assert torch.equal(result, expected)
+        # A sum is packed as if it had been taken before.
+        total, both = flat + expected, torch.empty_like(payload)
+        pack_(total, plan, payload)
+        pack_(flat, plan, both, expected)
+        assert torch.equal(both[: plan.numel], payload[: plan.numel])
 
 
 def kept_values(masked: torch.Tensor, layout: Layout, plan: Plan) -> torch.Tensor:

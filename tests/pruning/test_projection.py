@@ -11,6 +11,7 @@ import torchvision
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.models import layout as layouts
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.coupling import find_coupling
@@ -53,7 +54,11 @@ def project(
     """Return the projection of `flat` and its mask: kinds one after the other."""
     mask, result = np.ones(groups.total, dtype=bool), flat.clone()
     for selections in groups.kinds:
-        energies = group_energies(result.square(), layout, groups, selections).numpy()
+        energies = group_energies(result, layout, groups, selections).numpy()
+        # What the kinds before have left of `flat` is what `result` is.
+        left = build_factors(mask, groups, flat.device, flat.dtype)
+        same = group_energies(flat, layout, groups, selections, left).numpy()
+        np.testing.assert_allclose(same, energies, rtol=1e-6)
         mask[selections[0].start : selections[-1].stop] = select(energies, selections, strictness)
         factors = build_factors(mask, groups, flat.device, flat.dtype)
         apply_factors_(result, layout, groups, factors)
@@ -375,7 +380,9 @@ def coupled_groups(**options: object) -> tuple[nn.Module, Layout, Groups]:
     return model, layout, find_groups(model, layout, ["coupled"], ratios, **options)
 
 
-def test_a_coupled_score_is_the_mean_share_of_its_tensors() -> None:
+def test_a_coupled_score_is_the_mean_share_of_its_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, layout, groups = coupled_groups()
     torch.manual_seed(1)
     flat = torch.randn(layout.numel, dtype=torch.float64)
@@ -390,11 +397,14 @@ def test_a_coupled_score_is_the_mean_share_of_its_tensors() -> None:
                 for n, axis in members
             ]
             expected.append(float(sum(shares)) / len(shares))
-    energies = group_energies(flat.square(), layout, groups, groups.kinds[0]).numpy()
+    energies = group_energies(flat, layout, groups, groups.kinds[0]).numpy()
+    monkeypatch.setattr(layouts, "CPU_TILE", 7)
+    by_tiles = group_energies(flat, layout, groups, groups.kinds[0]).numpy()
+    np.testing.assert_allclose(by_tiles, energies, rtol=1e-14)
     np.testing.assert_allclose(energies, expected, rtol=1e-12)
     # The size of a tensor says nothing.
     views["wide.weight"] *= 100
-    again = group_energies(flat.square(), layout, groups, groups.kinds[0]).numpy()
+    again = group_energies(flat, layout, groups, groups.kinds[0]).numpy()
     np.testing.assert_allclose(again, expected, rtol=1e-12)
 
 

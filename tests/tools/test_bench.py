@@ -22,7 +22,7 @@ from prunex_mpi.tools.bench.block_codes import block_codes
 from prunex_mpi.tools.bench.checkpoint import checkpoints
 from prunex_mpi.tools.bench.collectives import collectives
 from prunex_mpi.tools.bench.ddp import compare_with_ddp
-from prunex_mpi.tools.bench.kernels import kernels, make_state, project_alone, wires_of
+from prunex_mpi.tools.bench.kernels import PHASES, kernels, make_state, project_alone, wires_of
 from prunex_mpi.tools.bench.memory import child, memory
 from prunex_mpi.tools.bench.options import choose_sections, parse
 from prunex_mpi.tools.bench.overhead import CONSENSUS, MEASURED, inside_nodes, overhead, train
@@ -63,8 +63,8 @@ def run(*flags: str, code: str = "") -> subprocess.CompletedProcess:
 
 
 def test_kernels_time_every_step_against_a_copy_of_the_stated_bytes(alone):
-    steps, phases, parts = kernels(alone, SMALL, build_transport(CPU, 32.0, "host"), CPU, 2)
-    for table in (steps, phases, parts):
+    steps, parts, stages = kernels(alone, SMALL, build_transport(CPU, 32.0, "host"), CPU, 2)
+    for table in (steps, parts, stages):
         assert_sane(table)
         assert all(
             ms > 0 for name in table.columns if name.endswith("ms") for ms in column(table, name)
@@ -85,9 +85,12 @@ def test_kernels_time_every_step_against_a_copy_of_the_stated_bytes(alone):
         assert named["times copy"] == pytest.approx(named["step ms"] / named["copy ms"])
         promised = named["step"] in ("projection", "pack", "unpack", "dual update")
         assert named["aim"] == (3.0 if promised else None)
-    assert len(phases.rows) == 5
-    milliseconds = column(phases, "ms")
-    assert milliseconds[-1] == pytest.approx(sum(milliseconds[:-1]))
+    assert len(set(column(stages, "stage"))) == 4
+    assert column(stages, "residuals") == ["-", "measured"] * 3 + ["-"]
+    for row in stages.rows:
+        named = dict(zip(stages.columns, row, strict=True))
+        assert named["2 to 5 in all"] == pytest.approx(sum(named[name] for name in PHASES))
+        assert named["aim"] == 10.0
 
 
 def test_codes_by_blocks_are_timed_against_a_copy_of_the_vector():

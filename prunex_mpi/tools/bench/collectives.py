@@ -150,7 +150,7 @@ def _transfers(topology: Topology, state: State, transport: Transport, repeat: i
 def _mask_agreement(
     topology: Topology, state: State, settings: Settings, transport: Transport, repeat: int
 ) -> Table:
-    squares = state.theta.square()
+    candidate = state.theta
     mask = np.zeros(state.groups.total, dtype=bool)
     mask[:: 2 + topology.node_index] = True
     traffic = state.position.traffic
@@ -162,7 +162,7 @@ def _mask_agreement(
         chosen = mask
         if leader.speaks:
             ranks = node.comm.size
-            chosen = agree_by_vote(leader, squares, state, 1.0, settings.round_to, ranks)
+            chosen = agree_by_vote(leader, candidate, state, 1.0, settings.round_to, ranks)
         node.broadcast_bits(chosen)
 
     def union() -> None:
@@ -172,7 +172,7 @@ def _mask_agreement(
 
     def alone() -> None:
         if topology.is_leader:
-            project_locally(squares, state, 1.0, settings.round_to)
+            project_locally(candidate, state, 1.0, settings.round_to)
 
     rows = []
     for name, run in (

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.collectives import Transport
@@ -14,7 +15,7 @@ from prunex_mpi.comm.wire import Wires, find_wires
 from prunex_mpi.core.mask_agreement import project_locally
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.schedule import Stage
-from prunex_mpi.core.state import State, adopt_mask, build_state
+from prunex_mpi.core.state import State, Work, adopt_mask, build_state, freeze
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
@@ -23,8 +24,11 @@ from prunex_mpi.pruning.projection import group_energies, select
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.bench.timing import Action, min_seconds
 
-AIM = 3.0
+AIM, AIM_IN_ALL = 3.0, 10.0
 WITH_AIM = ("projection", "pack", "unpack", "dual update")
+PHASES = ("2 intra", "3 project", "4 inter", "5 dual")
+# Before the freeze: how far the keep ratio has moved from 1 to its target.
+STAGES = {"dense warm-up": 0.0, "ramp, half way": 0.5, "ramp, at its end": 1.0}
 NUM_CLASSES = 10
 # Large enough for the ImageNet stem, and for every torchvision classifier.
 IMAGE_SIZE = 224
@@ -53,7 +57,7 @@ def wires_of(topology: Topology, state: State, transport: Transport) -> Wires:
 def kernels(
     alone: Topology, settings: Settings, transport: Transport, device: torch.device, repeat: int
 ) -> list[Table]:
-    """Return the tables of steps, of whole phases and of the parts of the projection.
+    """Return the tables of steps, of the parts of the projection and of whole phases.
 
     `alone` is the topology of a job of one rank, on which no phase waits for a network.
     """
@@ -61,16 +65,14 @@ def kernels(
     adopt_mask(state, project_alone(state, settings))
     return [
         _steps(alone, state, settings, transport, repeat),
-        _phases(alone, state, settings, transport, repeat),
         _projection_parts(state, settings, repeat),
+        _stages(alone, state, settings, transport, repeat),
     ]
 
 
 def project_alone(state: State, settings: Settings) -> np.ndarray:
     """Project `scratch` as a leader does in phase 3, without MPI, and return the mask."""
-    squares = state.payload[: state.layout.numel]
-    torch.mul(state.scratch, state.scratch, out=squares)
-    mask = project_locally(squares, state, 1.0, settings.round_to)
+    mask = project_locally(state.scratch, state, 1.0, settings.round_to)
     factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
     apply_factors_(state.scratch, state.layout, state.groups, factors)
     return mask
@@ -148,7 +150,7 @@ def _steps(
         (
             f"minimum of {repeat} turns; each step takes turns with an out-of-place copy_ of the "
             "bytes named",
-            "projection: squares, group energies, selection, factors and masking, as on a leader",
+            "projection: group energies, selection, factors and masking, as on a leader",
             "dual update + norms: all of phase 5 on one rank, with seven norms per layer",
         ),
     )
@@ -159,14 +161,51 @@ def _copy(sources: tuple[Tensor, ...], target: Tensor) -> None:
         target[: source.numel()].copy_(source)
 
 
-def _phases(
+def _stages(
     alone: Topology, state: State, settings: Settings, transport: Transport, repeat: int
 ) -> Table:
-    """Time phases 2 to 5 of the driver as they are, before the masks are frozen."""
+    """Time phases 2 to 5 as the driver runs them at each stage of a run; ends frozen."""
+    everything = np.ones_like(state.mask)
+    rows = []
+    for name, strict in STAGES.items():
+        for measured in (False, True):
+            adopt_mask(state, everything)
+            stage = Stage(strict, choose=strict > 0, vote=True, freeze=False, measured=measured)
+            rows.append((name, *_phases(alone, state, settings, transport, stage, repeat)))
+    freeze(state, True)
+    stage = Stage(1.0, choose=False, vote=True, freeze=False, measured=False)
+    rows.append(
+        (
+            "consensus SGD after the freeze",
+            *_phases(alone, state, settings, transport, stage, repeat),
+        )
+    )
+    return Table(
+        "Phases 2 to 5 as the driver runs them on one rank: times a copy of the model",
+        ("stage", "residuals", "copy ms", *PHASES, "2 to 5 in all", "aim"),
+        tuple(rows),
+        (
+            f"minimum of {repeat} outer iterations, each with an out-of-place copy_ of theta",
+            "ramp: a mask is voted at each of them",
+            "residuals: whether this outer iteration measures them",
+        ),
+    )
+
+
+def _phases(
+    alone: Topology,
+    state: State,
+    settings: Settings,
+    transport: Transport,
+    stage: Stage,
+    repeat: int,
+) -> tuple[str, float, float, float, float, float, float, float]:
+    """Return whether residuals are measured, a copy's ms, the phases in copies, the aim."""
     target = torch.empty_like(state.theta)
     wires = wires_of(alone, state, transport)
     leader, node = wires.workers, wires.node
-    stage = Stage(strict=1.0, choose=True, vote=True, freeze=False, measured=True)
+    # Phase 4 looks at no data.
+    work = Work(state, None, settings, transport, Heartbeat())
     seen: dict[str, Any] = {}
 
     def intra() -> None:
@@ -177,39 +216,34 @@ def _phases(
         seen["node"] = hsadmm.project(leader, node, state, settings, z_tilde, stage)
 
     def inter() -> None:
-        seen["z"] = hsadmm.inter_node_consensus(leader, node, state, stage)
+        seen["z"] = hsadmm.inter_node_consensus(leader, node, work, stage, behind=False)
 
     def dual() -> None:
-        norms = hsadmm.update_duals(state, seen["node"], seen["z"])
+        norms = None
+        if not state.consensus_sgd:
+            norms = hsadmm.update_duals(state, seen["node"], seen["z"])
         hsadmm.find_residuals(alone.world, state, settings, norms, 0.0)
 
     # In the order of the driver: each phase prepares what the next one reads.
+    actions = (intra, project, inter, dual)
     best = min_seconds(
         {
             "copy": Action(lambda: target.copy_(state.theta)),
-            "2 intra-node consensus": Action(intra),
-            "3 projection and masks": Action(project),
-            "4 inter-node consensus": Action(inter),
-            "5 duals and residuals": Action(dual),
+            **{name: Action(run) for name, run in zip(PHASES, actions, strict=True)},
         },
         repeat,
         state.theta.device,
     )
     copy = best.pop("copy")
-    rows = [(name, 1e3 * seconds, seconds / copy) for name, seconds in best.items()]
-    rows.append(("2 to 5", 1e3 * sum(best.values()), sum(best.values()) / copy))
-    return Table(
-        "Phases as the driver runs them on one rank, masks not frozen",
-        ("phase", "ms", "times copy of the model"),
-        tuple(rows),
-    )
+    times = [seconds / copy for seconds in best.values()]
+    return "measured" if stage.measured else "-", 1e3 * copy, *times, sum(times), AIM_IN_ALL
 
 
 def _projection_parts(state: State, settings: Settings, repeat: int) -> Table:
-    squares = state.payload[: state.layout.numel]
     device, dtype = state.theta.device, state.theta.dtype
     groups, layout = state.groups, state.layout
-    energies = [group_energies(squares, layout, groups, kind).numpy() for kind in groups.kinds]
+    flat = state.scratch
+    energies = [group_energies(flat, layout, groups, kind).numpy() for kind in groups.kinds]
     target = torch.empty_like(state.theta)
 
     def choose() -> None:
@@ -219,9 +253,8 @@ def _projection_parts(state: State, settings: Settings, repeat: int) -> Table:
     best = min_seconds(
         {
             "copy": Action(lambda: target.copy_(state.theta)),
-            "squares": Action(lambda: torch.mul(state.scratch, state.scratch, out=squares)),
             "group energies": Action(
-                lambda: [group_energies(squares, layout, groups, kind) for kind in groups.kinds]
+                lambda: [group_energies(flat, layout, groups, kind) for kind in groups.kinds]
             ),
             "selection": Action(choose),
             "factors": Action(lambda: build_factors(state.mask, groups, device, dtype)),
