@@ -142,7 +142,7 @@ def test_runs_that_tune_are_short_and_of_another_seed():
     settings = tuning_settings(options, "prunex", 0.4)
     assert (settings.seed, settings.lr, settings.outer_iterations) == (3, 0.4, 16)
     # Shares of a run stay shares.
-    assert settings.freeze_iteration == 10
+    assert settings.freeze_iteration == 12
 
 
 def test_the_held_out_images_are_taken_from_those_that_train():
