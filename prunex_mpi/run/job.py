@@ -81,7 +81,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             deadline = find_deadline(settings.time_limit, started)
             with (
                 stop_agreement(topology.world, received, deadline) as stop,
-                exchanging_behind(topology, settings.overlap_steps != 0) as behind,
+                exchanging_behind(topology, settings.overlap_steps != 0, transport) as behind,
             ):
                 work = replace(work, stop=stop, behind=behind)
                 status = run_to_end(topology, files, work, checkpoints)
