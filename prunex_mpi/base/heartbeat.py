@@ -7,6 +7,8 @@ PHASES = (
     *("start", "data", "model", "trial", "local", "intra", "project", "inter", "dual", "evaluate"),
     *("record", "checkpoint", "finish"),
 )
+# The name of the thread that the main one may wait for begins like this.
+HELPER = "exchange"
 
 
 @dataclass

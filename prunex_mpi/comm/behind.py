@@ -10,27 +10,31 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
+import torch
+
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.heartbeat import HELPER
+from prunex_mpi.comm.agreement import together
+from prunex_mpi.comm.collectives import Transport, for_another_thread
 from prunex_mpi.comm.topology import Topology
-
-HELPER = "exchange"
 
 
 class Behind:
     """The helper thread of one rank, and what it is at.
 
-    `between` and `node` are duplicates of the communicators of a topology.
+    `between` and `node` are duplicates of the communicators of a topology, `transport` has host
+    memory that nobody else writes.
     """
 
-    def __init__(self, between: MPI.Comm, node: MPI.Comm) -> None:
-        self.between, self.node = between, node
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix=HELPER)
+    def __init__(self, between: MPI.Comm, node: MPI.Comm, transport: Transport) -> None:
+        self.between, self.node, self.transport = between, node, transport
+        self.pool = ThreadPoolExecutor(1, HELPER, _on_same_gpu())
         self.under_way: Future | None = None
 
     def begin(self, exchange: Callable[[], None]) -> None:
-        """Have the helper run `exchange`, which may only use the helper's communicators."""
+        """Have the helper run `exchange`, which may only use what is the helper's to send with."""
         if self.under_way is not None:
             raise RuntimeError("an exchange is under way already")
         self.under_way = self.pool.submit(exchange)
@@ -42,21 +46,32 @@ class Behind:
             under_way.result()
 
 
+def _on_same_gpu() -> Callable[[], None] | None:
+    """Return what gives a new thread the GPU of this one, None without a GPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    device = torch.cuda.current_device()
+    return lambda: torch.cuda.set_device(device)
+
+
 @contextmanager
-def exchanging_behind(topology: Topology, wanted: bool) -> Iterator[Behind | None]:
+def exchanging_behind(
+    topology: Topology, wanted: bool, transport: Transport
+) -> Iterator[Behind | None]:
     """Have a helper thread for the time of the block, where one is `wanted`.
 
-    Raises UserError where MPI does not allow several threads. Collective on `node` and `leader`, at
-    both ends: it ends the same on every rank, or the job is ended anyway.
+    Raises UserError on every rank where MPI does not allow several threads. Collective on `world`,
+    `node` and `leader`, at both ends: it ends the same on every rank, or the job is ended anyway.
     """
     if not wanted:
         yield None
         return
-    refuse_single_thread()
+    together(topology.world, refuse_single_thread)
     leads = topology.leader != MPI.COMM_NULL
     behind = Behind(
         topology.leader.Dup() if leads else MPI.COMM_NULL,
         topology.node.Dup(),
+        for_another_thread(transport),
     )
     try:
         yield behind

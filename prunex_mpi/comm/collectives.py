@@ -8,7 +8,7 @@ through two pinned buckets (`host`), so that copying one overlaps the reduction 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -58,6 +58,14 @@ def build_transport(device: torch.device, bucket_mib: float, mpi_buffers: str) -
         return Transport(bucket_bytes)
     first = torch.empty(bucket_bytes, dtype=torch.uint8, pin_memory=True)
     return Transport(bucket_bytes, (first, torch.empty_like(first, pin_memory=True)))
+
+
+def for_another_thread(transport: Transport) -> Transport:
+    """Return the same transport with host buckets of its own."""
+    if transport.staging is None:
+        return transport
+    first, second = (torch.empty_like(t, pin_memory=True) for t in transport.staging)
+    return replace(transport, staging=(first, second))
 
 
 def mpi_buffer(tensor: Tensor) -> list:

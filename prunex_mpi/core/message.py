@@ -110,19 +110,19 @@ def way_of(state: State) -> str:
     return PLAIN if state.coded is None else CODED
 
 
-def take_over_(state: State, way: str, behind: bool = False) -> None:
+def take_over_(state: State, way: str, behind: bool = False, freezes: bool = False) -> None:
     """Make the mean that has come z, expanded, zero where the mask is; set the statistics.
 
     It has come PLAIN or CODED. What z was before is then in `scratch`. With `behind` the model has
     gone on training since: its statistics move by as much as those of the node by which it began.
-    Does not communicate.
+    The mask `freezes` where it was chosen in this outer iteration. Does not communicate.
     """
     coded = way == CODED
     message, statistics = state.blocks if coded else _plain_parts(state)
     unpack_(message, state.plan, state.scratch)
     if coded:
         state.scratch.add_(state.z)
-    if not state.shrinks or coded:
+    if not state.shrinks or (coded and (freezes or not state.frozen)):
         # z may hold groups that are pruned from now on.
         apply_factors_(state.scratch, state.layout, state.groups, state.factors)
     kept = state.stats_kept
@@ -132,13 +132,15 @@ def take_over_(state: State, way: str, behind: bool = False) -> None:
     moved = torch.empty_like(state.stats) if behind else None
     if behind:
         batchnorm.read_(state.bn_modules, moved)
-        moved.sub_(state.stats)
+        moved = moved.sub_(state.stats)[kept]
     if kept.numel() < state.stats.numel():
         batchnorm.reset_(state.bn_modules, state.stats)
     state.stats.index_copy_(0, kept, values)
     if coded:
         state.memory[KNOWN].copy_(state.stats)
-    batchnorm.write(state.bn_modules, state.stats.add(moved) if behind else state.stats)
+    # Removed channels are left as they have been reset.
+    now = state.stats.index_add(0, kept, moved) if behind else state.stats
+    batchnorm.write(state.bn_modules, now)
     state.z, state.scratch = state.scratch, state.z
 
 

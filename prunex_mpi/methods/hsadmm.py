@@ -54,6 +54,7 @@ from prunex_mpi.core.state import (
     freeze,
     starts_from_z,
     update_penalties,
+    update_rho2,
 )
 from prunex_mpi.core.steps import (
     add_loss_,
@@ -165,6 +166,7 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
         if np.all(state.rho1 == state.rho1[0]):
             group["weight_decay"] += float(state.rho1[0])
         else:
+            # Nothing is under way in it: penalties that differ come of residuals, and those wait.
             rho_by_weight = state.payload[: state.layout.numel]
             fill_(rho_by_weight, state.layout, state.rho1)
     masked = factor_views(state.grad, state.layout, state.groups, state.factors)
@@ -317,11 +319,12 @@ def inter_node_consensus(
     fill_message_(leader, node, state, work.settings.payload)
     if behind:
         between, inside = work.behind.between, work.behind.node
+        transport = work.behind.transport
         state.position.under_way = way_of(state)
         work.behind.begin(lambda: exchange_message_(between, inside, state, transport))
         return None
     exchange_message_(leader.comm, node.comm, state, transport)
-    take_over_(state, way_of(state))
+    take_over_(state, way_of(state), freezes=stage.freeze)
     # What z was before lies in scratch.
     return squared_distances(state.z, state.scratch, state.layout) if stage.measured else None
 
@@ -341,6 +344,7 @@ def z_arrives(work: Work) -> None:
         state.theta.add_(state.z).sub_(state.z_node)
     if not state.consensus_sgd:
         state.v.add_(state.z_node).sub_(state.z)
+        update_rho2(state, work.settings)
         set_anchor_(state)
     state.position.under_way = ""
     clock.behind += now(state.theta.device) - started

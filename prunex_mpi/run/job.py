@@ -100,7 +100,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             deadline = find_deadline(settings.time_limit, started)
             with (
                 stop_agreement(topology.world, received, deadline) as stop,
-                exchanging_behind(topology, goes_behind_steps(settings)) as behind,
+                exchanging_behind(topology, goes_behind_steps(settings), transport) as behind,
             ):
                 work = replace(work, stop=stop, behind=behind)
                 status = run_to_end(topology, files, work, checkpoints)

@@ -35,6 +35,7 @@ from prunex_mpi.core.state import (
     Work,
     begin_iteration,
     put_mask_back,
+    update_rho2,
 )
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.models import batchnorm
@@ -296,6 +297,8 @@ def put_common(
         _put_message(topology, first[0], state, transport)
         take_over_(state, common["position"]["under_way"])
         outer_step_(state, settings)
+        if not state.consensus_sgd:
+            update_rho2(state, settings)
         common["position"]["under_way"] = ""
     state.theta.copy_(state.z)
     state.z_node.copy_(state.z)

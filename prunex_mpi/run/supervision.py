@@ -74,6 +74,9 @@ def run_to_end(
                 rollbacks = position.rollbacks
                 if settings.on_divergence == "stop" or rollbacks == MAX_ROLLBACKS:
                     raise
+                if work.behind is not None:
+                    # What is under way reads and writes what is about to be replaced.
+                    work.behind.finish()
                 restored = checkpoint.restore(topology, files, work)
                 position.rollbacks = rollbacks + 1
                 factor = ROLLBACK_FACTOR**position.rollbacks

@@ -16,11 +16,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.heartbeat import PHASES, Heartbeat
+from prunex_mpi.base.heartbeat import HELPER, PHASES, Heartbeat
 
 PACKAGE = Path(__file__).parents[1]
+# From where the main thread waits for the helper, which exchanges behind the local steps.
+BEHIND = PACKAGE / "comm" / "behind.py"
 RECORD_BYTES = 1024
 CHECKS_PER_TIMEOUT = 10
 LONGEST_PAUSE_S = 5.0
@@ -159,13 +162,24 @@ class Watchdog:
         self.abort()
 
     def _frame(self) -> tuple[str, bool]:
-        """Return where the main thread is, and whether that is outside the package."""
-        frame = sys._current_frames().get(self.main_thread)
+        """Return where the main thread is, and whether that is outside the package.
+
+        Where it waits for the helper thread, where that is counts.
+        """
+        frames = sys._current_frames()
+        frame = frames.get(self.main_thread)
         if frame is None:
             return "ended", False
-        path = Path(frame.f_code.co_filename)
-        computing = PACKAGE not in path.parents
-        return f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}", computing
+        inside = _inside(frame)
+        if inside is None or inside is frame or _path_of(inside) != BEHIND:
+            return _place(frame), inside is not frame
+        helpers = [t.ident for t in threading.enumerate() if t.name.startswith(HELPER)]
+        for busy in filter(None, map(frames.get, helpers)):
+            where = _inside(busy)
+            if where is not None:
+                place = f"{_place(inside)}, waiting for the exchange: {_place(where)}"
+                return place, where is not busy
+        return _place(inside), False
 
     def _publish(self) -> None:
         frame, computing = self._frame()
@@ -176,6 +190,21 @@ class Watchdog:
         # The watchdog has to outlive a full disk.
         with contextlib.suppress(OSError):
             os.pwrite(self.file, text.ljust(RECORD_BYTES), 0)
+
+
+def _inside(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of a thread, from `frame` outwards, that is in the package."""
+    while frame is not None and PACKAGE not in _path_of(frame).parents:
+        frame = frame.f_back
+    return frame
+
+
+def _path_of(frame: FrameType) -> Path:
+    return Path(frame.f_code.co_filename)
+
+
+def _place(frame: FrameType) -> str:
+    return f"{_path_of(frame).name}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
 class _Idle:

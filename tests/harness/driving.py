@@ -32,7 +32,7 @@ SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
 def run_driver(topology, settings, model, stream, steps=STEPS):
     """Yield (record, state) after each outer iteration of the driver of the method."""
     stream.steps_per_epoch = STEPS_PER_EPOCH
-    with exchanging_behind(topology, settings.overlap_steps != 0) as behind:
+    with exchanging_behind(topology, settings.overlap_steps != 0, SMALL_BUCKETS) as behind:
         work = replace(make_work(settings, model, stream, steps=steps), behind=behind)
         for record in driver_of(settings.method).outer_iterations(topology, work):
             yield record, work.state

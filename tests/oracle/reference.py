@@ -208,12 +208,21 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                 strict=True,
             ):
                 mine = moments(m) + now - then
-                mine[:, g] = now[:, g] + (moments(m) - then)[:, g]
+                mine[:, g] = now[:, g]
                 set_moments_(m, mine)
         if not sgd_only:
             for i in range(nodes):
                 v[i] = {n: v[i][n] + z_node[i][n] - new[n] for n in names}
+            if s.penalty == "ramp":
+                ramp_(rho2, v)
         return new
+
+    def ramp_(rhos, duals):
+        for n in names:
+            new = min(rhos[n] * s.rho_factor, s.rho_max)
+            for x in duals:
+                x[n] = x[n] * (rhos[n] / new)
+            rhos[n] = new
 
     def gone(mask):
         """Return of each BatchNorm the channels that are removed as a whole."""
@@ -375,13 +384,17 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                 r.u = {n: r.u[n] + theta[j][n] - z_node[node_of[j]][n] for n in names}
             if not behind:
                 v = [{n: v[i][n] + z_node[i][n] - z[n] for n in names} for i in range(nodes)]
-        for n in names if not sgd_only and s.penalty != "fixed" else ():
+        if not sgd_only and s.penalty == "ramp":
+            ramp_(rho1, [r.u for r in ranks])
+            if not behind:
+                ramp_(rho2, v)
+        for n in names if not sgd_only and s.penalty == "balance" else ():
             for rho, duals, primal, dual in (
                 (rho1, [r.u for r in ranks], residuals[n][0], residuals[n][1]),
                 (rho2, v, residuals[n][2], residuals[n][3]),
             ):
                 new = rho[n]
-                if s.penalty == "ramp" or primal > 10 * dual:
+                if primal > 10 * dual:
                     new = min(rho[n] * s.rho_factor, s.rho_max)
                 elif dual > 10 * primal:
                     new = max(rho[n] / s.rho_factor, s.rho_min)
@@ -400,10 +413,10 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                 loss=sum(losses) / total_ranks,
                 outside=outside,
                 statistics=[
-                    [
-                        (m.running_mean.clone(), m.running_var.clone())
-                        for m in batchnorms(r.model).values()
-                    ]
+                    {
+                        n: (m.running_mean.clone(), m.running_var.clone())
+                        for n, m in batchnorms(r.model).items()
+                    }
                     for r in ranks
                 ],
                 rests=[dict(x) for x in coded.rests] if coded else [],

@@ -1,6 +1,7 @@
 """Checkpoints over MPI: bit-exact on the same nodes, a stated rule on others, damage refused."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -11,17 +12,30 @@ from nodes import NODE_SHAPES, WORLD, nodes_of
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, StopAgreement, stop_agreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.problem import build_problem, load_dataset, make_groups
-from prunex_mpi.core.state import Position, Problem, State, Work, build_state
+from prunex_mpi.core.state import (
+    CODED,
+    KNOWN,
+    PLAIN,
+    REST,
+    Position,
+    Problem,
+    State,
+    Work,
+    build_state,
+)
 from prunex_mpi.methods.exchanges import memory_of
+from prunex_mpi.methods.hsadmm import z_arrives
 from prunex_mpi.models.layout import build_layout
+from prunex_mpi.pruning.masks import apply_factors_
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.snapshot import upgraded
-from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.run.snapshot import contents, misfit, upgraded
+from prunex_mpi.run.supervision import Checkpoints, driver_of, write_checkpoint
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import make
 
@@ -73,6 +87,40 @@ SCENARIOS = {
     "one-shot": {"method": "one-shot", "prune_iteration": 4, "groups": ("coupled",)},
     "prunetrain": {"method": "prunetrain", "reconfigure_every": 3, "prune_threshold": 0.27},
 }
+# Exchanges of iterations 1, 2 and 4 run behind the local steps of the next.
+BEHIND = {"residuals": "off", "evaluate_every": 5, "overlap_steps": 1}
+FEWER_BITS = {
+    "int4": {**RAMP, "groups": ("coupled",), "freeze_iteration": 4, "payload": "int4"},
+    "int8sum": {
+        **RAMP,
+        "groups": ("channel",),
+        "freeze_iteration": 4,
+        "after_freeze": "admm",
+        "payload": "int8sum",
+    },
+    "diloco int4": {"method": "diloco", "payload": "int4"},
+}
+OVERLAPPED = {
+    "behind": {**RAMP, **BEHIND, "freeze_iteration": 3},
+    "int4 behind": {**FEWER_BITS["int4"], **BEHIND, "freeze_iteration": 3, "overlap_steps": 2},
+    "paper int8 behind": {
+        **RAMP,
+        **BEHIND,
+        "preset": "paper",
+        "freeze_iteration": 0,
+        "freeze_drift": -1.0,
+        "penalty": "ramp",
+        "eps_abs": 0.0,
+        "eps_rel": 0.0,
+        "payload": "int8",
+    },
+    "diloco int4 behind": {"method": "diloco", "payload": "int4", **BEHIND},
+    "one-shot bf16 behind": {**BEHIND, "payload": "bf16", "method": "one-shot", "overlap_steps": 9},
+}
+for name in ("diloco int4 behind", "one-shot bf16 behind"):
+    del OVERLAPPED[name]["residuals"]
+OVERLAPPED["one-shot bf16 behind"] |= {"prune_iteration": 3, "groups": ("coupled",)}
+SCENARIOS |= {**FEWER_BITS, **OVERLAPPED}
 
 
 @dataclass
@@ -100,10 +148,22 @@ class Run:
             yield {key: value for key, value in record.items() if key != "seconds"}
 
     def save(self, files: RunDirectory | None) -> None:
-        checkpoint.save(self.topology, files, self.work)
+        write_checkpoint(self.topology, files, self.work, Checkpoints("off"))
 
     def restore(self, files: RunDirectory | None) -> checkpoint.Restored:
+        if self.work.behind is not None:
+            self.work.behind.finish()
         return checkpoint.restore(self.topology, files, self.work)
+
+
+# The helper threads of a test's runs, which end with it.
+HELPERS = ExitStack()
+
+
+@pytest.fixture(autouse=True)
+def helpers_end() -> Iterator[None]:
+    yield
+    HELPERS.close()
 
 
 def new_run(
@@ -121,7 +181,10 @@ def new_run(
     groups = make_groups(settings, model, layout, dataset.image_size)
     state = build_state(model, layout, groups, settings)
     state.memory |= memory_of(settings, layout, state.theta)
-    return Run(topology, Work(state, problem, settings, transport, Heartbeat()))
+    wanted = settings.overlap_steps != 0
+    behind = HELPERS.enter_context(exchanging_behind(topology, wanted, transport))
+    work = Work(state, problem, settings, transport, Heartbeat(), behind=behind)
+    return Run(topology, work)
 
 
 def vectors(run: Run) -> dict[str, torch.Tensor]:
@@ -155,6 +218,10 @@ def assert_same(first: Run, second: Run) -> None:
         ("fp16", 2),
         ("one-shot", 3),
         ("prunetrain", 3),
+        *((scenario, 1) for scenario in FEWER_BITS),
+        *((scenario, 1) for scenario in OVERLAPPED),
+        ("int4", 3),
+        ("int4 behind", 2),
     ],
 )
 def test_a_restored_run_goes_on_bit_for_bit(scenario: str, ranks_per_node: int) -> None:
@@ -206,6 +273,33 @@ def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario: str) -
         assert_same(whole, second)
 
 
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+@pytest.mark.parametrize("call", [3, 4, 14])
+@pytest.mark.parametrize("scenario", OVERLAPPED)
+def test_a_run_left_while_z_is_under_way_goes_on_bit_for_bit(
+    scenario: str, call: int, ranks_per_node: int
+) -> None:
+    """Before the first step, before the step at which z arrives, and after it."""
+    if ranks_per_node > WORLD.size:
+        pytest.skip("covered by a smaller node size: the job has fewer ranks")
+    with nodes_of(ranks_per_node) as topology, run_directory() as files:
+        whole = new_run(topology, scenario)
+        expected = list(whole.iterate())
+        first = new_run(topology, scenario)
+        records = list(first.iterate(StopsAt(call)))
+        position, overlap = first.state.position, first.settings.overlap_steps
+        assert (position.iteration, position.step) == (call // 3 + 1, call % 3)
+        coded = topology.num_nodes > 1 and first.settings.payload != "fp32"
+        # Stopping comes first where z would arrive.
+        waits = position.step <= overlap
+        assert position.under_way == ((CODED if coded else PLAIN) if waits else "")
+        first.save(files)
+        second = new_run(topology, scenario)
+        second.restore(files)
+        assert records + list(second.iterate()) == expected
+        assert_same(whole, second)
+
+
 @pytest.mark.parametrize("evaluate_every", [1, 2, 5])
 @pytest.mark.parametrize("scenario", ["recipe", "one-shot"])
 def test_evaluation_leaves_training_alone(scenario: str, evaluate_every: int) -> None:
@@ -226,8 +320,28 @@ def test_positions_of_the_older_form_are_brought_up_to_date() -> None:
     older |= {"payload_bytes": 10, "sent_bytes": 11, "mask_bytes": 12, "intra_bytes": 13}
     older |= {"local_seconds": 0.5, "method_seconds": 0.25, "exchange_seconds": 0.125}
     assert upgraded({"position": older, "data": [1]}) == {"position": position, "data": [1]}
+    # Between those two forms nothing ran behind the local steps.
+    former = {**position, "clock": {k: x for k, x in position["clock"].items() if k != "behind"}}
+    del former["under_way"]
+    assert upgraded({"position": former, "data": [1]}) == {"position": position, "data": [1]}
+    position["under_way"], position["clock"]["behind"] = CODED, 0.0625
     for numbers in ({"position": position}, {"position": 3}, {}, [1], None):
         assert upgraded(numbers) == numbers
+
+
+def test_a_checkpoint_without_what_is_under_way_is_refused() -> None:
+    with nodes_of(1) as topology:
+        run = new_run(topology, "int4 behind")
+        list(run.iterate(StopsAt(3)))
+        run.work.behind.finish()
+        first = WORLD.rank == 0
+        whose = {"leader": True, "first": first, "same_nodes": True}
+        tensors, numbers = contents(topology, run.state, run.problem)
+        assert misfit(tensors, numbers, run.state, run.problem, **whose) == ""
+        for key, reason in (("message", "under way"), ("stats", "stats is None")):
+            less = {name: tensor for name, tensor in tensors.items() if name != key}
+            found = misfit(less, numbers, run.state, run.problem, **whose)
+            assert reason in found if first or key == "stats" else found == ""
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (3, 2)])
@@ -271,6 +385,58 @@ def test_other_nodes_take_over_what_is_common(scenario: str, before: int, after:
             if topology.is_leader:
                 topology.leader.Allreduce(weighted, total)
                 assert np.abs(total).max() < 1e-12
+
+
+@pytest.mark.parametrize("call", [4, 13])
+@pytest.mark.parametrize(
+    ("scenario", "before", "after"),
+    [
+        *((scenario, *shapes) for scenario in OVERLAPPED for shapes in ((1, 3), (3, 1))),
+        *((scenario, 3, 1) for scenario in FEWER_BITS),
+        ("int4 behind", 1, 4),
+        ("int4 behind", 4, 1),
+    ],
+)
+def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
+    scenario: str, before: int, after: int, call: int
+) -> None:
+    """What has been exchanged becomes part of z; what rounding left over is dealt out."""
+    if WORLD.size == 1:
+        pytest.skip("one rank makes one kind of node")
+    with run_directory() as files:
+        with nodes_of(before) as topology:
+            first = new_run(topology, scenario, torch.float64)
+            list(first.iterate(StopsAt(call)))
+            first.save(files)
+            if first.state.position.under_way:
+                z_arrives(first.work)
+            old, sizes = vectors(first), topology.node_sizes
+        with nodes_of(after) as topology:
+            if topology.node_sizes == sizes:
+                return
+            second = new_run(topology, scenario, torch.float64)
+            assert second.restore(files).other_nodes
+            new = vectors(second)
+            alike = ["z", "mask", "rho1", "rho2", *(k for k in old if k.startswith("shared."))]
+            for name in alike:
+                assert torch.equal(new[name], old[name]), name
+            for name in ("theta", "z_node"):
+                assert torch.equal(new[name], old["z"]), name
+            assert not new["u"].any() and not new["v"].any()
+            position = second.state.position
+            assert (position.iteration, position.step, position.under_way) == (call // 3 + 1, 0, "")
+            if REST in old:
+                total, dealt = old[REST].numpy(), new[REST].numpy()
+                WORLD.Allreduce(total.copy(), total)
+                assert total.any() == (len(sizes) > 1)
+                share = topology.node_weight if topology.is_leader else 0.0
+                np.testing.assert_allclose(dealt, share * total, rtol=1e-12, atol=1e-15)
+                assert KNOWN in new
+            records = list(second.iterate())
+            assert [record["iteration"] for record in records] == [*range(call // 3 + 1, 7)]
+            gone = second.state.z.clone()
+            apply_factors_(gone, second.state.layout, second.state.groups, second.state.factors)
+            assert torch.equal(gone, second.state.z)
 
 
 @pytest.mark.parametrize(

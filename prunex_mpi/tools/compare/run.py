@@ -128,7 +128,7 @@ def train(topology: Topology, files: RunDirectory | None, work: Work) -> list[di
     rank = topology.world.rank
     with (
         closing(Progress(settings.outer_iterations, settings.progress, rank)) as bar,
-        exchanging_behind(topology, goes_behind_steps(settings)) as behind,
+        exchanging_behind(topology, goes_behind_steps(settings), work.transport) as behind,
     ):
         work = replace(work, behind=behind)
         return [record for record, _ in recorded(topology, files, work, bar)]
