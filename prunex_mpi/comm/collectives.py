@@ -5,6 +5,11 @@ contiguous and 1-D. On the CPU MPI reads and writes the tensor's own memory. A C
 to MPI as it is (`device`; the stream is synchronised first, since MPI does not know streams;
 blocking calls only, since Open MPI's non-blocking reductions crash on device memory) or goes
 through two pinned buckets (`host`), so that copying one overlaps the reduction of the other.
+
+An Allreduce folds what there are of ranks above a power of two onto the others: then one of 3
+leaders sent 1.88 (Open MPI 5.0) or 1.50 times (MPICH 5.0) what is enough, 2 (M - 1)/M of the
+operand. There a Reduce_scatter and an Allgather take its place, which by either MPI send no more
+than that from 512 KiB on, and less than the Allreduce at any size.
 """
 
 from collections.abc import Iterator
@@ -26,6 +31,10 @@ MPI_TYPES = {
     torch.int8: MPI.INT8_T,
     torch.uint8: MPI.UINT8_T,
 }
+
+# Bytes for each rank from which what is sent decides, and not the number of messages: 50 us at
+# 1 Gbit/s, 2 us at 40 Gbit/s.
+LEAST_SHARE_BYTES = 8 * 1024
 
 
 @dataclass(frozen=True)
@@ -96,14 +105,18 @@ def allreduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, op: MPI.Op = 
     if transport.staging is None:
         # Blocking: Open MPI's Iallreduce over TCP took twice as long between two nodes.
         for bucket in buckets(flat, transport):
-            comm.Allreduce(MPI.IN_PLACE, mpi_buffer(bucket), op=op)
+            _reduce_bucket_(comm, bucket, op)
         return
     # While one bucket is reduced, the next one is copied to the host.
     previous: Transfer | None = None
     for number, bucket in enumerate(buckets(flat, transport)):
         operand = _stage(transport, number, bucket)
         operand.copy_(bucket)
-        request = comm.Iallreduce(MPI.IN_PLACE, mpi_buffer(operand), op=op)
+        if _folds(comm, operand):
+            _reduce_bucket_(comm, operand, op)
+            request = MPI.REQUEST_NULL
+        else:
+            request = comm.Iallreduce(MPI.IN_PLACE, mpi_buffer(operand), op=op)
         if previous is not None:
             previous.finish_()
         previous = Transfer(request, operand, bucket)
@@ -166,10 +179,11 @@ def allreduce_then_bcast_(
             operand = _stage(transport, number, bucket)
             if leads:
                 operand.copy_(bucket)
-        buffer = mpi_buffer(operand)
         if leads and leader.size > 1:
-            leader.Allreduce(MPI.IN_PLACE, buffer, op=MPI.SUM)
-        request = node.Ibcast(buffer, root=0) if node.size > 1 else MPI.REQUEST_NULL
+            _reduce_bucket_(leader, operand, MPI.SUM)
+        request = MPI.REQUEST_NULL
+        if node.size > 1:
+            request = node.Ibcast(mpi_buffer(operand), root=0)
         if previous is not None:
             previous.finish_()
         previous = Transfer(request, operand, bucket)
@@ -189,6 +203,31 @@ def hierarchical_sum_(leader: MPI.Comm, node: MPI.Comm, values: np.ndarray) -> N
         leader.Allreduce(MPI.IN_PLACE, total, op=MPI.SUM)
     node.Bcast(total, root=0)
     values[...] = total
+
+
+def _folds(comm: MPI.Comm, operand: Tensor) -> bool:
+    """Say whether an Allreduce of `operand` over `comm` would send much more than is enough."""
+    # Device memory stays with Allreduce: that is what is probed, and Open MPI's Reduce_scatter
+    # would add up by the host's processor.
+    power_of_two = comm.size & (comm.size - 1) == 0
+    small = operand.nbytes < LEAST_SHARE_BYTES * comm.size
+    return not (power_of_two or small or operand.device.type == "cuda")
+
+
+def _reduce_bucket_(comm: MPI.Comm, operand: Tensor, op: MPI.Op) -> None:
+    """Reduce `operand` over `comm` in place by blocking calls. Collective on `comm`."""
+    if not _folds(comm, operand):
+        comm.Allreduce(MPI.IN_PLACE, mpi_buffer(operand), op=op)
+        return
+    # Shares of one size, for MPICH's Allgatherv takes 3 times as long as its Allgather.
+    share = operand.numel() // comm.size
+    shared, rest = operand[: share * comm.size], operand[share * comm.size :]
+    buffer, mine = mpi_buffer(shared), shared.new_empty(share)
+    comm.Reduce_scatter(buffer, mpi_buffer(mine), [share] * comm.size, op=op)
+    shared.view(comm.size, share)[comm.rank].copy_(mine)
+    comm.Allgather(MPI.IN_PLACE, buffer)
+    if rest.numel():
+        comm.Allreduce(MPI.IN_PLACE, mpi_buffer(rest), op=op)
 
 
 def _stage(transport: Transport, number: int, bucket: Tensor) -> Tensor:

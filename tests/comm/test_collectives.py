@@ -1,6 +1,6 @@
 """Collectives on tensors against numpy: any size, dtype and node shape, staged or not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.comm.collectives import (
+    LEAST_SHARE_BYTES,
     MPI_TYPES,
     Transport,
     allreduce_,
@@ -38,11 +39,11 @@ class NoCommunication:
         return lambda *args, **kwargs: pytest.fail(f"MPI was entered: {name}")
 
 
-def transport(kind: str) -> Transport:
+def transport(kind: str, size: int = TINY) -> Transport:
     """Return the transport of the CPU, or one that stages as it is done for a GPU."""
     if kind == "direct":
-        return build_transport(CPU, 1e-4, "host")
-    return Transport(TINY, (torch.empty(TINY, dtype=torch.uint8), torch.empty(TINY).byte()))
+        return build_transport(CPU, size / 2**20, "host")
+    return Transport(size, (torch.empty(size, dtype=torch.uint8), torch.empty(size).byte()))
 
 
 def numbers(rank: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -129,6 +130,43 @@ def test_allreduce_sums_every_element_and_nothing_else(dtype: torch.dtype, kind:
         allreduce_(WORLD, flat, how)
         assert torch.equal(flat, total(size, dtype, range(WORLD.size)))
         assert memory[0] == memory[-1] == 77
+
+
+@pytest.fixture
+def three() -> Iterator[MPI.Comm]:
+    """The first three ranks, where there are as many, and what is left of four."""
+    comm = WORLD.Split(WORLD.rank // 3, key=WORLD.rank)
+    yield comm
+    comm.Free()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["direct", "staged"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_large_sums_of_three_ranks_are_right(
+    dtype: torch.dtype, kind: str, three: MPI.Comm
+) -> None:
+    first = WORLD.rank // 3 * 3
+    large = LEAST_SHARE_BYTES * three.size
+    how = transport(kind, 2 * large)
+    # The last bucket is a little smaller than what goes by shares, as large, in uneven shares.
+    for nbytes in (large - 8, large, 3 * large + 20, 3 * large + 4 * (three.size - 1)):
+        flat = numbers(WORLD.rank, nbytes // dtype.itemsize, dtype)
+        wanted = total(flat.numel(), dtype, range(first, first + three.size))
+        again = flat.clone()
+        allreduce_(three, flat, how)
+        assert torch.equal(flat, wanted)
+        allreduce_then_bcast_(three, MPI.COMM_SELF, again, how)
+        assert torch.equal(again, wanted)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_large_sums_of_three_ranks_have_the_same_bits(three: MPI.Comm) -> None:
+    values = torch.rand(2 * LEAST_SHARE_BYTES, generator=torch.Generator().manual_seed(WORLD.rank))
+    allreduce_(three, values, Transport(2**20))
+    everyone = torch.empty(three.size, values.numel())
+    three.Allgather(values.numpy(), everyone.numpy())
+    assert torch.equal(everyone, values.expand_as(everyone))
 
 
 @pytest.mark.mpi

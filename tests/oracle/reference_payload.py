@@ -30,13 +30,13 @@ def in_blocks(vector):
 
 
 def owners(blocks, payload, leaders, bucket_bytes):
-    """Return who adds up each block: equal shares of each bucket."""
+    """Return who adds up each block: equal shares of each bucket, the last ones may lack some."""
     bucket = max(1, bucket_bytes // (RECORD[payload] * leaders)) * leaders
     result = []
     for first in range(0, blocks, bucket):
         count = min(bucket, blocks - first)
-        ends = [count * part // leaders for part in range(leaders + 1)]
-        result += [part for part in range(leaders) for _ in range(ends[part + 1] - ends[part])]
+        share = -(-count // leaders)
+        result += [number // share for number in range(count)]
     return result
 
 
