@@ -26,7 +26,10 @@ from mpi4py import MPI
 
 from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.topology import build_topology, free_topology
+from prunex_mpi.core.state import REST
 from prunex_mpi.methods.hsadmm import intra_node_consensus, outer_iterations
+from prunex_mpi.pruning.compaction import unpack_
+from prunex_mpi.pruning.masks import apply_factors_
 from prunex_mpi.settings.fields import PAYLOADS
 from prunex_mpi.settings.resolve import make, with_overrides
 
@@ -212,6 +215,63 @@ def test_invariants_hold_in_every_iteration(ranks_per_node, scenario):
             reference = array.copy()
             world.Bcast(reference, root=0)
             assert np.array_equal(reference, array)
+
+
+CODES = [payload for payload in PAYLOADS if payload != "fp32"]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("groups", [("coupled",), ("channel", "filter")])
+@pytest.mark.parametrize("payload", CODES)
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3])
+def test_duals_in_fewer_bits_add_up_to_what_was_left_over(ranks_per_node, payload, groups):
+    """sum_i P_i v_i = N (E_k - E_{k-1}) on the mask, E the sum of what rounding left over."""
+    world = MPI.COMM_WORLD
+    if ranks_per_node > world.size:
+        pytest.skip("covered by a smaller node size: the job has fewer ranks")
+    settings = make(**{**RECIPE, "after_freeze": "admm", "groups": groups, "payload": payload})
+    torch.manual_seed(3)
+    model = CoupledNet().double() if groups == ("coupled",) else Net().double()
+    stream = RandomStream(world.rank, torch.float64)
+    before, left_over = None, False
+    for _, state, _ in run_driver(world, ranks_per_node, model, stream, settings):
+        rest = torch.zeros_like(state.theta)
+        unpack_(state.memory[REST], state.plan, rest)
+        kept = (~kept_nowhere(state)).numpy()
+        sums = np.stack([rest.numpy(), state.v.numpy()])
+        world.Allreduce(MPI.IN_PLACE, sums, op=MPI.SUM)
+        now, duals = sums * kept
+        earlier = np.zeros_like(now) if before is None else before * kept
+        assert np.abs(duals - world.size * (now - earlier)).max() < 1e-12
+        before = now
+        left_over |= bool(now.any())
+    # A node alone sends nothing.
+    assert left_over == (ranks_per_node < world.size)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("overlap_steps", [0, 1])
+@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("ranks_per_node", [1, 3])
+def test_z_is_the_same_bits_on_all_ranks(ranks_per_node, payload, overlap_steps):
+    world = MPI.COMM_WORLD
+    if ranks_per_node > world.size:
+        pytest.skip("covered by a smaller node size: the job has fewer ranks")
+    settings = make(**{**COUPLED, **BEHIND, "payload": payload, "overlap_steps": overlap_steps})
+    torch.manual_seed(3)
+    stream = RandomStream(world.rank, torch.float32)
+    for _, state, _ in run_driver(world, ranks_per_node, CoupledNet(), stream, settings):
+        reference = state.z.numpy().copy()
+        world.Bcast(reference, root=0)
+        assert np.array_equal(reference, state.z.numpy())
+        assert state.position.under_way or not state.z[kept_nowhere(state)].any()
+
+
+def kept_nowhere(state):
+    """Return where the mask in force has nothing."""
+    kept = torch.ones_like(state.theta)
+    apply_factors_(kept, state.layout, state.groups, state.factors)
+    return kept == 0
 
 
 class Quadratic:

@@ -1,0 +1,108 @@
+"""Sums in fewer bits over the leaders, against the same in NumPy."""
+
+import numpy as np
+import pytest
+import torch
+from nodes import NODE_SHAPES, WORLD, nodes_of
+from reference_payload import RECORD, coded_sum
+
+from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.coded import BLOCK, MOST_SUMMED, allocate_coded, sum_coded_, whole_blocks
+
+pytestmark = pytest.mark.mpi
+
+CODES = ("fp16", "bf16", "int8", "int4", "int2", "int8sum")
+# Blocks: none, fewer than leaders, not a multiple of them, several buckets.
+SIZES = (0, 1, 3, 7, 29)
+# Of at most a few blocks each.
+BUCKET_BYTES = 1024
+
+
+def contribution(leader: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(leader)
+    values = torch.randn(numel, generator=generator, dtype=torch.float64)
+    # Blocks of very different sizes, one of zeros.
+    values.view(-1, BLOCK).mul_(10.0 ** (torch.arange(numel // BLOCK) % 7 - 3).unsqueeze(1))
+    values[BLOCK : 2 * BLOCK] = 0
+    return values.to(dtype)
+
+
+def sum_up(
+    topology: Topology, payload: str, blocks: int, dtype: torch.dtype, bucket_bytes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum and what is left over on this rank."""
+    transport = Transport(bucket_bytes)
+    values = contribution(topology.node_index, blocks * BLOCK, dtype)
+    if not topology.is_leader:
+        values.fill_(torch.nan)
+    out = torch.full_like(values, torch.nan)
+    coded = allocate_coded(payload, values, topology.num_nodes, transport)
+    scales = blocks * values.element_size() if payload == "int8sum" else 0
+    assert coded.nbytes == blocks * RECORD[payload] + scales
+    sum_coded_(topology.leader, topology.node, coded, values, out, transport)
+    return out, values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("blocks", SIZES)
+@pytest.mark.parametrize("payload", CODES)
+@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
+def test_sums_are_those_of_one_process(
+    ranks_per_node: int, payload: str, blocks: int, dtype: torch.dtype
+) -> None:
+    with nodes_of(ranks_per_node) as topology:
+        if topology.num_nodes == 1:
+            pytest.skip("a node alone sends nothing")
+        out, left = sum_up(topology, payload, blocks, dtype, BUCKET_BYTES)
+        # The same bits on all ranks.
+        reference = out.numpy().copy()
+        WORLD.Bcast(reference, root=0)
+        assert np.array_equal(out.numpy(), reference)
+        if not blocks:
+            return
+        parts = [contribution(i, out.numel(), torch.float64) for i in range(topology.num_nodes)]
+        exact = np.sum([part.numpy() for part in parts], axis=0)
+        # Nothing is lost: what came and what is left over are what there was.
+        mine = left.double().numpy() if topology.is_leader else np.zeros(out.numel())
+        total = np.empty_like(mine)
+        WORLD.Allreduce(mine, total)
+        scale = np.abs(exact).reshape(-1, BLOCK).max(axis=1, keepdims=True) + 1e-30
+        gap = (out.double().numpy() + total - exact).reshape(-1, BLOCK) / scale
+        assert np.abs(gap).max() < 64 * torch.finfo(dtype).eps
+        if dtype == torch.float64:
+            expected, rests = coded_sum(parts, payload, BUCKET_BYTES)
+            torch.testing.assert_close(out, expected.double(), rtol=1e-12, atol=1e-12)
+            if topology.is_leader:
+                rest = rests[topology.node_index]
+                torch.testing.assert_close(left, rest, rtol=1e-9, atol=1e-12)
+            else:
+                assert left.isnan().all()
+
+
+@pytest.mark.parametrize("payload", CODES)
+def test_buckets_decide_only_who_adds_up(payload: str) -> None:
+    """The sum of int8sum is the same bits in any buckets, that of others as near."""
+    with nodes_of(1) as topology:
+        if topology.num_nodes == 1:
+            pytest.skip("a node alone sends nothing")
+        small, _ = sum_up(topology, payload, 29, torch.float32, 512)
+        large, _ = sum_up(topology, payload, 29, torch.float32, 2**20)
+        if payload == "int8sum":
+            assert torch.equal(small, large)
+        exact = sum(contribution(i, small.numel(), torch.float64) for i in range(WORLD.size))
+        size = float(exact.view(-1, BLOCK).norm(dim=1).sum())
+        gaps = [float((x - exact).view(-1, BLOCK).norm(dim=1).sum()) / size for x in (small, large)]
+        assert max(gaps) < {"int2": 0.7, "int4": 0.25, "int8sum": 0.05}.get(payload, 0.02)
+
+
+def test_integers_of_the_most_leaders_add_up_in_a_byte() -> None:
+    for workers in range(2, MOST_SUMMED + 1):
+        transport = Transport(BUCKET_BYTES)
+        coded = allocate_coded("int8sum", torch.zeros(BLOCK), workers, transport)
+        assert coded.levels * workers <= 127
+        assert coded.levels >= 7
+
+
+def test_vectors_are_filled_up_to_whole_blocks() -> None:
+    assert [whole_blocks(n) for n in (0, 1, 127, 128, 129)] == [0, 128, 128, 128, 256]
