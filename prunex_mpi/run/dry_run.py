@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from prunex_mpi.base.tables import format_lines
+from prunex_mpi.base.tables import format_lines, format_table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.message import message_bytes
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.schedule import strictness
 from prunex_mpi.core.state import find_stats_groups, kept_stats
@@ -17,6 +16,7 @@ from prunex_mpi.pruning.compaction import build_plan
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import select
+from prunex_mpi.run.forecast import Travelling, bytes_of, cost_table, travelling_under
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, LOCAL, PER_STEP
 
@@ -55,36 +55,39 @@ def dry_run(settings: Settings, topology: Topology) -> str:
         return _dry_run_per_step(settings, topology, layout, size, statistics)
     stats_groups = find_stats_groups(model, bn_modules, layout, groups)
 
-    def travelling(strict: float) -> int:
-        mask = _nominal_mask(groups, strict, settings.round_to)
+    def travelling(strict: float) -> Travelling:
+        mask = nominal_mask(groups, strict, settings.round_to)
         if settings.method in EVERY_RANK_ALONE:
             mask[:] = True
         plan = build_plan(layout, groups, mask, parameter.device)
-        return message_bytes(
-            settings.payload, plan.numel, kept_stats(mask, stats_groups).size, size
-        )
+        return travelling_under(plan, kept_stats(mask, stats_groups).size, layout, size)
 
     warmup, ramp = settings.warmup_iterations, settings.keep_ramp_iterations
     if settings.method in LOCAL:
         warmup, ramp = settings.prune_iteration - 1, 0
     run = [strictness(k, warmup, ramp) for k in range(1, settings.outer_iterations + 1)]
-    payloads = {s: travelling(s) for s in {0.0, 1.0, *run}}
+    travels = {s: travelling(s) for s in {0.0, 1.0, *run}}
+    payloads = {s: bytes_of(settings.payload, t) for s, t in travels.items()}
     total = sum(payloads[s] for s in run)
     dense = (layout.numel + statistics) * size
     model_row, topology_row = _what_runs(settings, topology, layout, statistics)
     payload_rows = _payload_rows(settings, groups, dense, payloads[0.0], payloads[1.0], total)
-    if not groups.total:
-        return format_lines([model_row, topology_row, *payload_rows])
-    kept = sum(kept_numel(_nominal_mask(groups, 1.0, settings.round_to), groups))
-    rows = [
-        model_row,
-        ("groups", f"{' then '.join(settings.groups)}, {groups.total:,} groups"),
-        topology_row,
-        ("prunable weights kept", f"{kept:,} of {groups.prunable_numel:,}"),
-        *payload_rows,
-        *(("not pruned", text) for text in groups.excluded),
-    ]
-    return format_lines(rows)
+    rows = [model_row, topology_row, *payload_rows]
+    if groups.total:
+        kept = sum(kept_numel(nominal_mask(groups, 1.0, settings.round_to), groups))
+        rows = [
+            model_row,
+            ("groups", f"{' then '.join(settings.groups)}, {groups.total:,} groups"),
+            topology_row,
+            ("prunable weights kept", f"{kept:,} of {groups.prunable_numel:,}"),
+            *payload_rows,
+            *(("not pruned", text) for text in groups.excluded),
+        ]
+    text = format_lines(rows)
+    if settings.link_gbit:
+        table = cost_table(settings, travels[1.0])
+        text = f"{text}\n\n{format_table(table)}"
+    return text
 
 
 def _payload_rows(
@@ -167,7 +170,7 @@ def _size_of(nbytes: int) -> str:
     return f"{nbytes:,} B ({nbytes / MIB:.2f} MiB)"
 
 
-def _nominal_mask(groups: Groups, strict: float, round_to: int) -> np.ndarray:
+def nominal_mask(groups: Groups, strict: float, round_to: int) -> np.ndarray:
     """Keep the first alpha groups of every selection: any mask of the same sizes travels alike."""
     mask = np.zeros(groups.total, dtype=bool)
     for selections in groups.kinds:

@@ -54,6 +54,16 @@ def test_bytes_are_those_counted_by_hand(changes: dict, counts: list[int]) -> No
         assert f"{count:,} B" in text
 
 
+def test_an_estimate_follows_where_a_link_is_given() -> None:
+    flags = {"model": "resnet8", "dry_run": True}
+    with nodes_of(1) as topology:
+        without = dry_run(make(**flags), topology)
+        text = dry_run(make(link_gbit=0.1, nodes=(3,), **flags), topology)
+    assert text.startswith(f"{without}\n\nExchange at the keep ratio: 0.1 Gbit/s")
+    payload = DENSE - 4 * 36_864
+    assert re.search(rf"fp32 +3 +{round(4 / 3 * payload):,} ", text)
+
+
 SHORT = {
     "model": "resnet8",
     "dataset": "synthetic",
