@@ -80,6 +80,15 @@ def whole_blocks(numel: int) -> int:
     return -(-numel // BLOCK) * BLOCK
 
 
+def coded_bytes(payload: str, numel: int, size: int) -> int:
+    """Return the bytes that a leader hands over for `numel` values of `size` bytes each.
+
+    Scales and what fills up the last block are included: `nbytes` of what `allocate_coded` makes.
+    """
+    blocks = whole_blocks(numel) // BLOCK
+    return blocks * (BLOCK + size if payload == SUMMED else record_bytes(payload))
+
+
 def allocate_coded(payload: str, like: Tensor, workers: int, transport: Transport) -> Coded:
     """Allocate what adding up vectors of the size of `like` [blocks * 128] needs."""
     blocks = like.numel() // BLOCK

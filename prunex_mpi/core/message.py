@@ -20,7 +20,7 @@ from mpi4py import MPI
 from prunex_mpi.comm.agreement import digests_agree
 from prunex_mpi.comm.collectives import Transport, allreduce_then_bcast_
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.coded import allocate_coded, sum_coded_
+from prunex_mpi.core.coded import allocate_coded, coded_bytes, sum_coded_
 from prunex_mpi.core.state import CODED, KNOWN, PLAIN, REST, State
 from prunex_mpi.models import batchnorm
 from prunex_mpi.pruning.compaction import pack_, unpack_
@@ -54,6 +54,16 @@ def fill_message_(leader: Wire, node: Wire, state: State, payload: str) -> None:
     node.count(travelling)
     dense = state.layout.numel + state.stats.numel()
     state.position.traffic.dense += dense * state.message.element_size()
+
+
+def message_bytes(payload: str, parameters: int, statistics: int, size: int) -> int:
+    """Return the bytes of one leader's message, as they are counted where there are several nodes.
+
+    So many `parameters` and BatchNorm `statistics` travel, whose dtype has `size` bytes.
+    """
+    if payload == "fp32":
+        return (parameters + statistics) * size
+    return coded_bytes(payload, parameters, size) + coded_bytes(STATISTICS, statistics, size)
 
 
 def _make_room_(state: State, payload: str, leader: Wire) -> None:

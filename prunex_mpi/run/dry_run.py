@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from prunex_mpi.base.tables import format_lines
+from prunex_mpi.base.tables import format_lines, format_table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.problem import make_groups, make_model
@@ -16,6 +16,7 @@ from prunex_mpi.pruning.compaction import build_plan
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import select
+from prunex_mpi.run.forecast import Travelling, bytes_of, cost_table, travelling_under
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, LOCAL, PER_STEP
 
@@ -54,21 +55,73 @@ def dry_run(settings: Settings, topology: Topology) -> str:
         return _dry_run_per_step(settings, topology, layout, size, statistics)
     stats_groups = find_stats_groups(model, bn_modules, layout, groups)
 
-    def travelling(strict: float) -> int:
-        mask = _nominal_mask(groups, strict, settings.round_to)
+    def travelling(strict: float) -> Travelling:
+        mask = nominal_mask(groups, strict, settings.round_to)
         if settings.method in EVERY_RANK_ALONE:
             mask[:] = True
         plan = build_plan(layout, groups, mask, parameter.device)
-        return plan.numel + kept_stats(mask, stats_groups).size
+        return travelling_under(plan, kept_stats(mask, stats_groups).size, layout, size)
 
-    dense, final = layout.numel + statistics, travelling(1.0)
     warmup, ramp = settings.warmup_iterations, settings.keep_ramp_iterations
     if settings.method in LOCAL:
         warmup, ramp = settings.prune_iteration - 1, 0
     run = [strictness(k, warmup, ramp) for k in range(1, settings.outer_iterations + 1)]
-    by_strictness = {s: travelling(s) for s in set(run)}
-    total = sum(by_strictness[s] for s in run)
-    kept = sum(kept_numel(_nominal_mask(groups, 1.0, settings.round_to), groups))
+    travels = {s: travelling(s) for s in {0.0, 1.0, *run}}
+    payloads = {s: bytes_of(settings.payload, t) for s, t in travels.items()}
+    total = sum(payloads[s] for s in run)
+    dense = (layout.numel + statistics) * size
+    model_row, topology_row = _what_runs(settings, topology, layout, statistics)
+    payload_rows = _payload_rows(settings, groups, dense, payloads[0.0], payloads[1.0], total)
+    rows = [model_row, topology_row, *payload_rows]
+    if groups.total:
+        kept = sum(kept_numel(nominal_mask(groups, 1.0, settings.round_to), groups))
+        rows = [
+            model_row,
+            ("groups", f"{' then '.join(settings.groups)}, {groups.total:,} groups"),
+            topology_row,
+            ("prunable weights kept", f"{kept:,} of {groups.prunable_numel:,}"),
+            *payload_rows,
+            *(("not pruned", text) for text in groups.excluded),
+        ]
+    text = format_lines(rows)
+    if settings.link_gbit:
+        table = cost_table(settings, travels[1.0])
+        text = f"{text}\n\n{format_table(table)}"
+    return text
+
+
+def _payload_rows(
+    settings: Settings, groups: Groups, dense: int, first: int, final: int, total: int
+) -> list[tuple[str, str]]:
+    """Return what a leader hands over in phase 4, from bytes.
+
+    `dense` is the whole model as it is; in the format of the payload, `first` and `final` are one
+    outer iteration's before and after the keep ratio falls, and `total` the run's.
+    """
+    outer, quality = settings.outer_iterations, _quality(settings, groups)
+    each, over_the_run = "payload per outer iteration", f"payload over {outer} outer iterations"
+    whole = _size_of(dense)
+    whole_run = _size_of(dense * outer)
+    if settings.payload == "fp32":
+        if not groups.total:
+            return [(f"{each}, dense", whole), (over_the_run, _size_of(total))]
+        return [
+            (f"dense {each}", whole),
+            (f"{each} at the keep ratio", f"{_share_of(final, dense)} of dense{quality}"),
+            (over_the_run, f"{_size_of(total)}, dense {whole_run}{quality}"),
+        ]
+    rows = [
+        (f"dense {each}, fp32", whole),
+        ("payload", f"{settings.payload} between two or more nodes, scales included"),
+        (f"{each}, dense", f"{_share_of(first, dense)} of fp32"),
+        (f"{each} at the keep ratio", f"{_share_of(final, dense)} of dense fp32{quality}"),
+        (over_the_run, f"{_share_of(total, dense * outer)} of dense fp32, {whole_run}{quality}"),
+    ]
+    return rows if groups.total else [*rows[:3], rows[4]]
+
+
+def _quality(settings: Settings, groups: Groups) -> str:
+    """Return, in brackets, in what the figures may differ from those of a run."""
     caveats = []
     if len(groups.kinds) > 1:
         caveats.append("less, where the groups of a composition overlap")
@@ -77,39 +130,7 @@ def dry_run(settings: Settings, topology: Topology) -> str:
     shrinking = settings.method in CONSENSUS and settings.method not in EVERY_RANK_ALONE
     if shrinking and settings.mask_agreement == "or":
         caveats.append("more before the freeze, since a union of masks may hold more groups")
-    quality = f" ({'; '.join(caveats)})" if caveats else ""
-
-    def size_of(elements: int) -> str:
-        return _size_of(elements * size)
-
-    if not groups.total:
-        rows = [
-            *_what_runs(settings, topology, layout, statistics),
-            ("payload per outer iteration, dense", size_of(dense)),
-            (
-                f"payload over {settings.outer_iterations} outer iterations",
-                size_of(dense * len(run)),
-            ),
-        ]
-        return format_lines(rows)
-    model_row, topology_row = _what_runs(settings, topology, layout, statistics)
-    rows = [
-        model_row,
-        ("groups", f"{' then '.join(settings.groups)}, {groups.total:,} groups"),
-        topology_row,
-        ("prunable weights kept", f"{kept:,} of {groups.prunable_numel:,}"),
-        ("dense payload per outer iteration", size_of(dense)),
-        (
-            "payload per outer iteration at the keep ratio",
-            f"{size_of(final)}, {100 * final / dense:.1f} % of dense{quality}",
-        ),
-        (
-            f"payload over {settings.outer_iterations} outer iterations",
-            f"{size_of(total)}, dense {size_of(dense * len(run))}{quality}",
-        ),
-        *(("not pruned", text) for text in groups.excluded),
-    ]
-    return format_lines(rows)
+    return f" ({'; '.join(caveats)})" if caveats and groups.total else ""
 
 
 def _dry_run_per_step(
@@ -141,11 +162,15 @@ def _what_runs(
     ]
 
 
+def _share_of(nbytes: int, whole: int) -> str:
+    return f"{_size_of(nbytes)}, {100 * nbytes / whole:.1f} %"
+
+
 def _size_of(nbytes: int) -> str:
     return f"{nbytes:,} B ({nbytes / MIB:.2f} MiB)"
 
 
-def _nominal_mask(groups: Groups, strict: float, round_to: int) -> np.ndarray:
+def nominal_mask(groups: Groups, strict: float, round_to: int) -> np.ndarray:
     """Keep the first alpha groups of every selection: any mask of the same sizes travels alike."""
     mask = np.zeros(groups.total, dtype=bool)
     for selections in groups.kinds:

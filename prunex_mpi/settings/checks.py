@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.fields import ESTIMATED, FIELDS, Settings, key_of
 from prunex_mpi.settings.methods import BY_GROUPS, BY_ITERATION, CONSENSUS, WITH_RESIDUAL
 from prunex_mpi.settings.values import AUTO
 
@@ -19,6 +19,7 @@ def check_together(settings: Settings) -> None:
     s = settings
     if not s.local_epochs and not s.local_steps:
         raise UserError("local-epochs and local-steps are both 0; give one of them")
+    _check_estimate(s)
     _check_rival(s)
     _check_interval(s)
     if s.method not in BY_GROUPS:
@@ -99,6 +100,20 @@ def _check_interval(settings: Settings) -> None:
     if s.method in CONSENSUS and s.penalty != "fixed":
         raise UserError(
             f"overlap-steps: penalty {s.penalty} rescales duals that are still under way; use fixed"
+
+
+def _check_estimate(settings: Settings) -> None:
+    """Refuse what a dry run alone looks at, where there is none, and what its estimate lacks."""
+    s = settings
+    given = [name for name in ESTIMATED if getattr(s, name) != FIELDS[name].default]
+    if given and not s.dry_run:
+        raise UserError(f"{key_of(given[0])} means something with --dry-run alone; leave it away")
+    if given and not s.link_gbit:
+        raise UserError(f"{key_of(given[0])} means nothing without --link-gbit; give it as well")
+    if s.step_ms and not s.local_steps:
+        raise UserError(
+            "step-ms: how many steps there are in local-epochs depends on the data; give "
+            "--local-steps as well"
         )
 
 

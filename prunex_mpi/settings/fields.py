@@ -22,6 +22,8 @@ from prunex_mpi.settings.methods import (
 PRESETS = ("recipe", "paper", "thin")
 # How phase 4 sends: plain float32, other formats, or integers of so many bits with shared scales.
 PAYLOADS = ("fp32", "fp16", "bf16", "int8", "int8sum", "int4", "int2")
+# Of which --dry-run estimates what exchanges take.
+NODES = (2, 8, 64, 4096)
 _NO_DEFAULT = dataclasses.MISSING
 
 
@@ -351,6 +353,41 @@ class Settings:
     ranks_per_node: int = _setting(
         _S, "make virtual nodes of this many ranks, 0 for the real nodes", 0, low=0
     )
+    link_gbit: float = _setting(
+        _S,
+        "for --dry-run: estimate exchanges on links of so many Gbit/s, 0 for not",
+        0.0,
+        before=0.0,
+        low=0,
+        methods=BY_ITERATION,
+    )
+    latency_us: float = _setting(
+        _S,
+        "for --link-gbit: us per message",
+        50.0,
+        before=50.0,
+        low=0,
+        methods=BY_ITERATION,
+    )
+    copy_gbs: float = _setting(
+        _S,
+        "for --link-gbit: GB/s of copies",
+        7.0,
+        before=7.0,
+        above=0,
+        methods=BY_ITERATION,
+    )
+    nodes: tuple[int, ...] = _setting(
+        _S, "for --link-gbit: numbers of nodes", NODES, before=NODES, low=1, methods=BY_ITERATION
+    )
+    step_ms: float = _setting(
+        _S,
+        "for --link-gbit: ms of a local step, to tell the share of the time",
+        0.0,
+        before=0.0,
+        low=0,
+        methods=BY_ITERATION,
+    )
 
     _S = "safety"
     resume: bool = _setting(_S, "go on with the run in --run-dir, or begin it", False)
@@ -393,6 +430,8 @@ class Settings:
     del _S
 
 
+# What --dry-run alone looks at.
+ESTIMATED = ("link_gbit", "latency_us", "copy_gbs", "nodes", "step_ms")
 # What may change when a run is resumed: it describes the job and the machine, not the run.
 OF_THE_JOB = (
     "run_dir",
@@ -409,6 +448,7 @@ OF_THE_JOB = (
     "ranks_per_node",
     "progress",
     "dry_run",
+    *ESTIMATED,
 )
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 

@@ -1,9 +1,16 @@
 """The dry run tells what each family of methods hands over."""
 
-import pytest
-from nodes import nodes_of
+import re
 
+import pytest
+from driving import CPU, SMALL_BUCKETS
+from nodes import WORLD, nodes_of
+
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.run.dry_run import dry_run
+from prunex_mpi.run.job import set_up
+from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.settings.fields import PAYLOADS
 from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.mpi
@@ -45,3 +52,69 @@ def test_bytes_are_those_counted_by_hand(changes: dict, counts: list[int]) -> No
     assert "75,290 parameters, 480 statistics" in text
     for count in counts:
         assert f"{count:,} B" in text
+
+
+def test_an_estimate_follows_where_a_link_is_given() -> None:
+    flags = {"model": "resnet8", "dry_run": True}
+    with nodes_of(1) as topology:
+        without = dry_run(make(**flags), topology)
+        text = dry_run(make(link_gbit=0.1, nodes=(3,), **flags), topology)
+    assert text.startswith(f"{without}\n\nExchange at the keep ratio: 0.1 Gbit/s")
+    payload = DENSE - 4 * 36_864
+    assert re.search(rf"fp32 +3 +{round(4 / 3 * payload):,} ", text)
+
+
+SHORT = {
+    "model": "resnet8",
+    "dataset": "synthetic",
+    "image_size": 8,
+    "train_samples": 16,
+    "test_samples": 8,
+    "batch_size": 2,
+    "local_steps": 1,
+    "outer_iterations": 3,
+    "evaluate_every": 3,
+    "device": "cpu",
+}
+PRUNED = {
+    "groups": ("coupled",),
+    "warmup_iterations": 1,
+    "keep_ramp_iterations": 2,
+    "freeze_iteration": 3,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [*({"payload": p, **PRUNED} for p in PAYLOADS), {"payload": "int4", "method": "local-sgd"}],
+    ids=lambda c: " ".join(c.get(name, "") for name in ("payload", "method")).strip(),
+)
+def test_bytes_are_those_that_a_run_counts(changes: dict) -> None:
+    settings = make(**SHORT, **changes)
+    with nodes_of(1) as topology:
+        text = dry_run(settings, topology)
+        work = set_up(topology, settings, CPU, SMALL_BUCKETS, Heartbeat())
+        records = list(driver_of(settings.method).outer_iterations(topology, work))
+    if WORLD.size == 1:
+        # One node has nobody to save bytes for.
+        return
+    payloads = [record["bytes"]["payload"] for record in records]
+    dense = records[0]["bytes"]["dense"]
+    lines = dict(re.split("  +", line) for line in text.splitlines())
+    over = lines["payload over 3 outer iterations"]
+    assert over.startswith(f"{sum(payloads):,} B")
+    assert f"{3 * dense:,} B" in over
+    if settings.payload == "fp32":
+        assert lines["dense payload per outer iteration"].startswith(f"{payloads[0]:,} B")
+    else:
+        share = f"{100 * sum(payloads) / (3 * dense):.1f} % of dense fp32"
+        assert share in over
+        assert lines["dense payload per outer iteration, fp32"].startswith(f"{dense:,} B")
+        first = lines["payload per outer iteration, dense"]
+        assert first.startswith(f"{payloads[0]:,} B")
+        assert first.endswith(f"{100 * payloads[0] / dense:.1f} % of fp32")
+    if "groups" in changes:
+        final = lines["payload per outer iteration at the keep ratio"]
+        assert final.startswith(f"{payloads[-1]:,} B")
+        assert f"{100 * payloads[-1] / dense:.1f} % of dense" in final
+        assert payloads[0] > payloads[1] > payloads[2]

@@ -12,9 +12,16 @@ from prunex_mpi import __version__
 from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.core.schedule import strictness
 from prunex_mpi.settings.cli import parse
-from prunex_mpi.settings.fields import FIELDS, PRESETS, key_of
+from prunex_mpi.settings.fields import ESTIMATED, FIELDS, PRESETS, key_of
 from prunex_mpi.settings.methods import CONSENSUS, METHODS
-from prunex_mpi.settings.resolve import layer_keep_ratios, make, to_toml, with_overrides
+from prunex_mpi.settings.resolve import (
+    check_saved,
+    layer_keep_ratios,
+    make,
+    resumed,
+    to_toml,
+    with_overrides,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -225,6 +232,16 @@ def test_files_from_before_a_default_changed_are_read(tmp_path, method):
     assert parse(["--config", write(tmp_path, before)]) == settings
 
 
+def test_files_from_before_a_setting_are_whole():
+    later = [name for name, field in FIELDS.items() if "before" in field.metadata]
+    assert {*ESTIMATED, "payload"} <= set(later)
+    saved = {name: getattr(make(), name) for name in FIELDS if name not in later}
+    check_saved(saved, "config.toml")
+    assert resumed(saved, {}) == make(resume=True, run_dir="")
+    # An estimate is no part of a run: it may be asked for of one that is there.
+    assert resumed(saved, {"dry_run": True, "link_gbit": 2.0}).link_gbit == 2.0
+
+
 def test_defaults_may_depend_on_the_method(tmp_path):
     assert make(method="one-shot").prune_iteration == 32
     assert make(method="one-shot", outer_iterations=1).prune_iteration == 1
@@ -262,7 +279,7 @@ def test_a_setting_of_other_methods_is_refused_by_name(name):
     elif name == "layer_keep_ratio":
         other = ("a=0.5",)
     elif isinstance(default, tuple):
-        other = (0.125,)
+        other = (3,) if name == "nodes" else (0.125,)
     elif isinstance(default, bool):
         other = not default
     elif "share" in field.metadata:
@@ -408,6 +425,14 @@ BAD_FLAGS = [
     ("--eps-abs -1", "--eps-abs"),
     ("--residuals evaluate --penalty balance", "residuals evaluate: penalty balance looks at"),
     ("--residuals off --eps-rel 1e-3", "residuals off: eps-abs and eps-rel would never be"),
+    ("--link-gbit 1", "link-gbit means something with --dry-run alone"),
+    ("--nodes 2 4", "nodes means something with --dry-run alone"),
+    ("--dry-run --latency-us 5", "latency-us means nothing without --link-gbit"),
+    ("--dry-run --link-gbit -1", "--link-gbit must be at least 0"),
+    ("--dry-run --link-gbit 1 --copy-gbs 0", "--copy-gbs must be above 0"),
+    ("--dry-run --link-gbit 1 --nodes 0", "--nodes must be at least 1"),
+    ("--dry-run --link-gbit 1 --step-ms 5", "give --local-steps as well"),
+    ("--dry-run --link-gbit 1 --method dense", "link-gbit means nothing to method dense"),
     ("--config", "--config"),
     ("--config /no/such/file.toml", "'/no/such/file.toml': No such file"),
     ("--config /", "--config '/'"),

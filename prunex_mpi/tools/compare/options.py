@@ -7,14 +7,14 @@ from typing import Any
 
 from prunex_mpi.base.errors import UserError, nearest, quote
 from prunex_mpi.settings.cli import add_settings, convert_flag, join_negative_numbers
-from prunex_mpi.settings.fields import FIELDS, Settings, key_of, methods_of
+from prunex_mpi.settings.fields import ESTIMATED, FIELDS, Settings, key_of, methods_of
 from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, METHODS
 from prunex_mpi.settings.parser import Parser, program_parser
 from prunex_mpi.settings.resolve import build
 from prunex_mpi.settings.values import convert
 
 # What the comparison itself decides, or what only a run of its own can do.
-OWN = ("method", "seed", "lr", "eps_abs", "eps_rel", "run_dir", "dry_run")
+OWN = ("method", "seed", "lr", "eps_abs", "eps_rel", "run_dir", "dry_run", *ESTIMATED)
 ALONE = ("resume", "checkpoint_every", "time_limit", "preempt_signals", "on_divergence")
 COMMON = tuple(name for name in FIELDS if name not in (*OWN, *ALONE))
 MAX_SEED = 2**31 - 1

@@ -1,0 +1,130 @@
+"""Estimate what the exchange of phase 4 takes: plain arithmetic on bytes, rates and latencies.
+
+A leader sends and receives 2 (M - 1)/M of its message, whatever the format: an Allreduce and the
+exchange of records (Alltoallv, then Allgatherv) move the same. That over the link's rate is the
+bound. To it the model adds what messages wait for one after the other, 2 (M - 1) of them for each
+bucket of records (fewer where an MPI posts all of them at once) and 2 log2 M for each Allreduce, as
+by Rabenseifner's algorithm; and what the processor does meanwhile. Nothing of this overlaps, but
+for what `--overlap-steps` hides. The broadcast inside a node is left out.
+"""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way between two nodes: 10^9 bits per second in each direction, microseconds a message."""
+
+    gbit: float
+    latency_us: float
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What one leader does to memory, in 10^9 bytes of float32 per second.
+
+    `pack` and `unpack` of the whole model: the difference and its packing before the exchange, what
+    becomes of z after it; to which come `piece_us` microseconds for each piece of the packing plan.
+    `encode`, `add` (of a part that has come, MPI's own sum in an Allreduce) and `decode` of the
+    values that travel. Infinite where there is nothing to do.
+    """
+
+    pack: float
+    unpack: float
+    piece_us: float
+    encode: float
+    add: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One exchange between `nodes` leaders.
+
+    Each hands over `message_bytes`, in so many `reductions` (Allreduce) and `gatherings` (Alltoallv
+    and Allgatherv); as float32 the values that travel are `values_bytes`, the model `model_bytes`,
+    packed in so many `pieces`.
+    """
+
+    nodes: int
+    message_bytes: int
+    reductions: int
+    gatherings: int
+    values_bytes: int
+    model_bytes: int
+    pieces: int
+
+
+# How many times as long as copying the same bytes a step takes, and what a piece adds. Measured on
+# one core of an Intel Xeon with 2 MiB of second-level cache, torch 2.15, in seconds of the
+# processor: coding on vectors of 8 to 32 MiB, as `bench model` does, packing on resnet18 and
+# resnet34 before the freeze with half of the coupled groups, the sums by MPI's Reduce_local.
+PACK_PLAIN, UNPACK_PLAIN = 2.8, 2.2
+PACK, UNPACK = 4.0, 4.8
+PIECE_US = 45.0
+ENCODE_ADD_DECODE = {
+    "fp32": (0.0, 1.0, 0.0),
+    "fp16": (3.6, 2.1, 1.0),
+    "bf16": (3.4, 2.5, 1.2),
+    "int8": (5.2, 2.8, 3.3),
+    "int8sum": (5.0, 0.5, 2.2),
+    "int4": (4.9, 2.8, 3.6),
+    "int2": (4.3, 2.2, 2.8),
+}
+
+
+def kernels_of(payload: str, copy_gbs: float) -> Kernels:
+    """Return the rates of a payload on a processor that copies `copy_gbs` GB/s."""
+    pack, unpack = (PACK_PLAIN, UNPACK_PLAIN) if payload == "fp32" else (PACK, UNPACK)
+    coding = (copy_gbs / times if times else math.inf for times in ENCODE_ADD_DECODE[payload])
+    return Kernels(copy_gbs / pack, copy_gbs / unpack, PIECE_US, *coding)
+
+
+def sent_bytes(exchange: Exchange) -> float:
+    """Return the bytes that leave a leader, and as many come."""
+    return 2 * (exchange.nodes - 1) / exchange.nodes * exchange.message_bytes
+
+
+def bound_s(link: Link, exchange: Exchange) -> float:
+    """Return the seconds that the bytes of a leader take on the link, and nothing else."""
+    return sent_bytes(exchange) / (link.gbit * 1e9 / 8)
+
+
+def latency_s(link: Link, exchange: Exchange) -> float:
+    """Return the seconds that messages wait for one after the other."""
+    in_turn = 2 * exchange.gatherings * (exchange.nodes - 1)
+    in_turn += 2 * exchange.reductions * (exchange.nodes - 1).bit_length()
+    return in_turn * link.latency_us / 1e6
+
+
+def coding_s(kernels: Kernels, exchange: Exchange) -> float:
+    """Return the seconds of encoding, adding up M - 1 parts of a share and decoding.
+
+    With one node everything is plain.
+    """
+    others = (exchange.nodes - 1) / exchange.nodes
+    if not others:
+        return 0.0
+    per_byte = 1 / kernels.encode + others / kernels.add + 1 / kernels.decode
+    return exchange.values_bytes * per_byte / 1e9
+
+
+def packing_s(kernels: Kernels, exchange: Exchange) -> float:
+    """Return the seconds of what goes before the exchange and follows it, on every leader."""
+    per_byte = 1 / kernels.pack + 1 / kernels.unpack
+    return exchange.model_bytes * per_byte / 1e9 + exchange.pieces * kernels.piece_us / 1e6
+
+
+def exchange_s(link: Link, kernels: Kernels, exchange: Exchange, hidden_s: float = 0.0) -> float:
+    """Return the seconds of phase 4's exchange that training waits for.
+
+    `hidden_s` is what local steps take behind which it runs; packing and unpacking do not.
+    """
+    between = latency_s(link, exchange) + bound_s(link, exchange) + coding_s(kernels, exchange)
+    return packing_s(kernels, exchange) + max(0.0, between - hidden_s)
+
+
+def share(communication_s: float, local_s: float) -> float:
+    """Return the share of communication in an outer iteration with `local_s` of local steps."""
+    return communication_s / (communication_s + local_s)
