@@ -100,6 +100,7 @@ def _check_interval(settings: Settings) -> None:
     if s.method in CONSENSUS and s.penalty != "fixed":
         raise UserError(
             f"overlap-steps: penalty {s.penalty} rescales duals that are still under way; use fixed"
+        )
 
 
 def _check_estimate(settings: Settings) -> None:
@@ -110,7 +111,7 @@ def _check_estimate(settings: Settings) -> None:
         raise UserError(f"{key_of(given[0])} means something with --dry-run alone; leave it away")
     if given and not s.link_gbit:
         raise UserError(f"{key_of(given[0])} means nothing without --link-gbit; give it as well")
-    if s.step_ms and not s.local_steps:
+    if s.step_ms and s.local_steps <= 0:
         raise UserError(
             "step-ms: how many steps there are in local-epochs depends on the data; give "
             "--local-steps as well"
