@@ -97,10 +97,6 @@ def _check_interval(settings: Settings) -> None:
             "overlap-steps: residuals are measured on z in every outer iteration, which waits for "
             "it; give --residuals evaluate or off"
         )
-    if s.method in CONSENSUS and s.penalty != "fixed":
-        raise UserError(
-            f"overlap-steps: penalty {s.penalty} rescales duals that are still under way; use fixed"
-        )
 
 
 def _check_estimate(settings: Settings) -> None:
