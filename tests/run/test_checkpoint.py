@@ -115,7 +115,7 @@ OVERLAPPED = {
         "payload": "int8",
     },
     "diloco int4 behind": {"method": "diloco", "payload": "int4", **BEHIND},
-    "one-shot bf16 behind": {**BEHIND, "payload": "bf16", "method": "one-shot", "overlap_steps": 9},
+    "one-shot bf16 behind": {**BEHIND, "payload": "bf16", "method": "one-shot", "overlap_steps": 3},
 }
 for name in ("diloco int4 behind", "one-shot bf16 behind"):
     del OVERLAPPED[name]["residuals"]
