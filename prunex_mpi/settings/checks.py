@@ -109,8 +109,8 @@ def _check_estimate(settings: Settings) -> None:
         raise UserError(f"{key_of(given[0])} means nothing without --link-gbit; give it as well")
     if s.step_ms and s.local_steps <= 0:
         raise UserError(
-            "step-ms: how many steps there are in local-epochs depends on the data; give "
-            "--local-steps as well"
+            "step-ms: local-epochs and auto do not say how many steps there are; give "
+            "--local-steps as a number"
         )
 
 

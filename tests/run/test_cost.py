@@ -133,6 +133,7 @@ def test_the_table_has_a_row_per_payload_and_number_of_nodes(flags):
 
 def test_the_share_is_of_what_is_not_hidden():
     given = {"dry_run": True, "link_gbit": 1e-3, "step_ms": 1e6, "local_steps": 20}
+    given |= {"evaluate_every": 4, "residuals": "evaluate"}
     whole, behind, auto = (
         cost_table(make(overlap_steps=steps, **given), WHAT) for steps in (0, 5, "auto")
     )
