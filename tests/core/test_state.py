@@ -53,7 +53,9 @@ def test_freezing_masks_what_lives_on(consensus_sgd: bool) -> None:
         assert int((dual == 0).sum()) == (dual.numel() if consensus_sgd else pruned)
     travelling = state.plan.numel + state.stats.numel()
     assert state.message.numel() == travelling
-    assert (state.payload.numel() == travelling) == consensus_sgd
+    # In whole blocks; without duals nothing else will travel any more.
+    room = sum(part.numel() for part in state.blocks)
+    assert state.payload.numel() == room if consensus_sgd else state.payload.numel() >= room
 
 
 def test_weights_are_lent_and_returned() -> None:

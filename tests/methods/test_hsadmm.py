@@ -111,6 +111,12 @@ SCENARIOS |= {
 CASES = [(name, torch.float64) for name in SCENARIOS]
 # The same code with messages of half the size.
 CASES += [(name, torch.float32) for name in ("recipe", "paper")]
+# What differs from another scenario in little.
+RARELY = ("fp16", "bf16", "int8", "int2", "all-behind", "ramp-behind", "pruned-at-once")
+CASES = [
+    pytest.param(*c, marks=pytest.mark.long) if c[0].endswith(RARELY) or "union" in c[0] else c
+    for c in CASES
+]
 # In float64, of the weights. In float32 times what it costs the oracle, which the processor says.
 EXACT, ROUNDINGS = 1e-11, 8
 

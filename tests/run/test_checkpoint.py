@@ -121,6 +121,8 @@ for name in ("diloco int4 behind", "one-shot bf16 behind"):
     del OVERLAPPED[name]["residuals"]
 OVERLAPPED["one-shot bf16 behind"] |= {"prune_iteration": 3, "groups": ("coupled",)}
 SCENARIOS |= {**FEWER_BITS, **OVERLAPPED}
+RARELY = ("int8sum", "diloco int4", "behind", "diloco int4 behind", "one-shot bf16 behind")
+OFTEN = [pytest.param(s, marks=pytest.mark.long) if s in RARELY else s for s in SCENARIOS]
 
 
 @dataclass
@@ -258,7 +260,7 @@ class StopsAt:
         return self.left < 0
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", OFTEN)
 def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario: str) -> None:
     with nodes_of(2) as topology, run_directory() as files:
         whole = new_run(topology, scenario)
