@@ -9,7 +9,7 @@ through two pinned buckets (`host`), so that copying one overlaps the reduction 
 An Allreduce folds what there are of ranks above a power of two onto the others: then one of 3
 leaders sent 1.88 (Open MPI 5.0) or 1.50 times (MPICH 5.0) what is enough, 2 (M - 1)/M of the
 operand. There a Reduce_scatter and an Allgather take its place, which by either MPI send no more
-than that from 512 KiB on, and less than the Allreduce at any size.
+than that from 1 MiB on.
 """
 
 from collections.abc import Iterator
