@@ -13,7 +13,7 @@ from prunex_mpi.base.errors import UserError, nearest, quote
 from prunex_mpi.settings.checks import check_together, first_at_target
 from prunex_mpi.settings.fields import FIELDS, OF_THE_JOB, Settings, key_of, methods_of
 from prunex_mpi.settings.methods import METHOD_DEFAULTS
-from prunex_mpi.settings.values import AUTO, convert, split_layer_keep_ratio
+from prunex_mpi.settings.values import AUTO, convert, left_open, split_layer_keep_ratio
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -102,7 +102,7 @@ def resumed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
     whole = _of_its_method({**_before(), **saved, "resume": True})
     before, after = _resolve(dict(whole)), whole
     # What was measured when the run began is kept.
-    _lay_over(after, {k: v for k, v in given.items() if v != AUTO})
+    _lay_over(after, {k: v for k, v in given.items() if not left_open(FIELDS[k], v)})
     settings = _resolve(after)
     for name in FIELDS:
         old, new = getattr(before, name), getattr(settings, name)
@@ -149,7 +149,7 @@ def to_toml(settings: Settings, extra: Mapping[str, object]) -> str:
         value = getattr(settings, name)
         if isinstance(value, Fraction):
             value = int(value) if value.denominator == 1 else str(value)
-        if FIELDS[name].metadata.get("auto") and value == AUTO:
+        if left_open(FIELDS[name], value):
             value = "auto"
         table[key_of(name)] = list(value) if isinstance(value, tuple) else value
     table["versions"] = {key: str(value) for key, value in extra.items()}

@@ -18,6 +18,11 @@ AUTO = -1
 _MAX_INT = 2**63 - 1
 
 
+def left_open(field: dataclasses.Field, value: object) -> bool:
+    """Say whether `value`, converted, leaves the field to be measured."""
+    return bool(field.metadata.get("auto")) and value == AUTO
+
+
 def convert(field: dataclasses.Field, value: object, where: str) -> Any:
     """Return `value` as `field` stores it before resolution (shares still as fractions).
 

@@ -22,6 +22,7 @@ from prunex_mpi.settings.resolve import (
     to_toml,
     with_overrides,
 )
+from prunex_mpi.settings.values import AUTO
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -240,6 +241,16 @@ def test_files_from_before_a_setting_are_whole():
     assert resumed(saved, {}) == make(resume=True, run_dir="")
     # An estimate is no part of a run: it may be asked for of one that is there.
     assert resumed(saved, {"dry_run": True, "link_gbit": 2.0}).link_gbit == 2.0
+
+
+def test_a_resumed_run_keeps_what_was_measured_and_refuses_all_else():
+    saved = {name: getattr(make("thin", local_steps=12, overlap_steps=3), name) for name in FIELDS}
+    assert resumed(saved, {"local_steps": AUTO, "overlap_steps": AUTO}).local_steps == 12
+    on = {**saved, "freeze_drift": 0.01}
+    assert resumed(on, {}).freeze_drift == 0.01
+    # Off, which happens to be the same number.
+    with pytest.raises(UserError, match="--freeze-drift"):
+        resumed(on, {"freeze_drift": -1.0})
 
 
 def test_defaults_may_depend_on_the_method(tmp_path):
