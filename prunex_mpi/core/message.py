@@ -37,15 +37,16 @@ def fill_message_(leader: Wire, node: Wire, state: State, payload: str) -> None:
     """
     coded = payload != "fp32" and leader.ring > 1
     _make_room_(state, payload if coded else "", leader)
+    # Retired duals are zero.
+    dual = None if state.consensus_sgd else state.v
     if leader.speaks:
         if not state.plan_agreed and not digests_agree(leader.comm, state.plan.digest):
             raise RuntimeError("the leaders' compact layouts differ; nothing was exchanged")
         state.plan_agreed = True
         if coded:
-            _offer_difference_(leader, state)
+            _offer_difference_(leader, state, dual)
         else:
-            torch.add(state.z_node, state.v, out=state.scratch)
-            pack_(state.scratch, state.plan, state.message)
+            pack_(state.z_node, state.plan, state.message, dual)
             statistics = state.message[state.plan.numel :]
             torch.index_select(state.stats, 0, state.stats_kept, out=statistics)
             state.message.mul_(leader.weight)
@@ -79,15 +80,13 @@ def _make_room_(state: State, payload: str, leader: Wire) -> None:
         )
 
 
-def _offer_difference_(leader: Wire, state: State) -> None:
+def _offer_difference_(leader: Wire, state: State, dual: Tensor | None) -> None:
     """Add the weighted difference to what is left over; write that of the statistics."""
     message, statistics = state.blocks
     rest, kept = state.memory[REST], state.stats_kept
     numel = state.plan.numel
     torch.sub(state.z_node, state.z, out=state.scratch)
-    if not state.consensus_sgd:
-        state.scratch.add_(state.v)
-    pack_(state.scratch, state.plan, message)
+    pack_(state.scratch, state.plan, message, dual)
     rest[:numel].add_(message[:numel], alpha=leader.weight)
     # int2 has no zero: what fills up the last block has something left over as well.
     rest[numel : message.numel()].zero_()

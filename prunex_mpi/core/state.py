@@ -28,6 +28,7 @@ from prunex_mpi.settings.methods import (
     CONSENSUS,
     EVERY_RANK_ALONE,
     OWN_MOMENTUM,
+    PER_STEP,
     REMOVING,
 )
 
@@ -38,7 +39,7 @@ OWN, SHARED = "own.", "shared."
 # What a payload of fewer bits remembers: what rounding has left over, in the order of the message
 # and as heavy as this worker's contribution, and the BatchNorm statistics that all ranks know.
 REST, KNOWN = f"{OWN}rounding_rest", f"{SHARED}known_statistics"
-
+# As what a message travels between nodes.
 PLAIN, CODED = "plain", "coded"
 
 
@@ -69,10 +70,9 @@ class Position:
     """Where a run stands: all that the driver remembers from one local step to the next.
 
     `step` counts the local steps that outer iteration `iteration` has behind it, `steps_done` those
-    of the outer iterations before; the sums of
-    losses, the bytes and the seconds so far are this rank's own. `under_way`, where what
-    the last outer iteration has exchanged is no part of z yet, says as what it travels: PLAIN or
-    CODED.
+    of the outer iterations before; the sums of losses, the bytes and the seconds so far are this
+    rank's own. `under_way` says as what travels (PLAIN or CODED) that the last outer iteration has
+    exchanged and z does not hold yet; empty where there is nothing.
     """
 
     iteration: int = 1
@@ -227,6 +227,11 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
 def new_payload(theta: Tensor, parameters: int, stats: int) -> Tensor:
     """Allocate the memory of messages of so many parameters and BatchNorm statistics."""
     return theta.new_empty(whole_blocks(parameters) + whole_blocks(stats))
+
+
+def every_rank_sends(settings: Settings) -> bool:
+    """Say whether all ranks speak between nodes at each step, not the leaders of the nodes."""
+    return settings.method in PER_STEP and settings.aggregation == "flat"
 
 
 def sends_codes(settings: Settings) -> bool:

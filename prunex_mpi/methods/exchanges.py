@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from prunex_mpi.comm.wire import Wires
+from prunex_mpi.core.coded import SUMMED
 from prunex_mpi.core.outer_step import outer_memory
 from prunex_mpi.core.state import Work
 from prunex_mpi.methods import (
@@ -35,7 +36,10 @@ from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
 # What the drivers that exchange once per outer iteration send between nodes then.
-AVERAGE = ("parameters", "leader", "Allreduce SUM", "compact, and BatchNorm statistics")
+COMPACT = "compact, and BatchNorm statistics"
+AVERAGE = ("parameters", "leader", "Allreduce SUM", COMPACT)
+SHARED_AVERAGE = ("parameters", "leader", "Allreduce MAX and SUM", f"{COMPACT}, 8 bits")
+CODED_AVERAGE = ("parameters", "leader", "Alltoallv, Allgather", f"{COMPACT}, fewer bits")
 CHOICE = (
     ("group energies", "leader", "Reduce SUM", "one float per group (vote)"),
     ("mask", "leader", "Bcast, or Allreduce BOR", "a bit per group"),
@@ -63,13 +67,16 @@ def module_of(method: str) -> ModuleType:
             raise ValueError(f"{other} exchanges nothing at each step")
 
 
-def operations_of(method: str) -> tuple[tuple[str, str, str, str], ...]:
+def operations_of(settings: Settings) -> tuple[tuple[str, str, str, str], ...]:
     """Return the messages of any method: rows (what, communicator, MPI operation, operand)."""
-    match method:
+    average = CODED_AVERAGE
+    if settings.payload in ("fp32", SUMMED):
+        average = AVERAGE if settings.payload == "fp32" else SHARED_AVERAGE
+    match settings.method:
         case "prunex" | "prunex-flat" | "one-shot":
-            return (*CHOICE, AVERAGE)
+            return (*CHOICE, average)
         case "local-sgd" | "diloco":
-            return (AVERAGE,)
+            return (average,)
         case other:
             return module_of(other).OPERATIONS
 

@@ -34,8 +34,8 @@ from prunex_mpi.settings.methods import PRUNING_ONCE
 def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]:
     """Train from `position` on; yield each outer iteration's metrics (metrics.jsonl).
 
-    As `hsadmm.outer_iterations`; `dual` counts diloco's outer step. Collective on `topology.world`.
-    Raises Diverged on every rank.
+    As `hsadmm.outer_iterations`; `dual` counts diloco's outer step, unless it waits for an exchange
+    that goes on behind local steps. Collective on `topology.world`. Raises Diverged on every rank.
     """
     state, settings, position = work.state, work.settings, work.state.position
     wires = find_wires(topology, False, work.transport, position.traffic, position.clock)

@@ -51,7 +51,7 @@ class Restored:
                 "0, data are shuffled anew"
             )
         if self.dealt_out:
-            place += ", gradients that have not been sent are dealt out anew"
+            place += ", what had not been sent yet is dealt out anew"
         return [*(f"refused checkpoint {line}" for line in self.refused), place]
 
 

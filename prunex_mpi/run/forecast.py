@@ -9,6 +9,7 @@ from prunex_mpi.core.message import STATISTICS, message_bytes
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.compaction import Plan
 from prunex_mpi.run.cost import Exchange, Link, bound_s, exchange_s, kernels_of, sent_bytes, share
+from prunex_mpi.run.tuning import LATEST
 from prunex_mpi.settings.fields import PAYLOADS, Settings
 from prunex_mpi.settings.methods import BY_GROUPS
 from prunex_mpi.settings.values import AUTO
@@ -67,8 +68,8 @@ def cost_table(settings: Settings, what: Travelling) -> Table:
     """Return what each payload costs at the keep ratio, with each number of nodes."""
     link = Link(settings.link_gbit, settings.latency_us)
     step_s, steps = settings.step_ms / 1e3, settings.local_steps
-    # `auto` takes the fewest steps that hide the exchange, at most a quarter of them.
-    behind = steps // 4 if settings.overlap_steps == AUTO else settings.overlap_steps
+    # `auto` takes the fewest steps that hide the exchange, at most these.
+    behind = steps // LATEST if settings.overlap_steps == AUTO else settings.overlap_steps
     bucket_bytes = int(settings.bucket_mib * MIB)
     rows: list[tuple[Cell, ...]] = []
     for payload in PAYLOADS:

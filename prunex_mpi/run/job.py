@@ -24,7 +24,6 @@ from prunex_mpi.core.problem import (
     load_dataset,
     make_groups,
     make_model,
-    steps_of,
 )
 from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.data.datasets import Dataset
@@ -37,10 +36,8 @@ from prunex_mpi.run.facts import recorded_versions
 from prunex_mpi.run.start import find_transport, heed_findings, refuse_lone_singleton, take_places
 from prunex_mpi.run.supervision import Checkpoints, run_to_end
 from prunex_mpi.run.tuning import (
-    describe_choice,
     goes_behind_steps,
     is_left_to_measure,
-    measure,
     refuse_impossible_exchange,
     trial_of,
     tuned,
@@ -62,8 +59,8 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
     set_up_logging(world.rank, world.size)
     refuse_lone_singleton(world)
     versions = recorded_versions()
-    same = to_toml(settings, versions)
-    require_same(world, "the settings or the versions of the software", same)
+    asked = to_toml(settings, versions)
+    require_same(world, "the settings or the versions of the software", asked)
     # Without leaders every rank is a node of its own.
     ranks_per_node = 1 if settings.method in EVERY_RANK_ALONE else settings.ranks_per_node
     with take_places(world, ranks_per_node, settings.device) as place:
@@ -78,10 +75,9 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
         heed_findings(place, settings)
         transport = find_transport(place, settings)
         refuse_impossible_exchange(topology, settings)
-        heartbeat.enter("data")
-        dataset = load_dataset(topology, settings)
-        settings = measured(topology, settings, dataset, device, transport, heartbeat)
-        work = assemble(topology, settings, dataset, device, transport, heartbeat)
+        work = set_up(topology, settings, device, transport, heartbeat)
+        # As asked, and what was left to be measured.
+        settings = work.settings
         heartbeat.beat(3)
         with open_run(world, settings, to_toml(settings, versions)) as (path, files):
             together(world, lambda: watchdog.share(path / "heartbeats", world.size))
@@ -149,8 +145,15 @@ def assemble(
     transport: Transport,
     heartbeat: Heartbeat,
 ) -> Work:
-    """Do the rest of `set_up` with data that is loaded already. Collective on `world`."""
+    """Do the rest of `set_up` with data that is loaded already. Collective on `world`.
+
+    What the settings leave to be measured is measured first, by a trial; the result's have it.
+    """
     world = topology.world
+    if is_left_to_measure(settings):
+        trial = assemble(topology, trial_of(settings), dataset, device, transport, heartbeat)
+        heartbeat.enter("trial")
+        settings = tuned(topology, trial, settings)
     heartbeat.enter("model")
     model = together(world, lambda: make_model(settings, dataset.num_classes, dataset.image_size))
     layout = together(world, lambda: build_layout(model))
@@ -166,26 +169,6 @@ def assemble(
     state.memory |= memory_of(settings, layout, state.theta)
     heartbeat.beat(2)
     return Work(state, problem, settings, transport, heartbeat)
-
-
-def measured(
-    topology: Topology,
-    settings: Settings,
-    dataset: Dataset,
-    device: torch.device,
-    transport: Transport,
-    heartbeat: Heartbeat,
-) -> Settings:
-    """Return the settings with what is left to be measured, by a trial. Collective on `world`."""
-    if not is_left_to_measure(settings):
-        return settings
-    trial = assemble(topology, trial_of(settings), dataset, device, transport, heartbeat)
-    heartbeat.enter("trial")
-    before, after = measure(topology, trial)
-    nominal = steps_of(settings, trial.problem.train)
-    chosen = together(topology.world, lambda: tuned(settings, nominal, before, after))
-    log.info("%s", describe_choice(chosen, before, after))
-    return chosen
 
 
 @contextmanager

@@ -34,12 +34,12 @@ from prunex_mpi.core.state import (
     State,
     Work,
     begin_iteration,
+    every_rank_sends,
     put_mask_back,
     update_rho2,
 )
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.models import batchnorm
-from prunex_mpi.settings.methods import PER_STEP
 
 UNKNOWN = -1
 
@@ -136,12 +136,8 @@ def misfit(
     template = _numbers(state, problem.train, Position())
     # The spare Gaussian of the generator is a number or None.
     template["python"][2] = None
-    place = (
-        numbers["position"]
-        if _alike(template, numbers)
-        else {"iteration": 0, "step": 0, "under_way": ""}
-    )
-    if place["iteration"] < 1 or place["step"] < 0:
+    place = numbers["position"] if _alike(template, numbers) else None
+    if place is None or place["iteration"] < 1 or place["step"] < 0:
         return "its numbers are not what this version writes"
     order = problem.train.order
     wanted = _expected(state, problem, leader, first, retired=numbers["stage"][1])
@@ -261,7 +257,6 @@ def put_common(
     momentum = state.optimizer.state[state.theta].get("momentum_buffer")
     sums, stats = torch.zeros_like(state.theta), torch.zeros_like(state.stats)
     own = [key for key in state.memory if key.startswith(OWN)]
-    every_rank_sends = settings.method in PER_STEP and settings.aggregation == "flat"
     for key in own:
         state.memory[key].zero_()
     first: tuple[Tensors, Numbers] = ({}, {})
@@ -287,7 +282,7 @@ def put_common(
         momentum.copy_(sums.div_(old_size))
     for key in own:
         allreduce_(world, state.memory[key].view(-1), transport)
-        state.memory[key].mul_(worker_weight(topology, every_rank_sends))
+        state.memory[key].mul_(worker_weight(topology, every_rank_sends(settings)))
     if world.rank == 0:
         for key in state.memory.keys() - own:
             state.memory[key].copy_(first[0][key])

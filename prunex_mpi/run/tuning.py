@@ -14,9 +14,12 @@ import numpy as np
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.logs import log
+from prunex_mpi.comm.agreement import together
 from prunex_mpi.comm.behind import refuse_single_thread
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.coded import MOST_SUMMED, SUMMED
+from prunex_mpi.core.problem import steps_of
 from prunex_mpi.core.state import Work
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.fields import Settings, key_of
@@ -59,7 +62,10 @@ def goes_behind_steps(settings: Settings) -> bool:
 
 
 def refuse_impossible_exchange(topology: Topology, settings: Settings) -> None:
-    """Raise UserError on every rank where nodes or MPI do not allow what is asked for."""
+    """Raise UserError on every rank where nodes or MPI do not allow what is asked for.
+
+    Collective on `world`.
+    """
     if settings.method not in BY_ITERATION:
         return
     if settings.payload == SUMMED and topology.num_nodes > MOST_SUMMED:
@@ -68,21 +74,31 @@ def refuse_impossible_exchange(topology: Topology, settings: Settings) -> None:
             "sum must fit into 8 bits; use int8 or int4"
         )
     if settings.overlap_steps:
-        refuse_single_thread()
+        together(topology.world, refuse_single_thread)
+
+
+def tuned(topology: Topology, trial: Work, settings: Settings) -> Settings:
+    """Return the settings with what they leave to be measured, by a trial of them.
+
+    The trial's state is of no use afterwards. Collective on `world`.
+    """
+    before, after = measure(topology, trial)
+    nominal = steps_of(settings, trial.problem.train)
+    chosen = together(topology.world, lambda: chosen_by(settings, nominal, before, after))
+    log.info("%s", describe_choice(chosen, before, after))
+    return chosen
 
 
 def describe_choice(settings: Settings, before: Costs, after: Costs) -> str:
     """Say in one line what was measured and what was chosen by it."""
-    step, exchanges = 1e3 * before.step, (1e3 * before.exchange, 1e3 * after.exchange)
-    text = f"measured: a local step {step:.1f} ms, an exchange {exchanges[0]:.1f} ms"
-    text += (
-        f", {exchanges[1]:.1f} ms once frozen; chosen: "
-        if settings.frozen_local_steps
-        else "; chosen: "
-    )
+    found = [f"a local step {1e3 * before.step:.1f} ms"]
+    found += [f"an exchange {1e3 * before.exchange:.1f} ms"]
     names = ["outer_iterations", "local_steps", "overlap_steps"]
-    names += ["frozen_local_steps"] if settings.frozen_local_steps else []
-    return text + ", ".join(f"{key_of(name)} {getattr(settings, name)}" for name in names)
+    if settings.frozen_local_steps:
+        found += [f"{1e3 * after.exchange:.1f} ms once frozen"]
+        names += ["frozen_local_steps"]
+    values = [f"{key_of(name)} {getattr(settings, name)}" for name in names]
+    return f"measured: {', '.join(found)}; chosen: {', '.join(values)}"
 
 
 def behind(costs: Costs, steps: int) -> int:
@@ -107,7 +123,7 @@ def interval(costs: Costs, share: float, overlap: int, most: int) -> int:
     return most
 
 
-def tuned(settings: Settings, nominal: int, before: Costs, after: Costs) -> Settings:
+def chosen_by(settings: Settings, nominal: int, before: Costs, after: Costs) -> Settings:
     """Return the settings with all that was left to be measured.
 
     `nominal` is the number of local steps per outer iteration by --local-epochs; `before` and

@@ -3,7 +3,7 @@
 import pytest
 
 from prunex_mpi.core.steps import total_steps
-from prunex_mpi.run.tuning import Costs, behind, exposed, interval, trial_of, tuned
+from prunex_mpi.run.tuning import Costs, behind, chosen_by, exposed, interval, trial_of
 from prunex_mpi.settings.resolve import make
 from prunex_mpi.settings.values import AUTO
 
@@ -39,7 +39,7 @@ def test_steps_behind_which_an_exchange_runs_cost_nothing():
 def test_a_run_keeps_its_length_and_its_shares(method):
     settings = make("thin", method=method)
     nominal = 40
-    chosen = tuned(settings, nominal, SLOW, FAST)
+    chosen = chosen_by(settings, nominal, SLOW, FAST)
     assert chosen.local_steps == interval(SLOW, 0.05, AUTO, 160)
     assert chosen.overlap_steps == behind(SLOW, chosen.local_steps)
     whole = 64 * nominal
@@ -56,17 +56,17 @@ def test_a_run_keeps_its_length_and_its_shares(method):
 
 def test_what_is_given_is_kept():
     settings = make("thin", local_steps=12, overlap_steps="auto")
-    chosen = tuned(settings, 40, SLOW, FAST)
+    chosen = chosen_by(settings, 40, SLOW, FAST)
     assert (chosen.local_steps, chosen.outer_iterations) == (12, 64)
     assert chosen.overlap_steps == 3
     settings = make("thin", overlap_steps=5)
-    assert tuned(settings, 40, SLOW, FAST).overlap_steps == 5
+    assert chosen_by(settings, 40, SLOW, FAST).overlap_steps == 5
 
 
 def test_a_run_is_never_cut_to_a_few_outer_iterations():
     slowest = Costs(step=1e-4, exchange=10.0, rest=1.0)
     for method in ("prunex", "prunex-flat", "one-shot", "diloco"):
-        chosen = tuned(make("thin", method=method), 40, slowest, slowest)
+        chosen = chosen_by(make("thin", method=method), 40, slowest, slowest)
         assert chosen.outer_iterations == 16, method
 
 

@@ -70,6 +70,7 @@ RAN = Measured(
     dense_forward_s=2.0,
     speakers=2,
     ranks=4,
+    operations="Allreduce",
 )
 
 
@@ -205,7 +206,7 @@ def test_tables_hold_means_over_seeds_and_say_what_diverged():
     runs = [
         *outcomes("dense"),
         Outcome("dense", 1, 0.1, replace(RAN, accuracy=0.7, payload_bytes=3 * 2**20)),
-        Outcome("topk", 0, 0.1, replace(RAN, sync_s=0.5, extra_samples=8)),
+        Outcome("topk", 0, 0.1, replace(RAN, sync_s=0.5, extra_samples=8, operations="Allgatherv")),
         Outcome("topk", 1, 0.1, None, "the loss is not finite"),
     ]
     table = results_table("title", (0, 1), runs, ["note"])
@@ -234,9 +235,12 @@ def test_tables_hold_means_over_seeds_and_say_what_diverged():
 
 def test_the_operations_of_every_method_are_named():
     for method in METHODS:
-        assert "All" in operations(method)
-    assert operations("topk") == "Allgatherv"
-    assert operations("powersgd") == "Allreduce, Reduce, Bcast"
+        assert "All" in operations(make(method=method))
+    assert operations(make(method="topk")) == "Allgatherv"
+    assert operations(make(method="powersgd")) == "Allreduce, Reduce, Bcast"
+    assert operations(make(method="local-sgd")) == "Allreduce"
+    assert operations(make(method="local-sgd", payload="int8sum")) == "Allreduce"
+    assert operations(make(method="local-sgd", payload="int4")) == "Alltoallv, Allgather"
 
 
 def test_help_names_methods_and_starts_nothing():

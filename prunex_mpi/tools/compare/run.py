@@ -23,21 +23,21 @@ from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.compress.sparse import POSITION_BYTES
 from prunex_mpi.core.problem import make_model
-from prunex_mpi.core.state import Problem, State, Work, weights
+from prunex_mpi.core.state import Problem, State, Work, every_rank_sends, weights
 from prunex_mpi.core.steps import total_steps
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.run import summary
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.facts import recorded_versions
-from prunex_mpi.run.job import assemble, measured
+from prunex_mpi.run.job import assemble
 from prunex_mpi.run.supervision import recorded
 from prunex_mpi.run.tuning import goes_behind_steps, refuse_impossible_exchange
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import EVERY_RANK_ALONE, PER_STEP, WITH_POSITIONS
+from prunex_mpi.settings.methods import EVERY_RANK_ALONE, WITH_POSITIONS
 from prunex_mpi.settings.resolve import to_toml
 from prunex_mpi.tools.bench.timing import Action, min_seconds
-from prunex_mpi.tools.compare.tables import Measured, Outcome
+from prunex_mpi.tools.compare.tables import Measured, Outcome, operations
 
 FORWARD_BATCH = 32
 FORWARD_TURNS = 5
@@ -65,11 +65,10 @@ def run_one(
     log.info("%s", name)
     with nodes as mine, ExitStack() as exits:
         refuse_impossible_exchange(mine, settings)
-        settings = measured(mine, settings, dataset, device, transport, heartbeat)
+        work = assemble(mine, settings, dataset, device, transport, heartbeat)
+        state, problem, settings = work.state, work.problem, work.settings
         files = exits.enter_context(directory(world, settings, folder))
         started = time.perf_counter()
-        work = assemble(mine, settings, dataset, device, transport, heartbeat)
-        state, problem = work.state, work.problem
         steps = total_steps(settings, problem.steps)
         dense = steps * state.layout.numel + settings.outer_iterations * state.stats.numel()
         dense_bytes = dense * state.theta.element_size()
@@ -89,7 +88,6 @@ def run_one(
         of_batch = stream.batch_size * world.size
         steps = state.position.steps_done
         elements, zeros, line_zeros = count_zeros(state.z, state.layout)
-        flat_workers = settings.method in PER_STEP and settings.aggregation == "flat"
         found = Measured(
             accuracy=records[-1]["test_accuracy"],
             loss=records[-1]["test_loss"],
@@ -112,8 +110,9 @@ def run_one(
             line_zeros=line_zeros,
             forward_s=forward_s,
             dense_forward_s=dense_forward_s,
-            speakers=world.size if flat_workers else mine.num_nodes,
+            speakers=world.size if every_rank_sends(settings) else mine.num_nodes,
             ranks=world.size,
+            operations=operations(settings),
         )
     log.info("%s: accuracy %.2f %%", name, 100 * found.accuracy)
     return Outcome(settings.method, settings.seed, settings.lr, found)

@@ -8,6 +8,7 @@ from statistics import mean
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.methods.exchanges import operations_of
+from prunex_mpi.settings.fields import Settings
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Measured:
     that says where values belong, `dense_bytes` what dense SGD hands over for the same steps.
     `sync_s` is waiting for messages, `own_s` the method's own work. Of `weights`, the elements of
     matrices and kernels in the delivered model, `zeros` are 0 and `line_zeros` of these fill whole
-    rows or columns.
+    rows or columns. `operations` is what it calls to send between nodes.
     """
 
     accuracy: float
@@ -46,6 +47,7 @@ class Measured:
     dense_forward_s: float
     speakers: int
     ranks: int
+    operations: str
 
 
 @dataclass(frozen=True)
@@ -169,9 +171,9 @@ def results_table(
     return Table(title, columns, tuple(rows), (*explained, *notes, *extra, *problems))
 
 
-def operations(method: str) -> str:
-    """Return what a method calls to send between nodes, in the order of its messages."""
-    words = " ".join(operation for _, _, operation, _ in operations_of(method))
+def operations(settings: Settings) -> str:
+    """Return what a run calls to send between nodes, in the order of its messages."""
+    words = " ".join(operation for _, _, operation, _ in operations_of(settings))
     return ", ".join(dict.fromkeys(re.findall(r"All\w+|Reduce|Bcast", words)))
 
 
@@ -192,7 +194,7 @@ def measured_table(outcomes: Sequence[Outcome]) -> Table:
                 _mean(ended, lambda m: 100 * m.zeros / m.weights),
                 _mean(ended, lambda m: 100 * m.line_zeros / m.zeros if m.zeros else None),
                 _mean(ended, lambda m: 100 * m.metadata_bytes / max(1, m.payload_bytes)),
-                operations(method),
+                ended[0].operations if ended else None,
                 f"{ended[0].speakers} of {ended[0].ranks} ranks" if ended else None,
                 _mean(ended, lambda m: m.dense_bytes / max(1, m.payload_bytes)),
                 dense_wait / wait if dense_wait and wait else None,
