@@ -24,7 +24,7 @@ from prunex_mpi.comm.topology import Topology
 class Behind:
     """The helper thread of one rank, and what it is at.
 
-    `between` and `node` are duplicates of the communicators of a topology, `transport` has host
+    `between` and `node` are duplicates of the lane and the node of a topology, `transport` has host
     memory that nobody else writes.
     """
 
@@ -61,15 +61,15 @@ def exchanging_behind(
     """Have a helper thread for the time of the block, where one is `wanted`.
 
     Raises UserError on every rank where MPI does not allow several threads. Collective on `world`,
-    `node` and `leader`, at both ends: it ends the same on every rank, or the job is ended anyway.
+    `node` and `lane`, at both ends: it ends the same on every rank, or the job is ended anyway.
     """
     if not wanted:
         yield None
         return
     together(topology.world, refuse_single_thread)
-    leads = topology.leader != MPI.COMM_NULL
+    leads = topology.lane != MPI.COMM_NULL
     behind = Behind(
-        topology.leader.Dup() if leads else MPI.COMM_NULL,
+        topology.lane.Dup() if leads else MPI.COMM_NULL,
         topology.node.Dup(),
         for_another_thread(transport),
     )

@@ -14,6 +14,7 @@ than that from 1 MiB on.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -47,15 +48,15 @@ class Transport:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective on `operand` under way, whose result belongs into `bucket`."""
+    """Collectives on parts of `operand` under way, whose result belongs into `bucket`."""
 
-    request: MPI.Request
+    requests: list[MPI.Request]
     operand: Tensor
     bucket: Tensor
 
     def finish_(self) -> None:
         """Wait for the result and put it where it belongs."""
-        self.request.Wait()
+        MPI.Request.Waitall(self.requests)
         if self.operand is not self.bucket:
             self.bucket.copy_(self.operand)
 
@@ -114,12 +115,12 @@ def allreduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, op: MPI.Op = 
         operand.copy_(bucket)
         if _folds(comm, operand):
             _reduce_bucket_(comm, operand, op)
-            request = MPI.REQUEST_NULL
+            requests = []
         else:
-            request = comm.Iallreduce(MPI.IN_PLACE, mpi_buffer(operand), op=op)
+            requests = [comm.Iallreduce(MPI.IN_PLACE, mpi_buffer(operand), op=op)]
         if previous is not None:
             previous.finish_()
-        previous = Transfer(request, operand, bucket)
+        previous = Transfer(requests, operand, bucket)
     if previous is not None:
         previous.finish_()
 
@@ -158,37 +159,47 @@ def bcast_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) ->
 
 
 def allreduce_then_bcast_(
-    leader: MPI.Comm, node: MPI.Comm, flat: Tensor, transport: Transport
+    lane: MPI.Comm, node: MPI.Comm, flat: Tensor, transport: Transport, lanes: int = 1
 ) -> None:
-    """Sum `flat` over the leaders and hand the sum to every rank of each node, bucket by bucket.
+    """Sum `flat` over the nodes and hand the sum to every rank of each node, bucket by bucket.
 
-    Collective on `leader` (where it is not MPI.COMM_NULL), then on `node`. What followers pass in
-    is overwritten. The broadcast of a bucket overlaps the reduction of the one behind it, except
-    for device memory.
+    The first `lanes` ranks of a node, its leaders, hold what it contributes; each reduces its part
+    of a bucket. Collective on `lane` (where it is not MPI.COMM_NULL), then on `node`. What others
+    pass in is overwritten. The broadcast of a bucket overlaps the reduction of the one behind it,
+    except for device memory.
     """
-    leads = leader != MPI.COMM_NULL
+    leads = lane != MPI.COMM_NULL and lane.size > 1
     if flat.device.type == "cuda" and transport.staging is None:
+        parts = parts_of(flat, lanes)
         if leads:
-            allreduce_(leader, flat, transport)
-        bcast_(node, flat, transport)
+            allreduce_(lane, parts[node.rank], transport)
+        for root, part in enumerate(parts):
+            bcast_(node, part, transport, root)
         return
     previous: Transfer | None = None
     for number, bucket in enumerate(buckets(flat, transport)):
         operand = bucket
         if transport.staging is not None:
             operand = _stage(transport, number, bucket)
-            if leads:
+            if lane != MPI.COMM_NULL:
                 operand.copy_(bucket)
-        if leads and leader.size > 1:
-            _reduce_bucket_(leader, operand, MPI.SUM)
-        request = MPI.REQUEST_NULL
+        parts = parts_of(operand, lanes)
+        if leads:
+            _reduce_bucket_(lane, parts[node.rank], MPI.SUM)
+        requests = []
         if node.size > 1:
-            request = node.Ibcast(mpi_buffer(operand), root=0)
+            requests = [node.Ibcast(mpi_buffer(p), root=root) for root, p in enumerate(parts)]
         if previous is not None:
             previous.finish_()
-        previous = Transfer(request, operand, bucket)
+        previous = Transfer(requests, operand, bucket)
     if previous is not None:
         previous.finish_()
+
+
+def parts_of(flat: Tensor, lanes: int) -> list[Tensor]:
+    """Return views of the part of `flat` that is for each of `lanes` leaders of a node."""
+    ends = [flat.numel() * lane // lanes for lane in range(lanes + 1)]
+    return [flat[start:stop] for start, stop in pairwise(ends)]
 
 
 def hierarchical_sum_(leader: MPI.Comm, node: MPI.Comm, values: np.ndarray) -> None:

@@ -10,9 +10,10 @@ hold the same bits. What rounding leaves over stays with the rank that rounded, 
 `int8sum` needs nothing but Allreduce, which every CUDA-aware MPI does on the device: the leaders
 share the scale of a block, so that their integers can be added up as they are.
 
-Vectors have a whole number of blocks, filled up with zeros. All shares of a bucket are as long, the
-last one filled up with what nobody decodes: Allgatherv, which needs no such thing, takes MPICH 3
-times as long as Allgather.
+Vectors have a whole number of blocks, filled up with zeros. With several lanes a node has as many
+leaders: each does all of this for its part of every bucket, over a communicator of its own. All
+shares of a part are as long, the last one filled up with what nobody decodes: Allgatherv, which
+needs no such thing, takes MPICH 3 times as long as Allgather.
 """
 
 from dataclasses import dataclass
@@ -114,22 +115,29 @@ def sum_coded_(
     values: Tensor,
     out: Tensor,
     transport: Transport,
+    lanes: int = 1,
 ) -> None:
     """Set `out` [blocks * 128] on all ranks to the decoded sum of the leaders' `values`.
 
-    On the leaders `values`, as long, become what rounding left over of them. The broadcast of a
-    bucket overlaps the exchange of the one behind it, except for memory of a device. Collective on
-    `between` (where it is not MPI.COMM_NULL), then on `node`.
+    On the leaders `values`, as long, become what rounding left over of them, zero in the parts of
+    the node's other leaders. The broadcast of a bucket overlaps the exchange of the one behind it,
+    except for memory of a device. Collective on `between` (where it is not MPI.COMM_NULL), then on
+    `node`.
     """
     previous: list[MPI.Request] = []
     done = 0
     for first in range(0, coded.blocks, coded.bucket_blocks):
         end = min(first + coded.bucket_blocks, coded.blocks)
-        if between != MPI.COMM_NULL and coded.payload == SUMMED:
-            _sum_integers_(between, coded, values, first, end, transport)
-        elif between != MPI.COMM_NULL:
-            _sum_records_(between, coded, values, first, end)
-        requests = _broadcast_(node, coded, first, end, transport)
+        cuts = _cut(first, end, coded.workers, lanes)
+        if between != MPI.COMM_NULL:
+            own, after = cuts[node.rank], cuts[node.rank + 1]
+            _run(values, first, own).zero_()
+            _run(values, after, end).zero_()
+            add_up_ = _sum_integers_ if coded.payload == SUMMED else _sum_records_
+            add_up_(between, coded, values, own, after, transport)
+        requests = []
+        for root, (start, stop) in enumerate(pairwise(cuts)):
+            requests += _broadcast_(node, coded, start, stop, transport, root)
         MPI.Request.Waitall(previous)
         _decode_(coded, done, first, out)
         previous, done = requests, first
@@ -137,11 +145,20 @@ def sum_coded_(
     _decode_(coded, done, coded.blocks, out)
 
 
+def _cut(start: int, stop: int, workers: int, lanes: int) -> list[int]:
+    """Return the ends of `lanes` runs of blocks, all but the last as many for each worker."""
+    rounds = -(-(stop - start) // workers)
+    ends = [start + rounds * lane // lanes * workers for lane in range(lanes + 1)]
+    return [min(end, stop) for end in ends]
+
+
 def _run(flat: Tensor, start: int, stop: int) -> Tensor:
     return flat[start * BLOCK : stop * BLOCK]
 
 
-def _sum_records_(between: MPI.Comm, coded: Coded, values: Tensor, start: int, stop: int) -> None:
+def _sum_records_(
+    between: MPI.Comm, coded: Coded, values: Tensor, start: int, stop: int, _transport: Transport
+) -> None:
     """Add up blocks `start` to `stop` over the leaders, into `records`."""
     payload, records, received = coded.payload, coded.records, coded.received
     mine, share = between.rank, -(-(stop - start) // between.size)
@@ -198,18 +215,18 @@ def _sum_integers_(
 
 
 def _broadcast_(
-    node: MPI.Comm, coded: Coded, start: int, stop: int, transport: Transport
+    node: MPI.Comm, coded: Coded, start: int, stop: int, transport: Transport, root: int
 ) -> list[MPI.Request]:
     """Start to hand blocks `start` to `stop` to the ranks of the node. Collective on `node`."""
-    if node.size == 1:
+    if node.size == 1 or start == stop:
         return []
     pieces = [coded.records[start:stop].view(-1), coded.maxima[start:stop]]
     pieces = [piece for piece in pieces if piece.numel()]
     if coded.records.device.type == "cuda":
         for piece in pieces:
-            bcast_(node, piece, transport)
+            bcast_(node, piece, transport, root)
         return []
-    return [node.Ibcast(mpi_buffer(piece), root=0) for piece in pieces]
+    return [node.Ibcast(mpi_buffer(piece), root=root) for piece in pieces]
 
 
 def _decode_(coded: Coded, start: int, stop: int, out: Tensor) -> None:

@@ -29,29 +29,33 @@ from prunex_mpi.pruning.masks import apply_factors_
 STATISTICS = "bf16"
 
 
-def fill_message_(leader: Wire, node: Wire, state: State, payload: str) -> None:
-    """Write what this node contributes, and count it.
+def fill_message_(lane: Wire, node: Wire, lanes: int, state: State, payload: str) -> None:
+    """Write what this node contributes, on all its leaders, and count it.
 
     z_i, v_i and z must stay as they are until `take_over_`. With one node there is nobody to save
-    bytes for: everything is plain. Collective on `leader.comm` where the mask has changed.
+    bytes for: everything is plain. Where the mask has changed, collective on `lane.comm`, then on
+    `node.comm`.
     """
-    coded = payload != "fp32" and leader.ring > 1
-    _make_room_(state, payload if coded else "", leader)
+    coded = payload != "fp32" and lane.ring > 1
+    _make_room_(state, payload if coded else "", lane)
     # Retired duals are zero.
     dual = None if state.consensus_sgd else state.v
-    if leader.speaks:
-        if not state.plan_agreed and not digests_agree(leader.comm, state.plan.digest):
+    if not state.plan_agreed:
+        if lane.speaks and not digests_agree(lane.comm, state.plan.digest):
             raise RuntimeError("the leaders' compact layouts differ; nothing was exchanged")
+        if coded and lanes > 1:
+            _share_rest_(lane, node, state)
         state.plan_agreed = True
+    if lane.speaks:
         if coded:
-            _offer_difference_(leader, state, dual)
+            _offer_difference_(lane, state, dual)
         else:
             pack_(state.z_node, state.plan, state.message, dual)
             statistics = state.message[state.plan.numel :]
             torch.index_select(state.stats, 0, state.stats_kept, out=statistics)
-            state.message.mul_(leader.weight)
+            state.message.mul_(lane.weight)
     travelling = sum(c.nbytes for c in state.coded) if coded else state.message.nbytes
-    leader.count(travelling)
+    lane.count(travelling)
     node.count(travelling)
     dense = state.layout.numel + state.stats.numel()
     state.position.traffic.dense += dense * state.message.element_size()
@@ -67,7 +71,7 @@ def message_bytes(payload: str, parameters: int, statistics: int, size: int) -> 
     return coded_bytes(payload, parameters, size) + coded_bytes(STATISTICS, statistics, size)
 
 
-def _make_room_(state: State, payload: str, leader: Wire) -> None:
+def _make_room_(state: State, payload: str, lane: Wire) -> None:
     """Allocate what a message of fewer bits needs; nothing where the last one was as long."""
     if not payload:
         state.coded = None
@@ -76,42 +80,53 @@ def _make_room_(state: State, payload: str, leader: Wire) -> None:
     if state.coded is None or blocks != tuple(c.numel for c in state.coded):
         ways = zip((payload, STATISTICS), state.blocks, strict=True)
         state.coded = tuple(
-            allocate_coded(way, part, leader.ring, leader.transport) for way, part in ways
+            allocate_coded(way, part, lane.ring, lane.transport) for way, part in ways
         )
 
 
-def _offer_difference_(leader: Wire, state: State, dual: Tensor | None) -> None:
+def _share_rest_(lane: Wire, node: Wire, state: State) -> None:
+    """Have all that is left over of the node's messages on each leader, and on nobody else.
+
+    Under a new mask each leader's part is another one. Collective on `node.comm`.
+    """
+    rest = state.memory[REST]
+    node.reduce_(rest)
+    if not lane.speaks:
+        rest.zero_()
+
+
+def _offer_difference_(lane: Wire, state: State, dual: Tensor | None) -> None:
     """Add the weighted difference to what is left over; write that of the statistics."""
     message, statistics = state.blocks
     rest, kept = state.memory[REST], state.stats_kept
     numel = state.plan.numel
     torch.sub(state.z_node, state.z, out=state.scratch)
     pack_(state.scratch, state.plan, message, dual)
-    rest[:numel].add_(message[:numel], alpha=leader.weight)
+    rest[:numel].add_(message[:numel], alpha=lane.weight)
     # int2 has no zero: what fills up the last block has something left over as well.
     rest[numel : message.numel()].zero_()
     gap = torch.sub(state.stats, state.memory[KNOWN])
     statistics.zero_()
     torch.index_select(gap, 0, kept, out=statistics[: kept.numel()])
-    statistics.mul_(leader.weight)
+    statistics.mul_(lane.weight)
 
 
 def exchange_message_(
-    between: MPI.Comm, node: MPI.Comm, state: State, transport: Transport
+    between: MPI.Comm, node: MPI.Comm, lanes: int, state: State, transport: Transport
 ) -> None:
-    """Add up the leaders' messages and hand the sum to every rank of each node.
+    """Add up the messages of the nodes and hand the sum to every rank of each.
 
     Touches nothing of the state but the message, what is left over of it, and its codes. Collective
-    on `between` (where it is not MPI.COMM_NULL), then on `node`.
+    on `between`, a lane, where it is not MPI.COMM_NULL, then on `node`.
     """
     if state.coded is None:
-        allreduce_then_bcast_(between, node, state.message, transport)
+        allreduce_then_bcast_(between, node, state.message, transport, lanes)
         return
     message, statistics = state.blocks
     parameters_coded, statistics_coded = state.coded
     rest = state.memory[REST][: message.numel()]
-    sum_coded_(between, node, parameters_coded, rest, message, transport)
-    sum_coded_(between, node, statistics_coded, statistics, statistics, transport)
+    sum_coded_(between, node, parameters_coded, rest, message, transport, lanes)
+    sum_coded_(between, node, statistics_coded, statistics, statistics, transport, lanes)
 
 
 def way_of(state: State) -> str:

@@ -28,7 +28,7 @@ from prunex_mpi.comm.agreement import digests_agree, mean_over_ranks, sum_alike_
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
-from prunex_mpi.comm.wire import Wire, find_wires
+from prunex_mpi.comm.wire import Wire, Wires, find_wires
 from prunex_mpi.core.evaluation import estimate_statistics, refuse_divergence
 from prunex_mpi.core.mask_agreement import (
     agree_by_or,
@@ -114,7 +114,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
                     freeze(state, settings.after_freeze == "local-sgd")
             with phase(work, this, "inter"):
                 behind = goes_behind(work, this, stage)
-                moved = inter_node_consensus(leader, node, work, stage, behind)
+                moved = inter_node_consensus(wires, work, stage, behind)
             with phase(work, this, "dual"):
                 norms = None if state.consensus_sgd else update_duals(state, moved_node, moved)
                 residuals, loss = find_residuals(topology.world, state, settings, norms, loss)
@@ -300,30 +300,30 @@ def project(
 # --------------------------------------------------------------------------------------------------
 
 
-def inter_node_consensus(
-    leader: Wire, node: Wire, work: Work, stage: Stage, behind: bool
-) -> np.ndarray | None:
+def inter_node_consensus(wires: Wires, work: Work, stage: Stage, behind: bool) -> np.ndarray | None:
     """Set z = sum_i P_i (z_i + v_i) / N on the mask, zero elsewhere (Eq. 11).
 
     The only phase whose bytes cross nodes in bulk: leaders agree on the mask (BOR of packed bits,
     unless it was voted), pack z_i + v_i and the BatchNorm statistics into one dense message, add it
     up in buckets, and broadcast the compact result inside their node, where every rank expands it.
-    With `behind` that goes on in the helper thread, and z is what it was until `z_arrives`. Returns
-    |z^{k+1} - z^k|^2 per layer where it is measured. Collective on `leader.comm`, then on
-    `node.comm`.
+    Where a node has several leaders, each does that for its part. With `behind` it goes on in the
+    helper thread, and z is what it was until `z_arrives`. Returns |z^{k+1} - z^k|^2 per layer where
+    it is measured. Collective on the communicators of the workers, the lane and the node.
     """
     state, transport = work.state, work.transport
+    leader, node, lane = wires.workers, wires.node, wires.lane
     if stage.union:
         mask = agree_by_or(leader, state.mask) if leader.speaks else state.mask
         change_mask(state, node.broadcast_bits(mask))
-    fill_message_(leader, node, state, work.settings.payload)
+    fill_message_(lane, node, wires.lanes, state, work.settings.payload)
     if behind:
         between, inside = work.behind.between, work.behind.node
         transport = work.behind.transport
         state.position.under_way = way_of(state)
-        work.behind.begin(lambda: exchange_message_(between, inside, state, transport))
+        ways = between, inside, wires.lanes
+        work.behind.begin(lambda: exchange_message_(*ways, state, transport))
         return None
-    exchange_message_(leader.comm, node.comm, state, transport)
+    exchange_message_(lane.comm, node.comm, wires.lanes, state, transport)
     take_over_(state, way_of(state), freezes=stage.freeze)
     # What z was before lies in scratch.
     return squared_distances(state.z, state.scratch, state.layout) if stage.measured else None

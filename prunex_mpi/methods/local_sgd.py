@@ -59,7 +59,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
                     freeze(state, True)
             with phase(work, this, "inter"):
                 behind = goes_behind(work, this, stage)
-                inter_node_consensus(leader, node, work, stage, behind)
+                inter_node_consensus(wires, work, stage, behind)
                 loss = mean_over_ranks(topology.world, loss)
             with phase(work, this, "dual"):
                 if not behind:

@@ -63,7 +63,8 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
     require_same(world, "the settings or the versions of the software", asked)
     # Without leaders every rank is a node of its own.
     ranks_per_node = 1 if settings.method in EVERY_RANK_ALONE else settings.ranks_per_node
-    with take_places(world, ranks_per_node, settings.device) as place:
+    lanes = settings.leaders_per_node
+    with take_places(world, ranks_per_node, settings.device, lanes=lanes) as place:
         topology, device = place.topology, place.device
         if world.rank == 0:
             log.info("%s", place.layout)

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.agreement import broadcast_text
-from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_
+from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_, reduce_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import worker_weight
 from prunex_mpi.core.message import take_over_
 from prunex_mpi.core.outer_step import outer_step_
 from prunex_mpi.core.state import (
     OWN,
+    REST,
     Position,
     Problem,
     State,
@@ -228,6 +229,11 @@ def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, work: Work) 
     for key in _memory_keys(state, topology.world.rank == 0):
         state.memory[key].copy_(tensors[key])
     _bcast_shared_memory(topology, state, transport)
+    if REST in state.memory:
+        # The node may have another number of leaders now; the first message deals it out anew.
+        reduce_(topology.node, state.memory[REST], transport)
+        if not topology.is_leader:
+            state.memory[REST].zero_()
     if numbers["position"]["under_way"]:
         state.stats.copy_(tensors["stats"])
         _put_message(topology, tensors, state, transport)

@@ -52,13 +52,14 @@ def refuse_lone_singleton(world: MPI.Comm) -> None:
 
 @contextmanager
 def take_places(
-    world: MPI.Comm, ranks_per_node: int, device: str, threads: int = 0
+    world: MPI.Comm, ranks_per_node: int, device: str, threads: int = 0, lanes: int = 1
 ) -> Iterator[Place]:
     """Divide `world` into nodes for the time of the block; give each rank its device and threads.
 
-    `device` and `ranks_per_node` are settings; `threads` 0 are a fair share. Collective on `world`.
+    `device` and `ranks_per_node` are settings, `lanes` is --leaders-per-node; `threads` 0 are a
+    fair share. Collective on `world`.
     """
-    with nodes_of(world, ranks_per_node) as topology:
+    with nodes_of(world, ranks_per_node, lanes) as topology:
         chosen = together(world, lambda: choose_device(device, topology.host_rank))
         require_same(world, "the kinds of device (some ranks found no GPU)", chosen.type)
         if threads:

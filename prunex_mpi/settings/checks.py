@@ -122,6 +122,11 @@ def _check_rival(settings: Settings) -> None:
             f"ranks-per-node {s.ranks_per_node}: with prunex-flat every rank is a node of its own; "
             "leave it away"
         )
+    if s.method == "prunex-flat" and s.leaders_per_node > 1:
+        raise UserError(
+            f"leaders-per-node {s.leaders_per_node}: with prunex-flat every rank is a node of its "
+            "own, which has one leader; leave it away"
+        )
     if s.method == "one-shot" and not 1 <= s.prune_iteration <= s.outer_iterations:
         raise UserError(
             f"prune-iteration {s.prune_iteration} must be from 1 to the {s.outer_iterations} "

@@ -353,6 +353,14 @@ class Settings:
     ranks_per_node: int = _setting(
         _S, "make virtual nodes of this many ranks, 0 for the real nodes", 0, low=0
     )
+    leaders_per_node: int = _setting(
+        _S,
+        "ranks of each node that share what it sends between nodes, each over links of its own",
+        1,
+        before=1,
+        low=1,
+        methods=BY_ITERATION,
+    )
     link_gbit: float = _setting(
         _S,
         "for --dry-run: estimate exchanges on links of so many Gbit/s, 0 for not",
@@ -446,6 +454,7 @@ OF_THE_JOB = (
     "device",
     "mpi_buffers",
     "ranks_per_node",
+    "leaders_per_node",
     "progress",
     "dry_run",
     *ESTIMATED,

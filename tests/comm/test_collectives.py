@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from nodes import WORLD, nodes_of
+from nodes import WORLD, nodes_of, with_leaders
 from torch import Tensor
 
 from mpi4py import MPI
@@ -208,17 +208,20 @@ def test_bcast_copies_the_root(dtype: torch.dtype, kind: str) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", ["direct", "staged"])
-@pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4])
-def test_leaders_sum_reaches_every_rank_of_every_node(ranks_per_node: int, kind: str) -> None:
+@pytest.mark.parametrize(("ranks_per_node", "lanes"), with_leaders())
+def test_leaders_sum_reaches_every_rank_of_every_node(
+    ranks_per_node: int, lanes: int, kind: str
+) -> None:
     leaders = range(0, WORLD.size, min(ranks_per_node, WORLD.size))
     how = transport(kind)
-    with nodes_of(ranks_per_node) as topology:
+    with nodes_of(ranks_per_node, lanes) as topology:
         for dtype in (torch.float32, torch.float64):
             for size in SIZES:
-                flat = numbers(WORLD.rank, size, dtype)
-                if not topology.is_leader:
+                # All leaders of a node hold the same.
+                flat = numbers(WORLD.rank - topology.node.rank, size, dtype)
+                if topology.lane == MPI.COMM_NULL:
                     flat.fill_(torch.nan)
-                allreduce_then_bcast_(topology.leader, topology.node, flat, how)
+                allreduce_then_bcast_(topology.lane, topology.node, flat, how, lanes)
                 assert torch.equal(flat, total(size, dtype, leaders))
 
 

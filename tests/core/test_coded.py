@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from nodes import NODE_SHAPES, WORLD, nodes_of
+from nodes import WORLD, nodes_of, with_leaders
 from reference_payload import RECORD, coded_sum
+
+from mpi4py import MPI
 
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
@@ -34,24 +36,25 @@ def sum_up(
     """Return the sum and what is left over on this rank."""
     transport = Transport(bucket_bytes)
     values = contribution(topology.node_index, blocks * BLOCK, dtype)
-    if not topology.is_leader:
+    if topology.lane == MPI.COMM_NULL:
         values.fill_(torch.nan)
     out = torch.full_like(values, torch.nan)
     coded = allocate_coded(payload, values, topology.num_nodes, transport)
     scales = blocks * values.element_size() if payload == "int8sum" else 0
     assert coded.nbytes == blocks * RECORD[payload] + scales
-    sum_coded_(topology.leader, topology.node, coded, values, out, transport)
+    lane, lanes = topology.lane, topology.lanes
+    sum_coded_(lane, topology.node, coded, values, out, transport, lanes)
     return out, values
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("blocks", SIZES)
 @pytest.mark.parametrize("payload", CODES)
-@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
+@pytest.mark.parametrize(("ranks_per_node", "lanes"), with_leaders())
 def test_sums_are_those_of_one_process(
-    ranks_per_node: int, payload: str, blocks: int, dtype: torch.dtype
+    ranks_per_node: int, lanes: int, payload: str, blocks: int, dtype: torch.dtype
 ) -> None:
-    with nodes_of(ranks_per_node) as topology:
+    with nodes_of(ranks_per_node, lanes) as topology:
         if topology.num_nodes == 1:
             pytest.skip("a node alone sends nothing")
         out, left = sum_up(topology, payload, blocks, dtype, BUCKET_BYTES)
@@ -64,20 +67,24 @@ def test_sums_are_those_of_one_process(
         parts = [contribution(i, out.numel(), torch.float64) for i in range(topology.num_nodes)]
         exact = np.sum([part.numpy() for part in parts], axis=0)
         # Nothing is lost: what came and what is left over are what there was.
-        mine = left.double().numpy() if topology.is_leader else np.zeros(out.numel())
+        leads = topology.lane != MPI.COMM_NULL
+        mine = left.double().numpy() if leads else np.zeros(out.numel())
         total = np.empty_like(mine)
         WORLD.Allreduce(mine, total)
         scale = np.abs(exact).reshape(-1, BLOCK).max(axis=1, keepdims=True) + 1e-30
         gap = (out.double().numpy() + total - exact).reshape(-1, BLOCK) / scale
         assert np.abs(gap).max() < 64 * torch.finfo(dtype).eps
         if dtype == torch.float64:
-            expected, rests = coded_sum(parts, payload, BUCKET_BYTES)
+            expected, rests = coded_sum(parts, payload, BUCKET_BYTES, lanes)
             torch.testing.assert_close(out, expected.double(), rtol=1e-12, atol=1e-12)
-            if topology.is_leader:
-                rest = rests[topology.node_index]
-                torch.testing.assert_close(left, rest, rtol=1e-9, atol=1e-12)
-            else:
-                assert left.isnan().all()
+            # Each leader holds what is left over of its part, and nothing of the others'.
+            whole = left.numpy().copy() if leads else np.zeros(out.numel())
+            assert leads or left.isnan().all()
+            topology.node.Allreduce(MPI.IN_PLACE, whole)
+            rest = rests[topology.node_index].numpy()
+            np.testing.assert_allclose(whole, rest, rtol=1e-9, atol=1e-12)
+            if lanes == 2 and topology.node.rank < 2 and blocks == SIZES[-1]:
+                assert 0 < np.count_nonzero(left) < np.count_nonzero(whole)
 
 
 @pytest.mark.parametrize("payload", CODES)

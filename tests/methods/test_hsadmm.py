@@ -108,6 +108,13 @@ SCENARIOS |= {
         "payload": "int8",
     },
 }
+# Both ranks of a node are leaders.
+TWO = {"leaders_per_node": 2}
+SCENARIOS |= {
+    "paper-two-leaders": {**PAPER, **TWO},
+    "recipe-int4-two-leaders": {**COUPLED, **TWO, "payload": "int4"},
+    "recipe-int8sum-behind-two-leaders": {**COUPLED, **BEHIND, **TWO, "payload": "int8sum"},
+}
 CASES = [(name, torch.float64) for name in SCENARIOS]
 # The same code with messages of half the size.
 CASES += [(name, torch.float32) for name in ("recipe", "paper")]
@@ -123,7 +130,7 @@ EXACT, ROUNDINGS = 1e-11, 8
 
 def run_driver(world, ranks_per_node, model, stream, settings, loss=F.cross_entropy, steps=STEPS):
     """Yield (record, state, topology) after each outer iteration of the real driver."""
-    topology = build_topology(world, ranks_per_node)
+    topology = build_topology(world, ranks_per_node, settings.leaders_per_node)
     with exchanging_behind(topology, settings.overlap_steps != 0, SMALL_BUCKETS) as behind:
         work = replace(make_work(settings, model, stream, steps, loss), behind=behind)
         for record in outer_iterations(topology, work):
@@ -140,6 +147,8 @@ def test_program_equals_oracle(ranks_per_node, scenario, dtype):
         pytest.skip("covered by a smaller node size: the job has fewer ranks")
     settings = make(**SCENARIOS[scenario])
     sizes = node_sizes_of(world.size, ranks_per_node)
+    if settings.leaders_per_node > min(sizes):
+        pytest.skip("refused: a node has fewer ranks than leaders")
     torch.manual_seed(7)
     coupled = settings.groups == ("coupled",)
     model = (CoupledNet() if coupled else Net()).to(dtype)
@@ -229,13 +238,14 @@ CODES = [payload for payload in PAYLOADS if payload != "fp32"]
 @pytest.mark.mpi
 @pytest.mark.parametrize("groups", [("coupled",), ("channel", "filter")])
 @pytest.mark.parametrize("payload", CODES)
-@pytest.mark.parametrize("ranks_per_node", [1, 2, 3])
-def test_duals_in_fewer_bits_add_up_to_what_was_left_over(ranks_per_node, payload, groups):
+@pytest.mark.parametrize(("ranks_per_node", "lanes"), [(1, 1), (2, 1), (2, 2), (3, 1)])
+def test_duals_in_fewer_bits_add_up_to_what_was_left_over(ranks_per_node, lanes, payload, groups):
     """sum_i P_i v_i = N (E_k - E_{k-1}) on the mask, E the sum of what rounding left over."""
     world = MPI.COMM_WORLD
     if ranks_per_node > world.size:
         pytest.skip("covered by a smaller node size: the job has fewer ranks")
-    settings = make(**{**RECIPE, "after_freeze": "admm", "groups": groups, "payload": payload})
+    changes = {"after_freeze": "admm", "groups": groups, "payload": payload}
+    settings = make(**{**RECIPE, **changes, "leaders_per_node": lanes})
     torch.manual_seed(3)
     model = CoupledNet().double() if groups == ("coupled",) else Net().double()
     stream = RandomStream(world.rank, torch.float64)

@@ -190,7 +190,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
     coded = None
     if s.payload != "fp32" and nodes > 1:
         first = [moments(m) for m in batchnorms(model).values()]
-        coded = CodedMeans(start, first, node_sizes, s.payload, s.bucket_bytes)
+        coded = CodedMeans(start, first, node_sizes, s.payload, s.bucket_bytes, s.leaders_per_node)
     pending = None
 
     def arrive():

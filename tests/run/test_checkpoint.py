@@ -10,6 +10,8 @@ import torch
 from jobs import NoisyNet, run_directory
 from nodes import NODE_SHAPES, WORLD, nodes_of
 
+from mpi4py import MPI
+
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.behind import exchanging_behind
@@ -247,6 +249,40 @@ def test_a_restored_run_goes_on_bit_for_bit(scenario: str, ranks_per_node: int) 
         records += list(second.iterate())
         assert records == expected
         assert_same(whole, second)
+
+
+@pytest.mark.parametrize("leaders", [1, 2])
+@pytest.mark.parametrize("scenario", ["int4", "int8sum"])
+def test_what_two_leaders_have_not_sent_is_sent_by_those_there_are(
+    scenario: str, leaders: int
+) -> None:
+    if WORLD.size != 4:
+        pytest.skip("two nodes of two leaders are four ranks")
+    with run_directory() as files:
+        with nodes_of(2, 2) as topology:
+            whole = new_run(topology, scenario, leaders_per_node=2)
+            records = list(whole.iterate())
+            first = new_run(topology, scenario, leaders_per_node=2)
+            iterations = first.iterate()
+            next(iterations), next(iterations)
+            left = first.state.memory[REST]
+            assert 0 < np.count_nonzero(left) < left.numel()
+            first.save(files)
+            iterations.close()
+            left = left.numpy().copy()
+            WORLD.Allreduce(MPI.IN_PLACE, left)
+        with nodes_of(2, leaders) as topology:
+            second = new_run(topology, scenario, leaders_per_node=leaders)
+            second.restore(files)
+            found = second.state.memory[REST].numpy().copy()
+            assert topology.is_leader or not found.any()
+            WORLD.Allreduce(MPI.IN_PLACE, found)
+            assert np.array_equal(found, left)
+            others = list(second.iterate())
+            if leaders == 2:
+                assert others == records[2:]
+                assert_same(whole, second)
+            assert len(others) == len(records) - 2
 
 
 class StopsAt:

@@ -216,7 +216,7 @@ def _phases(
         seen["node"] = hsadmm.project(leader, node, state, settings, z_tilde, stage)
 
     def inter() -> None:
-        seen["z"] = hsadmm.inter_node_consensus(leader, node, work, stage, behind=False)
+        seen["z"] = hsadmm.inter_node_consensus(wires, work, stage, behind=False)
 
     def dual() -> None:
         norms = None

@@ -68,7 +68,8 @@ def run_all(
     together(world, lambda: prepare_files(options) if world.rank == 0 else None)
     first = settings_of(options, options.methods[0], options.seeds[0], None)
     ranks_per_node = options.common.get("ranks_per_node", 0)
-    with take_places(world, ranks_per_node, first.device) as place:
+    lanes = options.common.get("leaders_per_node", 1)
+    with take_places(world, ranks_per_node, first.device, lanes=lanes) as place:
         topology, device = place.topology, place.device
         if world.rank == 0:
             log.info("%s", place.layout)

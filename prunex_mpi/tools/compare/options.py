@@ -164,7 +164,7 @@ def _settings(method: str, common: Mapping[str, Any], **own: Any) -> Settings:
 
 
 def _concerns(name: str, method: str) -> bool:
-    if method in EVERY_RANK_ALONE and name == "ranks_per_node":
+    if method in EVERY_RANK_ALONE and name in ("ranks_per_node", "leaders_per_node"):
         # Every rank is a node of its own there, which is what is compared.
         return False
     return method in methods_of(name)
