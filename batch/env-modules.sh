@@ -17,3 +17,4 @@ PRUNEX_SRUN_MPI=${PRUNEX_SRUN_MPI:-pmix}
 # The interconnect, where the default of the MPI is not it. Nothing of this concerns the program.
 # export OMPI_MCA_pml=ucx
 # export UCX_NET_DEVICES=mlx5_0:1
+# export OMPI_MCA_btl_tcp_links=2

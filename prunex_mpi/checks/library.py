@@ -16,6 +16,8 @@ OPEN_MPI_COMPONENTS = "OMPI_MCA_coll"
 REDUCTIONS = "OMPI_MCA_coll_libnbc_iallreduce_algorithm"
 HAN_SEGMENTS = "OMPI_MCA_coll_han_allreduce_segsize"
 HAN_PRIORITY = "OMPI_MCA_coll_han_priority"
+SOCKETS = "OMPI_MCA_btl_tcp_links"
+LAYERS, WAYS = "OMPI_MCA_pml", "OMPI_MCA_btl"
 # Variables for a thread of the library's own, by what the name of the library holds: in this order,
 # since Cray's is an MPICH.
 PROGRESS = {
@@ -31,6 +33,9 @@ SETTINGS = (
     REDUCTIONS,
     HAN_SEGMENTS,
     HAN_PRIORITY,
+    SOCKETS,
+    LAYERS,
+    WAYS,
     *PROGRESS.values(),
 )
 # A ring, and Rabenseifner's algorithm; else 0 chooses, and chooses a binomial tree below 4 ranks.
@@ -51,6 +56,7 @@ def check_library(facts: Sequence[RankFacts], staged: bool) -> list[Finding]:
         *check_agreement(facts),
         *check_reductions(facts, staged),
         *check_segments(facts),
+        *check_sockets(facts),
     ]
 
 
@@ -165,6 +171,27 @@ def check_segments(facts: Sequence[RankFacts]) -> list[Finding]:
     ]
 
 
+def check_sockets(facts: Sequence[RankFacts]) -> list[Finding]:
+    """Find a TCP of Open MPI with one connection for each pair of ranks.
+
+    What a rank answers, before the other one may go on sending, waits there behind its own data: so
+    exchanges in both directions, one after the other, take turns.
+    """
+    if not _library(facts).startswith("Open MPI") or len(by_host(facts)) == 1:
+        return []
+    if all(_without_tcp(rank) or _several_sockets(rank) for rank in facts):
+        return []
+    return [
+        Finding(
+            "note",
+            "MPI sockets",
+            "where Open MPI goes over TCP, it has one connection for each pair of ranks: messages "
+            "in both directions take up to 1.75 times as long as with two",
+            f"set {SOCKETS}=2 on every rank",
+        )
+    ]
+
+
 def _library(facts: Sequence[RankFacts]) -> str:
     return facts[0].versions.get("mpi", "")
 
@@ -189,13 +216,30 @@ def _is_on(rank: RankFacts, variable: str) -> bool:
 
 def _without_han(rank: RankFacts) -> bool:
     """Say whether this rank's environment keeps Open MPI from taking HAN."""
-    components = rank.mpi_settings.get(OPEN_MPI_COMPONENTS, "")
-    if components and components.startswith("^") == ("han" in components.lstrip("^").split(",")):
+    if _leaves_out(rank.mpi_settings.get(OPEN_MPI_COMPONENTS, ""), "han"):
         return True
     priority = rank.mpi_settings.get(HAN_PRIORITY, "")
     return priority.isdecimal() and int(priority) < TUNED_PRIORITY
 
 
+def _leaves_out(components: str, name: str) -> bool:
+    """Say whether a list of components, or of those not to take (^), is one without `name`."""
+    listed_there = name in components.lstrip("^").split(",")
+    return bool(components) and components.startswith("^") == listed_there
+
+
 def _long_segments(rank: RankFacts) -> bool:
     size = rank.mpi_settings.get(HAN_SEGMENTS, "")
     return size.isdecimal() and int(size) > HAN_SEGMENT_BYTES
+
+
+def _without_tcp(rank: RankFacts) -> bool:
+    """Say whether this rank's environment keeps Open MPI from sending over TCP itself."""
+    if rank.mpi_settings.get(LAYERS, "") in ("ucx", "cm"):
+        return True
+    return _leaves_out(rank.mpi_settings.get(WAYS, ""), "tcp")
+
+
+def _several_sockets(rank: RankFacts) -> bool:
+    count = rank.mpi_settings.get(SOCKETS, "")
+    return count.isdecimal() and int(count) > 1

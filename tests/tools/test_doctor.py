@@ -428,6 +428,44 @@ def test_small_segments_of_han_are_told_where_it_is_used(
         the_only(check(**{setting: value}), severity)
 
 
+@pytest.mark.parametrize(
+    ("library", "ranks", "told"),
+    [
+        (OPEN_MPI, JOB, True),
+        ("Open MPI v4.1.6", PAIR, True),
+        (OPEN_MPI, ALONE, False),
+        (OPEN_MPI, JOB[:1], False),
+        (MPICH, JOB, False),
+        (INTEL, JOB, False),
+    ],
+)
+def test_a_single_connection_is_told_where_it_is_used(
+    library: str, ranks: list[RankFacts], told: bool
+) -> None:
+    def check(**settings: str) -> list[Finding]:
+        return findings_mpi.check_sockets(under(library, ranks, **settings))
+
+    if not told:
+        assert check() == []
+        return
+    found = the_only(check(), "note", "1.75 times")
+    assert found.remedy == "set OMPI_MCA_btl_tcp_links=2 on every rank"
+    for setting, value in (
+        ("OMPI_MCA_btl_tcp_links", "2"),
+        ("OMPI_MCA_pml", "ucx"),
+        ("OMPI_MCA_btl", "^tcp"),
+        ("OMPI_MCA_btl", "sm,self"),
+    ):
+        assert check(**{setting: value}) == []
+    for setting, value in (
+        ("OMPI_MCA_btl_tcp_links", "1"),
+        ("OMPI_MCA_pml", "ob1"),
+        ("OMPI_MCA_btl", "tcp,sm,self"),
+        ("OMPI_MCA_btl", "^openib"),
+    ):
+        the_only(check(**{setting: value}), "note")
+
+
 def test_algorithms_must_be_those_of_all_ranks() -> None:
     check = findings_mpi.check_agreement
     reductions, segments = findings_mpi.REDUCTIONS, findings_mpi.HAN_SEGMENTS
@@ -446,7 +484,7 @@ def test_algorithms_must_be_those_of_all_ranks() -> None:
 def test_all_of_the_library_is_looked_at_together() -> None:
     job = [replace(rank, thread_level="single") for rank in under(OPEN_MPI, PAIR + JOB[1:2])]
     found = findings_mpi.check_library(job, staged=True)
-    subjects = ["MPI threads", "MPI progress", "MPI sums", "MPI segments"]
+    subjects = ["MPI threads", "MPI progress", "MPI sums", "MPI segments", "MPI sockets"]
     assert [finding.subject for finding in found] == subjects
     assert errors(found) == []
     assert {f.severity for f in findings_mpi.check_library(under(MPICH), True)} == {"ok", "note"}
