@@ -1,11 +1,12 @@
 """Estimate what the exchange of phase 4 takes: plain arithmetic on bytes, rates and latencies.
 
-A leader sends and receives 2 (M - 1)/M of its message, whatever the format: an Allreduce and the
-exchange of records (Alltoallv, then Allgatherv) move the same. That over the link's rate is the
+A node sends and receives 2 (M - 1)/M of its message, whatever the format: an Allreduce and the
+exchange of records (Alltoallv, then Allgather) move the same. That over the link's rate is the
 bound. To it the model adds what messages wait for one after the other, 2 (M - 1) of them for each
 bucket of records (fewer where an MPI posts all of them at once) and 2 log2 M for each Allreduce, as
 by Rabenseifner's algorithm; and what the processor does meanwhile. Nothing of this overlaps, but
-for what `--overlap-steps` hides. The broadcast inside a node is left out.
+for what `--overlap-steps` hides. Several leaders of a node share its link, and encode and add up
+side by side. The broadcast inside a node is left out.
 """
 
 import math
@@ -40,11 +41,11 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One exchange between `nodes` leaders.
+    """One exchange between `nodes`.
 
     Each hands over `message_bytes`, in so many `reductions` (Allreduce) and `gatherings` (Alltoallv
-    and Allgatherv); as float32 the values that travel are `values_bytes`, the model `model_bytes`,
-    packed in so many `pieces`.
+    and Allgather); as float32 the values that travel are `values_bytes`, the model `model_bytes`,
+    packed in so many `pieces`. So many `leaders` of each node share its message.
     """
 
     nodes: int
@@ -54,6 +55,7 @@ class Exchange:
     values_bytes: int
     model_bytes: int
     pieces: int
+    leaders: int = 1
 
 
 # How many times as long as copying the same bytes a step takes, and what a piece adds. Measured on
@@ -82,12 +84,12 @@ def kernels_of(payload: str, copy_gbs: float) -> Kernels:
 
 
 def sent_bytes(exchange: Exchange) -> float:
-    """Return the bytes that leave a leader, and as many come."""
+    """Return the bytes that leave a node, and as many come."""
     return 2 * (exchange.nodes - 1) / exchange.nodes * exchange.message_bytes
 
 
 def bound_s(link: Link, exchange: Exchange) -> float:
-    """Return the seconds that the bytes of a leader take on the link, and nothing else."""
+    """Return the seconds that the bytes of a node take on the link, and nothing else."""
     return sent_bytes(exchange) / (link.gbit * 1e9 / 8)
 
 
@@ -106,7 +108,8 @@ def coding_s(kernels: Kernels, exchange: Exchange) -> float:
     others = (exchange.nodes - 1) / exchange.nodes
     if not others:
         return 0.0
-    per_byte = 1 / kernels.encode + others / kernels.add + 1 / kernels.decode
+    shared = (1 / kernels.encode + others / kernels.add) / exchange.leaders
+    per_byte = shared + 1 / kernels.decode
     return exchange.values_bytes * per_byte / 1e9
 
 

@@ -1,6 +1,6 @@
 """What the exchange between nodes would cost with each payload: the table of `--dry-run`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.base.units import MIB
@@ -8,7 +8,16 @@ from prunex_mpi.core.coded import MOST_SUMMED, SUMMED, coded_bytes
 from prunex_mpi.core.message import STATISTICS, message_bytes
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.compaction import Plan
-from prunex_mpi.run.cost import Exchange, Link, bound_s, exchange_s, kernels_of, sent_bytes, share
+from prunex_mpi.run.cost import (
+    Exchange,
+    Link,
+    bound_s,
+    exchange_s,
+    kernels_of,
+    packing_s,
+    sent_bytes,
+    share,
+)
 from prunex_mpi.run.tuning import LATEST
 from prunex_mpi.settings.fields import PAYLOADS, Settings
 from prunex_mpi.settings.methods import BY_GROUPS
@@ -71,32 +80,40 @@ def cost_table(settings: Settings, what: Travelling) -> Table:
     # `auto` takes the fewest steps that hide the exchange, at most these.
     behind = steps // LATEST if settings.overlap_steps == AUTO else settings.overlap_steps
     bucket_bytes = int(settings.bucket_mib * MIB)
+    leaders = sorted({1, 4, settings.leaders_per_node})
     rows: list[tuple[Cell, ...]] = []
     for payload in PAYLOADS:
         for nodes in settings.nodes:
             if payload == SUMMED and nodes > MOST_SUMMED:
-                rows.append((payload, nodes, *[None] * (4 if step_s else 3)))
+                rows.append((payload, nodes, *[None] * (3 + len(leaders) + bool(step_s))))
                 continue
             exchange = exchange_of(payload, what, nodes, bucket_bytes)
             kernels = kernels_of(payload, settings.copy_gbs)
-            seconds = exchange_s(link, kernels, exchange)
-            row = (payload, nodes, round(sent_bytes(exchange)), bound_s(link, exchange), seconds)
+            shared = {count: replace(exchange, leaders=count) for count in leaders}
+            row = (payload, nodes, round(sent_bytes(exchange)), bound_s(link, exchange))
+            row += (packing_s(kernels, exchange),)
+            row += tuple(exchange_s(link, kernels, whole) for whole in shared.values())
             if step_s:
-                waited_for = exchange_s(link, kernels, exchange, behind * step_s)
+                whole = shared[settings.leaders_per_node]
+                waited_for = exchange_s(link, kernels, whole, behind * step_s)
                 row = (*row, 100 * share(waited_for, steps * step_s))
             rows.append(row)
-    columns = ("payload", "nodes", "bytes sent", "bound s", "exchange s")
+    columns = ("payload", "nodes", "bytes sent", "bound s", "pack s", "exchange s")
+    columns += tuple(f"{count} leaders s" for count in leaders[1:])
     notes = [
-        "bytes sent: by a leader per outer iteration, 2 (M - 1)/M of its message between M nodes",
-        "bound: these bytes over the link; exchange: with latencies and what the processor does",
+        "bytes sent: by a node per outer iteration, 2 (M - 1)/M of its message between M nodes",
+        "bound: these bytes over the link; pack: what is done before they are sent and after",
+        "exchange: bound, pack, latencies and codes; then with so many leaders in each node",
     ]
     if None in (row[2] for row in rows):
         notes.append(f"-: {SUMMED} is for up to {MOST_SUMMED} nodes")
     if step_s:
         columns = (*columns, "share %")
+        many = settings.leaders_per_node
+        by = f" and {many} leaders" if many > 1 else ""
         hidden = f", {behind} of which hide what goes between nodes" if behind else ""
         notes.append(
-            f"share: of an outer iteration with {steps} local steps of {settings.step_ms:g} ms"
+            f"share: of an outer iteration with {steps} local steps of {settings.step_ms:g} ms{by}"
             f"{hidden}"
         )
     pruned = " at the keep ratio" if settings.method in BY_GROUPS else ""

@@ -54,6 +54,9 @@ COMMON = (
     f"--outer-iterations {ITERATIONS} --local-steps {LOCAL_STEPS}"
 )
 
+# Most exchanges go on behind two steps of the next outer iteration.
+BEHIND = "--payload int4 --overlap-steps 2 --evaluate-every 4 --residuals off"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -80,6 +83,13 @@ CASES = (
         4,
         "--ranks-per-node 3 --node-sync step --mask-agreement or --bn recalibrate "
         "--model faulty:noisy",
+    ),
+    Case("1+1 behind", 2, f"--ranks-per-node 1 --node-sync step --model faulty:noisy {BEHIND}"),
+    Case(
+        "2+2 behind",
+        4,
+        "--ranks-per-node 2 --node-sync outer --mask-agreement or --after-freeze admm "
+        f"--model faulty:noisy {BEHIND}",
     ),
 )
 
@@ -111,7 +121,10 @@ PLACES = (
     Place("prunex_mpi.methods.hsadmm:intra_node_consensus", per_iteration=1),
     Place("prunex_mpi.methods.hsadmm:project", per_iteration=1),
     Place("prunex_mpi.methods.hsadmm:inter_node_consensus", per_iteration=1),
+    # In the helper thread, where there is one.
+    Place("prunex_mpi.methods.hsadmm:exchange_message_", per_iteration=1),
     Place("prunex_mpi.methods.hsadmm:update_duals", per_iteration=1),
+    Place("prunex_mpi.methods.hsadmm:take_over_", per_iteration=1),
     Place("prunex_mpi.core.rounds:evaluate", per_iteration=1),
     Place("prunex_mpi.run.directory:RunDirectory.append", per_iteration=2, only_rank_0=True),
     Place("prunex_mpi.run.directory:RunDirectory.rewind", 1, only_rank_0=True, resuming=True),

@@ -1,14 +1,22 @@
 """The watchdog: who is blamed, when it stays silent, what it leaves behind."""
 
+import re
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from mpi4py import MPI
+
 import prunex_mpi
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.comm.behind import Behind
+from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.run import watchdog
 from prunex_mpi.run.watchdog import Record, Watchdog, blame, read_heartbeat
 
@@ -163,3 +171,78 @@ def test_only_what_is_outside_the_package_computes(module: str, computing: bool)
     thread.join()
     dog.close()
     assert (frame.split()[1], found) == ("allreduce_", computing)
+
+
+def function_in(module: str, name: str, call: Callable[[], object]) -> Callable[[], None]:
+    """Return a function that stands in a file of the package, or beside it, and makes a call."""
+    path = (Path(prunex_mpi.__file__).parent / module).resolve()
+    names = {"call": call}
+    exec(compile(f"def {name}():\n    call()\n", path, "exec"), names)
+    return names[name]
+
+
+@contextmanager
+def watching(wait: Callable[[], None]) -> Iterator[Watchdog]:
+    """Give a watchdog of a thread that takes the main one's place and is at `wait`."""
+    dog = Watchdog(Heartbeat(), 0, 100, pytest.fail)
+    thread = threading.Thread(target=wait)
+    thread.start()
+    dog.main_thread = thread.ident
+    yield dog
+    thread.join()
+    dog.close()
+
+
+def frame_like(dog: Watchdog, pattern: str) -> bool:
+    """Wait for a place that looks like `pattern`; return whether it counts as computing."""
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        place, computing = dog._frame()
+        if re.fullmatch(pattern, place):
+            return computing
+        time.sleep(0.01)
+    raise AssertionError(f"{place} is not like {pattern}")
+
+
+@pytest.fixture
+def behind() -> Iterator[Behind]:
+    helper = Behind(MPI.COMM_NULL, MPI.COMM_NULL, Transport(8))
+    yield helper
+    helper.finish()
+    helper.pool.shutdown()
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_who_waits_for_the_helper_is_where_the_helper_is(behind: Behind, outside: bool) -> None:
+    """Waiting in MPI, as it seems, or computing outside of the package."""
+    # Waits in C, as MPI does.
+    lock = threading.Lock()
+    lock.acquire()
+    call = function_in("../mine/codes.py", "encode", lock.acquire) if outside else lock.acquire
+    behind.begin(function_in("core/coded.py", "_sum_records_", call))
+    place = r"behind\.py:\d+ finish, waiting for the exchange: coded\.py:2 _sum_records_"
+    with watching(function_in("methods/hsadmm.py", "z_arrives", behind.finish)) as dog:
+        assert frame_like(dog, place) == outside
+        lock.release()
+
+
+def test_the_helper_counts_only_where_it_is_waited_for(behind: Behind) -> None:
+    lock, computes = threading.Lock(), threading.Lock()
+    lock.acquire()
+    computes.acquire()
+    behind.begin(function_in("core/coded.py", "_sum_records_", lock.acquire))
+    forward = function_in("../mine/net.py", "forward", computes.acquire)
+    with watching(function_in("core/steps.py", "forward", forward)) as dog:
+        assert frame_like(dog, r"net\.py:2 forward")
+        computes.release()
+    lock.release()
+
+
+def test_a_helper_with_nothing_to_do_has_no_place(behind: Behind) -> None:
+    """As between the end of an exchange and the moment at which the main thread goes on."""
+    behind.begin(lambda: None)
+    behind.finish()
+    behind.under_way = waited_for = Future()
+    with watching(behind.finish) as dog:
+        assert not frame_like(dog, r"behind\.py:\d+ finish")
+        waited_for.set_result(None)

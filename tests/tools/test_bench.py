@@ -16,14 +16,18 @@ from prunex_mpi.base.tables import Table, format_table
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import build_topology, free_topology, nodes_of
 from prunex_mpi.core.schedule import Stage
+from prunex_mpi.settings import cli
+from prunex_mpi.settings.fields import PAYLOADS
 from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.bench.bench import bench
 from prunex_mpi.tools.bench.block_codes import block_codes
 from prunex_mpi.tools.bench.checkpoint import checkpoints
 from prunex_mpi.tools.bench.collectives import collectives
-from prunex_mpi.tools.bench.ddp import compare_with_ddp
+from prunex_mpi.tools.bench.ddp import average_parameters_, compare_with_ddp
+from prunex_mpi.tools.bench.intervals import intervals
 from prunex_mpi.tools.bench.kernels import PHASES, kernels, make_state, project_alone, wires_of
 from prunex_mpi.tools.bench.memory import child, memory
+from prunex_mpi.tools.bench.model import fit, model
 from prunex_mpi.tools.bench.options import choose_sections, parse
 from prunex_mpi.tools.bench.overhead import CONSENSUS, MEASURED, inside_nodes, overhead, train
 from prunex_mpi.tools.bench.timing import Action, min_seconds
@@ -226,6 +230,80 @@ def test_dense_and_ddp_take_the_same_steps():
     assert named["|difference|"] < 1e-12
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_intervals_are_timed_beside_those_of_torch(ranks_per_node: int):
+    settings = make(model="resnet8", batch_size=2, device="cpu", keep_ratio=[0.5])
+    with nodes_of(MPI.COMM_WORLD, ranks_per_node) as topology:
+        transport = build_transport(CPU, 32.0, "host")
+        table = intervals(topology, settings, transport, CPU, ("resnet8",), 2, 2)
+    rows = {row[1]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    ours = ["local-sgd", "local-sgd int4", "prunex", "prunex int4"]
+    assert list(rows) == ["no exchange", *ours, "gloo local SGD", "DDP", "DDP fp16"]
+    sent = {name: row["MiB a step"] for name, row in rows.items()}
+    assert sent["no exchange"] == 0
+    assert sent["DDP"] == 2 * sent["DDP fp16"] == 2 * sent["gloo local SGD"]
+    # BatchNorm statistics travel too.
+    assert sent["prunex"] < 0.3 * sent["gloo local SGD"] < sent["local-sgd"]
+    if topology.num_nodes > 1:
+        assert sent["prunex int4"] < 0.2 * sent["prunex"]
+    assert all(row["ms a step"] > 0 for row in rows.values())
+    assert rows["DDP fp16"]["times DDP fp16"] == 1
+
+
+def test_gloo_averages_parameters(monkeypatch):
+    model, start = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2).state_dict()
+    model.load_state_dict(start)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda flat: flat.mul_(6))
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    average_parameters_(model)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, 3 * start[name])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_cost_model_is_calibrated_and_tried(monkeypatch):
+    module = "prunex_mpi.tools.bench.model"
+    monkeypatch.setattr(f"{module}.VECTORS", (2**17, 2**18))
+    monkeypatch.setattr(f"{module}.MESSAGES", (2**12, 2**20))
+    transport = build_transport(CPU, 32.0, "host")
+    with nodes_of(MPI.COMM_WORLD, 1) as topology:
+        constants, predictions = model(topology, SMALL, transport, CPU, ("resnet8",), 1)
+    assert_sane(constants)
+    assert_sane(predictions)
+    assert list(column(predictions, "payload")) == list(PAYLOADS)
+    steps = set(zip(column(constants, "payload"), column(constants, "step"), strict=True))
+    everything = {"pack", "unpack", "encode", "add", "decode"}
+    assert {step for payload, step in steps if payload == "int4"} == everything
+    assert not {("fp32", "encode"), ("fp32", "decode")} & steps
+    for row in predictions.rows:
+        named = dict(zip(predictions.columns, row, strict=True))
+        assert named["ratio"] == pytest.approx(named["predicted ms"] / named["measured ms"])
+        assert named["ratio"] > 0
+    flags = constants.notes[0].removeprefix("for train --dry-run: ").split()
+    settings = cli.parse(["--dry-run", *flags])
+    assert settings.link_gbit > 0 and settings.copy_gbs > 0
+    titles = MPI.COMM_WORLD.allgather([constants.notes, predictions.rows])
+    assert all(other == titles[0] for other in titles)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_cost_model_needs_several_nodes():
+    transport = build_transport(CPU, 32.0, "host")
+    with (
+        nodes_of(MPI.COMM_WORLD, MPI.COMM_WORLD.size) as topology,
+        pytest.raises(UserError, match="--ranks-per-node 1"),
+    ):
+        model(topology, SMALL, transport, CPU, ("resnet8",), 1)
+
+
+def test_factors_are_fitted_and_never_below_zero():
+    columns = [(1.0, 2.0), (1.0, 5.0), (2.0, 1.0)]
+    assert fit(columns, [3 * a + 4 * b for a, b in columns]) == pytest.approx([3.0, 4.0])
+    # What would be negative is left out, and the others are fitted again.
+    assert fit([(1.0, 1.0), (1.0, 2.0)], [3.0, 2.0]) == pytest.approx([30 / 13, 0.0])
+
+
 def test_checkpoints_are_timed_against_dd_and_leave_nothing(alone, tmp_path):
     (table,) = checkpoints(alone, SMALL, build_transport(CPU, 1, "host"), CPU, 1, str(tmp_path))
     assert_sane(table)
@@ -258,7 +336,12 @@ def test_bad_flags_are_refused(flags, culprits):
 
 @pytest.mark.parametrize(
     ("flags", "culprit"),
-    [(["--bogus"], "--bogus"), (["collectives"], "collectives"), (["ddp"], "ddp")],
+    [
+        (["--bogus"], "--bogus"),
+        (["collectives"], "collectives"),
+        (["ddp"], "ddp"),
+        (["model"], "model"),
+    ],
 )
 def test_user_errors_end_with_code_2_and_one_line(flags, culprit):
     done = run(*flags)
@@ -290,8 +373,10 @@ def test_sections_fit_the_number_of_ranks():
     assert choose_sections((), 4) == ("collectives", "overhead", "checkpoint")
     assert choose_sections(("checkpoint",), 3) == ("checkpoint",)
     assert choose_sections(("memory",), 1) == ("memory",)
-    with pytest.raises(UserError):
-        choose_sections(("kernels",), 2)
+    assert choose_sections(("model",), 2) == ("model",)
+    for section, ranks in (("kernels", 2), ("model", 1)):
+        with pytest.raises(UserError):
+            choose_sections((section,), ranks)
 
 
 def test_the_program_prints_the_machine_and_writes_the_same_tables(tmp_path):

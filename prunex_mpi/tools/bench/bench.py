@@ -22,7 +22,7 @@ def bench(world: MPI.Comm, options: Options) -> int:
             run_child(place, transport, options)
             return 0
         # Refuse what cannot end well before minutes are spent on the rest.
-        if {"overhead", "ddp"} & set(sections):
+        if {"overhead", "ddp", "model"} & set(sections):
             for name in options.train_models:
                 together(world, lambda name=name: build_model(name, num_classes=10, image_size=32))
         together(
@@ -86,7 +86,13 @@ def measure(section: str, place: Place, transport: Transport, options: Options) 
             from prunex_mpi.tools.bench.checkpoint import checkpoints
 
             return checkpoints(topology, settings, transport, device, repeat, options.folder)
+        case "model":
+            from prunex_mpi.tools.bench.model import model
+
+            return model(topology, settings, transport, device, models, repeat)
         case _:
             from prunex_mpi.tools.bench.ddp import compare_with_ddp
+            from prunex_mpi.tools.bench.intervals import intervals
 
-            return compare_with_ddp(topology, settings, transport, device, models, steps, repeat)
+            what = topology, settings, transport, device, models, steps, repeat
+            return [*compare_with_ddp(*what), intervals(*what)]

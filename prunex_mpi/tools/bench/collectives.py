@@ -51,14 +51,20 @@ def collectives(
 
 
 def slowest_of_ranks(
-    world: MPI.Comm, run: Callable[[], object], repeat: int, device: torch.device
+    world: MPI.Comm,
+    run: Callable[[], object],
+    repeat: int,
+    device: torch.device,
+    prepare: Callable[[], object] = lambda: None,
 ) -> float:
     """Return the shortest of `repeat` times until the last rank has finished `run`, in seconds.
 
-    All ranks start together; one turn before is not counted. Collective on `world`.
+    All ranks start together, after each has done `prepare`; one turn before is not counted.
+    Collective on `world`.
     """
     times = np.empty(repeat + 1)
     for turn in range(repeat + 1):
+        prepare()
         synchronize(device)
         world.Barrier()
         start = time.perf_counter()

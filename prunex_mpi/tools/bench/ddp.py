@@ -7,6 +7,8 @@ from contextlib import ExitStack
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from mpi4py import MPI
@@ -102,21 +104,7 @@ def measure(
     All train the same weights on the same batches. Collective on `topology.world`.
     """
     world = topology.world
-    settings = make(
-        method="dense",
-        model=model_name,
-        dataset="synthetic",
-        image_size=IMAGE_SIZE,
-        train_samples=steps * settings.batch_size * topology.world_size,
-        test_samples=topology.world_size,
-        batch_size=settings.batch_size,
-        outer_iterations=repeat + 1,
-        local_steps=steps,
-        # No test of accuracy: a small rate keeps any model finite and rounding errors small.
-        lr=1e-3,
-        lr_schedule="constant",
-        lr_warmup=0.0,
-    )
+    settings = steps_settings(topology, settings, model_name, steps, repeat)
     with ExitStack() as exits:
         ours, weights = dense_turn(topology, settings, transport, device, exits, exchange=True)
         alone, _ = dense_turn(topology, settings, transport, device, exits, exchange=False)
@@ -136,6 +124,27 @@ def measure(
     for taken in times.values():
         world.Allreduce(MPI.IN_PLACE, taken, op=MPI.MAX)
     return {name: taken[1:] / steps for name, taken in times.items()}, difference
+
+
+def steps_settings(
+    topology: Topology, settings: Settings, model_name: str, steps: int, repeat: int
+) -> Settings:
+    """Return the settings of turns of so many steps on images that cost nothing to load."""
+    return make(
+        method="dense",
+        model=model_name,
+        dataset="synthetic",
+        image_size=IMAGE_SIZE,
+        train_samples=steps * settings.batch_size * topology.world_size,
+        test_samples=topology.world_size,
+        batch_size=settings.batch_size,
+        outer_iterations=repeat + 1,
+        local_steps=steps,
+        # No test of accuracy: a small rate keeps any model finite and rounding errors small.
+        lr=1e-3,
+        lr_schedule="constant",
+        lr_warmup=0.0,
+    )
 
 
 def dense_turn(
@@ -168,17 +177,26 @@ def ddp_turn(
     settings: Settings,
     transport: Transport,
     device: torch.device,
-    options: dict[str, bool],
+    options: dict[str, bool] | None,
+    fp16: bool = False,
 ) -> tuple[Callable[[], None], Callable[[], torch.Tensor]]:
-    """Return the same for DistributedDataParallel in the process group there is. Collective."""
+    """Return the same for DistributedDataParallel in the process group there is. Collective.
+
+    With `fp16` gradients travel by its hook for that. Without `options` nothing does, until an
+    all_reduce averages the parameters after the last step: local SGD.
+    """
     dataset = load_dataset(topology, settings)
     model = make_model(settings, dataset.num_classes, dataset.image_size)
     layout = build_layout(model)
     problem: Problem = build_problem(topology, settings, dataset, model, device, transport)
-    with warnings.catch_warnings():
-        # Newer versions have another name for broadcast_buffers as well; all know this one.
-        warnings.simplefilter("ignore", FutureWarning)
-        ddp = DistributedDataParallel(model, **options)
+    ddp = model
+    if options is not None:
+        with warnings.catch_warnings():
+            # Newer versions have another name for broadcast_buffers as well; all know this one.
+            warnings.simplefilter("ignore", FutureWarning)
+            ddp = DistributedDataParallel(model, **options)
+    if fp16:
+        ddp.register_comm_hook(None, fp16_compress_hook)
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=settings.lr,
@@ -197,6 +215,8 @@ def ddp_turn(
             loss.backward()
             optimizer.step()
             losses += loss.detach()
+        if options is None:
+            average_parameters_(model)
         # As the driver does for its mean loss.
         losses.item()
 
@@ -205,3 +225,13 @@ def ddp_turn(
         return torch.cat([values[s.name].detach().reshape(-1) for s in layout.segments])
 
     return turn, weights
+
+
+def average_parameters_(model: torch.nn.Module) -> None:
+    """Average the parameters over the process group by one all_reduce. Collective on the group."""
+    parameters = [p.detach() for p in model.parameters()]
+    flat = torch.cat([p.reshape(-1) for p in parameters])
+    dist.all_reduce(flat)
+    flat.div_(dist.get_world_size())
+    for own, mean in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        own.copy_(mean.view_as(own))

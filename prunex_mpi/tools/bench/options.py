@@ -12,8 +12,8 @@ from prunex_mpi.settings.resolve import make
 ALONE = ("kernels", "memory")
 TOGETHER = ("collectives",)
 ANYWHERE = ("overhead", "checkpoint")
-# Trains for minutes: only for who asks, on two or more ranks.
-ASKED = ("ddp",)
+# They take minutes: only for who asks, on two or more ranks.
+ASKED = ("ddp", "model")
 SECTIONS = (*ALONE, *TOGETHER, *ANYWHERE, *ASKED)
 MAX_COUNT, MAX_THREADS = 10**6, 4096
 
@@ -38,8 +38,9 @@ def build_parser() -> Parser:
     parser = program_parser(
         "bench",
         "Measure kernels and memory on one rank, collectives and ddp (dense SGD beside torch's) on "
-        "several, overhead and checkpoints on any number.",
-        "Without WHAT: everything that makes sense for the number of ranks, but ddp. "
+        "several, overhead and checkpoints on any number; model calibrates what train --dry-run "
+        "--link-gbit estimates.",
+        "Without WHAT: everything that makes sense for the number of ranks, but ddp and model. "
         "`compare --help` tells how to compare methods of training.",
     )
     add = parser.add_argument
@@ -56,7 +57,7 @@ def build_parser() -> Parser:
         default=["resnet20", "resnet18"],
         metavar="NAME",
         dest="train_models",
-        help="models that overhead and ddp train [resnet20 resnet18]",
+        help="models that overhead and ddp train and model predicts [resnet20 resnet18]",
     )
     add("--groups", nargs="+", default=["channel"], metavar="KIND", help="groups [channel]")
     add("--keep-ratio", nargs="+", type=float, default=[0.5], metavar="X", help="[0.5]")
