@@ -11,7 +11,8 @@
 
 Names as in the paper: theta_ij, u_ij per rank; z_tilde (z~_i), z_node (z_i), v_i per node; z
 everywhere. All are flat vectors over all parameters (`layout`). P_i ranks in node i, N in all.
-With step sync phase 2 sends statistics alone; without duals phase 5 sends the loss alone.
+With step sync phase 2 sends statistics alone; without duals phase 5 sends the loss alone. With a
+payload of fewer bits phase 4 adds up codes, by Alltoallv and Allgather (`core/coded.py`).
 """
 
 import time
