@@ -17,7 +17,7 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import HELPER
 from prunex_mpi.comm.agreement import together
-from prunex_mpi.comm.collectives import Transport, for_another_thread
+from prunex_mpi.comm.collectives import Transport, between_nodes, for_another_thread
 from prunex_mpi.comm.topology import Topology
 
 
@@ -71,7 +71,7 @@ def exchanging_behind(
     behind = Behind(
         topology.lane.Dup() if leads else MPI.COMM_NULL,
         topology.node.Dup(),
-        for_another_thread(transport),
+        between_nodes(for_another_thread(transport), topology.num_nodes, topology.lanes),
     )
     try:
         yield behind

@@ -18,6 +18,7 @@ from prunex_mpi.comm.collectives import (
     allreduce_,
     allreduce_then_bcast_,
     bcast_,
+    between_nodes,
     reduce_,
 )
 from prunex_mpi.comm.gather import allgather_, allgatherv_, gather_counts
@@ -176,7 +177,8 @@ def find_wires(
     weight = 1 / topology.world_size
     everyone = Wire(topology.world, weight, ring, transport, traffic, clock)
     nodes = topology.num_nodes
-    lane = Wire(topology.lane, topology.node_weight, nodes, transport, traffic, clock)
+    pieces = between_nodes(transport, nodes, topology.lanes)
+    lane = Wire(topology.lane, topology.node_weight, nodes, pieces, traffic, clock)
     return Wires(workers, node, everyone, lane, topology.lanes, flat)
 
 

@@ -311,7 +311,7 @@ def inter_node_consensus(wires: Wires, work: Work, stage: Stage, behind: bool) -
     helper thread, and z is what it was until `z_arrives`. Returns |z^{k+1} - z^k|^2 per layer where
     it is measured. Collective on the communicators of the workers, the lane and the node.
     """
-    state, transport = work.state, work.transport
+    state = work.state
     leader, node, lane = wires.workers, wires.node, wires.lane
     if stage.union:
         mask = agree_by_or(leader, state.mask) if leader.speaks else state.mask
@@ -319,12 +319,11 @@ def inter_node_consensus(wires: Wires, work: Work, stage: Stage, behind: bool) -
     fill_message_(lane, node, wires.lanes, state, work.settings.payload)
     if behind:
         between, inside = work.behind.between, work.behind.node
-        transport = work.behind.transport
-        state.position.under_way = way_of(state)
         ways = between, inside, wires.lanes
-        work.behind.begin(lambda: exchange_message_(*ways, state, transport))
+        state.position.under_way = way_of(state)
+        work.behind.begin(lambda: exchange_message_(*ways, state, work.behind.transport))
         return None
-    exchange_message_(lane.comm, node.comm, wires.lanes, state, transport)
+    exchange_message_(lane.comm, node.comm, wires.lanes, state, lane.transport)
     take_over_(state, way_of(state), freezes=stage.freeze)
     # What z was before lies in scratch.
     return squared_distances(state.z, state.scratch, state.layout) if stage.measured else None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from prunex_mpi.base.tables import Cell, Table
-from prunex_mpi.base.units import MIB
+from prunex_mpi.base.units import KIB, MIB
 from prunex_mpi.core.coded import MOST_SUMMED, SUMMED, coded_bytes
 from prunex_mpi.core.message import STATISTICS, message_bytes
 from prunex_mpi.models.layout import Layout
@@ -80,6 +80,7 @@ def cost_table(settings: Settings, what: Travelling) -> Table:
     # `auto` takes the fewest steps that hide the exchange, at most these.
     behind = steps // LATEST if settings.overlap_steps == AUTO else settings.overlap_steps
     bucket_bytes = int(settings.bucket_mib * MIB)
+    piece_bytes = settings.piece_kib * KIB or bucket_bytes
     leaders = sorted({1, 4, settings.leaders_per_node})
     rows: list[tuple[Cell, ...]] = []
     for payload in PAYLOADS:
@@ -87,7 +88,8 @@ def cost_table(settings: Settings, what: Travelling) -> Table:
             if payload == SUMMED and nodes > MOST_SUMMED:
                 rows.append((payload, nodes, *[None] * (3 + len(leaders) + bool(step_s))))
                 continue
-            exchange = exchange_of(payload, what, nodes, bucket_bytes)
+            pieces = min(bucket_bytes, piece_bytes * nodes)
+            exchange = exchange_of(payload, what, nodes, pieces)
             kernels = kernels_of(payload, settings.copy_gbs)
             shared = {count: replace(exchange, leaders=count) for count in leaders}
             row = (payload, nodes, round(sent_bytes(exchange)), bound_s(link, exchange))
@@ -119,7 +121,7 @@ def cost_table(settings: Settings, what: Travelling) -> Table:
     pruned = " at the keep ratio" if settings.method in BY_GROUPS else ""
     return Table(
         f"Exchange{pruned}: {settings.link_gbit:g} Gbit/s, {settings.latency_us:g} us a message, "
-        f"copies of {settings.copy_gbs:g} GB/s, buckets of {settings.bucket_mib:g} MiB",
+        f"copies of {settings.copy_gbs:g} GB/s, pieces of {settings.piece_kib} KiB for each node",
         columns,
         tuple(rows),
         tuple(notes),

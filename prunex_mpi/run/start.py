@@ -91,4 +91,4 @@ def find_transport(place: Place, settings: Settings) -> Transport:
     buffers, reason = resolve_mpi_buffers(place.topology, settings.mpi_buffers, place.device)
     if place.device.type == "cuda":
         log.info("MPI buffers: %s (%s)", buffers, reason)
-    return build_transport(place.device, settings.bucket_mib, buffers)
+    return build_transport(place.device, settings.bucket_mib, buffers, settings.piece_kib)

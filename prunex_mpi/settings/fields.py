@@ -347,6 +347,15 @@ class Settings:
     channels_last: bool = _setting(_S, "keep images in NHWC order", False)
     compile: bool = _setting(_S, "compile the model with torch.compile", False)
     bucket_mib: float = _setting(_S, "size of a message buffer in MiB", 32.0, low=1e-4, high=2048)
+    piece_kib: int = _setting(
+        _S,
+        "KiB for each node in a message between nodes, 0 for whole buckets",
+        60,
+        before=0,
+        low=0,
+        high=2**21,
+        methods=BY_ITERATION,
+    )
     mpi_buffers: str = _setting(
         _S, "memory handed to MPI", "auto", choices=("auto", "host", "device")
     )

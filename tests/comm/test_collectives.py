@@ -17,6 +17,7 @@ from prunex_mpi.comm.collectives import (
     allreduce_,
     allreduce_then_bcast_,
     bcast_,
+    between_nodes,
     buckets,
     build_transport,
     hierarchical_sum_,
@@ -156,6 +157,11 @@ def test_large_sums_of_three_ranks_are_right(
         again = flat.clone()
         allreduce_(three, flat, how)
         assert torch.equal(flat, wanted)
+        ranks = range(first, first + three.size)
+        largest = torch.stack([numbers(r, flat.numel(), dtype) for r in ranks]).amax(0)
+        flat = numbers(WORLD.rank, flat.numel(), dtype)
+        allreduce_(three, flat, how, MPI.MAX)
+        assert torch.equal(flat, largest)
         allreduce_then_bcast_(three, MPI.COMM_SELF, again, how)
         assert torch.equal(again, wanted)
 
@@ -223,6 +229,17 @@ def test_leaders_sum_reaches_every_rank_of_every_node(
                     flat.fill_(torch.nan)
                 allreduce_then_bcast_(topology.lane, topology.node, flat, how, lanes)
                 assert torch.equal(flat, total(size, dtype, leaders))
+
+
+def test_pieces_between_nodes_grow_with_them() -> None:
+    whole = build_transport(torch.device("cpu"), 1.0, "host")
+    assert between_nodes(whole, 3) is whole
+    pieces = build_transport(torch.device("cpu"), 1.0, "host", 60)
+    assert pieces.bucket_bytes == 2**20
+    assert between_nodes(pieces, 2).bucket_bytes == 2 * 60 * 1024
+    assert between_nodes(pieces, 4, lanes=2).bucket_bytes == 8 * 60 * 1024
+    assert between_nodes(pieces, 64).bucket_bytes == 2**20
+    assert between_nodes(pieces, 2).staging is pieces.staging
 
 
 @pytest.mark.mpi

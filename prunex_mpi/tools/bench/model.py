@@ -18,7 +18,7 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
-from prunex_mpi.comm.collectives import Transport, allreduce_
+from prunex_mpi.comm.collectives import Transport, allreduce_, between_nodes
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.compress.block_codes import (
     BLOCK,
@@ -210,7 +210,8 @@ def _summed_step(step: str, levels: int, vector: Tensor) -> Action:
 
 def _mpi_sum(bench: Bench, link: Link, dtype: torch.dtype) -> float:
     """Return the rate of what an Allreduce takes beyond link and latency, in GB/s of float32."""
-    topology, transport = bench.topology, bench.transport
+    topology = bench.topology
+    transport = between_nodes(bench.transport, topology.num_nodes)
     times, known = [], []
     for size in VECTORS:
         flat = torch.zeros(size // 4, dtype=dtype, device=bench.device)
@@ -264,9 +265,9 @@ def _predictions(
         size, statistics = state.theta.element_size(), state.stats_kept.numel()
         what = travelling_under(state.plan, statistics, state.layout, size)
         for payload, rates in kernels.items():
-            nodes, bucket_bytes = bench.topology.num_nodes, bench.transport.bucket_bytes
-            exchange = exchange_of(payload, what, nodes, bucket_bytes)
-            exchange = replace(exchange, leaders=bench.topology.lanes)
+            nodes, lanes = bench.topology.num_nodes, bench.topology.lanes
+            pieces = between_nodes(bench.transport, nodes, lanes).bucket_bytes
+            exchange = replace(exchange_of(payload, what, nodes, pieces), leaders=lanes)
             predicted = exchange_s(link, rates, exchange)
             measured = bench.seconds(partial(_phase_4, bench, state, payload))
             mib = exchange.message_bytes / MIB
@@ -286,7 +287,7 @@ def _phase_4(bench: Bench, state: State, payload: str) -> None:
     wires = wires_of(topology, state, transport)
     lane, node, lanes = wires.lane, wires.node, wires.lanes
     fill_message_(lane, node, lanes, state, payload)
-    exchange_message_(lane.comm, node.comm, lanes, state, transport)
+    exchange_message_(lane.comm, node.comm, lanes, state, lane.transport)
     _take_over(state)
 
 
