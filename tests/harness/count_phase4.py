@@ -20,14 +20,14 @@ nodes: list[int] = []
 real = hsadmm.inter_node_consensus
 
 
-def counted(leader, node, *arguments):
+def counted(wires, *arguments):
     """Do phase 4 between two readings; nothing else is on the link."""
     MPI.COMM_WORLD.Barrier()
     before = int(COUNTER.read_text())
-    moved = real(leader, node, *arguments)
+    moved = real(wires, *arguments)
     MPI.COMM_WORLD.Barrier()
     sent.append(int(COUNTER.read_text()) - before)
-    nodes[:] = [leader.comm.rank] if leader.speaks else []
+    nodes[:] = [wires.workers.comm.rank] if wires.workers.speaks else []
     return moved
 
 

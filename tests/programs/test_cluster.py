@@ -76,23 +76,39 @@ def require(done: subprocess.CompletedProcess[str], code: int = 0) -> None:
     assert done.returncode == code, (done.stdout + done.stderr)[-4000:]
 
 
-@pytest.mark.parametrize("tasks", [[2, 2], pytest.param([3, 1], marks=pytest.mark.long)], ids=str)
-def test_the_link_carries_what_the_metrics_say(
-    tasks: list[int], hosts: Cluster, tmp_path: Path
+@pytest.mark.parametrize(
+    ("tasks", "flags", "share"),
+    [
+        ([2, 2], "", 0.53),
+        ([1, 1, 1], "", 0.53),
+        ([1, 1, 1], "--payload int4", 0.08),
+        ([2, 2], "--payload int8sum --leaders-per-node 2", 0.15),
+        pytest.param([3, 1], "", 0.53, marks=pytest.mark.long),
+        pytest.param([1, 1], "--payload int4", 0.08, marks=pytest.mark.long),
+        pytest.param([1, 1, 1], "--payload int8sum", 0.15, marks=pytest.mark.long),
+        pytest.param([1, 1, 1, 1], "--payload int2", 0.05, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_the_link_carries_no_more_than_is_enough(
+    tasks: list[int], flags: str, share: float, hosts: Cluster, tmp_path: Path
 ) -> None:
     script = str(ROOT / "tests" / "harness" / "count_phase4.py")
-    flags = [*SMALL, *PRUNED, "--model", "resnet20", "--run-dir", "run"]
-    pair = Cluster(hosts.hosts[:2], hosts.folder)
-    words = [*mpirun_words(pair, tasks), sys.executable, script, str(tmp_path / "sent"), *flags]
-    require(run_on(pair, words, tmp_path, LIMIT_S))
+    given = [*SMALL, *PRUNED, *flags.split(), "--model", "resnet20", "--run-dir", "run"]
+    some = Cluster(hosts.hosts[: len(tasks)], hosts.folder)
+    words = [*mpirun_words(some, tasks), sys.executable, script, str(tmp_path / "sent"), *given]
+    require(run_on(some, words, tmp_path, LIMIT_S))
     assert summary(tmp_path / "run")["nodes"] == tasks
     payloads = [record["bytes"]["payload"] for record in records(tmp_path / "run")]
     dense = [record["bytes"]["dense"] for record in records(tmp_path / "run")]
-    assert all(p < 0.53 * d for p, d in zip(payloads, dense, strict=True))
-    for node in range(2):
+    assert all(p < share * d for p, d in zip(payloads, dense, strict=True))
+    nodes = len(tasks)
+    for node in range(nodes):
         sent = json.loads((tmp_path / f"sent-{node}").read_text())
-        # Between two leaders every algorithm of Allreduce sends the operand once each way.
-        assert sent == pytest.approx(payloads, rel=0.05)
+        ratios = [s * nodes / (2 * (nodes - 1) * p) for s, p in zip(sent, payloads, strict=True)]
+        # The rest is headers and agreements; what TCP sends again is in some iterations alone.
+        assert 0.99 < min(ratios) < 1.05
+        assert max(ratios) < 1.2
 
 
 def test_a_job_on_hosts_is_stopped_and_goes_on_exactly(
