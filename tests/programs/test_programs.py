@@ -15,7 +15,7 @@ FOLDER = Path(prunex_mpi.__file__).parent
 WORDS = {
     "train": "--keep-ratio",
     "doctor": "--mpi-buffers",
-    "bench": "kernels, memory, collectives, overhead, checkpoint, ddp or all",
+    "bench": "kernels, memory, collectives, overhead, checkpoint, ddp, model or all",
     "export": "--torch-export",
 }
 NOTHING_LOADED = "sys.exit(3 if {'torch', 'mpi4py', 'numpy'} & set(sys.modules) else 0)"
