@@ -54,6 +54,8 @@ def sum_up(
 def test_sums_are_those_of_one_process(
     ranks_per_node: int, lanes: int, payload: str, blocks: int, dtype: torch.dtype
 ) -> None:
+    if lanes > 1 and (dtype == torch.float32 or blocks not in (1, SIZES[-1])):
+        pytest.skip("covered by fewer leaders: the arithmetic is the same")
     with nodes_of(ranks_per_node, lanes) as topology:
         if topology.num_nodes == 1:
             pytest.skip("a node alone sends nothing")
