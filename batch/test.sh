@@ -114,7 +114,10 @@ if [[ -z ${PRUNEX_AGAIN:-} ]]; then
 fi
 test_serially "$@"
 if [[ $narrowed == no ]] || any_parallel_test "$@"; then
-    for ranks in 1 2 4; do
+    counts=(1 2 4)
+    # A rank by itself asks nothing of a second MPI.
+    if [[ -n ${PRUNEX_AGAIN:-} ]]; then counts=(2 4); fi
+    for ranks in "${counts[@]}"; do
         test_in_parallel "$ranks" "$@"
     done
 fi
