@@ -32,8 +32,8 @@ def block_codes(device: torch.device, repeat: int, values: int = VALUES) -> Tabl
     copy = Action(lambda: target.copy_(source))
     rows = []
     for name, size, steps in (
-        *(_steps(payload, vector, target) for payload in PAYLOADS),
-        _shared_steps(source, vector, target),
+        *(coding_steps(payload, vector, target) for payload in PAYLOADS),
+        shared_steps(vector, target, 127 // WORKERS),
     ):
         # What encoding leaves in the vector is smaller each time: it starts from the source.
         actions = {"copy": copy}
@@ -58,7 +58,8 @@ def block_codes(device: torch.device, repeat: int, values: int = VALUES) -> Tabl
 Steps = tuple[str, float, dict[str, Callable[[], object]]]
 
 
-def _steps(payload: str, vector: Tensor, target: Tensor) -> Steps:
+def coding_steps(payload: str, vector: Tensor, target: Tensor) -> Steps:
+    """Return payload, bits per value, and what codes `vector` and decodes that to `target`."""
     blocks = vector.numel() // BLOCK
     records = vector.new_empty(blocks, record_bytes(payload), dtype=torch.uint8)
     steps = {
@@ -69,13 +70,13 @@ def _steps(payload: str, vector: Tensor, target: Tensor) -> Steps:
     return payload, 8 * record_bytes(payload) / BLOCK, steps
 
 
-def _shared_steps(source: Tensor, vector: Tensor, target: Tensor) -> Steps:
-    maxima = source.new_empty(source.numel() // BLOCK)
-    integers = torch.empty_like(source, dtype=torch.int8)
-    levels = 127 // WORKERS
+def shared_steps(vector: Tensor, target: Tensor, levels: int) -> Steps:
+    """Return the same of int8sum, whose workers have so many `levels` each."""
+    maxima = vector.new_empty(vector.numel() // BLOCK)
+    integers = torch.empty_like(vector, dtype=torch.int8)
     steps = {
         "maxima": lambda: block_maxima_(vector, maxima),
         "encode": lambda: encode_shared_(vector, maxima, levels, integers),
         "decode": lambda: decode_shared_(integers, maxima, levels, target),
     }
-    return "int8sum", 8 + 8 * source.element_size() / BLOCK, steps
+    return "int8sum", 8 + 8 * vector.element_size() / BLOCK, steps

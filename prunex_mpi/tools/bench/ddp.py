@@ -112,18 +112,29 @@ def measure(
         plain, _ = ddp_turn(topology, settings, transport, device, PLAIN)
         lean, theirs = ddp_turn(topology, settings, transport, device, LEAN)
         turns = {"dense": ours, "DDP": plain, "lean DDP": lean, "no exchange": alone}
-        times = {name: np.empty(repeat + 1) for name in turns}
-        for turn in range(repeat + 1):
-            # Whoever comes after another finds other things in the caches.
-            for name in list(turns)[:: 1 if turn % 2 else -1]:
-                world.Barrier()
-                started = time.perf_counter()
-                turns[name]()
-                times[name][turn] = time.perf_counter() - started
+        times = slowest_turns(world, turns, repeat)
         difference = float((weights() - theirs()).abs().max())
+    return {name: taken / steps for name, taken in times.items()}, difference
+
+
+def slowest_turns(
+    world: MPI.Comm, turns: dict[str, Callable[[], None]], repeat: int
+) -> dict[str, np.ndarray]:
+    """Return seconds [repeat] of each program until the last rank has finished its turn.
+
+    They take turns in changing order; the first round is not counted. Collective on `world`.
+    """
+    times = {name: np.empty(repeat + 1) for name in turns}
+    for number in range(repeat + 1):
+        # Whoever comes after another finds other things in the caches.
+        for name in list(turns)[:: 1 if number % 2 else -1]:
+            world.Barrier()
+            started = time.perf_counter()
+            turns[name]()
+            times[name][number] = time.perf_counter() - started
     for taken in times.values():
         world.Allreduce(MPI.IN_PLACE, taken, op=MPI.MAX)
-    return {name: taken[1:] / steps for name, taken in times.items()}, difference
+    return {name: taken[1:] for name, taken in times.items()}
 
 
 def steps_settings(

@@ -5,15 +5,12 @@ of the parameters. DistributedDataParallel exchanges gradients at each step, as 
 fp16 hook. All programs run in turns in one job, over the same link.
 """
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import torch
-
-from mpi4py import MPI
 
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table
@@ -24,7 +21,14 @@ from prunex_mpi.run.job import set_up
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import make
-from prunex_mpi.tools.bench.ddp import IMAGE_SIZE, LEAN, ddp_turn, dense_turn, steps_settings
+from prunex_mpi.tools.bench.ddp import (
+    IMAGE_SIZE,
+    LEAN,
+    ddp_turn,
+    dense_turn,
+    slowest_turns,
+    steps_settings,
+)
 from prunex_mpi.tools.bench.gloo import gloo_group
 
 # What this package runs, by the name of a row: the network of prunex is pruned from the start.
@@ -59,7 +63,9 @@ def intervals(
         given = steps_settings(topology, settings, name, steps, repeat)
         with ExitStack() as exits:
             turns = _programs(topology, given, settings.keep_ratio, transport, device, exits)
-            taken, sent = _time(topology.world, turns, repeat)
+            runs = {program: turn for program, (turn, _) in turns.items()}
+            taken = slowest_turns(topology.world, runs, repeat)
+            sent = {program: tell() for program, (_, tell) in turns.items()}
         alone, rival = taken["no exchange"], taken["DDP fp16"]
         for program, times in taken.items():
             step_ms = 1e3 * float(np.median(times)) / steps
@@ -145,24 +151,3 @@ def _ours(
         sent[0] = float(next(iterations)["bytes"]["payload"])
 
     return turn, lambda: sent[0]
-
-
-def _time(
-    world: MPI.Comm, turns: dict[str, Turn], repeat: int
-) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Return seconds [turns] of each program on the slowest rank, and the bytes of a turn here.
-
-    Collective on `world`.
-    """
-    times = {name: np.empty(repeat + 1) for name in turns}
-    for number in range(repeat + 1):
-        # Whoever comes after another finds other things in the caches.
-        for name in list(turns)[:: 1 if number % 2 else -1]:
-            world.Barrier()
-            started = time.perf_counter()
-            turns[name][0]()
-            times[name][number] = time.perf_counter() - started
-    for taken in times.values():
-        world.Allreduce(MPI.IN_PLACE, taken, op=MPI.MAX)
-    sent = {name: tell() for name, (_, tell) in turns.items()}
-    return {name: taken[1:] for name, taken in times.items()}, sent

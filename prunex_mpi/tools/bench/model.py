@@ -20,16 +20,6 @@ from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.collectives import Transport, allreduce_, between_nodes
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.compress.block_codes import (
-    BLOCK,
-    add_decoded_,
-    block_maxima_,
-    decode_,
-    decode_shared_,
-    encode_,
-    encode_shared_,
-    record_bytes,
-)
 from prunex_mpi.core.coded import MOST_SUMMED, SUMMED
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
 from prunex_mpi.core.state import State, adopt_mask
@@ -38,8 +28,10 @@ from prunex_mpi.run.dry_run import nominal_mask
 from prunex_mpi.run.forecast import exchange_of, travelling_under
 from prunex_mpi.settings.fields import PAYLOADS, Settings
 from prunex_mpi.settings.resolve import with_overrides
+from prunex_mpi.tools.bench.block_codes import coding_steps, shared_steps
 from prunex_mpi.tools.bench.collectives import slowest_of_ranks
 from prunex_mpi.tools.bench.kernels import make_state, wires_of
+from prunex_mpi.tools.bench.timing import Action
 
 # Bytes of messages between leaders, and of the float32 vectors that kernels work on.
 MESSAGES = (2**12, 2**16, 2**20, 2**22, 2**24)
@@ -154,17 +146,17 @@ def measure_kernels(
             coding = math.inf, _mpi_sum(bench, link, torch.float32), math.inf
         elif payload == SUMMED:
             encode, decode = (
-                _rate(bench, partial(_summed_step, step, 127 // nodes))
+                _rate(bench, partial(_coding, step, payload, nodes))
                 for step in ("encode", "decode")
             )
             coding = encode, _mpi_sum(bench, link, torch.int8), decode
         else:
-            coding = (_rate(bench, partial(_step, s, payload)) for s in ("encode", "add", "decode"))
+            coding = (
+                _rate(bench, partial(_coding, step, payload, nodes))
+                for step in ("encode", "add", "decode")
+            )
         kernels[payload] = Kernels(*(plain if payload == "fp32" else coded), *coding)
     return _rate(bench, _copy), kernels
-
-
-Action = tuple[Callable[[], object], Callable[[], object]]
 
 
 def _rate(bench: Bench, make: Callable[[Tensor], Action]) -> float:
@@ -178,34 +170,24 @@ def _rate(bench: Bench, make: Callable[[Tensor], Action]) -> float:
 
 def _copy(vector: Tensor) -> Action:
     target = torch.empty_like(vector)
-    return lambda: target.copy_(vector), lambda: None
+    return Action(lambda: target.copy_(vector))
 
 
-def _step(step: str, payload: str, vector: Tensor) -> Action:
-    """Return a step of records, and what puts the vector that it works on back."""
+def _coding(step: str, payload: str, nodes: int, vector: Tensor) -> Action:
+    """Return a step of a code, and what puts the vector that it works on back."""
     source = vector.clone()
-    shape = vector.numel() // BLOCK, record_bytes(payload)
-    records = vector.new_empty(shape, dtype=torch.uint8)
-    encode_(vector, records, payload)
-    steps = {"encode": encode_, "decode": decode_, "add": add_decoded_}
-    operands = (vector, records) if step == "encode" else (records, vector)
-    return lambda: steps[step](*operands, payload), lambda: vector.copy_(source)
-
-
-def _summed_step(step: str, levels: int, vector: Tensor) -> Action:
-    """Return a step of int8sum, and what puts the vector that it works on back."""
-    source = vector.clone()
-    maxima = vector.new_empty(vector.numel() // BLOCK)
-    integers = torch.empty_like(vector, dtype=torch.int8)
+    if payload == SUMMED:
+        _, _, steps = shared_steps(vector, vector, 127 // nodes)
+    else:
+        _, _, steps = coding_steps(payload, vector, vector)
 
     def encode() -> None:
-        block_maxima_(vector, maxima)
-        encode_shared_(vector, maxima, levels, integers)
+        for name in ("maxima", "encode"):
+            if name in steps:
+                steps[name]()
 
     encode()
-    if step == "encode":
-        return encode, lambda: vector.copy_(source)
-    return lambda: decode_shared_(integers, maxima, levels, vector), lambda: None
+    return Action(encode if step == "encode" else steps[step], lambda: vector.copy_(source))
 
 
 def _mpi_sum(bench: Bench, link: Link, dtype: torch.dtype) -> float:
