@@ -179,7 +179,7 @@ def check_sockets(facts: Sequence[RankFacts]) -> list[Finding]:
     """
     if not _library(facts).startswith("Open MPI") or len(by_host(facts)) == 1:
         return []
-    if all(_without_tcp(rank) or _several_sockets(rank) for rank in facts):
+    if all(_without_tcp(rank) or _is_above(rank, SOCKETS, 1) for rank in facts):
         return []
     return [
         Finding(
@@ -229,8 +229,7 @@ def _leaves_out(components: str, name: str) -> bool:
 
 
 def _long_segments(rank: RankFacts) -> bool:
-    size = rank.mpi_settings.get(HAN_SEGMENTS, "")
-    return size.isdecimal() and int(size) > HAN_SEGMENT_BYTES
+    return _is_above(rank, HAN_SEGMENTS, HAN_SEGMENT_BYTES)
 
 
 def _without_tcp(rank: RankFacts) -> bool:
@@ -240,6 +239,6 @@ def _without_tcp(rank: RankFacts) -> bool:
     return _leaves_out(rank.mpi_settings.get(WAYS, ""), "tcp")
 
 
-def _several_sockets(rank: RankFacts) -> bool:
-    count = rank.mpi_settings.get(SOCKETS, "")
-    return count.isdecimal() and int(count) > 1
+def _is_above(rank: RankFacts, variable: str, least: int) -> bool:
+    number = rank.mpi_settings.get(variable, "")
+    return number.isdecimal() and int(number) > least

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from mpi4py import MPI
 
+from prunex_mpi.base.units import KIB, MIB
+
 # Every other dtype is refused before MPI sees it: bfloat16 sums are silently wrong under Open MPI.
 MPI_TYPES = {
     torch.float32: MPI.FLOAT,
@@ -72,14 +74,14 @@ def build_transport(
 
     Device buffers have no pieces: an interconnect that takes them waits for no answers.
     """
-    bucket_bytes = max(8, int(bucket_mib * 2**20) // 8 * 8)
+    bucket_bytes = max(8, int(bucket_mib * MIB) // 8 * 8)
     if device.type == "cpu":
-        return Transport(bucket_bytes, None, piece_kib * 2**10)
+        return Transport(bucket_bytes, None, piece_kib * KIB)
     if mpi_buffers == "device":
         return Transport(bucket_bytes)
     first = torch.empty(bucket_bytes, dtype=torch.uint8, pin_memory=True)
     staging = first, torch.empty_like(first, pin_memory=True)
-    return Transport(bucket_bytes, staging, piece_kib * 2**10)
+    return Transport(bucket_bytes, staging, piece_kib * KIB)
 
 
 def between_nodes(transport: Transport, nodes: int, lanes: int = 1) -> Transport:

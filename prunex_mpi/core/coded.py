@@ -133,8 +133,10 @@ def sum_coded_(
             own, after = cuts[node.rank], cuts[node.rank + 1]
             _run(values, first, own).zero_()
             _run(values, after, end).zero_()
-            add_up_ = _sum_integers_ if coded.payload == SUMMED else _sum_records_
-            add_up_(between, coded, values, own, after, transport)
+            if coded.payload == SUMMED:
+                _sum_integers_(between, coded, values, own, after, transport)
+            else:
+                _sum_records_(between, coded, values, own, after)
         requests = []
         for root, (start, stop) in enumerate(pairwise(cuts)):
             requests += _broadcast_(node, coded, start, stop, transport, root)
@@ -156,9 +158,7 @@ def _run(flat: Tensor, start: int, stop: int) -> Tensor:
     return flat[start * BLOCK : stop * BLOCK]
 
 
-def _sum_records_(
-    between: MPI.Comm, coded: Coded, values: Tensor, start: int, stop: int, _transport: Transport
-) -> None:
+def _sum_records_(between: MPI.Comm, coded: Coded, values: Tensor, start: int, stop: int) -> None:
     """Add up blocks `start` to `stop` over the leaders, into `records`."""
     payload, records, received = coded.payload, coded.records, coded.received
     mine, share = between.rank, -(-(stop - start) // between.size)

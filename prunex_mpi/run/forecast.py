@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from prunex_mpi.base.tables import Cell, Table
-from prunex_mpi.base.units import KIB, MIB
+from prunex_mpi.comm.collectives import between_nodes, build_transport
 from prunex_mpi.core.coded import MOST_SUMMED, SUMMED, coded_bytes
 from prunex_mpi.core.message import STATISTICS, message_bytes
 from prunex_mpi.models.layout import Layout
@@ -79,8 +81,9 @@ def cost_table(settings: Settings, what: Travelling) -> Table:
     step_s, steps = settings.step_ms / 1e3, settings.local_steps
     # `auto` takes the fewest steps that hide the exchange, at most these.
     behind = steps // LATEST if settings.overlap_steps == AUTO else settings.overlap_steps
-    bucket_bytes = int(settings.bucket_mib * MIB)
-    piece_bytes = settings.piece_kib * KIB or bucket_bytes
+    transport = build_transport(
+        torch.device("cpu"), settings.bucket_mib, "host", settings.piece_kib
+    )
     leaders = sorted({1, 4, settings.leaders_per_node})
     rows: list[tuple[Cell, ...]] = []
     for payload in PAYLOADS:
@@ -88,7 +91,7 @@ def cost_table(settings: Settings, what: Travelling) -> Table:
             if payload == SUMMED and nodes > MOST_SUMMED:
                 rows.append((payload, nodes, *[None] * (3 + len(leaders) + bool(step_s))))
                 continue
-            pieces = min(bucket_bytes, piece_bytes * nodes)
+            pieces = between_nodes(transport, nodes).bucket_bytes
             exchange = exchange_of(payload, what, nodes, pieces)
             kernels = kernels_of(payload, settings.copy_gbs)
             shared = {count: replace(exchange, leaders=count) for count in leaders}
