@@ -22,7 +22,7 @@ from prunex_mpi.comm.collectives import Transport, allreduce_, between_nodes
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.coded import MOST_SUMMED, SUMMED
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
-from prunex_mpi.core.state import State, adopt_mask
+from prunex_mpi.core.state import State, adopt_mask, freeze
 from prunex_mpi.run.cost import Exchange, Kernels, Link, bound_s, exchange_s, latency_s
 from prunex_mpi.run.dry_run import nominal_mask
 from prunex_mpi.run.forecast import exchange_of, travelling_under
@@ -36,8 +36,8 @@ from prunex_mpi.tools.bench.timing import Action
 # Bytes of messages between leaders, and of the float32 vectors that kernels work on.
 MESSAGES = (2**12, 2**16, 2**20, 2**22, 2**24)
 VECTORS = (2**23, 2**24, 2**25)
-# The other model that packing is measured on, beside a large one.
-SMALL = "resnet8"
+# The other models that packing is measured on, beside a large one.
+SMALL = ("resnet8", "resnet20")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ def model(
             f"for train --dry-run: --link-gbit {link.gbit:.3g} --latency-us {link.latency_us:.3g} "
             f"--copy-gbs {copy_gbs:.3g}",
             f"least squares over a few sizes, all leaders at once, minimum of {repeat}; pack and "
-            f"unpack: {SMALL} and {settings.model}, and {piece_us:.3g} us for each piece of a plan",
+            f"unpack: after the freeze, on {', '.join(SMALL)} and {settings.model}, and "
+            f"{piece_us:.3g} us for each piece of a plan",
             "GB/s: of float32, of the model (pack, unpack) or of what travels of it; add of fp32 "
             "and int8sum: what Allreduce takes beyond link and latency",
         ),
@@ -213,14 +214,13 @@ def _mpi_sum(bench: Bench, link: Link, dtype: torch.dtype) -> float:
 def _packing(bench: Bench, settings: Settings, payload: str) -> tuple[float, float, float]:
     """Return the rates of `fill_message_` and `take_over_`, and what a piece adds to both."""
     columns, times = [], []
-    for name in (SMALL, settings.model):
-        for dense in (True, False):
-            state = _prepare(bench, settings, name, dense)
-            wires = wires_of(bench.topology, state, bench.transport)
-            fill = partial(fill_message_, wires.lane, wires.node, wires.lanes, state, payload)
-            take = partial(_take_over, state)
-            columns.append((4 * state.layout.numel / 1e9, len(state.plan.pieces)))
-            times.append((bench.seconds(fill), bench.seconds(take, fill)))
+    for name in (*SMALL, settings.model):
+        state = _prepare(bench, settings, name)
+        wires = wires_of(bench.topology, state, bench.transport)
+        fill = partial(fill_message_, wires.lane, wires.node, wires.lanes, state, payload)
+        take = partial(_take_over, state)
+        columns.append((4 * state.layout.numel / 1e9, len(state.plan.pieces)))
+        times.append((bench.seconds(fill), bench.seconds(take, fill)))
     filling, taking = (fit(columns, seconds) for seconds in zip(*times, strict=True))
     return _inverse(filling[0]), _inverse(taking[0]), 1e6 * (filling[1] + taking[1])
 
@@ -229,11 +229,11 @@ def _take_over(state: State) -> None:
     take_over_(state, way_of(state))
 
 
-def _prepare(bench: Bench, settings: Settings, name: str, dense: bool = False) -> State:
-    """Return the variables of a model before the freeze, all or the keep ratio of it in force."""
+def _prepare(bench: Bench, settings: Settings, name: str) -> State:
+    """Return the variables of a model after the freeze, at the keep ratio."""
     state = make_state(with_overrides(settings, model=name, payload="int8"), bench.device)
-    strict = 0.0 if dense else 1.0
-    adopt_mask(state, nominal_mask(state.groups, strict, settings.round_to))
+    adopt_mask(state, nominal_mask(state.groups, 1.0, settings.round_to))
+    freeze(state, consensus_sgd=True)
     return state
 
 
