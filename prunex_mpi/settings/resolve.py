@@ -114,6 +114,19 @@ def resumed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
     return settings
 
 
+def first_difference(saved: Mapping[str, Any], settings: Settings) -> str | None:
+    """Return the first setting in which the run of a saved config.toml is another than `settings`.
+
+    What describes the job does not count. Raises UserError where `saved` is no whole run.
+    """
+    check_saved(saved, "it")
+    before = _resolve(_of_its_method({**_before(), **saved}))
+    for name in FIELDS:
+        if name not in OF_THE_JOB and getattr(before, name) != getattr(settings, name):
+            return key_of(name)
+    return None
+
+
 def _before() -> dict[str, Any]:
     """Return what settings that came later are to runs whose files do not name them."""
     rules = {name: field.metadata for name, field in FIELDS.items()}

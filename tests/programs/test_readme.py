@@ -92,7 +92,9 @@ def refused(words: list[str]) -> str:
         return f"there is no program {program}"
     parser = PARSERS[program]
     if program == "bench" and arguments[:1] == ["compare"]:
-        parser, arguments = compare, arguments[1:]
+        # Plans are named as seen from the project.
+        plans = [str(ROOT / word) if word.startswith("batch/") else word for word in arguments]
+        parser, arguments = compare, plans[1:]
     if not arguments:
         # A program's name alone.
         return ""

@@ -1,7 +1,10 @@
 """The comparison: its flags, its tables, and whole comparisons in one process per rank."""
 
 import json
+import math
 from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import nodes_of
+from prunex_mpi.compress.sparse import kept_per_layer
 from prunex_mpi.core.problem import load_dataset
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout, Segment, build_layout
@@ -20,19 +24,28 @@ from prunex_mpi.settings.methods import METHODS
 from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.compare import compare as bench_compare
 from prunex_mpi.tools.compare.compare import compare, hold_out
-from prunex_mpi.tools.compare.options import parse, settings_of, tuning_settings
-from prunex_mpi.tools.compare.run import count_zeros
-from prunex_mpi.tools.compare.tables import (
+from prunex_mpi.tools.compare.options import parse
+from prunex_mpi.tools.compare.outcomes import (
+    Comparison,
     Measured,
     Outcome,
+    Point,
     Tuning,
-    choose_rate,
-    measured_table,
-    operations,
+    comparison_from,
     require_same_work,
-    results_table,
-    tuning_table,
+    to_dict,
 )
+from prunex_mpi.tools.compare.rows import read_plan, settings_of
+from prunex_mpi.tools.compare.run import count_zeros, curve_of, operations
+from prunex_mpi.tools.compare.search import (
+    MOST_RATES,
+    NOTHING,
+    at_chance,
+    best_rate,
+    lies_inside,
+    next_rate,
+)
+from prunex_mpi.tools.compare.tables import equal_table, measured_table, results_table, tuning_table
 
 WORLD = MPI.COMM_WORLD
 # Two outer iterations of one step each, on images that cost next to nothing.
@@ -56,7 +69,6 @@ RAN = Measured(
     payload_bytes=2**20,
     sent_bytes=2**20,
     metadata_bytes=0,
-    dense_bytes=4 * 2**20,
     sync_s=2.0,
     own_s=1.0,
     local_s=4.0,
@@ -71,6 +83,7 @@ RAN = Measured(
     speakers=2,
     ranks=4,
     operations="Allreduce",
+    curve=(Point(1, 2**19, 3.0, 0.25), Point(2, 2**20, 7.0, 0.5)),
 )
 
 
@@ -97,17 +110,26 @@ def cells(table: Table, method: str) -> dict:
         ("--methods dense --lr 0.1 --tune-lr 0.2", ["--tune-lr", "--lr"]),
         ("--methods dense --tune-lr 0.2 0.2", ["--tune-lr", "twice"]),
         ("--methods dense --tune-lr nan", ["--tune-lr", "finite"]),
-        ("--methods dense --tune-iterations 2", ["--tune-iterations", "--tune-lr"]),
-        ("--methods dense --tune-lr 0.2 --tune-iterations 0", ["--tune-iterations", "0"]),
-        ("--methods dense --tune-lr 0.2 --tune-iterations x", ["--tune-iterations", "'x'"]),
+        ("--methods dense --tune-length 1/2", ["--tune-length", "--tune-lr"]),
+        ("--methods dense --tune-lr 0.2 --tune-length 0", ["--tune-length", "'0'"]),
+        ("--methods dense --tune-lr 0.2 --tune-length 3/2", ["--tune-length", "'3/2'"]),
+        ("--methods dense --length x", ["--length", "'x'"]),
+        ("--methods dense --plan x.toml", ["--methods", "--plan"]),
+        ("--plan /nowhere/x.toml", ["--plan", "/nowhere/x.toml"]),
+        ("--methods dense --equal-bytes dens", ["--equal-bytes", "'dens'", "'dense'"]),
+        ("--methods dense --equal-time topk", ["--equal-time", "'topk'"]),
+        ("--methods dense --part 1/2", ["--part", "--dir"]),
+        ("--methods dense --part 3/2 --dir x", ["--part", "'3/2'"]),
+        ("--methods dense --from x.json", ["--methods", "--from"]),
+        ("--from x.json --resume", ["--resume", "--from"]),
         ("--methods dense --seeds 3 --tune-lr 0.2 --tune-seed 3", ["--tune-seed", "3"]),
         ("--methods dense topk --keep-ratio 0.5", ["--keep-ratio", "dense, topk"]),
         ("--methods dense --compress-ratio 2", ["--compress-ratio", "2"]),
         ("--methods dense --seed 3", ["--seed", "--seeds"]),
-        ("--methods dense --resume", ["--resume"]),
+        ("--methods dense --resume", ["--resume", "--dir"]),
         (
-            "--methods prunex --warmup-iterations 9 --tune-lr 0.1 --tune-iterations 4",
-            ["--tune-iterations 4", "warmup-iterations"],
+            "--methods prunex --warmup-iterations 9 --tune-lr 0.1 --tune-length 1/16",
+            ["--tune-length 1/16", "warmup-iterations"],
         ),
     ],
 )
@@ -122,7 +144,7 @@ def test_bad_flags_are_refused(flags, culprits):
 def test_a_setting_goes_to_the_methods_that_it_means_something_to():
     flags = "--methods dense prunex prunex-flat topk --keep-ratio 0.25 --ranks-per-node 2"
     options = parse([*flags.split(), "--aggregation=hierarchical", "--lr", "0.3", "topk=0.1"])
-    found = {m: settings_of(options, m, 5, options.lr[m]) for m in options.methods}
+    found = {row.name: settings_of(options.common, row, 5) for row in options.rows}
     assert {m: s.lr for m, s in found.items()} == {
         **dict.fromkeys(("dense", "prunex", "prunex-flat"), 0.3),
         "topk": 0.1,
@@ -135,15 +157,82 @@ def test_a_setting_goes_to_the_methods_that_it_means_something_to():
     assert found["prunex"].eps_abs == found["prunex"].eps_rel == 0
 
 
-def test_runs_that_tune_are_short_and_of_another_seed():
+def test_runs_that_tune_are_of_another_seed_and_as_long_unless_told():
     flags = "--methods dense prunex --seeds 2 0 --lr dense=0.1 --tune-lr 0.2 0.4"
     options = parse(flags.split())
-    assert options.tuned == ("prunex",)
-    assert (options.tune_seed, options.tune_iterations) == (3, 16)
-    settings = tuning_settings(options, "prunex", 0.4)
+    assert [row.name for row in options.tuned] == ["prunex"]
+    assert (options.tune_seed, options.tune_length, options.length) == (3, 1, 1)
+    (row,) = options.tuned
+    settings = settings_of(options.common, row, options.tune_seed, 0.4, Fraction(1, 4))
     assert (settings.seed, settings.lr, settings.outer_iterations) == (3, 0.4, 16)
     # Shares of a run stay shares.
     assert settings.freeze_iteration == 12
+
+
+PLAN = """
+[settings]
+model = "resnet8"
+outer-iterations = 8
+local-steps = 16
+keep-ratio = 0.25
+
+[rows.dense]
+method = "dense"
+lr = 0.5
+
+[rows."local-sgd int4, T = 4"]
+method = "local-sgd"
+payload = "int4"
+outer-iterations = 32
+local-steps = 4
+
+[rows.prunex]
+method = "prunex"
+"""
+
+
+def test_a_plan_has_rows_of_one_method_with_settings_of_their_own(tmp_path):
+    (tmp_path / "plan.toml").write_text(PLAN, encoding="utf-8")
+    options = parse(["--plan", str(tmp_path / "plan.toml"), "--batch-size", "4", "--tune-lr", "1"])
+    assert [row.name for row in options.rows] == ["dense", "local-sgd int4, T = 4", "prunex"]
+    assert [row.name for row in options.tuned] == ["local-sgd int4, T = 4", "prunex"]
+    dense, local, prunex = (settings_of(options.common, row, 0) for row in options.rows)
+    assert (dense.lr, dense.model, dense.batch_size) == (0.5, "resnet8", 4)
+    assert (local.payload, local.outer_iterations, local.local_steps) == ("int4", 32, 4)
+    assert (prunex.keep_ratio, prunex.payload, prunex.outer_iterations) == ((0.25,), "fp32", 8)
+    assert options.rows[1].folder == "local-sgd-int4-T-=-4"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "culprits"),
+    [
+        ("[rows.dense]", "[row.dense]", ["'row'", "[rows.NAME]"]),
+        ('method = "dense"', "", ["[rows.dense]", "no method"]),
+        ('method = "dense"', 'method = "dens"', ["'dens'", "'dense'"]),
+        ("lr = 0.5", "lr = -1", ["lr", "above 0"]),
+        ("lr = 0.5", "seed = 1", ["seed", "[rows.dense]"]),
+        ("lr = 0.5", 'data-dir = "x"', ["data-dir", "[rows.dense]"]),
+        ("lr = 0.5", 'payload = "int4"', ["payload", "dense"]),
+        ("lr = 0.5", "lrr = 0.5", ["'lrr'", "'lr'"]),
+        ('model = "resnet8"', "lr = 1", ["lr", "[settings]"]),
+        ("local-steps = 4", "local-steps = 8", ["as many samples", "local-sgd int4, T = 4"]),
+        ("[rows.prunex]", '[rows."local-sgd int4 T = 4"]', ["two rows", "local-sgd-int4-T-=-4"]),
+        ("[settings]", "settings = 1\n[rest]", ["'rest'"]),
+        ("[settings]", "[settings", ["not TOML"]),
+    ],
+)
+def test_a_bad_plan_is_refused(tmp_path, old, new, culprits):
+    (tmp_path / "plan.toml").write_text(PLAN.replace(old, new), encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        parse(["--plan", str(tmp_path / "plan.toml"), "--batch-size", "4"])
+    assert "\n" not in str(caught.value)
+    assert all(culprit in str(caught.value) for culprit in culprits), str(caught.value)
+
+
+def test_a_plan_without_rows_is_refused(tmp_path):
+    (tmp_path / "plan.toml").write_text("[settings]\nbatch-size = 4\n", encoding="utf-8")
+    with pytest.raises(UserError, match="no rows"):
+        read_plan(str(tmp_path / "plan.toml"))
 
 
 def test_the_held_out_images_are_taken_from_those_that_train():
@@ -170,31 +259,75 @@ def test_zeros_in_whole_rows_and_columns_are_told_from_others():
     assert count_zeros(flat, layout) == (12, 7, 6)
 
 
-def outcomes(*methods: str, **changes: object) -> list[Outcome]:
-    return [Outcome(method, 0, 0.1, replace(RAN, **changes)) for method in methods]
+def outcomes(*rows: str, **changes: object) -> list[Outcome]:
+    return [Outcome(row, 0, 0.1, replace(RAN, **changes)) for row in rows]
+
+
+def comparison(runs: list[Outcome], **changes: object) -> Comparison:
+    rows, seeds = (tuple(dict.fromkeys(getattr(r, key) for r in runs)) for key in ("row", "seed"))
+    empty = Comparison("title", {}, rows, seeds, (), tuple(runs), {}, {}, ("note",))
+    return replace(empty, **changes)
+
+
+def searched(peak: float, start: tuple[float, ...]) -> dict[float, tuple[float, float]]:
+    """Search where accuracy falls with the distance to `peak` in factors of 2."""
+    scores: dict[float, tuple[float, float]] = {}
+    while (rate := next_rate(scores, start)) is not None:
+        assert rate not in scores
+        scores[rate] = (1 - abs(math.log2(rate / peak)) / 100, 0.0)
+    return scores
+
+
+@pytest.mark.parametrize("peak", [0.1, 0.05, 0.8, 6.4, 0.1 / 2**7])
+@pytest.mark.parametrize("start", [(0.1,), (0.1, 0.2), (0.05, 0.1, 0.2)])
+def test_the_search_goes_on_until_the_best_lies_inside(start, peak):
+    scores = searched(peak, start)
+    assert best_rate(scores) == pytest.approx(peak)
+    assert lies_inside(scores)
+    assert len(scores) <= MOST_RATES
+
+
+def test_the_search_ends_and_says_that_its_best_is_at_the_end():
+    scores = searched(1e9, (0.1,))
+    assert len(scores) == MOST_RATES and not lies_inside(scores)
+    # Where everything diverges lower rates are tried.
+    nothing = {0.1: NOTHING, 0.2: NOTHING}
+    assert next_rate(nothing, (0.1, 0.2)) == 0.05
+    assert best_rate(nothing) is None and not lies_inside(nothing)
 
 
 def test_the_best_rate_is_of_highest_accuracy_then_lowest_loss():
-    accuracies, losses = (0.5, 0.7, 0.7, None), (0.1, 0.9, 0.8, None)
-    runs = [
-        Outcome("dense", 1, lr, a and replace(RAN, accuracy=a, loss=loss))
-        for lr, a, loss in zip((1, 2, 3, 4), accuracies, losses, strict=True)
-    ]
-    assert choose_rate((1, 2, 3, 4), runs) == 3
-    assert choose_rate((4,), runs[3:]) is None
-    table = tuning_table(
-        (1, 2, 3, 4), [Tuning("dense", accuracies, 3), Tuning("topk", (None,) * 4, None)], "how"
+    scores = {1.0: (0.5, -0.1), 2.0: (0.7, -0.9), 3.0: (0.7, -0.8), 4.0: NOTHING}
+    assert best_rate(scores) == 3
+
+
+def test_an_accuracy_is_at_chance_within_three_standard_errors_of_guessing():
+    # Of 900 images guessing gets 90 of 10 classes right, give or take 9.
+    assert at_chance(117 / 900, 10, 900)
+    assert not at_chance(118 / 900, 10, 900)
+
+
+def test_a_tuning_table_shows_every_rate_that_was_tried():
+    def tuning(row: str, chance: bool, **accuracies: float | None) -> Tuning:
+        runs = [
+            Outcome(row, 1, float(lr[1:]), a and replace(RAN, accuracy=a))
+            for lr, a in accuracies.items()
+        ]
+        return Tuning(row, tuple(runs), chance)
+
+    tunings = (
+        tuning("dense", False, _1=0.5, _2=0.75, _4=0.25),
+        tuning("topk", True, _2=None, _8=0.125),
     )
-    assert [row[1:] for row in table.rows] == [
-        (50, 70, 70, "diverged", 3, "no"),
-        *[(*["diverged"] * 4, None, "no")],
-    ]
-    assert column(
-        tuning_table((1, 2), [Tuning("dense", (0.1, 0.2), 2)], ""), "end of the grid"
-    ) == ["yes"]
+    table = tuning_table(comparison(outcomes("dense", "topk"), tunings=tunings))
+    assert table.columns == ("row", "1", "2", "4", "8", "chosen", "inside", "at chance")
+    assert table.rows == (
+        ("dense", 50, 75, 25, None, 2, "yes", "no"),
+        ("topk", None, "diverged", None, 12.5, 8, "no", "yes"),
+    )
 
 
-def test_methods_that_saw_other_numbers_of_samples_are_not_compared():
+def test_rows_that_saw_other_numbers_of_samples_are_not_compared():
     require_same_work([*outcomes("dense", "topk"), Outcome("prunex", 0, 0.1, None, "diverged")])
     with pytest.raises(RuntimeError, match="samples"):
         require_same_work(outcomes("dense") + outcomes("topk", samples=99))
@@ -205,17 +338,21 @@ def test_methods_that_saw_other_numbers_of_samples_are_not_compared():
 def test_tables_hold_means_over_seeds_and_say_what_diverged():
     runs = [
         *outcomes("dense"),
-        Outcome("dense", 1, 0.1, replace(RAN, accuracy=0.7, payload_bytes=3 * 2**20)),
+        Outcome("dense", 1, 0.1, replace(RAN, accuracy=0.7, sent_bytes=3 * 2**20)),
         Outcome("topk", 0, 0.1, replace(RAN, sync_s=0.5, extra_samples=8, operations="Allgatherv")),
         Outcome("topk", 1, 0.1, None, "the loss is not finite"),
     ]
-    table = results_table("title", (0, 1), runs, ["note"])
+    table = results_table(comparison(runs))
     dense, topk = cells(table, "dense"), cells(table, "topk")
-    assert (dense["accuracy %, seed 0"], dense["accuracy %, seed 1"]) == (50, 70)
-    assert dense["mean"] == pytest.approx(60)
-    assert (dense["payload MiB"], dense["MiB/point"]) == (2, pytest.approx(2 / 60))
-    assert (dense["sync ms/step"], dense["sync s/epoch"], dense["own %"]) == (200, 1, 25)
-    assert (topk["accuracy %, seed 1"], topk["mean"]) == ("diverged", 50)
+    assert (dense["seed 0"], dense["seed 1"]) == (50, 70)
+    assert dense["mean %"] == pytest.approx(60)
+    assert dense["+-"] == pytest.approx(200**0.5)
+    assert (dense["sent MiB"], dense["of dense %"]) == (2, 100)
+    assert (topk["sent MiB"], topk["of dense %"]) == (1, 50)
+    assert (dense["sync ms/step"], dense["own ms/step"], dense["own %"]) == (200, 100, 25)
+    assert (topk["seed 1"], topk["mean %"], topk["+-"]) == ("diverged", 50, None)
+    # Who diverged has no place.
+    assert (dense["place"], topk["place"]) == (1, None)
     assert table.notes[-3] == "note"
     assert table.notes[-2].startswith("topk: 8 samples more")
     assert table.notes[-1] == "topk, seed 1: the loss is not finite"
@@ -223,14 +360,66 @@ def test_tables_hold_means_over_seeds_and_say_what_diverged():
     assert cells(measured, "topk")["sync saved, times"] == 4
     assert cells(measured, "topk")["in whole lines %"] == 75
     assert cells(measured, "topk")["operations between nodes"] == "Allgatherv"
-    assert cells(measured, "dense")["bytes saved, times"] == pytest.approx((4 + 4 / 3) / 2)
+    assert cells(measured, "topk")["bytes saved, times"] == 2
+    assert cells(measured, "dense")["bytes saved, times"] == 1
     assert cells(measured, "dense")["inference, times"] == 2
     assert cells(measured, "dense")["topology: who speaks"] == "2 of 4 ranks"
     # Nothing to set it against.
     assert column(measured_table(outcomes("topk")), "sync saved, times") == [None]
     only_failures = [Outcome("topk", 0, 0.1, None, "why")]
-    assert column(results_table("title", (0,), only_failures, []), "mean") == [None]
+    assert column(results_table(comparison(only_failures)), "mean %") == [None]
     assert measured_table(only_failures).rows[0][1:4] == (None, None, None)
+
+
+def test_rows_have_places_but_for_those_tuned_at_chance():
+    runs = [
+        o
+        for a, row in ((0.5, "a"), (0.6, "b"), (0.5, "c"), (0.7, "d"))
+        for o in outcomes(row, accuracy=a)
+    ]
+    tunings = (Tuning("d", (runs[-1],), chance=True), Tuning("a", (runs[0],), chance=False))
+    table = results_table(comparison(runs, tunings=tunings))
+    assert {row: cells(table, row)["place"] for row in "abcd"} == {
+        "a": 2,
+        "b": 1,
+        "c": 2,
+        "d": None,
+    }
+    assert any(note.startswith("d: no better than guessing") for note in table.notes)
+
+
+def test_a_table_of_equal_bytes_shows_the_reference_and_names_who_is_cheaper():
+    runs = outcomes("dense", accuracy=0.8) + outcomes("prunex", accuracy=0.6) + outcomes("topk")
+    again = outcomes("dense", accuracy=0.55, epochs=0.5)
+    found = comparison(runs, equal={"bytes": tuple(again)}, reference={"bytes": "prunex"})
+    table = equal_table(found, "bytes", again)
+    assert table.title == "With the bytes of prunex"
+    assert column(table, "row") == ["prunex", "dense"]
+    assert column(table, "mean %") == pytest.approx([60, 55])
+    assert column(table, "at full length") == pytest.approx([60, 80])
+    assert column(table, "epochs") == [2, 0.5]
+    assert table.notes[-1].endswith("prunex: topk")
+
+
+def test_a_comparison_is_the_same_when_it_is_read_back():
+    runs = [*outcomes("dense", "topk"), Outcome("topk", 1, 0.1, None, "why")]
+    tunings = (Tuning("topk", tuple(runs[1:]), chance=True),)
+    equal = {"bytes": tuple(runs[:1])}
+    found = comparison(runs, tunings=tunings, equal=equal, reference={"bytes": "topk"})
+    assert comparison_from(json.loads(json.dumps(to_dict(found)))) == found
+
+
+def test_a_curve_adds_up_what_was_sent_and_leaves_evaluations_out():
+    records = [
+        {
+            "iteration": k,
+            "bytes": {"sent": 10},
+            "seconds": {"total": 5.0, "evaluate": 1.0},
+            "test_accuracy": accuracy,
+        }
+        for k, accuracy in ((1, None), (2, 0.5), (3, 0.75))
+    ]
+    assert curve_of(records) == (Point(2, 20, 8.0, 0.5), Point(3, 30, 12.0, 0.75))
 
 
 def test_the_operations_of_every_method_are_named():
@@ -253,7 +442,7 @@ def test_help_names_methods_and_starts_nothing():
     )
     done = run(code=code)
     assert done.returncode == 0, done.stderr
-    for word in (*METHODS, "--tune-lr", "--keep-ratio", "--data-dir"):
+    for word in (*METHODS, "--tune-lr", "--plan", "--keep-ratio", "--data-dir"):
         assert word in done.stdout
     assert "--run-dir" not in done.stdout
 
@@ -275,7 +464,8 @@ def test_user_errors_end_with_code_2_and_one_line(flags):
 
 @pytest.fixture
 def quiet(monkeypatch):
-    """Leave this process's threads, log and exception hook as they are."""
+    """Leave this process's threads, log and exception hook as they are; search briefly."""
+    monkeypatch.setattr("prunex_mpi.tools.compare.search.MOST_RATES", 2)
     monkeypatch.setattr("prunex_mpi.run.start.set_threads", lambda _: 1)
     monkeypatch.setattr(bench_compare, "set_up_logging", lambda *_: None)
     monkeypatch.setattr("prunex_mpi.run.program.abort_on_exceptions", lambda *_: None)
@@ -284,6 +474,9 @@ def quiet(monkeypatch):
 def compared(flags: list[str], folder) -> tuple[dict[str, Table], str]:
     """Run a comparison; return its tables by their first word, as written, and where it wrote."""
     place = broadcast_text(WORLD, str(folder))
+    if WORLD.rank == 0:
+        Path(place).mkdir(exist_ok=True)
+    WORLD.Barrier()
     files = [f"--dir={place}/runs", f"--json={place}/tables.json", f"--text={place}/tables.txt"]
     assert compare(WORLD, parse([*TINY, f"--train-samples={8 * WORLD.size}", *flags, *files])) == 0
     with open(f"{place}/tables.json", encoding="utf-8") as file:
@@ -298,15 +491,15 @@ def compared(flags: list[str], folder) -> tuple[dict[str, Table], str]:
 @pytest.mark.mpi(min_size=2)
 def test_methods_are_compared_on_the_same_samples(quiet, tmp_path, capsys):
     flags = ["--methods", "dense", "topk", "prunex", *PRUNED_AT_ONCE]
-    flags += ["--tune-lr", "0.1", "0.01", "--tune-iterations=1", "--lr", "topk=0.05"]
+    flags += ["--tune-lr", "0.1", "--tune-length=1/2", "--lr", "topk=0.05"]
     tables, place = compared(flags, tmp_path)
     results, measured, tuned = tables["Comparison:"], tables["The"], tables["Learning"]
     for table in (results, measured):
         assert_sane(table)
-    assert column(results, "method") == ["dense", "topk", "prunex"]
+    assert column(results, "row") == ["dense", "topk", "prunex"]
     assert set(column(results, "samples")) == {2 * 4 * WORLD.size}
     assert set(column(results, "epochs")) == {1}
-    assert column(tuned, "method") == ["dense", "prunex"]
+    assert column(tuned, "row") == ["dense", "prunex"]
     assert cells(results, "topk")["lr"] == 0.05
     assert cells(results, "prunex")["lr"] == cells(tuned, "prunex")["chosen"]
 
@@ -315,18 +508,19 @@ def test_methods_are_compared_on_the_same_samples(quiet, tmp_path, capsys):
     statistics = sum(2 * m.num_features for m in model.modules() if hasattr(m, "running_var"))
     message = 2 * 4 * (numel + statistics)
     dense, topk, prunex = (cells(results, m) for m in ("dense", "topk", "prunex"))
-    assert dense["payload MiB"] * 2**20 == pytest.approx(message)
-    assert dense["sent MiB"] == pytest.approx(
-        dense["payload MiB"] * 2 * (WORLD.size - 1) / WORLD.size, rel=1e-4
-    )
-    assert prunex["payload MiB"] < 0.6 * dense["payload MiB"]
+    ring = 2 * (WORLD.size - 1) / WORLD.size
+    assert dense["sent MiB"] * 2**20 == pytest.approx(message * ring, rel=1e-4)
+    assert prunex["sent MiB"] < 0.6 * dense["sent MiB"]
+    assert prunex["of dense %"] == pytest.approx(100 * prunex["sent MiB"] / dense["sent MiB"])
     assert prunex["parameters left"] < 0.6 * numel
     assert cells(measured, "dense")["bytes saved, times"] == 1
     assert cells(measured, "dense")["metadata %"] == 0
     assert cells(measured, "prunex")["in whole lines %"] == pytest.approx(100)
     # Half of what topk sends, but for the statistics.
-    share = 1 - 2 * 4 * statistics / (topk["payload MiB"] * 2**20)
-    assert cells(measured, "topk")["metadata %"] == pytest.approx(50 * share)
+    share = sum(kept_per_layer(build_layout(model), 0.01))
+    share /= 2 * share + statistics
+    assert cells(measured, "topk")["metadata %"] == pytest.approx(100 * share, rel=1e-4)
+    assert topk["sent MiB"] < 0.2 * dense["sent MiB"]
 
     printed = capsys.readouterr().out
     if WORLD.rank:
@@ -338,21 +532,21 @@ def test_methods_are_compared_on_the_same_samples(quiet, tmp_path, capsys):
         with open(f"{place}/runs/{method}-0/summary.json", encoding="utf-8") as file:
             total = json.load(file)
         assert total["status"] == "completed"
-        assert 100 * total["test_accuracy"] == pytest.approx(cells(results, method)["mean"])
+        assert 100 * total["test_accuracy"] == pytest.approx(cells(results, method)["mean %"])
 
 
 @pytest.mark.mpi(min_size=2)
 def test_a_method_that_diverges_is_a_row_that_says_so(quiet, tmp_path):
     flags = ["--methods", "dense", "local-sgd", "prunex-flat", "--seeds", "0", "1"]
-    flags += ["--lr", "dense=1e18", "local-sgd=0.1", "--tune-lr", "1e18", "--tune-iterations=2"]
+    flags += ["--lr", "dense=1e18", "local-sgd=0.1", "--tune-lr", "1e18"]
     tables, _ = compared([*flags, *PRUNED_AT_ONCE], tmp_path)
     results = tables["Comparison:"]
     for method, why in (("dense", "finite"), ("prunex-flat", "every learning rate")):
         row = cells(results, method)
-        assert row["accuracy %, seed 0"] == row["accuracy %, seed 1"] == "diverged"
-        assert row["mean"] is None
+        assert row["seed 0"] == row["seed 1"] == "diverged"
+        assert row["mean %"] is None
         assert sum(n.startswith(f"{method}, seed") and why in n for n in results.notes) == 2
-    assert cells(results, "local-sgd")["mean"] is not None
+    assert cells(results, "local-sgd")["mean %"] is not None
     assert cells(tables["Learning"], "prunex-flat")["chosen"] is None
 
 
@@ -365,3 +559,67 @@ def test_a_directory_that_is_there_is_refused_before_anything_runs(quiet, tmp_pa
     flags = ["--methods", "dense", "topk", "--seeds", "0", "1", f"--dir={place}"]
     with pytest.raises(UserError, match="topk-1 is there already"):
         compare(WORLD, parse([*TINY, *flags]))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_interrupted_comparison_goes_on_and_parts_come_together(quiet, tmp_path, monkeypatch):
+    flags = ["--methods", "dense", "local-sgd", "--tune-lr", "0.1", "--seeds", "0", "1"]
+    flags += ["--outer-iterations=4", "--local-steps=2", "--evaluate-every=2"]
+    equal = "--equal-bytes=local-sgd"
+    whole, _ = compared([*flags, equal], tmp_path / "whole")
+    for more in (["--part=1/2"], ["--part=2/2", "--resume"]):
+        # What spends as much as another part's row can't be known there.
+        compared([*flags, *more], tmp_path / "parts")
+    trained: list[str] = []
+    real = bench_compare.run_one
+
+    def noted(world, topology, settings, *rest, **more):
+        trained.append(settings.method)
+        return real(world, topology, settings, *rest, **more)
+
+    monkeypatch.setattr(bench_compare, "run_one", noted)
+    merged, place = compared([*flags, equal, "--resume"], tmp_path / "parts")
+    # Only what nobody has done yet: dense, as far as the bytes of local-sgd go, with two seeds.
+    assert trained == ["dense", "dense"]
+    for title in ("Comparison:", "Learning", "With"):
+        for row in ("dense", "local-sgd"):
+            before, after = cells(whole[title], row), cells(merged[title], row)
+            timed = [key for key in before if key.endswith((" s", "ms/step", "own %"))]
+            assert {**before, **dict.fromkeys(timed)} == {**after, **dict.fromkeys(timed)}
+    assert (
+        cells(merged["With"], "dense")["epochs"] < cells(merged["Comparison:"], "dense")["epochs"]
+    )
+    # The file alone says as much.
+    shown = parse([f"--from={place}/tables.json", f"--text={place}/again.txt"])
+    assert compare(WORLD, shown) == 0
+    if WORLD.rank == 0:
+        texts = [(tmp_path / "parts" / f"{name}.txt").read_text() for name in ("tables", "again")]
+        assert texts[0] == texts[1]
+
+
+@pytest.mark.mpi
+def test_a_run_that_was_kept_is_not_taken_for_another(quiet, tmp_path):
+    flags = ["--methods", "local-sgd"]
+    compared(flags, tmp_path)
+    place = broadcast_text(WORLD, str(tmp_path))
+    again = [*TINY, f"--train-samples={8 * WORLD.size}", *flags, f"--dir={place}/runs", "--resume"]
+    with pytest.raises(UserError, match="another momentum"):
+        compare(WORLD, parse([*again, "--momentum=0.5"]))
+    with pytest.raises(UserError, match="is there already; --resume"):
+        compare(WORLD, parse([word for word in again if word != "--resume"]))
+    if WORLD.rank == 0:
+        (tmp_path / "runs" / "outcomes" / "local-sgd-0.json").write_text("{", encoding="utf-8")
+    WORLD.Barrier()
+    with pytest.raises(UserError, match="can't be read"):
+        compare(WORLD, parse(again))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("content", ["", "{}", '{"comparison": {"title": 1}}', None])
+def test_a_file_that_holds_no_comparison_is_refused(tmp_path, content):
+    place = broadcast_text(WORLD, str(tmp_path))
+    if content is not None and WORLD.rank == 0:
+        (tmp_path / "tables.json").write_text(content, encoding="utf-8")
+    WORLD.Barrier()
+    with pytest.raises(UserError, match="--from"):
+        compare(WORLD, parse([f"--from={place}/tables.json"]))

@@ -1,22 +1,25 @@
 """Train with one method after the other on the same ranks, samples and links; print one comparison.
 
-Seeds are the outer loop and methods the inner one, so that a machine which changes its pace in the
-course of hours meets all methods alike. A run that diverges is a row that says so.
+Seeds are the outer loop and rows the inner one, so that a machine which changes its pace in the
+course of hours meets all rows alike. A run that diverges is a row that says so.
 """
 
-from dataclasses import replace
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
-from itertools import product
 from pathlib import Path
+from statistics import mean
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError, quote
-from prunex_mpi.base.files import prepare_file, write_json
+from prunex_mpi.base.errors import UNREADABLE, UserError, quote
+from prunex_mpi.base.files import write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log, set_up_logging
-from prunex_mpi.base.tables import Table, as_json, format_table
-from prunex_mpi.comm.agreement import raise_together, require_same, together
+from prunex_mpi.base.tables import as_json, format_table
+from prunex_mpi.comm.agreement import broadcast_text, raise_together, require_same, together
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.problem import load_dataset
 from prunex_mpi.data.batches import Shard
@@ -24,129 +27,252 @@ from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.run.facts import recorded_versions
 from prunex_mpi.run.program import watched
 from prunex_mpi.run.start import find_transport, heed_findings, refuse_lone_singleton, take_places
-from prunex_mpi.tools.compare.options import Options, settings_of, tuning_settings
-from prunex_mpi.tools.compare.run import run_one, run_path
-from prunex_mpi.tools.compare.tables import (
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.tools.compare import store
+from prunex_mpi.tools.compare.options import Options
+from prunex_mpi.tools.compare.outcomes import (
+    Comparison,
     Outcome,
     Tuning,
-    choose_rate,
-    measured_table,
+    by_row,
+    comparison_from,
+    ended,
     require_same_work,
-    results_table,
-    tuning_table,
+    to_dict,
 )
+from prunex_mpi.tools.compare.rows import Row, settings_of
+from prunex_mpi.tools.compare.run import run_one
+from prunex_mpi.tools.compare.search import at_chance, next_rate
+from prunex_mpi.tools.compare.tables import tables_of
 
 # Of each rank's training images, what a run that tunes keeps for its own test.
 HELD_OUT = 5
 
 
+@dataclass(frozen=True)
+class Bench:
+    """Where runs take place, and `train`, which does one of them."""
+
+    world: MPI.Comm
+    topology: Topology
+    options: Options
+    train: Callable[..., Outcome]
+
+
 def compare(world: MPI.Comm, options: Options) -> int:
     """Compare under the eyes of a watchdog; world rank 0 prints and writes. Collective."""
-    timeout_s = settings_of(options, options.methods[0], options.seeds[0], None).timeout
+    if options.source:
+        found = together(world, lambda: read(options.source))
+        show(world, options, found)
+        return 0
+    timeout_s = settings_of(options.common, options.rows[0], options.seeds[0]).timeout
     with watched(world, timeout_s) as watchdog:
-        machine, tables = run_all(world, options, watchdog.heartbeat)
-        if world.rank == 0:
-            text = "\n\n".join(["\n".join(machine.values()), *map(format_table, tables)])
-            print(text, flush=True)
-            if options.text_file:
-                Path(options.text_file).write_text(text + "\n", encoding="utf-8")
-            if options.json_file:
-                write_json(options.json_file, as_json(machine, tables))
+        show(world, options, run_all(world, options, watchdog.heartbeat))
         # Nobody leaves while another may still need the job.
         world.Barrier()
     return 0
 
 
-def run_all(
-    world: MPI.Comm, options: Options, heartbeat: Heartbeat
-) -> tuple[dict[str, str], list[Table]]:
-    """Tune and run every method; return what the tables name and the tables. Collective."""
+def read(path: str) -> Comparison:
+    """Return the comparison that a file holds; raise UserError."""
+    try:
+        return comparison_from(json.loads(Path(path).read_text(encoding="utf-8"))["comparison"])
+    except OSError as error:
+        raise UserError(f"--from {quote(path, 250)}: {error.strerror}", UNREADABLE) from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"--from {quote(path, 250)} is not what --json of a comparison writes", UNREADABLE
+        ) from None
+
+
+def show(world: MPI.Comm, options: Options, found: Comparison) -> None:
+    """Print and write on world rank 0."""
+    if world.rank:
+        return
+    tables = tables_of(found)
+    text = "\n\n".join(["\n".join(found.machine.values()), *map(format_table, tables)])
+    print(text, flush=True)
+    if options.text_file:
+        Path(options.text_file).write_text(text + "\n", encoding="utf-8")
+    if options.json_file:
+        whole = as_json(dict(found.machine), tables) | {"comparison": to_dict(found)}
+        write_json(options.json_file, whole)
+
+
+def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparison:
+    """Tune and run all rows of this job's part. Collective."""
     set_up_logging(world.rank, world.size)
     refuse_lone_singleton(world)
     agreed = repr((options, recorded_versions()))
     require_same(world, "the flags or the versions of the software", agreed)
-    together(world, lambda: prepare_files(options) if world.rank == 0 else None)
-    first = settings_of(options, options.methods[0], options.seeds[0], None)
+    together(world, lambda: store.prepare(options) if world.rank == 0 else None)
+    rows = options.rows[options.part[0] :: options.part[1]]
+    if not rows:
+        raise UserError(f"--part: there are only {len(options.rows)} rows")
+    first = settings_of(options.common, rows[0], options.seeds[0])
     ranks_per_node = options.common.get("ranks_per_node", 0)
     lanes = options.common.get("leaders_per_node", 1)
     with take_places(world, ranks_per_node, first.device, lanes=lanes) as place:
-        topology, device = place.topology, place.device
+        topology = place.topology
         if world.rank == 0:
             log.info("%s", place.layout)
         heed_findings(place, first)
-        transport = find_transport(place, first)
-        machine = place.describe()
-        run = partial(
-            run_one, world, topology, device=device, transport=transport, heartbeat=heartbeat
+        train = partial(
+            run_one,
+            world,
+            topology,
+            device=place.device,
+            transport=find_transport(place, first),
+            heartbeat=heartbeat,
         )
-
-        # Learning rates
-        tunings: list[Tuning] = []
-        rates = {
-            method: settings_of(options, method, options.seeds[0], options.lr.get(method)).lr
-            for method in options.methods
-        }
-        if options.tuned:
-            held_out = hold_out(
-                topology, load_dataset(topology, tuning_settings(options, options.tuned[0], 1.0))
-            )
-            tunings = [tune(run, options, method, held_out) for method in options.tuned]
-            rates |= {tuning.method: tuning.lr for tuning in tunings if tuning.lr is not None}
-        hopeless = {tuning.method for tuning in tunings if tuning.lr is None}
-
-        # The runs
+        bench = Bench(world, topology, options, train)
+        tunings = tune_all(bench, rows)
+        rates = {t.row: t.lr for t in tunings}
         outcomes: list[Outcome] = []
         for seed in options.seeds:
-            dataset = load_dataset(topology, settings_of(options, options.methods[0], seed, None))
-            for method in options.methods:
-                if method in hopeless:
-                    problem = "diverged at every learning rate of the grid"
-                    outcomes.append(Outcome(method, seed, rates[method], None, problem))
-                    continue
-                settings = settings_of(options, method, seed, rates[method])
-                outcomes.append(run(settings, dataset, folder=options.folder))
+            dataset = load_dataset(topology, settings_of(options.common, rows[0], seed))
+            for row in rows:
+                outcomes.append(run_row(bench, row, seed, rates, dataset))
                 require_same_work(outcomes)
-    title = (
-        f"Comparison: {first.model}, {first.dataset}, {dataset.train_total:,} training and "
-        f"{dataset.test_total:,} test images, {world.size} ranks on {topology.num_nodes} nodes, "
-        f"batch {first.batch_size} per rank"
-    )
-    how = how_rates_were_chosen(options)
-    if topology.num_nodes == 1:
-        how.append("one node: nothing leaves the machine; see --ranks-per-node")
-    tables = [results_table(title, options.seeds, outcomes, how), measured_table(outcomes)]
-    if tunings:
-        tables.append(tuning_table(options.grid, tunings, how[0]))
-    return machine, tables
+        equal = {
+            what: run_equal(bench, rows, what, reference, rates, outcomes)
+            for what, reference in (("bytes", options.equal_bytes), ("time", options.equal_time))
+            if reference
+        }
+        title = (
+            f"Comparison: {first.model}, {first.dataset}, {dataset.train_total:,} training and "
+            f"{dataset.test_total:,} test images, {world.size} ranks on {topology.num_nodes} "
+            f"nodes, batch {first.batch_size} per rank"
+        )
+        return Comparison(
+            title=title,
+            machine=place.describe(),
+            rows=tuple(row.name for row in rows),
+            seeds=options.seeds,
+            tunings=tuple(tunings),
+            outcomes=tuple(outcomes),
+            equal=equal,
+            reference={"bytes": options.equal_bytes, "time": options.equal_time},
+            notes=tuple(notes_of(bench)),
+        )
 
 
-def prepare_files(options: Options) -> None:
-    """Raise UserError unless everything can be written that --json, --text and --dir name."""
-    prepare_file("json", options.json_file)
-    prepare_file("text", options.text_file)
-    for method, seed in product(options.methods, options.seeds) if options.folder else ():
-        path = run_path(options.folder, method, seed)
-        # Hours later would be late.
-        if path.exists():
-            raise UserError(f"--dir {quote(options.folder, 250)}: {path.name} is there already")
+def notes_of(bench: Bench) -> list[str]:
+    """Return what tables say of learning rates and of the part that was done."""
+    options, notes = bench.options, ["learning rates: as given, else the preset's; not tuned"]
+    if options.grid:
+        given = [f"{row.name} {row.lr:g}" for row in options.rows if row.lr is not None]
+        notes = [
+            f"learning rates: from {', '.join(f'{lr:g}' for lr in options.grid)} on by factors of "
+            "2 until the best lies inside, the one of highest accuracy (then lowest loss) on a "
+            f"held-out fifth of the training images, seed {options.tune_seed}, "
+            f"{options.tune_length} of the length"
+            + (f"; given: {', '.join(given)}" if given else "")
+        ]
+    if options.length != 1:
+        notes.append(f"{options.length} of each row's outer iterations")
+    if bench.topology.num_nodes == 1:
+        notes.append("one node: nothing leaves the machine; see --ranks-per-node")
+    return notes
 
 
-def how_rates_were_chosen(options: Options) -> list[str]:
-    """Return the notes that say where learning rates come from."""
-    if not options.grid:
-        return ["learning rates: as given, else the preset's; not tuned"]
-    given = [f"{method} {lr:g}" for method, lr in options.lr.items()]
-    return [
-        f"learning rates: of {', '.join(f'{lr:g}' for lr in options.grid)} the one of highest "
-        f"accuracy (then lowest loss) on a held-out fifth of the training images, in runs of "
-        f"{options.tune_iterations} outer iterations with seed {options.tune_seed}"
-        + (f"; given: {', '.join(given)}" if given else "")
-    ]
+# --------------------------------------------------------------------------------------------------
+# Runs
+# --------------------------------------------------------------------------------------------------
+
+
+def run_row(
+    bench: Bench, row: Row, seed: int, rates: dict[str, float | None], dataset: Dataset
+) -> Outcome:
+    """Train a row with one seed at its learning rate. Collective on `world`."""
+    options = bench.options
+    if row.name in rates and rates[row.name] is None:
+        lr = settings_of(options.common, row, seed).lr
+        return Outcome(row.name, seed, lr, None, "diverged at every learning rate of the search")
+    settings = settings_of(options.common, row, seed, rates.get(row.name), options.length)
+    return train(bench, row, settings, dataset, store.run_name(row, seed))
+
+
+def train(
+    bench: Bench, row: Row, settings: Settings, dataset: Dataset, name: str, keep: bool = True
+) -> Outcome:
+    """Train, unless it has been done and kept under `name`. Collective on `world`."""
+    folder = bench.options.folder
+    path = Path(folder) / name if folder and keep else None
+    run = partial(bench.train, settings, dataset, row=row.name, path=path)
+    return store.kept(bench.world, folder, name, settings, run)
+
+
+def run_equal(
+    bench: Bench,
+    rows: Sequence[Row],
+    what: str,
+    reference: str,
+    rates: dict[str, float | None],
+    outcomes: Sequence[Outcome],
+) -> tuple[Outcome, ...]:
+    """Train what has spent more than `reference` once more, only as far as that goes.
+
+    The learning rate's course fits the shorter run. Collective on `world`.
+    """
+    spent = {name: spending(bench, what, runs) for name, runs in by_row(outcomes).items()}
+    if spent.get(reference) is None:
+        return ()
+    options, found = bench.options, []
+    for seed in options.seeds:
+        dataset = load_dataset(bench.topology, settings_of(options.common, rows[0], seed))
+        for row in rows:
+            mine = spent[row.name]
+            if mine is None or mine <= spent[reference]:
+                continue
+            share = Fraction(spent[reference]) / Fraction(mine) * options.length
+            settings = settings_of(options.common, row, seed, rates.get(row.name), share)
+            found.append(train(bench, row, settings, dataset, store.run_name(row, seed, what)))
+    return tuple(found)
+
+
+def spending(bench: Bench, what: str, runs: Sequence[Outcome]) -> int | None:
+    """Return the bytes or microseconds that a row's runs took, None where all diverged.
+
+    As world rank 0 saw it. Collective on `world`.
+    """
+    done = ended(runs)
+    if not done:
+        return None
+    value = (lambda m: m.sent_bytes) if what == "bytes" else (lambda m: 1e6 * m.train_s)
+    return int(broadcast_text(bench.world, str(round(mean(map(value, done))))))
 
 
 # --------------------------------------------------------------------------------------------------
 # Learning rates
 # --------------------------------------------------------------------------------------------------
+
+
+def tune_all(bench: Bench, rows: Sequence[Row]) -> list[Tuning]:
+    """Search the learning rate of each row that is given none. Collective on `world`."""
+    options = bench.options
+    wanted = [row for row in rows if row in options.tuned]
+    if not wanted:
+        return []
+    settings = settings_of(options.common, rows[0], options.tune_seed)
+    held_out = hold_out(bench.topology, load_dataset(bench.topology, settings))
+    return [tune(bench, row, held_out) for row in wanted]
+
+
+def tune(bench: Bench, row: Row, held_out: Dataset) -> Tuning:
+    """Train a row with one learning rate after the other. Collective on `world`."""
+    options = bench.options
+    runs: dict[float, Outcome] = {}
+    while (lr := next_rate({x: run.score for x, run in runs.items()}, options.grid)) is not None:
+        length = options.length * options.tune_length
+        settings = settings_of(options.common, row, options.tune_seed, lr, length)
+        settings = replace(settings, evaluate_every=settings.outer_iterations)
+        name = store.tuning_name(row, lr)
+        runs[lr] = train(bench, row, settings, held_out, name, keep=False)
+    tuning = Tuning(row.name, tuple(runs.values()), chance=False)
+    reached = max(tuning.scores.values())[0]
+    chance = at_chance(reached, held_out.num_classes, held_out.test_total)
+    return replace(tuning, chance=chance)
 
 
 def hold_out(topology: Topology, dataset: Dataset) -> Dataset:
@@ -167,10 +293,3 @@ def hold_out(topology: Topology, dataset: Dataset) -> Dataset:
         train_total=kept * topology.world_size,
         test_total=(len(labels) - kept) * topology.world_size,
     )
-
-
-def tune(run: partial[Outcome], options: Options, method: str, held_out: Dataset) -> Tuning:
-    """Run a method briefly with each learning rate of the grid. Collective on `world`."""
-    runs = [run(tuning_settings(options, method, lr), held_out) for lr in options.grid]
-    accuracies = tuple(r.measured.accuracy if r.measured else None for r in runs)
-    return Tuning(method, accuracies, choose_rate(options.grid, runs))

@@ -1,49 +1,64 @@
-"""Flags of `python -m prunex_mpi.bench compare`: methods, their learning rates, common settings."""
+"""Flags of `python -m prunex_mpi.bench compare`: rows, their learning rates, common settings."""
 
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from prunex_mpi.base.errors import UserError, nearest, quote
 from prunex_mpi.settings.cli import add_settings, convert_flag, join_negative_numbers
-from prunex_mpi.settings.fields import ESTIMATED, FIELDS, Settings, key_of, methods_of
-from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, METHODS
+from prunex_mpi.settings.fields import FIELDS, key_of
+from prunex_mpi.settings.methods import METHODS
 from prunex_mpi.settings.parser import Parser, program_parser
-from prunex_mpi.settings.resolve import build
 from prunex_mpi.settings.values import convert
+from prunex_mpi.tools.compare.rows import (
+    COMMON,
+    Row,
+    read_plan,
+    refuse_unknown,
+    refuse_unused,
+    rows_of,
+    settings_of,
+)
 
-# What the comparison itself decides, or what only a run of its own can do.
-OWN = ("method", "seed", "lr", "eps_abs", "eps_rel", "run_dir", "dry_run", *ESTIMATED)
-ALONE = ("resume", "checkpoint_every", "time_limit", "preempt_signals", "on_divergence")
-COMMON = tuple(name for name in FIELDS if name not in (*OWN, *ALONE))
 MAX_SEED = 2**31 - 1
+WHOLE = Fraction(1)
+# Flags of the search for learning rates, which mean nothing without a grid.
+OF_TUNING = ("tune_length", "tune_seed")
 
 
 @dataclass(frozen=True)
 class Options:
     """What to compare; `common` holds converted values by field name.
 
-    `lr` has the methods whose learning rate is given. For the others, short runs of
-    `tune_iterations` outer iterations with seed `tune_seed` choose it from `grid`; without a grid
-    it is the preset's.
+    For rows without a learning rate runs of a share `tune_length` of the row's outer iterations
+    choose it, from `grid` on, with seed `tune_seed`; without a grid it is the preset's. This job
+    does the rows whose number is `part[0]` modulo `part[1]`. Rows that have spent more than the
+    row `equal_bytes` or `equal_time` are trained once more, only so far. With `source` nothing is
+    trained: that file is shown.
     """
 
-    methods: tuple[str, ...]
+    rows: tuple[Row, ...]
     seeds: tuple[int, ...]
     common: Mapping[str, Any]
-    lr: Mapping[str, float]
     grid: tuple[float, ...]
-    tune_iterations: int
+    length: Fraction
+    tune_length: Fraction
     tune_seed: int
+    part: tuple[int, int]
+    equal_bytes: str
+    equal_time: str
     folder: str
+    resume: bool
     json_file: str
     text_file: str
+    source: str
 
     @property
-    def tuned(self) -> tuple[str, ...]:
-        """The methods whose learning rate short runs choose."""
-        return tuple(m for m in self.methods if m not in self.lr) if self.grid else ()
+    def tuned(self) -> tuple[Row, ...]:
+        """The rows whose learning rate is searched."""
+        return tuple(row for row in self.rows if row.lr is None) if self.grid else ()
 
 
 def build_parser() -> Parser:
@@ -54,28 +69,37 @@ def build_parser() -> Parser:
         "and print what each of them reaches and costs.",
         "Start it with mpirun or srun. A setting goes to those methods that it means something to. "
         "H-SADMM's stopping test is off: all methods do the same work.",
-        usage="%(prog)s --methods NAME ... [--seeds N ...] [--FLAG VALUE ...]",
+        usage="%(prog)s --methods NAME ... | --plan FILE | --from FILE [--FLAG VALUE ...]",
         argument_default=argparse.SUPPRESS,
     )
     group = parser.add_argument_group("comparison")
     add = group.add_argument
     add("--methods", nargs="+", metavar="NAME", help=f"some of {', '.join(METHODS)}")
-    add("--seeds", nargs="+", metavar="N", help="one run of each method per seed [0]")
+    add("--plan", metavar="FILE", help="TOML: [settings] and [rows.NAME], in place of --methods")
+    add("--from", dest="source", metavar="FILE", help="print what --json wrote; trains nothing")
+    add("--seeds", nargs="+", metavar="N", help="one run of each row per seed [0]")
+    add("--length", metavar="SHARE", help="share of each row's outer iterations to do [1]")
     add(
         "--lr",
         nargs="+",
         metavar="METHOD=X",
         help="peak learning rate of a method, a bare X for all others [the preset's]",
     )
-    add("--tune-lr", nargs="+", metavar="X", help="choose the other learning rates among these")
     add(
-        "--tune-iterations",
-        metavar="N",
-        help="outer iterations of a run that tunes [a quarter of --outer-iterations]",
+        "--tune-lr",
+        nargs="+",
+        metavar="X",
+        help="search the other learning rates: these first, then on by factors of 2 until the best "
+        "lies inside",
     )
+    add("--tune-length", metavar="SHARE", help="share of a run's length that tunes [1]")
     add("--tune-seed", metavar="N", help="their seed, none of --seeds [the largest of these + 1]")
-    add("--dir", metavar="DIR", help="keep each run's directory, named METHOD-SEED, in DIR")
-    add("--json", metavar="FILE", help="write the tables there too")
+    add("--equal-bytes", metavar="ROW", help="also train the others as far as this row's bytes go")
+    add("--equal-time", metavar="ROW", help="the same with the seconds of this row")
+    add("--part", metavar="K/N", help="do each Nth row, from the Kth on; needs --dir")
+    add("--dir", metavar="DIR", help="keep each run's directory, named ROW-SEED, in DIR")
+    add("--resume", action="store_true", help="take over the runs that --dir has already")
+    add("--json", metavar="FILE", help="write all there is to know there")
     add("--text", metavar="FILE", help="write what is printed there too")
     add_settings(parser, COMMON)
     return parser
@@ -88,110 +112,95 @@ def parse(argv: Sequence[str]) -> Options:
     `--help` prints and exits.
     """
     given = vars(build_parser().parse_all(join_negative_numbers(argv)))
-    methods = _methods(given.pop("methods", []))
+    places = {key: given.pop(key, "") for key in ("dir", "json", "text", "source")}
+    _refuse_what_excludes(given, places)
+    rates = given.pop("lr", [])
+    common, rows = _rows(given, rates)
     seeds = tuple(_seed("seeds", text) for text in given.pop("seeds", ["0"]))
     _refuse_repeated("seeds", seeds)
-    lr = _learning_rates(given.pop("lr", []), methods)
     grid = tuple(_rate("--tune-lr", text) for text in given.pop("tune_lr", []))
     _refuse_repeated("tune-lr", grid)
-    if grid and not set(methods) - set(lr):
-        raise UserError(
-            "--tune-lr has nothing to choose: --lr gives a learning rate to all methods"
-        )
-    for name in ("tune_iterations", "tune_seed"):
+    if grid and all(row.lr is not None for row in rows):
+        raise UserError("--tune-lr has nothing to choose: --lr or the plan gives all rates")
+    for name in OF_TUNING:
         if name in given and not grid:
             raise UserError(f"--{key_of(name)} means nothing without --tune-lr")
     tune_seed = _seed("tune-seed", given.pop("tune_seed", str(max(seeds) + 1)))
     if tune_seed in seeds:
         raise UserError(f"--tune-seed {tune_seed} is one of --seeds; choose another")
-    iterations = given.pop("tune_iterations", None)
-    places = {key: given.pop(key, "") for key in ("dir", "json", "text")}
-    common = {name: convert_flag(name, text) for name, text in given.items()}
-    _refuse_unused(common, methods)
-    outer = _settings(methods[0], common).outer_iterations
-    tune_iterations = max(1, outer // 4)
-    if iterations is not None:
-        field = FIELDS["outer_iterations"]
-        number = int(iterations) if iterations.isdecimal() else iterations
-        tune_iterations = convert(field, number, "--tune-iterations")
+    names = [row.name for row in rows]
     options = Options(
-        methods,
-        seeds,
-        common,
-        lr,
-        grid,
-        tune_iterations,
-        tune_seed,
-        places["dir"],
-        places["json"],
-        places["text"],
+        rows=rows,
+        seeds=seeds,
+        length=_share("length", given.pop("length", "1")),
+        tune_length=_share("tune-length", given.pop("tune_length", "1")),
+        tune_seed=tune_seed,
+        grid=grid,
+        part=_part(given.pop("part", "1/1"), places["dir"]),
+        equal_bytes=_reference("equal-bytes", given.pop("equal_bytes", ""), names),
+        equal_time=_reference("equal-time", given.pop("equal_time", ""), names),
+        folder=places["dir"],
+        resume=given.pop("resume", False),
+        json_file=places["json"],
+        text_file=places["text"],
+        source=places["source"],
+        common=common | {name: convert_flag(name, text) for name, text in given.items()},
     )
-    for method in methods:
-        settings_of(options, method, seeds[0], lr.get(method))
-    for method in options.tuned:
-        try:
-            tuning_settings(options, method, grid[0])
-        except UserError as error:
-            raise UserError(f"with --tune-iterations {tune_iterations}: {error}") from None
+    if options.resume and not options.folder:
+        raise UserError("--resume takes over the runs of --dir; give it")
+    if rows:
+        _check_rows(options)
     return options
 
 
-def settings_of(options: Options, method: str, seed: int, lr: float | None) -> Settings:
-    """Return the settings of one run; without `lr` the preset's is taken."""
-    rate = {} if lr is None else {"lr": lr}
-    return _settings(method, options.common, seed=seed, **rate)
+def _refuse_what_excludes(given: Mapping[str, Any], places: Mapping[str, str]) -> None:
+    """Raise UserError unless exactly one source of rows is given."""
+    if places["source"]:
+        others = [*given, *(["dir"] if places["dir"] else [])]
+        if others:
+            flag = key_of(others[0])
+            raise UserError(f"--{flag} means nothing with --from, which trains nothing")
+        return
+    if "methods" in given and "plan" in given:
+        raise UserError("--methods and --plan both name rows; keep one of them")
+    if "methods" not in given and "plan" not in given:
+        raise UserError(f"--methods is missing: give some of {', '.join(METHODS)}, or --plan")
 
 
-def tuning_settings(options: Options, method: str, lr: float) -> Settings:
-    """Return the settings of a short run with the learning rate `lr`."""
-    return _settings(
-        method,
-        options.common,
-        seed=options.tune_seed,
-        lr=lr,
-        outer_iterations=options.tune_iterations,
-        evaluate_every=options.tune_iterations,
-    )
+def _rows(given: dict[str, Any], rates: Sequence[str]) -> tuple[dict[str, Any], tuple[Row, ...]]:
+    """Take what names the rows out of `given`; return the plan's common settings and the rows."""
+    if "plan" in given:
+        if rates:
+            raise UserError("--lr: the rows of a plan have an lr of their own; write it there")
+        return read_plan(given.pop("plan"))
+    methods = given.pop("methods", [])
+    for word in methods:
+        refuse_unknown(word, "--methods")
+    _refuse_repeated("methods", methods)
+    return {}, rows_of(methods, _learning_rates(rates, methods))
 
 
-def _settings(method: str, common: Mapping[str, Any], **own: Any) -> Settings:
-    values = {name: value for name, value in common.items() if _concerns(name, method)}
-    preset = values.pop("preset", FIELDS["preset"].default)
-    if method in CONSENSUS:
-        # An early stop would spare it work that the others do.
-        own |= {"eps_abs": 0.0, "eps_rel": 0.0}
-    return build(preset, [{**values, "method": method, **own}])
-
-
-def _concerns(name: str, method: str) -> bool:
-    if method in EVERY_RANK_ALONE and name in ("ranks_per_node", "leaders_per_node"):
-        # Every rank is a node of its own there, which is what is compared.
-        return False
-    return method in methods_of(name)
-
-
-def _refuse_unused(common: Mapping[str, Any], methods: Sequence[str]) -> None:
-    for name in common:
-        if not any(_concerns(name, method) for method in methods):
-            raise UserError(
-                f"--{key_of(name)} means nothing to {', '.join(methods)}; leave it away "
-                f"(it is for {', '.join(methods_of(name))})"
-            )
-
-
-def _methods(words: Sequence[str]) -> tuple[str, ...]:
-    if not words:
-        raise UserError(f"--methods is missing: give some of {', '.join(METHODS)}")
-    for word in words:
-        _refuse_unknown(word, "--methods")
-    _refuse_repeated("methods", words)
-    return tuple(words)
-
-
-def _refuse_unknown(method: str, where: str) -> None:
-    if method not in METHODS:
-        guess = nearest(method, METHODS)
-        raise UserError(f"{where}: unknown method {quote(method)}; did you mean {guess!r}?")
+def _check_rows(options: Options) -> None:
+    """Raise UserError unless all runs can be made, and train on as many samples each."""
+    refuse_unused(options.common, options.rows)
+    trained = {}
+    for row in options.rows:
+        found = settings_of(options.common, row, options.seeds[0], length=options.length)
+        steps = found.outer_iterations * found.local_steps
+        if found.local_steps > 0 and not found.frozen_local_steps:
+            trained[row.name] = steps * found.batch_size
+    if len(set(trained.values())) > 1:
+        least, most = min(trained, key=trained.get), max(trained, key=trained.get)
+        raise UserError(
+            f"rows must be trained on as many samples: {least} has {trained[least]:,} and {most} "
+            f"{trained[most]:,} per rank; change outer-iterations or local-steps of one"
+        )
+    for row in options.tuned:
+        try:
+            length = options.length * options.tune_length
+            settings_of(options.common, row, options.tune_seed, options.grid[0], length)
+        except UserError as error:
+            raise UserError(f"with --tune-length {options.tune_length}: {error}") from None
 
 
 def _refuse_repeated(flag: str, values: Sequence[object]) -> None:
@@ -205,7 +214,7 @@ def _learning_rates(items: Sequence[str], methods: Sequence[str]) -> dict[str, f
     for item in items:
         method, equals, text = item.rpartition("=")
         if equals:
-            _refuse_unknown(method, f"--lr {quote(item)}")
+            refuse_unknown(method, f"--lr {quote(item)}")
             if method not in methods:
                 raise UserError(f"--lr {quote(item)}: {method} is not among --methods")
         if method in rates:
@@ -229,3 +238,30 @@ def _seed(flag: str, text: str) -> int:
     if not (text.isdecimal() and int(text) <= MAX_SEED):
         raise UserError(f"--{flag} {quote(text)}: a seed is a whole number up to {MAX_SEED}")
     return int(text)
+
+
+def _share(flag: str, text: str) -> Fraction:
+    try:
+        share = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(0)
+    if not 0 < share <= 1:
+        raise UserError(f"--{flag} {quote(text)}: give a share above 0 and up to 1, such as 1/8")
+    return share
+
+
+def _part(text: str, folder: str) -> tuple[int, int]:
+    first, _, many = text.partition("/")
+    if not (first.isdecimal() and many.isdecimal() and 1 <= int(first) <= int(many)):
+        raise UserError(f"--part {quote(text)}: give K/N with K from 1 to N, such as 1/4")
+    if int(many) > 1 and not folder:
+        raise UserError("--part leaves its runs in --dir for the others; give it")
+    return int(first) - 1, int(many)
+
+
+def _reference(flag: str, name: str, names: Sequence[str]) -> str:
+    if name and name not in names:
+        raise UserError(
+            f"--{flag}: there is no row {quote(name)}; did you mean {nearest(name, names)!r}?"
+        )
+    return name

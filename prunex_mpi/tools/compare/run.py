@@ -1,5 +1,6 @@
 """One run of a comparison: train as a run by itself does, and measure what comes of it."""
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -24,8 +25,8 @@ from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.compress.sparse import POSITION_BYTES
 from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.state import Problem, State, Work, every_rank_sends, weights
-from prunex_mpi.core.steps import total_steps
 from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.methods.exchanges import operations_of
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.run import summary
 from prunex_mpi.run.directory import RunDirectory
@@ -37,7 +38,7 @@ from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import EVERY_RANK_ALONE, WITH_POSITIONS
 from prunex_mpi.settings.resolve import to_toml
 from prunex_mpi.tools.bench.timing import Action, min_seconds
-from prunex_mpi.tools.compare.tables import Measured, Outcome, operations
+from prunex_mpi.tools.compare.outcomes import Measured, Outcome, Point
 
 FORWARD_BATCH = 32
 FORWARD_TURNS = 5
@@ -49,34 +50,32 @@ def run_one(
     settings: Settings,
     dataset: Dataset,
     *,
+    row: str,
     device: torch.device,
     transport: Transport,
     heartbeat: Heartbeat,
-    folder: str = "",
+    path: Path | None = None,
 ) -> Outcome:
-    """Train as the settings say and return what came of it, with rank 0's times.
+    """Train a row as the settings say and return what came of it, with rank 0's times.
 
-    With `folder` the run keeps its directory there. Collective on `world`.
+    With `path` the run keeps its directory there. Collective on `world`.
     """
     # Without leaders every rank is a node of its own.
     flat = settings.method in EVERY_RANK_ALONE
     nodes = nodes_of(world, 1) if flat else nullcontext(topology)
-    name = f"{settings.method}, seed {settings.seed}, learning rate {settings.lr:g}"
+    name = f"{row}, seed {settings.seed}, learning rate {settings.lr:g}"
     log.info("%s", name)
     with nodes as mine, ExitStack() as exits:
         refuse_impossible_exchange(mine, settings)
         work = assemble(mine, settings, dataset, device, transport, heartbeat)
         state, problem, settings = work.state, work.problem, work.settings
-        files = exits.enter_context(directory(world, settings, folder))
+        files = exits.enter_context(directory(world, settings, path))
         started = time.perf_counter()
-        steps = total_steps(settings, problem.steps)
-        dense = steps * state.layout.numel + settings.outer_iterations * state.stats.numel()
-        dense_bytes = dense * state.theta.element_size()
         try:
             records = train(mine, files, work)
         except Diverged as error:
             log.info("%s: diverged: %s", name, error)
-            return Outcome(settings.method, settings.seed, settings.lr, None, str(error))
+            return Outcome(row, settings.seed, settings.lr, None, str(error))
         heartbeat.enter("finish")
         total_s = time.perf_counter() - started
         together(world, partial(finish, files, settings, mine, state, problem, records, total_s))
@@ -98,7 +97,6 @@ def run_one(
             payload_bytes=counted["payload"] + counted["mask"],
             sent_bytes=counted["sent"],
             metadata_bytes=metadata_bytes(settings, state, counted),
-            dense_bytes=dense_bytes,
             sync_s=seconds["intra"] + seconds["inter"],
             own_s=seconds["project"] + seconds["dual"],
             local_s=seconds["local"],
@@ -113,9 +111,10 @@ def run_one(
             speakers=world.size if every_rank_sends(settings) else mine.num_nodes,
             ranks=world.size,
             operations=operations(settings),
+            curve=curve_of(records),
         )
     log.info("%s: accuracy %.2f %%", name, 100 * found.accuracy)
-    return Outcome(settings.method, settings.seed, settings.lr, found)
+    return Outcome(row, settings.seed, settings.lr, found)
 
 
 def train(topology: Topology, files: RunDirectory | None, work: Work) -> list[dict[str, Any]]:
@@ -133,20 +132,16 @@ def train(topology: Topology, files: RunDirectory | None, work: Work) -> list[di
         return [record for record, _ in recorded(topology, files, work, bar)]
 
 
-def run_path(folder: str, method: str, seed: int) -> Path:
-    """Return where the run of one method with one seed keeps its directory."""
-    return Path(folder) / f"{method}-{seed}"
-
-
 @contextmanager
-def directory(world: MPI.Comm, settings: Settings, folder: str) -> Iterator[RunDirectory | None]:
-    """Hold the directory of one run in `folder` on rank 0; all get None without a folder.
+def directory(
+    world: MPI.Comm, settings: Settings, path: Path | None
+) -> Iterator[RunDirectory | None]:
+    """Hold the directory of one run on rank 0; all get None without a path.
 
     The other ranks always do. Collective on `world`.
     """
     files = None
-    if folder:
-        path = run_path(folder, settings.method, settings.seed)
+    if path is not None:
         config = to_toml(replace(settings, run_dir=str(path)), recorded_versions())
         files = together(world, lambda: None if world.rank else RunDirectory(path, config))
     try:
@@ -205,6 +200,23 @@ def forward_seconds(
             state.theta.device,
         )
     return best["delivered"], best["dense"]
+
+
+def curve_of(records: list[dict[str, Any]]) -> tuple[Point, ...]:
+    """Return where the run was whenever it was evaluated."""
+    sent, seconds, found = 0, 0.0, []
+    for record in records:
+        sent += record["bytes"]["sent"]
+        seconds += record["seconds"]["total"] - record["seconds"]["evaluate"]
+        if record["test_accuracy"] is not None:
+            found.append(Point(record["iteration"], sent, seconds, record["test_accuracy"]))
+    return tuple(found)
+
+
+def operations(settings: Settings) -> str:
+    """Return what a run calls to send between nodes, in the order of its messages."""
+    words = " ".join(operation for _, _, operation, _ in operations_of(settings))
+    return ", ".join(dict.fromkeys(re.findall(r"All\w+|Reduce|Bcast", words)))
 
 
 def count_zeros(flat: Tensor, layout: Layout) -> tuple[int, int, int]:

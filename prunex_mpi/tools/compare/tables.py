@@ -1,208 +1,175 @@
-"""Tables of a comparison: what each method reached and cost, from what its runs measured."""
+"""Tables of a comparison: what each row reached and cost, from what its runs measured."""
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from statistics import mean
+from statistics import mean, stdev
 
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.base.units import MIB
-from prunex_mpi.methods.exchanges import operations_of
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.tools.compare.outcomes import Comparison, Measured, Outcome, by_row, ended
+from prunex_mpi.tools.compare.search import NOTHING, lies_inside
+
+UNITS: dict[str, tuple[str, Callable[[Measured], float]]] = {
+    "bytes": ("sent MiB", lambda m: m.sent_bytes / MIB),
+    "time": ("train s", lambda m: m.train_s),
+}
+BASELINE = "dense"
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What one run measured, as world rank 0 saw it; all sums are over the run.
+def tables_of(found: Comparison) -> list[Table]:
+    """Return all tables of a comparison."""
+    tables = [results_table(found)]
+    tables += [equal_table(found, what, runs) for what, runs in found.equal.items()]
+    tables.append(measured_table(found.outcomes))
+    if found.tunings:
+        tables.append(tuning_table(found))
+    return tables
 
-    `accuracy` is a fraction. `samples` are those that steps were taken on, `extra_samples` those
-    that the method looked at besides, to decide what to prune. `payload_bytes` are operands that
-    one worker hands to collectives between nodes, masks included, `metadata_bytes` the part of them
-    that says where values belong, `dense_bytes` what dense SGD hands over for the same steps.
-    `sync_s` is waiting for messages, `own_s` the method's own work. Of `weights`, the elements of
-    matrices and kernels in the delivered model, `zeros` are 0 and `line_zeros` of these fill whole
-    rows or columns. `operations` is what it calls to send between nodes.
+
+def ranks_of(found: Comparison) -> dict[str, int]:
+    """Return the places of the rows by mean accuracy.
+
+    Left out are those of which a run diverged or whose search ended at chance level.
     """
-
-    accuracy: float
-    loss: float
-    samples: int
-    extra_samples: int
-    epochs: float
-    steps: int
-    payload_bytes: int
-    sent_bytes: int
-    metadata_bytes: int
-    dense_bytes: int
-    sync_s: float
-    own_s: float
-    local_s: float
-    train_s: float
-    parameters: int
-    parameters_left: int
-    weights: int
-    zeros: int
-    line_zeros: int
-    forward_s: float
-    dense_forward_s: float
-    speakers: int
-    ranks: int
-    operations: str
+    hopeless = {tuning.row for tuning in found.tunings if tuning.chance}
+    means = {
+        row: mean(m.accuracy for m in ended(runs))
+        for row, runs in by_row(found.outcomes).items()
+        if row not in hopeless and len(ended(runs)) == len(runs)
+    }
+    return {row: 1 + sum(other > means[row] for other in means.values()) for row in means}
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One run: `measured` is None where it diverged, and `problem` then says how."""
-
-    method: str
-    seed: int
-    lr: float
-    measured: Measured | None
-    problem: str = ""
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """The short runs of one method: held-out accuracy per learning rate, None where it diverged.
-
-    `lr` is None where every one of them diverged.
-    """
-
-    method: str
-    accuracies: tuple[float | None, ...]
-    lr: float | None
-
-
-def choose_rate(grid: Sequence[float], runs: Sequence[Outcome]) -> float | None:
-    """Return the rate of highest accuracy, of these the one of lowest loss; None if none ran."""
-    ran = [
-        (-run.measured.accuracy, run.measured.loss, lr)
-        for lr, run in zip(grid, runs, strict=True)
-        if run.measured is not None
-    ]
-    return min(ran)[2] if ran else None
-
-
-def by_method(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """Return the outcomes of each method, both in the order of `outcomes`."""
-    found: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        found.setdefault(outcome.method, []).append(outcome)
-    return found
-
-
-def require_same_work(outcomes: Sequence[Outcome]) -> None:
-    """Raise RuntimeError unless all runs that ended were trained on the same number of samples."""
-    measured = {o.method: o.measured for o in outcomes if o.measured is not None}
-    trained = {method: m.samples for method, m in measured.items()}
-    if len(set(trained.values())) > 1:
-        raise RuntimeError(f"methods were not trained on the same number of samples: {trained}")
-    if any(m.extra_samples < 0 for m in measured.values()):
-        raise RuntimeError(f"methods have drawn fewer samples than they report: {measured}")
-
-
-def results_table(
-    title: str, seeds: Sequence[int], outcomes: Sequence[Outcome], notes: Sequence[str]
-) -> Table:
+def results_table(found: Comparison) -> Table:
     """Return the table of quality and cost: a row per method, means over the seeds that ended."""
-    rows: list[tuple[Cell, ...]] = []
-    for method, runs in by_method(outcomes).items():
-        ended = [run.measured for run in runs if run.measured is not None]
-        accuracy = [
-            "diverged" if run.measured is None else 100 * run.measured.accuracy for run in runs
-        ]
-        average = mean(100 * m.accuracy for m in ended) if ended else None
-        payload = _mean(ended, lambda m: m.payload_bytes / MIB)
+    places, rows = ranks_of(found), []
+    methods = by_row(found.outcomes)
+    dense = _mean(ended(methods.get(BASELINE, [])), lambda m: m.sent_bytes)
+    for row, runs in methods.items():
+        done = ended(runs)
+        sent = _mean(done, lambda m: m.sent_bytes)
         rows.append(
             (
-                method,
+                row,
+                places.get(row),
                 runs[0].lr,
-                *accuracy,
-                average,
-                _mean(ended, lambda m: m.epochs),
-                ended[0].samples if ended else None,
-                payload,
-                payload / average if average else None,
-                _mean(ended, lambda m: m.sent_bytes / MIB),
-                _mean(ended, lambda m: 1e3 * m.sync_s / m.steps),
-                _mean(ended, lambda m: m.sync_s / m.epochs),
-                _mean(ended, lambda m: 1e3 * m.own_s / m.steps),
-                _mean(ended, lambda m: 100 * m.own_s / m.local_s),
-                _mean(ended, lambda m: m.train_s),
-                round(mean(m.parameters_left for m in ended)) if ended else None,
+                *_accuracies(runs),
+                _mean(done, lambda m: m.epochs),
+                done[0].samples if done else None,
+                None if sent is None else sent / MIB,
+                100 * sent / dense if dense and sent is not None else None,
+                _mean(done, lambda m: 1e3 * m.sync_s / m.steps),
+                _mean(done, lambda m: 1e3 * m.own_s / m.steps),
+                _mean(done, lambda m: 100 * m.own_s / m.local_s),
+                _mean(done, lambda m: m.train_s),
+                round(mean(m.parameters_left for m in done)) if done else None,
             )
         )
     columns = (
-        "method",
+        "row",
+        "place",
         "lr",
-        *(f"accuracy %, seed {seed}" for seed in seeds),
-        "mean",
+        *_accuracy_columns(found),
         "epochs",
         "samples",
-        "payload MiB",
-        "MiB/point",
         "sent MiB",
+        "of dense %",
         "sync ms/step",
-        "sync s/epoch",
         "own ms/step",
         "own %",
         "train s",
         "parameters left",
     )
     explained = (
-        "payload: operands that one rank that speaks between nodes hands to collectives in the "
-        "whole run, masks included; MiB/point: of it, per point of accuracy; sent: what leaves a "
-        "node for it by ring algorithms",
+        "place: by mean accuracy; +-: standard deviation over the seeds; sent: what leaves a node "
+        "in the whole run by ring algorithms, masks included",
         "sync: the phases that exchange messages, between nodes and inside them, waiting for the "
         "slowest rank included; own: the method's other work beside forward, backward and step, "
         "and its share of these; train: all but evaluation",
         "times as rank 0 takes them; means over the seeds; parameters left: those that are not 0",
     )
+    chance = [
+        f"{tuning.row}: no better than guessing at any learning rate, so it has no place"
+        for tuning in found.tunings
+        if tuning.chance
+    ]
     extra = [
-        f"{method}: {max(m.extra_samples for m in ended):,} samples more, not trained on, to "
+        f"{row}: {max(m.extra_samples for m in ended(runs)):,} samples more, not trained on, to "
         "decide what to prune"
-        for method, runs in by_method(outcomes).items()
-        if (ended := [run.measured for run in runs if run.measured is not None])
-        and any(m.extra_samples for m in ended)
+        for row, runs in methods.items()
+        if any(m.extra_samples for m in ended(runs))
     ]
     problems = [
-        f"{run.method}, seed {run.seed}: {run.problem}" for run in outcomes if run.measured is None
+        f"{run.row}, seed {run.seed}: {run.problem}"
+        for run in found.outcomes
+        if run.measured is None
     ]
-    return Table(title, columns, tuple(rows), (*explained, *notes, *extra, *problems))
+    notes = (*explained, *found.notes, *chance, *extra, *problems)
+    return Table(found.title, columns, tuple(rows), notes)
 
 
-def operations(settings: Settings) -> str:
-    """Return what a run calls to send between nodes, in the order of its messages."""
-    words = " ".join(operation for _, _, operation, _ in operations_of(settings))
-    return ", ".join(dict.fromkeys(re.findall(r"All\w+|Reduce|Bcast", words)))
+def equal_table(found: Comparison, what: str, runs: Sequence[Outcome]) -> Table:
+    """Return how far rows get with what the reference has spent of `what`, bytes or time."""
+    reference = found.reference[what]
+    unit, value = UNITS[what]
+    full = by_row(found.outcomes)
+    shown = {reference: full[reference], **by_row(runs)}
+    rows = [
+        (
+            row,
+            *_accuracies(some),
+            _mean(ended(full[row]), lambda m: 100 * m.accuracy),
+            _mean(ended(some), lambda m: m.epochs),
+            _mean(ended(some), value),
+        )
+        for row, some in shown.items()
+    ]
+    columns = ("row", *_accuracy_columns(found), "at full length", "epochs", unit)
+    cheap = [row for row in full if row not in shown]
+    notes = [f"trained anew, with the whole course of the learning rate, as far as {unit} go"]
+    if cheap:
+        notes.append(f"at full length no dearer than {reference}: {', '.join(cheap)}")
+    return Table(f"With the {what} of {reference}", columns, tuple(rows), tuple(notes))
+
+
+def _accuracy_columns(found: Comparison) -> tuple[str, ...]:
+    return ("mean %", "+-", *(f"seed {seed}" for seed in found.seeds))
+
+
+def _accuracies(runs: Sequence[Outcome]) -> tuple[Cell, ...]:
+    """Return mean, standard deviation and each run's accuracy, in percent."""
+    found = [100 * m.accuracy for m in ended(runs)]
+    cells = ["diverged" if r.measured is None else 100 * r.measured.accuracy for r in runs]
+    spread = stdev(found) if len(found) > 1 else None
+    return (mean(found) if found else None, spread, *cells)
 
 
 def measured_table(outcomes: Sequence[Outcome]) -> Table:
     """Return the columns of Table 1 of the PruneX paper, measured: a row per method."""
-    methods = by_method(outcomes)
-    waits = {}
-    for method, runs in methods.items():
-        ended = [run.measured for run in runs if run.measured is not None]
-        waits[method] = _mean(ended, lambda m: m.sync_s)
+    methods = by_row(outcomes)
+    dense = ended(methods.get(BASELINE, []))
+    dense_sent, dense_wait = (
+        _mean(dense, lambda m: m.sent_bytes),
+        _mean(dense, lambda m: m.sync_s),
+    )
     rows: list[tuple[Cell, ...]] = []
-    for method, runs in methods.items():
-        ended = [run.measured for run in runs if run.measured is not None]
-        wait, dense_wait = waits[method], waits.get("dense")
+    for row, runs in methods.items():
+        done = ended(runs)
+        sent, wait = _mean(done, lambda m: m.sent_bytes), _mean(done, lambda m: m.sync_s)
         rows.append(
             (
-                method,
-                _mean(ended, lambda m: 100 * m.zeros / m.weights),
-                _mean(ended, lambda m: 100 * m.line_zeros / m.zeros if m.zeros else None),
-                _mean(ended, lambda m: 100 * m.metadata_bytes / max(1, m.payload_bytes)),
-                ended[0].operations if ended else None,
-                f"{ended[0].speakers} of {ended[0].ranks} ranks" if ended else None,
-                _mean(ended, lambda m: m.dense_bytes / max(1, m.payload_bytes)),
+                row,
+                _mean(done, lambda m: 100 * m.zeros / m.weights),
+                _mean(done, lambda m: 100 * m.line_zeros / m.zeros if m.zeros else None),
+                _mean(done, lambda m: 100 * m.metadata_bytes / max(1, m.payload_bytes)),
+                done[0].operations if done else None,
+                f"{done[0].speakers} of {done[0].ranks} ranks" if done else None,
+                dense_sent / sent if dense_sent and sent else None,
                 dense_wait / wait if dense_wait and wait else None,
-                _mean(ended, lambda m: m.dense_forward_s / m.forward_s),
+                _mean(done, lambda m: m.dense_forward_s / m.forward_s),
             )
         )
     columns = (
-        "method",
+        "row",
         "sparsity: % zero",
         "in whole lines %",
         "metadata %",
@@ -213,30 +180,40 @@ def measured_table(outcomes: Sequence[Outcome]) -> Table:
         "inference, times",
     )
     return Table(
-        "The same methods in the columns of the PruneX paper's Table 1, measured",
+        "The same rows in the columns of the PruneX paper's Table 1, measured",
         columns,
         tuple(rows),
         (
             "% zero: of the weights of kernels and matrices; in whole lines: the part of them that "
             "fills rows or columns of C_out x (C_in kh kw), which a smaller network does without",
-            "metadata: indices, bitmaps and masks, as a share of the payload",
-            "saved: what dense SGD hands over in these steps over what the method does, and the "
-            "synchronisation time of dense in this table over the method's",
+            "metadata: indices, bitmaps and masks, as a share of the operands",
+            "saved: what leaves a node, and the synchronisation time, of the row dense over the "
+            "row's own",
             "inference: the forward pass of the dense network over that of the network as training "
             "leaves it, in turns",
         ),
     )
 
 
-def tuning_table(grid: Sequence[float], tunings: Sequence[Tuning], how: str) -> Table:
-    """Return the held-out accuracy of each method at each learning rate of the grid."""
+def tuning_table(found: Comparison) -> Table:
+    """Return the held-out accuracy of each row at each learning rate that was tried."""
+    grid = sorted({lr for tuning in found.tunings for lr in tuning.scores})
     rows = []
-    for tuning in tunings:
-        cells = ["diverged" if a is None else 100 * a for a in tuning.accuracies]
-        at_edge = len(grid) > 1 and tuning.lr in (min(grid), max(grid))
-        rows.append((tuning.method, *cells, tuning.lr, "yes" if at_edge else "no"))
-    columns = ("method", *(f"accuracy % at {lr:g}" for lr in grid), "chosen", "end of the grid")
-    return Table("Learning rates", columns, tuple(rows), (how,))
+    for tuning in found.tunings:
+        scores = tuning.scores
+        cells: list[Cell] = []
+        for lr in grid:
+            tried = scores.get(lr)
+            cells.append(None if tried is None else _cell(tried[0]))
+        inside = "yes" if lies_inside(scores) else "no"
+        rows.append((tuning.row, *cells, tuning.lr, inside, "yes" if tuning.chance else "no"))
+    columns = ("row", *(f"{lr:g}" for lr in grid), "chosen", "inside", "at chance")
+    notes = ("accuracy % on held-out images; -: not tried", found.notes[0])
+    return Table("Learning rates", columns, tuple(rows), notes)
+
+
+def _cell(accuracy: float) -> Cell:
+    return "diverged" if accuracy == NOTHING[0] else 100 * accuracy
 
 
 def _mean(measured: Sequence[Measured], value: Callable[[Measured], float | None]) -> float | None:

@@ -1,0 +1,161 @@
+"""What runs of a comparison measured, and the whole of it as JSON, of which tables are made."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prunex_mpi.tools.compare.search import NOTHING, Score, best_rate
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a run was when it was evaluated: bytes that had left a node, seconds of training."""
+
+    iteration: int
+    sent_bytes: int
+    train_s: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one run measured, as world rank 0 saw it; all sums are over the run.
+
+    `accuracy` is a fraction. `samples` are those that steps were taken on, `extra_samples` those
+    that the method looked at besides, to decide what to prune. `payload_bytes` are operands that
+    one worker hands to collectives between nodes, masks included, `metadata_bytes` the part of them
+    that says where values belong; `sent_bytes` leave a node for them by ring algorithms. `sync_s`
+    is waiting for messages, `own_s` the method's own work. Of `weights`, the elements of matrices
+    and kernels in the delivered model, `zeros` are 0 and `line_zeros` of these fill whole rows or
+    columns. `operations` is what it calls to send between nodes.
+    """
+
+    accuracy: float
+    loss: float
+    samples: int
+    extra_samples: int
+    epochs: float
+    steps: int
+    payload_bytes: int
+    sent_bytes: int
+    metadata_bytes: int
+    sync_s: float
+    own_s: float
+    local_s: float
+    train_s: float
+    parameters: int
+    parameters_left: int
+    weights: int
+    zeros: int
+    line_zeros: int
+    forward_s: float
+    dense_forward_s: float
+    speakers: int
+    ranks: int
+    operations: str
+    curve: tuple[Point, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run of a row: `measured` is None where it diverged, and `problem` then says how."""
+
+    row: str
+    seed: int
+    lr: float
+    measured: Measured | None
+    problem: str = ""
+
+    @property
+    def score(self) -> Score:
+        """What the search of a learning rate goes by."""
+        return (self.measured.accuracy, -self.measured.loss) if self.measured else NOTHING
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The runs that chose a row's learning rate, and whether the best was better than guessing."""
+
+    row: str
+    runs: tuple[Outcome, ...]
+    chance: bool
+
+    @property
+    def scores(self) -> dict[float, Score]:
+        """What each rate reached."""
+        return {run.lr: run.score for run in self.runs}
+
+    @property
+    def lr(self) -> float | None:
+        """The rate chosen; None where every run diverged."""
+        return best_rate(self.scores)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that tables and figures are made of.
+
+    `outcomes` are of rows as they are given, `equal` of those cut to the "bytes" or the "time" that
+    the row `reference` names for it has spent. `notes` say first how learning rates were chosen.
+    """
+
+    title: str
+    machine: Mapping[str, str]
+    rows: tuple[str, ...]
+    seeds: tuple[int, ...]
+    tunings: tuple[Tuning, ...]
+    outcomes: tuple[Outcome, ...]
+    equal: Mapping[str, tuple[Outcome, ...]]
+    reference: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def to_dict(value: Comparison | Outcome) -> dict[str, Any]:
+    """Return a comparison or an outcome as what JSON holds."""
+    return asdict(value)
+
+
+def outcome_from(found: Mapping[str, Any]) -> Outcome:
+    """Return the outcome that `to_dict` was given; raise KeyError or TypeError otherwise."""
+    measured = found["measured"]
+    if measured is not None:
+        curve = tuple(Point(**point) for point in measured["curve"])
+        measured = Measured(**{**measured, "curve": curve})
+    return Outcome(**{**found, "measured": measured})
+
+
+def comparison_from(found: Mapping[str, Any]) -> Comparison:
+    """Return the comparison that `to_dict` was given; raise KeyError or TypeError otherwise."""
+    tunings = tuple(
+        Tuning(**{**tuning, "runs": tuple(map(outcome_from, tuning["runs"]))})
+        for tuning in found["tunings"]
+    )
+    lists = {key: tuple(found[key]) for key in ("rows", "seeds", "notes")}
+    equal = {key: tuple(map(outcome_from, runs)) for key, runs in found["equal"].items()}
+    outcomes = tuple(map(outcome_from, found["outcomes"]))
+    return Comparison(
+        **{**found, **lists, "tunings": tunings, "outcomes": outcomes, "equal": equal}
+    )
+
+
+def by_row(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    """Return the outcomes of each row, both in the order of `outcomes`."""
+    found: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        found.setdefault(outcome.row, []).append(outcome)
+    return found
+
+
+def ended(runs: Sequence[Outcome]) -> list[Measured]:
+    """Return what those runs measured that ended."""
+    return [run.measured for run in runs if run.measured is not None]
+
+
+def require_same_work(outcomes: Sequence[Outcome]) -> None:
+    """Raise RuntimeError unless all runs that ended were trained on the same number of samples."""
+    measured = {o.row: o.measured for o in outcomes if o.measured is not None}
+    trained = {row: m.samples for row, m in measured.items()}
+    if len(set(trained.values())) > 1:
+        raise RuntimeError(f"rows were not trained on the same number of samples: {trained}")
+    if any(m.extra_samples < 0 for m in measured.values()):
+        raise RuntimeError(f"methods have drawn fewer samples than they report: {measured}")

@@ -1,0 +1,157 @@
+"""What a comparison trains: rows, each a method with settings of its own over common ones.
+
+A row comes from `--methods`, which names as many rows as methods, or from a plan, a TOML file:
+
+    [settings]                  # common; a setting goes to the rows that it means something to
+    model = "resnet8"
+
+    [rows."local-sgd int4"]     # a row: its method, its settings, its learning rate if not tuned
+    method = "local-sgd"
+    payload = "int4"
+"""
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from prunex_mpi.base.errors import UserError, nearest, quote
+from prunex_mpi.settings.fields import ESTIMATED, FIELDS, Settings, key_of, methods_of
+from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, METHODS
+from prunex_mpi.settings.resolve import build, from_table
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# What the comparison itself decides, or what only a run of its own can do.
+OWN = ("seed", "lr", "eps_abs", "eps_rel", "run_dir", "dry_run", *ESTIMATED)
+ALONE = ("resume", "checkpoint_every", "time_limit", "preempt_signals", "on_divergence")
+COMMON = tuple(name for name in FIELDS if name not in ("method", *OWN, *ALONE))
+# What is alike in all rows: the same images on the same ranks.
+SHARED = (
+    *(name for name, field in FIELDS.items() if field.metadata["section"] == "data"),
+    *("device", "mpi_buffers", "ranks_per_node", "leaders_per_node", "timeout", "progress"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method with settings of its own, converted and by field name.
+
+    `lr` is its peak learning rate where that is given.
+    """
+
+    name: str
+    method: str
+    own: Mapping[str, Any]
+    lr: float | None = None
+
+    @property
+    def folder(self) -> str:
+        """The name of the row as that of a folder."""
+        return re.sub(r"[^A-Za-z0-9._=-]+", "-", self.name)
+
+
+def rows_of(methods: Sequence[str], rates: Mapping[str, float]) -> tuple[Row, ...]:
+    """Return a row for each method, named as it."""
+    return tuple(Row(method, method, {}, rates.get(method)) for method in methods)
+
+
+def read_plan(path: str) -> tuple[dict[str, Any], tuple[Row, ...]]:
+    """Return the common settings and the rows of a plan; raise UserError."""
+    where = f"--plan {quote(path, 250)}"
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{where}: {error.strerror}; choose another") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not TOML: {error}") from None
+    for key in table:
+        if key not in ("settings", "rows"):
+            raise UserError(f"{where}: unknown {quote(key)}; there are [settings] and [rows.NAME]")
+    tables = [table.get("settings", {}), table.get("rows", {})]
+    if not all(isinstance(part, dict) for part in (*tables, *tables[1].values())):
+        raise UserError(f"{where}: settings and rows.NAME are tables; write [rows.NAME]")
+    if not tables[1]:
+        raise UserError(f"{where} has no rows; write [rows.NAME]")
+    common = from_table(tables[0], f"[settings] of {where}")
+    _refuse(common, COMMON, f"[settings] of {where}")
+    rows = tuple(_row(name, values, where) for name, values in tables[1].items())
+    folders = [row.folder for row in rows]
+    for row in rows:
+        if folders.count(row.folder) > 1:
+            raise UserError(f"{where}: two rows have the folder {row.folder}; rename one")
+    return common, rows
+
+
+def _row(name: str, table: Mapping[str, Any], where: str) -> Row:
+    here = f"[rows.{name}] of {where}"
+    if "method" not in table:
+        raise UserError(f"{here} has no method; give one of {', '.join(METHODS)}")
+    own = from_table(table, here)
+    method, lr = own.pop("method"), own.pop("lr", None)
+    _refuse(own, [n for n in COMMON if n not in (*SHARED, "preset")], here)
+    return Row(name, method, own, lr)
+
+
+def _refuse(values: Mapping[str, Any], allowed: Sequence[str], where: str) -> None:
+    for name in values:
+        if name not in allowed:
+            raise UserError(f"{key_of(name)} can't stand in {where}; leave it away")
+
+
+def settings_of(
+    common: Mapping[str, Any],
+    row: Row,
+    seed: int,
+    lr: float | None = None,
+    length: Fraction = Fraction(1),
+) -> Settings:
+    """Return the settings of one run of a row; without `lr` the row's counts, else the preset's.
+
+    It has a share `length` of the row's outer iterations; what is a share of these stays one.
+    """
+    values = {name: value for name, value in common.items() if concerns(name, row.method)}
+    values |= {**row.own, "method": row.method, "seed": seed}
+    if lr is not None or row.lr is not None:
+        values["lr"] = lr if lr is not None else row.lr
+    preset = values.pop("preset", FIELDS["preset"].default)
+    if row.method in CONSENSUS:
+        # An early stop would spare it work that the others do.
+        values |= {"eps_abs": 0.0, "eps_rel": 0.0}
+    settings = build(preset, [values])
+    if length == 1:
+        return settings
+    outer = max(1, round(settings.outer_iterations * length))
+    return build(preset, [{**values, "outer_iterations": outer}])
+
+
+def concerns(name: str, method: str) -> bool:
+    """Say whether a common setting is one of a method's."""
+    if method in EVERY_RANK_ALONE and name in ("ranks_per_node", "leaders_per_node"):
+        # Every rank is a node of its own there, which is what is compared.
+        return False
+    return method in methods_of(name)
+
+
+def refuse_unused(common: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Raise UserError for a common setting that means nothing to any row."""
+    methods = list(dict.fromkeys(row.method for row in rows))
+    for name in common:
+        if not any(concerns(name, method) for method in methods):
+            raise UserError(
+                f"--{key_of(name)} means nothing to {', '.join(methods)}; leave it away "
+                f"(it is for {', '.join(methods_of(name))})"
+            )
+
+
+def refuse_unknown(method: str, where: str) -> None:
+    """Raise UserError unless there is such a method."""
+    if method not in METHODS:
+        guess = nearest(method, METHODS)
+        raise UserError(f"{where}: unknown method {quote(method)}; did you mean {guess!r}?")

@@ -1,0 +1,111 @@
+"""Where a comparison keeps its runs, so that an interrupted one goes on."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import UNREADABLE, UserError, quote
+from prunex_mpi.base.files import prepare_file, write_json_durably
+from prunex_mpi.comm.agreement import broadcast_text, together
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import first_difference, from_table, to_toml
+from prunex_mpi.tools.compare.options import Options
+from prunex_mpi.tools.compare.outcomes import Outcome, outcome_from, to_dict
+from prunex_mpi.tools.compare.rows import Row
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+OUTCOMES = "outcomes"
+
+
+def run_name(row: Row, seed: int, equal: str = "") -> str:
+    """Return the name of a run's directory; `equal` is what it may spend no more of."""
+    return f"{row.folder}-{seed}" + (f"-equal-{equal}" if equal else "")
+
+
+def tuning_name(row: Row, lr: float) -> str:
+    """Return the name under which a run that tunes is kept."""
+    return f"{row.folder}-tune-{lr:g}"
+
+
+def prepare(options: Options) -> None:
+    """Raise UserError unless all can be written that --json, --text and --dir name.
+
+    Hours later would be late. Runs that are there already are taken over or refused.
+    """
+    prepare_file("json", options.json_file)
+    prepare_file("text", options.text_file)
+    if not options.folder:
+        return
+    folder = Path(options.folder)
+    try:
+        (folder / OUTCOMES).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--dir {quote(options.folder, 250)}: {error.strerror}") from None
+    if options.resume:
+        return
+    names = [run_name(row, seed) for row in options.rows for seed in options.seeds]
+    for place in (*(folder / name for name in names), *_files(folder)):
+        if place.exists():
+            raise UserError(
+                f"--dir {quote(options.folder, 250)}: {place.name} is there already; --resume "
+                "goes on with it, or choose another"
+            )
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted((folder / OUTCOMES).glob("*.json"))
+
+
+def kept(
+    world: MPI.Comm, folder: str, name: str, settings: Settings, run: Callable[[], Outcome]
+) -> Outcome:
+    """Return the outcome that is kept under `name`; else that of `run()`, which is then kept.
+
+    Without `folder` nothing is kept. Raises UserError where it was another run that has the name.
+    Collective on `world`.
+    """
+    if not folder:
+        return run()
+    file = Path(folder) / OUTCOMES / f"{name}.json"
+    found = together(world, lambda: _read(file, settings) if world.rank == 0 else None)
+    text = broadcast_text(world, json.dumps(found and to_dict(found)))
+    if json.loads(text):
+        return outcome_from(json.loads(text))
+    together(world, lambda: _forget(Path(folder) / name) if world.rank == 0 else None)
+    outcome = run()
+    if world.rank == 0:
+        write_json_durably(file, {"config": to_toml(settings, {}), "outcome": to_dict(outcome)})
+    return outcome
+
+
+def _read(file: Path, settings: Settings) -> Outcome | None:
+    if not file.exists():
+        return None
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        outcome = outcome_from(found["outcome"])
+        other = first_difference(from_table(tomllib.loads(found["config"]), str(file)), settings)
+    except (OSError, ValueError, KeyError, TypeError, UserError):
+        raise UserError(
+            f"{file} can't be read; remove it to do its run again", UNREADABLE
+        ) from None
+    if other is not None:
+        raise UserError(
+            f"{file} is of a run with another {other}; remove it, or choose another --dir"
+        )
+    return outcome
+
+
+def _forget(run: Path) -> None:
+    """Remove what an interrupted run has left: it begins anew."""
+    if (run / "config.toml").exists():
+        shutil.rmtree(run)
