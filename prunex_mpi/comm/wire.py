@@ -169,7 +169,7 @@ def find_wires(
         topology.world if flat else topology.leader,
         worker_weight(topology, flat),
         ring,
-        transport,
+        between_nodes(transport, count) if topology.num_nodes > 1 else transport,
         traffic,
         clock,
     )

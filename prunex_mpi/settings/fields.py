@@ -354,7 +354,6 @@ class Settings:
         before=0,
         low=0,
         high=2**21,
-        methods=BY_ITERATION,
     )
     mpi_buffers: str = _setting(
         _S, "memory handed to MPI", "auto", choices=("auto", "host", "device")

@@ -573,9 +573,9 @@ def test_an_interrupted_comparison_goes_on_and_parts_come_together(quiet, tmp_pa
     trained: list[str] = []
     real = bench_compare.run_one
 
-    def noted(world, topology, settings, *rest, **more):
+    def noted(topology, settings, *rest, **more):
         trained.append(settings.method)
-        return real(world, topology, settings, *rest, **more)
+        return real(topology, settings, *rest, **more)
 
     monkeypatch.setattr(bench_compare, "run_one", noted)
     merged, place = compared([*flags, equal, "--resume"], tmp_path / "parts")

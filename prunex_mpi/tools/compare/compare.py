@@ -119,7 +119,6 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
         heed_findings(place, first)
         train = partial(
             run_one,
-            world,
             topology,
             device=place.device,
             transport=find_transport(place, first),

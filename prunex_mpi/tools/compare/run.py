@@ -45,7 +45,6 @@ FORWARD_TURNS = 5
 
 
 def run_one(
-    world: MPI.Comm,
     topology: Topology,
     settings: Settings,
     dataset: Dataset,
@@ -60,6 +59,7 @@ def run_one(
 
     With `path` the run keeps its directory there. Collective on `world`.
     """
+    world = topology.world
     # Without leaders every rank is a node of its own.
     flat = settings.method in EVERY_RANK_ALONE
     nodes = nodes_of(world, 1) if flat else nullcontext(topology)
