@@ -24,6 +24,7 @@ from prunex_mpi.settings.methods import METHODS
 from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.compare import compare as bench_compare
 from prunex_mpi.tools.compare.compare import compare, hold_out
+from prunex_mpi.tools.compare.figure import curves_of, draw, refuse_impossible, seconds_of
 from prunex_mpi.tools.compare.options import parse
 from prunex_mpi.tools.compare.outcomes import (
     Comparison,
@@ -122,6 +123,8 @@ def cells(table: Table, method: str) -> dict:
         ("--methods dense --part 3/2 --dir x", ["--part", "'3/2'"]),
         ("--methods dense --from x.json", ["--methods", "--from"]),
         ("--from x.json --resume", ["--resume", "--from"]),
+        ("--from x.json --times a=b", ["--times", "--figure"]),
+        ("--from x.json --figure x.svg --times a", ["--times", "'a'"]),
         ("--methods dense --seeds 3 --tune-lr 0.2 --tune-seed 3", ["--tune-seed", "3"]),
         ("--methods dense topk --keep-ratio 0.5", ["--keep-ratio", "dense, topk"]),
         ("--methods dense --compress-ratio 2", ["--compress-ratio", "2"]),
@@ -430,6 +433,40 @@ def test_the_operations_of_every_method_are_named():
     assert operations(make(method="local-sgd")) == "Allreduce"
     assert operations(make(method="local-sgd", payload="int8sum")) == "Allreduce"
     assert operations(make(method="local-sgd", payload="int4")) == "Alltoallv, Allgather"
+
+
+def test_a_course_is_the_mean_over_seeds_on_bytes_and_on_the_seconds_of_others():
+    first, second = RAN.curve
+    other = replace(RAN, curve=(first, replace(second, accuracy=0.7)))
+    runs = [Outcome("dense", 0, 0.1, RAN), Outcome("dense", 1, 0.1, other)]
+    (curve,) = curves_of([*runs, Outcome("topk", 0, 0.1, None, "why")])
+    assert (curve.row, curve.sent_mib, curve.share) == ("dense", (0.5, 1), (0.5, 1))
+    assert curve.accuracy == pytest.approx((25, 60))
+    assert curve.spread == pytest.approx(200**0.5)
+    # Half as long, in half the steps, at a fifth of the pace.
+    slow = outcomes("dense", steps=5, train_s=17.5)
+    assert seconds_of(comparison(runs), comparison(slow)) == {"dense": 35}
+
+
+def test_a_figure_shows_every_row_once_per_panel(tmp_path):
+    found = comparison(outcomes("dense", "topk", accuracy=0.5))
+    draw(found, {"100 Mbit/s": found, "1 Gbit/s": found}, str(tmp_path / "figure.svg"))
+    text = (tmp_path / "figure.svg").read_text(encoding="utf-8")
+    for words in ("MiB that left a node", "seconds, 100 Mbit/s", "seconds, 1 Gbit/s", "topk"):
+        assert text.count(f"<!-- {words} -->") == 1, words
+    with pytest.raises(UserError, match="nothing to draw"):
+        draw(comparison(outcomes("dense", curve=())), {}, str(tmp_path / "none.svg"))
+    with pytest.raises(UserError, match="No such file"):
+        draw(found, {}, str(tmp_path / "nowhere" / "figure.svg"))
+
+
+def test_what_no_figure_can_be_drawn_with_is_refused(monkeypatch):
+    with pytest.raises(UserError, match=r"ends in \.svg"):
+        refuse_impossible("figure.txt")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install .*\[report\]"):
+        refuse_impossible("figure.svg")
+    refuse_impossible("")
 
 
 def test_help_names_methods_and_starts_nothing():

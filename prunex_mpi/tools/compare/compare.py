@@ -29,6 +29,7 @@ from prunex_mpi.run.program import watched
 from prunex_mpi.run.start import find_transport, heed_findings, refuse_lone_singleton, take_places
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.compare import store
+from prunex_mpi.tools.compare.figure import draw, refuse_impossible
 from prunex_mpi.tools.compare.options import Options
 from prunex_mpi.tools.compare.outcomes import (
     Comparison,
@@ -62,33 +63,37 @@ class Bench:
 def compare(world: MPI.Comm, options: Options) -> int:
     """Compare under the eyes of a watchdog; world rank 0 prints and writes. Collective."""
     if options.source:
-        found = together(world, lambda: read(options.source))
-        show(world, options, found)
+        together(world, lambda: show_again(options) if world.rank == 0 else None)
         return 0
     timeout_s = settings_of(options.common, options.rows[0], options.seeds[0]).timeout
     with watched(world, timeout_s) as watchdog:
-        show(world, options, run_all(world, options, watchdog.heartbeat))
+        found = run_all(world, options, watchdog.heartbeat)
+        together(world, lambda: show(options, found, {}) if world.rank == 0 else None)
         # Nobody leaves while another may still need the job.
         world.Barrier()
     return 0
 
 
-def read(path: str) -> Comparison:
-    """Return the comparison that a file holds; raise UserError."""
+def show_again(options: Options) -> None:
+    """Show what a file holds; raise UserError."""
+    refuse_impossible(options.figure)
+    times = {name: read("times", path) for name, path in options.times.items()}
+    show(options, read("from", options.source), times)
+
+
+def read(flag: str, path: str) -> Comparison:
+    """Return the comparison that the file of a flag holds; raise UserError."""
+    where = f"--{flag} {quote(path, 250)}"
     try:
         return comparison_from(json.loads(Path(path).read_text(encoding="utf-8"))["comparison"])
     except OSError as error:
-        raise UserError(f"--from {quote(path, 250)}: {error.strerror}", UNREADABLE) from None
+        raise UserError(f"{where}: {error.strerror}", UNREADABLE) from None
     except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"--from {quote(path, 250)} is not what --json of a comparison writes", UNREADABLE
-        ) from None
+        raise UserError(f"{where} is not what --json of a comparison writes", UNREADABLE) from None
 
 
-def show(world: MPI.Comm, options: Options, found: Comparison) -> None:
-    """Print and write on world rank 0."""
-    if world.rank:
-        return
+def show(options: Options, found: Comparison, times: dict[str, Comparison]) -> None:
+    """Print, write and draw; raise UserError."""
     tables = tables_of(found)
     text = "\n\n".join(["\n".join(found.machine.values()), *map(format_table, tables)])
     print(text, flush=True)
@@ -97,6 +102,8 @@ def show(world: MPI.Comm, options: Options, found: Comparison) -> None:
     if options.json_file:
         whole = as_json(dict(found.machine), tables) | {"comparison": to_dict(found)}
         write_json(options.json_file, whole)
+    if options.figure:
+        draw(found, times, options.figure)
 
 
 def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparison:

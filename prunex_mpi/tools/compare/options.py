@@ -36,7 +36,7 @@ class Options:
     choose it, from `grid` on, with seed `tune_seed`; without a grid it is the preset's. This job
     does the rows whose number is `part[0]` modulo `part[1]`. Rows that have spent more than the
     row `equal_bytes` or `equal_time` are trained once more, only so far. With `source` nothing is
-    trained: that file is shown.
+    trained: that file is shown, its figure over the seconds of other files, `times`, by name.
     """
 
     rows: tuple[Row, ...]
@@ -53,7 +53,9 @@ class Options:
     resume: bool
     json_file: str
     text_file: str
+    figure: str
     source: str
+    times: Mapping[str, str]
 
     @property
     def tuned(self) -> tuple[Row, ...]:
@@ -101,6 +103,13 @@ def build_parser() -> Parser:
     add("--resume", action="store_true", help="take over the runs that --dir has already")
     add("--json", metavar="FILE", help="write all there is to know there")
     add("--text", metavar="FILE", help="write what is printed there too")
+    add("--figure", metavar="FILE", help="draw accuracy over bytes and time: .svg, .png or .pdf")
+    add(
+        "--times",
+        nargs="+",
+        metavar="NAME=FILE",
+        help="with --from and --figure: over the seconds that such a file has of the same rows",
+    )
     add_settings(parser, COMMON)
     return parser
 
@@ -112,7 +121,8 @@ def parse(argv: Sequence[str]) -> Options:
     `--help` prints and exits.
     """
     given = vars(build_parser().parse_all(join_negative_numbers(argv)))
-    places = {key: given.pop(key, "") for key in ("dir", "json", "text", "source")}
+    places = {key: given.pop(key, "") for key in ("dir", "json", "text", "figure", "source")}
+    times = _times(given.pop("times", []), places)
     _refuse_what_excludes(given, places)
     rates = given.pop("lr", [])
     common, rows = _rows(given, rates)
@@ -143,7 +153,9 @@ def parse(argv: Sequence[str]) -> Options:
         resume=given.pop("resume", False),
         json_file=places["json"],
         text_file=places["text"],
+        figure=places["figure"],
         source=places["source"],
+        times=times,
         common=common | {name: convert_flag(name, text) for name, text in given.items()},
     )
     if options.resume and not options.folder:
@@ -165,6 +177,18 @@ def _refuse_what_excludes(given: Mapping[str, Any], places: Mapping[str, str]) -
         raise UserError("--methods and --plan both name rows; keep one of them")
     if "methods" not in given and "plan" not in given:
         raise UserError(f"--methods is missing: give some of {', '.join(METHODS)}, or --plan")
+
+
+def _times(items: Sequence[str], places: Mapping[str, str]) -> dict[str, str]:
+    """Return the files of NAME=FILE by name."""
+    if items and not (places["source"] and places["figure"]):
+        raise UserError("--times means nothing without --from and --figure; give both")
+    pairs = [item.partition("=") for item in items]
+    for item, (name, _, path) in zip(items, pairs, strict=True):
+        if not (name and path):
+            raise UserError(f"--times {quote(item)}: give NAME=FILE")
+    _refuse_repeated("times", [name for name, _, _ in pairs])
+    return {name: path for name, _, path in pairs}
 
 
 def _rows(given: dict[str, Any], rates: Sequence[str]) -> tuple[dict[str, Any], tuple[Row, ...]]:

@@ -14,6 +14,7 @@ from prunex_mpi.base.files import prepare_file, write_json_durably
 from prunex_mpi.comm.agreement import broadcast_text, together
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import first_difference, from_table, to_toml
+from prunex_mpi.tools.compare.figure import refuse_impossible
 from prunex_mpi.tools.compare.options import Options
 from prunex_mpi.tools.compare.outcomes import Outcome, outcome_from, to_dict
 from prunex_mpi.tools.compare.rows import Row
@@ -37,12 +38,13 @@ def tuning_name(row: Row, lr: float) -> str:
 
 
 def prepare(options: Options) -> None:
-    """Raise UserError unless all can be written that --json, --text and --dir name.
+    """Raise UserError unless all can be written that --json, --text, --figure and --dir name.
 
     Hours later would be late. Runs that are there already are taken over or refused.
     """
     prepare_file("json", options.json_file)
     prepare_file("text", options.text_file)
+    refuse_impossible(options.figure)
     if not options.folder:
         return
     folder = Path(options.folder)
