@@ -18,7 +18,9 @@ from prunex_mpi.core.metrics import iteration_record, layer_records
 from prunex_mpi.core.residuals import Residuals
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import Work, next_iteration
+from prunex_mpi.core.steps import local_steps, rounds_left
 from prunex_mpi.pruning.masks import mask_drift
+from prunex_mpi.settings.methods import QUADRATIC
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,10 @@ class Round:
 
 def rounds(work: Work) -> Iterator[Round]:
     """Go through the outer iterations that are left, from `position` on."""
-    total = work.settings.outer_iterations
-    for k in range(work.state.position.iteration, total + 1):
+    while (left := rounds_left(work)) > 0:
+        k = work.state.position.iteration
         work.heartbeat.iteration = k
-        yield Round(k, k == total, time.perf_counter(), work.state.mask)
+        yield Round(k, left == 1, time.perf_counter(), work.state.mask)
 
 
 @contextmanager
@@ -67,8 +69,20 @@ def split_local(work: Work, this: Round, waiting: str) -> None:
 
 def evaluates(work: Work, this: Round, ends: bool = False) -> bool:
     """Say whether z is evaluated in this outer iteration; where the run `ends` it is."""
-    due = ends or this.last or this.k % work.settings.evaluate_every == 0
+    due = ends or this.last or falls_due(work, this.k)
     return due and work.problem.test is not None
+
+
+def falls_due(work: Work, k: int) -> bool:
+    """Say whether outer iteration `k` completes as many as there are between two evaluations.
+
+    Where they are of several lengths their steps count, so that all methods see as many samples.
+    """
+    every = work.settings.evaluate_every
+    if work.settings.method not in QUADRATIC:
+        return k % every == 0
+    done, every = work.state.position.steps_done, every * work.problem.steps
+    return (done + local_steps(work)) // every > done // every
 
 
 def measures_residuals(work: Work, this: Round) -> bool:

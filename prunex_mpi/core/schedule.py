@@ -31,6 +31,16 @@ def learning_rate(
     return base * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
+def quadratic_interval(rate: float, alpha: float, least: int, left: int) -> int:
+    """Return the local steps until the next exchange, of the `left` ones of the run.
+
+    max(least, floor((alpha / rate)^2)), the Quadratic Synchronization Rule (Gu et al. 2024).
+    """
+    ratio = alpha / rate if rate > 0 else math.inf
+    wanted = ratio * ratio
+    return left if wanted >= left else min(left, max(least, int(wanted)))
+
+
 def strictness(iteration: int, warmup: int, ramp: int) -> float:
     """Return how far keep ratios have moved from 1 (dense) to their target in `iteration` (from 1).
 

@@ -15,6 +15,7 @@ from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import StopAgreement
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.core.coded import Coded, whole_blocks
+from prunex_mpi.core.optimizer import build_optimizer, momentum_of
 from prunex_mpi.core.residuals import Residuals, update_penalty
 from prunex_mpi.data.batches import BatchStream, Shard
 from prunex_mpi.models import batchnorm
@@ -24,12 +25,12 @@ from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.masks import Factors, apply_factors_, build_factors
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import (
-    BY_ITERATION,
+    AVERAGING,
     CONSENSUS,
     EVERY_RANK_ALONE,
-    OWN_MOMENTUM,
     PER_STEP,
     REMOVING,
+    SPARSE,
 )
 
 # `own.` tensors of a method's memory are each rank's: parts of a vector whose sum over all ranks is
@@ -126,7 +127,7 @@ class State:
     bn_modules: list[_BatchNorm]
     theta: Tensor
     grad: Tensor
-    optimizer: torch.optim.SGD
+    optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     u: Tensor
     v: Tensor
@@ -185,12 +186,6 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
     stats = theta.new_empty(batchnorm.numel(bn_modules))
     batchnorm.read_(bn_modules, stats)
     mask = np.ones(groups.total, dtype=bool)
-    # The fused step makes no temporaries: one pass for weight decay, momentum and update.
-    momentum = 0.0 if settings.method in OWN_MOMENTUM else settings.momentum
-    optimizer = torch.optim.SGD([theta], lr=settings.lr, momentum=momentum, fused=True)
-    if momentum:
-        # The fused step leaves a buffer of its own uninitialised when fp16 skips the first step.
-        optimizer.state[theta]["momentum_buffer"] = torch.zeros_like(theta)
     layers = len(layout.segments)
     return State(
         layout=layout,
@@ -198,7 +193,7 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
         bn_modules=bn_modules,
         theta=theta,
         grad=grad,
-        optimizer=optimizer,
+        optimizer=build_optimizer(theta, settings),
         scaler=torch.amp.GradScaler(theta.device.type, enabled=settings.amp == "fp16"),
         u=torch.zeros_like(theta),
         v=torch.zeros_like(theta),
@@ -214,7 +209,7 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
         mask=mask,
         factors=build_factors(mask, groups, theta.device, theta.dtype),
         plan=build_plan(layout, groups, mask, theta.device),
-        memory=memory_of_rounding(theta, stats) if sends_codes(settings) else {},
+        memory=memory_of_message(settings, theta, stats),
         whole=Whole(
             layout, stats.numel(), tuple((name, b.shape) for name, b in model.named_buffers())
         ),
@@ -236,12 +231,14 @@ def every_rank_sends(settings: Settings) -> bool:
 
 def sends_codes(settings: Settings) -> bool:
     """Say whether nodes, where there are several, exchange fewer bits than parameters have."""
-    return settings.method in BY_ITERATION and settings.payload != "fp32"
+    return settings.method in AVERAGING and settings.payload != "fp32"
 
 
-def memory_of_rounding(theta: Tensor, stats: Tensor) -> dict[str, Tensor]:
-    """Allocate what a payload of fewer bits remembers: nothing left over, first statistics."""
-    return {REST: theta.new_zeros(whole_blocks(theta.numel())), KNOWN: stats.clone()}
+def memory_of_message(settings: Settings, theta: Tensor, stats: Tensor) -> dict[str, Tensor]:
+    """Allocate what messages between nodes leave: nothing left over, first statistics."""
+    if sends_codes(settings):
+        return {REST: theta.new_zeros(whole_blocks(theta.numel())), KNOWN: stats.clone()}
+    return {KNOWN: stats.clone()} if settings.method in SPARSE else {}
 
 
 def find_stats_groups(
@@ -300,7 +297,7 @@ def freeze(state: State, consensus_sgd: bool) -> None:
     """
     state.frozen = True
     state.consensus_sgd = consensus_sgd
-    momentum = state.optimizer.state[state.theta].get("momentum_buffer")
+    momentum = momentum_of(state.optimizer, state.theta)
     for flat in (state.theta, momentum, state.u, state.v):
         if flat is not None:
             apply_factors_(flat, state.layout, state.groups, state.factors)
@@ -308,6 +305,13 @@ def freeze(state: State, consensus_sgd: bool) -> None:
         state.u.zero_()
         state.v.zero_()
         state.payload = new_payload(state.theta, state.plan.numel, state.stats_kept.numel())
+
+
+def forget_momentum_(state: State) -> None:
+    """Let the optimizer begin without momentum, of AdamW without first moment."""
+    momentum = momentum_of(state.optimizer, state.theta)
+    if momentum is not None:
+        momentum.zero_()
 
 
 def starts_from_z(state: State, settings: Settings) -> bool:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.schedule import ROLLBACK_FACTOR, learning_rate
+from prunex_mpi.core.schedule import ROLLBACK_FACTOR, learning_rate, quadratic_interval
 from prunex_mpi.core.state import Work
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import PRUNING_ONCE
+from prunex_mpi.settings.methods import PRUNING_ONCE, QUADRATIC
 
 
 @contextmanager
@@ -59,16 +59,23 @@ def step_optimizer_(work: Work) -> None:
     """Move theta along the unscaled gradient, at the learning rate of this step of the run."""
     state, settings = work.state, work.settings
     position = state.position
-    state.optimizer.param_groups[0]["lr"] = learning_rate(
-        steps_taken(work),
-        total_steps(settings, work.problem.steps),
-        base=settings.lr * ROLLBACK_FACTOR**position.rollbacks,
+    total = total_steps(settings, work.problem.steps)
+    rate = rate_at(settings, steps_taken(work), total, position.rollbacks)
+    state.optimizer.param_groups[0]["lr"] = rate
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+
+
+def rate_at(settings: Settings, step: int, total: int, rollbacks: int) -> float:
+    """Return the learning rate of local step `step` of `total`, after so many rollbacks."""
+    return learning_rate(
+        step,
+        total,
+        base=settings.lr * ROLLBACK_FACTOR**rollbacks,
         schedule=settings.lr_schedule,
         warmup=settings.lr_warmup,
         final=settings.lr_final,
     )
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
 
 
 def steps_taken(work: Work) -> int:
@@ -79,8 +86,51 @@ def steps_taken(work: Work) -> int:
 
 def local_steps(work: Work) -> int:
     """Return the number of local steps of the outer iteration under way."""
+    settings, position = work.settings, work.state.position
+    if settings.method in QUADRATIC:
+        return quadratic_steps(
+            settings, work.problem.steps, position.steps_done, position.rollbacks
+        )
     frozen = work.settings.frozen_local_steps if work.state.frozen else 0
     return frozen or work.problem.steps
+
+
+def quadratic_steps(settings: Settings, least: int, done: int, rollbacks: int = 0) -> int:
+    """Return the steps of an outer iteration of qsr that has `done` steps before it.
+
+    By the learning rate at its beginning; while that still warms up, by the one afterwards. The
+    last outer iteration ends with the run.
+    """
+    total = total_steps(settings, least)
+    warm = max(done, round(settings.lr_warmup * total))
+    rate = rate_at(settings, warm, total, rollbacks)
+    return quadratic_interval(rate, settings.qsr_alpha, least, total - done)
+
+
+def quadratic_rounds(
+    settings: Settings, least: int, done: int = 0, rollbacks: int = 0, most: int = 0
+) -> int:
+    """Return the outer iterations of a run of qsr that are left after `done` steps.
+
+    Counts up to `most`, where that is given.
+    """
+    total, count = total_steps(settings, least), 0
+    while done < total and (not most or count < most):
+        done += quadratic_steps(settings, least, done, rollbacks)
+        count += 1
+    return count
+
+
+def rounds_left(work: Work, most: int = 2) -> int:
+    """Return the outer iterations that are left, with the one under way; `most`, if more, or all.
+
+    All are counted with 0 as `most`.
+    """
+    settings, position = work.settings, work.state.position
+    if settings.method not in QUADRATIC:
+        return settings.outer_iterations + 1 - position.iteration
+    places = position.steps_done, position.rollbacks
+    return quadratic_rounds(settings, work.problem.steps, *places, most)
 
 
 def total_steps(settings: Settings, steps: int) -> int:
@@ -95,7 +145,12 @@ def total_steps(settings: Settings, steps: int) -> int:
 
 
 def steps_behind(work: Work) -> int:
-    """Return the local steps that an exchange runs behind, the same share of all at any stage."""
+    """Return the local steps that an exchange runs behind, the same share of all at any stage.
+
+    Where the interval grows with time, and an exchange takes as long as ever, they are as many.
+    """
+    if work.settings.method in QUADRATIC:
+        return work.settings.overlap_steps
     return -(-work.settings.overlap_steps * local_steps(work) // work.problem.steps)
 
 

@@ -30,6 +30,7 @@ from prunex_mpi.methods import (
     pactrain_mask,
     powersgd,
     prunetrain,
+    sparseloco,
     topk,
 )
 from prunex_mpi.models.layout import Layout
@@ -75,8 +76,10 @@ def operations_of(settings: Settings) -> tuple[tuple[str, str, str, str], ...]:
     match settings.method:
         case "prunex" | "prunex-flat" | "one-shot":
             return (*CHOICE, average)
-        case "local-sgd" | "diloco":
+        case "local-sgd" | "diloco" | "qsr":
             return (average,)
+        case "sparseloco":
+            return sparseloco.OPERATIONS
         case other:
             return module_of(other).OPERATIONS
 
@@ -88,10 +91,12 @@ def memory_of(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Te
     on the host); all are contiguous. Raises UserError where the method can't work on such a layout.
     """
     match settings.method:
-        case "prunex" | "prunex-flat" | "local-sgd" | "one-shot":
+        case "prunex" | "prunex-flat" | "local-sgd" | "qsr" | "one-shot":
             return {}
         case "diloco":
             return outer_memory(theta)
+        case "sparseloco":
+            return sparseloco.memory(theta)
         case method:
             return module_of(method).memory(settings, layout, theta)
 

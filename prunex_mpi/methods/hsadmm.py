@@ -52,6 +52,7 @@ from prunex_mpi.core.state import (
     State,
     Work,
     change_mask,
+    forget_momentum_,
     freeze,
     starts_from_z,
     update_penalties,
@@ -156,6 +157,8 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
     state, settings, position = work.state, work.settings, work.state.position
     if position.step == 0 and starts_from_z(state, settings):
         state.theta.copy_(state.z_node if position.under_way else state.z)
+    if position.step == 0 and settings.inner_momentum == "reset":
+        forget_momentum_(state)
     group = state.optimizer.param_groups[0]
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
     group["weight_decay"] = settings.weight_decay if in_theta else 0.0

@@ -1,11 +1,13 @@
-"""The driver of the methods that average dense parameters once per outer iteration.
+"""The driver of the methods that train locally and exchange once per outer iteration.
 
 H-SADMM without duals: its phases 1, 2 and 4 are the local steps and the average, with the same
 interval, the same `--node-sync` and the same messages (`hsadmm.py` names communicators, operations
 and operands).
 
 - `local-sgd`: theta starts each outer iteration from the mean over all ranks.
+- `qsr`: the same, with an interval that grows as the learning rate falls (Gu et al. 2024).
 - `diloco`: that mean is a step of SGD with Nesterov momentum (Douillard et al. 2023).
+- `sparseloco`: a few values of what the local steps have changed travel (Sarfi et al. 2025).
 - `one-shot`: at the end of one outer iteration the groups of largest magnitude are kept, as phase 3
   does, and what follows is training on the fixed support with the payload that has shrunk.
 """
@@ -22,13 +24,20 @@ from prunex_mpi.core.rounds import finish_round, goes_behind, phase, rounds, spl
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import Work, freeze
 from prunex_mpi.core.steps import averaging
+from prunex_mpi.methods import sparseloco
 from prunex_mpi.methods.hsadmm import (
     inter_node_consensus,
     intra_node_consensus,
     local_computation,
     project,
 )
-from prunex_mpi.settings.methods import PRUNING_ONCE
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.methods import PRUNING_ONCE, SPARSE
+
+# With fewer local steps, momentum that is kept and DiLoCo's outer momentum drive each other.
+FEWEST_KEPT = 8
+# A rate that suits SGD: AdamW moves every weight by about as much at each step.
+HIGH_ADAMW_RATE = 0.02
 
 
 def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]:
@@ -40,6 +49,9 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
     state, settings, position = work.state, work.settings, work.state.position
     wires = find_wires(topology, False, work.transport, position.traffic, position.clock)
     leader, node = wires.workers, wires.node
+    sparse = settings.method in SPARSE
+    space = sparseloco.allocate(topology.num_nodes, work) if sparse else None
+    recalibrates = settings.bn == "recalibrate"
     with averaging(node if settings.node_sync == "step" else None, work) as averager:
         for this in rounds(work):
             prune = settings.method in PRUNING_ONCE and this.k == settings.prune_iteration
@@ -59,13 +71,37 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
                     freeze(state, True)
             with phase(work, this, "inter"):
                 behind = goes_behind(work, this, stage)
-                inter_node_consensus(wires, work, stage, behind)
+                if space is not None:
+                    sparseloco.exchange_(wires, space, work)
+                else:
+                    inter_node_consensus(wires, work, stage, behind)
                 loss = mean_over_ranks(topology.world, loss)
             with phase(work, this, "dual"):
                 if not behind:
                     outer_step_(state, settings)
 
-            if prune and settings.bn == "recalibrate":
+            # Nobody was trained with z: its statistics are estimated where it is looked at.
+            estimate = recalibrates and settings.method not in PRUNING_ONCE
+            if (prune and recalibrates) or (estimate and this.last):
                 with phase(work, this, "evaluate"):
                     estimate_statistics(topology, work)
-            yield finish_round(topology, work, this, loss)
+            estimate = estimate and not this.last
+            yield finish_round(topology, work, this, loss, estimate=estimate)
+
+
+def advice(settings: Settings, steps: int) -> list[str]:
+    """Return a line for each thing that is known to go wrong with `steps` local steps."""
+    lines = []
+    kept = settings.method == "diloco" and settings.inner_momentum == "keep" and settings.momentum
+    if kept and steps < FEWEST_KEPT:
+        lines.append(
+            f"diloco keeps the inner momentum over exchanges that are {steps} local steps apart: "
+            f"below {FEWEST_KEPT} that is stable at very small learning rates alone; give "
+            "--inner-momentum reset"
+        )
+    if settings.inner_optimizer == "adamw" and settings.lr > HIGH_ADAMW_RATE:
+        lines.append(
+            f"lr {settings.lr:g} is high for adamw, which moves every weight by about that much at "
+            "each step; 0.001 is usual"
+        )
+    return lines

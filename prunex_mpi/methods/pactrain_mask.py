@@ -13,6 +13,7 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import together
 from prunex_mpi.comm.wire import Wires
 from prunex_mpi.compress.support import restart_
+from prunex_mpi.core.optimizer import momentum_of
 from prunex_mpi.core.state import State, Work
 from prunex_mpi.models.layout import matrices
 from prunex_mpi.pruning.unstructured import (
@@ -75,7 +76,7 @@ def choose_pruned(wires: Wires, work: Work) -> Tensor:
 
 def adopt_pruned_(state: State, pruned: Tensor) -> None:
     """Make `pruned` the mask in force: weights and momentum vanish on it, buckets are unstable."""
-    momentum = state.optimizer.state[state.theta].get("momentum_buffer")
+    momentum = momentum_of(state.optimizer, state.theta)
     for flat in (state.theta, momentum):
         if flat is not None:
             flat.masked_fill_(pruned, 0.0)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from prunex_mpi.comm.wire import Wire, Wires
+from prunex_mpi.core.optimizer import momentum_of
 from prunex_mpi.core.state import SHARED, State, Work, build_state
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.models.standalone import fill_, resize_
@@ -95,14 +96,14 @@ def remove_(state: State, model: nn.Module, removed: np.ndarray, settings: Setti
     coupling = remaining_coupling(state.layout, state.groups, state.mask)
     sizes = smaller_sizes(model, coupling, removed)
     tensors = smaller_tensors(model, coupling, removed)
-    momentum = state.optimizer.state[state.theta].get("momentum_buffer")
+    momentum = momentum_of(state.optimizer, state.theta)
     if momentum is not None:
         momentum = cut(momentum, state.layout, coupling, removed)
     resize_(model, sizes)
     fill_(model, tensors)
     _rebuild(state, model, state.mask & ~removed, settings)
     if momentum is not None:
-        state.optimizer.state[state.theta]["momentum_buffer"].copy_(momentum)
+        momentum_of(state.optimizer, state.theta).copy_(momentum)
 
 
 def resize_to_(state: State, model: nn.Module, mask: np.ndarray, settings: Settings) -> None:

@@ -8,7 +8,9 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.schedule import strictness
 from prunex_mpi.core.state import find_stats_groups, kept_stats
+from prunex_mpi.core.steps import quadratic_rounds
 from prunex_mpi.data.datasets import load
+from prunex_mpi.methods import sparseloco
 from prunex_mpi.methods.exchanges import module_of
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout, build_layout
@@ -18,7 +20,14 @@ from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import select
 from prunex_mpi.run.forecast import Travelling, bytes_of, cost_table, travelling_under
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, LOCAL, PER_STEP
+from prunex_mpi.settings.methods import (
+    CONSENSUS,
+    EVERY_RANK_ALONE,
+    LOCAL,
+    PER_STEP,
+    QUADRATIC,
+    SPARSE,
+)
 
 CIFAR_SIDE = 32
 
@@ -53,6 +62,8 @@ def dry_run(settings: Settings, topology: Topology) -> str:
     groups = make_groups(settings, model, layout, image_size)
     if settings.method in PER_STEP:
         return _dry_run_per_step(settings, topology, layout, size, statistics)
+    if settings.method in SPARSE:
+        return _dry_run_sparse(settings, topology, layout, size, statistics)
     stats_groups = find_stats_groups(model, bn_modules, layout, groups)
 
     def travelling(strict: float) -> Travelling:
@@ -65,7 +76,8 @@ def dry_run(settings: Settings, topology: Topology) -> str:
     warmup, ramp = settings.warmup_iterations, settings.keep_ramp_iterations
     if settings.method in LOCAL:
         warmup, ramp = settings.prune_iteration - 1, 0
-    run = [strictness(k, warmup, ramp) for k in range(1, settings.outer_iterations + 1)]
+    count = _rounds(settings)[0]
+    run = [strictness(k, warmup, ramp) for k in range(1, count + 1)]
     travels = {s: travelling(s) for s in {0.0, 1.0, *run}}
     payloads = {s: bytes_of(settings.payload, t) for s, t in travels.items()}
     total = sum(payloads[s] for s in run)
@@ -98,8 +110,9 @@ def _payload_rows(
     `dense` is the whole model as it is; in the format of the payload, `first` and `final` are one
     outer iteration's before and after the keep ratio falls, and `total` the run's.
     """
-    outer, quality = settings.outer_iterations, _quality(settings, groups)
-    each, over_the_run = "payload per outer iteration", f"payload over {outer} outer iterations"
+    outer, many = _rounds(settings)
+    quality = _quality(settings, groups)
+    each, over_the_run = "payload per outer iteration", f"payload over {many} outer iterations"
     whole = _size_of(dense)
     whole_run = _size_of(dense * outer)
     if settings.payload == "fp32":
@@ -118,6 +131,47 @@ def _payload_rows(
         (over_the_run, f"{_share_of(total, dense * outer)} of dense fp32, {whole_run}{quality}"),
     ]
     return rows if groups.total else [*rows[:3], rows[4]]
+
+
+def _rounds(settings: Settings) -> tuple[int, str]:
+    """Return how many outer iterations there are, and as a text with what is left open.
+
+    Where the interval follows from the learning rate, the steps must be known.
+    """
+    outer = settings.outer_iterations
+    if settings.method not in QUADRATIC:
+        return outer, str(outer)
+    if settings.local_steps <= 0:
+        return outer, f"at most {outer}"
+    outer = quadratic_rounds(settings, settings.local_steps)
+    return outer, str(outer)
+
+
+def _dry_run_sparse(
+    settings: Settings, topology: Topology, layout: Layout, size: int, statistics: int
+) -> str:
+    """Return what a leader hands over where a few values of many travel."""
+    each, how = sparseloco.payload(settings, layout, size, statistics)
+    dense, outer = (layout.numel + statistics) * size, settings.outer_iterations
+    whole_run = _size_of(dense * outer)
+    rows = [
+        *_what_runs(settings, topology, layout, statistics),
+        ("dense payload per outer iteration", _size_of(dense)),
+        ("payload per outer iteration", f"{_share_of(each, dense)} of dense ({how})"),
+        (
+            f"payload over {outer} outer iterations",
+            f"{_share_of(each * outer, dense * outer)} of dense, {whole_run}",
+        ),
+        *_messages(sparseloco.OPERATIONS),
+    ]
+    return format_lines(rows)
+
+
+def _messages(operations: tuple[tuple[str, str, str, str], ...]) -> list[tuple[str, str]]:
+    return [
+        ("message", f"{what}: {operation} over {comm}, {operand}")
+        for what, comm, operation, operand in operations
+    ]
 
 
 def _quality(settings: Settings, groups: Groups) -> str:
@@ -144,10 +198,7 @@ def _dry_run_per_step(
         *_what_runs(settings, topology, layout, statistics),
         ("dense payload per step", _size_of(layout.numel * size)),
         ("payload per step", f"{_size_of(payload)} ({how})"),
-        *(
-            ("message", f"{what}: {operation} over {comm}, {operand}")
-            for what, comm, operation, operand in module.OPERATIONS
-        ),
+        *_messages(module.OPERATIONS),
         ("statistics per outer iteration", _size_of(statistics * size)),
     ]
     return format_lines(rows)

@@ -28,6 +28,7 @@ from prunex_mpi.core.problem import (
 from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.exchanges import memory_of
+from prunex_mpi.methods.local_sgd import advice
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run import checkpoint, summary
 from prunex_mpi.run.directory import RunDirectory
@@ -44,7 +45,7 @@ from prunex_mpi.run.tuning import (
 )
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import EVERY_RANK_ALONE
+from prunex_mpi.settings.methods import EVERY_RANK_ALONE, LOCAL
 from prunex_mpi.settings.resolve import to_toml
 
 
@@ -169,6 +170,9 @@ def assemble(
     state = build_state(model, layout, groups, settings)
     state.memory |= memory_of(settings, layout, state.theta)
     heartbeat.beat(2)
+    if first and settings.method in LOCAL:
+        for line in advice(settings, problem.steps):
+            log.warning("%s", line)
     return Work(state, problem, settings, transport, heartbeat)
 
 

@@ -26,6 +26,7 @@ from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_, reduce_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import worker_weight
 from prunex_mpi.core.message import take_over_
+from prunex_mpi.core.optimizer import remembered
 from prunex_mpi.core.outer_step import outer_step_
 from prunex_mpi.core.state import (
     OWN,
@@ -62,9 +63,7 @@ def contents(topology: Topology, state: State, problem: Problem) -> tuple[Tensor
     tensors |= {"generator.torch": torch.get_rng_state()}
     if state.theta.device.type == "cuda":
         tensors["generator.cuda"] = torch.cuda.get_rng_state(state.theta.device)
-    momentum = state.optimizer.state[state.theta].get("momentum_buffer")
-    if momentum is not None:
-        tensors["momentum"] = momentum
+    tensors |= remembered(state.optimizer, state.theta)
     if not state.consensus_sgd:
         tensors["u"] = state.u
         if topology.is_leader:
@@ -184,14 +183,14 @@ def _expected(
 ) -> dict[str, tuple]:
     """Return shape and dtype of what a rank's file must hold; with `retired` duals none of them."""
     keys = ["theta"]
-    if "momentum_buffer" in state.optimizer.state[state.theta]:
-        keys.append("momentum")
     keys += [] if retired else ["u"]
     if leader:
         keys += ["z_node"] if retired else ["z_node", "v"]
     if first:
         keys.append("z")
     wanted = dict.fromkeys(keys, (tuple(state.theta.shape), state.theta.dtype))
+    for name, moment in remembered(state.optimizer, state.theta).items():
+        wanted[name] = (tuple(moment.shape), moment.dtype)
     for name, buffer in problem.model.named_buffers():
         wanted[f"buffer.{name}"] = (tuple(buffer.shape), buffer.dtype)
     for key in _memory_keys(state, first):
@@ -222,8 +221,8 @@ def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, work: Work) 
     else:
         bcast_(topology.node, state.v, transport)
     bcast_(topology.node, state.z_node, transport)
-    if "momentum" in tensors:
-        state.optimizer.state[state.theta]["momentum_buffer"].copy_(tensors["momentum"])
+    for name, moment in remembered(state.optimizer, state.theta).items():
+        moment.copy_(tensors[name])
     for name, buffer in problem.model.named_buffers():
         buffer.copy_(tensors[f"buffer.{name}"])
     for key in _memory_keys(state, topology.world.rank == 0):
@@ -260,8 +259,10 @@ def put_common(
     """Restore what ranks on other nodes have in common. Collective on `world` and `node`."""
     world, settings, transport = topology.world, work.settings, work.transport
     state, problem = work.state, work.problem
-    momentum = state.optimizer.state[state.theta].get("momentum_buffer")
-    sums, stats = torch.zeros_like(state.theta), torch.zeros_like(state.stats)
+    moments = remembered(state.optimizer, state.theta)
+    stats = torch.zeros_like(state.stats)
+    for moment in moments.values():
+        moment.zero_()
     own = [key for key in state.memory if key.startswith(OWN)]
     for key in own:
         state.memory[key].zero_()
@@ -273,19 +274,19 @@ def put_common(
             buffer.copy_(tensors[f"buffer.{name}"])
         batchnorm.read_(state.bn_modules, state.stats)
         stats.add_(state.stats)
-        if momentum is not None:
-            sums.add_(tensors["momentum"].to(sums.device))
+        for name, moment in moments.items():
+            moment.add_(tensors[name].to(moment.device))
         for key in own:
-            state.memory[key].add_(tensors[key].to(sums.device))
-    allreduce_(world, sums, transport)
+            state.memory[key].add_(tensors[key].to(state.theta.device))
+    for moment in moments.values():
+        allreduce_(world, moment.view(-1), transport)
+        moment.div_(old_size)
     allreduce_(world, stats, transport)
     common = json.loads(broadcast_text(world, json.dumps(first[1])))
     frozen, retired = common["stage"]
     _put_shared(topology, first[0], frozen, retired, state, transport)
     state.u.zero_()
     state.v.zero_()
-    if momentum is not None:
-        momentum.copy_(sums.div_(old_size))
     for key in own:
         allreduce_(world, state.memory[key].view(-1), transport)
         state.memory[key].mul_(worker_weight(topology, every_rank_sends(settings)))

@@ -15,6 +15,7 @@ from prunex_mpi.base.logs import Progress, log
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR
 from prunex_mpi.core.state import Work
+from prunex_mpi.core.steps import rounds_left
 from prunex_mpi.methods import hsadmm, local_sgd, per_step
 from prunex_mpi.run import checkpoint
 from prunex_mpi.run.directory import RunDirectory
@@ -63,7 +64,8 @@ def run_to_end(
     """
     settings, position = work.settings, work.state.position
     rank = topology.world.rank
-    with closing(Progress(settings.outer_iterations, settings.progress, rank)) as bar:
+    total = position.iteration - 1 + rounds_left(work, most=0)
+    with closing(Progress(total, settings.progress, rank)) as bar:
         bar.start(position.iteration - 1)
         if settings.on_divergence == "rollback" and position.iteration == 1:
             write_checkpoint(topology, files, work, checkpoints)

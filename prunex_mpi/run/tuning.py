@@ -23,7 +23,14 @@ from prunex_mpi.core.problem import steps_of
 from prunex_mpi.core.state import Work
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.fields import Settings, key_of
-from prunex_mpi.settings.methods import BY_ITERATION, CONSENSUS, PRUNING_ONCE, SHRINKING
+from prunex_mpi.settings.methods import (
+    AVERAGING,
+    BY_ITERATION,
+    CONSENSUS,
+    PRUNING_ONCE,
+    QUADRATIC,
+    SHRINKING,
+)
 from prunex_mpi.settings.resolve import with_overrides
 from prunex_mpi.settings.values import AUTO
 
@@ -50,15 +57,13 @@ class Costs:
 
 def is_left_to_measure(settings: Settings) -> bool:
     """Say whether something has to be measured before the run can begin."""
-    return settings.method in BY_ITERATION and AUTO in (
-        settings.local_steps,
-        settings.overlap_steps,
-    )
+    overlaps = settings.method in AVERAGING and settings.overlap_steps == AUTO
+    return overlaps or (settings.method in BY_ITERATION and settings.local_steps == AUTO)
 
 
 def goes_behind_steps(settings: Settings) -> bool:
     """Say whether exchanges of this run go on behind local steps."""
-    return settings.method in BY_ITERATION and settings.overlap_steps > 0
+    return settings.method in AVERAGING and settings.overlap_steps > 0
 
 
 def refuse_impossible_exchange(topology: Topology, settings: Settings) -> None:
@@ -66,7 +71,7 @@ def refuse_impossible_exchange(topology: Topology, settings: Settings) -> None:
 
     Collective on `world`.
     """
-    if settings.method not in BY_ITERATION:
+    if settings.method not in AVERAGING:
         return
     if settings.payload == SUMMED and topology.num_nodes > MOST_SUMMED:
         raise UserError(
@@ -193,6 +198,9 @@ def trial_of(settings: Settings) -> Settings:
         changes |= {**stages, "freeze_iteration": FREEZE, "freeze_drift": -1.0}
     elif settings.method in PRUNING_ONCE:
         changes["prune_iteration"] = FREEZE
+    elif settings.method in QUADRATIC:
+        # So small that all its intervals are as short as they can be.
+        changes["qsr_alpha"] = TRIAL_RATE * TRIAL_RATE
     return with_overrides(settings, **changes)
 
 

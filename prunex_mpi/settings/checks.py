@@ -5,7 +5,13 @@ from typing import Any
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.settings.fields import ESTIMATED, FIELDS, Settings, key_of
-from prunex_mpi.settings.methods import BY_GROUPS, BY_ITERATION, CONSENSUS, WITH_RESIDUAL
+from prunex_mpi.settings.methods import (
+    AVERAGING,
+    BY_GROUPS,
+    BY_ITERATION,
+    CONSENSUS,
+    WITH_RESIDUAL,
+)
 from prunex_mpi.settings.values import AUTO
 
 
@@ -81,7 +87,7 @@ def _check_interval(settings: Settings) -> None:
             "frozen-local-steps needs to know when the masks freeze: give freeze-iteration, and a "
             "negative freeze-drift"
         )
-    if not s.overlap_steps:
+    if s.method not in AVERAGING or not s.overlap_steps:
         return
     if s.evaluate_every == 1:
         raise UserError(

@@ -10,13 +10,16 @@ from fractions import Fraction
 from typing import Any
 
 from prunex_mpi.settings.methods import (
+    AVERAGING,
     BY_GROUPS,
     BY_ITERATION,
     CONSENSUS,
     LOCAL,
     METHODS,
     PER_STEP,
+    QUADRATIC,
     SHRINKING,
+    SPARSE,
 )
 
 PRESETS = ("recipe", "paper", "thin")
@@ -33,7 +36,9 @@ def _setting(section: str, text: str, default: Any = _NO_DEFAULT, **rules: Any) 
     With the rule `auto` a whole number may be left to be measured. The rule `methods` names those
     that the setting has a meaning for: with any other it can't be given. `before` is what runs did
     before there was the setting, which their files do not name, and `past` another default of
-    former days, which the files of all methods name.
+    former days, which the files of all methods name. `joined` holds (methods, name of a later
+    setting, value): what these methods did before the setting meant something to them, in runs
+    whose files do not name the later one.
     """
     return dataclasses.field(default=default, metadata={"section": section, "help": text, **rules})
 
@@ -107,8 +112,24 @@ class Settings:
     lr_schedule: str = _setting(_S, "learning rate curve", choices=("constant", "cosine", "step"))
     lr_warmup: float = _setting(_S, "linear warm-up, as a fraction of all steps", low=0, below=1)
     lr_final: float = _setting(_S, "end of the cosine, as a fraction of lr", low=0, high=1)
-    momentum: float = _setting(_S, "momentum of SGD", low=0, below=1)
-    weight_decay: float = _setting(_S, "L2 penalty lambda", low=0)
+    momentum: float = _setting(_S, "momentum of SGD, beta 1 of AdamW", low=0, below=1)
+    weight_decay: float = _setting(_S, "L2 penalty lambda; of AdamW decoupled", low=0)
+    inner_optimizer: str = _setting(
+        _S,
+        "optimizer of the local steps between exchanges",
+        "sgd",
+        before="sgd",
+        choices=("sgd", "adamw"),
+        methods=LOCAL,
+    )
+    inner_momentum: str = _setting(
+        _S,
+        "what becomes of its momentum at an exchange (diloco: reset)",
+        "keep",
+        before="keep",
+        choices=("keep", "reset"),
+        methods=LOCAL,
+    )
 
     _S = "sparsity"
     groups: tuple[str, ...] = _setting(
@@ -195,9 +216,11 @@ class Settings:
     )
     bn: str = _setting(
         _S,
-        "BatchNorm statistics of z: averages, or estimated again while pruning",
+        "BatchNorm statistics of z: averages, or estimated again: while pruning, and where nothing "
+        "is pruned for each evaluation and in the end (local-sgd, qsr, diloco: average)",
         choices=("average", "recalibrate"),
-        methods=BY_GROUPS,
+        joined=((("local-sgd", "diloco"), "inner_momentum", "average"),),
+        methods=(*CONSENSUS, *LOCAL),
     )
 
     _S = "exchange between nodes"
@@ -206,7 +229,7 @@ class Settings:
         "format of what leaders exchange; other than fp32: differences, with error feedback",
         before="fp32",
         choices=PAYLOADS,
-        methods=BY_ITERATION,
+        methods=AVERAGING,
     )
     overlap_steps: int = _setting(
         _S,
@@ -214,7 +237,7 @@ class Settings:
         before=0,
         low=0,
         auto=True,
-        methods=BY_ITERATION,
+        methods=AVERAGING,
     )
 
     _S = "penalties and stopping"
@@ -252,11 +275,12 @@ class Settings:
     )
     compress_ratio: float = _setting(
         _S,
-        "share of each layer's gradient that travels (dgc: 0.001, after its warm-up)",
+        "share of each layer's gradient that travels (dgc: 0.001, after its warm-up; sparseloco: "
+        "1/64 of each 4,096 parameters)",
         0.01,
         above=0,
         high=1,
-        methods=("topk", "dgc"),
+        methods=("topk", "dgc", *SPARSE),
     )
     dgc_warmup_epochs: Fraction = _setting(
         _S,
@@ -280,10 +304,31 @@ class Settings:
         _S, "elements of a block that travels or not", 256, low=1, methods=("omnireduce",)
     )
     outer_lr: float = _setting(
-        _S, "learning rate of the step between nodes", 0.7, above=0, methods=("diloco",)
+        _S,
+        "learning rate of the step between nodes (sparseloco: 1)",
+        0.7,
+        above=0,
+        methods=("diloco", *SPARSE),
     )
     outer_momentum: float = _setting(
         _S, "Nesterov momentum of that step", 0.9, low=0, below=1, methods=("diloco",)
+    )
+    qsr_alpha: float = _setting(
+        _S,
+        "exchange after (alpha / learning rate)^2 steps, where these are more than local-steps",
+        0.2,
+        before=0.2,
+        above=0,
+        methods=QUADRATIC,
+    )
+    error_decay: float = _setting(
+        _S,
+        "factor of what has not been sent yet, at each exchange",
+        0.95,
+        before=0.95,
+        low=0,
+        high=1,
+        methods=SPARSE,
     )
     prune_iteration: int = _setting(
         _S,
@@ -367,7 +412,7 @@ class Settings:
         1,
         before=1,
         low=1,
-        methods=BY_ITERATION,
+        methods=AVERAGING,
     )
     link_gbit: float = _setting(
         _S,
@@ -375,7 +420,7 @@ class Settings:
         0.0,
         before=0.0,
         low=0,
-        methods=BY_ITERATION,
+        methods=AVERAGING,
     )
     latency_us: float = _setting(
         _S,
@@ -383,7 +428,7 @@ class Settings:
         50.0,
         before=50.0,
         low=0,
-        methods=BY_ITERATION,
+        methods=AVERAGING,
     )
     copy_gbs: float = _setting(
         _S,
@@ -391,10 +436,10 @@ class Settings:
         7.0,
         before=7.0,
         above=0,
-        methods=BY_ITERATION,
+        methods=AVERAGING,
     )
     nodes: tuple[int, ...] = _setting(
-        _S, "for --link-gbit: numbers of nodes", NODES, before=NODES, low=1, methods=BY_ITERATION
+        _S, "for --link-gbit: numbers of nodes", NODES, before=NODES, low=1, methods=AVERAGING
     )
     step_ms: float = _setting(
         _S,
@@ -402,7 +447,7 @@ class Settings:
         0.0,
         before=0.0,
         low=0,
-        methods=BY_ITERATION,
+        methods=AVERAGING,
     )
 
     _S = "safety"

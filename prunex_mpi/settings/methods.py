@@ -6,11 +6,17 @@ from typing import Any
 
 # The methods by family, which is the driver that runs them.
 CONSENSUS = ("prunex", "prunex-flat")
-LOCAL = ("local-sgd", "diloco", "one-shot")
+LOCAL = ("local-sgd", "diloco", "qsr", "sparseloco", "one-shot")
 PER_STEP = ("dense", "topk", "dgc", "powersgd", "omnireduce", "prunetrain", "pactrain")
 METHODS = (*CONSENSUS, *PER_STEP, *LOCAL)
 # Those whose nodes exchange parameters once per outer iteration.
 BY_ITERATION = (*CONSENSUS, *LOCAL)
+# Those of them that send what they have changed of the parameters, a few values of many.
+SPARSE = ("sparseloco",)
+# The others, whose message is the parameters in the format of `--payload`.
+AVERAGING = tuple(method for method in BY_ITERATION if method not in SPARSE)
+# Those whose interval between exchanges follows from the learning rate.
+QUADRATIC = ("qsr",)
 # Those of them whose payload is smaller once pruning is done.
 SHRINKING = ("prunex", "one-shot")
 # Those that keep what they have not sent for a later step.
@@ -32,5 +38,14 @@ EVERY_RANK_ALONE = ("prunex-flat",)
 # Where a method's own default is not the one that its setting has.
 METHOD_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "dgc": {"compress_ratio": 0.001},
+    "diloco": {"inner_momentum": "reset", "bn": "average"},
+    "local-sgd": {"bn": "average"},
+    "qsr": {"bn": "average"},
+    "sparseloco": {
+        "compress_ratio": 1 / 64,
+        "outer_lr": 1.0,
+        "payload": "fp32",
+        "overlap_steps": 0,
+    },
     "pactrain": {"prune_iteration": Fraction(0)},
 }

@@ -41,7 +41,18 @@ def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
             guess = nearest(key, names)
             raise UserError(f"unknown key {quote(key)} in {source}; did you mean {guess!r}?")
         values[names[key]] = convert(FIELDS[names[key]], value, f"{key} in {source}")
-    return values
+    # Only a run's own file has them: it names what meant nothing to its method then.
+    return values | _joined(values) if "versions" in table else values
+
+
+def _joined(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what came to mean something to a run's method after it, as it was without."""
+    return {
+        name: value
+        for name, field in FIELDS.items()
+        for methods, later, value in field.metadata.get("joined", ())
+        if saved.get("method") in methods and later not in saved
+    }
 
 
 def build(preset: str, layers: Sequence[Mapping[str, Any]]) -> Settings:
@@ -49,8 +60,21 @@ def build(preset: str, layers: Sequence[Mapping[str, Any]]) -> Settings:
     method = next((x["method"] for x in reversed(layers) if "method" in x), "prunex")
     values = _defaults(preset, method)
     for layer in layers:
-        _lay_over(values, layer)
+        _lay_over(values, _given_to(method, preset, layer))
     return _resolve({**values, "preset": preset})
+
+
+def _given_to(method: str, preset: str, layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a layer that another method's file is without defaults that one of them ignores."""
+    written_by = layer.get("method", method)
+    if written_by == method:
+        return dict(layer)
+    theirs = _defaults(preset, written_by)
+    return {
+        name: value
+        for name, value in layer.items()
+        if {written_by, method} <= {*methods_of(name)} or value != theirs[name]
+    }
 
 
 def _defaults(preset: str, method: str) -> dict[str, Any]:
@@ -83,7 +107,7 @@ def with_overrides(settings: Settings, **changes: object) -> Settings:
 
 def check_saved(saved: Mapping[str, Any], where: str) -> None:
     """Raise UserError unless `saved` holds every setting and they fit together."""
-    whole = {**_before(), **saved}
+    whole = _whole(saved)
     missing = [key_of(name) for name in FIELDS if name not in whole]
     if missing:
         raise UserError(f"{where} has no {missing[0]}; put back the file that the run wrote")
@@ -99,7 +123,7 @@ def resumed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
     What is `given` beside them may only repeat them, except for OF_THE_JOB, where it counts. Raises
     UserError that names the first difference.
     """
-    whole = _of_its_method({**_before(), **saved, "resume": True})
+    whole = _of_its_method({**_whole(saved), "resume": True})
     before, after = _resolve(dict(whole)), whole
     # What was measured when the run began is kept.
     _lay_over(after, {k: v for k, v in given.items() if not left_open(FIELDS[k], v)})
@@ -120,17 +144,18 @@ def first_difference(saved: Mapping[str, Any], settings: Settings) -> str | None
     What describes the job does not count. Raises UserError where `saved` is no whole run.
     """
     check_saved(saved, "it")
-    before = _resolve(_of_its_method({**_before(), **saved}))
+    before = _resolve(_of_its_method(_whole(saved)))
     for name in FIELDS:
         if name not in OF_THE_JOB and getattr(before, name) != getattr(settings, name):
             return key_of(name)
     return None
 
 
-def _before() -> dict[str, Any]:
-    """Return what settings that came later are to runs whose files do not name them."""
+def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's values with those that its file does not name, since they came later."""
     rules = {name: field.metadata for name, field in FIELDS.items()}
-    return {name: rule["before"] for name, rule in rules.items() if "before" in rule}
+    before = {name: rule["before"] for name, rule in rules.items() if "before" in rule}
+    return {**before, **saved, **_joined(saved)}
 
 
 def _of_its_method(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,8 +244,7 @@ def _put_foreign_back(values: dict[str, Any]) -> None:
     """Leave what the method has no use for at its default; refuse it where it is given as another.
 
     Shares among them stay shares. As a count, the default is what a run of the same length by
-    another method has written into its file; another method's own default may be there as well, and
-    one that is past.
+    another method has written into its file; one that is past may be there as well.
     """
     untouched = _defaults(values["preset"], values["method"])
     resolved = {**untouched, "outer_iterations": values["outer_iterations"]}
@@ -232,8 +256,7 @@ def _put_foreign_back(values: dict[str, Any]) -> None:
         methods = methods_of(name)
         if values["method"] in methods:
             continue
-        own = [defaults[name] for defaults in METHOD_DEFAULTS.values() if name in defaults]
-        if values[name] not in (untouched[name], resolved[name], past[name], *own):
+        if values[name] not in (untouched[name], resolved[name], past[name]):
             raise UserError(
                 f"{key_of(name)} means nothing to method {values['method']}; leave it away "
                 f"(it is for {', '.join(methods)})"

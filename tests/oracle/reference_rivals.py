@@ -218,26 +218,96 @@ def statistics_of(model):
 # --------------------------------------------------------------------------------------------------
 
 
+def new_optimizer(model, s):
+    """Return the inner optimizer as torch has it, one tensor after the other."""
+    if s.inner_optimizer == "adamw":
+        betas = {"betas": (s.momentum, 0.999), "eps": 1e-8}
+        return torch.optim.AdamW(
+            model.parameters(), lr=s.lr, weight_decay=s.weight_decay, foreach=False, **betas
+        )
+    return torch.optim.SGD(
+        model.parameters(), lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay
+    )
+
+
+def rate_at(step, total, s):
+    """Return the learning rate of a step: a line up, then level or along a cosine."""
+    warm = round(s.lr_warmup * total)
+    if step < warm:
+        return s.lr * (step + 1) / warm
+    if s.lr_schedule == "constant":
+        return s.lr
+    low, part = s.lr * s.lr_final, (step - warm) / (total - warm)
+    return low + 0.5 * (s.lr - low) * (1 + math.cos(math.pi * part))
+
+
+def interval(done, total, s):
+    """Return the steps of a round, as the code of Gu et al. 2024 has it (LocalOptimizer)."""
+    if s.method != "qsr" or done < round(s.lr_warmup * total):
+        return s.steps
+    wanted = int((s.qsr_alpha / rate_at(done, total, s)) ** 2)
+    return max(min(max(wanted, s.steps), total - done), 1)
+
+
+def quantised(values):
+    """Return each number's bin mean: four bins, 1.5 standard deviations each, about the mean."""
+    mean = sum(values) / len(values)
+    variance = sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)
+    width = 6 * variance**0.5 / 4 or 1.0
+    bins = [min(3, max(0, round((v - mean) / width + 2))) for v in values]
+    means = {
+        b: sum(v for v, o in zip(values, bins, strict=True) if o == b) / bins.count(b)
+        for b in set(bins)
+    }
+    return [means[b] for b in bins]
+
+
+def sparse(left, s):
+    """Return what of {name: tensor} is sent: of each chunk the largest, in four levels."""
+    sent = {}
+    for n, tensor in left.items():
+        numbers = tensor.reshape(-1).tolist()
+        places = []
+        for start in range(0, len(numbers), s.chunk):
+            chunk = range(start, min(start + s.chunk, len(numbers)))
+            count = math.ceil(s.compress_ratio * s.chunk)
+            places += sorted(chunk, key=lambda i: -abs(numbers[i]))[:count]
+        out = [0.0] * len(numbers)
+        for i, level in zip(places, quantised([numbers[i] for i in places]), strict=True):
+            out[i] = level
+        sent[n] = torch.tensor(out, dtype=tensor.dtype).view(tensor.shape)
+    return sent
+
+
 def simulate_local(model, streams, node_sizes, loss_fn, s):
-    """Run local-sgd, diloco or one-shot; return one SimpleNamespace per outer iteration."""
+    """Run local-sgd, qsr, diloco, sparseloco or one-shot.
+
+    Returns one SimpleNamespace per outer iteration.
+    """
     names, infos = list(parameters(model)), conv_shapes(model)
     total = sum(node_sizes)
     node_of = [i for i, size in enumerate(node_sizes) for _ in range(size)]
     models = [copy.deepcopy(model) for _ in streams]
-    optimizers = [
-        torch.optim.SGD(m.parameters(), lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay)
-        for m in models
-    ]
+    optimizers = [new_optimizer(m, s) for m in models]
     z = {n: p.detach().clone() for n, p in parameters(model).items()}
     velocity = {n: torch.zeros_like(x) for n, x in z.items()}
+    left = [{n: torch.zeros_like(x) for n, x in z.items()} for _ in node_sizes]
     mask, history = {}, []
-    for k in range(1, s.outer_iterations + 1):
+    k = done = 0
+    while done < s.outer_iterations * s.steps:
+        k += 1
         losses = []
-        for m in models:
+        for m, optimizer in zip(models, optimizers, strict=True):
             m.train()
             for n, p in parameters(m).items():
                 p.data.copy_(z[n])
-        for _ in range(s.steps):
+            for kept in optimizer.state.values():
+                if s.inner_momentum == "reset":
+                    kept["exp_avg" if "exp_avg" in kept else "momentum_buffer"].zero_()
+        for _ in range(interval(done, s.outer_iterations * s.steps, s)):
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = rate_at(done, s.outer_iterations * s.steps, s)
+            done += 1
             for m, stream, optimizer in zip(models, streams, optimizers, strict=True):
                 images, labels = stream.next()
                 optimizer.zero_grad()
@@ -273,13 +343,26 @@ def simulate_local(model, streams, node_sizes, loss_fn, s):
             for m, optimizer in zip(models, optimizers, strict=True):
                 for n, p in parameters(m).items():
                     if n in mask:
-                        optimizer.state[p]["momentum_buffer"] *= mask[n]
+                        kept = optimizer.state[p]
+                        kept["exp_avg" if "exp_avg" in kept else "momentum_buffer"] *= mask[n]
         mean = masked(mean, mask)
         if s.method == "diloco":
             for n in names:
                 displacement = z[n] - mean[n]
                 velocity[n] = s.outer_momentum * velocity[n] + displacement
                 z[n] = z[n] - s.outer_lr * (displacement + s.outer_momentum * velocity[n])
+        elif s.method == "sparseloco":
+            total_sent = {n: torch.zeros_like(x) for n, x in z.items()}
+            for i, size in enumerate(node_sizes):
+                mine = [m for m, node in zip(models, node_of, strict=True) if node == i]
+                for n in names:
+                    drift = z[n] - sum(parameters(m)[n].detach() for m in mine) / size
+                    left[i][n] = s.error_decay * left[i][n] + drift
+                sent = sparse(left[i], s)
+                for n in names:
+                    left[i][n] = left[i][n] - sent[n]
+                    total_sent[n] += size / total * sent[n]
+            z = {n: x - s.outer_lr * total_sent[n] for n, x in z.items()}
         else:
             z = mean
         average_batchnorm(models)

@@ -18,6 +18,7 @@ from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, StopAgreement, stop_agreement
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.optimizer import remembered
 from prunex_mpi.core.problem import build_problem, load_dataset, make_groups
 from prunex_mpi.core.state import (
     CODED,
@@ -86,6 +87,10 @@ SCENARIOS = {
     "powersgd": {"method": "powersgd", "aggregation": "hierarchical"},
     "omnireduce": {"method": "omnireduce"},
     "diloco": {"method": "diloco"},
+    "diloco adamw": {"method": "diloco", "inner_optimizer": "adamw", "lr": 0.002},
+    # Its fourth round has six steps.
+    "qsr": {"method": "qsr", "qsr_alpha": 0.07},
+    "sparseloco": {"method": "sparseloco", "compress_ratio": 0.01, "node_sync": "outer"},
     "one-shot": {"method": "one-shot", "prune_iteration": 4, "groups": ("coupled",)},
     "prunetrain": {"method": "prunetrain", "reconfigure_every": 3, "prune_threshold": 0.27},
 }
@@ -123,6 +128,7 @@ for name in ("diloco int4 behind", "one-shot bf16 behind"):
     del OVERLAPPED[name]["residuals"]
 OVERLAPPED["one-shot bf16 behind"] |= {"prune_iteration": 3, "groups": ("coupled",)}
 SCENARIOS |= {**FEWER_BITS, **OVERLAPPED}
+SCENARIOS["qsr int4 behind"] = {**OVERLAPPED["diloco int4 behind"], **SCENARIOS["qsr"]}
 RARELY = ("int8sum", "diloco int4", "behind", "diloco int4 behind", "one-shot bf16 behind")
 OFTEN = [pytest.param(s, marks=pytest.mark.long) if s in RARELY else s for s in SCENARIOS]
 
@@ -195,8 +201,7 @@ def vectors(run: Run) -> dict[str, torch.Tensor]:
     """Return copies of all that a run computes with."""
     state = run.state
     found = {name: getattr(state, name) for name in ("theta", "u", "v", "z_node", "z")}
-    if run.settings.method != "dgc":
-        found |= {"momentum": state.optimizer.state[state.theta]["momentum_buffer"]}
+    found |= remembered(state.optimizer, state.theta)
     found |= state.memory
     if run.settings.method == "powersgd" and not run.topology.is_leader:
         # Followers have no use for what the workers share.
@@ -309,6 +314,7 @@ def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario: str) -
         assert second.restore(files).name == "000001-iteration-4-step-1"
         assert records + list(second.iterate()) == expected
         assert_same(whole, second)
+        assert len(expected) == (5 if scenario.startswith("qsr") else 6)
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
@@ -479,7 +485,13 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
 
 @pytest.mark.parametrize(
     ("method", "aggregation"),
-    [("topk", "flat"), ("topk", "hierarchical"), ("dgc", "hierarchical"), ("powersgd", "flat")],
+    [
+        ("topk", "flat"),
+        ("topk", "hierarchical"),
+        ("dgc", "hierarchical"),
+        ("powersgd", "flat"),
+        ("sparseloco", ""),
+    ],
 )
 def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method: str, aggregation: str) -> None:
     if WORLD.size == 1:
@@ -494,7 +506,9 @@ def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method: str, aggrega
         WORLD.Allreduce(own(run), total)
         return total
 
-    changes = {"method": method, "aggregation": aggregation}
+    changes = {"method": method}
+    if aggregation:
+        changes["aggregation"] = aggregation
     with run_directory() as files:
         with nodes_of(2) as topology:
             first = new_run(topology, method, torch.float64, **changes)
@@ -511,11 +525,33 @@ def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method: str, aggrega
                     assert torch.equal(second.state.memory[key], first.state.memory[key])
             np.testing.assert_allclose(kept(second), before, rtol=1e-12, atol=1e-14)
             weight = 1 / WORLD.size
-            if aggregation == "hierarchical":
+            if aggregation != "flat":
                 weight = topology.node_size / WORLD.size if topology.is_leader else 0.0
             np.testing.assert_allclose(after, weight * before, rtol=1e-12, atol=1e-14)
             assert before.any()
             assert [r["iteration"] for r in second.iterate()] == [4, 5, 6]
+
+
+def test_the_moments_of_adamw_go_to_other_nodes_as_means() -> None:
+    if WORLD.size == 1:
+        pytest.skip("one rank makes one kind of node")
+    with run_directory() as files:
+        with nodes_of(1) as topology:
+            first = new_run(topology, "diloco adamw", torch.float64)
+            list(first.iterate(StopsAt(10)))
+            first.save(files)
+        old = remembered(first.state.optimizer, first.state.theta)
+        assert old["steps_taken"] == 10
+        with nodes_of(WORLD.size) as topology:
+            second = new_run(topology, "diloco adamw", torch.float64)
+            assert second.restore(files).other_nodes
+            new = remembered(second.state.optimizer, second.state.theta)
+            assert new["steps_taken"] == 10
+            for name in ("momentum", "second_moment"):
+                total = np.empty_like(old[name].numpy())
+                WORLD.Allreduce(old[name].numpy(), total)
+                np.testing.assert_allclose(new[name], total / WORLD.size, rtol=1e-12, atol=1e-15)
+            assert [record["iteration"] for record in second.iterate()] == [4, 5, 6]
 
 
 # By the fourth iteration the supports are stable and measurements have chosen how they travel.

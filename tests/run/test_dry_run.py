@@ -17,6 +17,8 @@ pytestmark = pytest.mark.mpi
 
 # resnet8 on digits: 75,290 parameters, 480 statistics, 36,864 weights less at a keep ratio of 1/2.
 DENSE = 4 * (75_290 + 480)
+# Four levels per tensor, statistics in 2 bytes each, positions of 12 bits and values of 2.
+SPARSE = 8 * -(-(23 * 16 + 480 * 2 + 23 * 64 * 12 // 8 + (23 * 64 + 490 + 3) // 4) // 8)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,13 @@ DENSE = 4 * (75_290 + 480)
         # 295 blocks of 256 elements.
         ({"method": "omnireduce"}, [4 * 75_290, 37]),
         ({"method": "local-sgd"}, [DENSE, 64 * DENSE]),
+        # Rounds of (0.4 / 0.2)^2 = 4 steps in place of 2.
+        (
+            {"method": "qsr", "local_steps": 2, "lr_schedule": "constant", "qsr_alpha": 0.4},
+            [DENSE, 32 * DENSE],
+        ),
+        # 23 chunks send 64 values each, 490 others travel without.
+        ({"method": "sparseloco"}, [DENSE, SPARSE, 64 * SPARSE, 64 * DENSE]),
         ({"method": "prunex-flat"}, [DENSE, 64 * DENSE]),
         # Pruned in iteration 16 of 64, whose payload is the first to be smaller.
         (

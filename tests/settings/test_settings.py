@@ -367,7 +367,7 @@ BAD_FLAGS = [
     ("--method dens", "did you mean 'dense'?"),
     ("--method prunx", "did you mean 'prunex'?"),
     ("--method dense --keep-ratio 0.25", "keep-ratio means nothing to method dense"),
-    ("--method dense --compress-ratio 0.1", "(it is for topk, dgc)"),
+    ("--method dense --compress-ratio 0.1", "(it is for topk, dgc, sparseloco)"),
     ("--compress-ratio 0.1", "compress-ratio means nothing to method prunex"),
     ("--method topk --compress-ratio 0", "--compress-ratio must be above 0"),
     ("--method topk --compress-ratio 1.1", "--compress-ratio must be at most 1"),

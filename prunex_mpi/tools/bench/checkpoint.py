@@ -17,6 +17,7 @@ from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.agreement import broadcast_text, together
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.optimizer import momentum_of
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.job import set_up
@@ -49,7 +50,7 @@ def checkpoints(
     work = set_up(topology, settings, device, transport, Heartbeat())
     state = work.state
     # No disk shall gain from zeros.
-    for flat in (state.u, state.v, state.optimizer.state[state.theta]["momentum_buffer"]):
+    for flat in (state.u, state.v, momentum_of(state.optimizer, state.theta)):
         flat.normal_()
 
     def save() -> None:

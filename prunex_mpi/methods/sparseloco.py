@@ -1,0 +1,110 @@
+"""SparseLoCo (Sarfi et al. 2025): leaders exchange the largest of what local steps have changed.
+
+With z of the last exchange, z_i the node's mean and w_i = P_i/N, the node's weight:
+
+    e_i = decay e_i + w_i (z - z_i),   e_i = e_i - q_i,   z = z - outer_lr sum_i q_i,
+
+q_i being the largest values of e_i in each chunk, in 2 bits (`compress/chunks.py`). What has not
+been sent stands in for DiLoCo's momentum. BatchNorm statistics travel along as differences to the
+last ones that all know, in bfloat16.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prunex_mpi.comm.wire import Wires
+from prunex_mpi.compress.chunks import (
+    Chunks,
+    add_decoded_,
+    build_chunks,
+    encode_,
+    kept_per_chunk,
+    message_bytes,
+)
+from prunex_mpi.core.state import KNOWN, OWN, Work
+from prunex_mpi.models import batchnorm
+from prunex_mpi.models.layout import Layout
+from prunex_mpi.settings.fields import Settings
+
+OPERATIONS = (
+    (
+        "changes of parameters",
+        "leader",
+        "Allgather",
+        "the largest of each chunk, 2 bits and a position of 12, and BatchNorm statistics",
+    ),
+)
+NOT_SENT = f"{OWN}error_feedback"
+STATISTICS = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Space:
+    """What each exchange writes anew: messages of all leaders, uint8 [nodes, bytes]."""
+
+    chunks: Chunks
+    everyone: Tensor
+
+
+def memory(theta: Tensor) -> dict[str, Tensor]:
+    """Allocate what has not been sent yet: the leader's, and zero on the other ranks."""
+    return {NOT_SENT: torch.zeros_like(theta)}
+
+
+def allocate(nodes: int, work: Work) -> Space:
+    """Plan messages between so many nodes and allocate them."""
+    state = work.state
+    extra = state.stats.numel() * STATISTICS.itemsize
+    chunks = build_chunks(state.layout, work.settings.compress_ratio, state.theta, extra)
+    everyone = torch.zeros(nodes, chunks.nbytes, dtype=torch.uint8, device=state.theta.device)
+    return Space(chunks, everyone)
+
+
+def exchange_(wires: Wires, space: Space, work: Work) -> None:
+    """Move z, and the statistics, by what all leaders send; z_i must be the node's mean.
+
+    The leaders gather all messages (Allgather) and hand them to their nodes as they are: every rank
+    decodes the same bytes in the same order, so all hold the same bits. Collective on
+    `workers.comm`, where it speaks, then on `node.comm`.
+    """
+    state, settings = work.state, work.settings
+    chunks, everyone = space.chunks, space.everyone
+    known = state.memory[KNOWN]
+    if wires.workers.speaks:
+        wires.workers.gather_(_fill(wires.workers.weight, space, work), everyone)
+    wires.node.broadcast_(everyone.view(-1))
+    for message in everyone:
+        add_decoded_(message, chunks, state.z, -settings.outer_lr)
+        known.add_(_statistics_in(message, chunks))
+    state.stats.copy_(known)
+    batchnorm.write(state.bn_modules, state.stats)
+    dense = state.layout.numel + state.stats.numel()
+    state.position.traffic.dense += dense * state.theta.element_size()
+
+
+def _fill(weight: float, space: Space, work: Work) -> Tensor:
+    """Return this node's message; what it leaves out stays to be sent."""
+    state, chunks = work.state, space.chunks
+    message = space.everyone.new_zeros(chunks.nbytes)
+    left = state.memory[NOT_SENT].mul_(work.settings.error_decay)
+    torch.sub(state.z, state.z_node, out=state.scratch)
+    left.add_(state.scratch, alpha=weight)
+    encode_(left, chunks, message)
+    add_decoded_(message, chunks, left, -1.0)
+    gap = torch.sub(state.stats, state.memory[KNOWN]).mul_(weight).to(STATISTICS)
+    message[chunks.extra : chunks.positions].copy_(gap.view(torch.uint8))
+    return message
+
+
+def _statistics_in(message: Tensor, chunks: Chunks) -> Tensor:
+    return message[chunks.extra : chunks.positions].view(STATISTICS)
+
+
+def payload(settings: Settings, layout: Layout, size: int, statistics: int) -> tuple[int, str]:
+    """Return the bytes that a leader hands over in an outer iteration, and what they are."""
+    extra = statistics * STATISTICS.itemsize
+    count = kept_per_chunk(settings.compress_ratio)
+    how = f"{count:,} values of 4,096, 2 bits and a position each"
+    return message_bytes(layout, settings.compress_ratio, size, extra), how

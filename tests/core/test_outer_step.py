@@ -1,0 +1,104 @@
+"""DiLoCo's outer step against its paper, and what it does together with momentum inside."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from prunex_mpi.core.optimizer import build_optimizer
+from prunex_mpi.core.outer_step import VELOCITY, outer_memory, outer_step_
+from prunex_mpi.core.state import forget_momentum_
+from prunex_mpi.methods.local_sgd import FEWEST_KEPT, advice
+from prunex_mpi.settings.resolve import make
+
+
+def step_towards(z, mean, memory, settings):
+    """Return z after an outer step towards the mean of the ranks."""
+    state = SimpleNamespace(z=mean.clone(), scratch=z.clone(), memory=memory)
+    outer_step_(state, settings)
+    return state.z
+
+
+def test_the_outer_step_is_that_of_algorithm_1():
+    """Outer gradient: where the round began less the mean; Nesterov, 0.7 and 0.9, by hand."""
+    z, settings = torch.tensor([1.0], dtype=torch.float64), make(method="diloco")
+    memory = outer_memory(z)
+    # 1 - 0.7 (0.2 + 0.9 0.2), then b = 0.9 0.2 + 0.034: 0.734 - 0.7 (0.034 + 0.9 0.214).
+    for mean, wanted in ((0.8, 0.734), (0.7, 0.57538)):
+        z = step_towards(z, torch.tensor([mean], dtype=torch.float64), memory, settings)
+        assert z.item() == pytest.approx(wanted, rel=1e-14)
+
+
+def test_the_outer_step_is_torchs_sgd_with_nesterov_momentum():
+    generator = torch.Generator().manual_seed(0)
+    means = torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    settings = make(method="diloco", outer_lr=0.4, outer_momentum=0.8)
+    z = torch.zeros(7, dtype=torch.float64)
+    theirs = z.clone().requires_grad_()
+    optimizer = torch.optim.SGD([theirs], lr=0.4, momentum=0.8, nesterov=True)
+    memory = outer_memory(z)
+    for mean in means:
+        theirs.grad = theirs.detach() - mean
+        optimizer.step()
+        z = step_towards(z, mean, memory, settings)
+        torch.testing.assert_close(z, theirs.detach(), rtol=1e-13, atol=1e-13)
+    kept = optimizer.state[theirs]["momentum_buffer"]
+    torch.testing.assert_close(memory[VELOCITY], kept, rtol=1e-13, atol=1e-13)
+
+
+def distance_after(rounds, steps, rate, **changes):
+    """Return how far from the minimum of theta^2 / 2 diloco is that begins at 1."""
+    settings = make(method="diloco", lr=rate, weight_decay=0.0, **changes)
+    theta = torch.ones(1, dtype=torch.float64)
+    z, memory = theta.clone(), outer_memory(theta)
+    optimizer = build_optimizer(theta, settings)
+    for _ in range(rounds):
+        theta.copy_(z)
+        if settings.inner_momentum == "reset":
+            forget_momentum_(SimpleNamespace(optimizer=optimizer, theta=theta))
+        optimizer.param_groups[0]["weight_decay"] = 0.0
+        for _ in range(steps):
+            theta.grad = theta.clone()
+            optimizer.step()
+        z = step_towards(z, theta, memory, settings)
+    return abs(z.item())
+
+
+def test_momentum_that_is_kept_resonates_at_short_intervals_alone():
+    """Largest stable rate times curvature: 0.0036 at 2 steps, 1.05 where it begins anew."""
+    assert distance_after(800, 2, 0.003, inner_momentum="keep") < 0.5
+    for rate in (0.005, 0.5, 1.0):
+        assert distance_after(400, 2, rate) < 0.1
+        assert distance_after(400, 2, rate, inner_momentum="keep") > 10
+    assert distance_after(300, 2, 1.1) > 10
+    # Long intervals forget by themselves.
+    for kept in ("keep", "reset"):
+        assert distance_after(300, FEWEST_KEPT, 1.0, inner_momentum=kept) < 1e-2
+    assert distance_after(400, 5, 1.0, inner_momentum="keep") > 10
+
+
+def test_what_is_known_to_go_wrong_is_said():
+    kept = make(method="diloco", inner_momentum="keep")
+    assert "--inner-momentum reset" in advice(kept, FEWEST_KEPT - 1)[0]
+    assert advice(kept, FEWEST_KEPT) == []
+    assert advice(make(method="diloco"), 1) == advice(make(method="local-sgd"), 1) == []
+    assert advice(make(method="diloco", inner_momentum="keep", momentum=0.0), 1) == []
+    (line,) = advice(make(method="qsr", inner_optimizer="adamw"), 4)
+    assert "lr 0.2 is high for adamw" in line
+    assert advice(make(method="qsr", inner_optimizer="adamw", lr=0.001), 4) == []
+
+
+def test_reset_forgets_the_first_moment_of_adamw_alone():
+    theta = torch.ones(3)
+    theta.grad = torch.full((3,), 0.5)
+    settings = make(method="diloco", inner_optimizer="adamw", lr=0.1, weight_decay=0.01)
+    optimizer = build_optimizer(theta, settings)
+    optimizer.param_groups[0]["weight_decay"] = settings.weight_decay
+    optimizer.step()
+    # The first step is the rate, whatever the gradient; the decay is decoupled.
+    torch.testing.assert_close(theta, torch.full((3,), 1 - 0.1 * 0.01 - 0.1))
+    forget_momentum_(SimpleNamespace(optimizer=optimizer, theta=theta))
+    kept = optimizer.state[theta]
+    assert not kept["exp_avg"].any()
+    assert kept["exp_avg_sq"].all()
+    assert kept["step"] == 1
