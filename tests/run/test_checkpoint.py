@@ -345,7 +345,7 @@ def test_a_run_left_while_z_is_under_way_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize("evaluate_every", [1, 2, 5])
-@pytest.mark.parametrize("scenario", ["recipe", "one-shot"])
+@pytest.mark.parametrize("scenario", ["recipe", "one-shot", "diloco"])
 def test_evaluation_leaves_training_alone(scenario: str, evaluate_every: int) -> None:
     """What is delivered is the same bits however often it is evaluated on the way."""
     with nodes_of(2) as topology:

@@ -2,8 +2,17 @@
 
 import pytest
 
-from prunex_mpi.core.steps import total_steps
-from prunex_mpi.run.tuning import Costs, behind, chosen_by, exposed, interval, trial_of
+from prunex_mpi.core.steps import quadratic_rounds, total_steps
+from prunex_mpi.run.tuning import (
+    Costs,
+    behind,
+    chosen_by,
+    exposed,
+    goes_behind_steps,
+    interval,
+    is_left_to_measure,
+    trial_of,
+)
 from prunex_mpi.settings.resolve import make
 from prunex_mpi.settings.values import AUTO
 
@@ -35,7 +44,7 @@ def test_steps_behind_which_an_exchange_runs_cost_nothing():
     assert interval(Costs(0.01, 0.2, 0.19), 0.5, AUTO, 10**6) == 32
 
 
-@pytest.mark.parametrize("method", ["prunex", "one-shot", "local-sgd"])
+@pytest.mark.parametrize("method", ["prunex", "one-shot", "local-sgd", "qsr"])
 def test_a_run_keeps_its_length_and_its_shares(method):
     settings = make("thin", method=method)
     nominal = 40
@@ -45,7 +54,7 @@ def test_a_run_keeps_its_length_and_its_shares(method):
     whole = 64 * nominal
     found = total_steps(chosen, chosen.local_steps)
     assert found == pytest.approx(whole, abs=chosen.local_steps)
-    if method != "local-sgd":
+    if method not in ("local-sgd", "qsr"):
         assert 0 < chosen.frozen_local_steps < chosen.local_steps
     if method == "prunex":
         frozen_at = chosen.freeze_iteration * chosen.local_steps
@@ -65,12 +74,27 @@ def test_what_is_given_is_kept():
 
 def test_a_run_is_never_cut_to_a_few_outer_iterations():
     slowest = Costs(step=1e-4, exchange=10.0, rest=1.0)
-    for method in ("prunex", "prunex-flat", "one-shot", "diloco"):
+    for method in ("prunex", "prunex-flat", "one-shot", "diloco", "qsr", "sparseloco"):
         chosen = chosen_by(make("thin", method=method), 40, slowest, slowest)
         assert chosen.outer_iterations == 16, method
 
 
-@pytest.mark.parametrize("method", ["prunex", "prunex-flat", "one-shot", "local-sgd", "diloco"])
+@pytest.mark.parametrize(
+    "method", ["prunex", "prunex-flat", "one-shot", "local-sgd", "diloco", "qsr"]
+)
 def test_the_trial_has_both_kinds_of_iterations(method):
     trial = trial_of(make("thin", method=method))
     assert (trial.outer_iterations, trial.overlap_steps, trial.payload) == (4, 0, "int4")
+
+
+def test_the_trial_of_a_growing_interval_has_rounds_of_one_length():
+    trial = trial_of(make("thin", method="qsr"))
+    assert quadratic_rounds(trial, trial.local_steps) == 4
+
+
+def test_what_has_no_overlap_is_measured_without():
+    settings = make("thin", method="sparseloco")
+    assert is_left_to_measure(settings)
+    assert not goes_behind_steps(settings)
+    assert trial_of(settings).overlap_steps == 0
+    assert not is_left_to_measure(make("thin", method="sparseloco", local_steps=4))

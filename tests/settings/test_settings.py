@@ -13,7 +13,7 @@ from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.core.schedule import strictness
 from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.fields import ESTIMATED, FIELDS, PRESETS, key_of
-from prunex_mpi.settings.methods import CONSENSUS, METHODS
+from prunex_mpi.settings.methods import CONSENSUS, LOCAL, METHODS
 from prunex_mpi.settings.resolve import (
     check_saved,
     layer_keep_ratios,
@@ -244,6 +244,37 @@ def test_files_from_before_a_setting_are_whole():
     assert resumed(saved, {"dry_run": True, "link_gbit": 2.0}).link_gbit == 2.0
 
 
+@pytest.mark.parametrize("method", ["diloco", "local-sgd"])
+def test_runs_from_before_their_settings_go_on_as_they_began(tmp_path, method):
+    """Momentum was kept and statistics were averaged, though the file names another default."""
+    now = make(method=method)
+    saved = {name: getattr(now, name) for name in FIELDS}
+    for name in ("inner_optimizer", "inner_momentum", "qsr_alpha", "error_decay"):
+        del saved[name]
+    saved["bn"] = "recalibrate"
+    check_saved(saved, "config.toml")
+    found = resumed(saved, {})
+    assert (found.inner_momentum, found.inner_optimizer, found.bn) == ("keep", "sgd", "average")
+    # A file that knows of it means it, and so does one that nobody's run has written.
+    assert resumed({**saved, "inner_momentum": "reset"}, {}).bn == "recalibrate"
+    by_hand = f'method = "{method}"\nbn = "recalibrate"\n'
+    assert parse(["--config", write(tmp_path, by_hand)]).bn == "recalibrate"
+    assert parse(["--config", write(tmp_path, f"{by_hand}[versions]\n")]).bn == "average"
+
+
+def test_methods_differ_in_what_they_do_with_momentum_and_statistics():
+    found = {m: (make(method=m).inner_momentum, make(method=m).bn) for m in LOCAL}
+    assert found == {
+        "local-sgd": ("keep", "average"),
+        "qsr": ("keep", "average"),
+        "diloco": ("reset", "average"),
+        "sparseloco": ("keep", "recalibrate"),
+        "one-shot": ("keep", "recalibrate"),
+    }
+    thin = make("thin", method="sparseloco")
+    assert (thin.payload, thin.overlap_steps, thin.compress_ratio) == ("fp32", 0, 1 / 64)
+
+
 def test_a_resumed_run_keeps_what_was_measured_and_refuses_all_else():
     saved = {name: getattr(make("thin", local_steps=12, overlap_steps=3), name) for name in FIELDS}
     assert resumed(saved, {"local_steps": AUTO, "overlap_steps": AUTO}).local_steps == 12
@@ -404,6 +435,20 @@ BAD_FLAGS = [
     ("--method dense --lasso-ratio 0.5", "lasso-ratio means nothing to method dense"),
     ("--method diloco --outer-lr 0", "--outer-lr"),
     ("--method diloco --outer-momentum 1", "--outer-momentum"),
+    ("--method diloco --inner-optimizer adam", "did you mean 'adamw'"),
+    ("--method dense --inner-optimizer adamw", "inner-optimizer means nothing to method dense"),
+    ("--method prunex --inner-momentum reset", "(it is for local-sgd, diloco, qsr, sparseloco"),
+    ("--method dense --bn average", "bn means nothing to method dense"),
+    ("--method local-sgd --qsr-alpha 0.3", "(it is for qsr)"),
+    ("--method qsr --qsr-alpha 0", "--qsr-alpha must be above 0"),
+    ("--method qsr --overlap-steps 1", "every outer iteration evaluates z and waits"),
+    ("--method qsr --outer-lr 1", "outer-lr means nothing to method qsr"),
+    ("--method sparseloco --payload int4", "payload means nothing to method sparseloco"),
+    ("--method sparseloco --overlap-steps 2", "overlap-steps means nothing to method sparseloco"),
+    ("--method sparseloco --leaders-per-node 2", "leaders-per-node means nothing to method"),
+    ("--method sparseloco --dry-run --link-gbit 1", "link-gbit means nothing to method"),
+    ("--method sparseloco --outer-momentum 0.5", "outer-momentum means nothing to method"),
+    ("--method sparseloco --error-decay 2", "--error-decay must be at most 1"),
     ("--method one-shot --prune-iteration 0", "from 1 to the 64"),
     ("--method one-shot --prune-iteration 65", "from 1 to the 64"),
     ("--method one-shot --freeze-iteration 5", "freeze-iteration means nothing"),
