@@ -91,7 +91,7 @@ def local_steps(work: Work) -> int:
         return quadratic_steps(
             settings, work.problem.steps, position.steps_done, position.rollbacks
         )
-    frozen = work.settings.frozen_local_steps if work.state.frozen else 0
+    frozen = settings.frozen_local_steps if work.state.frozen else 0
     return frozen or work.problem.steps
 
 

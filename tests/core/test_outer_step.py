@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from prunex_mpi.core.optimizer import build_optimizer
+from prunex_mpi.core.optimizer import build_optimizer, remembered
 from prunex_mpi.core.outer_step import VELOCITY, outer_memory, outer_step_
 from prunex_mpi.core.state import forget_momentum_
 from prunex_mpi.methods.local_sgd import FEWEST_KEPT, advice
@@ -102,3 +102,16 @@ def test_reset_forgets_the_first_moment_of_adamw_alone():
     assert not kept["exp_avg"].any()
     assert kept["exp_avg_sq"].all()
     assert kept["step"] == 1
+
+
+def test_a_step_that_overflows_leaves_adamw_as_it_was():
+    theta = torch.ones(2)
+    theta.grad = torch.tensor([1.0, float("inf")])
+    optimizer = build_optimizer(theta, make(method="diloco", inner_optimizer="adamw", lr=0.1))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert theta.tolist() == [1, 1]
+    assert not any(part.any() for part in remembered(optimizer, theta).values())
