@@ -10,9 +10,13 @@ from torch import Tensor
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR, learning_rate, quadratic_interval
-from prunex_mpi.core.state import Work
+from prunex_mpi.core.state import State, Work
+from prunex_mpi.models.layout import matrices
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import PRUNING_ONCE, QUADRATIC
+
+# Gradients, and the weights whose decay is to be added to them.
+Pairs = tuple[list[Tensor], list[Tensor]]
 
 
 @contextmanager
@@ -55,15 +59,46 @@ def backward(work: Work, loss: Tensor) -> Tensor:
     return loss.detach()
 
 
-def step_optimizer_(work: Work) -> None:
-    """Move theta along the unscaled gradient, at the learning rate of this step of the run."""
+def share_decay_(work: Work, decay: float) -> Pairs | None:
+    """Let the optimizer's one pass shrink all parameters by `decay`, and return None.
+
+    With `--weight-decay-on weights` it shrinks none; what `step_optimizer_` has to shrink is
+    returned. The views are good for as long as theta and its gradient stay where they are.
+    """
+    alone = decay > 0 and work.settings.weight_decay_on == "weights"
+    work.state.optimizer.param_groups[0]["weight_decay"] = 0.0 if alone else decay
+    return weight_pairs(work.state) if alone else None
+
+
+def weight_pairs(state: State) -> Pairs:
+    """Return views of the gradients and of the values of the weights, biases and such left out."""
+    where = [slice(s.offset, s.offset + s.numel) for s in matrices(state.layout)]
+    return [state.grad[place] for place in where], [state.theta[place] for place in where]
+
+
+def step_optimizer_(work: Work, decayed: Pairs | None = None) -> None:
+    """Move theta along the unscaled gradient, at the learning rate of this step of the run.
+
+    `decayed` is what `share_decay_` has returned.
+    """
     state, settings = work.state, work.settings
     position = state.position
     total = total_steps(settings, work.problem.steps)
     rate = rate_at(settings, steps_taken(work), total, position.rollbacks)
     state.optimizer.param_groups[0]["lr"] = rate
+    if decayed and decayed[0]:
+        shrink_(settings, rate, decayed)
     state.scaler.step(state.optimizer)
     state.scaler.update()
+
+
+def shrink_(settings: Settings, rate: float, decayed: Pairs) -> None:
+    """Let weight decay act on some parameters alone; AdamW's is decoupled from the gradient."""
+    gradients, values = decayed
+    if settings.inner_optimizer == "adamw":
+        torch._foreach_mul_(values, 1 - rate * settings.weight_decay)
+    else:
+        torch._foreach_add_(gradients, values, alpha=settings.weight_decay)
 
 
 def rate_at(settings: Settings, step: int, total: int, rollbacks: int) -> float:

@@ -5,7 +5,22 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.core.state import State
-from prunex_mpi.models.layout import one_or_all, spare_tile, sum_tile_norms, tile_norms, tiles
+from prunex_mpi.models.layout import (
+    Layout,
+    one_or_all,
+    spare_tile,
+    sum_tile_norms,
+    tile_norms,
+    tiles,
+)
+from prunex_mpi.settings.fields import Settings
+
+
+def decay_of_layers(settings: Settings, layout: Layout) -> np.ndarray:
+    """Return lambda of each segment, float64 [segments]: 0 of those that do not decay."""
+    every = settings.weight_decay_on == "all"
+    decayed = [every or len(segment.shape) > 1 for segment in layout.segments]
+    return settings.weight_decay * np.array(decayed, dtype=np.float64)
 
 
 def sum_candidate(state: State) -> Tensor:
@@ -15,11 +30,13 @@ def sum_candidate(state: State) -> Tensor:
     return torch.add(state.theta, state.u, out=state.scratch)
 
 
-def weigh_candidate(state: State, decay: float, ranks: int, total: Tensor | None = None) -> Tensor:
+def weigh_candidate(
+    state: State, decay: np.ndarray, ranks: int, total: Tensor | None = None
+) -> Tensor:
     """Return [rho1 mean(theta + u) + rho2 (z - v)] / (decay + rho1 + rho2) in `scratch`.
 
-    `total` is the sum of theta + u over `ranks` ranks, in the memory of `scratch`; without it the
-    mean is this rank's own theta + u.
+    `decay` is that of each segment, [segments]. `total` is the sum of theta + u over `ranks` ranks,
+    in the memory of `scratch`; without it the mean is this rank's own theta + u.
     """
     # Between z - v and the mean, times what the weight decay leaves of it.
     weights = one_or_all(state.rho1 / (state.rho1 + state.rho2))
@@ -33,7 +50,7 @@ def weigh_candidate(state: State, decay: float, ranks: int, total: Tensor | None
             mean = torch.mul(part, 1 / ranks, out=spare[: part.numel()])
         torch.sub(state.z[at], state.v[at], out=part)
         tile.mix_(part, mean, weights)
-        if decay:
+        if decay.any():
             tile.scale_(part, one_or_all(left))
     return state.scratch
 

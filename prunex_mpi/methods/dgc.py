@@ -9,7 +9,7 @@ from prunex_mpi.comm.wire import COUNT_BYTES, Wire
 from prunex_mpi.compress.sparse import POSITION_BYTES, check_positions, kept_per_layer
 from prunex_mpi.compress.threshold import accumulate_, forget_sent_, ratio_at, select_above_
 from prunex_mpi.core.state import OWN, Work
-from prunex_mpi.core.steps import steps_taken
+from prunex_mpi.core.steps import steps_taken, weight_pairs
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
@@ -46,6 +46,7 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
         "all_values": all_values,
         "all_positions": torch.empty_like(all_values, dtype=torch.int32),
         "chosen": torch.empty_like(theta, dtype=torch.bool),
+        "decayed": weight_pairs(work.state),
     }
 
 
@@ -61,7 +62,10 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     step = steps_taken(work)
     warmup_steps = round(settings.dgc_warmup_epochs * work.problem.train.steps_per_epoch)
     ratio = ratio_at(step, warmup_steps, settings.compress_ratio)
-    grad.add_(state.theta, alpha=settings.weight_decay * wire.weight)
+    if settings.weight_decay_on == "all":
+        grad.add_(state.theta, alpha=settings.weight_decay * wire.weight)
+    elif space["decayed"][0]:
+        torch._foreach_add_(*space["decayed"], alpha=settings.weight_decay * wire.weight)
     accumulate_(momentum, residual, grad, settings.momentum)
     spare, sent = (state.scratch, space["chosen"]), (values, positions)
     count = select_above_(residual, state.layout, ratio, settings.dgc_sample, step, spare, sent)

@@ -41,6 +41,7 @@ COMPACT = "compact, and BatchNorm statistics"
 AVERAGE = ("parameters", "leader", "Allreduce SUM", COMPACT)
 SHARED_AVERAGE = ("parameters", "leader", "Allreduce MAX and SUM", f"{COMPACT}, 8 bits")
 CODED_AVERAGE = ("parameters", "leader", "Alltoallv, Allgather", f"{COMPACT}, fewer bits")
+DECISION = ("mask", "world", "Bcast", "a bit per group")
 CHOICE = (
     ("group energies", "leader", "Reduce SUM", "one float per group (vote)"),
     ("mask", "leader", "Bcast, or Allreduce BOR", "a bit per group"),
@@ -74,6 +75,8 @@ def operations_of(settings: Settings) -> tuple[tuple[str, str, str, str], ...]:
     if settings.payload in ("fp32", SUMMED):
         average = AVERAGE if settings.payload == "fp32" else SHARED_AVERAGE
     match settings.method:
+        case "prunex-flat" if settings.flat_consensus == "direct":
+            return (average, DECISION)
         case "prunex" | "prunex-flat" | "one-shot":
             return (*CHOICE, average)
         case "local-sgd" | "diloco" | "qsr":

@@ -64,11 +64,17 @@ from prunex_mpi.core.steps import (
     forward_backward,
     local_steps,
     loss_sums,
+    share_decay_,
     step_optimizer_,
     steps_behind,
     stops_here,
 )
-from prunex_mpi.core.updates import step_duals_, sum_candidate, weigh_candidate
+from prunex_mpi.core.updates import (
+    decay_of_layers,
+    step_duals_,
+    sum_candidate,
+    weigh_candidate,
+)
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import (
     bits_digest,
@@ -161,7 +167,7 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
         forget_momentum_(state)
     group = state.optimizer.param_groups[0]
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
-    group["weight_decay"] = settings.weight_decay if in_theta else 0.0
+    decayed = share_decay_(work, settings.weight_decay if in_theta else 0.0)
     rho_by_weight = None
     if not state.consensus_sgd:
         # rho1 (theta - z_i + u) = rho1 theta - anchor. The anchor stands still during the phase,
@@ -196,7 +202,7 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
                 state.grad.addcmul_(state.theta, rho_by_weight)
         if state.frozen:
             mask_views_(masked, state.factors)
-        step_optimizer_(work)
+        step_optimizer_(work, decayed)
         add_loss_(losses, loss, work)
         position.step += 1
     if position.under_way:
@@ -227,7 +233,7 @@ def intra_node_consensus(node: Wire, state: State, settings: Settings) -> Tensor
     batchnorm.read_(state.bn_modules, state.stats)
     node.reduce_(state.stats)
     state.stats.div_(ranks)
-    decay = settings.weight_decay if settings.weight_decay_in == "z" else 0.0
+    decay = decay_of_layers(settings, state.layout) * (settings.weight_decay_in == "z")
     if settings.node_sync == "step" or ranks == 1:
         z_tilde = own_candidate(state, decay)
         make_alike_(node, state, decay)
@@ -237,12 +243,12 @@ def intra_node_consensus(node: Wire, state: State, settings: Settings) -> Tensor
     return total.div_(ranks) if state.consensus_sgd else weigh_candidate(state, decay, ranks, total)
 
 
-def own_candidate(state: State, decay: float) -> Tensor:
+def own_candidate(state: State, decay: np.ndarray) -> Tensor:
     """Return z_tilde of a node whose ranks hold the same. Does not communicate."""
     return sum_candidate(state) if state.consensus_sgd else weigh_candidate(state, decay, 1)
 
 
-def make_alike_(node: Wire, state: State, decay: float) -> None:
+def make_alike_(node: Wire, state: State, decay: np.ndarray) -> None:
     """See that z_tilde, in `scratch`, is the same on all ranks of the node, bit for bit.
 
     MPI does not promise the same bits of a sum of gradients to all ranks. Where they differ the

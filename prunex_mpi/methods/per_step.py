@@ -31,6 +31,7 @@ from prunex_mpi.core.steps import (
     backward,
     forward,
     loss_sums,
+    share_decay_,
     step_optimizer_,
     stops_here,
 )
@@ -104,7 +105,7 @@ def train_steps(
     state, settings, position = work.state, work.settings, work.state.position
     # Where momentum accumulates gradients on the workers, the decay is a part of them.
     decay = 0.0 if settings.method in OWN_MOMENTUM else settings.weight_decay
-    state.optimizer.param_groups[0]["weight_decay"] = decay
+    decayed = share_decay_(work, decay)
     losses = loss_sums(work)
     started = time.perf_counter()
     exchanges.prune_(wires, work, done=position.iteration - 1)
@@ -123,7 +124,7 @@ def train_steps(
         with position.clock.computing(state.theta.device):
             average_gradient_(wires, space, work)
         state.scaler.unscale_(state.optimizer)
-        step_optimizer_(work)
+        step_optimizer_(work, decayed)
         add_loss_(losses, loss, work)
         position.step += 1
     return float(losses[0] / losses[1])

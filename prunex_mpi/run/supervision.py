@@ -16,10 +16,11 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR
 from prunex_mpi.core.state import Work
 from prunex_mpi.core.steps import rounds_left
-from prunex_mpi.methods import hsadmm, local_sgd, per_step
+from prunex_mpi.methods import flat_consensus, hsadmm, local_sgd, per_step
 from prunex_mpi.run import checkpoint
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.settings.methods import CONSENSUS, LOCAL
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, LOCAL
 
 # --checkpoint-every auto: the share of the time that writing may take, and the shortest interval.
 WRITING_SHARE = 0.02
@@ -111,7 +112,7 @@ def recorded(
 
     Collective on `world`.
     """
-    for record in driver_of(work.settings.method).outer_iterations(topology, work):
+    for record in driver_of(work.settings).outer_iterations(topology, work):
         work.heartbeat.enter("record")
         layers = record.pop("layers")
         status = record.pop("status")
@@ -122,8 +123,11 @@ def recorded(
         yield record, status
 
 
-def driver_of(method: str) -> ModuleType:
-    """Return the module whose `outer_iterations` runs `method`."""
+def driver_of(settings: Settings) -> ModuleType:
+    """Return the module whose `outer_iterations` trains by the method of `settings`."""
+    method = settings.method
+    if method in EVERY_RANK_ALONE and settings.flat_consensus == "direct":
+        return flat_consensus
     if method in CONSENSUS:
         return hsadmm
     return local_sgd if method in LOCAL else per_step

@@ -207,7 +207,7 @@ def trial_of(settings: Settings) -> Settings:
 def measure(topology: Topology, work: Work) -> tuple[Costs, Costs]:
     """Run the trial; return what things cost before and after the freeze. Collective on `world`."""
     work = replace(work, problem=replace(work.problem, test=None))
-    records = list(driver_of(work.settings.method).outer_iterations(topology, work))
+    records = list(driver_of(work.settings).outer_iterations(topology, work))
     rows = []
     for record in (records[number - 1] for number in MEASURED):
         seconds = record["seconds"]

@@ -145,6 +145,11 @@ def _check_rival(settings: Settings) -> None:
             f"reconfigure-every {s.reconfigure_every} is more than the {s.outer_iterations} "
             "outer-iterations, so that nothing would be removed; lower it"
         )
+    if s.inner_optimizer == "adamw" and s.weight_decay_on == "weights" and s.amp == "fp16":
+        raise UserError(
+            "weight-decay-on weights: a step of adamw that fp16 leaves out would shrink them all "
+            "the same; use --amp bf16, or all"
+        )
     if s.method == "pactrain":
         _check_pactrain(s)
     elif s.method in WITH_RESIDUAL and s.amp == "fp16":

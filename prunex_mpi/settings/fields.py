@@ -5,7 +5,7 @@ here; what makes up the training recipe has none here and is set by the preset f
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -23,6 +23,8 @@ from prunex_mpi.settings.methods import (
 )
 
 PRESETS = ("recipe", "paper", "thin")
+# Where prunex-flat has no nodes between ranks and z.
+ONE_LEVEL = ("flat_consensus", "direct")
 # How phase 4 sends: plain float32, other formats, or integers of so many bits with shared scales.
 PAYLOADS = ("fp32", "fp16", "bf16", "int8", "int8sum", "int4", "int2")
 # Of which --dry-run estimates what exchanges take.
@@ -34,11 +36,12 @@ def _setting(section: str, text: str, default: Any = _NO_DEFAULT, **rules: Any) 
     """Make a field; `rules` are choices, low, high (inclusive), above, below, share, optional.
 
     With the rule `auto` a whole number may be left to be measured. The rule `methods` names those
-    that the setting has a meaning for: with any other it can't be given. `before` is what runs did
-    before there was the setting, which their files do not name, and `past` another default of
-    former days, which the files of all methods name. `joined` holds (methods, name of a later
-    setting, value): what these methods did before the setting meant something to them, in runs
-    whose files do not name the later one.
+    that the setting has a meaning for: with any other it can't be given, nor can it with `unless`,
+    the value of another setting of the method prunex-flat. `before` is what runs did before there
+    was the setting, which their files do not name, and `past` another default of former days, which
+    the files of all methods name. `joined` holds (methods, name of a later setting, value): what
+    these methods did before the setting meant something to them, in runs whose files do not name
+    the later one.
     """
     return dataclasses.field(default=default, metadata={"section": section, "help": text, **rules})
 
@@ -130,6 +133,12 @@ class Settings:
         choices=("keep", "reset"),
         methods=LOCAL,
     )
+    weight_decay_on: str = _setting(
+        _S,
+        "what it shrinks: all parameters, or weights without biases and BatchNorm, as in the paper",
+        before="all",
+        choices=("all", "weights"),
+    )
 
     _S = "sparsity"
     groups: tuple[str, ...] = _setting(
@@ -155,7 +164,11 @@ class Settings:
         _S, "round kept groups up to a multiple of this", low=1, methods=BY_GROUPS
     )
     mask_agreement: str = _setting(
-        _S, "how nodes agree on a mask", choices=("or", "vote"), methods=CONSENSUS
+        _S,
+        "how nodes agree on a mask",
+        choices=("or", "vote"),
+        methods=CONSENSUS,
+        unless=ONE_LEVEL,
     )
     keep_by: str = _setting(
         _S,
@@ -208,6 +221,15 @@ class Settings:
         choices=("step", "outer"),
         methods=("prunex", *LOCAL),
     )
+    flat_consensus: str = _setting(
+        _S,
+        "what ranks agree with: z itself, pruned once all are added up (the paper's Fig. 1b), or "
+        "a z_i of each rank's own, pruned before, and those with z",
+        "direct",
+        before="two-level",
+        choices=("direct", "two-level"),
+        methods=("prunex-flat",),
+    )
     weight_decay_in: str = _setting(
         _S,
         "weight decay in the local gradient or in the consensus (after a local-sgd freeze: theta)",
@@ -238,6 +260,7 @@ class Settings:
         low=0,
         auto=True,
         methods=AVERAGING,
+        unless=ONE_LEVEL,
     )
 
     _S = "penalties and stopping"
@@ -245,7 +268,9 @@ class Settings:
         _S, "course of rho", choices=("fixed", "ramp", "balance"), methods=CONSENSUS
     )
     rho1: float = _setting(_S, "penalty inside a node at the start", above=0, methods=CONSENSUS)
-    rho2: float = _setting(_S, "penalty between nodes at the start", above=0, methods=CONSENSUS)
+    rho2: float = _setting(
+        _S, "penalty between nodes at the start", above=0, methods=CONSENSUS, unless=ONE_LEVEL
+    )
     rho_max: float = _setting(_S, "largest penalty", above=0, methods=CONSENSUS)
     rho_min: float = _setting(_S, "smallest penalty", above=0, methods=CONSENSUS)
     rho_factor: float = _setting(
@@ -518,6 +543,13 @@ FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 def key_of(name: str) -> str:
     """Return the TOML key, and the flag without its dashes, of a field."""
     return name.replace("_", "-")
+
+
+def concerns(name: str, values: Mapping[str, Any]) -> bool:
+    """Say whether a setting has a meaning for a run of `values`, resolved or not."""
+    other, value = FIELDS[name].metadata.get("unless", ONE_LEVEL)
+    spared = "unless" in FIELDS[name].metadata and values["method"] in methods_of(other)
+    return values["method"] in methods_of(name) and not (spared and values[other] == value)
 
 
 def methods_of(name: str) -> Sequence[str]:

@@ -47,5 +47,7 @@ METHOD_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "payload": "fp32",
         "overlap_steps": 0,
     },
+    # What arrives is still to be pruned: no rank could go on training before.
+    "prunex-flat": {"overlap_steps": 0},
     "pactrain": {"prune_iteration": Fraction(0)},
 }

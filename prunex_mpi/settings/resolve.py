@@ -11,7 +11,14 @@ import tomli_w
 
 from prunex_mpi.base.errors import UserError, nearest, quote
 from prunex_mpi.settings.checks import check_together, first_at_target
-from prunex_mpi.settings.fields import FIELDS, OF_THE_JOB, Settings, key_of, methods_of
+from prunex_mpi.settings.fields import (
+    FIELDS,
+    OF_THE_JOB,
+    Settings,
+    concerns,
+    key_of,
+    methods_of,
+)
 from prunex_mpi.settings.methods import METHOD_DEFAULTS
 from prunex_mpi.settings.values import AUTO, convert, left_open, split_layer_keep_ratio
 
@@ -217,7 +224,7 @@ def _lay_over(values: dict[str, Any], layer: Mapping[str, Any]) -> None:
 def _resolve(values: dict[str, Any]) -> Settings:
     """Turn shares into iterations, drop the epochs that steps replace, check the whole."""
     _put_foreign_back(values)
-    own = [name for name in FIELDS if values["method"] in methods_of(name)]
+    own = [name for name in FIELDS if concerns(name, values)]
     _resolve_shares(values, own)
     if values["local_steps"] > 0:
         values["local_epochs"] = Fraction(0)
@@ -240,6 +247,15 @@ def _resolve_shares(values: dict[str, Any], names: Iterable[str]) -> None:
             values[name] = count
 
 
+def _who_lacks(name: str, method: str) -> str:
+    """Return to whom a setting means nothing, and what to do, to end an error."""
+    if method not in methods_of(name):
+        for_whom = ", ".join(methods_of(name))
+        return f"method {method}; leave it away (it is for {for_whom})"
+    other, value = FIELDS[name].metadata["unless"]
+    return f"method {method} with {key_of(other)} {value}; leave it away"
+
+
 def _put_foreign_back(values: dict[str, Any]) -> None:
     """Leave what the method has no use for at its default; refuse it where it is given as another.
 
@@ -253,12 +269,8 @@ def _put_foreign_back(values: dict[str, Any]) -> None:
     past = {**resolved, **{name: rule["past"] for name, rule in rules.items() if "past" in rule}}
     _resolve_shares(past, FIELDS)
     for name in FIELDS:
-        methods = methods_of(name)
-        if values["method"] in methods:
+        if concerns(name, values):
             continue
         if values[name] not in (untouched[name], resolved[name], past[name]):
-            raise UserError(
-                f"{key_of(name)} means nothing to method {values['method']}; leave it away "
-                f"(it is for {', '.join(methods)})"
-            )
+            raise UserError(f"{key_of(name)} means nothing to {_who_lacks(name, values['method'])}")
         values[name] = untouched[name]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from prunex_mpi.core.state import State, build_state
-from prunex_mpi.core.updates import step_duals_, sum_candidate, weigh_candidate
+from prunex_mpi.core.updates import decay_of_layers, step_duals_, sum_candidate, weigh_candidate
 from prunex_mpi.models import layout as layouts
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import Groups
@@ -34,20 +34,24 @@ def spread(state: State, values: np.ndarray) -> Tensor:
 
 
 @pytest.mark.parametrize("rho", [EVEN, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize(("rate", "on"), [(0.0, "all"), (0.1, "all"), (0.1, "weights")])
 def test_the_candidate_weighs_mean_and_consensus(
-    state: State, rho: np.ndarray, decay: float
+    state: State, rho: np.ndarray, rate: float, on: str
 ) -> None:
+    decays = decay_of_layers(make(weight_decay=rate, weight_decay_on=on), state.layout)
+    # Weights and biases by turns.
+    assert decays.tolist() == [rate, rate * (on == "all")] * 2
+    decay = spread(state, decays)
     state.rho1, state.rho2 = rho, 0.3 * rho
     rho1, rho2 = spread(state, rho), spread(state, 0.3 * rho)
     inertia = rho2 * (state.z - state.v)
     total = 3 * (state.theta + state.u)
     expected = (rho1 * (state.theta + state.u) + inertia) / (decay + rho1 + rho2)
-    found = weigh_candidate(state, decay, 1)
+    found = weigh_candidate(state, decays, 1)
     assert found is state.scratch
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
     state.scratch.copy_(total)
-    found = weigh_candidate(state, decay, 3, state.scratch)
+    found = weigh_candidate(state, decays, 3, state.scratch)
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
 
 

@@ -34,7 +34,7 @@ def run_driver(topology, settings, model, stream, steps=STEPS):
     stream.steps_per_epoch = STEPS_PER_EPOCH
     with exchanging_behind(topology, settings.overlap_steps != 0, SMALL_BUCKETS) as behind:
         work = replace(make_work(settings, model, stream, steps=steps), behind=behind)
-        for record in driver_of(settings.method).outer_iterations(topology, work):
+        for record in driver_of(settings).outer_iterations(topology, work):
             yield record, work.state
 
 

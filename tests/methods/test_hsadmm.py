@@ -59,6 +59,7 @@ PAPER = {
     "after_freeze": "admm",
     "weight_decay_in": "z",
     "weight_decay": 1e-3,
+    "weight_decay_on": "weights",
     "penalty": "balance",
 }
 SCENARIOS = {
@@ -68,11 +69,14 @@ SCENARIOS = {
         "after_freeze": "admm",
         "groups": ("filter", "channel"),
         "penalty": "ramp",
+        "weight_decay": 0.05,
+        "weight_decay_on": "weights",
     },
     "recipe-shape-outer": {**RECIPE, "groups": ("shape",), "node_sync": "outer"},
     "paper": PAPER,
     "paper-unfrozen-composed": {
         **PAPER,
+        "weight_decay_on": "all",
         "freeze_iteration": 0,
         "groups": ("channel", "filter"),
     },

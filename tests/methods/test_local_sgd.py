@@ -29,7 +29,7 @@ pytestmark = pytest.mark.mpi
 STEPS, CHUNK = 2, 64
 COMMON = {"outer_iterations": 4, "lr": 0.05, "lr_schedule": "constant", "lr_warmup": 0.0}
 SCENARIOS = {
-    "local-sgd": {"method": "local-sgd"},
+    "local-sgd": {"method": "local-sgd", "weight_decay": 0.05, "weight_decay_on": "weights"},
     "local-sgd-outer": {"method": "local-sgd", "node_sync": "outer"},
     "diloco": {"method": "diloco"},
     "diloco-adamw": {
@@ -149,10 +149,12 @@ def test_flat_prunex_is_prunex_on_nodes_of_one_rank_with_a_dense_payload():
     common = {**COMMON, "rho1": 0.02, "rho2": 0.005, "warmup_iterations": 1}
     common |= {"keep_ramp_iterations": 1, "freeze_iteration": 3, "bn": "average"}
     found = {}
+    ways = {"prunex": {}, "prunex-flat": {"flat_consensus": "two-level"}}
     with nodes_of(1) as topology:
-        for method in ("prunex", "prunex-flat"):
+        for method, way in ways.items():
             stream = RandomStream(WORLD.rank, torch.float64)
-            runs = run_driver(topology, make(method=method, **common), new_net(), stream, STEPS)
+            settings = make(method=method, **way, **common)
+            runs = run_driver(topology, settings, new_net(), stream, STEPS)
             for record, state in runs:
                 found.setdefault(method, []).append((record["bytes"], state.z.clone(), state.mask))
             names = element_masks(state)

@@ -30,11 +30,12 @@ from prunex_mpi.settings.resolve import make
 pytestmark = pytest.mark.mpi
 
 CPU = torch.device("cpu")
+OF_WEIGHTS = {"weight_decay": 0.05, "weight_decay_on": "weights"}
 METHODS = {
-    "dense": {},
+    "dense": OF_WEIGHTS,
     "topk": {"compress_ratio": 0.05},
     # All stages of the warm-up, and beyond.
-    "dgc": {"compress_ratio": 0.05, "dgc_sample": 0.3, "dgc_warmup_epochs": 2},
+    "dgc": {"compress_ratio": 0.05, "dgc_sample": 0.3, "dgc_warmup_epochs": 2, **OF_WEIGHTS},
     "powersgd": {},
     "omnireduce": {"block_size": 16},
 }

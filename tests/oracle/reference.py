@@ -134,6 +134,17 @@ def parameters(model):
     return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
 
+def decays(p, s):
+    """Say whether the weight decay shrinks a parameter."""
+    return s.weight_decay_on == "all" or p.dim() > 1
+
+
+def sgd(model, s, momentum, decay):
+    """Return an optimizer that shrinks by `decay` what is to be shrunk."""
+    groups = [{"params": [p], "weight_decay": decay * decays(p, s)} for p in model.parameters()]
+    return torch.optim.SGD(groups, lr=s.lr, momentum=momentum)
+
+
 def batchnorms(model):
     return {n: m for n, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
 
@@ -268,7 +279,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                             g.copy_(mean)
             for j, r in enumerate(ranks):
                 for n, p in parameters(r.model).items():
-                    if s.weight_decay_in == "theta" or sgd_only:
+                    if (s.weight_decay_in == "theta" or sgd_only) and decays(p, s):
                         p.grad += s.weight_decay * p.data
                     if not sgd_only:
                         p.grad += rho1[n] * (p.data - z_node[node_of[j]][n] + r.u[n])
@@ -287,7 +298,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
             c = {}
             for n in names:
                 a = sum(theta[j][n] + ranks[j].u[n] for j in mine) / len(mine)
-                gamma = decay + rho1[n] + rho2[n]
+                gamma = decay * decays(a, s) + rho1[n] + rho2[n]
                 c[n] = a if sgd_only else (rho1[n] * a + rho2[n] * (z[n] - v[i][n])) / gamma
             candidate.append(c)
 

@@ -7,7 +7,7 @@ import copy
 from types import SimpleNamespace
 
 import torch
-from reference import parameters
+from reference import parameters, sgd
 from reference_rivals import average_batchnorm, statistics_of
 
 
@@ -37,10 +37,7 @@ def penalty(tensors, sets):
 def simulate_prunetrain(model, streams, loss_fn, s):
     """Return one SimpleNamespace per outer iteration: z, momentum, dead, loss, statistics."""
     models = [copy.deepcopy(model) for _ in streams]
-    optimizers = [
-        torch.optim.SGD(m.parameters(), lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay)
-        for m in models
-    ]
+    optimizers = [sgd(m, s, s.momentum, s.weight_decay) for m in models]
     dead, coefficient, history = set(), None, []
 
     def empty(tensors):

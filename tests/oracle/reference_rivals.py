@@ -10,7 +10,7 @@ import math
 from types import SimpleNamespace
 
 import torch
-from reference import batchnorms, conv_shapes, masked, parameters, project
+from reference import batchnorms, conv_shapes, decays, masked, parameters, project, sgd
 
 
 def workers_of(node_sizes, aggregation):
@@ -164,10 +164,7 @@ def simulate_per_step(model, streams, node_sizes, loss_fn, s):
     models = [copy.deepcopy(model) for _ in streams]
     # DGC's workers accumulate momentum, weight decay in it, before they send.
     momentum, decay = (0, 0) if s.method == "dgc" else (s.momentum, s.weight_decay)
-    optimizers = [
-        torch.optim.SGD(m.parameters(), lr=s.lr, momentum=momentum, weight_decay=decay)
-        for m in models
-    ]
+    optimizers = [sgd(m, s, momentum, decay) for m in models]
     history = []
     if s.method == "pactrain" and s.prune_iteration == 0:
         prune_weights(models, optimizers, memory, s)
@@ -184,7 +181,10 @@ def simulate_per_step(model, streams, node_sizes, loss_fn, s):
                 losses.append(float(loss.detach()))
                 inside = s.weight_decay - decay
                 gradients.append(
-                    {n: p.grad + inside * p.detach() for n, p in parameters(m).items()}
+                    {
+                        n: p.grad + inside * decays(p, s) * p.detach()
+                        for n, p in parameters(m).items()
+                    }
                 )
             contributions = [
                 {n: weight * sum(gradients[r][n] for r in ranks) / len(ranks) for n in gradients[0]}
@@ -221,13 +221,13 @@ def statistics_of(model):
 def new_optimizer(model, s):
     """Return the inner optimizer as torch has it, one tensor after the other."""
     if s.inner_optimizer == "adamw":
-        betas = {"betas": (s.momentum, 0.999), "eps": 1e-8}
-        return torch.optim.AdamW(
-            model.parameters(), lr=s.lr, weight_decay=s.weight_decay, foreach=False, **betas
-        )
-    return torch.optim.SGD(
-        model.parameters(), lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay
-    )
+        groups = [
+            {"params": [p], "weight_decay": s.weight_decay * decays(p, s)}
+            for p in model.parameters()
+        ]
+        betas = s.momentum, 0.999
+        return torch.optim.AdamW(groups, lr=s.lr, betas=betas, eps=1e-8, foreach=False)
+    return sgd(model, s, s.momentum, s.weight_decay)
 
 
 def rate_at(step, total, s):

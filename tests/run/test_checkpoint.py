@@ -72,6 +72,13 @@ SCENARIOS = {
         "after_freeze": "admm",
         "node_sync": "outer",
     },
+    "flat": {
+        **RAMP,
+        "method": "prunex-flat",
+        "freeze_iteration": 4,
+        "after_freeze": "admm",
+        "payload": "int4",
+    },
     "dense": {"method": "dense"},
     "topk": {"method": "topk", "aggregation": "hierarchical"},
     # Pruned at the end of the first iteration, stable in the second.
@@ -154,7 +161,7 @@ class Run:
 
     def iterate(self, stop: StopAgreement | None = None) -> Iterator[dict]:
         work = replace(self.work, stop=stop)
-        for record in driver_of(self.settings.method).outer_iterations(self.topology, work):
+        for record in driver_of(self.settings).outer_iterations(self.topology, work):
             yield {key: value for key, value in record.items() if key != "seconds"}
 
     def save(self, files: RunDirectory | None) -> None:
@@ -227,6 +234,7 @@ def assert_same(first: Run, second: Run) -> None:
         ("fp16", 2),
         ("one-shot", 3),
         ("prunetrain", 3),
+        ("flat", 1),
         *((scenario, 1) for scenario in FEWER_BITS),
         *((scenario, 1) for scenario in OVERLAPPED),
         ("int4", 3),
@@ -303,7 +311,8 @@ class StopsAt:
 
 @pytest.mark.parametrize("scenario", OFTEN)
 def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario: str) -> None:
-    with nodes_of(2) as topology, run_directory() as files:
+    nodes = nodes_of(1 if scenario == "flat" else 2)
+    with nodes as topology, run_directory() as files:
         whole = new_run(topology, scenario)
         expected = list(whole.iterate())
         first = new_run(topology, scenario)

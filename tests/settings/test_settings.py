@@ -83,7 +83,7 @@ def test_paper_preset_has_the_numbers_of_the_paper():
     s = parse(["--preset", "paper"])
     assert (s.outer_iterations, s.local_epochs, s.batch_size) == (60, 5, 128)
     assert (s.lr, s.lr_schedule, s.lr_warmup, s.momentum) == (1e-3, "constant", 0.0, 0.9)
-    assert (s.weight_decay, s.weight_decay_in) == (1e-4, "z")
+    assert (s.weight_decay, s.weight_decay_in, s.weight_decay_on) == (1e-4, "z", "weights")
     assert (s.penalty, s.rho1, s.rho2, s.rho_max) == ("balance", 1.5e-3, 1.5e-4, 10.0)
     assert (s.groups, s.keep_ratio, s.mask_agreement) == (("channel",), (0.5,), "or")
     assert (s.warmup_iterations, s.keep_ramp_iterations, s.freeze_iteration) == (0, 0, 15)

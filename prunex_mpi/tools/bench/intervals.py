@@ -143,7 +143,7 @@ def _ours(
     given |= {"outer_iterations": count, "evaluate_every": count}
     mine = make(**given, **changes)
     work = set_up(topology, mine, device, transport, Heartbeat())
-    iterations = driver_of(mine.method).outer_iterations(topology, work)
+    iterations = driver_of(mine).outer_iterations(topology, work)
     exits.callback(iterations.close)
     sent = [0.0]
 

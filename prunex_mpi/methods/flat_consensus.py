@@ -1,0 +1,127 @@
+"""The driver of flat consensus: ADMM in which every rank agrees with z directly.
+
+The paper's Fig. 1b, its PruneX (AR): global variable consensus (Boyd et al. 2011, section 7.1.1)
+with the sparsity on z. There are no nodes and no leaders, one dual u_ij and one penalty rho1, and
+parameters are pruned only once those of all ranks have been added up, so all of them travel:
+
+    z~ = rho1 mean_ij(theta_ij + u_ij) / (lambda + rho1),   z = P(z~),   u_ij += theta_ij - z
+
+| step                | communicator | MPI operation   | operand                          |
+|---------------------|--------------|-----------------|----------------------------------|
+| local computation   |              |                 |                                  |
+| sum over all ranks  | leader: all  | Allreduce SUM   | theta + u, statistics, dense     |
+| projection          | leader: all  | Bcast           | mask bits                        |
+| duals and residuals | world        | Allreduce SUM   | nine norms per layer             |
+
+Phases and names are those of `hsadmm.py`; z_i is z, and v is zero throughout.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.wire import Wires, find_wires
+from prunex_mpi.core.evaluation import estimate_statistics, refuse_divergence
+from prunex_mpi.core.mask_agreement import project_locally
+from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
+from prunex_mpi.core.residuals import converges
+from prunex_mpi.core.rounds import finish_round, measures_residuals, phase, rounds, split_local
+from prunex_mpi.core.schedule import Stage, find_stage, may_stop, note_drift_
+from prunex_mpi.core.state import State, Work, change_mask, freeze, update_penalties
+from prunex_mpi.core.updates import decay_of_layers, sum_candidate
+from prunex_mpi.methods.hsadmm import find_residuals, local_computation, update_duals
+from prunex_mpi.models import batchnorm
+from prunex_mpi.models.layout import scale_, squared_distances
+from prunex_mpi.pruning.masks import apply_factors_, build_factors, mask_drift
+from prunex_mpi.settings.fields import Settings
+
+
+def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]:
+    """Train from `position` on; yield each outer iteration's metrics (metrics.jsonl).
+
+    As `hsadmm.outer_iterations`. The residuals between nodes are zero. Collective on
+    `topology.world`. Raises Diverged on every rank.
+    """
+    state, settings, position = work.state, work.settings, work.state.position
+    wires = find_wires(topology, False, work.transport, position.traffic, position.clock)
+    for this in rounds(work):
+        measured = measures_residuals(work, this)
+        stage = find_stage(this.k, settings, state.frozen, position, measured)
+        with phase(work, this, "local"):
+            loss = local_computation(None, work)
+            if loss is None:
+                return
+            refuse_divergence(topology, state, loss)
+        split_local(work, this, waiting="intra")
+        with phase(work, this, "inter"):
+            sum_candidates_(wires, state, settings)
+        with phase(work, this, "project"):
+            moved = project_(wires, state, settings, stage)
+            if stage.freeze:
+                freeze(state, settings.after_freeze == "local-sgd")
+        with phase(work, this, "dual"):
+            still = None if moved is None else np.zeros_like(moved)
+            norms = None if state.consensus_sgd else update_duals(state, moved, still)
+            residuals, loss = find_residuals(topology.world, state, settings, norms, loss)
+
+        converged = may_stop(stage, settings, state.frozen) and converges(residuals)
+        note_drift_(position, stage, settings, mask_drift(state.mask, this.mask))
+        # On the support that theta was trained on, averaged statistics fit z.
+        estimate = settings.bn == "recalibrate" and stage.choose
+        if estimate and (stage.freeze or this.last or converged):
+            estimate = False
+            with phase(work, this, "evaluate"):
+                estimate_statistics(topology, work)
+        ended = {"residuals": residuals, "estimate": estimate, "converged": converged}
+        record = finish_round(topology, work, this, loss, **ended)
+        if not state.consensus_sgd:
+            update_penalties(state, settings, residuals)
+        yield record
+        if converged:
+            return
+
+
+def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
+    """Set z to z~, dense, by the theta + u and the BatchNorm statistics of all ranks.
+
+    Until the masks are frozen nothing is masked: a group that was pruned may come back. What z was
+    before lies in `scratch`. Collective on `leader.comm`, which holds all ranks.
+    """
+    batchnorm.read_(state.bn_modules, state.stats)
+    # z_i is z, whose value is at hand: its memory may hold what this rank sends.
+    candidate = sum_candidate(state)
+    state.z_node, state.scratch = candidate, state.z_node
+    if not state.frozen:
+        everything = np.ones_like(state.mask)
+        state.factors = build_factors(
+            everything, state.groups, state.theta.device, state.theta.dtype
+        )
+    fill_message_(wires.lane, wires.node, wires.lanes, state, settings.payload)
+    exchange_message_(wires.lane.comm, wires.node.comm, wires.lanes, state, wires.lane.transport)
+    take_over_(state, way_of(state))
+    if not state.consensus_sgd and settings.weight_decay_in == "z":
+        decay = decay_of_layers(settings, state.layout)
+        scale_(state.z, state.layout, state.rho1 / (decay + state.rho1))
+
+
+def project_(wires: Wires, state: State, settings: Settings, stage: Stage) -> np.ndarray | None:
+    """Project z~, in z, on the sparsity; return |z^{k+1} - z^k|^2 per layer where it is measured.
+
+    World rank 0 decides on the mask, since sums need not have the same bits on every rank.
+    Collective on `leader.comm`, which holds all ranks.
+    """
+    workers = wires.workers
+    mask = state.mask
+    if stage.choose:
+        if workers.comm.rank == 0:
+            mask = project_locally(state.z, state, stage.strict, settings.round_to)
+        mask = workers.broadcast_bits(mask, kind="mask")
+        change_mask(state, mask)
+        apply_factors_(state.z, state.layout, state.groups, state.factors)
+    moved = None
+    if stage.measured:
+        moved = squared_distances(state.z, state.scratch, state.layout)
+    state.z_node.copy_(state.z)
+    return moved
