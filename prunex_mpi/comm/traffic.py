@@ -13,7 +13,8 @@ class Traffic:
     """Bytes of one outer iteration.
 
     `payload`, `mask` and `evaluate` are operands that one worker, a rank that speaks between nodes,
-    hands to collectives; `intra` are operands inside the node. `dense` is what `payload` would be
+    hands to collectives; `intra` are operands inside the node; `setup` is what a method sends once
+    to begin. `dense` is what `payload` would be
     for the whole model. `sent` is what leaves a node for payload and masks, by `wire.ring_bytes`.
     """
 
@@ -21,6 +22,7 @@ class Traffic:
     mask: int = 0
     intra: int = 0
     evaluate: int = 0
+    setup: int = 0
     dense: int = 0
     sent: int = 0
 
@@ -30,14 +32,16 @@ class Clock:
     """Seconds of phase 1 of one outer iteration that are told apart.
 
     `exchange` is waiting for messages, `method` what a method computes beside forward and backward
-    pass; `behind` is what an exchange behind the local steps kept waiting and its result took;
-    `earlier` is what the phase took before the run was interrupted in it.
+    pass; `setup` is what it does once to begin, messages in it; `behind` is what an exchange behind
+    the local steps kept waiting and its result took; `earlier` is what the phase took before the
+    run was interrupted in it.
     """
 
     earlier: float = 0.0
     behind: float = 0.0
     method: float = 0.0
     exchange: float = 0.0
+    setup: float = 0.0
 
     @contextmanager
     def exchanging(self, device: torch.device) -> Iterator[None]:
@@ -52,6 +56,14 @@ class Clock:
         started, waited = now(device), self.exchange
         yield
         self.method += now(device) - started - (self.exchange - waited)
+
+    @contextmanager
+    def setting_up(self, device: torch.device) -> Iterator[None]:
+        """Count the block, the messages in it too, as what a method does once to begin."""
+        started, waited = now(device), self.exchange
+        yield
+        self.setup += now(device) - started
+        self.exchange = waited
 
 
 def now(device: torch.device) -> float:

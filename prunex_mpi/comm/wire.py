@@ -126,7 +126,7 @@ class Wire:
             # Nothing travels inside a node of one rank.
             return
         setattr(self.traffic, kind, getattr(self.traffic, kind) + operand)
-        if kind != "evaluate":
+        if kind not in ("evaluate", "setup"):
             travelling = operand if travelling is None else travelling
             self.traffic.sent += ring_bytes(self.ring, travelling, passes)
 

@@ -8,8 +8,8 @@ from prunex_mpi.core.state import State, Work
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.settings.methods import CONSENSUS
 
-PHASES = ("local", "intra", "project", "inter", "dual", "evaluate", "total")
-KINDS = ("dense", "payload", "sent", "mask", "intra", "evaluate")
+PHASES = ("local", "intra", "project", "inter", "dual", "evaluate", "setup", "total")
+KINDS = ("dense", "payload", "sent", "mask", "intra", "evaluate", "setup")
 
 
 def kept_by_segment(state: State) -> dict[int, tuple[int, int]]:

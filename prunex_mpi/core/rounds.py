@@ -58,10 +58,11 @@ def split_local(work: Work, this: Round, waiting: str) -> None:
     """Take out of the phase `local` what was the method's own and what was `waiting`.
 
     The former is a part of the phase `project`, the latter of the one so named, and what the last
-    exchange took of it a part of `inter`.
+    exchange took of it a part of `inter`. What a method does once to begin is `setup`.
     """
     clock, seconds = work.state.position.clock, this.seconds
-    seconds["local"] += clock.earlier - clock.method - clock.exchange - clock.behind
+    seconds["local"] += clock.earlier - clock.method - clock.exchange - clock.behind - clock.setup
+    seconds["setup"] = clock.setup
     seconds["inter"] = clock.behind
     seconds["project"] = clock.method
     seconds[waiting] = seconds.get(waiting, 0.0) + clock.exchange

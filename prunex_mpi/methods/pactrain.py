@@ -45,7 +45,8 @@ OPERATIONS = (
     ("stable buckets, ternary", "workers", "Allreduce SUM", "integers for their supports"),
     ("end of a window", "world", "Allreduce MIN", "steps and digests per bucket"),
     ("trial step (adaptive)", "world", "Allreduce MAX", "seconds of the exchange"),
-    ("GraSP, once", "all ranks", "Allreduce SUM", "two dense vectors"),
+    ("samples of GraSP, once", "world", "Allreduce BOR", "images"),
+    ("GraSP, once", "world", "Allreduce SUM", "two dense vectors"),
     ("mask, once", "world", "Bcast", "packed bits"),
 )
 # How a gradient travels once there are stable buckets; indices into `SECONDS`.

@@ -5,16 +5,19 @@ pruned weights stay zero. The paper's g ⊙ [w ≠ 0] is g ⊙ mask here, since 
 to be zero may move.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import together
-from prunex_mpi.comm.wire import Wires
+from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.compress.support import restart_
 from prunex_mpi.core.optimizer import momentum_of
 from prunex_mpi.core.state import State, Work
+from prunex_mpi.methods.pactrain_samples import batches_to_score
 from prunex_mpi.models.layout import matrices
 from prunex_mpi.pruning.unstructured import (
     add_gradients_,
@@ -27,14 +30,15 @@ from prunex_mpi.pruning.unstructured import (
 def prune_when_due_(wires: Wires, work: Work, done: int) -> float:
     """Prune if `done` outer iterations are those of `--prune-iteration`; return the mask's drift.
 
-    The mask is decided on world rank 0. Collective on `world`, or on `node` and `leader`.
+    The mask is decided on world rank 0. What this takes, seconds and bytes, is counted as set-up.
+    Collective on `world`.
     """
     state, settings = work.state, work.settings
     if state.frozen or done != settings.prune_iteration:
         return 0.0
-    with state.position.clock.computing(state.theta.device):
+    with state.position.clock.setting_up(state.theta.device):
         pruned = choose_pruned(wires, work)
-        mask = wires.everyone.broadcast_bits(pruned.cpu().numpy(), kind="mask")
+        mask = wires.everyone.broadcast_bits(pruned.cpu().numpy(), kind="setup")
         pruned.copy_(torch.from_numpy(mask))
         adopt_pruned_(state, pruned)
     total = sum(segment.numel for segment in matrices(state.layout))
@@ -47,31 +51,50 @@ def prune_when_due_(wires: Wires, work: Work, done: int) -> float:
 def choose_pruned(wires: Wires, work: Work) -> Tensor:
     """Return which weights go, bool [layout.numel]; only what world rank 0 returns counts.
 
-    Collective on `world`, or on `node` and `leader`. Raises UserError on every rank.
+    Collective on `world`. Raises UserError on every rank.
     """
-    state, problem, settings = work.state, work.problem, work.settings
-    world, layout, (ratio,) = wires.everyone.comm, state.layout, settings.keep_ratio
+    state, settings = work.state, work.settings
+    everyone, layout, (ratio,) = wires.everyone, state.layout, settings.keep_ratio
     if not matrices(layout):
         raise UserError("the model has no weight of two or more dimensions to prune")
     if settings.prune_by == "magnitude":
         return prune_by_magnitude(state.theta, layout, ratio)
-    model, loss = problem.model, problem.loss
-    batches = [problem.train.next() for _ in range(settings.grasp_batches)]
+    product = hessian_gradient_product(everyone, work)
+    prune = partial(prune_by_gradient_flow, state.theta, product, layout, ratio)
+    return together(everyone.comm, prune)
+
+
+def hessian_gradient_product(everyone: Wire, work: Work) -> Tensor:
+    """Return H g over the weights, both summed over the batches of all ranks.
+
+    Of the loss at logits divided by `--grasp-temperature`. As in the authors' code g and H are
+    those of the weights that may be pruned alone. Leaves the model's statistics as they were.
+    Collective on `world`. Raises UserError on every rank.
+    """
+    state, problem = work.state, work.problem
+    layout, model, temperature = state.layout, problem.model, work.settings.grasp_temperature
+    batches = batches_to_score(everyone, work)
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return problem.loss(logits / temperature, labels)
+
     slope, product = torch.zeros_like(state.theta), torch.zeros_like(state.theta)
     # The passes must leave no trace in the statistics of BatchNorm.
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.train()
     passes = (
-        (slope, lambda: add_gradients_(slope, layout, model, loss, batches)),
-        (product, lambda: add_hessian_products_(product, slope, layout, model, loss, batches)),
+        (slope, partial(add_gradients_, slope, layout, model, loss, batches)),
+        (product, partial(add_hessian_products_, product, slope, layout, model, loss, batches)),
     )
     for flat, add in passes:
-        together(world, add)
-        wires.sum_(flat)
-        flat.div_(len(batches) * world.size)
+        together(everyone.comm, add)
+        everyone.reduce_(flat, kind="setup")
+        for segment in layout.segments:
+            if len(segment.shape) == 1:
+                flat[segment.offset : segment.offset + segment.numel].zero_()
     for buffer, value in kept:
         buffer.copy_(value)
-    return together(world, lambda: prune_by_gradient_flow(state.theta, product, layout, ratio))
+    return product
 
 
 def adopt_pruned_(state: State, pruned: Tensor) -> None:

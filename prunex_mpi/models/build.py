@@ -8,9 +8,11 @@ import torchvision
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import USAGE, UserError, nearest, one_line
-from prunex_mpi.models.standalone import CIFAR_FAMILY, SMALL_VIT, build
+from prunex_mpi.models.standalone import CIFAR_FAMILY, SMALL_VGG, SMALL_VIT, build
 
 CIFAR_STEM_MAX_SIDE = 64  # "auto" gives images up to this side the stem that keeps their resolution
+# Networks that torchvision does not have, each with a stem of its own.
+OF_OUR_OWN = (*CIFAR_FAMILY, SMALL_VGG, SMALL_VIT)
 STEMS = ("auto", "cifar", "imagenet")
 
 
@@ -48,9 +50,7 @@ def build_model(name: str, *, num_classes: int, image_size: int, stem: str = "au
 
 def model_names() -> list[str]:
     """Return every name that `build_model` knows, sorted; factories come on top."""
-    return sorted(
-        {*CIFAR_FAMILY, SMALL_VIT, *torchvision.models.list_models(module=torchvision.models)}
-    )
+    return sorted({*OF_OUR_OWN, *torchvision.models.list_models(module=torchvision.models)})
 
 
 def describe(name: str, *, num_classes: int, image_size: int, stem: str = "auto") -> dict[str, Any]:
@@ -73,7 +73,7 @@ def describe(name: str, *, num_classes: int, image_size: int, stem: str = "auto"
     if _is_torchvision_resnet(name):
         small = stem == "cifar" or (stem == "auto" and image_size <= CIFAR_STEM_MAX_SIDE)
         chosen = "cifar" if small else "imagenet"
-    elif name in (*CIFAR_FAMILY, SMALL_VIT) and stem == "imagenet":
+    elif name in OF_OUR_OWN and stem == "imagenet":
         raise UserError(f"--stem imagenet does not fit {name}, which has a stem of its own", USAGE)
     elif name not in CIFAR_FAMILY and (stem == "cifar" or (":" in name and stem != "auto")):
         raise UserError(
@@ -83,7 +83,7 @@ def describe(name: str, *, num_classes: int, image_size: int, stem: str = "auto"
 
 
 def _is_torchvision_resnet(name: str) -> bool:
-    if ":" in name or name in CIFAR_FAMILY or name == SMALL_VIT:
+    if ":" in name or name in OF_OUR_OWN:
         return False
     return torchvision.models.get_model_builder(name).__module__ == "torchvision.models.resnet"
 

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 FORMAT = 1
 MODEL, PLAN = "model.safetensors", "plan.json"
 CIFAR_FAMILY = {f"resnet{depth}": depth for depth in (8, 20, 32, 44, 56, 110)}
-SMALL_VIT = "vit_tiny"
+SMALL_VIT, SMALL_VGG = "vit_tiny", "vgg19_small"
+# Channels of the convolutions of VGG-19; between its stages the resolution is halved.
+VGG19 = ((64, 64), (128, 128), (256,) * 4, (512,) * 4, (512,) * 4)
 # Without an explicit choice these two add auxiliary heads or warn about their initialisation.
 WITH_AUXILIARY_HEADS = ("googlenet", "inception_v3")
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -76,6 +78,8 @@ def build(description: Mapping[str, Any]) -> nn.Module:
         return make(num_classes=classes, image_size=side)
     if name in CIFAR_FAMILY:
         return CifarResNet(CIFAR_FAMILY[name], classes)
+    if name == SMALL_VGG:
+        return SmallVgg(VGG19, classes)
     if name == SMALL_VIT:
         return torchvision.models.VisionTransformer(
             image_size=side,
@@ -159,6 +163,36 @@ def _stage(in_channels: int, out_channels: int, blocks: int, stride: int) -> nn.
     first = BasicBlock(in_channels, out_channels, stride)
     rest = [BasicBlock(out_channels, out_channels, 1) for _ in range(blocks - 1)]
     return nn.Sequential(first, *rest)
+
+
+class SmallVgg(nn.Module):
+    """Stack 3x3 convolutions with BatchNorm (Simonyan and Zisserman 2015) for small images.
+
+    One linear layer classifies the mean over what is left of the image, as in GraSP's VGG-19.
+    """
+
+    def __init__(self, stages: tuple[tuple[int, ...], ...], num_classes: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        channels = 3
+        for number, widths in enumerate(stages):
+            if number:
+                layers.append(nn.MaxPool2d(2))
+            for width in widths:
+                conv = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+                layers += [conv, nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+                channels = width
+        self.features = nn.Sequential(*layers)
+        self.fc = nn.Linear(channels, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.normal_(self.fc.weight, std=0.01)
+        nn.init.zeros_(self.fc.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map float images [n, 3, h, w] to logits [n, num_classes]; h and w are 16 or more."""
+        return self.fc(self.features(x).mean(dim=(2, 3)))
 
 
 # --------------------------------------------------------------------------------------------------

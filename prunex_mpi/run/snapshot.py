@@ -382,9 +382,11 @@ def upgraded(numbers: Any) -> Any:
         return numbers
     new = asdict(Position(steps_done=UNKNOWN))
     if isinstance(position.get("clock"), dict):
-        clock = {"behind": 0.0, **position["clock"]}
+        clock = {"behind": 0.0, "setup": 0.0, **position["clock"]}
         unknown = {"under_way": "", "steps_done": UNKNOWN}
-        return {**numbers, "position": {**unknown, **position, "clock": clock}}
+        traffic = {"setup": 0, **position.get("traffic", {})}
+        parts = {"clock": clock, "traffic": traffic}
+        return {**numbers, "position": {**unknown, **position, **parts}}
     if "local_seconds" not in position:
         return numbers
     old = {**position}

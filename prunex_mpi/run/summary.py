@@ -77,6 +77,13 @@ def add_up(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
+def _setup_row(seconds: dict[str, float], sent: dict[str, int]) -> list[tuple[str, str]]:
+    """Return the row of what the method did once to begin, where it did anything."""
+    if not seconds["setup"]:
+        return []
+    return [("set-up of the method", f"{seconds['setup']:.2f} s, {sent['setup'] / MIB:.2f} MiB")]
+
+
 def closing_table(summary: dict[str, Any], run_dir: Path) -> str:
     """Return the table that ends a run."""
     accuracy = summary["test_accuracy"]
@@ -106,6 +113,7 @@ def closing_table(summary: dict[str, Any], run_dir: Path) -> str:
         ("  leaving a node, by ring algorithms", f"{sent['sent'] / MIB:.2f} MiB"),
         ("  and for mask agreement", f"{sent['mask'] / MIB:.2f} MiB"),
         ("  and for evaluation", f"{sent['evaluate'] / MIB:.2f} MiB"),
+        *_setup_row(seconds, sent),
         ("bytes inside a node per leader", f"{sent['intra'] / MIB:.2f} MiB"),
         ("seconds per phase", phases),
         ("seconds in all", f"{summary['seconds_total']:.1f}"),

@@ -171,7 +171,12 @@ def _check_pactrain(settings: Settings) -> None:
             f"prune-iteration {s.prune_iteration} must be from 0 to the {s.outer_iterations} "
             "outer-iterations of pactrain"
         )
-    if s.grasp_batches > 1 and s.prune_by != "grasp":
-        raise UserError("grasp-batches means nothing to --prune-by magnitude; leave it away")
+    for name in ("grasp_batches", "grasp_samples", "grasp_temperature"):
+        usual = FIELDS[name].default, FIELDS[name].metadata.get("before")
+        if s.prune_by != "grasp" and getattr(s, name) not in usual:
+            raise UserError(
+                f"{key_of(name)} means nothing to --prune-by {s.prune_by}; leave it away, or give "
+                "--prune-by grasp"
+            )
     if s.ternary and s.amp == "fp16":
         raise UserError("amp fp16: the scale of --ternary must not overflow; use bf16")

@@ -23,6 +23,8 @@ from prunex_mpi.settings.methods import (
 )
 
 PRESETS = ("recipe", "paper", "thin")
+# From this keep ratio on `--prune-by auto` is magnitude.
+GRASP_BELOW = 0.3
 # Where prunex-flat has no nodes between ranks and z.
 ONE_LEVEL = ("flat_consensus", "direct")
 # How phase 4 sends: plain float32, other formats, or integers of so many bits with shared scales.
@@ -364,13 +366,34 @@ class Settings:
     )
     prune_by: str = _setting(
         _S,
-        "score that decides what is pruned",
-        "grasp",
-        choices=("grasp", "magnitude"),
+        f"score that decides what is pruned; auto: grasp below a keep ratio of {GRASP_BELOW}, "
+        "else magnitude",
+        "auto",
+        choices=("auto", "grasp", "magnitude"),
         methods=("pactrain",),
     )
     grasp_batches: int = _setting(
-        _S, "batches per rank for the score grasp", 1, low=1, methods=("pactrain",)
+        _S,
+        "draws of --grasp-samples for the score grasp; without them batches of every rank",
+        1,
+        low=1,
+        methods=("pactrain",),
+    )
+    grasp_samples: int = _setting(
+        _S,
+        "images of each class in a draw, of all ranks together, 0 for batches as they come",
+        10,
+        before=0,
+        low=0,
+        methods=("pactrain",),
+    )
+    grasp_temperature: float = _setting(
+        _S,
+        "what logits are divided by for the score grasp",
+        200.0,
+        before=1.0,
+        above=0,
+        methods=("pactrain",),
     )
     stable_window: int = _setting(
         _S,

@@ -13,6 +13,7 @@ from prunex_mpi.base.errors import UserError, nearest, quote
 from prunex_mpi.settings.checks import check_together, first_at_target
 from prunex_mpi.settings.fields import (
     FIELDS,
+    GRASP_BELOW,
     OF_THE_JOB,
     Settings,
     concerns,
@@ -35,9 +36,11 @@ def preset_values(preset: str) -> dict[str, Any]:
 
 
 def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Convert a TOML table to values by field name; a table `versions` is ignored.
+    """Convert a TOML table to values by field name.
 
-    Raises UserError for an unknown key and for a value of the wrong type or range.
+    A run has written a file with a table `versions`: settings that it lacks, because they came
+    later, are what they were to that run, and those that its method has no use for what they are
+    today. Raises UserError for an unknown key and for a value of the wrong type or range.
     """
     names = {key_of(name): name for name in FIELDS}
     values = {}
@@ -48,8 +51,10 @@ def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
             guess = nearest(key, names)
             raise UserError(f"unknown key {quote(key)} in {source}; did you mean {guess!r}?")
         values[names[key]] = convert(FIELDS[names[key]], value, f"{key} in {source}")
-    # Only a run's own file has them: it names what meant nothing to its method then.
-    return values | _joined(values) if "versions" in table else values
+    if isinstance(table.get("versions"), dict) and {"preset", "method"} <= values.keys():
+        # Only a run's own file has them.
+        return _of_its_method(_whole(values))
+    return values
 
 
 def _joined(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,6 +64,19 @@ def _joined(saved: Mapping[str, Any]) -> dict[str, Any]:
         for name, field in FIELDS.items()
         for methods, later, value in field.metadata.get("joined", ())
         if saved.get("method") in methods and later not in saved
+    }
+
+
+def for_method(saved: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """Return a file's values for a run by another method than the file's.
+
+    Without those that only stand for what the file's run did before there was such a setting.
+    """
+    before = _before()
+    return {
+        name: value
+        for name, value in saved.items()
+        if method in methods_of(name) or name not in before or value != before[name]
     }
 
 
@@ -160,9 +178,13 @@ def first_difference(saved: Mapping[str, Any], settings: Settings) -> str | None
 
 def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's values with those that its file does not name, since they came later."""
+    return {**_before(), **saved, **_joined(saved)}
+
+
+def _before() -> dict[str, Any]:
+    """Return what settings that came later are to runs whose files do not name them."""
     rules = {name: field.metadata for name, field in FIELDS.items()}
-    before = {name: rule["before"] for name, rule in rules.items() if "before" in rule}
-    return {**before, **saved, **_joined(saved)}
+    return {name: rule["before"] for name, rule in rules.items() if "before" in rule}
 
 
 def _of_its_method(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,9 +250,16 @@ def _resolve(values: dict[str, Any]) -> Settings:
     _resolve_shares(values, own)
     if values["local_steps"] > 0:
         values["local_epochs"] = Fraction(0)
+    if values["prune_by"] == "auto" and concerns("prune_by", values):
+        values["prune_by"] = _score_at(values["keep_ratio"])
     settings = Settings(**values)
     check_together(settings)
     return settings
+
+
+def _score_at(keep_ratio: Sequence[float]) -> str:
+    """Return what `--prune-by auto` is at a keep ratio."""
+    return "magnitude" if keep_ratio[0] >= GRASP_BELOW else "grasp"
 
 
 def _resolve_shares(values: dict[str, Any], names: Iterable[str]) -> None:
@@ -265,6 +294,7 @@ def _put_foreign_back(values: dict[str, Any]) -> None:
     untouched = _defaults(values["preset"], values["method"])
     resolved = {**untouched, "outer_iterations": values["outer_iterations"]}
     _resolve_shares(resolved, FIELDS)
+    resolved["prune_by"] = _score_at(values["keep_ratio"])
     rules = {name: field.metadata for name, field in FIELDS.items()}
     past = {**resolved, **{name: rule["past"] for name, rule in rules.items() if "past" in rule}}
     _resolve_shares(past, FIELDS)

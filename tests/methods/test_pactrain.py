@@ -1,6 +1,8 @@
 """PacTrain over MPI: masked dense SGD whichever way it travels, and what makes it travel so."""
 
 import copy
+import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,6 +30,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.agreement import require_same
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.compress.support import CHOICE, PRUNED, SECONDS, STABLE, SUPPORT, UNCHANGED
+from prunex_mpi.data.batches import Shard
 from prunex_mpi.methods.pactrain import (
     COMPACT,
     FULL,
@@ -40,7 +43,8 @@ from prunex_mpi.methods.pactrain import (
     note_trial_,
     way_in_force,
 )
-from prunex_mpi.methods.pactrain_mask import adopt_pruned_
+from prunex_mpi.methods.pactrain_mask import adopt_pruned_, prune_when_due_
+from prunex_mpi.methods.pactrain_samples import draw_balanced
 from prunex_mpi.models.layout import build_layout, matrices
 from prunex_mpi.run import summary
 from prunex_mpi.settings.resolve import make, to_toml
@@ -150,6 +154,7 @@ def test_the_mask_of_grasp_is_that_of_all_ranks_batches():
     ).double()
     alone = copy.deepcopy(model)
     changes = {"prune_by": "grasp", "grasp_batches": 2, "outer_iterations": 1, "lr": 1e-12}
+    changes |= {"grasp_samples": 0, "grasp_temperature": 3.0}
     settings = make(aggregation="hierarchical", **{**COMMON, **changes})
     with nodes_of(3) as topology:
         stream = RandomStream(WORLD.rank, torch.float64)
@@ -164,13 +169,16 @@ def test_the_mask_of_grasp_is_that_of_all_ranks_batches():
         values = dict(zip(names, layout.views(flat), strict=True))
         values |= {name: buffer.clone() for name, buffer in buffers.items()}
         outputs = [
-            F.cross_entropy(torch.func.functional_call(alone, values, (images,)), labels)
+            F.cross_entropy(torch.func.functional_call(alone, values, (images,)) / 3.0, labels)
             for images, labels in batches
         ]
         return sum(outputs) / len(outputs)
 
     theta = torch.cat([p.detach().reshape(-1) for p in alone.parameters()])
+    # Biases and BatchNorm, which are never pruned, count as constants.
     slope = torch.func.grad(loss)(theta)
+    for s in layout.segments:
+        slope[s.offset : s.offset + s.numel] *= len(s.shape) > 1
     scores = (-theta * (torch.autograd.functional.hessian(loss, theta) @ slope)).tolist()
     places = [i for s in matrices(layout) for i in range(s.offset, s.offset + s.numel)]
     kept = sorted(places, key=lambda i: scores[i])[: -(-3 * len(places) // 10)]
@@ -182,6 +190,102 @@ def test_the_mask_of_grasp_is_that_of_all_ranks_batches():
     assert int(model[1].num_batches_tracked) == 1
 
 
+def grasp_as_published(net, images, labels, keep, temperature=200.0):
+    """Return {parameter: mask} as the code of GraSP's authors (alecwangcq/GraSP) chooses it.
+
+    From `images` in class order: -w (H g) over the weights of convolutions and linear layers, g
+    being the sum of both halves' gradients and H that of their Hessians; the highest scores go. H g
+    is taken by central differences of the gradient here.
+    """
+    weights = [p for p in net.parameters() if p.dim() > 1]
+    half = len(labels) // 2
+
+    def slope():
+        total = [torch.zeros_like(w) for w in weights]
+        for part in (slice(0, half), slice(half, None)):
+            loss = F.cross_entropy(net(images[part]) / temperature, labels[part])
+            found = torch.autograd.grad(loss, weights)
+            total = [t + f for t, f in zip(total, found, strict=True)]
+        return total
+
+    step, start = 1e-2, [w.detach().clone() for w in weights]
+    direction, ends = slope(), []
+    for sign in (1, -1):
+        for w, s, d in zip(weights, start, direction, strict=True):
+            w.data = s + sign * step * d
+        ends.append(slope())
+    for w, s in zip(weights, start, strict=True):
+        w.data = s
+    pairs = zip(start, *ends, strict=True)
+    scores = torch.cat([(-s * (a - b) / (2 * step)).reshape(-1) for s, a, b in pairs])
+    scores /= scores.sum().abs() + 1e-10
+    bound = scores.sort().values[math.ceil(keep * len(scores) - 1e-9) - 1]
+    masks = (scores <= bound).split([w.numel() for w in weights])
+    return {id(w): m.view(w.shape) for w, m in zip(weights, masks, strict=True)}
+
+
+def test_grasp_is_that_of_its_authors_on_any_number_of_ranks():
+    """Samples of each class come from wherever they lie, and make the authors' two batches."""
+    torch.manual_seed(5)
+    classes, each, keep = 3, 4, 0.2
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(16, classes)
+    ).double()
+    images = torch.randint(256, (32, 3, 4, 4), dtype=torch.uint8)
+    labels = torch.arange(32) * 7 % 11 % classes
+    first = [i for c in range(classes) for i in (labels == c).nonzero().view(-1)[:each].tolist()]
+    assert len(first) == classes * each < len(labels)
+
+    def normalised(values):
+        return values.double() / 255 - 0.5
+
+    alone = copy.deepcopy(model)
+    wanted = grasp_as_published(alone, normalised(images[first]), labels[first], keep)
+    settings = make(
+        **{**COMMON, "prune_by": "auto", "keep_ratio": (keep,), "outer_iterations": 1},
+        grasp_samples=each,
+    )
+    assert (settings.prune_by, settings.grasp_temperature) == ("grasp", 200.0)
+    mine = slice(32 // WORLD.size * WORLD.rank, 32 // WORLD.size * (WORLD.rank + 1))
+    with nodes_of(2) as topology:
+        work = make_work(settings, model, RandomStream(WORLD.rank, torch.float64), steps=1)
+        problem = replace(
+            work.problem,
+            train_shard=Shard(images[mine], labels[mine]),
+            batches=lambda shard, batch_size: [(normalised(shard.images), shard.labels)],
+        )
+        wires = wires_of(topology)
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        prune_when_due_(wires, replace(work, problem=problem), 0)
+        state = work.state
+    pruned = by_name(state.memory[PRUNED], state)
+    for name, p in alone.named_parameters():
+        expected = wanted.get(id(p), torch.ones_like(p, dtype=torch.bool))
+        assert torch.equal(~pruned[name], expected), name
+    assert_alike_on_all_ranks(state.memory[PRUNED])
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    # Apart from what steps take: the mask, two dense vectors, images, counts per rank and class.
+    traffic, clock = wires.everyone.traffic, state.position.clock
+    bits = -(-state.layout.numel // 8)
+    sample = classes * each * 3 * 4 * 4
+    counts = 8 + 8 * WORLD.size * classes
+    assert traffic.setup == bits + 2 * 8 * state.layout.numel + sample + counts
+    assert (traffic.payload, traffic.mask, traffic.intra, traffic.sent) == (0, 0, 0, 0)
+    assert state.position.clock.setup > 0 == clock.exchange == clock.method
+
+
+def test_too_few_images_of_a_class_are_refused_by_all_ranks():
+    shard = Shard(torch.zeros(4, 3, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 2, 2]))
+    with nodes_of(2) as topology:
+        everyone = wires_of(topology).everyone
+        with pytest.raises(UserError, match="a class has 0 training images"):
+            draw_balanced(everyone, shard, 1, 1)
+        full = Shard(shard.images, torch.tensor([0, 1, 2, 1]))
+        with pytest.raises(UserError, match=f"a class has {WORLD.size} training images"):
+            draw_balanced(everyone, full, WORLD.size, 2)
+
+
 def test_a_model_without_matrices_is_refused_by_all_ranks():
     class Scale(nn.Module):
         def __init__(self):
@@ -191,8 +295,8 @@ def test_a_model_without_matrices_is_refused_by_all_ranks():
         def forward(self, x):
             return x.mean(dim=(1, 2, 3)).view(-1, 1) * self.weight
 
-    for by in ("grasp", "magnitude"):
-        settings = make(**{**COMMON, "prune_by": by})
+    for by in ({"prune_by": "grasp", "grasp_samples": 0}, {}):
+        settings = make(**{**COMMON, **by})
         with nodes_of(2) as topology:
             stream = RandomStream(WORLD.rank, torch.float32)
             with pytest.raises(UserError, match="no weight of two or more dimensions"):

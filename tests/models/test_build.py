@@ -32,6 +32,8 @@ def refuse(name: str, *, image_size: int = 32, stem: str = "auto") -> str:
         ("resnet20", "auto", 269_722),
         ("resnet56", "auto", 853_018),
         ("vit_tiny", "auto", 2_693_578),
+        # 16 convolutions without biases, with BatchNorm, and one linear layer of 512 inputs.
+        ("vgg19_small", "auto", 20_035_018),
         ("resnet18", "cifar", 11_173_962),
         ("resnet152", "imagenet", 58_164_298),
     ],
@@ -123,6 +125,7 @@ def test_unknown_name_gets_the_nearest_one() -> None:
         ("mobilenet_v2", "cifar"),
         ("resnet20", "imagenet"),
         ("vit_tiny", "imagenet"),
+        ("vgg19_small", "cifar"),
         ("resnet18", "tiny"),
     ],
 )

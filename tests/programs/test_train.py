@@ -38,7 +38,7 @@ RECORD = {
     "test_loss",
     "test_accuracy",
 }
-PHASES = {"local", "intra", "project", "inter", "dual", "evaluate", "total"}
+PHASES = {"local", "intra", "project", "inter", "dual", "evaluate", "setup", "total"}
 
 
 def read_lines(path: Path) -> list[dict]:

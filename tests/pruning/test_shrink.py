@@ -26,6 +26,7 @@ NETWORKS = {
     "resnet50": 0.4,
     "wide_resnet50_2": 0.4,
     "vgg16_bn": 0.4,
+    "vgg19_small": 0.4,
     "mobilenet_v2": 0.4,
     "mobilenet_v3_small": 0.4,
     "mnasnet0_5": 0.4,
@@ -34,7 +35,7 @@ NETWORKS = {
     "vit_b_16": 0.6,
 }
 SIDE = 32
-LARGE = ("wide_resnet50_2", "vgg16_bn", "vit_b_16")
+LARGE = ("wide_resnet50_2", "vgg16_bn", "vgg19_small", "vit_b_16")
 
 
 @torch.no_grad()

@@ -381,7 +381,9 @@ def test_positions_of_the_older_form_are_brought_up_to_date() -> None:
     older |= {"local_seconds": 0.5, "method_seconds": 0.25, "exchange_seconds": 0.125}
     assert upgraded({"position": older, "data": [1]}) == {"position": position, "data": [1]}
     # Between those two forms nothing ran behind the local steps.
-    former = {**position, "clock": {k: x for k, x in position["clock"].items() if k != "behind"}}
+    later = ("behind", "setup")
+    former = {**position, "clock": {k: x for k, x in position["clock"].items() if k not in later}}
+    former["traffic"] = {k: x for k, x in position["traffic"].items() if k not in later}
     del former["under_way"]
     assert upgraded({"position": former, "data": [1]}) == {"position": position, "data": [1]}
     position["under_way"], position["clock"]["behind"] = CODED, 0.0625

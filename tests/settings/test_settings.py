@@ -233,6 +233,45 @@ def test_files_from_before_a_default_changed_are_read(tmp_path, method):
     assert parse(["--config", write(tmp_path, before)]) == settings
 
 
+def test_what_decides_what_is_pruned_follows_the_keep_ratio_and_is_written(tmp_path):
+    for keep, score in ((0.29, "grasp"), (0.3, "magnitude"), (0.5, "magnitude")):
+        settings = parse(["--method", "pactrain", "--keep-ratio", str(keep)])
+        assert settings.prune_by == score
+        assert f'prune-by = "{score}"' in to_toml(settings, {})
+    asked = parse(["--method", "pactrain", "--prune-by", "grasp"])
+    assert (asked.prune_by, asked.grasp_samples, asked.grasp_temperature) == ("grasp", 10, 200)
+
+
+def test_files_of_runs_from_before_a_setting_repeat_them(tmp_path):
+    """Where a file has the table that runs write: others name what they like."""
+    settings = make("paper", method="prunex-flat", flat_consensus="two-level", piece_kib=0)
+    settings = with_overrides(settings, weight_decay_on="all", rho2=0.5)
+    pruned = make(
+        method="pactrain", prune_by="grasp", grasp_batches=2, grasp_samples=0, grasp_temperature=1.0
+    )
+    later = ("flat-consensus", "weight-decay-on", "piece-kib", "grasp-samples", "grasp-temperature")
+    for run in (settings, pruned):
+        lines = to_toml(run, {}).splitlines()
+        kept = [x for x in lines if not x.startswith(later)]
+        assert len(kept) == len(lines) - len(later)
+        # Another default of those days.
+        old = "\n".join(kept).replace('prune-by = "auto"', 'prune-by = "grasp"')
+        assert parse(["--config", write(tmp_path, old)]) == run
+        assert parse(["--config", write(tmp_path, old), "--method", run.method]) == run
+        loose = "\n".join(kept).replace("[versions]", "")
+        flags = ["--config", write(tmp_path, loose)]
+        other = parse(flags + (["--rho2", "1.5e-4"] if run is settings else []))
+        assert other != run
+        assert other.weight_decay_on == ("weights" if run is settings else "all")
+    run = make("paper", method="prunex", piece_kib=0)
+    old = "\n".join(x for x in to_toml(run, {}).splitlines() if not x.startswith("piece-kib"))
+    path = write(tmp_path, old)
+    assert parse(["--config", path, "--method", "dense"]) == make("paper", method="dense")
+    # What its method has no use for is as it is today, whatever was usual in its day.
+    old = to_toml(make(method="dense"), {}).replace('prune-by = "auto"', 'prune-by = "grasp"')
+    assert parse(["--config", write(tmp_path, old)]) == make(method="dense")
+
+
 def test_files_from_before_a_setting_are_whole():
     later = [name for name, field in FIELDS.items() if "before" in field.metadata]
     assert {*ESTIMATED, "payload"} <= set(later)
@@ -412,6 +451,8 @@ BAD_FLAGS = [
     ("--method pactrain --stable-window 0", "--stable-window must be at least 1"),
     ("--method pactrain --grasp-batches 0", "--grasp-batches must be at least 1"),
     ("--method pactrain --grasp-batches 2 --prune-by magnitude", "grasp-batches means nothing"),
+    ("--method pactrain --grasp-samples 5", "grasp-samples means nothing to --prune-by magnitude"),
+    ("--method pactrain --grasp-temperature 0", "--grasp-temperature must be above 0"),
     ("--method pactrain --ternary --amp fp16", "amp fp16: the scale of --ternary"),
     ("--method pactrain --groups filter", "groups means nothing to method pactrain"),
     ("--method dense --ternary", "ternary means nothing to method dense"),

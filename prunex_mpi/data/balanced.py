@@ -1,0 +1,29 @@
+"""As many images of each class, out of the shards of all ranks."""
+
+import torch
+from torch import Tensor
+
+
+def class_counts(labels: Tensor, classes: int) -> Tensor:
+    """Return how many images of each class a shard holds, int64 [classes]."""
+    return torch.bincount(labels, minlength=classes)
+
+
+def places_in_draws(labels: Tensor, before: Tensor, each: int, draws: int) -> tuple[Tensor, Tensor]:
+    """Return which images of a shard are drawn, and where they stand among all that are.
+
+    A draw holds `each` images of every class, class by class; the first ones of a class, in the
+    order of the ranks and their shards, make the first draw, the next ones the second. `before`,
+    int64 [classes], are the images of each class on the ranks before. Returns int64 indices into
+    the shard, and as many places.
+    """
+    classes = before.numel()
+    counts = class_counts(labels, classes)
+    order = torch.argsort(labels, stable=True)
+    of_class = labels[order]
+    first = torch.cumsum(counts, 0) - counts
+    number = before[of_class] + torch.arange(labels.numel()) - first[of_class]
+    drawn = number < each * draws
+    of_class, number = of_class[drawn], number[drawn]
+    draw = torch.div(number, each, rounding_mode="floor")
+    return order[drawn], (draw * classes + of_class) * each + number % each

@@ -1,0 +1,75 @@
+"""The images that PacTrain's pruning looks at, before it trains.
+
+As in the authors' code of GraSP (Wang et al. 2020): of every class as many, class by class, in two
+halves that are a batch each; gradients of both halves are added up. The images are the first ones
+of their class over the shards of all ranks, whose order the seed draws. So they are the same for
+any number of ranks; the ranks share the batches, not the images of one.
+"""
+
+import torch
+from torch import Tensor
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.comm.wire import Wire
+from prunex_mpi.core.state import Work
+from prunex_mpi.data.balanced import class_counts, places_in_draws
+from prunex_mpi.data.batches import Shard
+
+# A batch holds at most so many pixels, 512 images of 32x32: second derivatives take memory.
+BATCH_PIXELS = 2**19
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def batches_to_score(everyone: Wire, work: Work) -> Batches:
+    """Return this rank's batches for the score grasp; it may have none.
+
+    Collective on `world` with `--grasp-samples`. Raises UserError on every rank where a class has
+    too few images.
+    """
+    problem, settings = work.problem, work.settings
+    if not settings.grasp_samples:
+        return [problem.train.next() for _ in range(settings.grasp_batches)]
+    drawn = draw_balanced(
+        everyone, problem.train_shard, settings.grasp_samples, settings.grasp_batches
+    )
+    most = max(1, BATCH_PIXELS // drawn.images[0, 0].numel())
+    pieces = []
+    for number in range(settings.grasp_batches):
+        size = len(drawn.labels) // settings.grasp_batches
+        middle, start = size // 2, number * size
+        for half in (slice(start, start + middle), slice(start + middle, start + size)):
+            images, labels = drawn.images[half].split(most), drawn.labels[half].split(most)
+            pieces += [Shard(*pair) for pair in zip(images, labels, strict=True) if len(pair[1])]
+    mine = pieces[everyone.comm.rank :: everyone.comm.size]
+    return [
+        batch for piece in mine for batch in problem.batches(piece, batch_size=len(piece.labels))
+    ]
+
+
+def draw_balanced(everyone: Wire, shard: Shard, each: int, draws: int) -> Shard:
+    """Return `draws` times `each` images of every class, draw by draw and class by class.
+
+    The same on all ranks. Collective on `world`. Raises UserError on every rank.
+    """
+    comm = everyone.comm
+    highest = torch.tensor([int(shard.labels.max()) if len(shard.labels) else -1])
+    everyone.reduce_(highest, MPI.MAX, kind="setup")
+    classes = int(highest) + 1
+    table = torch.zeros(comm.size, classes, dtype=torch.int64)
+    table[comm.rank] = class_counts(shard.labels, classes)
+    everyone.reduce_(table.view(-1), kind="setup")
+    fewest = int(table.sum(0).min())
+    if fewest < each * draws:
+        raise UserError(
+            f"grasp-samples {each} in {draws} draws: a class has {fewest} training images; lower "
+            "--grasp-samples or --grasp-batches, or give --prune-by magnitude"
+        )
+    own, places = places_in_draws(shard.labels, table[: comm.rank].sum(0), each, draws)
+    images = torch.zeros(draws * classes * each, *shard.images.shape[1:], dtype=shard.images.dtype)
+    images[places] = shard.images[own]
+    everyone.reduce_(images.view(-1), MPI.BOR, kind="setup")
+    labels = torch.arange(classes).repeat_interleave(each).repeat(draws)
+    return Shard(images, labels)
