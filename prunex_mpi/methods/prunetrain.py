@@ -23,6 +23,7 @@ from prunex_mpi.pruning.lasso import (
     cut,
     emptied,
     group_norms,
+    one_group_per_layer,
     remaining_coupling,
     write_subgradient_,
 )
@@ -46,7 +47,12 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     """Prepare the penalty of the network as it is now."""
     state = work.state
     coupling = remaining_coupling(state.layout, state.groups, state.mask)
-    return {"lasso": build_lasso(state.layout, coupling, state.theta.device)}
+    channels = build_lasso(state.layout, coupling, state.theta.device)
+    apart = work.settings.lasso_groups == "layer"
+    return {
+        "channels": channels,
+        "lasso": one_group_per_layer(channels) if apart else channels,
+    }
 
 
 def start_gradient_(wires: Wires, space: dict[str, Any], work: Work, loss: Tensor) -> None:
@@ -75,7 +81,7 @@ def reconfigure_(wires: Wires, space: dict[str, Any], work: Work) -> bool:
     removed = np.zeros(state.mask.size, dtype=bool)
     if wires.everyone.comm.rank == 0:
         threshold = settings.prune_threshold
-        removed = emptied(state.theta, space["lasso"], state.groups, state.mask, threshold)
+        removed = emptied(state.theta, space["channels"], state.groups, state.mask, threshold)
     removed = wires.everyone.broadcast_bits(removed, kind="mask")
     if not removed.any():
         return False

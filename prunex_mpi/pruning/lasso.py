@@ -1,9 +1,13 @@
 """The group lasso of PruneTrain, and which groups of channels it has emptied.
 
-With W_m[g] the slice of coupled group g (`coupling`) in weight m, and |W[g]|^2 = sum_m |W_m[g]|^2
-over all weights of two and more dimensions, the penalty on top of the loss is
+The penalty on top of the loss is, over groups g of slices of weights of two and more dimensions,
 
     coefficient * sum_g |W[g]|                                     (Lym et al. 2019, Eq. 1 and 2)
+
+A group is a channel that can be removed in one weight, where it is an output or an input of it
+(`one_group_per_layer`), or the slices of that channel in all weights together, those of a coupled
+group (`coupling`). The first is what the authors' code has, and |W[g]| there is the root of
+1e-8 + the sum of squares: so near zero a group shrinks by a share and does not cross zero for ever.
 
 An element of a weight belongs to the group of its row and to that of its column, so its subgradient
 is coefficient * w (1/|W[row]| + 1/|W[column]|), where a group of norm zero adds nothing. Biases and
@@ -14,7 +18,7 @@ mask of what is left, so that a network that has become smaller needs no new tra
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,6 +28,9 @@ from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.shrink import slices_left
+
+# As the authors' code has it: of norms far below 1e-4.
+SMOOTHING = 1e-8
 
 
 @dataclass(frozen=True)
@@ -52,10 +59,14 @@ class Member:
 
 @dataclass(frozen=True)
 class Lasso:
-    """The penalty of one network: the weights that belong to `total` groups."""
+    """The penalty of one network: the weights that belong to `total` groups.
+
+    `smoothing` is added to the sum of squares of each.
+    """
 
     members: tuple[Member, ...]
     total: int
+    smoothing: float = 0.0
 
 
 def remaining_coupling(layout: Layout, groups: Groups, mask: np.ndarray) -> Coupling:
@@ -94,6 +105,27 @@ def build_lasso(layout: Layout, coupling: Coupling, device: torch.device) -> Las
     return Lasso(tuple(members), coupling.total)
 
 
+def one_group_per_layer(lasso: Lasso) -> Lasso:
+    """Return the penalty whose groups are those of `lasso` in each weight and axis apart.
+
+    As in the authors' code, depthwise convolutions are left out.
+    """
+    kept = [m for m in lasso.members if m.shape[1] > 1 or any(axis.dim for axis in m.axes)]
+    total = sum(axis.groups.numel() for member in kept for axis in member.axes)
+    members, first = [], 0
+    for member in kept:
+        axes = []
+        for axis in member.axes:
+            numbers = torch.arange(axis.groups.numel(), device=axis.groups.device) + first
+            # From the number that a group had to its new one; what is in none keeps the last.
+            renumbered = numbers.new_full((lasso.total + 1,), total)
+            renumbered[axis.groups] = numbers
+            axes.append(replace(axis, groups=numbers, by_slice=renumbered[axis.by_slice]))
+            first += len(numbers)
+        members.append(replace(member, axes=tuple(axes)))
+    return Lasso(tuple(members), total, SMOOTHING)
+
+
 def _axis(dim: int, ids: np.ndarray, total: int, device: torch.device) -> Axis:
     found, counts = np.unique(ids[ids >= 0], return_counts=True)
     slices = np.full((found.size, counts.max()), ids.size)
@@ -115,7 +147,7 @@ def group_norms(theta: Tensor, lasso: Lasso, scratch: Tensor) -> Tensor:
         dims = [d for d in range(3) if d != axis.dim]
         by_slice = _view(squares, member).sum(dims)
         sums.index_add_(0, axis.groups, _of_groups(by_slice, axis).sum(1))
-    return sums.sqrt_()
+    return sums.add_(lasso.smoothing).sqrt_()
 
 
 def write_subgradient_(

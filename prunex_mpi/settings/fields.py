@@ -419,6 +419,14 @@ class Settings:
         below=1,
         methods=("prunetrain",),
     )
+    lasso_groups: str = _setting(
+        _S,
+        "groups of the lasso: a channel's outputs and inputs in each layer apart, or all together",
+        "layer",
+        before="coupled",
+        choices=("layer", "coupled"),
+        methods=("prunetrain",),
+    )
     reconfigure_every: int = _setting(
         _S,
         "outer iterations between removals of channels",

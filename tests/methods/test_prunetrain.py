@@ -47,9 +47,12 @@ def new_net(dtype=torch.float64):
     return CoupledNet().to(dtype)
 
 
-@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
-def test_program_equals_oracle(aggregation, ranks_per_node):
-    settings = make(aggregation=aggregation, **COMMON)
+@pytest.mark.parametrize(
+    ("aggregation", "ranks_per_node", "groups"),
+    [*((*shape, "layer") for shape in SHAPES), (*SHAPES[0], "coupled")],
+)
+def test_program_equals_oracle(aggregation, ranks_per_node, groups):
+    settings = make(aggregation=aggregation, lasso_groups=groups, **COMMON)
     model = new_net()
     wanted = {**vars(settings), "steps": STEPS, "sets": CoupledNet.SETS}
     history = simulate_prunetrain(

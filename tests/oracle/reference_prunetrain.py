@@ -24,9 +24,23 @@ def slices(tensors, places, channel):
     return [tensors[n].select(axis, channel) for n, axis in places if tensors[n].dim() > 1]
 
 
-def penalty(tensors, sets):
-    """Add up the norms of all groups that are not zero."""
+def penalty(tensors, sets, groups):
+    """Add up the norms of all groups that are not zero.
+
+    By `layer` each weight's slices are a group of their own, whose sum of squares has 1e-8 added;
+    depthwise convolutions are left out.
+    """
     total = 0.0
+    for _, channel, places in places_of(sets) if groups == "layer" else ():
+        wide = [
+            (n, axis)
+            for n, axis in places
+            if tensors[n].dim() == 2 or tensors[n].shape[1:2] != (1,)
+        ]
+        for x in slices(tensors, wide, channel):
+            total = total + torch.sqrt((x**2).sum() + 1e-8)
+    if groups == "layer":
+        return total
     for _, channel, places in places_of(sets):
         square = sum((x**2).sum() for x in slices(tensors, places, channel))
         if float(square.detach()) > 0:
@@ -55,7 +69,7 @@ def simulate_prunetrain(model, streams, loss_fn, s):
                 m.train()
                 optimizer.zero_grad()
                 loss = loss_fn(m(images), labels)
-                extra = penalty(parameters(m), s.sets)
+                extra = penalty(parameters(m), s.sets, s.lasso_groups)
                 if coefficient is None:
                     # extra * coefficient / (loss + extra * coefficient) is the share.
                     share = s.lasso_ratio

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from nets import CoupledNet
 from torch import nn
 from torchvision.models import VisionTransformer
 
@@ -15,6 +16,7 @@ from prunex_mpi.pruning.lasso import (
     coefficient_for,
     emptied,
     group_norms,
+    one_group_per_layer,
     remaining_coupling,
     write_subgradient_,
 )
@@ -104,6 +106,37 @@ def test_subgradient_is_that_of_autograd(make, find):
     (0.3 * by_hand.sum()).backward()
     torch.testing.assert_close(found, grad, rtol=1e-12, atol=1e-15)
     assert found.any()
+
+
+@pytest.mark.parametrize("make", [flat_net, attention_net, CoupledNet])
+def test_groups_of_each_layer_are_rows_and_columns_of_its_weight(make):
+    """Against autograd through the penalty as the authors' code writes it, per channel."""
+    torch.manual_seed(0)
+    model = make().double()
+    layout, side = build_layout(model), 6 if make is CoupledNet else SIDE
+    coupling = find_coupling(model, side)
+    groups = find_groups(model, layout, ("coupled",), (1.0,), coupling=coupling)
+    left = remaining_coupling(layout, groups, np.ones(coupling.total, bool))
+    by_hand, count = 0.0, 0
+    for name, p in model.named_parameters():
+        found = [(0, coupling.rows.get(name)), (1, coupling.columns.get(name))]
+        depthwise = p.dim() == 4 and p.shape[1] == 1
+        for dim, ids in found if p.dim() > 1 and not depthwise else ():
+            for g in np.unique(ids[ids >= 0]) if ids is not None else ():
+                piece = p.index_select(dim, torch.from_numpy(np.flatnonzero(ids == g)))
+                by_hand = by_hand + (piece.pow(2).sum() + 1e-8).sqrt()
+                count += 1
+    assert make is not CoupledNet or "conv4.weight" in coupling.rows
+    theta, grad = flatten_(model, layout)
+    lasso = one_group_per_layer(build_lasso(layout, left, CPU))
+    norms = group_norms(theta, lasso, torch.empty_like(theta))
+    assert norms.numel() == lasso.total == count
+    assert float(norms.sum()) == pytest.approx(float(by_hand.detach()), rel=1e-12)
+    write_subgradient_(theta, lasso, norms, torch.tensor([0.3], dtype=torch.float64), grad)
+    found = grad.clone()
+    grad.zero_()
+    (0.3 * by_hand).backward()
+    torch.testing.assert_close(found, grad, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.25, 0.9])
