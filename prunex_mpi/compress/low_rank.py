@@ -95,21 +95,6 @@ def new_right_factors(split: Split, seed: int, theta: Tensor) -> Tensor:
     return factors.to(theta.device)
 
 
-def move_whole_(flat: Tensor, split: Split, message: Tensor) -> None:
-    """Move the segments that travel whole out of `flat` into `message`; zeros remain."""
-    pieces = [flat[s.offset : s.offset + s.numel] for s in split.whole]
-    if pieces:
-        torch.cat(pieces, out=message)
-        torch._foreach_zero_(pieces)
-
-
-def put_whole_(flat: Tensor, split: Split, message: Tensor) -> None:
-    """Copy `message` to the places in `flat` of the segments that travel whole."""
-    pieces = [flat[s.offset : s.offset + s.numel] for s in split.whole]
-    if pieces:
-        torch._foreach_copy_(pieces, list(message.split([s.numel for s in split.whole])))
-
-
 def project_left_(flat: Tensor, right: Tensor, split: Split, left: Tensor) -> None:
     """Set the left factors to P = M Q."""
     for m, q, p in zip(

@@ -6,12 +6,13 @@ there before, exactly: elements move, and no arithmetic touches them.
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.models.layout import Layout
+from prunex_mpi.models.layout import Layout, Segment
 
 # A position is an int32.
 POSITION_BYTES = 4
@@ -23,10 +24,15 @@ def check_positions(layout: Layout) -> None:
         raise UserError("the model has more parameters than 32-bit positions can name")
 
 
-def kept_per_layer(layout: Layout, ratio: float) -> list[int]:
+def kept_per_layer(segments: Iterable[Segment], ratio: float) -> list[int]:
     """Return how many elements of each layer travel: at least one, `ratio` of it rounded up."""
+    return [share_of(segment.numel, ratio) for segment in segments]
+
+
+def share_of(numel: int, ratio: float) -> int:
+    """Return a share `ratio` of so many elements, rounded up; at least one."""
     # The subtraction keeps 0.1 * 30 = 3.0000000000000004 at three.
-    return [max(1, math.ceil(ratio * segment.numel - 1e-9)) for segment in layout.segments]
+    return max(1, math.ceil(ratio * numel - 1e-9))
 
 
 def select_top_(

@@ -5,91 +5,170 @@ With momentum m, a worker's gradient g, its momentum u and what it has not sent 
     u = m u + g,   v = v + u,   send the largest of v,   u = v = 0 where sent
 
 (momentum correction, momentum factor masking). What is sent is found with a threshold per layer
-that a sample decides.
+that a sample decides; it is lowered where it lets too few pass. Sample sizes, bounds and the course
+of the warm-up are those of the authors' code (synxlin/deep-gradient-compression, dgc/compression.py
+and dgc/memory.py); its samples start at random places, here the place moves on with the step.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from prunex_mpi.compress.sparse import kept_per_layer
-from prunex_mpi.models.layout import Layout
+from prunex_mpi.compress.sparse import kept_per_layer, share_of
+from prunex_mpi.models.layout import Layout, Segment
 
-# The warm-up's stages, each with a quarter of the share before: 1/4, 1/16, 1/64, 1/256.
-STAGES = 4
 # A sample holds at least so many of the elements that are to be sent.
 LEAST_ABOVE = 2
+# Where the threshold lets more than UPPER times the share pass, the largest of these are sent;
+# where it lets less than LOWER times the share pass, it is multiplied by LOWER, so often at most.
+UPPER, LOWER, MOST_ADAPTATIONS = 1.3, 0.8, 10
 
 
-def ratio_at(step: int, warmup_steps: int, final: float) -> float:
-    """Return the share of a layer that travels after `step` steps of the run."""
-    if step >= warmup_steps:
-        return final
-    stage = STAGES * step // warmup_steps
-    return max(final, 0.25 ** (stage + 1))
+def divide(layout: Layout, ratio: float) -> tuple[list[Segment], list[Segment]]:
+    """Return the tensors of which a part travels, and those that travel whole.
 
-
-def accumulate_(momentum: Tensor, residual: Tensor, grad: Tensor, factor: float) -> None:
-    """Correct the momentum: u = factor u + g, v = v + u (Lin et al. 2018, Eq. 5)."""
-    momentum.mul_(factor).add_(grad)
-    residual.add_(momentum)
-
-
-def sampled_threshold(magnitudes: Tensor, ratio: float, sample: float, step: int) -> Tensor:
-    """Return the magnitude that about `ratio` of a layer's exceed, a 0-dim tensor above 0.
-
-    Read off every n-th element, about a share `sample` of them, at places that move on with `step`.
-    Exact where so few elements would hold less than LEAST_ABOVE to be sent.
+    The first are those of two or more dimensions; none where the share is everything.
     """
-    wanted = max(math.ceil(sample * magnitudes.numel() - 1e-9), math.ceil(LEAST_ABOVE / ratio))
-    stride = max(1, magnitudes.numel() // wanted)
+    parts: tuple[list[Segment], list[Segment]] = ([], [])
+    for segment in layout.segments:
+        parts[ratio == 1 or len(segment.shape) < 2].append(segment)
+    return parts
+
+
+def ratio_at(epoch: int, warmup_epochs: float, final: float) -> float:
+    """Return the share of a layer that travels in an epoch, counted from 0.
+
+    In E epochs of warm-up it falls by the same factor each, the last step being the first epoch
+    after them: final^(1/(E+1)), final^(2/(E+1)), ... (1/4, 1/16, ... for 4 epochs and 0.001).
+    """
+    if epoch >= warmup_epochs:
+        return final
+    return max(final, final ** float((epoch + 1) / (warmup_epochs + 1)))
+
+
+def clip_norm_(grad: Tensor, weight: float, largest: float) -> None:
+    """Scale `grad`, `weight` times a gradient, where that gradient's 2-norm exceeds `largest`."""
+    norm = torch.linalg.vector_norm(grad) / weight
+    grad.mul_((largest / (norm + 1e-6)).clamp_(max=1.0))
+
+
+def accumulate_(
+    momentum: Tensor, residual: Tensor, grad: Tensor, factor: float, nesterov: bool = False
+) -> None:
+    """Correct the momentum: u = factor u + g, v = v + u (Lin et al. 2018, Eq. 5).
+
+    With Nesterov's, u = factor (u + g), v = v + u + g.
+    """
+    if nesterov:
+        momentum.add_(grad).mul_(factor)
+        residual.add_(momentum).add_(grad)
+    else:
+        momentum.mul_(factor).add_(grad)
+        residual.add_(momentum)
+
+
+def sample_stride(numel: int, ratio: float, sample: float) -> int:
+    """Return of how many elements of a layer one is drawn: about a share `sample` of them.
+
+    Odd, so that it has no common period with the kernels' sizes; 1, all of them, where a sample
+    would hold less than LEAST_ABOVE to be sent.
+    """
+    least = math.ceil(LEAST_ABOVE / ratio)
+    if sample >= 1 or numel <= least:
+        return 1
+    wanted = max(math.ceil(numel * sample), least)
+    stride = math.ceil(numel / wanted / 32) * 32 + 1
+    while numel // stride < wanted:
+        stride -= 8
+    return stride
+
+
+def sampled_threshold(magnitudes: Tensor, ratio: float, stride: int, step: int) -> Tensor:
+    """Return the magnitude that about `ratio` of a layer's reach, a 0-dim tensor above 0.
+
+    Read off every stride-th element, at places that move on with `step`.
+    """
+    count = share_of(magnitudes.numel() // stride, ratio)
     drawn = magnitudes[step % stride :: stride]
-    count = max(1, math.ceil(ratio * drawn.numel() - 1e-9))
     # Zeros have nothing to say.
-    tiny = torch.finfo(magnitudes.dtype).tiny
-    return torch.topk(drawn, count).values[-1].clamp(min=tiny)
+    return torch.topk(drawn, count).values[-1].clamp(min=torch.finfo(magnitudes.dtype).tiny)
 
 
 def select_above_(
     residual: Tensor,
-    layout: Layout,
+    segments: Sequence[Segment],
     ratio: float,
     sample: float,
     step: int,
     spare: tuple[Tensor, Tensor],
     sent: tuple[Tensor, Tensor],
 ) -> int:
-    """Copy what reaches each layer's sampled threshold; return how many elements that are.
+    """Copy what reaches each layer's threshold; return how many elements that are.
 
-    At most `kept_per_layer(layout, ratio)` of a layer: where the threshold lets more pass, these
-    are the largest among them (hierarchical selection), so what is `sent`, values and positions
-    (int32, in the flat vector), never needs more room. `spare` (one like `residual`, one bool) is
-    overwritten.
+    At most `kept_per_layer(segments, ratio)` of a layer, so that what is `sent`, values and
+    positions (int32, in the flat vector), never needs more room: where many more pass, the largest
+    of them (hierarchical selection), where few more do, the first. `spare` (one like `residual`,
+    one bool) is overwritten.
     """
     (scratch, chosen), (values, positions) = spare, sent
     torch.abs(residual, out=scratch)
-    passed = []
-    for segment in layout.segments:
-        place = slice(segment.offset, segment.offset + segment.numel)
-        threshold = sampled_threshold(scratch[place], ratio, sample, step)
-        # Not "at least": a NaN must travel, so that the run is seen to diverge.
-        torch.lt(scratch[place], threshold, out=chosen[place]).logical_not_()
-        passed.append(chosen[place].sum())
+    passing = adapt_thresholds_(scratch, segments, ratio, sample, step, chosen)
     found = chosen.nonzero().squeeze(1)
     start = taken = 0
-    limits = kept_per_layer(layout, ratio)
-    for count, limit in zip(torch.stack(passed).tolist(), limits, strict=True):
+    limits = kept_per_layer(segments, ratio)
+    for count, limit in zip(passing, limits, strict=True):
         mine = found[start : start + count]
         start += count
-        if count > limit:
+        if count > UPPER * limit:
             largest = torch.topk(scratch.index_select(0, mine), limit, sorted=False).indices
             mine = mine.index_select(0, largest)
+        mine = mine[:limit]
         stop = taken + mine.numel()
         torch.index_select(residual, 0, mine, out=values[taken:stop])
         positions[taken:stop].copy_(mine)
         taken = stop
     return taken
+
+
+def adapt_thresholds_(
+    magnitudes: Tensor,
+    segments: Sequence[Segment],
+    ratio: float,
+    sample: float,
+    step: int,
+    chosen: Tensor,
+) -> list[int]:
+    """Set `chosen` where a layer's threshold is reached; return how many elements each has there.
+
+    Sampled thresholds that too few reach are lowered.
+    """
+    places = [slice(s.offset, s.offset + s.numel) for s in segments]
+    strides = [sample_stride(s.numel, ratio, sample) for s in segments]
+    thresholds = [
+        sampled_threshold(magnitudes[place], ratio, stride, step)
+        for place, stride in zip(places, strides, strict=True)
+    ]
+    chosen.zero_()
+
+    def count(layers: Sequence[int]) -> list[int]:
+        for i in layers:
+            # Not "at least": a NaN must travel, so that the run is seen to diverge.
+            part = chosen[places[i]]
+            torch.lt(magnitudes[places[i]], thresholds[i], out=part).logical_not_()
+        return torch.stack([chosen[places[i]].sum() for i in layers]).tolist() if layers else []
+
+    layers = list(range(len(segments)))
+    passing = count(layers)
+    least = [LOWER * limit for limit in kept_per_layer(segments, ratio)]
+    for _ in range(MOST_ADAPTATIONS):
+        layers = [i for i in layers if strides[i] > 1 and passing[i] < least[i]]
+        for i in layers:
+            thresholds[i].mul_(LOWER).clamp_(min=torch.finfo(magnitudes.dtype).tiny)
+        for i, found in zip(layers, count(layers), strict=True):
+            passing[i] = found
+    return passing
 
 
 def forget_sent_(momentum: Tensor, residual: Tensor, positions: Tensor) -> None:

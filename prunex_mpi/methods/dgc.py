@@ -1,4 +1,10 @@
-"""A step of deep gradient compression: as many elements as reach a threshold, from each worker."""
+"""A step of deep gradient compression: as many elements as reach a threshold, from each worker.
+
+After Lin et al. 2018 and the authors' code (synxlin/deep-gradient-compression): tensors of two or
+more dimensions are compressed, all others travel whole and have ordinary momentum. Weight decay is
+added after the exchange with a momentum of its own, which nobody sends (dgc/optim/sgd.py), so what
+accumulates on the workers are gradients alone.
+"""
 
 from typing import Any
 
@@ -7,26 +13,38 @@ from torch import Tensor
 
 from prunex_mpi.comm.wire import COUNT_BYTES, Wire
 from prunex_mpi.compress.sparse import POSITION_BYTES, check_positions, kept_per_layer
-from prunex_mpi.compress.threshold import accumulate_, forget_sent_, ratio_at, select_above_
-from prunex_mpi.core.state import OWN, Work
-from prunex_mpi.core.steps import steps_taken, weight_pairs
+from prunex_mpi.compress.threshold import (
+    accumulate_,
+    clip_norm_,
+    divide,
+    forget_sent_,
+    ratio_at,
+    select_above_,
+)
+from prunex_mpi.compress.whole import move_whole_, pieces_of
+from prunex_mpi.core.sparse_sum import add_sparse_parts_, allocate_sparse
+from prunex_mpi.core.state import OWN, SHARED, Work
+from prunex_mpi.core.steps import steps_taken
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
 OPERATIONS = (
-    ("how many there are", "workers", "Allgather", "one int64"),
+    ("tensors of one dimension", "workers", "Allreduce SUM", "dense"),
+    ("how many elements there are", "workers", "Allgather", "one int64"),
     ("elements, in buckets", "workers", "Allgatherv", "values, then int32 positions"),
 )
 MOMENTUM, RESIDUAL = f"{OWN}momentum", f"{OWN}residual"
+# The momentum of what is not accumulated on the workers: weight decay, and tensors sent whole.
+COMMON = f"{SHARED}momentum"
 
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
-    """Allocate the accumulated momentum and what has not been sent yet.
+    """Allocate the accumulated momentum and what has not been sent yet, and the common momentum.
 
-    Both are linear in what the workers contribute, so their sums over ranks count.
+    The first two are linear in what the workers contribute, so their sums over ranks count.
     """
     check_positions(layout)
-    return {MOMENTUM: torch.zeros_like(theta), RESIDUAL: torch.zeros_like(theta)}
+    return {key: torch.zeros_like(theta) for key in (MOMENTUM, RESIDUAL, COMMON)}
 
 
 def allocate(wire: Wire, work: Work) -> dict[str, Any]:
@@ -34,59 +52,75 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     if not wire.speaks:
         return {}
     theta, settings = work.state.theta, work.settings
-    largest = ratio_at(0, int(settings.dgc_warmup_epochs > 0), settings.compress_ratio)
-    count = sum(kept_per_layer(work.state.layout, largest))
-    # So many elements of each worker are gathered at once: one bucket of all of them.
-    room = max(1, wire.transport.bucket_bytes // (theta.element_size() * wire.comm.size))
-    values, all_values = theta.new_empty(count), theta.new_empty(wire.comm.size * min(count, room))
+    compressed, whole = divide(work.state.layout, settings.compress_ratio)
+    largest = ratio_at(0, settings.dgc_warmup_epochs, settings.compress_ratio)
     return {
-        "room": room,
-        "values": values,
-        "positions": torch.empty_like(values, dtype=torch.int32),
-        "all_values": all_values,
-        "all_positions": torch.empty_like(all_values, dtype=torch.int32),
+        **allocate_sparse(wire, theta, sum(kept_per_layer(compressed, largest))),
+        "whole": theta.new_empty(sum(s.numel for s in whole)),
         "chosen": torch.empty_like(theta, dtype=torch.bool),
-        "decayed": weight_pairs(work.state),
     }
 
 
 def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     """Send what is largest of the accumulated momentum, and set `grad` to everyone's sum.
 
-    Weight decay counts as a part of the gradient here. The sum is taken piece by piece and in them
-    worker by worker, so that all workers get the same bits. Collective on `wire.comm`.
+    Collective on `wire.comm`.
     """
     state, settings, grad = work.state, work.settings, work.state.grad
     momentum, residual = state.memory[MOMENTUM], state.memory[RESIDUAL]
-    values, positions = space["values"], space["positions"]
-    step = steps_taken(work)
-    warmup_steps = round(settings.dgc_warmup_epochs * work.problem.train.steps_per_epoch)
-    ratio = ratio_at(step, warmup_steps, settings.compress_ratio)
-    if settings.weight_decay_on == "all":
-        grad.add_(state.theta, alpha=settings.weight_decay * wire.weight)
-    elif space["decayed"][0]:
-        torch._foreach_add_(*space["decayed"], alpha=settings.weight_decay * wire.weight)
-    accumulate_(momentum, residual, grad, settings.momentum)
-    spare, sent = (state.scratch, space["chosen"]), (values, positions)
-    count = select_above_(residual, state.layout, ratio, settings.dgc_sample, step, spare, sent)
-    forget_sent_(momentum, residual, positions[:count])
-    grad.zero_()
-    counts, room = wire.gather_counts(count), space["room"]
-    for start in range(0, max(counts), room):
-        pieces = [min(max(c - start, 0), room) for c in counts]
-        mine = slice(start, start + pieces[wire.comm.rank])
-        wire.gather_parts_(values[mine], pieces, space["all_values"])
-        wire.gather_parts_(positions[mine], pieces, space["all_positions"])
-        everyone = space["all_positions"], space["all_values"]
-        places, addends = (t[: sum(pieces)].split(pieces) for t in everyone)
-        for place, addend in zip(places, addends, strict=True):
-            grad.index_add_(0, place, addend)
+    compressed, whole = divide(state.layout, settings.compress_ratio)
+    if settings.dgc_clip:
+        # So that the mean gradient of independent ones is clipped at about the norm that is asked.
+        clip_norm_(grad, wire.weight, settings.dgc_clip / wire.comm.size**0.5)
+    move_whole_(grad, whole, space["whole"])
+    wire.reduce_(space["whole"])
+    if compressed:
+        accumulate_(momentum, residual, grad, settings.momentum, settings.dgc_nesterov)
+        spare, sent = (state.scratch, space["chosen"]), (space["values"], space["positions"])
+        ratio, step = ratio_of(work), steps_taken(work)
+        count = select_above_(residual, compressed, ratio, settings.dgc_sample, step, spare, sent)
+        forget_sent_(momentum, residual, space["positions"][:count])
+        grad.zero_()
+        add_sparse_parts_(wire, space, count, grad)
+    add_common_(space, work)
+
+
+def ratio_of(work: Work) -> float:
+    """Return the share of a layer that travels in this step."""
+    settings, train = work.settings, work.problem.train
+    epoch, warmup = steps_taken(work) // train.steps_per_epoch, settings.dgc_warmup_epochs
+    if steps_taken(work) >= round(warmup * train.steps_per_epoch):
+        return settings.compress_ratio
+    return ratio_at(epoch, warmup, settings.compress_ratio)
+
+
+def add_common_(space: dict[str, Any], work: Work) -> None:
+    """Add weight decay and the tensors that travelled whole to `grad`, by their own momentum."""
+    state, settings = work.state, work.settings
+    _, whole = divide(state.layout, settings.compress_ratio)
+    fresh = torch.mul(state.theta, settings.weight_decay, out=state.scratch)
+    spared = [s for s in state.layout.segments if len(s.shape) < 2]
+    if settings.weight_decay_on == "weights" and spared:
+        torch._foreach_zero_(pieces_of(fresh, spared))
+    pieces = pieces_of(fresh, whole)
+    if pieces:
+        torch._foreach_add_(pieces, list(space["whole"].split([s.numel for s in whole])))
+    common = state.memory[COMMON].mul_(settings.momentum).add_(fresh)
+    if settings.dgc_nesterov:
+        state.grad.add_(fresh).add_(common, alpha=settings.momentum)
+    else:
+        state.grad.add_(common)
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, and what they are."""
-    count = sum(kept_per_layer(layout, settings.compress_ratio))
-    how = f"at most {count:,} values and positions, {settings.aggregation}"
+    compressed, whole = divide(layout, settings.compress_ratio)
+    dense = sum(s.numel for s in whole)
+    if not compressed:
+        return dense * size, settings.aggregation
+    count = sum(kept_per_layer(compressed, settings.compress_ratio))
+    how = f"at most {count:,} values and positions, {dense:,} elements whole"
     if settings.dgc_warmup_epochs:
         how += "; more in the warm-up"
-    return count * (size + POSITION_BYTES) + COUNT_BYTES, how
+    sparse = count * (size + POSITION_BYTES) + COUNT_BYTES
+    return sparse + dense * size, f"{how}, {settings.aggregation}"

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress.low_rank import (
-    move_whole_,
     multiply_,
     new_right_factors,
     orthonormalise_,
     project_left_,
     project_right_,
-    put_whole_,
     split_layout,
 )
+from prunex_mpi.compress.whole import move_whole_, put_whole_
 from prunex_mpi.core.state import OWN, SHARED, Work
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
@@ -60,14 +59,14 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     right = state.memory[RIGHT_FACTORS]
     split = split_layout(state.layout, work.settings.powersgd_rank)
     residual = state.memory[RESIDUAL].add_(state.grad)
-    move_whole_(residual, split, whole)
+    move_whole_(residual, split.whole, whole)
     project_left_(residual, right, split, left)
     wire.reduce_(whole)
     wire.reduce_by_first_(left, lambda: orthonormalise_(left, split))
     project_right_(residual, left, split, right)
     wire.reduce_(right)
     multiply_(state.grad, left, right, split)
-    put_whole_(state.grad, split, whole)
+    put_whole_(state.grad, split.whole, whole)
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:

@@ -34,7 +34,7 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     """Return memory for one worker's values and positions, and for those of all."""
     if not wire.speaks:
         return {}
-    count = sum(kept_per_layer(work.state.layout, work.settings.compress_ratio))
+    count = sum(kept_per_layer(work.state.layout.segments, work.settings.compress_ratio))
     values = work.state.theta.new_empty(count)
     positions = torch.empty(count, dtype=torch.int32, device=values.device)
     workers = wire.comm.size
@@ -54,7 +54,7 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     """
     state = work.state
     residual = state.memory[RESIDUAL].add_(state.grad)
-    counts = kept_per_layer(state.layout, work.settings.compress_ratio)
+    counts = kept_per_layer(state.layout.segments, work.settings.compress_ratio)
     select_top_(residual, state.layout, counts, space["values"], space["positions"])
     wire.gather_(space["values"], space["all_values"])
     wire.gather_(space["positions"], space["all_positions"])
@@ -63,6 +63,6 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, and what they are."""
-    count = sum(kept_per_layer(layout, settings.compress_ratio))
+    count = sum(kept_per_layer(layout.segments, settings.compress_ratio))
     how = f"{count:,} values and positions, {settings.aggregation}"
     return count * (size + POSITION_BYTES), how

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.settings.fields import ESTIMATED, FIELDS, Settings, key_of
+from prunex_mpi.settings.fields import ESTIMATED, FIELDS, FORMER_DGC, Settings, key_of
 from prunex_mpi.settings.methods import (
     AVERAGING,
     BY_GROUPS,
@@ -150,12 +150,26 @@ def _check_rival(settings: Settings) -> None:
             "weight-decay-on weights: a step of adamw that fp16 leaves out would shrink them all "
             "the same; use --amp bf16, or all"
         )
+    if s.method == "dgc":
+        _check_dgc(s)
     if s.method == "pactrain":
         _check_pactrain(s)
     elif s.method in WITH_RESIDUAL and s.amp == "fp16":
         raise UserError(
             f"amp fp16: {s.method} keeps what it has not sent, which must not overflow; use bf16"
         )
+
+
+def _check_dgc(settings: Settings) -> None:
+    """Refuse what is wrong for deep gradient compression alone."""
+    s = settings
+    if s.dgc_clip == FORMER_DGC:
+        raise UserError(
+            "a run of dgc from before dgc-clip compressed biases and accumulated weight decay; it "
+            "can't go on in the same way: start a new run"
+        )
+    if s.dgc_nesterov and not s.momentum:
+        raise UserError("dgc-nesterov means nothing without momentum; leave it away")
 
 
 def _check_pactrain(settings: Settings) -> None:

@@ -29,6 +29,8 @@ GRASP_BELOW = 0.3
 ONE_LEVEL = ("flat_consensus", "direct")
 # How phase 4 sends: plain float32, other formats, or integers of so many bits with shared scales.
 PAYLOADS = ("fp32", "fp16", "bf16", "int8", "int8sum", "int4", "int2")
+# Stands in `dgc_clip` for runs of when dgc compressed other tensors and decayed weights elsewhere.
+FORMER_DGC = -1.0
 # Of which --dry-run estimates what exchanges take.
 NODES = (2, 8, 64, 4096)
 _NO_DEFAULT = dataclasses.MISSING
@@ -311,7 +313,7 @@ class Settings:
     )
     dgc_warmup_epochs: Fraction = _setting(
         _S,
-        "epochs in which the share falls from 1/4 to --compress-ratio",
+        "epochs in which the share falls by the same factor each, to --compress-ratio after them",
         Fraction(4),
         low=0,
         methods=("dgc",),
@@ -322,6 +324,17 @@ class Settings:
         0.01,
         above=0,
         high=1,
+        methods=("dgc",),
+    )
+    dgc_nesterov: bool = _setting(
+        _S, "accumulate Nesterov's momentum", False, before=False, methods=("dgc",)
+    )
+    dgc_clip: float = _setting(
+        _S,
+        "norm over sqrt(workers) that a worker's gradient is clipped to, 0 for not",
+        0.0,
+        before=FORMER_DGC,
+        low=0,
         methods=("dgc",),
     )
     powersgd_rank: int = _setting(

@@ -8,15 +8,14 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.compress.low_rank import (
     Split,
     largest_rank,
-    move_whole_,
     multiply_,
     new_right_factors,
     orthonormalise_,
     project_left_,
     project_right_,
-    put_whole_,
     split_layout,
 )
+from prunex_mpi.compress.whole import move_whole_, put_whole_
 from prunex_mpi.models.layout import build_layout
 
 
@@ -32,13 +31,13 @@ def noise(numel: int, seed: int = 0) -> torch.Tensor:
 def compress(flat: torch.Tensor, right: torch.Tensor, split: Split) -> torch.Tensor:
     """Return what one worker alone would receive; what is left stays in `flat`."""
     left, whole = flat.new_empty(split.left_numel), flat.new_empty(split.whole_numel)
-    move_whole_(flat, split, whole)
+    move_whole_(flat, split.whole, whole)
     project_left_(flat, right, split, left)
     orthonormalise_(left, split)
     project_right_(flat, left, split, right)
     received = torch.full_like(flat, 9.0)
     multiply_(received, left, right, split)
-    put_whole_(received, split, whole)
+    put_whole_(received, split.whole, whole)
     return received
 
 

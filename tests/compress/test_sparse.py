@@ -14,7 +14,7 @@ def new_layout() -> Layout:
 
 
 def select(accumulated: torch.Tensor, layout: Layout, ratio: float):
-    counts = kept_per_layer(layout, ratio)
+    counts = kept_per_layer(layout.segments, ratio)
     values = accumulated.new_empty(sum(counts))
     positions = torch.empty(sum(counts), dtype=torch.int32)
     select_top_(accumulated, layout, counts, values, positions)
@@ -30,7 +30,7 @@ def select(accumulated: torch.Tensor, layout: Layout, ratio: float):
     ],
 )
 def test_counts_are_rounded_up_and_never_zero(ratio: float, counts: list[int]) -> None:
-    assert kept_per_layer(new_layout(), ratio) == counts
+    assert kept_per_layer(new_layout().segments, ratio) == counts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

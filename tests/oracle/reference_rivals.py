@@ -84,34 +84,83 @@ def prune_weights(models, optimizers, memory, s):
                     optimizer.state[p]["momentum_buffer"] *= memory["masks"][n]
 
 
+def zeros_for(contributions):
+    return [{n: torch.zeros_like(x) for n, x in c.items()} for c in contributions]
+
+
+def stride_of(numel, ratio, sample):
+    """Return of how many elements one is drawn, in the words of the authors' initialize()."""
+    share, least = math.ceil(numel * sample), math.ceil(2 / ratio)
+    if sample == 1 or numel <= least:
+        return 1
+    stride = math.ceil(numel / max(share, least) / 32) * 32 + 1
+    while numel // stride < max(share, least):
+        stride -= 8
+    return stride
+
+
+def chosen_by_dgc(waiting, ratio, sample, step):
+    """Return the positions that the authors' _sparsify() sends of a list of numbers."""
+    stride = stride_of(len(waiting), ratio, sample)
+    samples, selects = len(waiting) // stride, math.ceil(len(waiting) * ratio)
+    drawn = sorted((abs(v) for v in waiting[step % stride :: stride]), reverse=True)
+    threshold = drawn[math.ceil(samples * ratio) - 1]
+    passing = [i for i, v in enumerate(waiting) if abs(v) >= threshold]
+    for _ in range(10 if stride > 1 else 0):
+        if len(passing) > 1.3 * selects:
+            passing = sorted(passing, key=lambda i: -abs(waiting[i]))[:selects]
+        elif len(passing) < 0.8 * selects:
+            threshold *= 0.8
+            passing = [i for i, v in enumerate(waiting) if abs(v) >= threshold]
+    return passing[:selects]
+
+
 def dgc(contributions, memory, s):
-    """Send what reaches a sampled threshold of accumulated momenta; forget both where sent."""
-    step, warmup = memory.setdefault("step", 0), int(s.dgc_warmup_epochs * s.steps_per_epoch)
+    """Do what the authors' code does: compressor, memory and optimiser, gradients clipped before.
+
+    Kernels and matrices are compressed after momentum correction; all else is averaged and has
+    momentum then. Weight decay has a momentum of its own. Samples begin at another place each step.
+    """
+    step, final, warmup = memory.setdefault("step", 0), s.compress_ratio, s.dgc_warmup_epochs
     memory["step"] += 1
-    ratio = s.compress_ratio
-    if step < warmup:
-        ratio = max(ratio, (1 / 4, 1 / 16, 1 / 64, 1 / 256)[4 * step // warmup])
-    momenta, residuals = (
-        memory.setdefault(
-            key, [{n: torch.zeros_like(x) for n, x in c.items()} for c in contributions]
-        )
-        for key in ("momenta", "residuals")
-    )
+    ratio, epoch = final, step // s.steps_per_epoch
+    if epoch < warmup:
+        ratio = max((final ** (1 / (warmup + 1))) ** (epoch + 1), final)
+    if s.dgc_clip:
+        clipped = []
+        for c, weight in zip(contributions, memory["shares"], strict=True):
+            norm = math.sqrt(sum(float((x**2).sum()) for x in c.values())) / weight
+            factor = min(1.0, s.dgc_clip / math.sqrt(len(contributions)) / (norm + 1e-6))
+            clipped.append({n: factor * x for n, x in c.items()})
+        contributions = clipped
+    momenta = memory.setdefault("momenta", zeros_for(contributions))
+    residuals = memory.setdefault("residuals", zeros_for(contributions))
+    (common,) = memory.setdefault("common", zeros_for(contributions[:1]))
+    (decayed,) = memory.setdefault("decayed", zeros_for(contributions[:1]))
     total = {n: torch.zeros_like(x) for n, x in contributions[0].items()}
-    for contribution, momentum, residual in zip(contributions, momenta, residuals, strict=True):
-        for n, x in contribution.items():
-            momentum[n] = s.momentum * momentum[n] + x
-            residual[n] = residual[n] + momentum[n]
-            waiting = residual[n].reshape(-1).tolist()
-            wanted = max(math.ceil(s.dgc_sample * len(waiting)), math.ceil(2 / ratio))
-            stride = max(1, len(waiting) // wanted)
-            drawn = sorted((abs(v) for v in waiting[step % stride :: stride]), reverse=True)
-            least = drawn[max(1, math.ceil(ratio * len(drawn) - 1e-9)) - 1]
-            passing = [i for i, v in enumerate(waiting) if abs(v) >= least and v]
-            limit = max(1, math.ceil(ratio * len(waiting) - 1e-9))
-            for i in sorted(passing, key=lambda i: -abs(waiting[i]))[:limit]:
+
+    def corrected(momentum, n, g):
+        """Update a momentum; return what of it the step takes."""
+        if s.dgc_nesterov:
+            momentum[n] = s.momentum * (momentum[n] + g)
+            return momentum[n] + g
+        momentum[n] = s.momentum * momentum[n] + g
+        return momentum[n]
+
+    for n in total:
+        if total[n].dim() < 2:
+            total[n] = corrected(common, n, sum(c[n] for c in contributions))
+            continue
+        for c, momentum, residual in zip(contributions, momenta, residuals, strict=True):
+            residual[n] = residual[n] + corrected(momentum, n, c[n])
+            waiting = residual[n].reshape(-1)
+            for i in chosen_by_dgc(waiting.tolist(), ratio, s.dgc_sample, step):
                 total[n].reshape(-1)[i] += waiting[i]
                 residual[n].reshape(-1)[i] = momentum[n].reshape(-1)[i] = 0
+    for n, weights in memory["theta"].items():
+        decay = s.weight_decay * decays(weights, s) * weights
+        decayed[n] = s.momentum * decayed[n] + decay
+        total[n] = total[n] + (decay + s.momentum * decayed[n] if s.dgc_nesterov else decayed[n])
     return total
 
 
@@ -122,7 +171,7 @@ def powersgd(contributions, memory, s):
         rows, columns = len(x), x.numel() // len(x)
         if x.dim() > 1 and rank * (rows + columns) < rows * columns:
             shapes[n] = rows, columns
-    if not memory:
+    if "right" not in memory:
         generator = torch.Generator().manual_seed(s.seed)
         count = rank * sum(columns for _, columns in shapes.values())
         draws = torch.randn(count, generator=generator, dtype=x.dtype).split(
@@ -162,7 +211,8 @@ def simulate_per_step(model, streams, node_sizes, loss_fn, s):
     exchange, memory = PER_STEP[s.method], {}
     workers = workers_of(node_sizes, s.aggregation)
     models = [copy.deepcopy(model) for _ in streams]
-    # DGC's workers accumulate momentum, weight decay in it, before they send.
+    memory["shares"] = [weight for _, weight in workers]
+    # DGC has momentum and weight decay of its own.
     momentum, decay = (0, 0) if s.method == "dgc" else (s.momentum, s.weight_decay)
     optimizers = [sgd(m, s, momentum, decay) for m in models]
     history = []
@@ -179,17 +229,12 @@ def simulate_per_step(model, streams, node_sizes, loss_fn, s):
                 loss = loss_fn(m(images), labels)
                 loss.backward()
                 losses.append(float(loss.detach()))
-                inside = s.weight_decay - decay
-                gradients.append(
-                    {
-                        n: p.grad + inside * decays(p, s) * p.detach()
-                        for n, p in parameters(m).items()
-                    }
-                )
+                gradients.append({n: p.grad.clone() for n, p in parameters(m).items()})
             contributions = [
                 {n: weight * sum(gradients[r][n] for r in ranks) / len(ranks) for n in gradients[0]}
                 for ranks, weight in workers
             ]
+            memory["theta"] = {n: p.detach() for n, p in parameters(models[0]).items()}
             mean = exchange(contributions, memory, s)
             for m, optimizer in zip(models, optimizers, strict=True):
                 for n, p in parameters(m).items():

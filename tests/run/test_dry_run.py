@@ -32,7 +32,9 @@ SPARSE = 8 * -(-(23 * 16 + 480 * 2 + 23 * 64 * 12 // 8 + (23 * 64 + 490 + 3) // 
             {"method": "pactrain", "prune_by": "magnitude", "ternary": True},
             [4 * 75_290, 37_400 + 490 + 4 * 2],
         ),
-        ({"method": "dgc", "compress_ratio": 1.0}, [8 * 75_290 + 8]),
+        # 44 + 231 + 231 + 461 + 922 + 1,844 + 3,687 + 64, and what is no kernel or matrix.
+        ({"method": "dgc", "compress_ratio": 0.1}, [8 * 7_484 + 8 + 4 * 490]),
+        ({"method": "dgc", "compress_ratio": 1.0}, [4 * 75_290]),
         # 8 matrices of 250 rows and 1,675 columns together, and 490 other parameters.
         ({"method": "powersgd"}, [4 * (2 * (250 + 1_675) + 490)]),
         # 295 blocks of 256 elements.

@@ -314,6 +314,15 @@ def test_methods_differ_in_what_they_do_with_momentum_and_statistics():
     assert (thin.payload, thin.overlap_steps, thin.compress_ratio) == ("fp32", 0, 1 / 64)
 
 
+def test_a_run_of_the_former_dgc_is_refused():
+    saved = {name: getattr(make(method="dgc"), name) for name in FIELDS}
+    assert resumed(saved, {}).method == "dgc"
+    del saved["dgc_clip"], saved["dgc_nesterov"]
+    for refuse in (lambda: resumed(saved, {}), lambda: check_saved(saved, "config.toml")):
+        with pytest.raises(UserError, match=r"from before dgc-clip .* start a new run"):
+            refuse()
+
+
 def test_a_resumed_run_keeps_what_was_measured_and_refuses_all_else():
     saved = {name: getattr(make("thin", local_steps=12, overlap_steps=3), name) for name in FIELDS}
     assert resumed(saved, {"local_steps": AUTO, "overlap_steps": AUTO}).local_steps == 12
@@ -462,6 +471,9 @@ BAD_FLAGS = [
     ("--method dgc --dgc-sample 0", "--dgc-sample must be above 0"),
     ("--method dgc --dgc-sample 1.5", "--dgc-sample must be at most 1"),
     ("--method dgc --dgc-warmup-epochs -1", "--dgc-warmup-epochs must be from 0"),
+    ("--method dgc --dgc-clip -1", "--dgc-clip must be at least 0"),
+    ("--method dgc --dgc-nesterov --momentum 0", "dgc-nesterov means nothing without momentum"),
+    ("--method topk --dgc-clip 1", "dgc-clip means nothing to method topk"),
     ("--method dgc --amp fp16", "amp fp16: dgc keeps what it has not sent"),
     ("--method powersgd --powersgd-rank 0", "--powersgd-rank must be at least 1"),
     ("--method powersgd --amp fp16", "amp fp16: powersgd keeps what it has not sent"),
