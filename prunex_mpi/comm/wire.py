@@ -22,6 +22,7 @@ from prunex_mpi.comm.collectives import (
     reduce_,
 )
 from prunex_mpi.comm.gather import allgather_, allgatherv_, gather_counts
+from prunex_mpi.comm.shares import deal_, sum_shares_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock, Traffic
 
@@ -100,6 +101,21 @@ class Wire:
         with self.clock.exchanging(mine.device):
             allgather_(self.comm, mine, everyone, self.transport)
         self.count(mine.nbytes, self.comm.size * mine.nbytes, passes=1)
+
+    def deal_(self, mine: Tensor, received: Tensor) -> None:
+        """Send row r of `mine` [comm.size, n] to rank r, and receive as many. Collective."""
+        with self.clock.exchanging(mine.device):
+            deal_(self.comm, mine, received, self.transport)
+        self.count(mine.nbytes, passes=1)
+
+    def reduce_shares_(self, rows: Tensor, numel: int) -> None:
+        """Sum float16 or bfloat16 `rows` [comm.size, n] in place, alike on all ranks.
+
+        Of them `numel` elements count, the last row's others fill it up. Collective on `comm`.
+        """
+        with self.clock.exchanging(rows.device):
+            sum_shares_(self.comm, rows, self.transport)
+        self.count(numel * rows.element_size())
 
     def gather_counts(self, count: int) -> list[int]:
         """Return every rank's `count`, alike on all. Collective on `comm`."""

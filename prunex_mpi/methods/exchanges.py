@@ -25,6 +25,7 @@ from prunex_mpi.core.state import Work
 from prunex_mpi.methods import (
     dense,
     dgc,
+    half,
     omnireduce,
     pactrain,
     pactrain_mask,
@@ -61,6 +62,8 @@ def module_of(method: str) -> ModuleType:
             return powersgd
         case "omnireduce":
             return omnireduce
+        case "fp16" | "bf16":
+            return half
         case "pactrain":
             return pactrain
         case "prunetrain":

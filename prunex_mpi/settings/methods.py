@@ -7,7 +7,10 @@ from typing import Any
 # The methods by family, which is the driver that runs them.
 CONSENSUS = ("prunex", "prunex-flat")
 LOCAL = ("local-sgd", "diloco", "qsr", "sparseloco", "one-shot")
-PER_STEP = ("dense", "topk", "dgc", "powersgd", "omnireduce", "prunetrain", "pactrain")
+PER_STEP = (
+    *("dense", "topk", "dgc", "powersgd", "omnireduce", "fp16", "bf16"),
+    *("prunetrain", "pactrain"),
+)
 METHODS = (*CONSENSUS, *PER_STEP, *LOCAL)
 # Those whose nodes exchange parameters once per outer iteration.
 BY_ITERATION = (*CONSENSUS, *LOCAL)

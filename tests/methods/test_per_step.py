@@ -45,6 +45,8 @@ METHODS = {
     },
     "powersgd": {},
     "omnireduce": {"block_size": 16},
+    "fp16": {},
+    "bf16": {},
 }
 AGGREGATIONS = ("flat", "hierarchical")
 
@@ -188,6 +190,8 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
         rows, columns = 8 + 8 + 8 + 12 + 5, 27 + 36 + 9 + 8 + 12
         whole = parameters - (8 * 27 + 8 * 36 + 8 * 9 + 12 * 8 + 5 * 12)
         reduced = 4 * (STEPS * (2 * rows + 2 * columns + whole) + statistics)
+    elif method in ("fp16", "bf16"):
+        reduced = 2 * STEPS * parameters + 4 * statistics
     elif method == "omnireduce":
         # 801 elements make 51 blocks, these 7 bytes.
         assert parameters == 801

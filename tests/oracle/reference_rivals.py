@@ -195,8 +195,23 @@ def powersgd(contributions, memory, s):
     return total
 
 
+def rounded(dtype):
+    """Return the exchange of PyTorch's hooks: rounded, added up in float32, rounded."""
+
+    def exchange(contributions, memory, s):
+        total = {}
+        for n, x in contributions[0].items():
+            sums = sum(c[n].to(dtype).float() for c in contributions)
+            total[n] = sums.to(dtype).to(x.dtype)
+        return total
+
+    return exchange
+
+
 PER_STEP = {
     "dense": dense,
+    "fp16": rounded(torch.float16),
+    "bf16": rounded(torch.bfloat16),
     "topk": topk,
     "dgc": dgc,
     "powersgd": powersgd,

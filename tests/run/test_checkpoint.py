@@ -93,6 +93,7 @@ SCENARIOS = {
     "dgc": {"method": "dgc", "aggregation": "hierarchical", "compress_ratio": 0.02},
     "powersgd": {"method": "powersgd", "aggregation": "hierarchical"},
     "omnireduce": {"method": "omnireduce"},
+    "fp16 gradients": {"method": "fp16"},
     "diloco": {"method": "diloco"},
     "diloco adamw": {"method": "diloco", "inner_optimizer": "adamw", "lr": 0.002},
     # Its fourth round has six steps.

@@ -39,6 +39,7 @@ SPARSE = 8 * -(-(23 * 16 + 480 * 2 + 23 * 64 * 12 // 8 + (23 * 64 + 490 + 3) // 
         ({"method": "powersgd"}, [4 * (2 * (250 + 1_675) + 490)]),
         # 295 blocks of 256 elements.
         ({"method": "omnireduce"}, [4 * 75_290, 37]),
+        ({"method": "fp16"}, [2 * 75_290]),
         ({"method": "local-sgd"}, [DENSE, 64 * DENSE]),
         # Rounds of (0.4 / 0.2)^2 = 4 steps in place of 2.
         (

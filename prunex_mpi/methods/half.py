@@ -1,0 +1,55 @@
+"""A step of SGD on a gradient that travels as float16 or bfloat16.
+
+What PyTorch's DDP hooks fp16_compress and bf16_compress do: rounded, divided by the number of
+workers, added up. Here it is divided before it is rounded, which is the same for powers of two but
+for numbers that become too small. MPI adds up neither type, so workers add up shares in float32 and
+round their sums once (`comm/shares.py`). Nothing is remembered of what rounding takes away.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prunex_mpi.comm.wire import Wire
+from prunex_mpi.core.state import Work
+from prunex_mpi.models.layout import Layout
+from prunex_mpi.settings.fields import Settings
+
+OPERATIONS = (
+    ("gradient, 16 bits", "workers", "Alltoall", "a share for each worker"),
+    ("sums, 16 bits", "workers", "Allgather", "each worker's share"),
+)
+TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    """Return what a step hands to the next: nothing."""
+    return {}
+
+
+def allocate(wire: Wire, work: Work) -> dict[str, Any]:
+    """Return memory for the gradient in 16 bits, a row for each worker."""
+    if not wire.speaks:
+        return {}
+    theta, workers = work.state.theta, wire.comm.size
+    shape = workers, -(-theta.numel() // workers)
+    # What fills up the last share stays zero.
+    return {"rows": torch.zeros(shape, dtype=TYPES[work.settings.method], device=theta.device)}
+
+
+def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
+    """Set `grad` to the sum of the workers' rounded gradients, rounded. Collective on `wire.comm`.
+
+    The gradient has been multiplied by its share in the mean already.
+    """
+    grad, rows = work.state.grad, space["rows"]
+    rounded = rows.view(-1)[: grad.numel()]
+    rounded.copy_(grad)
+    wire.reduce_shares_(rows, grad.numel())
+    grad.copy_(rounded)
+
+
+def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
+    """Return the bytes that a worker hands over in a step, and what they are."""
+    return layout.numel * TYPES[settings.method].itemsize, f"16 bits, {settings.aggregation}"

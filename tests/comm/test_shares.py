@@ -1,0 +1,62 @@
+"""Shares of vectors over MPI: dealt out, and added up in types that MPI doesn't know."""
+
+import pytest
+import torch
+from driving import assert_alike_on_all_ranks, wire_of
+from nodes import WORLD
+
+from prunex_mpi.comm.collectives import Transport, build_transport
+from prunex_mpi.comm.shares import deal_, sum_shares_
+from prunex_mpi.comm.traffic import Traffic
+from prunex_mpi.comm.wire import ring_bytes
+
+pytestmark = pytest.mark.mpi
+
+CPU = torch.device("cpu")
+TINY = 96  # bytes: less than what is sent, so that it is cut
+
+
+def transports() -> list[Transport]:
+    """Return the CPU's, and one that stages as it is done for a GPU."""
+    memory = torch.empty(TINY, dtype=torch.uint8), torch.empty(TINY, dtype=torch.uint8)
+    return [build_transport(CPU, TINY / 2**20, "host"), Transport(TINY, memory)]
+
+
+def numbers(rank: int, width: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 100, (WORLD.size, width), generator=generator)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("width", [0, 1, 23, 200])
+def test_rows_go_to_the_ranks_of_their_number(width: int, staged: bool) -> None:
+    mine = numbers(WORLD.rank, width).to(torch.uint8)
+    received = torch.full_like(mine, 255)
+    deal_(WORLD, mine, received, transports()[staged])
+    wanted = [numbers(rank, width)[WORLD.rank] for rank in range(WORLD.size)]
+    assert torch.equal(received.long(), torch.stack(wanted))
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [0, 1, 23, 77])
+def test_halves_are_added_in_float32_and_rounded_once(width: int, dtype, staged: bool) -> None:
+    everyone = [(numbers(rank, width) / 7).to(dtype) for rank in range(WORLD.size)]
+    rows = everyone[WORLD.rank].clone()
+    sum_shares_(WORLD, rows, transports()[staged])
+    total = torch.zeros(rows.shape)
+    for addend in everyone:
+        total += addend
+    assert torch.equal(rows, total.to(dtype))
+    assert_alike_on_all_ranks(rows.float())
+
+
+def test_a_sum_of_halves_counts_as_a_reduction_and_a_deal_as_one_pass() -> None:
+    wire = wire_of(WORLD)
+    rows = torch.ones(WORLD.size, 11, dtype=torch.float16)
+    wire.reduce_shares_(rows, 10)
+    assert wire.traffic == Traffic(payload=20, sent=ring_bytes(WORLD.size, 20))
+    wire.deal_(torch.ones(WORLD.size, 3), torch.ones(WORLD.size, 3))
+    each = 12 * WORLD.size
+    assert wire.traffic.payload == 20 + each
+    assert wire.traffic.sent == ring_bytes(WORLD.size, 20) + ring_bytes(WORLD.size, each, passes=1)
