@@ -53,6 +53,18 @@ def put_blocks_(flat: Tensor, size: int, chosen: Tensor, message: Tensor) -> Non
     tail[: rest.numel()].copy_(rest)
 
 
+def move_top_blocks_(blocks: Tensor, message: Tensor, chosen: Tensor) -> None:
+    """Move the rows of largest 2-norm out of `blocks` [blocks, size] into `message` [k, size].
+
+    `chosen`, int32 [k], receives their numbers, ascending; zeros remain (Block Top-k).
+    """
+    norms = torch.linalg.vector_norm(blocks, dim=1)
+    places = torch.topk(norms, chosen.numel(), sorted=False).indices.sort().values
+    torch.index_select(blocks, 0, places, out=message)
+    blocks.index_fill_(0, places, 0.0)
+    chosen.copy_(places)
+
+
 def _divide(flat: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return the full blocks [blocks, size] and what is left over."""
     full = flat.numel() // size

@@ -21,16 +21,21 @@ def integer_type(workers: int) -> torch.dtype:
 
 
 def ternarise_(
-    values: Tensor, scale: Tensor, draws: Tensor, spare: tuple[Tensor, Tensor], out: Tensor
+    values: Tensor,
+    scale: Tensor,
+    draws: Tensor,
+    spare: tuple[Tensor, Tensor],
+    out: Tensor,
+    generator: torch.Generator | None = None,
 ) -> None:
     """Set the integers `out` to the signs of `values` with probability |values| / scale, else 0.
 
-    All are [n]; `scale` is a scalar of at least max|values|. `draws` (values' dtype) and two
-    `spare` bool tensors are overwritten. Draws from torch's global generator, whose state is part
-    of a checkpoint.
+    All are [n]; `scale` is a scalar, and what is larger counts as that large. `draws` (values'
+    dtype) and two `spare` bool tensors are overwritten. Without `generator` it draws from torch's
+    global one, whose state is part of a checkpoint.
     """
     up, down = spare
-    draws.uniform_().mul_(scale)
+    draws.uniform_(generator=generator).mul_(scale)
     torch.gt(values, draws, out=up)
     torch.lt(values, draws.neg_(), out=down)
     torch.sub(up.view(torch.int8), down.view(torch.int8), out=out)

@@ -23,15 +23,18 @@ from prunex_mpi.core.coded import SUMMED
 from prunex_mpi.core.outer_step import outer_memory
 from prunex_mpi.core.state import Work
 from prunex_mpi.methods import (
+    adacgd,
     dense,
     dgc,
     half,
+    lion,
     omnireduce,
     pactrain,
     pactrain_mask,
     powersgd,
     prunetrain,
     sparseloco,
+    terngrad,
     topk,
 )
 from prunex_mpi.models.layout import Layout
@@ -64,6 +67,12 @@ def module_of(method: str) -> ModuleType:
             return omnireduce
         case "fp16" | "bf16":
             return half
+        case "terngrad":
+            return terngrad
+        case "lion":
+            return lion
+        case "adacgd":
+            return adacgd
         case "pactrain":
             return pactrain
         case "prunetrain":

@@ -1,7 +1,9 @@
-"""A step of OmniReduce: blocks that are zero on all workers stay at home, all others are added up.
+"""A step of OmniReduce (Fei et al. 2021): blocks of the gradient travel or stay at home as a whole.
 
-The sum is that of dense SGD. Nothing is saved unless whole blocks of the gradient are zero: on most
-networks none are.
+With Block Top-k, the default, each worker sends a share of its blocks, those of largest norm, and
+keeps the others for later (error feedback). With --block-top 1 all blocks travel but those that are
+zero on all workers: the sum is that of dense SGD, and nothing is saved unless whole blocks of the
+gradient are zero, which on most networks none are.
 """
 
 from typing import Any
@@ -15,33 +17,52 @@ from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress.blocks import (
     block_count,
     find_nonzero_,
+    move_top_blocks_,
     new_bits,
     pack_bits_,
     put_blocks_,
     take_blocks_,
     unpack_bits_,
 )
-from prunex_mpi.core.state import Work
+from prunex_mpi.compress.sparse import POSITION_BYTES, add_sparse_, share_of
+from prunex_mpi.core.state import OWN, Work
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
 OPERATIONS = (
-    ("blocks that hold any", "workers", "Allreduce BOR", "one bit per block (mask)"),
-    ("blocks of the union", "workers", "Allreduce SUM", "their elements, no positions"),
+    ("own blocks", "workers", "Allgather", "Block Top-k: elements"),
+    ("their numbers", "workers", "Allgather", "Block Top-k: one int32 per block"),
+    ("blocks that hold any", "workers", "Allreduce BOR", "all blocks: one bit per block (mask)"),
+    ("blocks of the union", "workers", "Allreduce SUM", "all blocks: elements, no positions"),
 )
+RESIDUAL = f"{OWN}residual"
 
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
-    """Return what a step hands to the next: nothing."""
-    return {}
+    """Allocate what has not been sent yet, in whole blocks; nothing where all of them travel."""
+    if settings.block_top == 1:
+        return {}
+    blocks = block_count(layout.numel, settings.block_size)
+    return {RESIDUAL: theta.new_zeros(blocks * settings.block_size)}
 
 
 def allocate(wire: Wire, work: Work) -> dict[str, Any]:
-    """Return memory for a bit per block, these packed, and as many blocks as there are."""
+    """Return memory for what travels: the largest blocks, or bits for all and as many blocks."""
     if not wire.speaks:
         return {}
-    state = work.state
-    bits = new_bits(state.layout.numel, work.settings.block_size, state.theta.device)
+    state, size, workers = work.state, work.settings.block_size, wire.comm.size
+    if work.settings.block_top < 1:
+        count = share_of(block_count(state.layout.numel, size), work.settings.block_top)
+        blocks = state.theta.new_empty(count, size)
+        numbers = torch.empty(count, dtype=torch.int32, device=blocks.device)
+        return {
+            "blocks": blocks,
+            "numbers": numbers,
+            "all_blocks": blocks.new_empty(workers, count, size),
+            "all_numbers": numbers.new_empty(workers, count),
+            "sum": torch.empty_like(state.memory[RESIDUAL]).view(-1, size),
+        }
+    bits = new_bits(state.layout.numel, size, state.theta.device)
     return {
         "bits": bits,
         "packed": bits.new_empty(bits.numel() // 8, dtype=torch.uint8),
@@ -50,6 +71,31 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
 
 
 def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
+    """Set `grad` to the sum of what the workers send. Collective on `wire.comm`."""
+    if work.settings.block_top < 1:
+        send_top_(wire, space, work)
+    else:
+        send_nonzero_(wire, space, work)
+
+
+def send_top_(wire: Wire, space: dict[str, Any], work: Work) -> None:
+    """Send the blocks of largest norm of residual + gradient; the others are the new residual.
+
+    A worker's blocks are its own: others may send others. Of the whole gradient, not per layer, as
+    blocks are larger than many layers. Collective on `wire.comm`.
+    """
+    grad, residual = work.state.grad, work.state.memory[RESIDUAL]
+    residual[: grad.numel()].add_(grad)
+    rows = residual.view(-1, work.settings.block_size)
+    move_top_blocks_(rows, space["blocks"], space["numbers"])
+    everyones = space["all_blocks"]
+    wire.gather_(space["blocks"].view(-1), everyones.view(wire.comm.size, -1))
+    wire.gather_(space["numbers"], space["all_numbers"])
+    add_sparse_(space["sum"], everyones, space["all_numbers"])
+    grad.copy_(space["sum"].view(-1)[: grad.numel()])
+
+
+def send_nonzero_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     """Set `grad` to the sum over the workers. Collective on `wire.comm`."""
     grad, size = work.state.grad, work.settings.block_size
     bits, packed = space["bits"], space["packed"]
@@ -69,5 +115,10 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, and what they are."""
-    packed = -(-block_count(layout.numel, settings.block_size) // 8)
-    return layout.numel * size, f"at most, and {packed:,} B of block bits, {settings.aggregation}"
+    blocks = block_count(layout.numel, settings.block_size)
+    if settings.block_top == 1:
+        how = f"at most, and {-(-blocks // 8):,} B of block bits, {settings.aggregation}"
+        return layout.numel * size, how
+    count = share_of(blocks, settings.block_top)
+    how = f"{count:,} of {blocks:,} blocks of {settings.block_size}, {settings.aggregation}"
+    return count * (settings.block_size * size + POSITION_BYTES), how

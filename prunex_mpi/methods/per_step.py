@@ -38,7 +38,7 @@ from prunex_mpi.core.steps import (
 from prunex_mpi.methods import exchanges
 from prunex_mpi.models import batchnorm
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import OWN_MOMENTUM, PLAIN_MEAN, REMOVING
+from prunex_mpi.settings.methods import OWN_DECAY, PLAIN_MEAN, REMOVING
 
 
 def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]:
@@ -103,9 +103,8 @@ def train_steps(
     Collective on `world`.
     """
     state, settings, position = work.state, work.settings, work.state.position
-    # Where momentum accumulates gradients on the workers, the decay is a part of them.
-    decay = 0.0 if settings.method in OWN_MOMENTUM else settings.weight_decay
-    decayed = share_decay_(work, decay)
+    # Lion's is decoupled: its momentum is on the workers, and the optimizer has none.
+    decayed = share_decay_(work, 0.0 if settings.method in OWN_DECAY else settings.weight_decay)
     losses = loss_sums(work)
     started = time.perf_counter()
     exchanges.prune_(wires, work, done=position.iteration - 1)

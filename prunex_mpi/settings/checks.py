@@ -154,10 +154,19 @@ def _check_rival(settings: Settings) -> None:
         _check_dgc(s)
     if s.method == "pactrain":
         _check_pactrain(s)
-    elif s.method in WITH_RESIDUAL and s.amp == "fp16":
+    elif s.method in WITH_RESIDUAL and s.amp == "fp16" and not sends_all_blocks(s):
         raise UserError(
             f"amp fp16: {s.method} keeps what it has not sent, which must not overflow; use bf16"
         )
+    elif s.method in ("terngrad", "lion", "adacgd") and s.amp == "fp16":
+        raise UserError(f"amp fp16: what {s.method} scales by or keeps must not overflow; use bf16")
+    if s.method == "adacgd" and list(s.ada_levels) != sorted(set(s.ada_levels)):
+        raise UserError("ada-levels must ascend, from the coarsest to the finest")
+
+
+def sends_all_blocks(settings: Settings) -> bool:
+    """Say whether a method that keeps what it has not sent keeps nothing."""
+    return settings.method == "omnireduce" and settings.block_top == 1
 
 
 def _check_dgc(settings: Settings) -> None:

@@ -20,6 +20,7 @@ from prunex_mpi.settings.methods import (
     QUADRATIC,
     SHRINKING,
     SPARSE,
+    WITH_MOMENTUM,
 )
 
 PRESETS = ("recipe", "paper", "thin")
@@ -119,7 +120,9 @@ class Settings:
     lr_schedule: str = _setting(_S, "learning rate curve", choices=("constant", "cosine", "step"))
     lr_warmup: float = _setting(_S, "linear warm-up, as a fraction of all steps", low=0, below=1)
     lr_final: float = _setting(_S, "end of the cosine, as a fraction of lr", low=0, high=1)
-    momentum: float = _setting(_S, "momentum of SGD, beta 1 of AdamW", low=0, below=1)
+    momentum: float = _setting(
+        _S, "momentum of SGD, beta 1 of AdamW", low=0, below=1, methods=WITH_MOMENTUM
+    )
     weight_decay: float = _setting(_S, "L2 penalty lambda; of AdamW decoupled", low=0)
     inner_optimizer: str = _setting(
         _S,
@@ -342,6 +345,52 @@ class Settings:
     )
     block_size: int = _setting(
         _S, "elements of a block that travels or not", 256, low=1, methods=("omnireduce",)
+    )
+    block_top: float = _setting(
+        _S,
+        "share of its blocks that a worker sends, those of largest norm; 1: all that are not zero",
+        0.01,
+        before=1.0,
+        above=0,
+        high=1,
+        methods=("omnireduce",),
+    )
+    clip_sigma: float = _setting(
+        _S,
+        "standard deviations of a tensor's gradient that its scale is at most, 0 for no bound",
+        2.5,
+        before=2.5,
+        low=0,
+        methods=("terngrad",),
+    )
+    lion_beta1: float = _setting(
+        _S,
+        "weight of the momentum in a worker's vote",
+        0.9,
+        before=0.9,
+        low=0,
+        below=1,
+        methods=("lion",),
+    )
+    lion_beta2: float = _setting(
+        _S, "decay of that momentum", 0.99, before=0.99, low=0, below=1, methods=("lion",)
+    )
+    ada_levels: tuple[float, ...] = _setting(
+        _S,
+        "shares of the gradient that a worker chooses from, ascending",
+        (0.01, 0.03, 0.1),
+        before=(0.01, 0.03, 0.1),
+        above=0,
+        high=1,
+        methods=("adacgd",),
+    )
+    ada_zeta: float = _setting(
+        _S,
+        "how good an estimate must be, as a share of the gradient's last change (squares)",
+        0.4,
+        before=0.4,
+        low=0,
+        methods=("adacgd",),
     )
     outer_lr: float = _setting(
         _S,

@@ -9,7 +9,7 @@ CONSENSUS = ("prunex", "prunex-flat")
 LOCAL = ("local-sgd", "diloco", "qsr", "sparseloco", "one-shot")
 PER_STEP = (
     *("dense", "topk", "dgc", "powersgd", "omnireduce", "fp16", "bf16"),
-    *("prunetrain", "pactrain"),
+    *("terngrad", "lion", "adacgd", "prunetrain", "pactrain"),
 )
 METHODS = (*CONSENSUS, *PER_STEP, *LOCAL)
 # Those whose nodes exchange parameters once per outer iteration.
@@ -23,13 +23,16 @@ QUADRATIC = ("qsr",)
 # Those of them whose payload is smaller once pruning is done.
 SHRINKING = ("prunex", "one-shot")
 # Those that keep what they have not sent for a later step.
-WITH_RESIDUAL = ("topk", "dgc", "powersgd")
+WITH_RESIDUAL = ("topk", "dgc", "powersgd", "omnireduce")
 # Those that send a position beside each value.
-WITH_POSITIONS = ("topk", "dgc")
+WITH_POSITIONS = ("topk", "dgc", "adacgd")
 # Those whose step takes the mean gradient as it is.
 PLAIN_MEAN = ("dense", "prunetrain")
-# Those whose momentum is inside what the workers send.
-OWN_MOMENTUM = ("dgc",)
+# Those whose momentum is inside what the workers send, and those of them that decay weights there.
+OWN_MOMENTUM = ("dgc", "lion")
+OWN_DECAY = ("dgc",)
+# Those whose momentum is `--momentum`.
+WITH_MOMENTUM = tuple(method for method in METHODS if method != "lion")
 # Those that prune the groups of `--groups`.
 BY_GROUPS = (*CONSENSUS, "one-shot")
 # Those that prune at the end of one outer iteration.
@@ -52,5 +55,6 @@ METHOD_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     # What arrives is still to be pruned: no rank could go on training before.
     "prunex-flat": {"overlap_steps": 0},
+    "lion": {"lr": 0.001, "weight_decay": 0.05},
     "pactrain": {"prune_iteration": Fraction(0)},
 }

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from driving import COMMON, SHAPES, STEPS, assert_alike_on_all_ranks, run_driver
+from driving import COMMON, SHAPES, STEPS, assert_alike_on_all_ranks, make_work, run_driver, wire_of
 from nets import RandomStream
 from nodes import WORLD, nodes_of
 from torch import nn
@@ -42,7 +42,7 @@ def test_only_blocks_that_hold_anything_travel(aggregation, ranks_per_node, monk
 
     monkeypatch.setattr(omnireduce, "exchange_", watched)
     with nodes_of(ranks_per_node) as topology:
-        for method, size in (("dense", {}), ("omnireduce", {"block_size": SIZE})):
+        for method, size in (("dense", {}), ("omnireduce", {"block_size": SIZE, "block_top": 1.0})):
             settings = make(method=method, aggregation=aggregation, **size, **COMMON)
             stream = RandomStream(WORLD.rank, torch.float64)
             runs = list(run_driver(topology, settings, copy.deepcopy(model), stream))
@@ -78,7 +78,7 @@ def test_nothing_at_all_is_no_message() -> None:
             return 0 * super().forward(x)
 
     with nodes_of(2) as topology:
-        settings = make(method="omnireduce", weight_decay=0.0, **COMMON)
+        settings = make(method="omnireduce", block_top=1.0, weight_decay=0.0, **COMMON)
         model = Constant()
         before = model.rows.detach().clone()
         stream = RandomStream(WORLD.rank, torch.float64)
@@ -91,8 +91,35 @@ def test_nothing_at_all_is_no_message() -> None:
 def test_mixed_precision_with_a_scaled_loss_runs() -> None:
     """Nothing is kept for later, so that fp16 may overflow and skip a step as dense SGD does."""
     with nodes_of(2) as topology:
-        settings = make(method="omnireduce", amp="fp16", **COMMON)
+        settings = make(method="omnireduce", block_top=1.0, amp="fp16", **COMMON)
         stream = RandomStream(WORLD.rank, torch.float32)
         for record, state in run_driver(topology, settings, Table().float(), stream):
             assert np.isfinite(record["train_loss"])
             assert_alike_on_all_ranks(state.theta)
+
+
+def test_block_top_k_by_hand() -> None:
+    """Blocks of 4 with squared norms 4, 0, 9 and 1: one goes per step, the others wait.
+
+    Fei et al. 2021: the k blocks of the largest 2-norm, with error feedback.
+    """
+    settings = make(method="omnireduce", block_size=4, block_top=0.25, **COMMON)
+
+    class Four(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(14, dtype=torch.float64))
+
+    work = make_work(settings, Four(), RandomStream(0, torch.float64))
+    wire = wire_of(WORLD)
+    space, grad = omnireduce.allocate(wire, work), work.state.grad
+    first = torch.tensor([1.0, -1, 1, 1, 0, 0, 0, 0, 0, -3, 0, 0, 0, 1], dtype=torch.float64)
+    sent = []
+    for gradient in (first, torch.zeros(14), torch.zeros(14)):
+        grad.copy_(gradient)
+        omnireduce.exchange_(wire, space, work)
+        sent.append(grad / WORLD.size)
+    blocks = [[0] * 8 + [0, -3, 0, 0, 0, 0], [1, -1, 1, 1] + [0] * 10, [0] * 13 + [1]]
+    assert [s.tolist() for s in sent] == blocks
+    assert not work.state.memory["own.residual"].any()
+    assert wire.traffic.payload == 3 * (4 * 8 + 4)

@@ -44,9 +44,15 @@ METHODS = {
         "dgc_clip": 0.5,
     },
     "powersgd": {},
-    "omnireduce": {"block_size": 16},
+    "omnireduce": {"block_size": 16, "block_top": 0.2},
+    "omnireduce, all": {"block_size": 16, "block_top": 1.0},
     "fp16": {},
     "bf16": {},
+    "terngrad": {},
+    "terngrad, unbounded": {"clip_sigma": 0.0},
+    # The learning rate is that of all here, a hundredth of it on the scale of SGD.
+    "adacgd": {"ada_levels": (0.1, 0.3, 0.6), "ada_zeta": 0.5},
+    "lion": {"weight_decay": 0.1, "lr": 0.0005},
 }
 AGGREGATIONS = ("flat", "hierarchical")
 
@@ -151,7 +157,8 @@ def test_what_is_sent_and_what_is_kept_are_the_gradients(
     assert bool(kept.any()) == speaks
     total = (sum(given) if speaks else torch.zeros_like(kept)).numpy()
     WORLD.Allreduce(total.copy(), total)
-    left = kept.numpy().copy()
+    # Blocks fill up the last one.
+    left = kept[: total.size].numpy().copy()
     WORLD.Allreduce(left.copy(), left)
     if speaks:
         assert np.abs(total - left - sum(arrived).numpy()).max() < 1e-13 * np.abs(total).max()
@@ -166,6 +173,9 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
     if method == "dgc":
         # A sample of everything finds as many as topk sends.
         changes |= {"dgc_sample": 1.0, "dgc_warmup_epochs": 0}
+    if method == "adacgd":
+        # The finest level always.
+        changes |= {"ada_zeta": 0.0}
     settings = make(aggregation=aggregation, **changes)
     model = new_net(torch.float32)
     parameters = sum(p.numel() for p in model.parameters())
@@ -178,7 +188,7 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
             return
     workers = WORLD.size if aggregation == "flat" else nodes
     dense = 4 * (STEPS * parameters + statistics)
-    reduced, gathered, mask = dense, 0, 0
+    reduced, gathered, dealt, mask = dense, 0, 0, 0
     if method == "topk":
         gathered = STEPS * 8 * sum(-(-p.numel() // 20) for p in model.parameters())
         reduced = 4 * statistics
@@ -192,12 +202,28 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
         reduced = 4 * (STEPS * (2 * rows + 2 * columns + whole) + statistics)
     elif method in ("fp16", "bf16"):
         reduced = 2 * STEPS * parameters + 4 * statistics
+    elif method in ("terngrad", "lion"):
+        # 801 elements fill up shares of whole bytes at any number of bits.
+        numbers = {1: 808, 2: 2 * 408, 4: 4 * 208}[workers]
+        scales, up, down = (13, 2, 4) if method == "terngrad" else (0, 1, 2)
+        reduced = 4 * (STEPS * scales + statistics)
+        if workers < 4:
+            gathered = STEPS * numbers * up // 8
+        else:
+            gathered, dealt = STEPS * 208 * down // 8, STEPS * numbers * up // 8
+    elif method == "adacgd":
+        # The first step is dense.
+        reduced = 4 * (parameters + statistics)
+        gathered = (STEPS - 1) * (8 * 481 + 8)
+    elif method == "omnireduce" and settings.block_top < 1:
+        # 11 of 51 blocks and their numbers; the last block, of one element, would be filled up.
+        reduced, gathered = 4 * statistics, STEPS * 11 * (4 * 16 + 4)
     elif method == "omnireduce":
         # 801 elements make 51 blocks, these 7 bytes.
         assert parameters == 801
         mask = STEPS * 7
-    payload = reduced + gathered
-    sent = (gathered * workers + 2 * (reduced + mask)) * (workers - 1) / workers
+    payload = reduced + gathered + dealt
+    sent = (gathered * workers + dealt + 2 * (reduced + mask)) * (workers - 1) / workers
     if nodes == 1:
         sent = 0
     intra = 0

@@ -9,6 +9,7 @@ import copy
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from reference import batchnorms, conv_shapes, decays, masked, parameters, project, sgd
 
@@ -195,6 +196,52 @@ def powersgd(contributions, memory, s):
     return total
 
 
+def omnireduce(contributions, memory, s):
+    """Send whole blocks of the largest norm of all tensors in one row; the others wait."""
+    if s.block_top == 1:
+        # Blocks of zeros need not travel to be added up.
+        return dense(contributions, memory, s)
+    rows = [torch.cat([x.reshape(-1) for x in c.values()]) for c in contributions]
+    waiting = memory.setdefault("waiting", [torch.zeros_like(row) for row in rows])
+    total = torch.zeros_like(rows[0])
+    for row, kept in zip(rows, waiting, strict=True):
+        kept += row
+        starts = range(0, len(row), s.block_size)
+        norms = {i: float((kept[i : i + s.block_size] ** 2).sum()) for i in starts}
+        count = math.ceil(s.block_top * len(norms) - 1e-9)
+        for i in sorted(norms, key=lambda i: -norms[i])[:count]:
+            total[i : i + s.block_size] += kept[i : i + s.block_size]
+            kept[i : i + s.block_size] = 0
+    pieces = total.split([x.numel() for x in contributions[0].values()])
+    return {n: p.view(x.shape) for p, (n, x) in zip(pieces, contributions[0].items(), strict=True)}
+
+
+def adacgd(contributions, memory, s):
+    """Mend each worker's estimate by the coarsest level that the last change of its gradient asks.
+
+    The first gradients are the first estimates.
+    """
+    rows = [torch.cat([x.reshape(-1) for x in c.values()]) for c in contributions]
+    if "estimates" not in memory:
+        memory["estimates"], memory["before"] = [r.clone() for r in rows], [r.clone() for r in rows]
+        memory["levels"] = set()
+        return dense(contributions, memory, s)
+    for h, x, y in zip(memory["estimates"], rows, memory["before"], strict=True):
+        bound = s.ada_zeta * float(((x - y) ** 2).sum())
+        order = sorted(range(len(x)), key=lambda i: -abs(float(x[i] - h[i])))
+        for level in (0, *s.ada_levels):
+            tried = h.clone()
+            for i in order[: math.ceil(level * len(x) - 1e-9)]:
+                tried[i] = x[i]
+            if float(((x - tried) ** 2).sum()) <= bound:
+                break
+        memory["levels"].add(level)
+        h.copy_(tried)
+        y.copy_(x)
+    pieces = sum(memory["estimates"]).split([x.numel() for x in contributions[0].values()])
+    return {n: p.view(x.shape) for p, (n, x) in zip(pieces, contributions[0].items(), strict=True)}
+
+
 def rounded(dtype):
     """Return the exchange of PyTorch's hooks: rounded, added up in float32, rounded."""
 
@@ -208,15 +255,56 @@ def rounded(dtype):
     return exchange
 
 
+def terngrad(contributions, memory, s):
+    """Draw -1, 0 or 1 for each element of each worker; everyone's scale is the largest."""
+    step = memory.setdefault("step", 0)
+    memory["step"] += 1
+    scales = {}
+    for n in contributions[0]:
+        mine = []
+        for c in contributions:
+            values = c[n].reshape(-1).tolist()
+            mean = sum(values) / len(values)
+            sigma = math.sqrt(sum((v - mean) ** 2 for v in values) / len(values))
+            largest = max(abs(v) for v in values)
+            mine.append(min(s.clip_sigma * sigma, largest) if s.clip_sigma and sigma else largest)
+        scales[n] = max(mine)
+    total = {n: torch.zeros_like(x) for n, x in contributions[0].items()}
+    for rank, c in enumerate(contributions):
+        seed = np.random.SeedSequence([s.seed, step, rank]).generate_state(1, np.uint64)[0]
+        generator = torch.Generator().manual_seed(int(seed) // 2)
+        for n, x in c.items():
+            draws = torch.rand(x.numel(), generator=generator, dtype=x.dtype) * scales[n]
+            signs = torch.where(x.reshape(-1).abs() > draws, x.reshape(-1).sign(), 0.0)
+            total[n] += scales[n] * signs.view(x.shape)
+    return total
+
+
+def lion(contributions, memory, s):
+    """Take the sign of the sum of the signs of all workers' Lion updates."""
+    momenta = memory.setdefault("momenta", zeros_for(contributions))
+    votes = {n: torch.zeros_like(x) for n, x in contributions[0].items()}
+    for c, share, momentum in zip(contributions, memory["shares"], momenta, strict=True):
+        for n, x in c.items():
+            gradient = x / share
+            update = s.lion_beta1 * momentum[n] + (1 - s.lion_beta1) * gradient
+            momentum[n] = s.lion_beta2 * momentum[n] + (1 - s.lion_beta2) * gradient
+            assert update.all()
+            votes[n] += update.sign()
+    return {n: v.sign() for n, v in votes.items()}
+
+
 PER_STEP = {
     "dense": dense,
+    "terngrad": terngrad,
+    "lion": lion,
+    "adacgd": adacgd,
     "fp16": rounded(torch.float16),
     "bf16": rounded(torch.bfloat16),
     "topk": topk,
     "dgc": dgc,
     "powersgd": powersgd,
-    # Blocks of zeros need not travel to be added up.
-    "omnireduce": dense,
+    "omnireduce": omnireduce,
     "pactrain": pactrain,
 }
 
@@ -227,8 +315,9 @@ def simulate_per_step(model, streams, node_sizes, loss_fn, s):
     workers = workers_of(node_sizes, s.aggregation)
     models = [copy.deepcopy(model) for _ in streams]
     memory["shares"] = [weight for _, weight in workers]
-    # DGC has momentum and weight decay of its own.
-    momentum, decay = (0, 0) if s.method == "dgc" else (s.momentum, s.weight_decay)
+    # DGC has momentum and weight decay of its own, Lion momentum.
+    momentum = 0 if s.method in ("dgc", "lion") else s.momentum
+    decay = 0 if s.method == "dgc" else s.weight_decay
     optimizers = [sgd(m, s, momentum, decay) for m in models]
     history = []
     if s.method == "pactrain" and s.prune_iteration == 0:

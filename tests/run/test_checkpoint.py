@@ -92,8 +92,12 @@ SCENARIOS = {
     },
     "dgc": {"method": "dgc", "aggregation": "hierarchical", "compress_ratio": 0.02},
     "powersgd": {"method": "powersgd", "aggregation": "hierarchical"},
-    "omnireduce": {"method": "omnireduce"},
+    "omnireduce": {"method": "omnireduce", "block_size": 16},
+    "all blocks": {"method": "omnireduce", "block_top": 1.0},
     "fp16 gradients": {"method": "fp16"},
+    "terngrad": {"method": "terngrad", "aggregation": "hierarchical"},
+    "lion": {"method": "lion"},
+    "adacgd": {"method": "adacgd", "aggregation": "hierarchical"},
     "diloco": {"method": "diloco"},
     "diloco adamw": {"method": "diloco", "inner_optimizer": "adamw", "lr": 0.002},
     # Its fourth round has six steps.
@@ -103,7 +107,7 @@ SCENARIOS = {
     "prunetrain": {"method": "prunetrain", "reconfigure_every": 3, "prune_threshold": 0.27},
 }
 # Those whose workers alone use what is the same on all of them.
-WORKERS_SHARE = ("dgc", "powersgd")
+WORKERS_SHARE = ("dgc", "powersgd", "adacgd")
 # Exchanges of iterations 1, 2 and 4 run behind the local steps of the next.
 BEHIND = {"residuals": "off", "evaluate_every": 5, "overlap_steps": 1}
 FEWER_BITS = {
@@ -512,6 +516,8 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
         ("dgc", "hierarchical"),
         ("powersgd", "flat"),
         ("sparseloco", ""),
+        ("omnireduce", "flat"),
+        ("lion", "hierarchical"),
     ],
 )
 def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method: str, aggregation: str) -> None:

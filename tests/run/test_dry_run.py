@@ -38,8 +38,16 @@ SPARSE = 8 * -(-(23 * 16 + 480 * 2 + 23 * 64 * 12 // 8 + (23 * 64 + 490 + 3) // 
         # 8 matrices of 250 rows and 1,675 columns together, and 490 other parameters.
         ({"method": "powersgd"}, [4 * (2 * (250 + 1_675) + 490)]),
         # 295 blocks of 256 elements.
-        ({"method": "omnireduce"}, [4 * 75_290, 37]),
+        ({"method": "omnireduce", "block_top": 1.0}, [4 * 75_290, 37]),
+        # 3 of them.
+        ({"method": "omnireduce"}, [3 * (4 * 256 + 4)]),
         ({"method": "fp16"}, [2 * 75_290]),
+        # The finest level, a tenth.
+        ({"method": "adacgd"}, [8 * 7_529 + 8]),
+        # 23 scales, and 2 bits for 75,296 numbers; of 4 workers also 4 bits for a share.
+        ({"method": "terngrad"}, [4 * 23 + 18_824 + (9_412 if WORLD.size == 4 else 0)]),
+        # A bit for each, and 2 for a share.
+        ({"method": "lion"}, [9_412 + (4_706 if WORLD.size == 4 else 0)]),
         ({"method": "local-sgd"}, [DENSE, 64 * DENSE]),
         # Rounds of (0.4 / 0.2)^2 = 4 steps in place of 2.
         (

@@ -214,7 +214,9 @@ def test_every_method_runs_without_further_flags_and_reads_its_file_back(tmp_pat
     assert parse(["--config", path]) == settings
     # The values of settings that another method has no use for are defaults: nobody gave them.
     other = "dense" if method != "dense" else "local-sgd"
-    assert parse(["--config", path, "--method", other]) == make(preset, method=other)
+    # Learning rate and weight decay are nobody's own, so the file's count.
+    kept = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    assert parse(["--config", path, "--method", other]) == make(preset, method=other, **kept)
     # A share of a run's length that the method ignores does not tie it to that length.
     if method not in CONSENSUS:
         flags = ["--config", path, "--outer-iterations", "40"]
@@ -338,6 +340,7 @@ def test_defaults_may_depend_on_the_method(tmp_path):
     assert make(method="one-shot", outer_iterations=1).prune_iteration == 1
     assert make(method="topk").compress_ratio == 0.01
     assert make(method="dgc").compress_ratio == 0.001
+    assert 100 * make(method="lion").lr < make(method="dense").lr
     path = write(tmp_path, 'method = "one-shot"\n')
     flags = ["--config", path, "--prune-iteration", "1/4"]
     assert parse(flags).prune_iteration == 16
@@ -477,7 +480,20 @@ BAD_FLAGS = [
     ("--method dgc --amp fp16", "amp fp16: dgc keeps what it has not sent"),
     ("--method powersgd --powersgd-rank 0", "--powersgd-rank must be at least 1"),
     ("--method powersgd --amp fp16", "amp fp16: powersgd keeps what it has not sent"),
+    ("--method terngrad --clip-sigma -1", "--clip-sigma must be at least 0"),
+    ("--method terngrad --amp fp16", "amp fp16: what terngrad scales by"),
+    ("--method adacgd --ada-levels 0.1 0.01", "ada-levels must ascend"),
+    ("--method adacgd --ada-levels 0.1 0.1", "ada-levels must ascend"),
+    ("--method adacgd --ada-levels 0 0.1", "--ada-levels must be above 0"),
+    ("--method adacgd --ada-levels 1.5", "--ada-levels must be at most 1"),
+    ("--method adacgd --ada-zeta -1", "--ada-zeta must be at least 0"),
+    ("--method adacgd --amp fp16", "amp fp16: what adacgd"),
+    ("--method lion --lion-beta2 1", "--lion-beta2 must be below 1"),
+    ("--method lion --momentum 0.5", "momentum means nothing to method lion"),
     ("--method omnireduce --block-size 0", "--block-size must be at least 1"),
+    ("--method omnireduce --block-top 0", "--block-top must be above 0"),
+    ("--method omnireduce --block-top 1.5", "--block-top must be at most 1"),
+    ("--method omnireduce --amp fp16", "amp fp16: omnireduce keeps what it has not sent"),
     ("--method omnireduce --powersgd-rank 3", "(it is for powersgd)"),
     ("--method topk --dgc-sample 0.5", "dgc-sample means nothing to method topk"),
     ("--method prunetrain --compile", "prunetrain changes the model while it runs"),

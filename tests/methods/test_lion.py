@@ -1,0 +1,76 @@
+"""Distributed Lion against its paper: votes by hand, ties, and Lion itself on one worker."""
+
+import pytest
+import torch
+from driving import COMMON, make_work, run_driver, wire_of
+from nets import RandomStream, new_net
+from nodes import WORLD, nodes_of
+
+from prunex_mpi.core.state import Work
+from prunex_mpi.methods import lion
+from prunex_mpi.settings.resolve import make
+
+pytestmark = pytest.mark.mpi
+
+
+def work_of(**changes: object) -> Work:
+    settings = make(method="lion", **{**COMMON, **changes})
+    return make_work(settings, new_net(), RandomStream(0, torch.float64))
+
+
+def test_votes_by_hand() -> None:
+    """Gradients and momenta of halves; beta1 1/2 and beta2 3/4 are exact."""
+    work, wire = work_of(lion_beta1=0.5, lion_beta2=0.75), wire_of(WORLD)
+    space = lion.allocate(wire, work)
+    grad, momentum = work.state.grad, work.state.memory["own.momentum"]
+    momentum.zero_()
+    grad.zero_()
+    # All for, the first against all others, the momentum against the gradient, half of them.
+    momentum[2] = -4.0
+    half = WORLD.rank < WORLD.size / 2
+    grad[:4] = torch.tensor([2.0, -2.0 if WORLD.rank == 0 else 2.0, 2.0, 2.0 if half else -2.0])
+    lion.exchange_(wire, space, work)
+    second = {1: -1, 2: 0, 3: 1, 4: 1}[WORLD.size]
+    fourth = 1 if WORLD.size % 2 else 0
+    assert grad[:4].tolist() == [1, second, -1, fourth]
+    assert momentum[:3].tolist() == [0.5, -0.5 if WORLD.rank == 0 else 0.5, -2.5]
+    assert set(grad.tolist()) <= {-1, 0, 1}
+
+
+def test_parameters_without_a_gradient_go_nowhere_in_two_steps() -> None:
+    work, wire = work_of(), wire_of(WORLD)
+    space, total = lion.allocate(wire, work), 0
+    for step in range(2):
+        work.state.position.step = step
+        work.state.grad.zero_()
+        lion.exchange_(wire, space, work)
+        total = total + work.state.grad
+    assert not total.any()
+
+
+def test_one_worker_alone_is_lion() -> None:
+    """Chen et al. 2023, Program 1, with decoupled weight decay, on one node of all ranks."""
+    flags = {"aggregation": "hierarchical", "lr": 0.01, "weight_decay": 0.5}
+    settings = make(method="lion", **{**COMMON, **flags})
+    model = new_net()
+    with nodes_of(WORLD.size) as topology:
+        start = make_work(settings, model, RandomStream(WORLD.rank, torch.float64)).state.theta
+        theta, momentum = start.clone(), torch.zeros_like(start)
+        given = []
+        real = lion.exchange_
+
+        def watched(wire, space, work):
+            given.append(work.state.grad.clone())
+            real(wire, space, work)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lion, "exchange_", watched)
+            stream = RandomStream(WORLD.rank, torch.float64)
+            *_, (_, state) = run_driver(topology, settings, new_net(), stream)
+        if not topology.is_leader:
+            return
+    for gradient in given:
+        update = (0.9 * momentum + 0.1 * gradient).sign()
+        momentum = 0.99 * momentum + 0.01 * gradient
+        theta -= 0.01 * (update + 0.5 * theta)
+    torch.testing.assert_close(state.theta, theta, rtol=1e-12, atol=1e-13)
