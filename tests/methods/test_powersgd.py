@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
-from driving import COMMON, SHAPES, assert_alike_on_all_ranks, run_driver
+from driving import COMMON, SHAPES, assert_alike_on_all_ranks, make_work, run_driver, wire_of
 from nets import RandomStream
 from nodes import WORLD, nodes_of
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.core.state import Work
+from prunex_mpi.methods import powersgd
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.settings.resolve import make
@@ -60,3 +62,72 @@ def test_a_rank_larger_than_the_matrices_is_refused_on_every_rank() -> None:
     settings = make(method="powersgd", powersgd_rank=14, **COMMON)
     with pytest.raises(UserError, match=r"1\.weight, 16 x 108, takes the largest, 13"):
         memory_of(settings, layout, torch.zeros(layout.numel))
+
+
+def three_by_three(rank: int) -> Work:
+    """Return a worker's work on a matrix of 3 x 3 and three biases."""
+    settings = make(method="powersgd", powersgd_rank=rank, **COMMON)
+    model = nn.Sequential(nn.Linear(3, 3)).double()
+    return make_work(settings, model, RandomStream(0, torch.float64))
+
+
+def test_two_steps_by_hand() -> None:
+    """Vogels et al. 2019, Algorithms 1 and 2, of the mean matrix ((3 0 0) (0 0 0) (4 0 5)).
+
+    From q = (1 0 0): p = (3 0 4), orthonormalised (0.6 0 0.8), q = (5 0 4). The second gradients
+    are 0: what is left of the first, whose only column is the third, is found by the q of before.
+    """
+    work, wire = three_by_three(1), wire_of(WORLD)
+    space, state = powersgd.allocate(wire, work), work.state
+    state.memory["shared.right_factors"].copy_(torch.tensor([1.0, 0, 0]))
+    matrix, biases = torch.tensor([3.0, 0, 0, 0, 0, 0, 4, 0, 5]), torch.tensor([1.0, 2, 3])
+    # The workers' parts of it differ.
+    part = 2 * (WORLD.rank + 1) / (WORLD.size * (WORLD.size + 1))
+    found = []
+    for factor in (part, 0.0):
+        state.grad.copy_(torch.cat([matrix, biases]).double() * factor)
+        powersgd.exchange_(wire, space, work)
+        found.append((state.grad.clone(), state.memory["own.residual"].clone()))
+    (first, left), (second, nothing) = found
+    exact = {"rtol": 0, "atol": 1e-14}
+    wanted = torch.tensor([3.0, 0, 2.4, 0, 0, 0, 4, 0, 3.2, 1, 2, 3], dtype=torch.float64)
+    torch.testing.assert_close(first, wanted, **exact)
+    rest = torch.tensor([0.0, 0, -2.4, 0, 0, 0, 0, 0, 1.8, 0, 0, 0], dtype=torch.float64)
+    torch.testing.assert_close(left, part * rest, **exact)
+    torch.testing.assert_close(second, rest, **exact)
+    assert nothing.abs().max() < 1e-14
+
+
+def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
+    """Make columns orthonormal one after the other, as the authors' orthogonalize() does."""
+    columns = []
+    for column in matrix.T:
+        for other in columns:
+            column = column - (other @ column) * other
+        columns.append(column / column.norm())
+    return torch.stack(columns, dim=1)
+
+
+def test_the_authors_reducer_takes_the_same_steps() -> None:
+    """RankKReducer of epfml/powersgd, paper-code: what its memory lacks is everyone's mean.
+
+    All is linear in the sum of the memories, so that what arrives is the same. The newer package
+    and Algorithm 2 subtract a worker's own part, as here.
+    """
+    work, wire = three_by_three(1), wire_of(WORLD)
+    space, state = powersgd.allocate(wire, work), work.state
+    generator = torch.Generator().manual_seed(4)
+    query = state.memory["shared.right_factors"].view(3, 1).clone()
+    memories = [torch.zeros(3, 3, dtype=torch.float64) for _ in range(WORLD.size)]
+    for _ in range(4):
+        gradients = torch.randn(WORLD.size, 12, generator=generator, dtype=torch.float64)
+        state.grad.copy_(gradients[WORLD.rank] / WORLD.size)
+        powersgd.exchange_(wire, space, work)
+        sent = [g[:9].view(3, 3) + m for g, m in zip(gradients, memories, strict=True)]
+        left = orthogonalised(sum(m @ query for m in sent))
+        query = sum(m.T @ left for m in sent) / WORLD.size
+        out = left @ query.T
+        memories = [m - out for m in sent]
+        wanted = torch.cat([out.reshape(-1), gradients[:, 9:].mean(0)])
+        torch.testing.assert_close(state.grad, wanted, rtol=1e-10, atol=1e-11)
+    assert_alike_on_all_ranks(state.grad)
