@@ -1,0 +1,80 @@
+"""The bytes that exchanges count are those that MPI is handed, call by call."""
+
+import numpy as np
+import pytest
+import torch
+from driving import COMMON, SMALL_BUCKETS, make_work
+from nets import RandomStream, new_net
+from nodes import WORLD
+
+from mpi4py import MPI
+
+from prunex_mpi.comm.traffic import Clock, Traffic
+from prunex_mpi.comm.wire import Wire
+from prunex_mpi.methods.exchanges import module_of
+from prunex_mpi.settings.resolve import make
+
+pytestmark = pytest.mark.mpi
+
+SIZE = WORLD.size
+METHODS = {
+    "topk": {},
+    "dgc": {"compress_ratio": 0.1, "dgc_warmup_epochs": 0},
+    "omnireduce": {"block_size": 16, "block_top": 0.2},
+    "fp16": {},
+    "terngrad": {},
+    "lion": {},
+    "adacgd": {"ada_levels": (0.1, 0.3)},
+}
+
+
+class Counting:
+    """A communicator that adds up what this rank sends others, by ring algorithms where it sums."""
+
+    def __init__(self) -> None:
+        self.sent = 0.0
+
+    def __getattr__(self, name: str):
+        return getattr(WORLD, name)
+
+    def Allreduce(self, mine, operand, op=MPI.SUM) -> None:
+        self.sent += 2 * (SIZE - 1) / SIZE * operand[0].nbytes
+        WORLD.Allreduce(mine, operand, op=op)
+
+    def Allgather(self, mine, everyone) -> None:
+        array = mine if isinstance(mine, np.ndarray) else mine[0]
+        self.sent += (SIZE - 1) * array.nbytes
+        WORLD.Allgather(mine, everyone)
+
+    def Allgatherv(self, mine, everyone) -> None:
+        array, (counts, _), _ = everyone
+        self.sent += (SIZE - 1) * counts[WORLD.rank] * array.itemsize
+        WORLD.Allgatherv(mine, everyone)
+
+    def Alltoallv(self, mine, received) -> None:
+        array, (counts, _), _ = mine
+        self.sent += (sum(counts) - counts[WORLD.rank]) * array.itemsize
+        WORLD.Alltoallv(mine, received)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_counted_is_what_is_sent(method: str) -> None:
+    if SIZE == 1:
+        pytest.skip("one rank sends nothing")
+    settings = make(method=method, **COMMON, **METHODS[method])
+    work = make_work(settings, new_net(torch.float32), RandomStream(0, torch.float32))
+    work.problem.train.steps_per_epoch = 2
+    wire = Wire(Counting(), 1 / SIZE, SIZE, SMALL_BUCKETS, Traffic(), Clock())
+    module = module_of(method)
+    space = module.allocate(wire, work)
+    for step in range(3):
+        work.state.position.step = step
+        generator = torch.Generator().manual_seed(10 * step + WORLD.rank)
+        work.state.grad.copy_(torch.randn(work.state.grad.numel(), generator=generator) / SIZE)
+        module.exchange_(wire, space, work)
+    # What a rank sends of elements that not all have as many of is counted as their mean.
+    totals = np.array([wire.comm.sent, wire.traffic.sent])
+    WORLD.Allreduce(MPI.IN_PLACE, totals)
+    # Each count is rounded down, and halves fill up the last share.
+    assert totals[1] <= totals[0] <= totals[1] + 3 * SIZE * (8 + 4 * SIZE)
+    assert totals[0] > 100
