@@ -103,7 +103,7 @@ class Wire:
         self.count(mine.nbytes, self.comm.size * mine.nbytes, passes=1)
 
     def deal_(self, mine: Tensor, received: Tensor) -> None:
-        """Send row r of `mine` [comm.size, n] to rank r, and receive as many. Collective."""
+        """Send row r of `mine` [comm.size, n] to rank r, receive as many. Collective on `comm`."""
         with self.clock.exchanging(mine.device):
             deal_(self.comm, mine, received, self.transport)
         self.count(mine.nbytes, passes=1)

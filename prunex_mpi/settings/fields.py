@@ -334,7 +334,7 @@ class Settings:
     )
     dgc_clip: float = _setting(
         _S,
-        "norm over sqrt(workers) that a worker's gradient is clipped to, 0 for not",
+        "norm to clip the mean gradient to: 1 / sqrt(workers) of it for each worker's; 0 for not",
         0.0,
         before=FORMER_DGC,
         low=0,

@@ -325,6 +325,12 @@ def test_a_run_of_the_former_dgc_is_refused():
             refuse()
 
 
+def test_a_run_of_the_former_omnireduce_goes_on_with_all_blocks():
+    saved = {name: getattr(make(method="omnireduce"), name) for name in FIELDS}
+    assert saved.pop("block_top") == 0.01
+    assert resumed(saved, {}).block_top == 1.0
+
+
 def test_a_resumed_run_keeps_what_was_measured_and_refuses_all_else():
     saved = {name: getattr(make("thin", local_steps=12, overlap_steps=3), name) for name in FIELDS}
     assert resumed(saved, {"local_steps": AUTO, "overlap_steps": AUTO}).local_steps == 12
