@@ -246,7 +246,7 @@ class Settings:
     bn: str = _setting(
         _S,
         "BatchNorm statistics of z: averages, or estimated again: while pruning, and where nothing "
-        "is pruned for each evaluation and in the end (local-sgd, qsr, diloco: average)",
+        "is pruned for each evaluation and in the end (local-sgd: average)",
         choices=("average", "recalibrate"),
         joined=((("local-sgd", "diloco"), "inner_momentum", "average"),),
         methods=(*CONSENSUS, *LOCAL),

@@ -44,9 +44,8 @@ EVERY_RANK_ALONE = ("prunex-flat",)
 # Where a method's own default is not the one that its setting has.
 METHOD_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "dgc": {"compress_ratio": 0.001},
-    "diloco": {"inner_momentum": "reset", "bn": "average"},
+    "diloco": {"inner_momentum": "reset"},
     "local-sgd": {"bn": "average"},
-    "qsr": {"bn": "average"},
     "sparseloco": {
         "compress_ratio": 1 / 64,
         "outer_lr": 1.0,

@@ -28,6 +28,8 @@ pytestmark = pytest.mark.mpi
 
 STEPS, CHUNK = 2, 64
 COMMON = {"outer_iterations": 4, "lr": 0.05, "lr_schedule": "constant", "lr_warmup": 0.0}
+# Running averages: the streams of these tests have nothing to estimate statistics with.
+COMMON |= {"bn": "average"}
 SCENARIOS = {
     "local-sgd": {"method": "local-sgd", "weight_decay": 0.05, "weight_decay_on": "weights"},
     "local-sgd-outer": {"method": "local-sgd", "node_sync": "outer"},
@@ -48,28 +50,25 @@ SCENARIOS = {
         "lr_warmup": 0.2,
         "qsr_alpha": 0.06,
     },
-    "sparseloco": {"method": "sparseloco", "compress_ratio": 0.05, "bn": "average"},
+    "sparseloco": {"method": "sparseloco", "compress_ratio": 0.05},
     "sparseloco-outer": {
         "method": "sparseloco",
         "compress_ratio": 0.05,
-        "bn": "average",
         "inner_optimizer": "adamw",
         "lr": 0.002,
         "node_sync": "outer",
         "outer_lr": 0.8,
         "error_decay": 0.5,
     },
-    "one-shot": {"method": "one-shot", "bn": "average"},
+    "one-shot": {"method": "one-shot"},
     "one-shot-adamw": {
         "method": "one-shot",
-        "bn": "average",
         "inner_optimizer": "adamw",
         "inner_momentum": "reset",
         "lr": 0.002,
     },
     "one-shot-outer": {
         "method": "one-shot",
-        "bn": "average",
         "node_sync": "outer",
         "groups": ("filter", "channel"),
         "keep_ratio": (0.6,),
@@ -147,7 +146,7 @@ def test_diloco_with_a_plain_outer_step_is_local_sgd():
 
 def test_flat_prunex_is_prunex_on_nodes_of_one_rank_with_a_dense_payload():
     common = {**COMMON, "rho1": 0.02, "rho2": 0.005, "warmup_iterations": 1}
-    common |= {"keep_ramp_iterations": 1, "freeze_iteration": 3, "bn": "average"}
+    common |= {"keep_ramp_iterations": 1, "freeze_iteration": 3}
     found = {}
     ways = {"prunex": {}, "prunex-flat": {"flat_consensus": "two-level"}}
     with nodes_of(1) as topology:
@@ -182,7 +181,7 @@ def test_waiting_for_the_gradients_of_the_node_is_no_local_work(method, monkeypa
             real(requests)
 
     monkeypatch.setattr(MPI, "Request", Slow)
-    settings = make(method=method, **COMMON, **({"bn": "average"} if method == "prunex" else {}))
+    settings = make(method=method, **COMMON)
     with nodes_of(WORLD.size) as topology:
         stream = RandomStream(WORLD.rank, torch.float64)
         for record, _ in run_driver(topology, settings, new_net(), stream, STEPS):

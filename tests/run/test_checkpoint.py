@@ -372,7 +372,7 @@ def test_evaluation_leaves_training_alone(scenario: str, evaluate_every: int) ->
         assert_same(often, seldom)
         if scenario == "diloco" and evaluate_every == 5:
             # What is delivered was estimated on z, which training did not notice.
-            averaged = new_run(topology, scenario, evaluate_every=5)
+            averaged = new_run(topology, scenario, bn="average", evaluate_every=5)
             list(averaged.iterate())
             assert torch.equal(averaged.state.z, often.state.z)
             found = [run.state.bn_modules[0].running_mean for run in (averaged, often)]

@@ -307,8 +307,8 @@ def test_methods_differ_in_what_they_do_with_momentum_and_statistics():
     found = {m: (make(method=m).inner_momentum, make(method=m).bn) for m in LOCAL}
     assert found == {
         "local-sgd": ("keep", "average"),
-        "qsr": ("keep", "average"),
-        "diloco": ("reset", "average"),
+        "qsr": ("keep", "recalibrate"),
+        "diloco": ("reset", "recalibrate"),
         "sparseloco": ("keep", "recalibrate"),
         "one-shot": ("keep", "recalibrate"),
     }
