@@ -41,7 +41,13 @@ SCENARIOS = {
         "lr": 0.002,
         "node_sync": "outer",
     },
-    "diloco-adamw-reset": {"method": "diloco", "inner_optimizer": "adamw", "lr": 0.002},
+    "diloco-adamw-reset": {
+        "method": "diloco",
+        "inner_optimizer": "adamw",
+        "lr": 0.02,
+        "weight_decay": 0.5,
+        "weight_decay_on": "weights",
+    },
     # 14 steps: 3 of warm-up, and rounds of 2, 2, 2, 3 and 5 steps.
     "qsr": {
         "method": "qsr",

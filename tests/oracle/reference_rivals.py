@@ -455,7 +455,8 @@ def simulate_local(model, streams, node_sizes, loss_fn, s):
                     kept["exp_avg" if "exp_avg" in kept else "momentum_buffer"].zero_()
         for _ in range(interval(done, s.outer_iterations * s.steps, s)):
             for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = rate_at(done, s.outer_iterations * s.steps, s)
+                for group in optimizer.param_groups:
+                    group["lr"] = rate_at(done, s.outer_iterations * s.steps, s)
             done += 1
             for m, stream, optimizer in zip(models, streams, optimizers, strict=True):
                 images, labels = stream.next()

@@ -248,9 +248,8 @@ def test_files_of_runs_from_before_a_setting_repeat_them(tmp_path):
     """Where a file has the table that runs write: others name what they like."""
     settings = make("paper", method="prunex-flat", flat_consensus="two-level", piece_kib=0)
     settings = with_overrides(settings, weight_decay_on="all", rho2=0.5)
-    pruned = make(
-        method="pactrain", prune_by="grasp", grasp_batches=2, grasp_samples=0, grasp_temperature=1.0
-    )
+    old_scores = {"prune_by": "grasp", "grasp_samples": 0, "grasp_temperature": 1.0}
+    pruned = make(method="pactrain", grasp_batches=2, piece_kib=0, **old_scores)
     later = ("flat-consensus", "weight-decay-on", "piece-kib", "grasp-samples", "grasp-temperature")
     for run in (settings, pruned):
         lines = to_toml(run, {}).splitlines()
@@ -268,7 +267,8 @@ def test_files_of_runs_from_before_a_setting_repeat_them(tmp_path):
     run = make("paper", method="prunex", piece_kib=0)
     old = "\n".join(x for x in to_toml(run, {}).splitlines() if not x.startswith("piece-kib"))
     path = write(tmp_path, old)
-    assert parse(["--config", path, "--method", "dense"]) == make("paper", method="dense")
+    dense = make("paper", method="dense", piece_kib=0)
+    assert parse(["--config", path, "--method", "dense"]) == dense
     # What its method has no use for is as it is today, whatever was usual in its day.
     old = to_toml(make(method="dense"), {}).replace('prune-by = "auto"', 'prune-by = "grasp"')
     assert parse(["--config", write(tmp_path, old)]) == make(method="dense")
@@ -298,7 +298,7 @@ def test_runs_from_before_their_settings_go_on_as_they_began(tmp_path, method):
     assert (found.inner_momentum, found.inner_optimizer, found.bn) == ("keep", "sgd", "average")
     # A file that knows of it means it, and so does one that nobody's run has written.
     assert resumed({**saved, "inner_momentum": "reset"}, {}).bn == "recalibrate"
-    by_hand = f'method = "{method}"\nbn = "recalibrate"\n'
+    by_hand = f'preset = "recipe"\nmethod = "{method}"\nbn = "recalibrate"\n'
     assert parse(["--config", write(tmp_path, by_hand)]).bn == "recalibrate"
     assert parse(["--config", write(tmp_path, f"{by_hand}[versions]\n")]).bn == "average"
 
