@@ -81,7 +81,7 @@ def test_rounds_grow_as_the_rate_falls_and_end_with_the_run():
 
 
 def test_the_warm_up_has_the_interval_that_follows_it():
-    """Gu et al. 2024: a rate that still rises would ask for long rounds at first."""
+    """A rate that still rises would ask for long rounds at first."""
     settings = make(method="qsr", outer_iterations=10, lr=0.1, qsr_alpha=0.25, lr_warmup=0.5)
     assert lengths(settings, 2)[:2] == [6, 6]
 
