@@ -41,7 +41,7 @@ MADE = {".venv", "runs", "checkpoints", "heartbeats"}
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`]+)`")
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 FILE = re.compile(r"\.?[a-z_][\w.-]*(/[\w.-]*)+")
 
 
@@ -112,7 +112,7 @@ def known_flags() -> set[str]:
     built = [cli, bench, compare, doctor, export]
     flags = {flag for m in built for a in m.build_parser()._actions for flag in a.option_strings}
     for path in (ROOT / "tests/conftest.py", ROOT / "tests/harness/cluster.py"):
-        flags |= set(re.findall(r'"(--[a-z-]+)"', path.read_text()))
+        flags |= set(re.findall(r'"(--[a-z][a-z0-9-]+)"', path.read_text()))
     return flags | FOREIGN
 
 
