@@ -83,6 +83,12 @@ def message_bytes(layout: Layout, ratio: float, size: int, extra: int) -> int:
     return _places(len(layout.segments), selected, int(whole[:, 1].sum()), size, extra)[-1]
 
 
+def position_bytes(layout: Layout, ratio: float) -> int:
+    """Return how many bytes of a message are positions."""
+    picked, _ = cut(layout, ratio)
+    return _position_bytes(kept_per_chunk(ratio) * len(picked))
+
+
 def build_chunks(layout: Layout, ratio: float, like: Tensor, extra: int) -> Chunks:
     """Plan messages for vectors such as `like`, with room for `extra` bytes of others."""
     count, device = kept_per_chunk(ratio), like.device
@@ -194,10 +200,14 @@ def _flat_places(chosen: Tensor, chunks: Chunks) -> Tensor:
     return torch.cat(((chunks.starts[:, None] + chosen).view(-1), chunks.whole))
 
 
+def _position_bytes(count: int) -> int:
+    return 3 * -(-count // 2)
+
+
 def _places(tensors: int, selected: int, whole: int, size: int, extra: int) -> tuple[int, ...]:
     """Return where extra bytes, positions and bins begin in a message, and its length."""
     begin = BINS * tensors * size
     positions = begin + extra
-    bins = positions + 3 * -(-selected // 2)
+    bins = positions + _position_bytes(selected)
     end = bins + -(-(selected + whole) // 4)
     return begin, positions, bins, -(-end // ALIGNMENT) * ALIGNMENT

@@ -554,7 +554,7 @@ def test_methods_are_compared_on_the_same_samples(quiet, tmp_path, capsys):
     assert cells(measured, "dense")["metadata %"] == 0
     assert cells(measured, "prunex")["in whole lines %"] == pytest.approx(100)
     # Half of what topk sends, but for the statistics.
-    share = sum(kept_per_layer(build_layout(model), 0.01))
+    share = sum(kept_per_layer(build_layout(model).segments, 0.01))
     share /= 2 * share + statistics
     assert cells(measured, "topk")["metadata %"] == pytest.approx(100 * share, rel=1e-4)
     assert topk["sent MiB"] < 0.2 * dense["sent MiB"]

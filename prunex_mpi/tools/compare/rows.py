@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from prunex_mpi.base.errors import UserError, nearest, quote
-from prunex_mpi.settings.fields import ESTIMATED, FIELDS, Settings, key_of, methods_of
+from prunex_mpi.settings.fields import ESTIMATED, FIELDS, Settings, concerns, key_of, methods_of
 from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, METHODS
 from prunex_mpi.settings.resolve import build, from_table
 
@@ -116,7 +116,7 @@ def settings_of(
 
     It has a share `length` of the row's outer iterations; what is a share of these stays one.
     """
-    values = {name: value for name, value in common.items() if concerns(name, row.method)}
+    values = {name: value for name, value in common.items() if meant_for(name, row, common)}
     values |= {**row.own, "method": row.method, "seed": seed}
     if lr is not None or row.lr is not None:
         values["lr"] = lr if lr is not None else row.lr
@@ -131,19 +131,20 @@ def settings_of(
     return build(preset, [{**values, "outer_iterations": outer}])
 
 
-def concerns(name: str, method: str) -> bool:
-    """Say whether a common setting is one of a method's."""
-    if method in EVERY_RANK_ALONE and name in ("ranks_per_node", "leaders_per_node"):
+def meant_for(name: str, row: Row, common: Mapping[str, Any]) -> bool:
+    """Say whether a common setting means something to a row."""
+    if row.method in EVERY_RANK_ALONE and name in ("ranks_per_node", "leaders_per_node"):
         # Every rank is a node of its own there, which is what is compared.
         return False
-    return method in methods_of(name)
+    defaults = {name: field.default for name, field in FIELDS.items()}
+    return concerns(name, {**defaults, **common, **row.own, "method": row.method})
 
 
 def refuse_unused(common: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Raise UserError for a common setting that means nothing to any row."""
     methods = list(dict.fromkeys(row.method for row in rows))
     for name in common:
-        if not any(concerns(name, method) for method in methods):
+        if not any(meant_for(name, row, common) for row in rows):
             raise UserError(
                 f"--{key_of(name)} means nothing to {', '.join(methods)}; leave it away "
                 f"(it is for {', '.join(methods_of(name))})"

@@ -22,9 +22,13 @@ from prunex_mpi.comm.agreement import together
 from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology, nodes_of
+from prunex_mpi.comm.wire import COUNT_BYTES
+from prunex_mpi.compress.chunks import position_bytes
 from prunex_mpi.compress.sparse import POSITION_BYTES
+from prunex_mpi.compress.threshold import divide
 from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.state import Problem, State, Work, every_rank_sends, weights
+from prunex_mpi.core.steps import rounds_left
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.exchanges import operations_of
 from prunex_mpi.models.layout import Layout
@@ -96,7 +100,7 @@ def run_one(
             steps=steps,
             payload_bytes=counted["payload"] + counted["mask"],
             sent_bytes=counted["sent"],
-            metadata_bytes=metadata_bytes(settings, state, counted),
+            metadata_bytes=metadata_bytes(settings, state, counted, len(records)),
             sync_s=seconds["intra"] + seconds["inter"],
             own_s=seconds["project"] + seconds["dual"],
             local_s=seconds["local"],
@@ -123,9 +127,8 @@ def train(topology: Topology, files: RunDirectory | None, work: Work) -> list[di
     Raises Diverged on every rank.
     """
     settings = work.settings
-    rank = topology.world.rank
     with (
-        closing(Progress(settings.outer_iterations, settings.progress, rank)) as bar,
+        closing(Progress(rounds_left(work), settings.progress, topology.world.rank)) as bar,
         exchanging_behind(topology, goes_behind_steps(settings), work.transport) as behind,
     ):
         work = replace(work, behind=behind)
@@ -236,11 +239,22 @@ def count_zeros(flat: Tensor, layout: Layout) -> tuple[int, int, int]:
     return elements, zeros, line_zeros
 
 
-def metadata_bytes(settings: Settings, state: State, counted: dict[str, int]) -> int:
-    """Return how many of a run's inter-node bytes say where values belong."""
-    if settings.method not in WITH_POSITIONS:
+def metadata_bytes(settings: Settings, state: State, counted: dict[str, int], rounds: int) -> int:
+    """Return how many of a run's inter-node bytes say where values belong.
+
+    Beside masks and bits: a position for each value, or block of values, that does not travel
+    whole; of SparseLoCo one of 12 bits.
+    """
+    size, steps = state.theta.element_size(), state.position.steps_done
+    # The statistics of each outer iteration have no positions.
+    pairs, values = counted["payload"] - rounds * state.stats.numel() * size, 1
+    if settings.method == "sparseloco":
+        return rounds * position_bytes(state.layout, settings.compress_ratio)
+    if settings.method == "omnireduce" and settings.block_top < 1:
+        values = settings.block_size
+    elif settings.method == "dgc":
+        _, whole = divide(state.layout, settings.compress_ratio)
+        pairs -= steps * (sum(segment.numel for segment in whole) * size + COUNT_BYTES)
+    elif settings.method not in WITH_POSITIONS:
         return counted["mask"]
-    # A position beside each value; the statistics of each outer iteration have none.
-    statistics = settings.outer_iterations * state.stats.numel() * state.stats.element_size()
-    pair = POSITION_BYTES + state.theta.element_size()
-    return counted["mask"] + (counted["payload"] - statistics) * POSITION_BYTES // pair
+    return counted["mask"] + pairs * POSITION_BYTES // (POSITION_BYTES + values * size)
