@@ -23,7 +23,12 @@ from torch import Tensor, nn
 
 FORMAT = 1
 MODEL, PLAN = "model.safetensors", "plan.json"
-CIFAR_FAMILY = {f"resnet{depth}": depth for depth in (8, 20, 32, 44, 56, 110)}
+# Depth and the channels of the first stage: 16, or W in networks named -wW.
+CIFAR_FAMILY = {
+    f"resnet{depth}" + f"-w{width}" * (width != 16): (depth, width)
+    for depth in (8, 20, 32, 44, 56, 110)
+    for width in (2, 3, 4, 6, 8, 12, 16, 24, 32)
+}
 SMALL_VIT, SMALL_VGG = "vit_tiny", "vgg19_small"
 # Channels of the convolutions of VGG-19; between its stages the resolution is halved.
 VGG19 = ((64, 64), (128, 128), (256,) * 4, (512,) * 4, (512,) * 4)
@@ -77,7 +82,7 @@ def build(description: Mapping[str, Any]) -> nn.Module:
         make = getattr(importlib.import_module(module), factory)
         return make(num_classes=classes, image_size=side)
     if name in CIFAR_FAMILY:
-        return CifarResNet(CIFAR_FAMILY[name], classes)
+        return CifarResNet(*CIFAR_FAMILY[name], classes)
     if name == SMALL_VGG:
         return SmallVgg(VGG19, classes)
     if name == SMALL_VIT:
@@ -136,17 +141,17 @@ class BasicBlock(nn.Module):
 
 
 class CifarResNet(nn.Module):
-    """Stack 6n+2 layers for small images (He et al. 2016, section 4.2)."""
+    """Stack 6n+2 layers for small images (He et al. 2016, section 4.2); `width` is 16 there."""
 
-    def __init__(self, depth: int, num_classes: int) -> None:
+    def __init__(self, depth: int, width: int, num_classes: int) -> None:
         super().__init__()
         blocks = (depth - 2) // 6
-        self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(16)
-        self.layer1 = _stage(16, 16, blocks, stride=1)
-        self.layer2 = _stage(16, 32, blocks, stride=2)
-        self.layer3 = _stage(32, 64, blocks, stride=2)
-        self.fc = nn.Linear(64, num_classes)
+        self.conv1 = nn.Conv2d(3, width, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.layer1 = _stage(width, width, blocks, stride=1)
+        self.layer2 = _stage(width, 2 * width, blocks, stride=2)
+        self.layer3 = _stage(2 * width, 4 * width, blocks, stride=2)
+        self.fc = nn.Linear(4 * width, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight)

@@ -65,7 +65,8 @@ class Settings:
     method: str = _setting(_S, "training system", "prunex", choices=METHODS)
     model: str = _setting(
         _S,
-        "resnet20, resnet18, ..., a torchvision classifier, or package.module:factory",
+        "resnet20 (resnet20-w8: half as wide), resnet18, ..., a torchvision classifier, or "
+        "package.module:factory",
         "resnet20",
     )
     stem: str = _setting(

@@ -29,6 +29,8 @@ def refuse(name: str, *, image_size: int = 32, stem: str = "auto") -> str:
     ("name", "stem", "parameters"),
     [
         ("resnet8", "auto", 75_290),
+        # 288 w^2 + 97 w + 10 with w = 8 in place of 16.
+        ("resnet8-w8", "auto", 19_218),
         ("resnet20", "auto", 269_722),
         ("resnet56", "auto", 853_018),
         ("vit_tiny", "auto", 2_693_578),

@@ -191,6 +191,7 @@ local-steps = 4
 
 [rows.prunex]
 method = "prunex"
+tune-lr = [0.01]
 """
 
 
@@ -204,6 +205,7 @@ def test_a_plan_has_rows_of_one_method_with_settings_of_their_own(tmp_path):
     assert (local.payload, local.outer_iterations, local.local_steps) == ("int4", 32, 4)
     assert (prunex.keep_ratio, prunex.payload, prunex.outer_iterations) == ((0.25,), "fp32", 8)
     assert options.rows[1].folder == "local-sgd-int4-T-=-4"
+    assert [row.grid for row in options.rows] == [(), (), (0.01,)]
 
 
 @pytest.mark.parametrize(
@@ -213,6 +215,9 @@ def test_a_plan_has_rows_of_one_method_with_settings_of_their_own(tmp_path):
         ('method = "dense"', "", ["[rows.dense]", "no method"]),
         ('method = "dense"', 'method = "dens"', ["'dens'", "'dense'"]),
         ("lr = 0.5", "lr = -1", ["lr", "above 0"]),
+        ("lr = 0.5", "lr = 0.5\ntune-lr = [1]", ["tune-lr", "no lr beside it"]),
+        ("lr = 0.5", "tune-lr = 1", ["tune-lr", "a list"]),
+        ("lr = 0.5", "tune-lr = [-1]", ["tune-lr", "above 0"]),
         ("lr = 0.5", "seed = 1", ["seed", "[rows.dense]"]),
         ("lr = 0.5", 'data-dir = "x"', ["data-dir", "[rows.dense]"]),
         ("lr = 0.5", 'payload = "int4"', ["payload", "dense"]),

@@ -168,6 +168,7 @@ def notes_of(bench: Bench) -> list[str]:
     options, notes = bench.options, ["learning rates: as given, else the preset's; not tuned"]
     if options.grid:
         given = [f"{row.name} {row.lr:g}" for row in options.rows if row.lr is not None]
+        given += [f"{row.name} from {row.grid[0]:g} on" for row in options.tuned if row.grid]
         notes = [
             f"learning rates: from {', '.join(f'{lr:g}' for lr in options.grid)} on by factors of "
             "2 until the best lies inside, the one of highest accuracy (then lowest loss) on a "
@@ -269,7 +270,8 @@ def tune(bench: Bench, row: Row, held_out: Dataset) -> Tuning:
     """Train a row with one learning rate after the other. Collective on `world`."""
     options = bench.options
     runs: dict[float, Outcome] = {}
-    while (lr := next_rate({x: run.score for x, run in runs.items()}, options.grid)) is not None:
+    start = row.grid or options.grid
+    while (lr := next_rate({x: run.score for x, run in runs.items()}, start)) is not None:
         length = options.length * options.tune_length
         settings = settings_of(options.common, row, options.tune_seed, lr, length)
         settings = replace(settings, evaluate_every=settings.outer_iterations)

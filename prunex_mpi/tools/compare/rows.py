@@ -8,6 +8,10 @@ A row comes from `--methods`, which names as many rows as methods, or from a pla
     [rows."local-sgd int4"]     # a row: its method, its settings, its learning rate if not tuned
     method = "local-sgd"
     payload = "int4"
+
+    [rows.lion]
+    method = "lion"
+    tune-lr = [0.001]           # where the search of its learning rate begins, if not as others'
 """
 
 import re
@@ -22,6 +26,7 @@ from prunex_mpi.base.errors import UserError, nearest, quote
 from prunex_mpi.settings.fields import ESTIMATED, FIELDS, Settings, concerns, key_of, methods_of
 from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, METHODS
 from prunex_mpi.settings.resolve import build, from_table
+from prunex_mpi.settings.values import convert
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,6 +37,8 @@ else:
 OWN = ("seed", "lr", "eps_abs", "eps_rel", "run_dir", "dry_run", *ESTIMATED)
 ALONE = ("resume", "checkpoint_every", "time_limit", "preempt_signals", "on_divergence")
 COMMON = tuple(name for name in FIELDS if name not in ("method", *OWN, *ALONE))
+# The key of a row that begins the search elsewhere.
+GRID = "tune-lr"
 # What is alike in all rows: the same images on the same ranks.
 SHARED = (
     *(name for name, field in FIELDS.items() if field.metadata["section"] == "data"),
@@ -43,13 +50,15 @@ SHARED = (
 class Row:
     """A method with settings of its own, converted and by field name.
 
-    `lr` is its peak learning rate where that is given.
+    `lr` is its peak learning rate where that is given; `grid` where a search begins, if not where
+    that of the others does.
     """
 
     name: str
     method: str
     own: Mapping[str, Any]
     lr: float | None = None
+    grid: tuple[float, ...] = ()
 
     @property
     def folder(self) -> str:
@@ -93,10 +102,14 @@ def _row(name: str, table: Mapping[str, Any], where: str) -> Row:
     here = f"[rows.{name}] of {where}"
     if "method" not in table:
         raise UserError(f"{here} has no method; give one of {', '.join(METHODS)}")
-    own = from_table(table, here)
+    own = from_table({key: value for key, value in table.items() if key != GRID}, here)
     method, lr = own.pop("method"), own.pop("lr", None)
     _refuse(own, [n for n in COMMON if n not in (*SHARED, "preset")], here)
-    return Row(name, method, own, lr)
+    rates = table.get(GRID, [])
+    if not isinstance(rates, list) or (GRID in table and (lr is not None or not rates)):
+        raise UserError(f"{GRID} of {here}: give a list of learning rates, and no lr beside it")
+    grid = tuple(convert(FIELDS["lr"], rate, f"{GRID} of {here}") for rate in rates)
+    return Row(name, method, own, lr, grid)
 
 
 def _refuse(values: Mapping[str, Any], allowed: Sequence[str], where: str) -> None:
