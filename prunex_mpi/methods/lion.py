@@ -51,7 +51,7 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
 def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     """Set `grad` to the outcome of the vote: -1, 1, or 0 for a tie. Collective on `wire.comm`.
 
-    A worker's weight changes no sign. The weight decay is the optimiser's, outside of the vote.
+    A worker's weight changes no sign. The weight decay is the optimizer's, outside of the vote.
     """
     state, settings, workers = work.state, work.settings, wire.comm.size
     grad, momentum = state.grad, state.memory[MOMENTUM]

@@ -117,7 +117,7 @@ def chosen_by_dgc(waiting, ratio, sample, step):
 
 
 def dgc(contributions, memory, s):
-    """Do what the authors' code does: compressor, memory and optimiser, gradients clipped before.
+    """Do what the authors' code does: compressor, memory and optimizer, gradients clipped before.
 
     Kernels and matrices are compressed after momentum correction; all else is averaged and has
     momentum then. Weight decay has a momentum of its own. Samples begin at another place each step.

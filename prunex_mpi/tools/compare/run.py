@@ -255,6 +255,9 @@ def metadata_bytes(settings: Settings, state: State, counted: dict[str, int], ro
     elif settings.method == "dgc":
         _, whole = divide(state.layout, settings.compress_ratio)
         pairs -= steps * (sum(segment.numel for segment in whole) * size + COUNT_BYTES)
+    elif settings.method == "adacgd":
+        # The first step is dense.
+        pairs -= state.layout.numel * size + (steps - 1) * COUNT_BYTES
     elif settings.method not in WITH_POSITIONS:
         return counted["mask"]
     return counted["mask"] + pairs * POSITION_BYTES // (POSITION_BYTES + values * size)
