@@ -50,10 +50,10 @@ def fill_message_(lane: Wire, node: Wire, lanes: int, state: State, payload: str
         if coded:
             _offer_difference_(lane, state, dual)
         else:
-            pack_(state.z_node, state.plan, state.message, dual)
+            pack_(state.z_node, state.plan, state.message, dual, lane.weight)
             statistics = state.message[state.plan.numel :]
             torch.index_select(state.stats, 0, state.stats_kept, out=statistics)
-            state.message.mul_(lane.weight)
+            statistics.mul_(lane.weight)
     travelling = sum(c.nbytes for c in state.coded) if coded else state.message.nbytes
     lane.count(travelling)
     node.count(travelling)

@@ -136,19 +136,31 @@ def _find_kept(
     return known[key]
 
 
-def pack_(flat: Tensor, plan: Plan, payload: Tensor, other: Tensor | None = None) -> None:
+def pack_(
+    flat: Tensor, plan: Plan, payload: Tensor, other: Tensor | None = None, factor: float = 1.0
+) -> None:
     """Gather the kept elements of `flat` [layout.numel] into `payload` [>= plan.numel].
 
-    With `other`, as long as `flat`, those of flat + other.
+    With `other`, as long as `flat`, those of flat + other; `factor` times what they are.
     """
     flats = (flat,) if other is None else (flat, other)
     for p in plan.pieces:
         target = payload[p.start : p.start + p.kept]
         sources = [f[p.offset : p.offset + p.numel] for f in flats]
         if p.shape is None:
-            _sum(sources, target)
+            _pack_whole_(sources, target, factor)
         else:
-            _pack_piece_(p, [source.view(p.shape) for source in sources], target)
+            _pack_piece_(p, [source.view(p.shape) for source in sources], target, factor)
+
+
+def _pack_whole_(sources: list[Tensor], target: Tensor, factor: float) -> None:
+    # What is scaled is in the cache still. One after the other, for the rounding of float32.
+    step = target.numel() if factor == 1 else tile_length(target.device)
+    for start in range(0, target.numel(), max(1, step)):
+        at = slice(start, start + step)
+        _sum([source[at] for source in sources], target[at])
+        if factor != 1:
+            target[at].mul_(factor)
 
 
 def _sum(sources: list[Tensor], out: Tensor | None = None) -> Tensor:
@@ -158,7 +170,7 @@ def _sum(sources: list[Tensor], out: Tensor | None = None) -> Tensor:
     return sources[0] if out is None else out.copy_(sources[0])
 
 
-def _pack_piece_(p: Piece, sources: list[Tensor], target: Tensor) -> None:
+def _pack_piece_(p: Piece, sources: list[Tensor], target: Tensor, factor: float) -> None:
     for at, kept in _row_tiles(p, target):
         if p.rows is None:
             parts = [source[at] for source in sources]
@@ -168,6 +180,8 @@ def _pack_piece_(p: Piece, sources: list[Tensor], target: Tensor) -> None:
             _sum(parts, kept)
         else:
             torch.index_select(_sum(parts), 1, p.channels.index, out=kept)
+        if factor != 1:
+            kept.mul_(factor)
 
 
 def _row_tiles(p: Piece, payload: Tensor) -> Iterator[tuple[slice, Tensor]]:

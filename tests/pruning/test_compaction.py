@@ -92,6 +92,8 @@ def test_expanding_what_was_compacted_is_multiplying_by_the_mask(
         pack_(total, plan, payload)
         pack_(flat, plan, both, expected)
         assert torch.equal(both[: plan.numel], payload[: plan.numel])
+        pack_(flat, plan, both, expected, 0.3)
+        assert torch.equal(both[: plan.numel], payload[: plan.numel] * 0.3)
 
 
 def kept_values(masked: torch.Tensor, layout: Layout, plan: Plan) -> torch.Tensor:
