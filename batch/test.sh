@@ -54,8 +54,9 @@ show_failed_ranks() {
 # The first failure of a rank ends the job with its message in that rank's log: -x makes pytest exit
 # and mpi4py turns the exit into an abort, where the other ranks would wait in a collective for ever.
 test_in_parallel() {
-    local ranks=$1 cores
+    local ranks=$1 cores again=
     shift
+    if [[ -n ${PRUNEX_AGAIN:-} ]]; then again=" and not any_mpi"; fi
     cores=$(nproc)
     export PRUNEX_TEST_LOGS=$SCRATCH/$ranks
     mkdir "$PRUNEX_TEST_LOGS"
@@ -63,7 +64,7 @@ test_in_parallel() {
     # Threads of all ranks together on no more than the cores there are.
     if ! OMP_NUM_THREADS=$((cores > ranks ? cores / ranks : 1)) \
         run_mpi "$ranks" bash -c "$RANK_SCRIPT" rank "$VENV_PYTHON" -m mpi4py "${PYTEST[@]}" \
-        --with-mpi -m "mpi$NOT_LONG" -x -p no:cacheprovider --color=no "$@"; then
+        --with-mpi -m "mpi$again$NOT_LONG" -x -p no:cacheprovider --color=no "$@"; then
         show_failed_ranks "$ranks"
         echo "error: the tests failed on $ranks ranks under $PRUNEX_MPI" >&2
         exit 1
@@ -115,8 +116,8 @@ fi
 test_serially "$@"
 if [[ $narrowed == no ]] || any_parallel_test "$@"; then
     counts=(1 2 4)
-    # A rank by itself asks nothing of a second MPI.
-    if [[ -n ${PRUNEX_AGAIN:-} ]]; then counts=(2 4); fi
+    # Four ranks are two nodes of two as well as four of one: enough for a second MPI.
+    if [[ -n ${PRUNEX_AGAIN:-} ]]; then counts=(4); fi
     for ranks in "${counts[@]}"; do
         test_in_parallel "$ranks" "$@"
     done

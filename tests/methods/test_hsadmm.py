@@ -123,9 +123,11 @@ CASES = [(name, torch.float64) for name in SCENARIOS]
 # The same code with messages of half the size.
 CASES += [(name, torch.float32) for name in ("recipe", "paper")]
 # What differs from another scenario in little.
-RARELY = ("fp16", "bf16", "int8", "int2", "all-behind", "ramp-behind", "pruned-at-once")
+RARELY = ("fp16", "bf16", "int8", "int2", "all-behind", "ramp-behind", "pruned-at-once", "coupled")
 CASES = [
-    pytest.param(*c, marks=pytest.mark.long) if c[0].endswith(RARELY) or "union" in c[0] else c
+    pytest.param(*c, marks=pytest.mark.long)
+    if c[0].endswith(RARELY) or "union" in c[0] or c == ("recipe", torch.float32)
+    else c
     for c in CASES
 ]
 # In float64, of the weights. In float32 times what it costs the oracle, which the processor says.
@@ -335,8 +337,11 @@ def half_squares(outputs, targets):
 
 
 @pytest.mark.mpi
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("keep", [1.0, 0.5])
-@pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks_per_node", [2, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 4))]
+)
 def test_strongly_convex_optimum(ranks_per_node, keep):
     """The fixed point solves (1/N) sum grad f_ij + lambda z = 0 on the support, for any P_i."""
     world = MPI.COMM_WORLD

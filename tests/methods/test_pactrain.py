@@ -49,7 +49,7 @@ from prunex_mpi.models.layout import build_layout, matrices
 from prunex_mpi.run import summary
 from prunex_mpi.settings.resolve import make, to_toml
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 STEPS = 4
 # Buckets of 1 KiB cut the 801 parameters of the test network into 7 of float64, 4 of float32.

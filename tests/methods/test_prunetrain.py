@@ -24,7 +24,7 @@ from prunex_mpi.models.standalone import SlimAttention
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.settings.resolve import make
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 STEPS = 3
 SIDE = 8

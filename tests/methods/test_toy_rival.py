@@ -42,7 +42,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_method_costs_one_file_and_a_few_lines() -> None:
+def test_a_method_costs_one_file_and_a_few_lines(tree: Path) -> None:
+    assert "sign_scale" in (tree / "prunex_mpi" / "settings" / "fields.py").read_text("utf-8")
     lines = block("diff").splitlines()
     changed = [line for line in lines if re.match(r"[+-](?![+-]{2} )", line)]
     assert "sign" not in METHODS
@@ -53,6 +54,7 @@ def test_a_method_costs_one_file_and_a_few_lines() -> None:
 
 @pytest.mark.jobs
 @pytest.mark.any_mpi
+@pytest.mark.long
 def test_the_methods_readme_adds_a_method_that_trains(tree: Path) -> None:
     flags = ["--method", "sign", "--sign-scale", "0.5", *DATA]
     dry = run_job(1, ["-m", "prunex_mpi.train", "--dry-run", *flags], tree)

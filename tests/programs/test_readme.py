@@ -309,7 +309,14 @@ TRAININGS = {
 
 @pytest.mark.jobs
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("arguments", sorted(TRAININGS), ids=lambda words: " ".join(words[:-1]))
+@pytest.mark.parametrize(
+    "arguments",
+    # That flags are known is seen above for all of them: two are enough here, the rest takes long.
+    [
+        pytest.param(words, marks=[pytest.mark.long] if number > 1 else [], id=" ".join(words[:-1]))
+        for number, words in enumerate(sorted(TRAININGS))
+    ],
+)
 def test_trainings_run_as_shown(arguments: tuple[str, ...], tmp_path: Path) -> None:
     result = train(2, list(arguments), tmp_path)
     assert result.returncode == 0, result.stderr

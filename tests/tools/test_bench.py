@@ -171,6 +171,7 @@ def test_memory_child_runs_the_driver_and_reports_its_peak(alone):
     assert answer["ranks"] == 1
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_collectives_are_timed_alike_on_every_rank(ranks_per_node):
@@ -197,6 +198,7 @@ def test_collectives_are_timed_alike_on_every_rank(ranks_per_node):
         assert sent[1] > sent[0] > sent[2] == 0
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_phase_2_is_timed_with_parameters_to_send_and_without():
     with nodes_of(MPI.COMM_WORLD) as topology:
@@ -209,6 +211,7 @@ def test_phase_2_is_timed_with_parameters_to_send_and_without():
         assert named["times"] == pytest.approx(named["outer ms"] / named["step ms"])
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_dense_and_ddp_take_the_same_steps():
     settings = make(model="resnet8", batch_size=2, device="cpu")
@@ -230,6 +233,7 @@ def test_dense_and_ddp_take_the_same_steps():
     assert named["|difference|"] < 1e-12
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_intervals_are_timed_beside_those_of_torch(ranks_per_node: int):
@@ -261,6 +265,7 @@ def test_gloo_averages_parameters(monkeypatch):
         torch.testing.assert_close(tensor, 3 * start[name])
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_the_cost_model_is_calibrated_and_tried(monkeypatch):
     module = "prunex_mpi.tools.bench.model"
@@ -288,6 +293,7 @@ def test_the_cost_model_is_calibrated_and_tried(monkeypatch):
     assert all(other == titles[0] for other in titles)
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_the_cost_model_needs_several_nodes():
     transport = build_transport(CPU, 32.0, "host")

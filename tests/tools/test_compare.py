@@ -170,6 +170,12 @@ def test_runs_that_tune_are_of_another_seed_and_as_long_unless_told():
     assert (settings.seed, settings.lr, settings.outer_iterations) == (3, 0.4, 16)
     # Shares of a run stay shares.
     assert settings.freeze_iteration == 12
+    options = parse(["--methods", "dgc", "prunetrain", "--evaluate-every", "5"])
+    dgc, prunetrain = (
+        settings_of(options.common, row, 0, length=Fraction(1, 8)) for row in options.rows
+    )
+    assert (dgc.outer_iterations, dgc.dgc_warmup_epochs) == (8, Fraction(1, 2))
+    assert (prunetrain.reconfigure_every, prunetrain.evaluate_every) == (1, 1)
 
 
 PLAN = """
@@ -530,6 +536,7 @@ def compared(flags: list[str], folder) -> tuple[dict[str, Table], str]:
     return {table.title.split()[0]: table for table in tables}, place
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_methods_are_compared_on_the_same_samples(quiet, tmp_path, capsys):
     flags = ["--methods", "dense", "topk", "prunex", *PRUNED_AT_ONCE]
@@ -577,6 +584,7 @@ def test_methods_are_compared_on_the_same_samples(quiet, tmp_path, capsys):
         assert 100 * total["test_accuracy"] == pytest.approx(cells(results, method)["mean %"])
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_a_method_that_diverges_is_a_row_that_says_so(quiet, tmp_path):
     flags = ["--methods", "dense", "local-sgd", "prunex-flat", "--seeds", "0", "1"]
@@ -592,6 +600,7 @@ def test_a_method_that_diverges_is_a_row_that_says_so(quiet, tmp_path):
     assert cells(tables["Learning"], "prunex-flat")["chosen"] is None
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_a_directory_that_is_there_is_refused_before_anything_runs(quiet, tmp_path):
     place = broadcast_text(WORLD, str(tmp_path))
@@ -603,6 +612,7 @@ def test_a_directory_that_is_there_is_refused_before_anything_runs(quiet, tmp_pa
         compare(WORLD, parse([*TINY, *flags]))
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_an_interrupted_comparison_goes_on_and_parts_come_together(quiet, tmp_path, monkeypatch):
     flags = ["--methods", "dense", "local-sgd", "--tune-lr", "0.1", "--seeds", "0", "1"]
@@ -639,6 +649,7 @@ def test_an_interrupted_comparison_goes_on_and_parts_come_together(quiet, tmp_pa
         assert texts[0] == texts[1]
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_a_run_that_was_kept_is_not_taken_for_another(quiet, tmp_path):
     flags = ["--methods", "local-sgd"]
@@ -656,6 +667,7 @@ def test_a_run_that_was_kept_is_not_taken_for_another(quiet, tmp_path):
         compare(WORLD, parse(again))
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize("content", ["", "{}", '{"comparison": {"title": 1}}', None])
 def test_a_file_that_holds_no_comparison_is_refused(tmp_path, content):

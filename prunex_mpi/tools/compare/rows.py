@@ -37,6 +37,8 @@ else:
 OWN = ("seed", "lr", "eps_abs", "eps_rel", "run_dir", "dry_run", *ESTIMATED)
 ALONE = ("resume", "checkpoint_every", "time_limit", "preempt_signals", "on_divergence")
 COMMON = tuple(name for name in FIELDS if name not in ("method", *OWN, *ALONE))
+# What a shorter run has fewer of, or more often.
+COUNTING_ITERATIONS = ("outer_iterations", "evaluate_every", "reconfigure_every")
 # The key of a row that begins the search elsewhere.
 GRID = "tune-lr"
 # What is alike in all rows: the same images on the same ranks.
@@ -127,7 +129,8 @@ def settings_of(
 ) -> Settings:
     """Return the settings of one run of a row; without `lr` the row's counts, else the preset's.
 
-    It has a share `length` of the row's outer iterations; what is a share of these stays one.
+    It has a share `length` of the row's outer iterations, and so has what counts in them or in
+    epochs; what is a share of these stays one.
     """
     values = {name: value for name, value in common.items() if meant_for(name, row, common)}
     values |= {**row.own, "method": row.method, "seed": seed}
@@ -140,8 +143,14 @@ def settings_of(
     settings = build(preset, [values])
     if length == 1:
         return settings
-    outer = max(1, round(settings.outer_iterations * length))
-    return build(preset, [{**values, "outer_iterations": outer}])
+    values |= {
+        name: max(1, round(getattr(settings, name) * length))
+        for name in COUNTING_ITERATIONS
+        if concerns(name, values)
+    }
+    if concerns("dgc_warmup_epochs", values):
+        values["dgc_warmup_epochs"] = settings.dgc_warmup_epochs * length
+    return build(preset, [values])
 
 
 def meant_for(name: str, row: Row, common: Mapping[str, Any]) -> bool:
