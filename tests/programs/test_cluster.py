@@ -113,6 +113,7 @@ def test_the_link_carries_no_more_than_is_enough(
         assert max(ratios) < 1.2
 
 
+@pytest.mark.any_mpi
 def test_a_job_on_hosts_is_stopped_and_goes_on_exactly(
     hosts: Cluster, whole: Path, tmp_path: Path
 ) -> None:
