@@ -1,0 +1,117 @@
+"""Write the tables of READMEs that show what a comparison measured, or check them.
+
+    python tests/harness/readme_tables.py [--check]
+
+What `bench compare --json` wrote is kept in `results/` beside a README. Between
+
+    <!-- results/NAME.json: TABLE --> and <!-- end -->
+
+stands a table of it, and between
+
+    <!-- results/NAME.json: figures --> and <!-- end -->
+
+are sentences whose figures all have to be in one of these tables.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+
+from prunex_mpi.base.units import MIB
+from prunex_mpi.tools.compare.outcomes import Comparison, Outcome, by_row, comparison_from, ended
+from prunex_mpi.tools.compare.tables import ranks_of
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"<!-- (results/\S+\.json): (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
+FIGURE = re.compile(r"\d[\d,]*\.\d+")
+FIGURES = "figures"
+
+
+def main() -> int:
+    """Rewrite the READMEs, or say which are not what the files say."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, fail on differences")
+    check = parser.parse_args().check
+    problems = []
+    for path in sorted((ROOT / "prunex_mpi").rglob("README.md")):
+        old = path.read_text(encoding="utf-8")
+        new, found = renewed(old, path.parent)
+        problems += [f"{path.relative_to(ROOT)}: {text}" for text in found]
+        if new != old and check:
+            problems.append(f"{path.relative_to(ROOT)}: tables differ; run this without --check")
+        elif new != old:
+            path.write_text(new, encoding="utf-8")
+    print("\n".join(problems), end="\n" * bool(problems))
+    return 1 if problems else 0
+
+
+def renewed(text: str, folder: Path) -> tuple[str, list[str]]:
+    """Return a README in `folder` with tables as its results say, and what is wrong beside them."""
+    problems = []
+
+    def replace(match: re.Match[str]) -> str:
+        file, kind, body = match.groups()
+        whole = json.loads((folder / file).read_text(encoding="utf-8"))
+        tables = tables_of(comparison_from(whole["comparison"]))
+        if kind == FIGURES:
+            known = set(FIGURE.findall("".join(tables.values())))
+            wrong = sorted(set(FIGURE.findall(body)) - known)
+            problems.extend(f"{figure} is in no table of {file}" for figure in wrong)
+        elif kind in tables:
+            body = tables[kind]
+        else:
+            problems.append(f"{file} has no table {kind}; there are {', '.join(tables)}")
+        return f"<!-- {file}: {kind} -->\n{body}<!-- end -->"
+
+    return BLOCK.sub(replace, text), problems
+
+
+def tables_of(found: Comparison) -> dict[str, str]:
+    """Return the tables of a comparison as Markdown, by name."""
+    places = ranks_of(found)
+    rows = [
+        (name, str(places.get(name, "-")), *_cells(runs), f"{runs[0].lr:g}")
+        for name, runs in by_row(found.outcomes).items()
+    ]
+    header = ("row", "place", "accuracy %", "sent MiB", "parameters left", "learning rate")
+    tables = {"results": markdown(header, rows)}
+    for what, runs in found.equal.items():
+        full = by_row(found.outcomes)
+        reference = found.reference[what]
+        shown = {reference: full[reference], **by_row(runs)}
+        rows = [(name, *_cells(some)[:2], _cells(full[name])[0]) for name, some in shown.items()]
+        header = ("row", "accuracy %", "sent MiB", "at full length")
+        tables[f"equal-{what}"] = markdown(header, rows)
+    return tables
+
+
+def _cells(runs: Sequence[Outcome]) -> tuple[str, str, str]:
+    """Return accuracy, bytes sent and parameters left of a row, means over the seeds."""
+    done = ended(runs)
+    if not done:
+        return "diverged", "-", "-"
+    accuracies = [100 * m.accuracy for m in done]
+    spread = f" ± {stdev(accuracies):.1f}" if len(done) > 1 else ""
+    return (
+        f"{mean(accuracies):.1f}{spread}",
+        f"{mean(m.sent_bytes for m in done) / MIB:,.1f}",
+        f"{round(mean(m.parameters_left for m in done)):,}",
+    )
+
+
+def markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Return a table as Markdown."""
+
+    def lines() -> Iterator[str]:
+        for cells in (header, ("---",) * len(header), *rows):
+            yield "| " + " | ".join(cells) + " |\n"
+
+    return "".join(lines())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

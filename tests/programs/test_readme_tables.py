@@ -1,0 +1,83 @@
+"""Tables and figures of READMEs are those of the results beside them."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import readme_tables
+
+from prunex_mpi.base.units import MIB
+from prunex_mpi.tools.compare.outcomes import Comparison, Measured, Outcome, to_dict
+
+
+def ran(accuracy: float, mib: int, left: int) -> Measured:
+    """Return what a run measured; what no README shows is 0."""
+    shown = {"accuracy": accuracy, "sent_bytes": mib * MIB, "parameters_left": left, "curve": ()}
+    return Measured(**{field.name: shown.get(field.name, 0) for field in fields(Measured)})
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Return a folder with results of two rows, one of which diverged with one seed."""
+    full = (
+        Outcome("dense", 0, 0.4, ran(0.65, 2048, 1000)),
+        Outcome("dense", 1, 0.4, ran(0.66, 2048, 1001)),
+        Outcome("prunex", 0, 0.2, ran(0.64, 8, 250)),
+        Outcome("prunex", 1, 0.2, None, "diverged"),
+    )
+    found = Comparison(
+        title="title",
+        machine={},
+        rows=("dense", "prunex"),
+        seeds=(0, 1),
+        tunings=(),
+        outcomes=full,
+        equal={"bytes": (Outcome("dense", 0, 0.4, ran(0.5, 8, 1000)),)},
+        reference={"bytes": "prunex"},
+        notes=(),
+    )
+    (tmp_path / "results").mkdir()
+    file = tmp_path / "results" / "a.json"
+    file.write_text(json.dumps({"comparison": to_dict(found)}))
+    return tmp_path
+
+
+def block(kind: str, body: str) -> str:
+    return f"before\n<!-- results/a.json: {kind} -->\n{body}<!-- end -->\nafter\n"
+
+
+def test_the_readmes_show_what_was_measured() -> None:
+    words = [sys.executable, readme_tables.__file__, "--check"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_tables_are_written(results: Path) -> None:
+    text, problems = readme_tables.renewed(block("results", "old\n"), results)
+    assert not problems
+    assert text == block(
+        "results",
+        "| row | place | accuracy % | sent MiB | parameters left | learning rate |\n"
+        "| --- | --- | --- | --- | --- | --- |\n"
+        "| dense | 1 | 65.5 ± 0.7 | 2,048.0 | 1,000 | 0.4 |\n"
+        "| prunex | - | 64.0 | 8.0 | 250 | 0.2 |\n",
+    )
+    assert readme_tables.renewed(text, results) == (text, [])
+    text, problems = readme_tables.renewed(block("equal-bytes", ""), results)
+    assert "| dense | 50.0 | 8.0 | 65.5 ± 0.7 |\n" in text
+    assert "| prunex | 64.0 | 8.0 | 64.0 |\n" in text
+
+
+def test_figures_that_no_table_has_are_found(results: Path) -> None:
+    right = block("figures", "dense reaches 65.5 % with 2,048.0 MiB, in 3 of 4 cases\n")
+    assert readme_tables.renewed(right, results) == (right, [])
+    wrong = block("figures", "dense reaches 65.6 %\n")
+    assert readme_tables.renewed(wrong, results) == (
+        wrong,
+        ["65.6 is in no table of results/a.json"],
+    )
+    _, problems = readme_tables.renewed(block("equal-time", ""), results)
+    assert problems == ["results/a.json has no table equal-time; there are results, equal-bytes"]
