@@ -22,6 +22,7 @@ from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout, Segment, build_layout
 from prunex_mpi.settings.methods import METHODS
 from prunex_mpi.settings.resolve import make
+from prunex_mpi.settings.values import AUTO
 from prunex_mpi.tools.compare import compare as bench_compare
 from prunex_mpi.tools.compare.compare import compare, hold_out
 from prunex_mpi.tools.compare.figure import curves_of, draw, refuse_impossible, seconds_of
@@ -131,8 +132,9 @@ def cells(table: Table, method: str) -> dict:
         ("--methods dense --seed 3", ["--seed", "--seeds"]),
         ("--methods dense --resume", ["--resume", "--dir"]),
         (
-            "--methods prunex --warmup-iterations 9 --tune-lr 0.1 --tune-length 1/16",
-            ["--tune-length 1/16", "warmup-iterations"],
+            "--methods prunex --warmup-iterations 40 --keep-ramp-iterations 0 --tune-lr 0.1 "
+            "--tune-length 1/64",
+            ["--tune-length 1/64", "freeze-iteration"],
         ),
     ],
 )
@@ -176,6 +178,28 @@ def test_runs_that_tune_are_of_another_seed_and_as_long_unless_told():
     )
     assert (dgc.outer_iterations, dgc.dgc_warmup_epochs) == (8, Fraction(1, 2))
     assert (prunetrain.reconfigure_every, prunetrain.evaluate_every) == (1, 1)
+
+
+def test_stages_given_as_counts_are_as_large_a_part_of_a_shorter_run():
+    flags = "--methods prunex one-shot --warmup-iterations 9 --keep-ramp-iterations 23"
+    flags += " --freeze-iteration 32 --prune-iteration 64"
+    prunex, one_shot = (
+        settings_of(options.common, row, 0, length=Fraction(1, 4))
+        for options in [parse(flags.split())]
+        for row in options.rows
+    )
+    stages = (prunex.warmup_iterations, prunex.keep_ramp_iterations, prunex.freeze_iteration)
+    assert (prunex.outer_iterations, stages) == (16, (2, 6, 8))
+    assert one_shot.prune_iteration == one_shot.outer_iterations == 16
+
+
+def test_a_shorter_run_still_has_exchanges_behind_its_steps():
+    options = parse("--methods local-sgd dense --preset thin --evaluate-every 8".split())
+    local, dense = (
+        settings_of(options.common, row, 0, length=Fraction(1, 16)) for row in options.rows
+    )
+    assert (local.evaluate_every, local.overlap_steps) == (2, AUTO)
+    assert dense.evaluate_every == 1
 
 
 PLAN = """
@@ -226,6 +250,7 @@ def test_a_plan_has_rows_of_one_method_with_settings_of_their_own(tmp_path):
         ("lr = 0.5", "tune-lr = [-1]", ["tune-lr", "above 0"]),
         ("lr = 0.5", "seed = 1", ["seed", "[rows.dense]"]),
         ("lr = 0.5", 'data-dir = "x"', ["data-dir", "[rows.dense]"]),
+        ("lr = 0.5", "piece-kib = 8", ["piece-kib", "[rows.dense]"]),
         ("lr = 0.5", 'payload = "int4"', ["payload", "dense"]),
         ("lr = 0.5", "lrr = 0.5", ["'lrr'", "'lr'"]),
         ('model = "resnet8"', "lr = 1", ["lr", "[settings]"]),
@@ -243,9 +268,17 @@ def test_a_bad_plan_is_refused(tmp_path, old, new, culprits):
     assert all(culprit in str(caught.value) for culprit in culprits), str(caught.value)
 
 
-def test_a_plan_without_rows_is_refused(tmp_path):
-    (tmp_path / "plan.toml").write_text("[settings]\nbatch-size = 4\n", encoding="utf-8")
-    with pytest.raises(UserError, match="no rows"):
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[settings]\nbatch-size = 4\n", "no rows"),
+        ("rows = 3\n", "are tables"),
+        ("[rows]\ndense = 3\n", "are tables"),
+    ],
+)
+def test_a_plan_without_rows_is_refused(tmp_path, text, why):
+    (tmp_path / "plan.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=why):
         read_plan(str(tmp_path / "plan.toml"))
 
 

@@ -23,7 +23,6 @@ from prunex_mpi.tools.compare.rows import (
 )
 
 MAX_SEED = 2**31 - 1
-WHOLE = Fraction(1)
 # Flags of the search for learning rates, which mean nothing without a grid.
 OF_TUNING = ("tune_length", "tune_seed")
 

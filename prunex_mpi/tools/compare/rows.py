@@ -24,7 +24,7 @@ from typing import Any
 
 from prunex_mpi.base.errors import UserError, nearest, quote
 from prunex_mpi.settings.fields import ESTIMATED, FIELDS, Settings, concerns, key_of, methods_of
-from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, METHODS
+from prunex_mpi.settings.methods import AVERAGING, CONSENSUS, EVERY_RANK_ALONE, METHODS
 from prunex_mpi.settings.resolve import build, from_table
 from prunex_mpi.settings.values import convert
 
@@ -39,12 +39,15 @@ ALONE = ("resume", "checkpoint_every", "time_limit", "preempt_signals", "on_dive
 COMMON = tuple(name for name in FIELDS if name not in ("method", *OWN, *ALONE))
 # What a shorter run has fewer of, or more often.
 COUNTING_ITERATIONS = ("outer_iterations", "evaluate_every", "reconfigure_every")
+# Stages of a run, each a count or a share of its outer iterations.
+STAGES = tuple(name for name, field in FIELDS.items() if field.metadata.get("share"))
 # The key of a row that begins the search elsewhere.
 GRID = "tune-lr"
-# What is alike in all rows: the same images on the same ranks.
+# What is alike in all rows: the same images on the same ranks, and one transport.
 SHARED = (
     *(name for name, field in FIELDS.items() if field.metadata["section"] == "data"),
-    *("device", "mpi_buffers", "ranks_per_node", "leaders_per_node", "timeout", "progress"),
+    *("device", "bucket_mib", "piece_kib", "mpi_buffers", "ranks_per_node", "leaders_per_node"),
+    *("timeout", "progress"),
 )
 
 
@@ -85,14 +88,15 @@ def read_plan(path: str) -> tuple[dict[str, Any], tuple[Row, ...]]:
     for key in table:
         if key not in ("settings", "rows"):
             raise UserError(f"{where}: unknown {quote(key)}; there are [settings] and [rows.NAME]")
-    tables = [table.get("settings", {}), table.get("rows", {})]
-    if not all(isinstance(part, dict) for part in (*tables, *tables[1].values())):
+    given, named = table.get("settings", {}), table.get("rows", {})
+    parts = (given, named, *(named.values() if isinstance(named, dict) else ()))
+    if not all(isinstance(part, dict) for part in parts):
         raise UserError(f"{where}: settings and rows.NAME are tables; write [rows.NAME]")
-    if not tables[1]:
+    if not named:
         raise UserError(f"{where} has no rows; write [rows.NAME]")
-    common = from_table(tables[0], f"[settings] of {where}")
+    common = from_table(given, f"[settings] of {where}")
     _refuse(common, COMMON, f"[settings] of {where}")
-    rows = tuple(_row(name, values, where) for name, values in tables[1].items())
+    rows = tuple(_row(name, values, where) for name, values in named.items())
     folders = [row.folder for row in rows]
     for row in rows:
         if folders.count(row.folder) > 1:
@@ -148,6 +152,13 @@ def settings_of(
         for name in COUNTING_ITERATIONS
         if concerns(name, values)
     }
+    if settings.method in AVERAGING and settings.overlap_steps:
+        # An evaluation in every outer iteration would wait for every exchange.
+        values["evaluate_every"] = max(2, values["evaluate_every"])
+    shorter, outer = values["outer_iterations"], settings.outer_iterations
+    counts = {name: values[name] for name in STAGES if values.get(name, 0) >= 1}
+    # Shares are rounded so that one stage does not run into the next.
+    values |= {n: Fraction(c) / outer if c < outer else shorter for n, c in counts.items()}
     if concerns("dgc_warmup_epochs", values):
         values["dgc_warmup_epochs"] = settings.dgc_warmup_epochs * length
     return build(preset, [values])
