@@ -13,6 +13,7 @@ from test_bench import assert_sane, column, run
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.base.logs import Progress
 from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import nodes_of
@@ -194,7 +195,7 @@ def test_stages_given_as_counts_are_as_large_a_part_of_a_shorter_run():
 
 
 def test_a_shorter_run_still_has_exchanges_behind_its_steps():
-    options = parse("--methods local-sgd dense --preset thin --evaluate-every 8".split())
+    options = parse(["--methods", "local-sgd", "dense", "--preset=thin", "--evaluate-every=8"])
     local, dense = (
         settings_of(options.common, row, 0, length=Fraction(1, 16)) for row in options.rows
     )
@@ -652,9 +653,12 @@ def test_an_interrupted_comparison_goes_on_and_parts_come_together(quiet, tmp_pa
     flags += ["--outer-iterations=4", "--local-steps=2", "--evaluate-every=2"]
     equal = "--equal-bytes=local-sgd"
     whole, _ = compared([*flags, equal], tmp_path / "whole")
-    for more in (["--part=1/2"], ["--part=2/2", "--resume"]):
+    for more, known in ((["--part=1/2"], False), (["--part=2/2", "--resume"], True)):
         # What spends as much as another part's row can't be known there.
-        compared([*flags, *more], tmp_path / "parts")
+        tables, _ = compared([*flags, equal, *more], tmp_path / "parts")
+        assert ("With" in tables) == known
+        notes = tables["Comparison:"].notes
+        assert known != any(note.startswith("local-sgd is of another part") for note in notes)
     trained: list[str] = []
     real = bench_compare.run_one
 
@@ -698,6 +702,44 @@ def test_a_run_that_was_kept_is_not_taken_for_another(quiet, tmp_path):
     WORLD.Barrier()
     with pytest.raises(UserError, match="can't be read"):
         compare(WORLD, parse(again))
+    # Nor is a run of somebody's removed that has the name of one, as what an interrupted one left.
+    if WORLD.rank == 0:
+        (tmp_path / "runs" / "outcomes" / "local-sgd-0.json").unlink()
+    WORLD.Barrier()
+    with pytest.raises(UserError, match="does not know"):
+        compare(WORLD, parse(again))
+    if WORLD.rank == 0:
+        (tmp_path / "runs" / "local-sgd-0" / "summary.json").unlink()
+    WORLD.Barrier()
+    assert compare(WORLD, parse(again)) == 0
+    assert (Path(place) / "runs" / "local-sgd-0" / "summary.json").exists()
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_an_outcome_that_can_not_be_kept_ends_every_rank_alike(quiet, tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("prunex_mpi.tools.compare.store.write_json_durably", full)
+    with pytest.raises(UserError, match="local-sgd-0 can't be written: No space left"):
+        compared(["--methods", "local-sgd"], tmp_path)
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_progress_is_out_of_all_outer_iterations(quiet, tmp_path, monkeypatch):
+    totals: list[int] = []
+
+    def noted(total: int, *rest: object) -> Progress:
+        totals.append(total)
+        return Progress(total, *rest)
+
+    monkeypatch.setattr("prunex_mpi.tools.compare.run.Progress", noted)
+    compared(["--methods", "qsr", "--outer-iterations=8"], tmp_path)
+    with open(f"{broadcast_text(WORLD, str(tmp_path))}/runs/qsr-0/summary.json") as file:
+        assert totals == [json.load(file)["iterations"]]
+    assert totals[0] > 2
 
 
 @pytest.mark.any_mpi
@@ -710,3 +752,18 @@ def test_a_file_that_holds_no_comparison_is_refused(tmp_path, content):
     WORLD.Barrier()
     with pytest.raises(UserError, match="--from"):
         compare(WORLD, parse([f"--from={place}/tables.json"]))
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("file", ["json", "text", "figure"])
+def test_what_can_not_be_written_is_refused_before_anything_runs(tmp_path, file):
+    place = broadcast_text(WORLD, str(tmp_path))
+    if WORLD.rank == 0:
+        whole = {"comparison": to_dict(comparison(outcomes("dense")))}
+        (tmp_path / "tables.json").write_text(json.dumps(whole), encoding="utf-8")
+    WORLD.Barrier()
+    nowhere = f"--{file}={place}/nowhere/x.svg"
+    for flags in (["--methods=dense"], [f"--from={place}/tables.json"]):
+        with pytest.raises(UserError, match=f"--{file} .*No such file"):
+            compare(WORLD, parse([*flags, nowhere]))

@@ -29,7 +29,7 @@ from prunex_mpi.run.program import watched
 from prunex_mpi.run.start import find_transport, heed_findings, refuse_lone_singleton, take_places
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.compare import store
-from prunex_mpi.tools.compare.figure import draw, refuse_impossible
+from prunex_mpi.tools.compare.figure import draw
 from prunex_mpi.tools.compare.options import Options
 from prunex_mpi.tools.compare.outcomes import (
     Comparison,
@@ -76,7 +76,7 @@ def compare(world: MPI.Comm, options: Options) -> int:
 
 def show_again(options: Options) -> None:
     """Show what a file holds; raise UserError."""
-    refuse_impossible(options.figure)
+    store.prepare(options)
     times = {name: read("times", path) for name, path in options.times.items()}
     show(options, read("from", options.source), times)
 
@@ -140,11 +140,14 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
             for row in rows:
                 outcomes.append(run_row(bench, row, seed, rates, dataset))
                 require_same_work(outcomes)
+        here = {row.name for row in rows}
+        references = {"bytes": options.equal_bytes, "time": options.equal_time}
         equal = {
             what: run_equal(bench, rows, what, reference, rates, outcomes)
-            for what, reference in (("bytes", options.equal_bytes), ("time", options.equal_time))
-            if reference
+            for what, reference in references.items()
+            if reference in here
         }
+        elsewhere = [name for name in references.values() if name and name not in here]
         title = (
             f"Comparison: {first.model}, {first.dataset}, {dataset.train_total:,} training and "
             f"{dataset.test_total:,} test images, {world.size} ranks on {topology.num_nodes} "
@@ -158,13 +161,16 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
             tunings=tuple(tunings),
             outcomes=tuple(outcomes),
             equal=equal,
-            reference={"bytes": options.equal_bytes, "time": options.equal_time},
-            notes=tuple(notes_of(bench)),
+            reference=references,
+            notes=tuple(notes_of(bench, elsewhere)),
         )
 
 
-def notes_of(bench: Bench) -> list[str]:
-    """Return what tables say of learning rates and of the part that was done."""
+def notes_of(bench: Bench, elsewhere: Sequence[str]) -> list[str]:
+    """Return what tables say of learning rates and of the part that was done.
+
+    `elsewhere` are rows of other parts that this one was to be compared with.
+    """
     options, notes = bench.options, ["learning rates: as given, else the preset's; not tuned"]
     if options.grid:
         given = [f"{row.name} {row.lr:g}" for row in options.rows if row.lr is not None]
@@ -178,6 +184,7 @@ def notes_of(bench: Bench) -> list[str]:
         ]
     if options.length != 1:
         notes.append(f"{options.length} of each row's outer iterations")
+    notes += [f"{row} is of another part: the job without --part looks at it" for row in elsewhere]
     if bench.topology.num_nodes == 1:
         notes.append("one node: nothing leaves the machine; see --ranks-per-node")
     return notes

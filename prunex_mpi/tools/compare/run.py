@@ -82,7 +82,6 @@ def run_one(
             return Outcome(row, settings.seed, settings.lr, None, str(error))
         heartbeat.enter("finish")
         total_s = time.perf_counter() - started
-        together(world, partial(finish, files, settings, mine, state, problem, records, total_s))
         forward_s, dense_forward_s = forward_seconds(mine, settings, dataset, state, problem)
         sums = summary.add_up(records)
         seconds, counted = sums["seconds"], sums["bytes"]
@@ -117,6 +116,8 @@ def run_one(
             operations=operations(settings),
             curve=curve_of(records),
         )
+        # Last of all: a run that has a summary is not begun anew.
+        together(world, partial(finish, files, settings, mine, state, problem, records, total_s))
     log.info("%s: accuracy %.2f %%", name, 100 * found.accuracy)
     return Outcome(row, settings.seed, settings.lr, found)
 
@@ -128,7 +129,7 @@ def train(topology: Topology, files: RunDirectory | None, work: Work) -> list[di
     """
     settings = work.settings
     with (
-        closing(Progress(rounds_left(work), settings.progress, topology.world.rank)) as bar,
+        closing(Progress(rounds_left(work, most=0), settings.progress, topology.world.rank)) as bar,
         exchanging_behind(topology, goes_behind_steps(settings), work.transport) as behind,
     ):
         work = replace(work, behind=behind)

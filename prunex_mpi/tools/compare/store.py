@@ -10,7 +10,12 @@ from typing import Any
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
-from prunex_mpi.base.files import prepare_file, write_json_durably
+from prunex_mpi.base.files import (
+    SUMMARY,
+    prepare_file,
+    telling_disk_errors,
+    write_json_durably,
+)
 from prunex_mpi.comm.agreement import broadcast_text, together
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import first_difference, from_table, to_toml
@@ -45,6 +50,7 @@ def prepare(options: Options) -> None:
     prepare_file("json", options.json_file)
     prepare_file("text", options.text_file)
     refuse_impossible(options.figure)
+    prepare_file("figure", options.figure)
     if not options.folder:
         return
     folder = Path(options.folder)
@@ -84,8 +90,13 @@ def kept(
         return outcome_from(json.loads(text))
     together(world, lambda: _forget(Path(folder) / name) if world.rank == 0 else None)
     outcome = run()
-    if world.rank == 0:
-        write_json_durably(file, {"config": to_toml(settings, {}), "outcome": to_dict(outcome)})
+    whole = {"config": to_toml(settings, {}), "outcome": to_dict(outcome)}
+
+    def write() -> None:
+        if world.rank == 0:
+            telling_disk_errors(f"the outcome of {name}", lambda: write_json_durably(file, whole))
+
+    together(world, write)
     return outcome
 
 
@@ -108,6 +119,11 @@ def _read(file: Path, settings: Settings) -> Outcome | None:
 
 
 def _forget(run: Path) -> None:
-    """Remove what an interrupted run has left: it begins anew."""
+    """Remove what an interrupted run has left: it begins anew; raise UserError for another."""
+    if (run / SUMMARY).exists():
+        raise UserError(
+            f"{quote(str(run), 250)} holds a run that this comparison does not know; move it, or "
+            "choose another --dir"
+        )
     if (run / "config.toml").exists():
         shutil.rmtree(run)
