@@ -485,7 +485,7 @@ def test_a_course_is_the_mean_over_seeds_on_bytes_and_on_the_seconds_of_others()
     other = replace(RAN, curve=(first, replace(second, accuracy=0.7)))
     runs = [Outcome("dense", 0, 0.1, RAN), Outcome("dense", 1, 0.1, other)]
     (curve,) = curves_of([*runs, Outcome("topk", 0, 0.1, None, "why")])
-    assert (curve.row, curve.sent_mib, curve.share) == ("dense", (0.5, 1), (0.5, 1))
+    assert (curve.row, curve.sent_mib, curve.share) == ("dense", (0.5, 1), (3 / 7, 1))
     assert curve.accuracy == pytest.approx((25, 60))
     assert curve.spread == pytest.approx(200**0.5)
     # Half as long, in half the steps, at a fifth of the pace.
@@ -616,6 +616,19 @@ def test_methods_are_compared_on_the_same_samples(quiet, tmp_path, capsys):
             total = json.load(file)
         assert total["status"] == "completed"
         assert 100 * total["test_accuracy"] == pytest.approx(cells(results, method)["mean %"])
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi(min_size=2)
+def test_what_says_where_values_belong_is_told_from_the_values(quiet, tmp_path):
+    tables, _ = compared(["--methods", "dgc", "omnireduce", "--compress-ratio=1"], tmp_path)
+    # All that dgc sends travels whole.
+    assert cells(tables["The"], "dgc")["metadata %"] == 0
+    # Statistics, and in a step three blocks of 256 elements, each with its number.
+    model = build_model("resnet8", num_classes=10, image_size=8)
+    statistics = sum(2 * m.num_features for m in model.modules() if hasattr(m, "running_var"))
+    share = 3 / (3 * 257 + statistics)
+    assert cells(tables["The"], "omnireduce")["metadata %"] == pytest.approx(100 * share)
 
 
 @pytest.mark.any_mpi

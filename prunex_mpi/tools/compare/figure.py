@@ -24,7 +24,10 @@ TIMES = "this machine"
 
 @dataclass(frozen=True)
 class Curve:
-    """A row's course, means over its seeds; accuracies in percent, `spread` that of the end."""
+    """A row's course, means over its seeds; accuracies in percent, `spread` that of the end.
+
+    `share` is that of the seconds of training, in which outer iterations differ.
+    """
 
     row: str
     sent_mib: tuple[float, ...]
@@ -52,15 +55,15 @@ def curves_of(outcomes: Sequence[Outcome]) -> list[Curve]:
         if not done:
             continue
         points = list(zip(*(m.curve for m in done), strict=True))
-        last = done[0].curve[-1].iteration
+        train_s = mean(m.train_s for m in done)
         ends = [100 * m.curve[-1].accuracy for m in done]
         found.append(
             Curve(
                 row,
                 tuple(mean(p.sent_bytes for p in at) / MIB for at in points),
-                tuple(at[0].iteration / last for at in points),
+                tuple(mean(p.train_s for p in at) / train_s for at in points),
                 tuple(mean(100 * p.accuracy for p in at) for at in points),
-                mean(m.train_s for m in done),
+                train_s,
                 stdev(ends) if len(ends) > 1 else 0.0,
             )
         )

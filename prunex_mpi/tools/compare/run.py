@@ -254,8 +254,9 @@ def metadata_bytes(settings: Settings, state: State, counted: dict[str, int], ro
     if settings.method == "omnireduce" and settings.block_top < 1:
         values = settings.block_size
     elif settings.method == "dgc":
-        _, whole = divide(state.layout, settings.compress_ratio)
-        pairs -= steps * (sum(segment.numel for segment in whole) * size + COUNT_BYTES)
+        parts, whole = divide(state.layout, settings.compress_ratio)
+        counts = COUNT_BYTES if parts else 0
+        pairs -= steps * (sum(segment.numel for segment in whole) * size + counts)
     elif settings.method == "adacgd":
         # The first step is dense.
         pairs -= state.layout.numel * size + (steps - 1) * COUNT_BYTES
