@@ -1,7 +1,7 @@
 """Calibrate the cost model of `train --dry-run` on the machines at hand, and try it.
 
-Link and kernels are measured apart: on vectors of a few sizes, and packing on one model. What they
-predict of the whole exchange of phase 4 is then compared with that exchange, on other models.
+Link and kernels are measured apart: on vectors of a few sizes, and packing on three models. What
+they predict of the whole exchange of phase 4 is then compared with that exchange.
 """
 
 import math
@@ -67,7 +67,8 @@ def model(
 ) -> list[Table]:
     """Return the tables of constants and of predictions, the same on every rank.
 
-    Packing is measured on the model of `settings`; predicted is the exchange of `models`.
+    Packing is measured on the model of `settings` and two small ones; predicted is the exchange of
+    `models`.
     Collective on `world`, `node` and `leader`. Raises UserError where there is one node.
     """
     if topology.num_nodes == 1:
