@@ -381,11 +381,13 @@ def upgraded(numbers: Any) -> Any:
     if not isinstance(position, dict):
         return numbers
     new = asdict(Position(steps_done=UNKNOWN))
-    if isinstance(position.get("clock"), dict):
-        clock = {"behind": 0.0, "setup": 0.0, **position["clock"]}
+    clock, traffic = position.get("clock"), position.get("traffic")
+    if isinstance(clock, dict) and isinstance(traffic, dict):
         unknown = {"under_way": "", "steps_done": UNKNOWN}
-        traffic = {"setup": 0, **position.get("traffic", {})}
-        parts = {"clock": clock, "traffic": traffic}
+        parts = {
+            "clock": {"behind": 0.0, "setup": 0.0, **clock},
+            "traffic": {"setup": 0, **traffic},
+        }
         return {**numbers, "position": {**unknown, **position, **parts}}
     if "local_seconds" not in position:
         return numbers

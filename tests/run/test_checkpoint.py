@@ -394,7 +394,8 @@ def test_positions_of_the_older_form_are_brought_up_to_date() -> None:
     del former["under_way"]
     assert upgraded({"position": former, "data": [1]}) == {"position": position, "data": [1]}
     position["under_way"], position["clock"]["behind"] = CODED, 0.0625
-    for numbers in ({"position": position}, {"position": 3}, {}, [1], None):
+    damaged = {**position, "traffic": 3}
+    for numbers in ({"position": position}, {"position": damaged}, {"position": 3}, {}, [1], None):
         assert upgraded(numbers) == numbers
 
 
