@@ -12,14 +12,7 @@ from typing import Any, get_args
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.settings.fields import FIELDS, Settings, key_of
 from prunex_mpi.settings.parser import Parser, program_parser
-from prunex_mpi.settings.resolve import (
-    build,
-    check_saved,
-    for_method,
-    from_table,
-    preset_values,
-    resumed,
-)
+from prunex_mpi.settings.resolve import build, check_saved, from_table, preset_values, resumed
 from prunex_mpi.settings.values import AUTO, convert
 
 if sys.version_info >= (3, 11):
@@ -51,8 +44,6 @@ def parse(argv: Sequence[str]) -> Settings:
         # os.path says no where Path.exists raises; the run directory then says what is wrong.
         if os.path.exists(Path(given["run_dir"]) / "config.toml"):
             return resumed(read_saved(given["run_dir"]), given)
-    if flag_values.get("method", file_values.get("method")) != file_values.get("method"):
-        file_values = for_method(file_values, flag_values["method"])
     default = FIELDS["preset"].default
     preset = flag_values.get("preset", file_values.get("preset", default))
     return build(preset, [file_values, flag_values])

@@ -67,19 +67,6 @@ def _joined(saved: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def for_method(saved: Mapping[str, Any], method: str) -> dict[str, Any]:
-    """Return a file's values for a run by another method than the file's.
-
-    Without those that only stand for what the file's run did before there was such a setting.
-    """
-    before = _before()
-    return {
-        name: value
-        for name, value in saved.items()
-        if method in methods_of(name) or name not in before or value != before[name]
-    }
-
-
 def build(preset: str, layers: Sequence[Mapping[str, Any]]) -> Settings:
     """Lay converted values over a preset, the later the stronger; resolve and check the result."""
     method = next((x["method"] for x in reversed(layers) if "method" in x), "prunex")
@@ -90,16 +77,22 @@ def build(preset: str, layers: Sequence[Mapping[str, Any]]) -> Settings:
 
 
 def _given_to(method: str, preset: str, layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a layer that another method's file is without defaults that one of them ignores."""
+    """Return a layer that another method's file is without what nobody has given there.
+
+    That is defaults which one of them ignores, and of settings that mean nothing to `method` what
+    stands for a run from before there were such.
+    """
     written_by = layer.get("method", method)
     if written_by == method:
         return dict(layer)
-    theirs = _defaults(preset, written_by)
-    return {
-        name: value
-        for name, value in layer.items()
-        if {written_by, method} <= {*methods_of(name)} or value != theirs[name]
-    }
+    theirs, before = _defaults(preset, written_by), _before()
+    kept = {}
+    for name, value in layer.items():
+        both = {written_by, method} <= {*methods_of(name)}
+        former = method not in methods_of(name) and name in before and value == before[name]
+        if both or (value != theirs[name] and not former):
+            kept[name] = value
+    return kept
 
 
 def _defaults(preset: str, method: str) -> dict[str, Any]:
@@ -130,14 +123,14 @@ def with_overrides(settings: Settings, **changes: object) -> Settings:
     return _resolve(values)
 
 
-def check_saved(saved: Mapping[str, Any], where: str) -> None:
-    """Raise UserError unless `saved` holds every setting and they fit together."""
+def check_saved(saved: Mapping[str, Any], where: str) -> Settings:
+    """Return the settings of a run; raise UserError unless `saved` holds all and they fit."""
     whole = _whole(saved)
     missing = [key_of(name) for name in FIELDS if name not in whole]
     if missing:
         raise UserError(f"{where} has no {missing[0]}; put back the file that the run wrote")
     try:
-        _resolve(_of_its_method(whole))
+        return _resolve(_of_its_method(whole))
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -168,8 +161,7 @@ def first_difference(saved: Mapping[str, Any], settings: Settings) -> str | None
 
     What describes the job does not count. Raises UserError where `saved` is no whole run.
     """
-    check_saved(saved, "it")
-    before = _resolve(_of_its_method(_whole(saved)))
+    before = check_saved(saved, "it")
     for name in FIELDS:
         if name not in OF_THE_JOB and getattr(before, name) != getattr(settings, name):
             return key_of(name)
