@@ -129,6 +129,7 @@ def cells(table: Table, method: str) -> dict:
         ("--from x.json --figure x.svg --times a", ["--times", "'a'"]),
         ("--methods dense --seeds 3 --tune-lr 0.2 --tune-seed 3", ["--tune-seed", "3"]),
         ("--methods dense topk --keep-ratio 0.5", ["--keep-ratio", "dense, topk"]),
+        ("--methods prunex-flat --mask-agreement or", ["--mask-agreement", "(it is for prunex)"]),
         ("--methods dense --compress-ratio 2", ["--compress-ratio", "2"]),
         ("--methods dense --seed 3", ["--seed", "--seeds"]),
         ("--methods dense --resume", ["--resume", "--dir"]),

@@ -178,9 +178,10 @@ def refuse_unused(common: Mapping[str, Any], rows: Sequence[Row]) -> None:
     methods = list(dict.fromkeys(row.method for row in rows))
     for name in common:
         if not any(meant_for(name, row, common) for row in rows):
+            others = [method for method in methods_of(name) if method not in methods]
             raise UserError(
                 f"--{key_of(name)} means nothing to {', '.join(methods)}; leave it away "
-                f"(it is for {', '.join(methods_of(name))})"
+                f"(it is for {', '.join(others)})"
             )
 
 
