@@ -11,6 +11,7 @@
 #
 # The first MPI chosen gets .venv, any other one later gets .venv-NAME beside it, since two MPIs in
 # one environment would share libmpi.so. The file prunex-mpi inside says which one it was made for.
+# All that does not depend on the MPI the later one borrows from .venv, where that is up to date.
 
 set -euo pipefail
 
@@ -113,20 +114,52 @@ check_mpi() {
     fi
 }
 
+# Print the extras with that of an MPI from the package index.
+with_mpi() {
+    local mpi=$1 extras
+    shift
+    extras=$(IFS=,; echo "$*")
+    if [[ $mpi != system ]]; then extras=$mpi,$extras; fi
+    echo "$extras"
+}
+
+# Borrow what .venv has, but for the MPI and what is bound to it; fail where that is not the same.
+borrow() {
+    local sum=$1 lender=$ROOT/.venv extras mpi=()
+    shift
+    if [[ $VENV == "$lender" || ! -f $lender/prunex-mpi ]]; then return 1; fi
+    extras=$(with_mpi "$(<"$lender/prunex-mpi")" "$@")
+    if [[ ! -f $lender/prunex-stamp-${extras//,/-} \
+        || $(<"$lender/prunex-stamp-${extras//,/-}") != "$sum" ]]; then return 1; fi
+    local version='import sys; print(sys.version)'
+    local site='import sysconfig; print(sysconfig.get_path("purelib"))'
+    if [[ $("$lender/bin/python" -c "$version") != "$("$VENV_PYTHON" -c "$version")" ]]; then
+        return 1
+    fi
+    if [[ $PRUNEX_MPI != system ]]; then mpi=("$PRUNEX_MPI"); fi
+    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps mpi4py "${mpi[@]}"
+    # What the environment was made with is older than what torch wants.
+    "$VENV_PYTHON" -m pip uninstall --quiet --yes setuptools
+    # Behind its own packages; the editable one is found by a file that only addsitedir reads.
+    printf 'import site; site.addsitedir("%s")\n' "$("$lender/bin/python" -c "$site")" \
+        >"$("$VENV_PYTHON" -c "$site")/prunex-borrowed.pth"
+}
+
 prunex_install() {
     local extras stamp sum
     choose_mpi
     choose_venv
     make_venv
-    extras=$(IFS=,; echo "$*")
-    if [[ $PRUNEX_MPI != system ]]; then extras=$PRUNEX_MPI,$extras; fi
+    extras=$(with_mpi "$PRUNEX_MPI" "$@")
     stamp=$VENV/prunex-stamp-${extras//,/-}
     sum=$(cd "$ROOT" && cat setup.cfg pyproject.toml | cksum)
     if [[ ! -f $stamp || $(<"$stamp") != "$sum" ]]; then
-        echo "installing prunex_mpi[$extras] into $VENV (the first time: some minutes, 6 GB)"
-        # torch and torchvision have to come from one resolution, or they may not fit together.
-        (cd "$ROOT" && "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check \
-            --editable ".[$extras]")
+        if ! borrow "$sum" "$@"; then
+            echo "installing prunex_mpi[$extras] into $VENV (the first time: some minutes, 6 GB)"
+            # torch and torchvision have to come from one resolution, or they may not fit together.
+            (cd "$ROOT" && "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check \
+                --editable ".[$extras]")
+        fi
         echo "$sum" >"$stamp"
     fi
     export VIRTUAL_ENV=$VENV PATH=$VENV/bin:$PATH
