@@ -29,8 +29,8 @@ def sum_shares_(comm: MPI.Comm, rows: Tensor, transport: Transport) -> None:
     """Sum float16 or bfloat16 `rows` [comm.size, n] over `comm` in place, alike on all ranks.
 
     For types that MPI doesn't add up: rank r adds up everyone's row r, in float32 and in the order
-    of the ranks, rounds the sum once, and hands it to all (Alltoall, Allgather). This sends what an
-    Allreduce does. Collective on `comm`.
+    of the ranks, rounds the sum once, and hands it to all (Alltoall, Allgather). A rank sends what
+    it does in an Allreduce. Collective on `comm`.
     """
     if comm.size == 1:
         return

@@ -36,8 +36,8 @@ class Wire:
     `comm` is MPI.COMM_NULL on ranks that have no part in it: they must not send. `weight` is what
     this rank's contribution counts in the mean over the ranks that the wire speaks for, so that a
     plain sum of weighted contributions is that mean. `ring` is the number of ranks in a ring of
-    which a part lies between nodes, 1 where nothing leaves a node. `kind` names the count of
-    `traffic` that operands add to.
+    which a part lies between nodes, 1 where nothing leaves a node, and `inside` how many of them
+    this node has. `kind` names the count of `traffic` that operands add to.
     """
 
     comm: MPI.Comm
@@ -47,6 +47,7 @@ class Wire:
     traffic: Traffic
     clock: Clock
     kind: str = "payload"
+    inside: int = 1
 
     @property
     def speaks(self) -> bool:
@@ -106,7 +107,8 @@ class Wire:
         """Send row r of `mine` [comm.size, n] to rank r, receive as many. Collective on `comm`."""
         with self.clock.exchanging(mine.device):
             deal_(self.comm, mine, received, self.transport)
-        self.count(mine.nbytes, passes=1)
+        self.count(mine.nbytes, travelling=0)
+        self.traffic.sent += dealt_bytes(self.ring, self.inside, mine.nbytes)
 
     def reduce_shares_(self, rows: Tensor, numel: int) -> None:
         """Sum float16 or bfloat16 `rows` [comm.size, n] in place, alike on all ranks.
@@ -115,7 +117,9 @@ class Wire:
         """
         with self.clock.exchanging(rows.device):
             sum_shares_(self.comm, rows, self.transport)
-        self.count(numel * rows.element_size())
+        nbytes = numel * rows.element_size()
+        self.count(nbytes, travelling=0)
+        self.traffic.sent += dealt_bytes(self.ring, self.inside, nbytes, passes=1)
 
     def gather_counts(self, count: int) -> list[int]:
         """Return every rank's `count`, alike on all. Collective on `comm`."""
@@ -180,7 +184,7 @@ def find_wires(
 ) -> Wires:
     """Make the wires of this rank; with `flat` every rank is a worker, else the leaders are."""
     count = topology.world_size if flat else topology.num_nodes
-    ring = count if topology.num_nodes > 1 else 1
+    ring, inside = (count, topology.node_size if flat else 1) if topology.num_nodes > 1 else (1, 1)
     workers = Wire(
         topology.world if flat else topology.leader,
         worker_weight(topology, flat),
@@ -188,6 +192,7 @@ def find_wires(
         between_nodes(transport, count) if topology.num_nodes > 1 else transport,
         traffic,
         clock,
+        inside=inside,
     )
     node = Wire(topology.node, 1 / topology.node_size, 1, transport, traffic, clock, "intra")
     weight = 1 / topology.world_size
@@ -225,3 +230,12 @@ def ring_bytes(workers: int, operand: int, passes: int = 2) -> int:
     neighbours in the ring, so this is also what leaves a node, however many of its ranks are in it.
     """
     return passes * (workers - 1) * operand // workers
+
+
+def dealt_bytes(workers: int, inside: int, operand: int, passes: int = 0) -> int:
+    """Return the bytes that leave a node with `inside` of the `workers`, each dealing `operand`.
+
+    Each worker sends every other one a share of its own (Alltoall), which no ring makes less: all
+    shares for workers of other nodes leave the node. Then so many `passes` around the ring.
+    """
+    return (inside * (workers - inside) + passes * (workers - 1)) * operand // workers

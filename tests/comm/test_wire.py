@@ -8,7 +8,7 @@ from nodes import NODE_SHAPES, WORLD, nodes_of
 from mpi4py import MPI
 
 from prunex_mpi.comm.traffic import Clock, Traffic
-from prunex_mpi.comm.wire import find_wires, reduce_between_nodes_, ring_bytes
+from prunex_mpi.comm.wire import dealt_bytes, find_wires, reduce_between_nodes_, ring_bytes
 
 pytestmark = pytest.mark.mpi
 
@@ -37,7 +37,9 @@ def test_weights_add_up_to_one_over_those_who_speak(ranks_per_node: int, flat: b
         if not flat and workers.speaks:
             assert workers.weight == topology.node_size / WORLD.size
             assert workers.comm.size == count
-        assert workers.ring == (count if topology.num_nodes > 1 else 1)
+        several = topology.num_nodes > 1
+        assert workers.ring == (count if several else 1)
+        assert workers.inside == (topology.node_size if flat and several else 1)
 
 
 def test_a_reduction_counts_its_operand_and_what_a_ring_sends() -> None:
@@ -96,6 +98,16 @@ def test_gathers_count_what_everyone_contributes() -> None:
     assert torch.equal(together, torch.cat([ours(r)[:c] for r, c in enumerate(counts)]))
     sent += ring_bytes(WORLD.size, 8 * sum(counts), passes=1)
     assert wire.traffic == Traffic(payload=size + 8 + 8 * counts[WORLD.rank], sent=sent)
+
+
+def test_shares_for_other_nodes_leave_a_node_whatever_the_way() -> None:
+    """Ranks 0 to 3 on two nodes, each with 60 bytes of 15 for every rank, pair by pair."""
+    for inside in (1, 2, 3, 4):
+        leaving = [(a, b) for a in range(inside) for b in range(inside, 4)]
+        assert dealt_bytes(4, inside, 60) == 15 * len(leaving)
+        assert dealt_bytes(4, inside, 60, passes=1) == 15 * (len(leaving) + 3)
+    assert dealt_bytes(4, 1, 60) == ring_bytes(4, 60, passes=1)
+    assert dealt_bytes(1, 1, 60, passes=1) == 0
 
 
 @pytest.mark.parametrize("flat", [True, False])

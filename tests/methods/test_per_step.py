@@ -166,7 +166,7 @@ def test_what_is_sent_and_what_is_kept_are_the_gradients(
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("aggregation", "ranks_per_node"), [*SHAPES, ("flat", 4)])
+@pytest.mark.parametrize(("aggregation", "ranks_per_node"), [*SHAPES, ("flat", 3), ("flat", 4)])
 def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
     changes = {**changes_of(method), "outer_iterations": 1}
     method = changes["method"]
@@ -184,11 +184,12 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
         stream = RandomStream(WORLD.rank, torch.float32)
         ((record, _),) = run_driver(topology, settings, model, stream)
         nodes, inside = topology.num_nodes, topology.node_size > 1
+        here = topology.node_size if aggregation == "flat" else 1
         if not topology.is_leader:
             return
     workers = WORLD.size if aggregation == "flat" else nodes
     dense = 4 * (STEPS * parameters + statistics)
-    reduced, gathered, dealt, mask = dense, 0, 0, 0
+    reduced, gathered, dealt, halves, mask = dense, 0, 0, 0, 0
     if method == "topk":
         gathered = STEPS * 8 * sum(-(-p.numel() // 20) for p in model.parameters())
         reduced = 4 * statistics
@@ -201,7 +202,7 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
         whole = parameters - (8 * 27 + 8 * 36 + 8 * 9 + 12 * 8 + 5 * 12)
         reduced = 4 * (STEPS * (2 * rows + 2 * columns + whole) + statistics)
     elif method in ("fp16", "bf16"):
-        reduced = 2 * STEPS * parameters + 4 * statistics
+        reduced, halves = 4 * statistics, 2 * STEPS * parameters
     elif method in ("terngrad", "lion"):
         # 801 elements fill up shares of whole bytes at any number of bits.
         numbers = {1: 808, 2: 2 * 408, 4: 4 * 208}[workers]
@@ -222,8 +223,10 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
         # 801 elements make 51 blocks, these 7 bytes.
         assert parameters == 801
         mask = STEPS * 7
-    payload = reduced + gathered + dealt
-    sent = (gathered * workers + dealt + 2 * (reduced + mask)) * (workers - 1) / workers
+    payload = reduced + gathered + dealt + halves
+    sent = (gathered * workers + halves + 2 * (reduced + mask)) * (workers - 1) / workers
+    # What the node's workers deal out to those of other nodes: of 2 + 2 workers half, twice.
+    sent += (dealt + halves) * here * (workers - here) / workers
     if nodes == 1:
         sent = 0
     intra = 0
