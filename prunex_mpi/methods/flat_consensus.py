@@ -6,12 +6,12 @@ parameters are pruned only once those of all ranks have been added up, so all of
 
     z~ = rho1 mean_ij(theta_ij + u_ij) / (lambda + rho1),   z = P(z~),   u_ij += theta_ij - z
 
-| step                | communicator | MPI operation   | operand                          |
-|---------------------|--------------|-----------------|----------------------------------|
-| local computation   |              |                 |                                  |
-| sum over all ranks  | leader: all  | Allreduce SUM   | theta + u, statistics, dense     |
-| projection          | leader: all  | Bcast           | mask bits                        |
-| duals and residuals | world        | Allreduce SUM   | nine norms per layer             |
+| step                | communicator | MPI operation        | operand                      |
+|---------------------|--------------|----------------------|------------------------------|
+| local computation   |              |                      |                              |
+| sum over all ranks  | leader: all  | Allreduce SUM        | theta + u, statistics, dense |
+| projection          | leader: all  | Bcast                | mask bits                    |
+| duals and residuals | world        | Allreduce SUM, Bcast | nine norms per layer         |
 
 Phases and names are those of `hsadmm.py`; z_i is z, and v is zero throughout.
 """
@@ -23,18 +23,23 @@ import numpy as np
 
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wires, find_wires
-from prunex_mpi.core.evaluation import estimate_statistics, refuse_divergence
+from prunex_mpi.core.evaluation import refuse_divergence
 from prunex_mpi.core.mask_agreement import project_locally
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
 from prunex_mpi.core.residuals import converges
-from prunex_mpi.core.rounds import finish_round, measures_residuals, phase, rounds, split_local
-from prunex_mpi.core.schedule import Stage, find_stage, may_stop, note_drift_
-from prunex_mpi.core.state import State, Work, change_mask, freeze, update_penalties
+from prunex_mpi.core.rounds import measures_residuals, phase, rounds, split_local
+from prunex_mpi.core.schedule import Stage, find_stage, may_stop
+from prunex_mpi.core.state import State, Work, change_mask, freeze
 from prunex_mpi.core.updates import decay_of_layers, sum_candidate
-from prunex_mpi.methods.hsadmm import find_residuals, local_computation, update_duals
+from prunex_mpi.methods.hsadmm import (
+    end_iteration,
+    find_residuals,
+    local_computation,
+    update_duals,
+)
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import scale_, squared_distances
-from prunex_mpi.pruning.masks import apply_factors_, build_factors, mask_drift
+from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.settings.fields import Settings
 
 
@@ -67,18 +72,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
             residuals, loss = find_residuals(topology.world, state, settings, norms, loss)
 
         converged = may_stop(stage, settings, state.frozen) and converges(residuals)
-        note_drift_(position, stage, settings, mask_drift(state.mask, this.mask))
-        # On the support that theta was trained on, averaged statistics fit z.
-        estimate = settings.bn == "recalibrate" and stage.choose
-        if estimate and (stage.freeze or this.last or converged):
-            estimate = False
-            with phase(work, this, "evaluate"):
-                estimate_statistics(topology, work)
-        ended = {"residuals": residuals, "estimate": estimate, "converged": converged}
-        record = finish_round(topology, work, this, loss, **ended)
-        if not state.consensus_sgd:
-            update_penalties(state, settings, residuals)
-        yield record
+        yield end_iteration(topology, work, this, stage, loss, residuals, converged)
         if converged:
             return
 

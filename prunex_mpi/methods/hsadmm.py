@@ -31,15 +31,12 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
 from prunex_mpi.comm.wire import Wire, Wires, find_wires
 from prunex_mpi.core.evaluation import estimate_statistics, refuse_divergence
-from prunex_mpi.core.mask_agreement import (
-    agree_by_or,
-    agree_by_vote,
-    project_locally,
-)
+from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_locally
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
 from prunex_mpi.core.outer_step import outer_step_
 from prunex_mpi.core.residuals import NormSums, Residuals, compute_residuals, converges
 from prunex_mpi.core.rounds import (
+    Round,
     finish_round,
     goes_behind,
     measures_residuals,
@@ -69,19 +66,9 @@ from prunex_mpi.core.steps import (
     steps_behind,
     stops_here,
 )
-from prunex_mpi.core.updates import (
-    decay_of_layers,
-    step_duals_,
-    sum_candidate,
-    weigh_candidate,
-)
+from prunex_mpi.core.updates import decay_of_layers, step_duals_, sum_candidate, weigh_candidate
 from prunex_mpi.models import batchnorm
-from prunex_mpi.models.layout import (
-    bits_digest,
-    fill_,
-    scale_,
-    squared_distances,
-)
+from prunex_mpi.models.layout import bits_digest, fill_, scale_, squared_distances
 from prunex_mpi.pruning.masks import (
     apply_factors_,
     build_factors,
@@ -130,19 +117,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
             settles = may_stop(stage, settings, state.frozen) and converges(residuals)
             # A union may hold more groups than allowed: vote once more before stopping.
             position.vote_next, converged = settles and stage.union, settles and not stage.union
-            note_drift_(position, stage, settings, mask_drift(state.mask, this.mask))
-
-            # On the support that theta was trained on, averaged statistics fit z.
-            estimate = settings.bn == "recalibrate" and stage.choose
-            if estimate and (stage.freeze or this.last or converged):
-                estimate = False
-                with phase(work, this, "evaluate"):
-                    estimate_statistics(topology, work)
-            ended = {"residuals": residuals, "estimate": estimate, "converged": converged}
-            record = finish_round(topology, work, this, loss, **ended)
-            if not state.consensus_sgd:
-                update_penalties(state, settings, residuals)
-            yield record
+            yield end_iteration(topology, work, this, stage, loss, residuals, converged)
             if converged:
                 return
 
@@ -153,12 +128,13 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
 
 
 def local_computation(averager: GradientAverager | None, work: Work) -> float | None:
-    """Take T steps of SGD on f_ij(theta) + rho1/2 |theta - z_i + u|^2; return the mean loss.
+    """Take T steps on f_ij(theta) + rho1/2 |theta - z_i + u|^2; return the mean loss.
 
-    Eq. 8. No communication, unless `averager` averages each step's gradient inside the node (then
-    collective on its communicator). Consensus SGD starts from z and has no proximal term. Where an
-    exchange is under way the node goes on from its own z_i, and z arrives after some of the steps.
-    Returns None where the ranks agree to stop: `position` then says which step comes next.
+    Eq. 8, by the inner optimizer. No communication, unless `averager` averages each step's gradient
+    inside the node (then collective on its communicator). Consensus SGD starts from z and has no
+    proximal term. Where an exchange is under way the node goes on from its own z_i, and z arrives
+    after some of the steps. Returns None where the ranks agree to stop: `position` then says which
+    step comes next.
     """
     state, settings, position = work.state, work.settings, work.state.position
     if position.step == 0 and starts_from_z(state, settings):
@@ -396,3 +372,28 @@ def find_residuals(
     rhos, epsilons = (state.rho1, state.rho2), (settings.eps_abs, settings.eps_rel)
     residuals = compute_residuals(sums, numels, world.size, *rhos, *epsilons)
     return residuals, float(buffer[-1]) / world.size
+
+
+def end_iteration(
+    topology: Topology,
+    work: Work,
+    this: Round,
+    stage: Stage,
+    loss: float,
+    residuals: Residuals | None,
+    converged: bool,
+) -> dict[str, Any]:
+    """Note the drift, evaluate, update penalties; return the record. Collective on `world`."""
+    state, settings = work.state, work.settings
+    note_drift_(state.position, stage, settings, mask_drift(state.mask, this.mask))
+    # On the support that theta was trained on, averaged statistics fit z.
+    estimate = settings.bn == "recalibrate" and stage.choose
+    if estimate and (stage.freeze or this.last or converged):
+        estimate = False
+        with phase(work, this, "evaluate"):
+            estimate_statistics(topology, work)
+    ended = {"residuals": residuals, "estimate": estimate, "converged": converged}
+    record = finish_round(topology, work, this, loss, **ended)
+    if not state.consensus_sgd:
+        update_penalties(state, settings, residuals)
+    return record
