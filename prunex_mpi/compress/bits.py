@@ -14,7 +14,7 @@ ROW = 8
 def pack_(numbers: Tensor, bits: int, packed: Tensor) -> None:
     """Write `numbers` uint8 [rows, n] below 2^bits to `packed` uint8 [rows, n bits / 8].
 
-    `bits` is 1, 2, 4 or 8, n a multiple of ROW.
+    `bits` is 1, 2, 4 or 8, n a multiple of 8 / bits.
     """
     *others, last = _parts(numbers, bits)
     packed.copy_(last)

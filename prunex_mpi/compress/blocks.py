@@ -1,7 +1,7 @@
 """A flat vector as blocks of which only those in a set travel (OmniReduce, Fei et al. 2021).
 
 The last block is what is left over and may be shorter; it travels as short as it is. Sets of blocks
-are bits, eight to a byte.
+are bools, and travel as bits (`bits.py`).
 """
 
 import torch
@@ -24,16 +24,6 @@ def find_nonzero_(flat: Tensor, size: int, bits: Tensor) -> None:
     torch.any(full, 1, out=bits[: len(full)])
     if tail.numel():
         torch.any(tail, 0, out=bits[len(full)])
-
-
-def pack_bits_(bits: Tensor, packed: Tensor) -> None:
-    """Write bits to `packed`, uint8 with an eighth as many elements."""
-    torch.sum(bits.view(-1, 8) * _powers(bits.device), 1, dtype=torch.uint8, out=packed)
-
-
-def unpack_bits_(packed: Tensor, bits: Tensor) -> None:
-    """Read what `pack_bits_` wrote."""
-    torch.ne(packed[:, None].bitwise_and(_powers(bits.device)), 0, out=bits.view(-1, 8))
 
 
 def take_blocks_(flat: Tensor, size: int, chosen: Tensor, message: Tensor) -> Tensor:
@@ -80,7 +70,3 @@ def _places(
     start = chosen.numel() * full.shape[1]
     compact = message[:start].view(chosen.numel(), full.shape[1])
     return chosen, compact, message[start : start + ends * tail.numel()]
-
-
-def _powers(device: torch.device) -> Tensor:
-    return 2 ** torch.arange(8, dtype=torch.uint8, device=device)

@@ -11,16 +11,17 @@ mean of its bin (statistical quantisation, as in the code of Sarfi et al. 2025).
 and what is sent is linear in scale: contributions may be weighted before they are coded.
 """
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from prunex_mpi.compress.bits import pack_, unpack_
+from prunex_mpi.compress.sparse import share_of
 from prunex_mpi.models.layout import Layout
 
-CHUNK, POSITION_BITS = 4096, 12
+CHUNK = 4096
 # Bins of a tensor's values, so many bits each, and how many standard deviations they span.
 BINS, BIN_BITS, SPAN = 4, 2, 6
 # Messages lie behind each other, and levels must not straddle words.
@@ -58,7 +59,7 @@ class Chunks:
 
 def kept_per_chunk(ratio: float) -> int:
     """Return how many values of a whole chunk travel: at least one, `ratio` of them rounded up."""
-    return max(1, math.ceil(ratio * CHUNK - 1e-9))
+    return share_of(CHUNK, ratio)
 
 
 def cut(layout: Layout, ratio: float) -> tuple[np.ndarray, np.ndarray]:
@@ -183,17 +184,19 @@ def unpack_positions(packed: Tensor, count: int) -> Tensor:
 
 def pack_bins(bins: Tensor) -> Tensor:
     """Return uint8 bins below 4, four in a byte."""
-    filled = bins.new_zeros(-(-bins.numel() // 4) * 4)
-    filled[: bins.numel()] = bins
-    a, b, c, d = filled.view(-1, 4).unbind(1)
-    return a | (b << 2) | (c << 4) | (d << 6)
+    row = bins.new_zeros(1, -(-bins.numel() // 4) * 4)
+    row[0, : bins.numel()] = bins
+    packed = row.new_empty(1, row.numel() // 4)
+    pack_(row, BIN_BITS, packed)
+    return packed[0]
 
 
 def unpack_bins(packed: Tensor, count: int) -> Tensor:
     """Return the `count` bins, int64, that `pack_bins` has packed, from the first byte on."""
-    used = packed[: -(-count // 4)]
-    parts = [(used >> shift) & 3 for shift in (0, 2, 4, 6)]
-    return torch.stack(parts, dim=1).view(-1)[:count].to(torch.int64)
+    used = packed[None, : -(-count // 4)]
+    row = used.new_empty(1, 4 * used.numel())
+    unpack_(used, BIN_BITS, row)
+    return row[0, :count].to(torch.int64)
 
 
 def _flat_places(chosen: Tensor, chunks: Chunks) -> Tensor:

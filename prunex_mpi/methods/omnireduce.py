@@ -14,15 +14,14 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.comm.wire import Wire
+from prunex_mpi.compress.bits import pack_, unpack_
 from prunex_mpi.compress.blocks import (
     block_count,
     find_nonzero_,
     move_top_blocks_,
     new_bits,
-    pack_bits_,
     put_blocks_,
     take_blocks_,
-    unpack_bits_,
 )
 from prunex_mpi.compress.sparse import POSITION_BYTES, add_sparse_, share_of
 from prunex_mpi.core.state import OWN, Work
@@ -65,7 +64,7 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     bits = new_bits(state.layout.numel, size, state.theta.device)
     return {
         "bits": bits,
-        "packed": bits.new_empty(bits.numel() // 8, dtype=torch.uint8),
+        "packed": bits.new_empty(1, bits.numel() // 8, dtype=torch.uint8),
         "blocks": torch.empty_like(state.theta),
     }
 
@@ -99,10 +98,11 @@ def send_nonzero_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     """Set `grad` to the sum over the workers. Collective on `wire.comm`."""
     grad, size = work.state.grad, work.settings.block_size
     bits, packed = space["bits"], space["packed"]
+    row = bits.view(torch.uint8).view(1, -1)
     find_nonzero_(grad, size, bits)
-    pack_bits_(bits, packed)
-    wire.reduce_(packed, MPI.BOR, kind="mask")
-    unpack_bits_(packed, bits)
+    pack_(row, 1, packed)
+    wire.reduce_(packed.view(-1), MPI.BOR, kind="mask")
+    unpack_(packed, 1, row)
     chosen = bits.nonzero().squeeze(1)
     if chosen.numel() == block_count(grad.numel(), size):
         # They are together already.

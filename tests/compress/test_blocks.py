@@ -5,14 +5,13 @@ import math
 import pytest
 import torch
 
+from prunex_mpi.compress.bits import pack_, unpack_
 from prunex_mpi.compress.blocks import (
     block_count,
     find_nonzero_,
     new_bits,
-    pack_bits_,
     put_blocks_,
     take_blocks_,
-    unpack_bits_,
 )
 
 # Elements and the size of a block: whole blocks only, one over, one short, less than a block.
@@ -45,13 +44,13 @@ def test_bits_come_back_and_unite(numel: int, size: int) -> None:
         return bits
 
     first, second = draw(1), draw(2)
-    packed = [torch.full((first.numel() // 8,), 7, dtype=torch.uint8) for _ in range(2)]
+    packed = [torch.full((1, first.numel() // 8), 7, dtype=torch.uint8) for _ in range(2)]
     for bits, bytes_ in zip((first, second), packed, strict=True):
-        pack_bits_(bits, bytes_)
+        pack_(bits.view(torch.uint8)[None], 1, bytes_)
     found = torch.ones_like(first)
-    unpack_bits_(packed[0], found)
+    unpack_(packed[0], 1, found.view(torch.uint8)[None])
     assert torch.equal(found, first)
-    unpack_bits_(packed[0] | packed[1], found)
+    unpack_(packed[0] | packed[1], 1, found.view(torch.uint8)[None])
     assert torch.equal(found, first | second)
 
 

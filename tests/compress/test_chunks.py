@@ -42,7 +42,9 @@ def test_positions_take_twelve_bits_and_bins_two(count):
 def test_positions_lie_as_their_bits_say():
     # 0xabc, 0x123: the low byte, then both middles, then the high byte of the second.
     assert pack_positions(torch.tensor([0xABC, 0x123])).tolist() == [0xBC, 0x3A, 0x12]
-    assert pack_bins(torch.tensor([3, 0, 2, 1, 1], dtype=torch.uint8)).tolist() == [0b01100011, 1]
+    # Bytes hold numbers 0, 2, 4 and 6, and 1, 3, 5 and 7, the first in the lowest bits.
+    packed = pack_bins(torch.tensor([3, 0, 2, 1, 1], dtype=torch.uint8)).tolist()
+    assert packed == [0b00011011, 0b00000100]
 
 
 def test_levels_are_those_of_the_published_quantiser():
