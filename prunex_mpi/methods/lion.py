@@ -63,9 +63,9 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
         grad.copy_(votes.view(-1)[: grad.numel()]).mul_(2).sub_(workers).sign_()
         return
     # More than half of the workers, or no less: 1 or 0, and their sum where there may be a tie.
-    outcome = (2 * votes.to(torch.int32) > workers).to(torch.uint8)
+    outcome = (votes > workers // 2).to(torch.uint8)
     if workers % 2 == 0:
-        outcome.add_(2 * votes.to(torch.int32) >= workers)
+        outcome.add_(votes >= workers // 2)
     outcomes = spread_(wire, space, outcome, bits_down(workers))
     grad.copy_(outcomes.view(-1)[: grad.numel()])
     grad.mul_(2 if workers % 2 else 1).sub_(1)
