@@ -36,13 +36,15 @@ def batches_to_score(everyone: Wire, work: Work) -> Batches:
         everyone, problem.train_shard, settings.grasp_samples, settings.grasp_batches
     )
     most = max(1, BATCH_PIXELS // drawn.images[0, 0].numel())
+    size = len(drawn.labels) // settings.grasp_batches
     pieces = []
-    for number in range(settings.grasp_batches):
-        size = len(drawn.labels) // settings.grasp_batches
-        middle, start = size // 2, number * size
-        for half in (slice(start, start + middle), slice(start + middle, start + size)):
-            images, labels = drawn.images[half].split(most), drawn.labels[half].split(most)
-            pieces += [Shard(*pair) for pair in zip(images, labels, strict=True) if len(pair[1])]
+    for start in range(0, len(drawn.labels), size):
+        for half in (slice(start, start + size // 2), slice(start + size // 2, start + size)):
+            # As long as each other, since each batch's mean loss counts as much.
+            parts = max(1, -(-(half.stop - half.start) // most))
+            images, labels = drawn.images[half], drawn.labels[half]
+            pairs = zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True)
+            pieces += [Shard(*pair) for pair in pairs if len(pair[1])]
     mine = pieces[everyone.comm.rank :: everyone.comm.size]
     return [
         batch for piece in mine for batch in problem.batches(piece, batch_size=len(piece.labels))

@@ -1,6 +1,7 @@
 """PacTrain over MPI: masked dense SGD whichever way it travels, and what makes it travel so."""
 
 import copy
+import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from prunex_mpi.comm.agreement import require_same
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.compress.support import CHOICE, PRUNED, SECONDS, STABLE, SUPPORT, UNCHANGED
 from prunex_mpi.data.batches import Shard
+from prunex_mpi.methods import pactrain_samples
 from prunex_mpi.methods.pactrain import (
     COMPACT,
     FULL,
@@ -146,11 +148,22 @@ def test_records_and_totals_count_single_weights():
 # --------------------------------------------------------------------------------------------------
 
 
+class Gain(nn.Module):
+    """A parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.05))
+
+    def forward(self, x):
+        return torch.tanh(self.gain * x)
+
+
 def test_the_mask_of_grasp_is_that_of_all_ranks_batches():
     """Against the explicit Hessian of the mean loss, on every rank; nothing else moves."""
     torch.manual_seed(3)
     model = nn.Sequential(
-        nn.Conv2d(3, 2, 3, bias=False), nn.BatchNorm2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(32, 5)
+        nn.Conv2d(3, 2, 3, bias=False), nn.BatchNorm2d(2), Gain(), nn.Flatten(), nn.Linear(32, 5)
     ).double()
     alone = copy.deepcopy(model)
     changes = {"prune_by": "grasp", "grasp_batches": 2, "outer_iterations": 1, "lr": 1e-12}
@@ -175,7 +188,7 @@ def test_the_mask_of_grasp_is_that_of_all_ranks_batches():
         return sum(outputs) / len(outputs)
 
     theta = torch.cat([p.detach().reshape(-1) for p in alone.parameters()])
-    # Biases and BatchNorm, which are never pruned, count as constants.
+    # Biases, BatchNorm and the gain, which are never pruned, count as constants.
     slope = torch.func.grad(loss)(theta)
     for s in layout.segments:
         slope[s.offset : s.offset + s.numel] *= len(s.shape) > 1
@@ -273,6 +286,24 @@ def test_grasp_is_that_of_its_authors_on_any_number_of_ranks():
     assert traffic.setup == bits + 2 * 8 * state.layout.numel + sample + counts
     assert (traffic.payload, traffic.mask, traffic.intra, traffic.sent) == (0, 0, 0, 0)
     assert state.position.clock.setup > 0 == clock.exchange == clock.method
+
+
+def test_large_halves_are_cut_into_batches_of_the_same_size(monkeypatch):
+    """Two draws of 12 images of 2 x 2 pixels: halves of 6, of which 5 would fit into a batch."""
+    monkeypatch.setattr(pactrain_samples, "BATCH_PIXELS", 5 * 2 * 2)
+    settings = make(**{**COMMON, "prune_by": "grasp"}, grasp_samples=4, grasp_batches=2)
+    work = make_work(settings, new_net(), RandomStream(WORLD.rank, torch.float64))
+    shard = Shard(torch.zeros(24, 3, 2, 2, dtype=torch.uint8), torch.arange(24) % 3)
+    problem = replace(
+        work.problem,
+        train_shard=shard,
+        batches=lambda piece, batch_size: [(piece.images, piece.labels)],
+    )
+    with nodes_of(2) as topology:
+        everyone = wires_of(topology).everyone
+        found = pactrain_samples.batches_to_score(everyone, replace(work, problem=problem))
+    sizes = WORLD.allgather([len(labels) for _, labels in found])
+    assert list(itertools.chain(*sizes)) == [3] * 8
 
 
 def test_too_few_images_of_a_class_are_refused_by_all_ranks():
