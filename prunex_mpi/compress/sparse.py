@@ -56,9 +56,8 @@ def select_top_(
 def add_sparse_(flat: Tensor, values: Tensor, positions: Tensor) -> None:
     """Set `flat` to the sum of sparse vectors, `values` and `positions` [vectors, elements].
 
-    Elements may be rows: `flat` is [rows, n] and `values` [vectors, elements, n] then.
-
     Vector after vector in their order, so that all who hold the same ones get the same bits.
+    Elements may be rows: `flat` is [rows, n] and `values` [vectors, elements, n] then.
     """
     flat.zero_()
     for mine, places in zip(values, positions, strict=True):

@@ -38,7 +38,8 @@ from prunex_mpi.settings.methods import (
 # anew by the ranks' weights. `shared.` tensors are the same on all ranks that use them.
 OWN, SHARED = "own.", "shared."
 # What a payload of fewer bits remembers: what rounding has left over, in the order of the message
-# and as heavy as this worker's contribution, and the BatchNorm statistics that all ranks know.
+# and as heavy as this worker's contribution; and, where statistics travel as differences, the
+# BatchNorm statistics that all ranks know.
 REST, KNOWN = f"{OWN}rounding_rest", f"{SHARED}known_statistics"
 # As what a message travels between nodes.
 PLAIN, CODED = "plain", "coded"
