@@ -39,7 +39,7 @@ class Round:
 
 def rounds(work: Work) -> Iterator[Round]:
     """Go through the outer iterations that are left, from `position` on."""
-    while (left := rounds_left(work)) > 0:
+    while (left := rounds_left(work, most=2)) > 0:
         k = work.state.position.iteration
         work.heartbeat.iteration = k
         yield Round(k, left == 1, time.perf_counter(), work.state.mask)

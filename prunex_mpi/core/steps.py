@@ -156,10 +156,10 @@ def quadratic_rounds(
     return count
 
 
-def rounds_left(work: Work, most: int = 2) -> int:
-    """Return the outer iterations that are left, with the one under way; `most`, if more, or all.
+def rounds_left(work: Work, most: int = 0) -> int:
+    """Return the outer iterations that are left, with the one under way.
 
-    All are counted with 0 as `most`.
+    Where they have to be counted, that is up to `most`, if it is given.
     """
     settings, position = work.settings, work.state.position
     if settings.method not in QUADRATIC:

@@ -52,7 +52,7 @@ def lengths(settings, steps):
     work, found = work_of(settings, steps), []
     for this in rounds(work):
         found.append(local_steps(work))
-        assert rounds_left(work, most=0) == quadratic_rounds(settings, steps, sum(found[:-1]))
+        assert rounds_left(work) == quadratic_rounds(settings, steps, sum(found[:-1]))
         work.state.position.iteration += 1
         work.state.position.steps_done += found[-1]
         assert this.k == len(found)
