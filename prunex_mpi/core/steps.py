@@ -9,6 +9,7 @@ from torch import Tensor
 
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.wire import Wire
+from prunex_mpi.compress.whole import pieces_of
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR, learning_rate, quadratic_interval
 from prunex_mpi.core.state import State, Work
 from prunex_mpi.models.layout import matrices
@@ -72,8 +73,8 @@ def share_decay_(work: Work, decay: float) -> Pairs | None:
 
 def weight_pairs(state: State) -> Pairs:
     """Return views of the gradients and of the values of the weights, biases and such left out."""
-    where = [slice(s.offset, s.offset + s.numel) for s in matrices(state.layout)]
-    return [state.grad[place] for place in where], [state.theta[place] for place in where]
+    segments = matrices(state.layout)
+    return pieces_of(state.grad, segments), pieces_of(state.theta, segments)
 
 
 def step_optimizer_(work: Work, decayed: Pairs | None = None) -> None:

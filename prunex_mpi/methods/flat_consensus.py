@@ -39,7 +39,7 @@ from prunex_mpi.methods.hsadmm import (
 )
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import scale_, squared_distances
-from prunex_mpi.pruning.masks import apply_factors_, build_factors
+from prunex_mpi.pruning.masks import Factors, apply_factors_
 from prunex_mpi.settings.fields import Settings
 
 
@@ -88,10 +88,7 @@ def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
     candidate = sum_candidate(state)
     state.z_node, state.scratch = candidate, state.z_node
     if not state.frozen:
-        everything = np.ones_like(state.mask)
-        state.factors = build_factors(
-            everything, state.groups, state.theta.device, state.theta.dtype
-        )
+        state.factors = Factors(())
     fill_message_(wires.lane, wires.node, wires.lanes, state, settings.payload)
     exchange_message_(wires.lane.comm, wires.node.comm, wires.lanes, state, wires.lane.transport)
     take_over_(state, way_of(state))
