@@ -9,6 +9,7 @@ PROGRAMS = {
     "doctor": "tell whether and how well a job would train, before it does",
     "bench": "measure what training costs; compare trains with one method after the other",
     "export": "write the smaller network of a run, proven and measured",
+    "report": "show what happened in runs on one page with pictures",
 }
 
 

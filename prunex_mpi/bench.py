@@ -2,17 +2,19 @@
 
 One rank measures kernels, overhead and memory, two or more the collectives and the steps of dense
 SGD beside torch's, any number the writing of checkpoints. `compare` trains with one method after
-the other. The tables name the machine, the versions and the rank layout, since figures mean nothing
-without.
+the other; `figure` draws one of the paper's figures from runs, without MPI. The tables name the
+machine, the versions and the rank layout, since figures mean nothing without.
 """
 
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from prunex_mpi.base.alone import run_alone
 from prunex_mpi.run.program import run_program
 from prunex_mpi.tools.bench import options as bench_options
 from prunex_mpi.tools.compare import options as compare_options
+from prunex_mpi.tools.figures import options as figure_options
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -23,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["compare"]:
         return run_program("prunex_mpi.bench", compare_options.parse, compare, words[1:])
+    if words[:1] == ["figure"]:
+        return run_alone("prunex_mpi.bench", figure_options.parse, figure, words[1:])
     return run_program("prunex_mpi.bench", bench_options.parse, bench, words)
 
 
@@ -38,6 +42,13 @@ def compare(world: "MPI.Comm", options: compare_options.Options) -> int:
     from prunex_mpi.tools.compare.compare import compare
 
     return compare(world, options)
+
+
+def figure(options: figure_options.Options) -> None:
+    """Draw one of the paper's figures."""
+    from prunex_mpi.tools.figures.figure import figure
+
+    figure(options)
 
 
 if __name__ == "__main__":

@@ -8,23 +8,20 @@ parsed.
 import sys
 from collections.abc import Sequence
 
-from prunex_mpi.base.errors import UserError
-from prunex_mpi.tools.export.options import parse
+from prunex_mpi.base.alone import run_alone
+from prunex_mpi.tools.export.options import Options, parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export a run and return the exit code."""
-    try:
-        options = parse(sys.argv[1:] if argv is None else argv)
-        from prunex_mpi.tools.export.export import export
+    return run_alone("prunex_mpi.export", parse, export, argv)
 
-        export(options)
-    except UserError as error:
-        # One line, whatever a name of the user's holds.
-        line = " ".join(str(error).split())
-        print(f"prunex_mpi.export: error: {line}", file=sys.stderr, flush=True)
-        return error.exit_code
-    return 0
+
+def export(options: Options) -> None:
+    """Read the run, take out what can go, write and prove it."""
+    from prunex_mpi.tools.export.export import export
+
+    export(options)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ CHUNK_BYTES = 4 * MIB
 # The files of a run directory that grow by lines.
 LINES = ("metrics.jsonl", "layers.jsonl")
 SUMMARY, STATE = "summary.json", "state.safetensors"
+# Holds why, in a run that diverged.
+DIVERGED = "diverged.json"
 
 
 @dataclass(frozen=True)

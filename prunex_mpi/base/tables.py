@@ -17,7 +17,7 @@ class Table:
 
 def format_table(table: Table) -> str:
     """Return title, header, rows and notes as aligned text; numbers stand on the right."""
-    cells = [list(table.columns), *([_format(cell) for cell in row] for row in table.rows)]
+    cells = [list(table.columns), *([format_cell(cell) for cell in row] for row in table.rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(table.columns))]
     numeric = [
         all(not isinstance(row[i], str) for row in table.rows) for i in range(len(table.columns))
@@ -32,7 +32,8 @@ def format_table(table: Table) -> str:
     return "\n".join([*lines, *(f"  {note}" for note in table.notes)])
 
 
-def _format(cell: Cell) -> str:
+def format_cell(cell: Cell) -> str:
+    """Return a cell as text."""
     if cell is None:
         return "-"
     if isinstance(cell, float):

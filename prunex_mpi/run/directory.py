@@ -1,5 +1,6 @@
 """The directory of a run: who holds it, its lines that grow, and how the run ended."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from filelock import FileLock, Timeout
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, DamagedCheckpoint, UserError
 from prunex_mpi.base.files import (
+    DIVERGED,
     LINES,
     SUMMARY,
     FileRecord,
@@ -129,7 +131,8 @@ class RunDirectory:
                 except OSError as error:
                     reason = f"{self.path / name} can't be cut: {error.strerror}; move it away"
                     raise UserError(reason, UNREADABLE) from None
-        (self.path / SUMMARY).unlink(missing_ok=True)
+        for name in (SUMMARY, DIVERGED):
+            (self.path / name).unlink(missing_ok=True)
 
     def read_lines(self, name: str) -> list[dict[str, Any]]:
         """Return the records of a file."""
@@ -155,6 +158,11 @@ class RunDirectory:
             folder.mkdir()
         except OSError as error:
             raise UserError(f"{folder} is in the way: {error.strerror}; remove it") from None
+
+    def note_divergence(self, reason: str) -> None:
+        """Say why the run ended, to who looks at it later; a full disk changes nothing."""
+        with contextlib.suppress(OSError):
+            write_json_durably(self.path / DIVERGED, {"reason": reason})
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json in one atomic step: its presence says that the run ended well."""

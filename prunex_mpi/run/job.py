@@ -31,6 +31,7 @@ from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.local_sgd import advice
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run import checkpoint, summary
+from prunex_mpi.run.closing import closing_table
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.dry_run import dry_run
 from prunex_mpi.run.facts import recorded_versions
@@ -118,7 +119,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                 totals["seconds_total"] = time.time() - started
                 totals["checkpoints"] = {"count": checkpoints.count, "seconds": checkpoints.seconds}
                 files.write_summary(totals)
-                print(summary.closing_table(totals, files.path), flush=True)
+                print(closing_table(totals, files.path), flush=True)
 
             together(world, lambda: telling_disk_errors("the results", finish))
             # Nobody leaves while another may still need the job.

@@ -76,6 +76,8 @@ def run_to_end(
             except Diverged as error:
                 rollbacks = position.rollbacks
                 if settings.on_divergence == "stop" or rollbacks == MAX_ROLLBACKS:
+                    if files is not None:
+                        files.note_divergence(str(error))
                     raise
                 if work.behind is not None:
                     # What is under way reads and writes what is about to be replaced.

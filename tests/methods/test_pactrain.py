@@ -49,6 +49,7 @@ from prunex_mpi.methods.pactrain_mask import adopt_pruned_, prune_when_due_
 from prunex_mpi.methods.pactrain_samples import draw_balanced
 from prunex_mpi.models.layout import build_layout, matrices
 from prunex_mpi.run import summary
+from prunex_mpi.run.closing import closing_table
 from prunex_mpi.settings.resolve import make, to_toml
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
@@ -135,7 +136,7 @@ def test_records_and_totals_count_single_weights():
     assert totals["parameters_kept"] == state.layout.numel - before + after
     assert totals["density"] == record["density"] == after / before
     assert record["mask_drift"] == (before - after) / after
-    text = summary.closing_table({**totals, "seconds_total": 1.0}, "run")
+    text = closing_table({**totals, "seconds_total": 1.0}, "run")
     assert f"{after:,} of {before:,} (density {after / before:.3f})" in text
     if WORLD.rank == 0:
         for row in record["layers"]:

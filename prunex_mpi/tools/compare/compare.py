@@ -4,7 +4,6 @@ Seeds are the outer loop and rows the inner one, so that a machine which changes
 course of hours meets all rows alike. A run that diverges is a row that says so.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -14,7 +13,7 @@ from statistics import mean
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, quote
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log, set_up_logging
@@ -36,8 +35,8 @@ from prunex_mpi.tools.compare.outcomes import (
     Outcome,
     Tuning,
     by_row,
-    comparison_from,
     ended,
+    read_comparison,
     require_same_work,
     to_dict,
 )
@@ -77,19 +76,8 @@ def compare(world: MPI.Comm, options: Options) -> int:
 def show_again(options: Options) -> None:
     """Show what a file holds; raise UserError."""
     store.prepare(options)
-    times = {name: read("times", path) for name, path in options.times.items()}
-    show(options, read("from", options.source), times)
-
-
-def read(flag: str, path: str) -> Comparison:
-    """Return the comparison that the file of a flag holds; raise UserError."""
-    where = f"--{flag} {quote(path, 250)}"
-    try:
-        return comparison_from(json.loads(Path(path).read_text(encoding="utf-8"))["comparison"])
-    except OSError as error:
-        raise UserError(f"{where}: {error.strerror}", UNREADABLE) from None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{where} is not what --json of a comparison writes", UNREADABLE) from None
+    times = {name: read_comparison("--times", path) for name, path in options.times.items()}
+    show(options, read_comparison("--from", options.source), times)
 
 
 def show(options: Options, found: Comparison, times: dict[str, Comparison]) -> None:

@@ -1,23 +1,28 @@
 """Draw a comparison: accuracy against the bytes that left a node, and against time."""
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING
 
-from prunex_mpi.base.errors import UserError, quote
+from prunex_mpi.base.alone import require_packages
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.units import MIB
 from prunex_mpi.tools.compare.outcomes import Comparison, Outcome, by_row, ended
+from prunex_mpi.tools.drawing import (
+    look_of,
+    marker_of,
+    new_figure,
+    plain,
+    refuse_other_kinds,
+    save,
+    styled,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-# Okabe and Ito's, told apart by those who cannot see red and green; then other dashes.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES = ("-", "--", ":", "-.")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 PANEL_INCHES, HEIGHT_INCHES, LEGEND_INCHES = 4.2, 4.0, 2.6
 TIMES = "this machine"
 
@@ -41,10 +46,8 @@ def refuse_impossible(path: str) -> None:
     """Raise UserError where no figure can be drawn; "" asks for none."""
     if not path:
         return
-    if Path(path).suffix not in (".svg", ".png", ".pdf"):
-        raise UserError(f"--figure {quote(path, 250)}: give a name that ends in .svg, .png or .pdf")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError('--figure needs matplotlib: pip install "prunex_mpi[report]"')
+    refuse_other_kinds("--figure", path)
+    require_packages("--figure", "report", "matplotlib")
 
 
 def curves_of(outcomes: Sequence[Outcome]) -> list[Curve]:
@@ -87,25 +90,28 @@ def seconds_of(found: Comparison, times: Comparison) -> dict[str, float]:
 
 
 def draw(found: Comparison, times: Mapping[str, Comparison], path: str) -> None:
-    """Write a panel over bytes, and one over seconds for each of `times`, by the names there.
+    """Write the figure of a comparison, as `make_figure` makes it; raise UserError."""
+    with styled():
+        save(make_figure(found, times), path, "--figure")
 
-    Without `times` the seconds are those of the comparison itself.
+
+def make_figure(found: Comparison, times: Mapping[str, Comparison]) -> "Figure":
+    """Return a panel over bytes, and one over seconds for each of `times`, by the names there.
+
+    Without `times` the seconds are those of the comparison itself. Raises UserError.
     """
-    # Without a screen, and only where somebody wants a figure: it takes a second to import.
-    from matplotlib.figure import Figure
-
     curves = curves_of(found.outcomes)
     if not curves:
         raise UserError("--figure: no run was evaluated, so there is nothing to draw")
     paces = {name: seconds_of(found, other) for name, other in times.items()}
     paces = paces or {TIMES: {curve.row: curve.train_s for curve in curves}}
     width = PANEL_INCHES * (1 + len(paces)) + LEGEND_INCHES
-    figure = Figure(figsize=(width, HEIGHT_INCHES), layout="constrained")
+    figure = new_figure(HEIGHT_INCHES, width)
     panels = figure.subplots(1, 1 + len(paces), sharey=True, squeeze=False)[0]
     panels[0].set_xlabel("MiB that left a node")
     panels[0].set_ylabel("test accuracy %")
     for panel, name in zip(panels[1:], paces, strict=True):
-        panel.set_xlabel(f"seconds, {name}")
+        panel.set_xlabel(f"seconds, {plain(name)}")
     for number, curve in enumerate(curves):
         _draw(panels[0], number, curve, curve.sent_mib)
         for panel, pace in zip(panels[1:], paces.values(), strict=True):
@@ -113,28 +119,22 @@ def draw(found: Comparison, times: Mapping[str, Comparison], path: str) -> None:
                 _draw(panel, number, curve, [share * pace[curve.row] for share in curve.share])
     for panel in panels:
         panel.set_xscale("log")
-        panel.grid(True, which="major", color="#dddddd", linewidth=0.6)
-        panel.spines[["top", "right"]].set_visible(False)
     handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside right center", frameon=False)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise UserError(f"--figure {quote(path, 250)}: {error.strerror}; choose another") from None
+    figure.legend(handles, names, loc="outside right center")
+    return figure
 
 
 def _draw(panel: "Axes", number: int, curve: Curve, x: Sequence[float]) -> None:
     """Draw a course with its end, and the spread of the seeds there."""
-    colour = COLOURS[number % len(COLOURS)]
-    dash = DASHES[number // len(COLOURS) % len(DASHES)]
-    panel.plot(x, curve.accuracy, dash, color=colour, linewidth=1.2, alpha=0.6)
+    look = look_of(number)
+    panel.plot(x, curve.accuracy, linewidth=1.2, alpha=0.6, **look)
     panel.errorbar(
         x[-1:],
         curve.accuracy[-1:],
         yerr=[curve.spread],
-        fmt=MARKERS[number % len(MARKERS)],
-        color=colour,
+        fmt=marker_of(number),
+        color=look["color"],
         markersize=6,
         capsize=3,
-        label=curve.row,
+        label=plain(curve.row),
     )

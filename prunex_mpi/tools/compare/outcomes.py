@@ -1,9 +1,12 @@
 """What runs of a comparison measured, and the whole of it as JSON, of which tables are made."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.tools.compare.search import NOTHING, Score, best_rate
 
 
@@ -136,6 +139,17 @@ def comparison_from(found: Mapping[str, Any]) -> Comparison:
     return Comparison(
         **{**found, **lists, "tunings": tunings, "outcomes": outcomes, "equal": equal}
     )
+
+
+def read_comparison(flag: str, path: str) -> Comparison:
+    """Return the comparison that a file holds, which a flag may name; raise UserError."""
+    where = f"{flag} {quote(path, 250)}".strip()
+    try:
+        return comparison_from(json.loads(Path(path).read_text(encoding="utf-8"))["comparison"])
+    except OSError as error:
+        raise UserError(f"{where}: {error.strerror}", UNREADABLE) from None
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        raise UserError(f"{where} is not what --json of a comparison writes", UNREADABLE) from None
 
 
 def by_row(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:

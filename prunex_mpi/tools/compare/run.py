@@ -33,6 +33,7 @@ from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.exchanges import operations_of
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.run import summary
+from prunex_mpi.run.closing import add_up
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.facts import recorded_versions
 from prunex_mpi.run.job import assemble
@@ -83,7 +84,7 @@ def run_one(
         heartbeat.enter("finish")
         total_s = time.perf_counter() - started
         forward_s, dense_forward_s = forward_seconds(mine, settings, dataset, state, problem)
-        sums = summary.add_up(records)
+        sums = add_up(records)
         seconds, counted = sums["seconds"], sums["bytes"]
         stream = problem.train
         batches = stream.epoch * stream.steps_per_epoch + stream.position

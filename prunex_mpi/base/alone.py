@@ -1,0 +1,37 @@
+"""What a program does around its work that starts no MPI: flags, and the way it ends."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from prunex_mpi.base.errors import UserError
+
+Options = TypeVar("Options")
+
+
+def run_alone(
+    name: str,
+    parse: Callable[[Sequence[str]], Options],
+    work: Callable[[Options], None],
+    argv: Sequence[str] | None,
+) -> int:
+    """Parse the flags, do `work(options)`; return the exit code, having said in a line why."""
+    try:
+        work(parse(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        # One line, whatever a name of the user's holds, and in what the terminal can show.
+        line = " ".join(f"{name}: error: {error}".split())
+        line = line.encode(sys.stderr.encoding or "utf-8", "backslashreplace").decode(
+            sys.stderr.encoding or "utf-8"
+        )
+        print(line, file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+def require_packages(what: str, extra: str, *packages: str) -> None:
+    """Raise UserError unless `packages` are installed, which `what` needs and an extra brings."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise UserError(f'{what} needs {" and ".join(missing)}: pip install "prunex_mpi[{extra}]"')

@@ -1,0 +1,63 @@
+"""The totals of a run's records, and the table that ends a run. Neither torch nor MPI is needed."""
+
+from pathlib import Path
+from typing import Any
+
+from prunex_mpi.base.tables import format_lines
+from prunex_mpi.base.units import MIB
+
+
+def add_up(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the seconds and the bytes of all records together, by phase and by kind."""
+    return {
+        key: {name: sum(record[key][name] for record in records) for name in records[-1][key]}
+        for key in ("seconds", "bytes")
+    }
+
+
+def _setup_row(seconds: dict[str, float], sent: dict[str, int]) -> list[tuple[str, str]]:
+    """Return the row of what the method did once to begin, where it did anything."""
+    if not seconds["setup"]:
+        return []
+    return [("set-up of the method", f"{seconds['setup']:.2f} s, {sent['setup'] / MIB:.2f} MiB")]
+
+
+def closing_table(summary: dict[str, Any], run_dir: Path) -> str:
+    """Return the table that ends a run."""
+    return format_lines([*closing_rows(summary), ("results", str(run_dir))])
+
+
+def closing_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what stands in the table that ends a run: names and values."""
+    accuracy = summary["test_accuracy"]
+    sent, seconds = summary["bytes"], summary["seconds"]
+    dense = sent["dense"]
+    share = f"{100 * sent['payload'] / dense:.1f} % of dense"
+    if len(summary["nodes"]) == 1:
+        share += "; one node: none of it leaves the machine"
+    pruned = [("parameters", f"{summary['parameters']:,}")]
+    if summary["prunable"]:
+        before, after = summary["parameters"], summary["parameters_kept"]
+        kept = f"{summary['prunable_kept']:,} of {summary['prunable']:,}"
+        pruned = [
+            ("parameters", f"{before:,} before, {after:,} after pruning"),
+            ("prunable weights kept", f"{kept} (density {summary['density']:.3f})"),
+        ]
+    phases = ", ".join(f"{k} {v:.2f}" for k, v in seconds.items() if k != "total")
+    return [
+        ("status", f"{summary['status']} after {summary['iterations']} outer iterations"),
+        (
+            f"test accuracy of the {'pruned ' if summary['prunable'] else ''}model",
+            "not evaluated" if accuracy is None else f"{100 * accuracy:.2f} %",
+        ),
+        *pruned,
+        ("bytes between nodes per leader, dense", f"{dense / MIB:.2f} MiB"),
+        ("bytes between nodes per leader, sent", f"{sent['payload'] / MIB:.2f} MiB ({share})"),
+        ("  leaving a node, by ring algorithms", f"{sent['sent'] / MIB:.2f} MiB"),
+        ("  and for mask agreement", f"{sent['mask'] / MIB:.2f} MiB"),
+        ("  and for evaluation", f"{sent['evaluate'] / MIB:.2f} MiB"),
+        *_setup_row(seconds, sent),
+        ("bytes inside a node per leader", f"{sent['intra'] / MIB:.2f} MiB"),
+        ("seconds per phase", phases),
+        ("seconds in all", f"{summary['seconds_total']:.1f}"),
+    ]

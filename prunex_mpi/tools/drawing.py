@@ -1,0 +1,159 @@
+"""How all pictures look: colours, marks, the style, and what becomes of a figure."""
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prunex_mpi.base.errors import UserError, quote
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's, told apart by those who cannot see red and green; then other dashes.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
+# So many curves can be told apart.
+MOST_CURVES = len(COLOURS) * len(DASHES)
+# Dark for much and light for little, alike to all eyes and in grey.
+SHADES = "cividis"
+KINDS = (".svg", ".png", ".pdf")
+DPI = 150
+# The inches of a picture that fills a column of the page.
+WIDTH = 7.0
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.4,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "figure.facecolor": "white",
+    "svg.fonttype": "path",
+    # Equal pictures are equal files.
+    "svg.hashsalt": "prunex_mpi",
+    "hatch.linewidth": 0.6,
+}
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw in this style, whatever the user's own is."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(STYLE)
+        yield
+
+
+def new_figure(height: float, width: float = WIDTH) -> "Figure":
+    """Return an empty figure of so many inches, which lays itself out."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def look_of(number: int) -> dict[str, str]:
+    """Return colour and dash of the curve of this number."""
+    dash = DASHES[number // len(COLOURS) % len(DASHES)]
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": dash}
+
+
+def marker_of(number: int) -> str:
+    """Return the marker of the curve of this number."""
+    return MARKERS[number % len(MARKERS)]
+
+
+def plain(text: str) -> str:
+    """Return a name as matplotlib shows it letter by letter: no mathematics, nothing left out."""
+    text = " ".join(text.split()).replace("\\", "\\\\").replace("$", r"\$")
+    # A label that begins with an underscore is left out of legends.
+    return f" {text}" if text.startswith("_") else text
+
+
+def legend_above(panel: "Axes", columns: int = 4, reverse: bool = False) -> None:
+    """Name the curves of a panel above it, where the legend covers nothing."""
+    handles, names = panel.get_legend_handles_labels()
+    if not handles:
+        return
+    order = slice(None, None, -1) if reverse else slice(None)
+    panel.legend(
+        handles[order],
+        names[order],
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=min(columns, len(handles)),
+        borderaxespad=0.2,
+        columnspacing=1.4,
+        handlelength=2.2,
+    )
+
+
+def save(figure: "Figure", path: str, flag: str) -> None:
+    """Write a figure to the file that a flag names; raise UserError."""
+    try:
+        figure.savefig(path, dpi=DPI)
+    except OSError as error:
+        raise UserError(f"{flag} {quote(path, 250)}: {error.strerror}; choose another") from None
+
+
+def refuse_other_kinds(flag: str, path: str) -> None:
+    """Raise UserError unless the name that a flag gives ends as a picture's does."""
+    if Path(path).suffix not in KINDS:
+        names = ", ".join(KINDS[:-1])
+        raise UserError(
+            f"{flag} {quote(path, 250)}: give a name that ends in {names} or {KINDS[-1]}"
+        )
+
+
+def as_svg(figure: "Figure", name: str, title: str) -> str:
+    """Return a figure as an <svg> to stand in a page, as wide as its place.
+
+    `name` begins all its identifiers, so that no two pictures of a page share one; `title` says
+    what it shows to those who do not see it.
+    """
+    from html import escape
+
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.S)
+    text = re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    # A hundredth of a point is more than a screen shows; what is drawn is half as long.
+    text = re.sub(r'(?<=\sd=")[^"]+', lambda found: _shortened(found[0]), text)
+    head = re.search(r"<svg[^>]*>", text)
+    box = re.search(r'viewBox="[^"]*"', head[0]) if head else None
+    if head is None or box is None:
+        raise RuntimeError("matplotlib has written an SVG without a viewBox")
+    label = escape(title, quote=True)
+    opened = (
+        f'<svg role="img" aria-label="{label}" {box[0]} xmlns="http://www.w3.org/2000/svg" '
+        'xmlns:xlink="http://www.w3.org/1999/xlink">'
+    )
+    return opened + text[head.end() :]
+
+
+def _shortened(path: str) -> str:
+    """Return what a path draws with two decimals and on one line."""
+    return " ".join(re.sub(r"(\.\d\d)\d+", r"\1", path).split())
+
+
+def edges_of(positions: Sequence[float]) -> list[float]:
+    """Return the borders of columns about positions that rise."""
+    middles = [(a + b) / 2 for a, b in pairwise(positions)]
+    first = positions[0] - (middles[0] - positions[0] if middles else 0.5)
+    last = positions[-1] + (positions[-1] - middles[-1] if middles else 0.5)
+    return [first, *middles, last]

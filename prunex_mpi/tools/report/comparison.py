@@ -1,0 +1,59 @@
+"""The page of comparisons of methods: the tables and the figure of each."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from prunex_mpi.base.tables import Table
+from prunex_mpi.tools.compare.figure import curves_of, make_figure
+from prunex_mpi.tools.compare.outcomes import Comparison, read_comparison
+from prunex_mpi.tools.compare.tables import ranks_of, tables_of
+from prunex_mpi.tools.report.page import Page, Picture, Section
+from prunex_mpi.tools.report.reading import shown
+from prunex_mpi.tools.report.words import listed
+
+
+def page_of(paths: Sequence[Path]) -> Page:
+    """Return the page of the comparisons in these files; raise UserError."""
+    sections, words, notices = [], [], []
+    for number, path in enumerate(paths, 1):
+        found = read_comparison("", str(path))
+        name = shown(path.name)
+        about = lead(found)
+        words.append(f"{name}: {about}" if len(paths) > 1 else about)
+        notices += [
+            f"{name}: {run.row}, seed {run.seed}, diverged: {run.problem}"
+            for run in found.outcomes
+            if run.measured is None
+        ]
+        pictures = []
+        if curves_of(found.outcomes):
+            title = "Accuracy against bytes and against time"
+            figure = make_figure(found, {})
+            pictures = [Picture(f"comparison-{number}", title, figure, SPREAD, wide=True)]
+        tables = tables_of(found)
+        machine = Table("Machine", (), tuple(found.machine.items()))
+        sections.append(Section(name if len(paths) > 1 else "Results", pictures, tables[:1]))
+        sections.append(Section("", (), [*tables[1:], machine]))
+    title = "Comparison of methods" if len(paths) == 1 else "Comparisons of methods"
+    return Page(title, " · ".join(map(shown, paths)), words, sections, notices)
+
+
+SPREAD = (
+    "The mark is the end of a row, its bar the standard deviation over the seeds; the curve is the "
+    "mean of its seeds."
+)
+
+
+def lead(found: Comparison) -> str:
+    """Say in words what was compared and what came of it."""
+    seeds = f"{len(found.seeds)} seed{'s' if len(found.seeds) > 1 else ''}"
+    text = f"{len(found.rows)} rows were trained with {seeds} each."
+    places = ranks_of(found)
+    if not places:
+        return f"{text} None of them trained in all its seeds."
+    best = [row for row, place in places.items() if place == 1]
+    text += f" Most accurate on average was {listed(best)}."
+    left = [row for row in found.rows if row not in places]
+    if left:
+        text += f" No place has {listed(left)}, which diverged or did no better than guessing."
+    return text

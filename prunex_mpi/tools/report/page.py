@@ -1,0 +1,115 @@
+"""What a page is made of, and how it becomes HTML."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prunex_mpi import __version__
+from prunex_mpi.base.errors import UserError, quote
+from prunex_mpi.base.tables import Table, format_cell
+from prunex_mpi.tools.drawing import DPI, as_svg
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure with its title and, below it, what has to be known to read it.
+
+    `name` is that of its file; a `wide` one fills the page.
+    """
+
+    name: str
+    title: str
+    figure: "Figure"
+    note: str = ""
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """Pictures and tables under a heading."""
+
+    title: str
+    pictures: Sequence[Picture] = ()
+    tables: Sequence[Table] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page: `lead` answers in words, `notices` say what the reader must not overlook."""
+
+    title: str
+    source: str
+    lead: Sequence[str]
+    sections: Sequence[Section]
+    notices: Sequence[str] = field(default=())
+
+
+def pictures_of(found: Sequence[tuple[str, str, "Figure | None", str]]) -> list[Picture]:
+    """Return those pictures that there are; each is a name, a title, a figure and a note."""
+    return [
+        Picture(name, title, figure, note)
+        for name, title, figure, note in found
+        if figure is not None
+    ]
+
+
+def to_html(page: Page) -> str:
+    """Return the page as one HTML file that holds all it shows."""
+    from jinja2 import Environment, StrictUndefined
+
+    text = resources.files("prunex_mpi.tools.report").joinpath("page.html").read_text("utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    sections = [_section(section, number) for number, section in enumerate(page.sections)]
+    # Not those without anything: a run may have nothing to say to a heading.
+    shown = [s for s in sections if s["pictures"] or s["tables"] or s["text"]]
+    return environment.from_string(text).render(
+        page={**vars(page), "sections": shown}, version=__version__
+    )
+
+
+def _section(section: Section, number: int) -> dict[str, object]:
+    pictures = [
+        {
+            "title": picture.title,
+            "note": picture.note,
+            "wide": picture.wide,
+            "svg": as_svg(picture.figure, f"p{number}-{i}", picture.title),
+        }
+        for i, picture in enumerate(section.pictures)
+    ]
+    tables = [_table(table) for table in section.tables]
+    return {**vars(section), "pictures": pictures, "tables": tables}
+
+
+def _table(table: Table) -> dict[str, object]:
+    def cell(text: str, number: bool) -> dict[str, object]:
+        return {"text": text, "number": number}
+
+    # A column of numbers stands on the right, whatever one of its cells lacks.
+    kinds = [
+        any(isinstance(row[i], int | float) for row in table.rows)
+        and not any(isinstance(row[i], str) for row in table.rows)
+        for i in range(len(table.columns) or max(map(len, table.rows), default=0))
+    ]
+    columns = [cell(text, kinds[i]) for i, text in enumerate(table.columns)]
+    rows = [[cell(format_cell(value), kinds[i]) for i, value in enumerate(r)] for r in table.rows]
+    return {**vars(table), "columns": columns, "rows": rows}
+
+
+def write_pngs(page: Page, folder: Path) -> int:
+    """Write each picture of a page as NAME.png into a folder; return how many there are."""
+    pictures = [picture for section in page.sections for picture in section.pictures]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for picture in pictures:
+            picture.figure.savefig(folder / f"{picture.name}.png", dpi=DPI)
+    except OSError as error:
+        where = quote(str(folder), 250)
+        raise UserError(f"--png {where}: {error.strerror}; choose another folder") from None
+    return len(pictures)
