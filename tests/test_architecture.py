@@ -275,9 +275,13 @@ def test_what_the_trees_promise_is_what_python_loads() -> None:
         return "".join(f"import {NAME}.{module}\n" for module in modules)
 
     alone = [name for name in MODULES if name.startswith("tools.export.")]
+    # For these neither torch nor MPI needs to be there.
+    drawing = [n for n in MODULES if n.startswith(("tools.report.", "tools.figures."))]
     program = (
         f"import sys\n{loading(in_folders(PLAIN))}"
         "assert not {'torch', 'mpi4py', 'numpy'} & set(sys.modules)\n"
+        f"{loading([*drawing, 'report', 'run.closing'])}"
+        "assert not {'torch', 'mpi4py', 'matplotlib', 'jinja2'} & set(sys.modules)\n"
         f"{loading([*in_folders(WITHOUT_MPI), *alone])}assert 'mpi4py' not in sys.modules\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}

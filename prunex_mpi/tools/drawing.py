@@ -2,6 +2,7 @@
 
 import io
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -52,7 +53,9 @@ def styled() -> Iterator[None]:
     """Draw in this style, whatever the user's own is."""
     import matplotlib
 
-    with matplotlib.rc_context():
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        # A name in letters that the font lacks is still told by its number, and by the tables.
+        warnings.filterwarnings("ignore", "Glyph .* missing")
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE)
         yield

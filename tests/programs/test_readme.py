@@ -18,6 +18,8 @@ from prunex_mpi.tools.bench import options as bench
 from prunex_mpi.tools.compare import options as compare
 from prunex_mpi.tools.doctor import options as doctor
 from prunex_mpi.tools.export import options as export
+from prunex_mpi.tools.figures import options as figures
+from prunex_mpi.tools.report import options as report
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "prunex_mpi"
@@ -27,7 +29,7 @@ READMES = [ROOT / folder / "README.md" for folder in FOLDERS]
 LONGEST, MOST_WORDS = 150, 2000
 
 STARTS = ("python -m prunex_mpi", "python tests/", "mpirun ", "srun ", "sbatch ", "bash batch/")
-PARSERS = {"train": cli, "bench": bench, "doctor": doctor, "export": export}
+PARSERS = {"train": cli, "bench": bench, "doctor": doctor, "export": export, "report": report}
 # What scripts of batch/ hand their flags to.
 SCRIPTS = {
     "batch/quickstart.sh": ["train"],
@@ -95,6 +97,8 @@ def refused(words: list[str]) -> str:
         # Plans are named as seen from the project.
         plans = [str(ROOT / word) if word.startswith("batch/") else word for word in arguments]
         parser, arguments = compare, plans[1:]
+    if program == "bench" and arguments[:1] == ["figure"]:
+        parser, arguments = figures, arguments[1:]
     if not arguments:
         # A program's name alone.
         return ""
@@ -109,7 +113,7 @@ def refused(words: list[str]) -> str:
 
 def known_flags() -> set[str]:
     """Return the flags of all programs, of the tests and of the scripts of the harness."""
-    built = [cli, bench, compare, doctor, export]
+    built = [cli, bench, compare, doctor, export, figures, report]
     flags = {flag for m in built for a in m.build_parser()._actions for flag in a.option_strings}
     for path in (ROOT / "tests/conftest.py", ROOT / "tests/harness/cluster.py"):
         flags |= set(re.findall(r'"(--[a-z][a-z0-9-]+)"', path.read_text()))

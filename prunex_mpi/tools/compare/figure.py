@@ -108,20 +108,32 @@ def make_figure(found: Comparison, times: Mapping[str, Comparison]) -> "Figure":
     width = PANEL_INCHES * (1 + len(paces)) + LEGEND_INCHES
     figure = new_figure(HEIGHT_INCHES, width)
     panels = figure.subplots(1, 1 + len(paces), sharey=True, squeeze=False)[0]
-    panels[0].set_xlabel("MiB that left a node")
+    draw_bytes(panels[0], curves)
     panels[0].set_ylabel("test accuracy %")
-    for panel, name in zip(panels[1:], paces, strict=True):
-        panel.set_xlabel(f"seconds, {plain(name)}")
-    for number, curve in enumerate(curves):
-        _draw(panels[0], number, curve, curve.sent_mib)
-        for panel, pace in zip(panels[1:], paces.values(), strict=True):
-            if curve.row in pace:
-                _draw(panel, number, curve, [share * pace[curve.row] for share in curve.share])
-    for panel in panels:
-        panel.set_xscale("log")
+    for panel, (name, pace) in zip(panels[1:], paces.items(), strict=True):
+        draw_seconds(panel, curves, pace, name)
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right center")
     return figure
+
+
+def draw_bytes(panel: "Axes", curves: Sequence[Curve]) -> None:
+    """Draw the rows over the bytes that left a node."""
+    for number, curve in enumerate(curves):
+        _draw(panel, number, curve, curve.sent_mib)
+    panel.set_xscale("log")
+    panel.set_xlabel("MiB that left a node")
+
+
+def draw_seconds(
+    panel: "Axes", curves: Sequence[Curve], pace: Mapping[str, float], name: str = TIMES
+) -> None:
+    """Draw those rows over seconds whose whole run takes what `pace` says."""
+    for number, curve in enumerate(curves):
+        if curve.row in pace:
+            _draw(panel, number, curve, [share * pace[curve.row] for share in curve.share])
+    panel.set_xscale("log")
+    panel.set_xlabel(f"seconds, {plain(name)}")
 
 
 def _draw(panel: "Axes", number: int, curve: Curve, x: Sequence[float]) -> None:

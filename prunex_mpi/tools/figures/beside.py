@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 NONE = "-"
 # Letters of the text below that fill an inch, and the inches of a line.
-LETTERS, LINE_INCHES = 15.5, 0.155
+LETTERS, LINE_INCHES = 17.0, 0.155
 PAYLOAD_WHY = (
     "40 % is not what the paper's stated setting gives: half of the input channels of ResNet-152 "
     "leave 50.3 %"
@@ -72,13 +72,19 @@ def write_below(drawn: Drawn) -> None:
     engine = drawn.figure.get_layout_engine()
     if engine is not None:
         engine.set(rect=(0, below / whole, 1, 1 - below / whole))
-    drawn.figure.text(
-        0.012, (below - 0.06) / whole, "\n".join(map(plain, lines)), va="top", fontsize=7.5
-    )
+    text = "\n".join(lines)
+    drawn.figure.text(0.012, (below - 0.06) / whole, text, va="top", fontsize=7.5)
 
 
 def _wrapped(text: str, width: float) -> list[str]:
-    return textwrap.wrap(text, int(LETTERS * width), subsequent_indent=" " * 4)
+    return textwrap.wrap(plain(text), int(LETTERS * width), subsequent_indent=" " * 4)
+
+
+def unequal(runs: Sequence[Run]) -> list[str]:
+    """Return a note on what runs differ in that should be alike where they are compared."""
+    keys = ("model", "dataset", "outer-iterations", "batch-size", "train-samples")
+    named = [key for key in keys if len({str(run.setting(key)) for run in runs}) > 1]
+    return [f"The runs differ in {', '.join(named)} as well."] if named else []
 
 
 def setup_words(run: Run, ranks: int) -> str:

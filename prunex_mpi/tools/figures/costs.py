@@ -7,7 +7,7 @@ import numpy as np
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.settings.methods import PER_STEP
 from prunex_mpi.tools.drawing import COLOURS, legend_above, look_of, marker_of, new_figure, plain
-from prunex_mpi.tools.figures.beside import NONE, PAYLOAD_WHY, Beside, Drawn, setup_words
+from prunex_mpi.tools.figures.beside import NONE, PAYLOAD_WHY, Beside, Drawn, setup_words, unequal
 from prunex_mpi.tools.report import pictures
 from prunex_mpi.tools.report.pictures import along, axis_unit, plot, trained_seconds
 from prunex_mpi.tools.report.reading import RANKS, Run, read_ranks, shown
@@ -79,7 +79,7 @@ def accuracy(runs: Sequence[Run]) -> Drawn:
         )
         for number, run in enumerate(runs)
     ]
-    return Drawn(figure, rows)
+    return Drawn(figure, rows, unequal(runs))
 
 
 def payload(runs: Sequence[Run]) -> Drawn:

@@ -48,6 +48,7 @@ def of_layers(run: Run) -> Drawn:
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
+    from matplotlib.ticker import MaxNLocator
 
     figure = new_figure(1.4 + 1.6 * ((len(there) + 1) // 2))
     panels = figure.subplots((len(there) + 1) // 2, 2, sharex=True, squeeze=False).flatten()
@@ -68,10 +69,12 @@ def of_layers(run: Run) -> Drawn:
         panel.set_visible(False)
     for panel in panels[-2:]:
         count_iterations(panel)
-    figure.supylabel("norm of the layer", fontsize=9)
+    for panel in panels[::2]:
+        panel.set_ylabel("norm of the layer")
     scale = ScalarMappable(depth, shades)
     label = f"layer, of {len(layers.names)} from the input on"
-    figure.colorbar(scale, ax=list(panels), label=label, fraction=0.04, pad=0.02)
+    bar = figure.colorbar(scale, ax=list(panels), label=label, fraction=0.04, pad=0.02)
+    bar.locator = MaxNLocator(nbins=6, integer=True)
     return Drawn(figure, rows)
 
 

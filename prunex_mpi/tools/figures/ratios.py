@@ -7,7 +7,7 @@ import numpy as np
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.tools.drawing import legend_above, look_of, marker_of, new_figure, plain
-from prunex_mpi.tools.figures.beside import Beside, Drawn, setup_words
+from prunex_mpi.tools.figures.beside import Beside, Drawn, setup_words, unequal
 from prunex_mpi.tools.figures.costs import lacking, ranks_of
 from prunex_mpi.tools.report.reading import Run
 from prunex_mpi.tools.report.several import last
@@ -49,7 +49,7 @@ def ratios(runs: Sequence[Run]) -> Drawn:
         )
         for x in ordered:
             panel.plot([x] * len(seeds[x]), seeds[x], "_", color=look["color"], markersize=9)
-            many = f"{len(seeds[x])} seed{'s' if len(seeds[x]) > 1 else ''}"
+            many = f"{len(seeds[x])} run{'s' if len(seeds[x]) > 1 else ''}"
             apart = f" ± {stdev(seeds[x]):.2f}" if len(seeds[x]) > 1 else ""
             paper = PAPER.get(x, "-")
             first = series[x][0]
@@ -68,8 +68,8 @@ def ratios(runs: Sequence[Run]) -> Drawn:
     single = [x for series in found.values() for x in series if len(series[x]) == 1]
     notes = ["Bars: standard deviation over seeds; dashes: each run."]
     if single:
-        notes.append("Where there is one seed there is no spread.")
-    return Drawn(figure, rows, notes)
+        notes.append("Where there is one run there is no spread.")
+    return Drawn(figure, rows, [*notes, *unequal(runs)])
 
 
 def ratio_of(run: Run) -> float:

@@ -123,8 +123,10 @@ def notes(link_gbit: float, latency_us: float) -> list[str]:
 
 
 def series_of(run: Run) -> str:
-    """Return what runs of one curve have in common, but for the work of an outer iteration."""
+    """Return what runs of one curve have in common: their work is counted in the same unit."""
     what = [str(run.setting(key, "")) for key in ("method", "model", "dataset")]
+    if run.setting("local-steps", 0):
+        what.append("by steps")
     return " ".join(filter(None, what))
 
 

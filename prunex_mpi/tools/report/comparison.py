@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prunex_mpi.base.tables import Table
-from prunex_mpi.tools.compare.figure import curves_of, make_figure
+from prunex_mpi.tools.compare.figure import curves_of, draw_bytes, draw_seconds
 from prunex_mpi.tools.compare.outcomes import Comparison, read_comparison
 from prunex_mpi.tools.compare.tables import ranks_of, tables_of
+from prunex_mpi.tools.drawing import legend_above, new_figure
 from prunex_mpi.tools.report.page import Page, Picture, Section
 from prunex_mpi.tools.report.reading import shown
 from prunex_mpi.tools.report.words import listed
@@ -25,17 +26,30 @@ def page_of(paths: Sequence[Path]) -> Page:
             for run in found.outcomes
             if run.measured is None
         ]
-        pictures = []
-        if curves_of(found.outcomes):
-            title = "Accuracy against bytes and against time"
-            figure = make_figure(found, {})
-            pictures = [Picture(f"comparison-{number}", title, figure, SPREAD, wide=True)]
+        pictures = pictures_of(found, number)
         tables = tables_of(found)
         machine = Table("Machine", (), tuple(found.machine.items()))
         sections.append(Section(name if len(paths) > 1 else "Results", pictures, tables[:1]))
         sections.append(Section("", (), [*tables[1:], machine]))
     title = "Comparison of methods" if len(paths) == 1 else "Comparisons of methods"
     return Page(title, " · ".join(map(shown, paths)), words, sections, notices)
+
+
+def pictures_of(found: Comparison, number: int) -> list[Picture]:
+    """Return accuracy over bytes and over time, nothing where no run was evaluated."""
+    curves = curves_of(found.outcomes)
+    if not curves:
+        return []
+    over_bytes, over_seconds = new_figure(4.2), new_figure(4.2)
+    draw_bytes(over_bytes.subplots(), curves)
+    draw_seconds(over_seconds.subplots(), curves, {c.row: c.train_s for c in curves})
+    for figure in (over_bytes, over_seconds):
+        figure.axes[0].set_ylabel("test accuracy %")
+        legend_above(figure.axes[0], 3)
+    return [
+        Picture(f"bytes-{number}", "Accuracy against bytes", over_bytes, SPREAD),
+        Picture(f"seconds-{number}", "Accuracy against time", over_seconds, SPREAD),
+    ]
 
 
 SPREAD = (

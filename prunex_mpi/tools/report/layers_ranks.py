@@ -162,10 +162,12 @@ def rank_residuals(found: RankResiduals) -> "Figure | None":
         panel.set_title(RESIDUAL_WORDS[name], loc="left", fontsize=8)
     for panel in panels[len(there) :]:
         panel.set_visible(False)
+    for panel in panels[-2:]:
+        count_iterations(panel)
+    for panel in panels[::2]:
+        panel.set_ylabel("norm on the rank")
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper center", ncols=min(8, len(names)))
-    figure.supxlabel("outer iteration", fontsize=9)
-    figure.supylabel("norm on the rank", fontsize=9)
     return figure
 
 

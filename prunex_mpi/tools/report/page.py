@@ -14,19 +14,21 @@ from prunex_mpi.tools.drawing import DPI, as_svg
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# More columns of a table do not fit beside something else.
+FEW_COLUMNS = 8
+
 
 @dataclass(frozen=True)
 class Picture:
     """A figure with its title and, below it, what has to be known to read it.
 
-    `name` is that of its file; a `wide` one fills the page.
+    `name` is that of its file.
     """
 
     name: str
     title: str
     figure: "Figure"
     note: str = ""
-    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,6 @@ def _section(section: Section, number: int) -> dict[str, object]:
         {
             "title": picture.title,
             "note": picture.note,
-            "wide": picture.wide,
             "svg": as_svg(picture.figure, f"p{number}-{i}", picture.title),
         }
         for i, picture in enumerate(section.pictures)
@@ -99,7 +100,7 @@ def _table(table: Table) -> dict[str, object]:
     ]
     columns = [cell(text, kinds[i]) for i, text in enumerate(table.columns)]
     rows = [[cell(format_cell(value), kinds[i]) for i, value in enumerate(r)] for r in table.rows]
-    return {**vars(table), "columns": columns, "rows": rows}
+    return {**vars(table), "columns": columns, "rows": rows, "wide": len(kinds) > FEW_COLUMNS}
 
 
 def write_pngs(page: Page, folder: Path) -> int:

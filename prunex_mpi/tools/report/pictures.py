@@ -40,8 +40,8 @@ RESIDUAL_WORDS = {
     "inter_dual": "between nodes, dual",
 }
 GREY = "#555555"
-# Fewer points are marked one by one.
-MARKED = 40
+# Fewer points are marked one by one, of more about so many.
+MARKED, SOME = 40, 12
 # A loss that spans more is drawn on a logarithmic scale.
 WIDE_SPAN = 20
 AXES = ("iterations", "seconds", "bytes")
@@ -99,12 +99,14 @@ def axis_unit(runs: Sequence[Run], axis: str) -> tuple[float, str]:
 
 
 def plot(panel: "Axes", x: np.ndarray, y: np.ndarray, mark: str = "", **look: object) -> None:
-    """Draw a curve, thinned out; few points get the mark."""
+    """Draw a curve, thinned out; few points get the mark each, of many some."""
     x, y = thin(x, y)
     if len(x) == 1 and not mark:
         mark = "o"
-    few = {"marker": mark, "markersize": 3.5} if mark and len(x) <= MARKED else {}
-    panel.plot(x, y, **few, **look)
+    marks = {"marker": mark, "markersize": 3.5} if mark else {}
+    if mark and len(x) > MARKED:
+        marks["markevery"] = len(x) // SOME
+    panel.plot(x, y, **marks, **look)
 
 
 def count_iterations(panel: "Axes") -> None:

@@ -30,6 +30,7 @@ RESIDUALS = ("intra_primal", "intra_dual", "inter_primal", "inter_dual")
 OF_LAYERS = ("density", "rho1", "rho2", *RESIDUALS)
 # A job that is well gives a sign of life every five seconds.
 ALIVE_S = 60.0
+ENDS = {"running": "it is still going", "broken off": "it was broken off"}
 BEGIN = b'{"iteration": '
 
 
@@ -216,9 +217,8 @@ def read_metrics(path: Path, status: str, reason: str) -> tuple[dict[str, np.nda
                 column.append(numbers.get(name, np.nan))
             count += 1
     if not count:
-        ended = f": it {'is ' if status == 'running' else ''}{status}" if status else ""
-        because = f", {reason}" if reason else ""
-        raise UserError(f"{where} has no finished outer iteration yet{ended}{because}", UNREADABLE)
+        text = f"{where} has no finished outer iteration: {ENDS.get(status, status)}"
+        raise UserError(f"{text}, {reason}" if reason else text, UNREADABLE)
     # In the order of the run's files, whatever came first.
     order = [*dict.fromkeys([*flattened(record or {"iteration": 0}), *columns])]
     known = [name for name in order if name in columns]

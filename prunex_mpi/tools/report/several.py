@@ -66,10 +66,14 @@ def label(number: int, run: Run) -> str:
 
 def lead(runs: Sequence[Run]) -> list[str]:
     """Return the first paragraph: what was best, cheapest and fastest."""
-    text = [f"{len(runs)} runs, {sum(run.complete for run in runs)} of them complete."]
-    accuracy = {run.name: last(run, "test_accuracy") for run in runs}
-    sizes = {run.name: float(pictures.sent_bytes(run)[-1]) for run in runs}
-    seconds = {run.name: float(pictures.trained_seconds(run)[-1]) for run in runs}
+    whole = sum(run.complete for run in runs)
+    of_these = "; what follows is of these" if 0 < whole < len(runs) else ""
+    text = [f"{len(runs)} runs, {whole} of them complete{of_these}."]
+    # What was broken off early has cost little.
+    judged = [run for run in runs if run.complete] or runs
+    accuracy = {run.name: last(run, "test_accuracy") for run in judged}
+    sizes = {run.name: float(pictures.sent_bytes(run)[-1]) for run in judged}
+    seconds = {run.name: float(pictures.trained_seconds(run)[-1]) for run in judged}
     known = {name: value for name, value in accuracy.items() if np.isfinite(value)}
     if known:
         best = max(known, key=lambda name: known[name])
@@ -201,10 +205,8 @@ def table_of(runs: Sequence[Run]) -> Table:
                 label(number, run),
                 run.status,
                 str(run.setting("method", "")),
-                str(run.setting("model", "")),
                 len(run.iterations),
                 None if np.isnan(accuracy) else 100 * accuracy,
-                _cell(last(run, "train_loss")),
                 _cell(last(run, "density")),
                 float(sent / MIB),
                 float(100 * sent / dense) if dense else None,
@@ -213,10 +215,10 @@ def table_of(runs: Sequence[Run]) -> Table:
             )
         )
     columns = (
-        *("run", "status", "method", "model", "iterations", "accuracy %", "training loss"),
-        *("density", "payload MiB", "of dense %", "seconds", "held up most by"),
+        *("run", "status", "method", "iterations", "accuracy %", "density"),
+        *("payload MiB", "of dense %", "seconds", "held up most by"),
     )
-    note = "accuracy, loss and density: the last; payload: what a leader handed over between nodes"
+    note = "accuracy and density: the last; payload: what a leader handed over between nodes"
     return Table("", columns, tuple(rows), (note,))
 
 

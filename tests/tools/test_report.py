@@ -1,0 +1,609 @@
+"""Report: pages that hold all they show, of runs in whatever state, and one line for what is none.
+
+Directories are fabricated: no job is started.
+"""
+
+import contextlib
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import environment
+from recorded import Delay, make_run, write_lines
+
+from prunex_mpi import report as program
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
+from prunex_mpi.run.directory import RunDirectory
+from prunex_mpi.tools import drawing
+from prunex_mpi.tools.compare.outcomes import Comparison, Measured, Outcome, Point, to_dict
+from prunex_mpi.tools.report import pictures, reading, single
+from prunex_mpi.tools.report import report as writing
+from prunex_mpi.tools.report.page import Page
+from prunex_mpi.tools.report.reading import read_layers, read_run
+from prunex_mpi.tools.report.thinning import COLUMNS, binned, means, thin
+from prunex_mpi.tools.report.words import duration_words, lead, size_words
+
+pytestmark = pytest.mark.any_mpi
+
+KIB, MB = 2**10, 10**6
+ALONE = """
+import sys
+for name in ("torch", "torchvision", "mpi4py"):
+    sys.modules[name] = None
+from prunex_mpi.report import main
+sys.exit(main(sys.argv[1:]))
+"""
+ODD = "a $x_1$ <b>&\u2028[日本] ü"
+
+
+class Reader(HTMLParser):
+    """Collect what a page is made of: its text, its tags, identifiers and references."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text: list[str] = []
+        self.tags: list[str] = []
+        self.identifiers: list[str] = []
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.identifiers.append(value or "")
+            if name in ("src", "href", "xlink:href", "data", "action"):
+                self.references.append(value or "")
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def read(page: Path | str) -> Reader:
+    """Return what a page holds."""
+    reader = Reader()
+    reader.feed(page if isinstance(page, str) else page.read_text(encoding="utf-8"))
+    return reader
+
+
+def text_of(page: Path | str) -> str:
+    return " ".join(" ".join(read(page).text).split())
+
+
+def refused(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str]:
+    """Return the exit code and the one line of a call that is refused."""
+    code = program.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("prunex_mpi.report: error: "), captured
+    return code, lines[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# The page of one run
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fabricate a run under a name that is hard on markup, paths and pictures."""
+    path = tmp_path_factory.mktemp("runs") / ODD
+    return make_run(path, delay=Delay(2, "dual", 40), groups=["coupled"], ranks_per_node=2)
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> Page:
+    """Return the page of that run before it is HTML; its figures have been drawn."""
+    with drawing.styled():
+        made = single.page_of(read_run(run))
+        for section in made.sections:
+            for picture in section.pictures:
+                picture.figure.draw_without_rendering()
+    return made
+
+
+@pytest.fixture(scope="module")
+def written(run: Path) -> Path:
+    """Write the page, pictures and metrics of that run, where there is neither torch nor MPI."""
+    out = run.parent
+    flags = ["--png", str(out / "pic tures"), "--csv", str(out / "ü.csv")]
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(run), *flags],
+        cwd=out,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return run / "report.html"
+
+
+def test_the_page_needs_nothing_else(written: Path) -> None:
+    found = read(written)
+    assert not {"script", "link", "iframe", "object", "img", "video"} & set(found.tags)
+    inner = [r for r in found.references if not r.startswith("data:")]
+    assert inner and all(r.startswith("#") for r in inner)
+    assert {r[1:] for r in inner} <= set(found.identifiers)
+    assert "@import" not in written.read_text(encoding="utf-8")
+    assert not re.search(r"url\((?!#)", written.read_text(encoding="utf-8"))
+
+
+def test_no_two_pictures_share_an_identifier(written: Path) -> None:
+    identifiers = read(written).identifiers
+    assert len(identifiers) == len(set(identifiers)) > 100
+
+
+def test_the_page_is_small(written: Path) -> None:
+    assert 100 * KIB < written.stat().st_size < MB
+
+
+def test_the_page_shows_all_that_was_recorded(page: Page) -> None:
+    names = {picture.name for section in page.sections for picture in section.pictures}
+    assert names == {
+        *("learning-iterations", "learning-seconds", "learning-bytes", "bytes", "seconds"),
+        *("ranks", "lost", "density", "density-layers"),
+        *("residuals", "penalties", "residuals-layers", "residuals-ranks"),
+    }
+
+
+def test_the_first_paragraph_answers(written: Path) -> None:
+    text = text_of(written)
+    for words in (
+        "completed its 20 outer iterations",
+        "test accuracy is 91.02 %",
+        "66.6 % of the 80.00 MiB of a dense model",
+        "% into the local steps",
+        "held up most by rank 2 on node01 in corrections and norms",
+        "Pruned were 480 of 960 prunable weights",
+        "fixed since iteration 15",
+    ):
+        assert words in text
+
+
+def test_tables_tell_settings_versions_topology_and_the_end(written: Path) -> None:
+    text = text_of(written)
+    for words in (
+        "Settings that differ from those of preset recipe for method prunex",
+        "outer-iterations 20 64",
+        "groups coupled channel",
+        "Open MPI v5.0.11",
+        "node ranks host 0 0-1 node00 1 2-3 node01",
+        "1,000 before, 520 after pruning",
+    ):
+        assert words in text
+    # What follows from the number of outer iterations is no change of the user's.
+    assert "warmup-iterations" not in text
+
+
+def test_a_name_is_shown_letter_by_letter(written: Path, run: Path) -> None:
+    assert f"Run {' '.join(ODD.split())}" in text_of(written)
+    assert "<b>&" not in written.read_text(encoding="utf-8")
+
+
+def test_legends_cover_nothing_and_labels_do_not_touch(page: Page) -> None:
+    for section in page.sections:
+        for picture in section.pictures:
+            panels = [axes for axes in picture.figure.axes if axes.get_visible()]
+            legends = [axes.get_legend() for axes in panels] + picture.figure.legends
+            for legend in filter(None, legends):
+                box = legend.get_window_extent()
+                for axes in panels:
+                    assert not box.overlaps(axes.bbox.shrunk(0.99, 0.99)), picture.name
+            for axes in panels:
+                boxes = [
+                    label.get_window_extent()
+                    for label in axes.get_yticklabels()
+                    if label.get_text() and axes.bbox.y0 <= label.get_window_extent().y1
+                ]
+                boxes.sort(key=lambda b: b.y0)
+                for below, above in pairwise(boxes):
+                    assert below.y1 <= above.y0 + 1, picture.name
+
+
+def test_everything_lies_inside_its_picture(page: Page) -> None:
+    for section in page.sections:
+        for picture in section.pictures:
+            whole = picture.figure.bbox
+            tight = picture.figure.get_tightbbox().transformed(picture.figure.dpi_scale_trans)
+            assert tight.x0 >= whole.x0 - 1 and tight.x1 <= whole.x1 + 1, picture.name
+            assert tight.y0 >= whole.y0 - 1 and tight.y1 <= whole.y1 + 1, picture.name
+
+
+def test_pictures_are_written_apart_on_request(written: Path, page: Page) -> None:
+    files = {path.stem: path for path in (written.parents[1] / "pic tures").iterdir()}
+    assert set(files) == {p.name for section in page.sections for p in section.pictures}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files.values())
+
+
+def test_metrics_are_written_as_csv(written: Path, run: Path) -> None:
+    with open(run.parent / "ü.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    assert len(rows) == len(records)
+    for row, record in zip(rows, records, strict=True):
+        assert row["bytes.payload"] == str(record["bytes"]["payload"])
+        assert float(row["seconds.local"]) == record["seconds"]["local"]
+        assert row["residuals.intra_dual"] == str(record["residuals"]["intra_dual"] or "")
+
+
+def test_the_same_run_gives_the_same_picture(run: Path) -> None:
+    found = read_run(run)
+    with drawing.styled():
+        texts = [drawing.as_svg(pictures.duration(found), "p", "seconds") for _ in range(2)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
+def test_a_missing_package_is_named_with_the_extra(
+    missing: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    code, line = refused(capsys, tmp_path)
+    assert code == USAGE
+    assert f"needs {missing}" in line and 'pip install "prunex_mpi[report]"' in line
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs that did not end well, older ones, and what is no run
+# --------------------------------------------------------------------------------------------------
+
+
+def words_of(path: Path) -> str:
+    """Return the first paragraph of a run's page, which needs no picture."""
+    return " ".join(lead(read_run(path), None))
+
+
+def test_a_run_that_was_broken_off_says_so(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", status="")
+    file = path / "metrics.jsonl"
+    file.write_bytes(file.read_bytes()[:-30])
+    found = read_run(path)
+    assert (found.status, len(found.iterations)) == ("broken off", 19)
+    assert "last line" in found.notes[0]
+    text = words_of(path)
+    assert "ended badly" in text and "19 of 20 outer iterations" in text
+    assert "Of the weights that can be pruned 50.0 % are gone" in text
+    assert "can't be told" in text
+
+
+def test_a_run_that_is_going_says_so(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", status="")
+    (path / "heartbeats").mkdir()
+    (path / "heartbeats/0").write_text("")
+    assert read_run(path).status == "running"
+    assert "still going" in words_of(path)
+    old = time.time() - 2 * reading.ALIVE_S
+    os.utime(path / "heartbeats/0", (old, old))
+    assert read_run(path).status == "broken off"
+
+
+def test_a_run_that_was_preempted_says_so(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", status="preempted")
+    assert "was preempted after 20 outer iterations (SIGTERM)" in words_of(path)
+
+
+def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", status="")
+    with contextlib.closing(RunDirectory(path, "", resume=True)) as files:
+        files.note_divergence("the loss is nan")
+        assert "diverged after 20 outer iterations (the loss is nan)" in words_of(path)
+        # Who goes on from a checkpoint starts with a clean slate.
+        files.rewind(files.sizes())
+    assert not (path / "diverged.json").exists()
+
+
+def test_an_older_run_is_shown_without_what_it_lacks(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", iterations=4, ranks=False)
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["bytes"]["sent"], line["seconds"]["setup"], line["mask_drift"]
+        line["train_loss"] = float("nan")
+    write_lines(path / "metrics.jsonl", lines)
+    (path / "layers.jsonl").unlink()
+    summary = json.loads((path / "summary.json").read_text())
+    for key in ("sent", "mask", "setup"):
+        del summary["bytes"][key]
+    del summary["seconds_total"]
+    (path / "summary.json").write_text(json.dumps(summary))
+    assert program.main([str(path)]) == 0
+    text = text_of(path / "report.html")
+    assert "The run has no ranks.jsonl" in text and "completed after 4 outer iterations" in text
+
+
+def test_settings_of_another_version_are_all_shown(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", iterations=2)
+    config = (path / "config.toml").read_text().replace('"recipe"', '"banquet"')
+    (path / "config.toml").write_text("new-flag = 3\n" + config)
+    table = single.settings_table(read_run(path))
+    assert ("new-flag", "3", None) in table.rows and len(table.rows) > 50
+
+
+def cut_in_the_middle(name: str) -> Callable[[Path], None]:
+    def spoil(path: Path) -> None:
+        lines = (path / name).read_bytes().splitlines(keepends=True)
+        lines[2] = lines[2][:20] + b"\n"
+        (path / name).write_bytes(b"".join(lines))
+
+    return spoil
+
+
+def too_few_ranks(path: Path) -> None:
+    text = (path / "ranks.jsonl").read_text()
+    (path / "ranks.jsonl").write_text(text.replace('"node": [0, 0, 1, 1]', '"node": [0]'))
+
+
+def twice(path: Path) -> None:
+    file = path / "metrics.jsonl"
+    file.write_bytes(2 * file.read_bytes())
+
+
+def huge_number(path: Path) -> None:
+    text = (path / "metrics.jsonl").read_text()
+    (path / "metrics.jsonl").write_text(text.replace('"frozen": false', f'"frozen": 1{400 * "0"}'))
+
+
+SPOILT = {
+    "no config": (lambda path: (path / "config.toml").unlink(), "not the folder of a run"),
+    "no TOML": (lambda path: (path / "config.toml").write_text("="), "not TOML"),
+    "no text": (lambda path: (path / "config.toml").write_bytes(b"\xff\xfe"), "can't be read"),
+    "no metrics": (lambda path: (path / "metrics.jsonl").unlink(), "no finished outer iteration"),
+    "empty metrics": (lambda path: (path / "metrics.jsonl").write_text(""), "no finished outer"),
+    "a summary of a foreigner": (lambda path: (path / "summary.json").write_text("[]"), "summary"),
+    "a metrics line": (cut_in_the_middle("metrics.jsonl"), "line 3 is damaged"),
+    "a layers line": (cut_in_the_middle("layers.jsonl"), "line 3 is damaged"),
+    "a ranks line": (cut_in_the_middle("ranks.jsonl"), "line 3 is damaged"),
+    "ranks": (too_few_ranks, "ranks.jsonl', line 1 is damaged"),
+    "iterations twice": (twice, "line 5 is damaged"),
+    "a number": (huge_number, "line 1 is damaged"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_a_damaged_run_is_one_line(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    spoil, word = SPOILT[what]
+    path = make_run(tmp_path / "a run\nü", iterations=4)
+    spoil(path)
+    code, line = refused(capsys, path)
+    assert code == UNREADABLE and word in line
+    assert not (path / "report.html").exists()
+
+
+def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bytes").write_bytes(bytes(range(256)))
+    (tmp_path / "other.json").write_text('{"comparison": {}}')
+    for name, word in (
+        ("nowhere", "there is no run"),
+        ("empty", "not the folder of a run"),
+        ("bytes", "not what --json of a comparison writes"),
+        ("other.json", "not what --json of a comparison writes"),
+    ):
+        code, line = refused(capsys, tmp_path / name)
+        assert code == UNREADABLE and word in line
+
+
+def test_what_does_not_fit_on_a_page_is_one_line(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "c.json").write_text("{}")
+    assert "fit on one page" in refused(capsys, run, tmp_path / "c.json")[1]
+    assert "given twice" in refused(capsys, run, run / ".." / run.name)[1]
+    assert "at most 28" in refused(capsys, *[run] * 29)[1]
+    assert "--csv is for runs" in refused(capsys, tmp_path / "c.json", "--csv", "x")[1]
+    code, line = refused(capsys, run, "--outptu", "x")
+    assert code == USAGE and "--output" in line
+
+
+def test_a_page_that_cant_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_run(tmp_path / "run", iterations=2)
+    monkeypatch.setattr(writing, "page_of", lambda *_: Page("", "", (), ()))
+    code, line = refused(capsys, path, "--output", tmp_path / "no/where.html")
+    assert code == USAGE and "--output" in line
+    assert "--png" in refused(capsys, path, "--png", path / "config.toml")[1]
+    assert "--csv" in refused(capsys, path, "--csv", tmp_path)[1]
+
+
+# --------------------------------------------------------------------------------------------------
+# Several runs, comparisons
+# --------------------------------------------------------------------------------------------------
+
+
+def test_several_runs_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "x/run", iterations=6, delay=Delay(3, "local", 50))
+    make_run(tmp_path / "y/run", iterations=4, status="", ranks=False, method="dense")
+    monkeypatch.chdir(tmp_path)
+    assert program.main(["x/run", "y/run", "--csv", "both.csv"]) == 0
+    text = text_of(tmp_path / "report.html")
+    assert "1: x/run completed prunex" in text and "2: y/run broken off dense" in text
+    assert "rank 3, local" in text and "They differ in outer-iterations" in text
+    assert "2: y/run: The run ended badly" in text
+    with open("both.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["run"] for row in rows] == ["x/run"] * 6 + ["y/run"] * 4
+
+
+def outcome(row: str, seed: int, accuracy: float | None) -> Outcome:
+    """Return a run of a comparison; one without an accuracy diverged."""
+    if accuracy is None:
+        return Outcome(row, seed, 0.1, None, "the loss is nan")
+    curve = tuple(Point(k, 1000 * k, 0.5 * k, accuracy * k / 3) for k in (1, 2, 3))
+    counts = dict.fromkeys(("extra_samples", "metadata_bytes", "zeros", "line_zeros"), 0)
+    sizes = dict.fromkeys(("payload_bytes", "sent_bytes", "parameters", "parameters_left"), 3000)
+    seconds = dict.fromkeys(("sync_s", "own_s", "local_s", "train_s"), 1.5)
+    passes = dict.fromkeys(("forward_s", "dense_forward_s"), 0.1)
+    measured = Measured(
+        accuracy=accuracy,
+        loss=1.0,
+        samples=96,
+        epochs=3.0,
+        steps=6,
+        weights=100,
+        speakers=2,
+        ranks=4,
+        operations="Allreduce",
+        curve=curve,
+        **counts,
+        **sizes,
+        **seconds,
+        **passes,
+    )
+    return Outcome(row, seed, 0.1, measured)
+
+
+def test_a_comparison_is_its_tables_and_its_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes = tuple(
+        outcome(row, seed, accuracy)
+        for seed in (0, 1)
+        for row, accuracy in (("dense", 0.9 + seed / 50), ("a $b", 0.8), ("wild", None))
+    )
+    found = Comparison(
+        "Some methods",
+        {"processor": "a fast one"},
+        ("dense", "a $b", "wild"),
+        (0, 1),
+        (),
+        outcomes,
+        {},
+        {},
+        ("learning rates: given",),
+    )
+    file = tmp_path / "of methods.json"
+    file.write_text(json.dumps({"machine": {}, "tables": [], "comparison": to_dict(found)}))
+    monkeypatch.chdir(tmp_path)
+    assert program.main([str(file)]) == 0
+    page = read(tmp_path / "report.html")
+    text = " ".join(" ".join(page.text).split())
+    for words in (
+        "Most accurate on average was dense.",
+        "No place has wild",
+        "wild, seed 1, diverged: the loss is nan",
+        "Some methods",
+        "a fast one",
+        "columns of the PruneX paper's Table 1",
+    ):
+        assert words in text
+    assert page.tags.count("svg") == 2
+
+
+# --------------------------------------------------------------------------------------------------
+# Long runs, words and colours
+# --------------------------------------------------------------------------------------------------
+
+
+def test_thinning_keeps_what_sticks_out() -> None:
+    x = np.arange(10_000.0)
+    y = np.sin(x / 900)
+    y[[1234, 7777]] = 50, -50
+    y[5000:5100] = np.nan
+    thin_x, thin_y = thin(x, y)
+    assert len(thin_x) <= 2 * COLUMNS + 2
+    assert {50, -50} <= {*thin_y}
+    assert (thin_x[0], thin_x[-1]) == (0, 9999)
+    assert np.isfinite(thin_y).all() and (np.diff(thin_x) > 0).all()
+    assert all(y[int(a)] == b for a, b in zip(thin_x, thin_y, strict=True))
+
+
+def test_few_points_stay_as_they_are() -> None:
+    x, y = np.array([1.0, 2.0, 3.0]), np.array([1.0, np.nan, 2.0])
+    assert [part.tolist() for part in thin(x, y)] == [[1, 3], [1, 2]]
+    assert [len(part) for part in thin(x, np.full(3, np.nan))] == [0, 0]
+
+
+def test_columns_of_long_runs_are_means() -> None:
+    edges, starts = binned(np.arange(1.0, 11.0), columns=3)
+    assert edges.tolist() == [0.5, 3.5, 6.5, 10.5]
+    assert means(np.arange(1.0, 11.0), starts).tolist() == [2, 5, 8.5]
+    edges, starts = binned(np.array([4.0]))
+    assert (edges.tolist(), means(np.array([np.nan]), starts).tolist()) == ([3.5, 4.5], [0])
+
+
+def test_layers_of_a_long_run_are_read_here_and_there(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", iterations=300)
+    found = read_run(path)
+    wanted = single.wanted_iterations(found)
+    assert len(wanted) <= 2 * single.LAYER_COLUMNS and wanted[-1] == 300
+    # What is passed over isn't even parsed.
+    lines = (path / "layers.jsonl").read_text().splitlines()
+    passed = next(k for k in range(2, 300) if k not in wanted)
+    spoilt = [f'{line[:25]} "' if f'n": {passed},' in line else line for line in lines]
+    (path / "layers.jsonl").write_text("\n".join(spoilt) + "\n")
+    layers = read_layers(path, wanted)
+    assert layers is not None
+    assert layers.iterations.tolist() == wanted
+    assert layers.values["density"].shape == (len(wanted), 5)
+    assert np.isnan(layers.values["inter_dual"][-1]).all()
+
+
+@pytest.mark.long
+def test_a_run_of_ten_thousand_iterations_is_a_small_page_soon(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", iterations=100)
+    for name in ("metrics.jsonl", "layers.jsonl", "ranks.jsonl"):
+        lines = (path / name).read_text().splitlines()
+        with open(path / name, "w", encoding="utf-8") as file:
+            for hundred in range(100):
+                for line in lines:
+                    head, _, rest = line.partition(",")
+                    number = int(head.rpartition(" ")[2]) + 100 * hundred
+                    rest = re.sub(r', "hosts": \[[^]]*\]', "", rest) if hundred else rest
+                    file.write(f'{{"iteration": {number},{rest}\n')
+    started = time.process_time()
+    assert program.main([str(path)]) == 0
+    assert time.process_time() - started < 20
+    assert (path / "report.html").stat().st_size < 2 * MB
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.00123, "1.23 ms"), (0.5, "0.5 s"), (59.96, "60 s"), (150, "2 min 30 s"), (9000, "2.5 h")],
+)
+def test_times_are_said_as_people_do(seconds: float, words: str) -> None:
+    assert duration_words(seconds) == words
+
+
+def test_sizes_are_said_in_their_unit() -> None:
+    assert [size_words(x) for x in (5, 2048, 3 * 2**20)] == ["5 bytes", "2.00 KiB", "3.00 MiB"]
+
+
+# What remains of linear red, green and blue to those without one kind of cones (Machado 2009).
+BLIND = {
+    "protan": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deutan": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+}
+
+
+@pytest.mark.parametrize("kind", BLIND)
+def test_colours_are_told_apart_without_seeing_red_and_green(kind: str) -> None:
+    def lab(colour: str) -> np.ndarray:
+        rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+        seen = np.clip(np.array(BLIND[kind]) @ linear, 0, 1)
+        matrix = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+        x, y, z = np.cbrt(np.array(matrix) @ seen / (0.9505, 1, 1.089))
+        return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+    seen = [lab(colour) for colour in drawing.COLOURS]
+    distances = [np.linalg.norm(a - b) for i, a in enumerate(seen) for b in seen[:i]]
+    # Two greys or colours five apart are told apart side by side.
+    assert min(distances) > 10
+
+
+def test_a_picture_needs_a_name_that_says_its_kind() -> None:
+    with pytest.raises(UserError, match=r"\.svg, \.png or \.pdf"):
+        drawing.refuse_other_kinds("--output", "figure.gif")
