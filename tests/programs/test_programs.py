@@ -17,6 +17,7 @@ WORDS = {
     "doctor": "--mpi-buffers",
     "bench": "kernels, memory, collectives, overhead, checkpoint, ddp, model or all",
     "export": "--torch-export",
+    "report": "--csv",
 }
 NOTHING_LOADED = "sys.exit(3 if {'torch', 'mpi4py', 'numpy'} & set(sys.modules) else 0)"
 
@@ -45,7 +46,7 @@ def test_programs_tell_of_themselves_without_torch_and_mpi(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_wrong_flag_is_one_line(name: str) -> None:
-    folder = ["run"] if name == "export" else []
+    folder = ["run"] if name in ("export", "report") else []
     done = python("-m", f"prunex_mpi.{name}", *folder, "--vresion")
     assert done.returncode == USAGE
     (line,) = done.stderr.splitlines()

@@ -15,6 +15,8 @@ ANYWHERE = ("overhead", "checkpoint")
 # They take minutes: only for who asks, on two or more ranks.
 ASKED = ("ddp", "model")
 SECTIONS = (*ALONE, *TOGETHER, *ANYWHERE, *ASKED)
+# They come first, and have flags of their own.
+APART = ("compare", "figure")
 MAX_COUNT, MAX_THREADS = 10**6, 4096
 
 
@@ -41,14 +43,15 @@ def build_parser() -> Parser:
         "several, overhead and checkpoints on any number; model calibrates what train --dry-run "
         "--link-gbit estimates.",
         "Without WHAT: everything that makes sense for the number of ranks, but ddp and model. "
-        "`compare --help` tells how to compare methods of training.",
+        "`compare --help` tells how to compare methods of training, `figure --help` how to draw the "
+        "paper's figures.",
     )
     add = parser.add_argument
     add(
         "what",
         nargs="*",
         metavar="WHAT",
-        help=f"{', '.join(SECTIONS)} or all [all]; or compare, with flags of its own",
+        help=f"{', '.join(SECTIONS)} or all [all]; or {' or '.join(APART)}, with its own flags",
     )
     add("--model", default="resnet152", metavar="NAME", help="model to measure [resnet152]")
     add(
@@ -83,10 +86,10 @@ def parse(argv: Sequence[str]) -> Options:
     """
     given = build_parser().parse_all(argv)
     for word in given.what:
-        if word == "compare":
-            raise UserError("compare comes first and alone: its flags are its own")
+        if word in APART:
+            raise UserError(f"{word} comes first and alone: its flags are its own")
         if word not in (*SECTIONS, "all"):
-            guess = nearest(word, (*SECTIONS, "all", "compare"))
+            guess = nearest(word, (*SECTIONS, "all", *APART))
             raise UserError(f"nothing to measure is called {quote(word)}; did you mean {guess!r}?")
     check_range(given, "steps", 1, MAX_COUNT)
     check_range(given, "repeat", 1, MAX_COUNT)
