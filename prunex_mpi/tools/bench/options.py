@@ -43,8 +43,8 @@ def build_parser() -> Parser:
         "several, overhead and checkpoints on any number; model calibrates what train --dry-run "
         "--link-gbit estimates.",
         "Without WHAT: everything that makes sense for the number of ranks, but ddp and model. "
-        "`compare --help` tells how to compare methods of training, `figure --help` how to draw the "
-        "paper's figures.",
+        "`compare --help` tells how to compare methods of training, `figure --help` how to draw "
+        "the paper's figures.",
     )
     add = parser.add_argument
     add(

@@ -30,7 +30,12 @@ RESIDUALS = ("intra_primal", "intra_dual", "inter_primal", "inter_dual")
 OF_LAYERS = ("density", "rho1", "rho2", *RESIDUALS)
 # A job that is well gives a sign of life every five seconds.
 ALIVE_S = 60.0
-ENDS = {"running": "it is still going", "broken off": "it was broken off"}
+ENDS = {
+    "running": "it is still going",
+    "broken off": "it was broken off",
+    "diverged": "it diverged",
+    "preempted": "it was preempted",
+}
 BEGIN = b'{"iteration": '
 
 
