@@ -15,8 +15,9 @@ from prunex_mpi.base.units import MIB
 T = TypeVar("T")
 
 CHUNK_BYTES = 4 * MIB
-# The files of a run directory that grow by lines.
-LINES = ("metrics.jsonl", "layers.jsonl")
+# The files of a run directory that grow by lines; runs of before had the first two.
+FIRST_LINES = ("metrics.jsonl", "layers.jsonl")
+LINES = (*FIRST_LINES, "ranks.jsonl")
 SUMMARY, STATE = "summary.json", "state.safetensors"
 # Holds why, in a run that diverged.
 DIVERGED = "diverged.json"

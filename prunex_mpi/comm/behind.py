@@ -19,17 +19,19 @@ from prunex_mpi.base.heartbeat import HELPER
 from prunex_mpi.comm.agreement import together
 from prunex_mpi.comm.collectives import Transport, between_nodes, for_another_thread
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.traffic import Clock
 
 
 class Behind:
     """The helper thread of one rank, and what it is at.
 
     `between` and `node` are duplicates of the lane and the node of a topology, `transport` has host
-    memory that nobody else writes.
+    memory that nobody else writes, `clock` is the thread's own.
     """
 
     def __init__(self, between: MPI.Comm, node: MPI.Comm, transport: Transport) -> None:
         self.between, self.node, self.transport = between, node, transport
+        self.clock = Clock()
         self.pool = ThreadPoolExecutor(1, HELPER, _on_same_gpu())
         self.under_way: Future | None = None
 

@@ -29,12 +29,14 @@ class Traffic:
 
 @dataclass
 class Clock:
-    """Seconds of phase 1 of one outer iteration that are told apart.
+    """Seconds of one outer iteration that are told apart.
 
-    `exchange` is waiting for messages, `method` what a method computes beside forward and backward
-    pass; `setup` is what it does once to begin, messages in it; `behind` is what an exchange behind
-    the local steps kept waiting and its result took; `earlier` is what the phase took before the
-    run was interrupted in it.
+    Of phase 1 `exchange` is waiting for messages, `method` what a method computes beside forward
+    and backward pass; `setup` is what it does once to begin, messages in it; `behind` is what an
+    exchange behind the local steps kept waiting, `late`, and its result took; `earlier` is what the
+    phase took before the run was interrupted in it. `agreed` is waiting for messages that belong to
+    the phase they are in, as those by which the ranks agree on going on. In the other phases all
+    messages do.
     """
 
     earlier: float = 0.0
@@ -42,6 +44,13 @@ class Clock:
     method: float = 0.0
     exchange: float = 0.0
     setup: float = 0.0
+    agreed: float = 0.0
+    late: float = 0.0
+
+    @property
+    def messages(self) -> float:
+        """Seconds in messages, behind the local steps or set-up apart."""
+        return self.exchange + self.agreed
 
     @contextmanager
     def exchanging(self, device: torch.device) -> Iterator[None]:
@@ -49,6 +58,13 @@ class Clock:
         started = now(device)
         yield
         self.exchange += now(device) - started
+
+    @contextmanager
+    def agreeing(self, device: torch.device) -> Iterator[None]:
+        """Count the block as waiting for messages that belong to the phase they are in."""
+        started = now(device)
+        yield
+        self.agreed += now(device) - started
 
     @contextmanager
     def computing(self, device: torch.device) -> Iterator[None]:
@@ -60,10 +76,10 @@ class Clock:
     @contextmanager
     def setting_up(self, device: torch.device) -> Iterator[None]:
         """Count the block, the messages in it too, as what a method does once to begin."""
-        started, waited = now(device), self.exchange
+        started, waited, agreed = now(device), self.exchange, self.agreed
         yield
         self.setup += now(device) - started
-        self.exchange = waited
+        self.exchange, self.agreed = waited, agreed
 
 
 def now(device: torch.device) -> float:

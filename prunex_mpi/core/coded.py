@@ -25,6 +25,7 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_, mpi_buffer
+from prunex_mpi.comm.traffic import Clock
 from prunex_mpi.compress.block_codes import (
     BLOCK,
     add_decoded_,
@@ -115,15 +116,17 @@ def sum_coded_(
     values: Tensor,
     out: Tensor,
     transport: Transport,
+    clock: Clock,
     lanes: int = 1,
 ) -> None:
     """Set `out` [blocks * 128] on all ranks to the decoded sum of the leaders' `values`.
 
     On the leaders `values`, as long, become what rounding left over of them, zero in the parts of
     the node's other leaders. The broadcast of a bucket overlaps the exchange of the one behind it,
-    except for memory of a device. Collective on `between` (where it is not MPI.COMM_NULL), then on
-    `node`.
+    except for memory of a device. `clock` counts messages without the codes. Collective on
+    `between` (where it is not MPI.COMM_NULL), then on `node`.
     """
+    device = values.device
     previous: list[MPI.Request] = []
     done = 0
     for first in range(0, coded.blocks, coded.bucket_blocks):
@@ -134,16 +137,18 @@ def sum_coded_(
             _run(values, first, own).zero_()
             _run(values, after, end).zero_()
             if coded.payload == SUMMED:
-                _sum_integers_(between, coded, values, own, after, transport)
+                _sum_integers_(between, coded, values, (own, after), transport, clock)
             else:
-                _sum_records_(between, coded, values, own, after)
+                _sum_records_(between, coded, values, (own, after), clock)
         requests = []
-        for root, (start, stop) in enumerate(pairwise(cuts)):
-            requests += _broadcast_(node, coded, start, stop, transport, root)
-        MPI.Request.Waitall(previous)
+        with clock.exchanging(device):
+            for root, (start, stop) in enumerate(pairwise(cuts)):
+                requests += _broadcast_(node, coded, start, stop, transport, root)
+            MPI.Request.Waitall(previous)
         _decode_(coded, done, first, out)
         previous, done = requests, first
-    MPI.Request.Waitall(previous)
+    with clock.exchanging(device):
+        MPI.Request.Waitall(previous)
     _decode_(coded, done, coded.blocks, out)
 
 
@@ -158,8 +163,11 @@ def _run(flat: Tensor, start: int, stop: int) -> Tensor:
     return flat[start * BLOCK : stop * BLOCK]
 
 
-def _sum_records_(between: MPI.Comm, coded: Coded, values: Tensor, start: int, stop: int) -> None:
-    """Add up blocks `start` to `stop` over the leaders, into `records`."""
+def _sum_records_(
+    between: MPI.Comm, coded: Coded, values: Tensor, run: tuple[int, int], clock: Clock
+) -> None:
+    """Add up a run of blocks over the leaders, into `records`."""
+    start, stop = run
     payload, records, received = coded.payload, coded.records, coded.received
     mine, share = between.rank, -(-(stop - start) // between.size)
     cuts = [min(start + share * rank, stop) for rank in range(between.size + 1)]
@@ -173,10 +181,10 @@ def _sum_records_(between: MPI.Comm, coded: Coded, values: Tensor, start: int, s
     arriving = [(after - own) * size] * between.size
     arriving[mine] = 0
     _leave(coded, start, stop)
-    between.Alltoallv(
-        _bytes(coded.twins[0], counts, [a * size for a in cuts[:-1]]),
-        _bytes(coded.twins[1], arriving, [sum(arriving[:r]) for r in range(between.size)]),
-    )
+    leaving = _bytes(coded.twins[0], counts, [a * size for a in cuts[:-1]])
+    coming = _bytes(coded.twins[1], arriving, [sum(arriving[:r]) for r in range(between.size)])
+    with clock.exchanging(values.device):
+        between.Alltoallv(leaving, coming)
     parts = (between.size - 1) * (after - own)
     if coded.twins[1] is not received:
         received[:parts].copy_(coded.twins[1][:parts])
@@ -186,7 +194,8 @@ def _sum_records_(between: MPI.Comm, coded: Coded, values: Tensor, start: int, s
     encode_(total, records[own:after], payload)
     _leave(coded, own, after)
     shares = coded.twins[0][start : start + share * between.size]
-    between.Allgather(MPI.IN_PLACE, mpi_buffer(shares.view(-1)))
+    with clock.exchanging(values.device):
+        between.Allgather(MPI.IN_PLACE, mpi_buffer(shares.view(-1)))
     if coded.twins[0] is not records:
         records[start:stop].copy_(coded.twins[0][start:stop])
 
@@ -203,15 +212,23 @@ def _bytes(memory: Tensor, counts: list[int], places: list[int]) -> list:
 
 
 def _sum_integers_(
-    between: MPI.Comm, coded: Coded, values: Tensor, start: int, stop: int, transport: Transport
+    between: MPI.Comm,
+    coded: Coded,
+    values: Tensor,
+    run: tuple[int, int],
+    transport: Transport,
+    clock: Clock,
 ) -> None:
-    """Add up blocks `start` to `stop` over the leaders, into `records` and `maxima`."""
+    """Add up a run of blocks over the leaders, into `records` and `maxima`."""
+    start, stop = run
     part, maxima = _run(values, start, stop), coded.maxima[start:stop]
     integers = coded.records[start:stop].view(-1)
     block_maxima_(part, maxima)
-    allreduce_(between, maxima, transport, MPI.MAX)
+    with clock.exchanging(values.device):
+        allreduce_(between, maxima, transport, MPI.MAX)
     encode_shared_(part, maxima, coded.levels, integers)
-    allreduce_(between, integers, transport)
+    with clock.exchanging(values.device):
+        allreduce_(between, integers, transport)
 
 
 def _broadcast_(

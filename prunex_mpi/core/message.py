@@ -19,6 +19,7 @@ from mpi4py import MPI
 
 from prunex_mpi.comm.agreement import digests_agree
 from prunex_mpi.comm.collectives import Transport, allreduce_then_bcast_
+from prunex_mpi.comm.traffic import Clock
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.coded import allocate_coded, coded_bytes, sum_coded_
 from prunex_mpi.core.state import CODED, KNOWN, PLAIN, REST, State
@@ -41,8 +42,11 @@ def fill_message_(lane: Wire, node: Wire, lanes: int, state: State, payload: str
     # Retired duals are zero.
     dual = None if state.consensus_sgd else state.v
     if not state.plan_agreed:
-        if lane.speaks and not digests_agree(lane.comm, state.plan.digest):
-            raise RuntimeError("the leaders' compact layouts differ; nothing was exchanged")
+        if lane.speaks:
+            with lane.clock.agreeing(state.theta.device):
+                alike = digests_agree(lane.comm, state.plan.digest)
+            if not alike:
+                raise RuntimeError("the leaders' compact layouts differ; nothing was exchanged")
         if coded and lanes > 1:
             _share_rest_(lane, node, state)
         state.plan_agreed = True
@@ -112,21 +116,28 @@ def _offer_difference_(lane: Wire, state: State, dual: Tensor | None) -> None:
 
 
 def exchange_message_(
-    between: MPI.Comm, node: MPI.Comm, lanes: int, state: State, transport: Transport
+    between: MPI.Comm,
+    node: MPI.Comm,
+    lanes: int,
+    state: State,
+    transport: Transport,
+    clock: Clock,
 ) -> None:
     """Add up the messages of the nodes and hand the sum to every rank of each.
 
-    Touches nothing of the state but the message, what is left over of it, and its codes. Collective
-    on `between`, a lane, where it is not MPI.COMM_NULL, then on `node`.
+    Touches nothing of the state but the message, what is left over of it, and its codes; `clock` is
+    this thread's. Collective on `between`, a lane, where it is not MPI.COMM_NULL, then on `node`.
     """
     if state.coded is None:
-        allreduce_then_bcast_(between, node, state.message, transport, lanes)
+        with clock.exchanging(state.message.device):
+            allreduce_then_bcast_(between, node, state.message, transport, lanes)
         return
     message, statistics = state.blocks
     parameters_coded, statistics_coded = state.coded
     rest = state.memory[REST][: message.numel()]
-    sum_coded_(between, node, parameters_coded, rest, message, transport, lanes)
-    sum_coded_(between, node, statistics_coded, statistics, statistics, transport, lanes)
+    ways = transport, clock, lanes
+    sum_coded_(between, node, parameters_coded, rest, message, *ways)
+    sum_coded_(between, node, statistics_coded, statistics, statistics, *ways)
 
 
 def way_of(state: State) -> str:

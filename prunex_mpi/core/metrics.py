@@ -9,6 +9,8 @@ from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.settings.methods import CONSENSUS
 
 PHASES = ("local", "intra", "project", "inter", "dual", "evaluate", "setup", "total")
+# Of each rank apart; what a method does once to begin is in none of them.
+RANK_PHASES = PHASES[:-2]
 KINDS = ("dense", "payload", "sent", "mask", "intra", "evaluate", "setup")
 
 
@@ -85,3 +87,15 @@ def iteration_record(
         "rho2": float(state.rho2.mean()) if penalties else None,
         "lr": state.optimizer.param_groups[0]["lr"],
     }
+
+
+def rank_record(
+    seconds: dict[str, float], exchange: dict[str, float], residuals: dict[str, float]
+) -> dict[str, dict[str, float]]:
+    """Return what one rank has for ranks.jsonl: seconds of each phase, work apart from messages.
+
+    `seconds` are those of whole phases, `exchange` is the part of them that went to messages.
+    """
+    messages = {phase: exchange.get(phase, 0.0) for phase in RANK_PHASES}
+    work = {phase: seconds.get(phase, 0.0) - messages[phase] for phase in RANK_PHASES}
+    return {"work": work, "exchange": messages, "residuals": residuals}

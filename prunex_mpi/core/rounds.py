@@ -14,7 +14,7 @@ import numpy as np
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
 from prunex_mpi.core.evaluation import evaluate
-from prunex_mpi.core.metrics import iteration_record, layer_records
+from prunex_mpi.core.metrics import iteration_record, layer_records, rank_record
 from prunex_mpi.core.residuals import Residuals
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import Work, next_iteration
@@ -27,7 +27,8 @@ from prunex_mpi.settings.methods import QUADRATIC
 class Round:
     """Outer iteration `k` under way.
 
-    When it began, whether it is the last, which mask was in force then, seconds of its phases.
+    When it began, whether it is the last, which mask was in force then, seconds of its phases, and
+    those of them that went to messages; this rank's own residuals where they are measured.
     """
 
     k: int
@@ -35,6 +36,8 @@ class Round:
     started: float
     mask: np.ndarray
     seconds: dict[str, float] = field(default_factory=dict)
+    exchange: dict[str, float] = field(default_factory=dict)
+    residuals: dict[str, float] = field(default_factory=dict)
 
 
 def rounds(work: Work) -> Iterator[Round]:
@@ -49,9 +52,11 @@ def rounds(work: Work) -> Iterator[Round]:
 def phase(work: Work, this: Round, name: str) -> Iterator[None]:
     """Add to the seconds of a phase, and tell the watchdog of it."""
     work.heartbeat.enter(name)
-    started = time.perf_counter()
+    clock = work.state.position.clock
+    started, messages = time.perf_counter(), clock.messages
     yield
     this.seconds[name] = this.seconds.get(name, 0.0) + now(work.state.theta.device) - started
+    this.exchange[name] = this.exchange.get(name, 0.0) + clock.messages - messages
 
 
 def split_local(work: Work, this: Round, waiting: str) -> None:
@@ -66,6 +71,9 @@ def split_local(work: Work, this: Round, waiting: str) -> None:
     seconds["inter"] = clock.behind
     seconds["project"] = clock.method
     seconds[waiting] = seconds.get(waiting, 0.0) + clock.exchange
+    # With what was exchanged before the run was interrupted in the phase.
+    this.exchange.update({"local": clock.agreed, "inter": clock.late})
+    this.exchange[waiting] = this.exchange.get(waiting, 0.0) + clock.exchange
 
 
 def evaluates(work: Work, this: Round, ends: bool = False) -> bool:
@@ -134,6 +142,7 @@ def finish_round(
         "test_loss": test_loss,
         "test_accuracy": test_accuracy,
         "layers": layer_records(work, this.k, residuals) if topology.world.rank == 0 else [],
+        "rank": rank_record(this.seconds, this.exchange, this.residuals),
         "status": "converged" if converged else "completed" if this.last else "running",
     }
     next_iteration(position, loss)

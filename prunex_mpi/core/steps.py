@@ -18,6 +18,7 @@ from prunex_mpi.settings.methods import PRUNING_ONCE, QUADRATIC
 
 # Gradients, and the weights whose decay is to be added to them.
 Pairs = tuple[list[Tensor], list[Tensor]]
+HOST = torch.device("cpu")
 
 
 @contextmanager
@@ -215,9 +216,14 @@ def stops_here(work: Work, losses: Tensor, started: float) -> bool:
 
     `started` is when this job's part of the phase began. Collective where the run can be stopped.
     """
-    if work.stop is None or not work.stop.reached():
+    if work.stop is None:
         return False
     position = work.state.position
+    # Numbers of the host: what is queued on a device goes on meanwhile.
+    with position.clock.agreeing(HOST):
+        reached = work.stop.reached()
+    if not reached:
+        return False
     position.loss_sum, position.loss_count = losses.tolist()
     position.clock.earlier += time.perf_counter() - started
     return True

@@ -26,17 +26,13 @@ from prunex_mpi.comm.wire import Wires, find_wires
 from prunex_mpi.core.evaluation import refuse_divergence
 from prunex_mpi.core.mask_agreement import project_locally
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
+from prunex_mpi.core.norms import find_residuals, own_residuals
 from prunex_mpi.core.residuals import converges
 from prunex_mpi.core.rounds import measures_residuals, phase, rounds, split_local
 from prunex_mpi.core.schedule import Stage, find_stage, may_stop
 from prunex_mpi.core.state import State, Work, change_mask, freeze
 from prunex_mpi.core.updates import decay_of_layers, sum_candidate
-from prunex_mpi.methods.hsadmm import (
-    end_iteration,
-    find_residuals,
-    local_computation,
-    update_duals,
-)
+from prunex_mpi.methods.hsadmm import end_iteration, local_computation, update_duals
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import scale_, squared_distances
 from prunex_mpi.pruning.masks import Factors, apply_factors_
@@ -69,6 +65,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
         with phase(work, this, "dual"):
             still = None if moved is None else np.zeros_like(moved)
             norms = None if state.consensus_sgd else update_duals(state, moved, still)
+            this.residuals.update(own_residuals(norms, state))
             residuals, loss = find_residuals(topology.world, state, settings, norms, loss)
 
         converged = may_stop(stage, settings, state.frozen) and converges(residuals)
@@ -89,8 +86,9 @@ def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
     state.z_node, state.scratch = candidate, state.z_node
     if not state.frozen:
         state.factors = Factors(())
-    fill_message_(wires.lane, wires.node, wires.lanes, state, settings.payload)
-    exchange_message_(wires.lane.comm, wires.node.comm, wires.lanes, state, wires.lane.transport)
+    lane = wires.lane
+    fill_message_(lane, wires.node, wires.lanes, state, settings.payload)
+    exchange_message_(lane.comm, wires.node.comm, wires.lanes, state, lane.transport, lane.clock)
     take_over_(state, way_of(state))
     if not state.consensus_sgd and settings.weight_decay_in == "z":
         decay = decay_of_layers(settings, state.layout)

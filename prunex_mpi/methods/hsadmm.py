@@ -23,9 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpi4py import MPI
-
-from prunex_mpi.comm.agreement import digests_agree, mean_over_ranks, sum_alike_
+from prunex_mpi.comm.agreement import digests_agree
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
@@ -33,8 +31,9 @@ from prunex_mpi.comm.wire import Wire, Wires, find_wires
 from prunex_mpi.core.evaluation import estimate_statistics, refuse_divergence
 from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_locally
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
+from prunex_mpi.core.norms import find_residuals, own_residuals
 from prunex_mpi.core.outer_step import outer_step_
-from prunex_mpi.core.residuals import NormSums, Residuals, compute_residuals, converges
+from prunex_mpi.core.residuals import NormSums, Residuals, converges
 from prunex_mpi.core.rounds import (
     Round,
     finish_round,
@@ -112,6 +111,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
                 moved = inter_node_consensus(wires, work, stage, behind)
             with phase(work, this, "dual"):
                 norms = None if state.consensus_sgd else update_duals(state, moved_node, moved)
+                this.residuals.update(own_residuals(norms, state))
                 residuals, loss = find_residuals(topology.world, state, settings, norms, loss)
 
             settles = may_stop(stage, settings, state.frozen) and converges(residuals)
@@ -231,7 +231,12 @@ def make_alike_(node: Wire, state: State, decay: np.ndarray) -> None:
     leader's theta and u become everyone's. Collective on `node.comm`.
     """
     # The gradient's memory is free after phase 1.
-    if node.comm.size == 1 or digests_agree(node.comm, bits_digest(state.scratch, state.grad)):
+    if node.comm.size == 1:
+        return
+    digest = bits_digest(state.scratch, state.grad)
+    with node.clock.agreeing(state.theta.device):
+        alike = digests_agree(node.comm, digest)
+    if alike:
         return
     node.broadcast_(state.theta)
     node.broadcast_(state.u)
@@ -303,12 +308,12 @@ def inter_node_consensus(wires: Wires, work: Work, stage: Stage, behind: bool) -
         change_mask(state, node.broadcast_bits(mask))
     fill_message_(lane, node, wires.lanes, state, work.settings.payload)
     if behind:
-        between, inside = work.behind.between, work.behind.node
-        ways = between, inside, wires.lanes
+        helper = work.behind
+        ways = helper.between, helper.node, wires.lanes, state, helper.transport, helper.clock
         state.position.under_way = way_of(state)
-        work.behind.begin(lambda: exchange_message_(*ways, state, work.behind.transport))
+        helper.begin(lambda: exchange_message_(*ways))
         return None
-    exchange_message_(lane.comm, node.comm, wires.lanes, state, lane.transport)
+    exchange_message_(lane.comm, node.comm, wires.lanes, state, lane.transport, lane.clock)
     take_over_(state, way_of(state), freezes=stage.freeze)
     # What z was before lies in scratch.
     return squared_distances(state.z, state.scratch, state.layout) if stage.measured else None
@@ -323,6 +328,7 @@ def z_arrives(work: Work) -> None:
     started = now(state.theta.device)
     if work.behind is not None:
         work.behind.finish()
+        clock.late += time.perf_counter() - started
     take_over_(state, state.position.under_way, behind=True)
     outer_step_(state, work.settings)
     if starts_from_z(state, work.settings):
@@ -353,25 +359,6 @@ def update_duals(
         return None
     gap_theta, theta, z_node, u, gap_node, z, v = norms
     return NormSums(gap_theta, moved_node, theta, z_node, u, gap_node, moved, z, v)
-
-
-def find_residuals(
-    world: MPI.Comm, state: State, settings: Settings, norms: NormSums | None, loss: float
-) -> tuple[Residuals | None, float]:
-    """Return the residuals of both levels per layer, and the mean loss over all ranks.
-
-    One message of nine norms per layer, of the loss alone where none were measured; alike on all
-    ranks, since the stopping test and the penalties are decided on it. Collective on `world`.
-    """
-    if norms is None:
-        return None, mean_over_ranks(world, loss)
-    buffer = np.append(np.concatenate(norms), loss)
-    sum_alike_(world, buffer)
-    sums = NormSums(*buffer[:-1].reshape(len(norms), -1))
-    numels = np.array([s.numel for s in state.layout.segments], dtype=np.float64)
-    rhos, epsilons = (state.rho1, state.rho2), (settings.eps_abs, settings.eps_rel)
-    residuals = compute_residuals(sums, numels, world.size, *rhos, *epsilons)
-    return residuals, float(buffer[-1]) / world.size
 
 
 def end_iteration(

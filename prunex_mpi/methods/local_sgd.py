@@ -75,7 +75,8 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
                     sparseloco.exchange_(wires, space, work)
                 else:
                     inter_node_consensus(wires, work, stage, behind)
-                loss = mean_over_ranks(topology.world, loss)
+                with position.clock.agreeing(state.theta.device):
+                    loss = mean_over_ranks(topology.world, loss)
             with phase(work, this, "dual"):
                 if not behind:
                     outer_step_(state, settings)

@@ -64,7 +64,8 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
             split_local(work, this, waiting="inter")
             with phase(work, this, "inter"):
                 average_statistics(wires, work)
-                loss = mean_over_ranks(topology.world, loss)
+                with position.clock.agreeing(state.theta.device):
+                    loss = mean_over_ranks(topology.world, loss)
             if settings.method in REMOVING:
                 with phase(work, this, "project"):
                     if exchanges.reshape_(wires, space, work, done=this.k):

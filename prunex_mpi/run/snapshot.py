@@ -385,7 +385,7 @@ def upgraded(numbers: Any) -> Any:
     if isinstance(clock, dict) and isinstance(traffic, dict):
         unknown = {"under_way": "", "steps_done": UNKNOWN}
         parts = {
-            "clock": {"behind": 0.0, "setup": 0.0, **clock},
+            "clock": {**dict.fromkeys(("behind", "setup", "agreed", "late"), 0.0), **clock},
             "traffic": {"setup": 0, **traffic},
         }
         return {**numbers, "position": {**unknown, **position, **parts}}

@@ -19,6 +19,7 @@ from prunex_mpi.core.steps import rounds_left
 from prunex_mpi.methods import flat_consensus, hsadmm, local_sgd, per_step
 from prunex_mpi.run import checkpoint
 from prunex_mpi.run.directory import RunDirectory
+from prunex_mpi.run.rank_records import RankRecords
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, LOCAL
 
@@ -114,13 +115,16 @@ def recorded(
 
     Collective on `world`.
     """
+    ranks = RankRecords(topology)
     for record in driver_of(work.settings).outer_iterations(topology, work):
         work.heartbeat.enter("record")
         layers = record.pop("layers")
         status = record.pop("status")
+        row = ranks.gather(record["iteration"], record.pop("rank"))
         if files is not None:
             files.append("metrics.jsonl", [record])
             files.append("layers.jsonl", layers)
+            files.append("ranks.jsonl", [row])
         progress.update(record)
         yield record, status
 

@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.traffic import Clock
 from prunex_mpi.core.coded import BLOCK, MOST_SUMMED, allocate_coded, sum_coded_, whole_blocks
 
 pytestmark = pytest.mark.mpi
@@ -43,7 +44,7 @@ def sum_up(
     scales = blocks * values.element_size() if payload == "int8sum" else 0
     assert coded.nbytes == blocks * RECORD[payload] + scales
     lane, lanes = topology.lane, topology.lanes
-    sum_coded_(lane, topology.node, coded, values, out, transport, lanes)
+    sum_coded_(lane, topology.node, coded, values, out, transport, Clock(), lanes)
     return out, values
 
 

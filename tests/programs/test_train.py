@@ -76,6 +76,27 @@ def test_run_directory_is_complete(finished):
     assert summary["nodes"] == [2, 2]
 
 
+def test_ranks_are_told_apart(finished):
+    folder, _ = finished
+    records, rows = (read_lines(folder / f"run/{name}.jsonl") for name in ("metrics", "ranks"))
+    assert [row["iteration"] for row in rows] == list(range(1, 9))
+    assert len(rows[0].pop("hosts")) == 2
+    for record, row in zip(records, rows, strict=True):
+        assert set(row) == {"iteration", "node", "work", "exchange", "residuals"}
+        assert row["node"] == [0, 0, 1, 1]
+        assert set(row["work"]) == set(row["exchange"]) == PHASES - {"setup", "total"}
+        for phase, work in row["work"].items():
+            exchange = row["exchange"][phase]
+            assert len(work) == len(exchange) == 4
+            assert work[0] + exchange[0] == pytest.approx(record["seconds"][phase], abs=2e-6)
+            assert min(*work, *exchange) >= 0
+        if record["residuals"]["intra_primal"] is None:
+            assert row["residuals"] is None
+        for name, norms in (row["residuals"] or {}).items():
+            assert math.hypot(*norms) == pytest.approx(record["residuals"][name], rel=1e-5)
+    assert rows[0]["residuals"] is not None
+
+
 def test_bytes_are_those_of_the_tensors(finished):
     """Payload, dense and intra from the model's shapes, not from the program's own counters."""
     folder, _ = finished

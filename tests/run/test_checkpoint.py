@@ -169,7 +169,7 @@ class Run:
     def iterate(self, stop: StopAgreement | None = None) -> Iterator[dict]:
         work = replace(self.work, stop=stop)
         for record in driver_of(self.settings).outer_iterations(self.topology, work):
-            yield {key: value for key, value in record.items() if key != "seconds"}
+            yield {key: value for key, value in record.items() if key not in ("seconds", "rank")}
 
     def save(self, files: RunDirectory | None) -> None:
         write_checkpoint(self.topology, files, self.work, Checkpoints("off"))
@@ -388,7 +388,7 @@ def test_positions_of_the_older_form_are_brought_up_to_date() -> None:
     older |= {"local_seconds": 0.5, "method_seconds": 0.25, "exchange_seconds": 0.125}
     assert upgraded({"position": older, "data": [1]}) == {"position": position, "data": [1]}
     # Between those two forms nothing ran behind the local steps.
-    later = ("behind", "setup")
+    later = ("behind", "setup", "agreed", "late")
     former = {**position, "clock": {k: x for k, x in position["clock"].items() if k not in later}}
     former["traffic"] = {k: x for k, x in position["traffic"].items() if k not in later}
     del former["under_way"]

@@ -13,6 +13,7 @@ from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wires, find_wires
 from prunex_mpi.core.mask_agreement import project_locally
+from prunex_mpi.core.norms import find_residuals
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import State, Work, adopt_mask, build_state, freeze
@@ -95,7 +96,7 @@ def _steps(
     def duals() -> object:
         moved = np.zeros(len(state.layout.segments))
         norms = hsadmm.update_duals(state, moved, moved)
-        return hsadmm.find_residuals(alone.world, state, settings, norms, 0.0)
+        return find_residuals(alone.world, state, settings, norms, 0.0)
 
     steps: list[tuple[str, str, tuple[Tensor, ...], Action]] = [
         (
@@ -222,7 +223,7 @@ def _phases(
         norms = None
         if not state.consensus_sgd:
             norms = hsadmm.update_duals(state, seen["node"], seen["z"])
-        hsadmm.find_residuals(alone.world, state, settings, norms, 0.0)
+        find_residuals(alone.world, state, settings, norms, 0.0)
 
     # In the order of the driver: each phase prepares what the next one reads.
     actions = (intra, project, inter, dual)

@@ -1,0 +1,233 @@
+"""ranks.jsonl: what each rank worked and what it waited for, phase by phase."""
+
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from nodes import WORLD, nodes_of
+
+from mpi4py import MPI
+
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.comm.behind import exchanging_behind
+from prunex_mpi.comm.collectives import build_transport
+from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.metrics import RANK_PHASES
+from prunex_mpi.core.problem import load_dataset
+from prunex_mpi.core.residuals import RESIDUALS
+from prunex_mpi.methods import hsadmm
+from prunex_mpi.run.job import assemble
+from prunex_mpi.run.rank_records import RankRecords
+from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.run.tuning import goes_behind_steps
+from prunex_mpi.settings.resolve import make
+
+pytestmark = pytest.mark.mpi
+
+CPU = torch.device("cpu")
+# Buckets of 1 KiB: every message is cut.
+TRANSPORT = build_transport(CPU, 2**-10, "host")
+COMMON = {
+    "model": "odd_models:small",
+    "dataset": "synthetic",
+    "train_samples": 64,
+    "test_samples": 16,
+    "image_size": 8,
+    "batch_size": 4,
+    "outer_iterations": 3,
+    "local_steps": 2,
+    "lr": 0.01,
+    "lr_schedule": "constant",
+}
+PRUNING = {"warmup_iterations": 0, "keep_ramp_iterations": 0, "freeze_iteration": 3}
+BEHIND = {"overlap_steps": 1, "residuals": "off", "evaluate_every": 3}
+SCENARIOS = {
+    "recipe": {**PRUNING},
+    "paper": {"preset": "paper", **PRUNING},
+    "int4": {**PRUNING, "payload": "int4"},
+    "int8sum": {**PRUNING, "payload": "int8sum"},
+    "behind": {**PRUNING, **BEHIND, "payload": "int4"},
+    "flat consensus": {**PRUNING, "method": "prunex-flat"},
+    "local sgd": {"method": "local-sgd", "node_sync": "outer"},
+    "sparseloco": {"method": "sparseloco", "compress_ratio": 0.1},
+    "dense": {"method": "dense"},
+    "topk": {"method": "topk", "aggregation": "hierarchical"},
+    "pactrain": {"method": "pactrain", "prune_iteration": 1, "aggregation": "hierarchical"},
+    "prunetrain": {"method": "prunetrain", "reconfigure_every": 1},
+}
+# How long a rank is kept from a phase, what others may seem to work on a busy machine meanwhile,
+# and what they wait at least.
+DELAY_S, MOST_WORK_S, LEAST_WAIT_S = 0.8, 0.5, 0.6
+
+
+class Delayed(Heartbeat):
+    """A rank that comes late to a phase of the second outer iteration."""
+
+    late = ""
+
+    def enter(self, phase: str, iteration: int | None = None) -> None:
+        super().enter(phase, iteration)
+        if self.iteration == 2 and phase == self.late:
+            time.sleep(DELAY_S)
+
+
+def drive(
+    topology: Topology, scenario: str, heartbeat: Heartbeat | None = None, **changes: Any
+) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
+    """Yield the driver's record and the row of ranks.jsonl of each outer iteration."""
+    settings = make(**{**COMMON, **SCENARIOS[scenario], **changes})
+    dataset = load_dataset(topology, settings)
+    work = assemble(topology, settings, dataset, CPU, TRANSPORT, heartbeat or Heartbeat())
+    rows = RankRecords(topology)
+    with (
+        stop_agreement(WORLD, ReceivedSignal(), None) as stop,
+        exchanging_behind(topology, goes_behind_steps(settings), TRANSPORT) as behind,
+    ):
+        work = replace(work, stop=stop, behind=behind)
+        for record in driver_of(settings).outer_iterations(topology, work):
+            yield record, rows.gather(record["iteration"], record["rank"])
+
+
+@pytest.mark.parametrize(
+    ("scenario", "ranks_per_node"),
+    [(scenario, 2) for scenario in SCENARIOS] + [("recipe", 1), ("recipe", 3), ("int4", 3)],
+)
+def test_work_and_messages_are_all_that_a_rank_does_in_a_phase(
+    scenario: str, ranks_per_node: int
+) -> None:
+    each = 1 if scenario == "flat consensus" else ranks_per_node
+    with nodes_of(each) as topology:
+        for record, row in drive(topology, scenario):
+            mine = record["rank"]
+            for phase in RANK_PHASES:
+                whole = mine["work"][phase] + mine["exchange"][phase]
+                assert whole == pytest.approx(record["seconds"][phase], abs=1e-9)
+                assert min(mine["work"][phase], mine["exchange"][phase]) >= -1e-9
+            if WORLD.size > 1:
+                # The ranks agree on going on, and on the loss.
+                assert mine["exchange"]["local"] > 0
+                assert mine["exchange"]["evaluate"] > 0 or record["test_loss"] is None
+                inside = mine["exchange"]["inter"] + mine["exchange"]["intra"]
+                assert inside > 0
+            assert (row is None) == (WORLD.rank > 0)
+            if row is None:
+                continue
+            assert row["iteration"] == record["iteration"]
+            assert row["node"] == [rank // min(each, WORLD.size) for rank in range(WORLD.size)]
+            nodes = topology.num_nodes
+            hosts = [socket.gethostname()] * nodes if record["iteration"] == 1 else None
+            assert row.get("hosts") == hosts
+            for part in ("work", "exchange"):
+                assert list(row[part]) == list(RANK_PHASES)
+                for phase, seconds in row[part].items():
+                    assert len(seconds) == WORLD.size
+                    assert seconds[0] == pytest.approx(mine[part][phase], abs=1e-6)
+                    assert seconds == [round(s, 6) for s in seconds]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "late", "changes"),
+    [
+        *(("recipe", late, {}) for late in ("local", "inter", "dual")),
+        ("recipe", "evaluate", {"bn": "recalibrate"}),
+        ("paper", "project", {}),
+        ("int4", "inter", {}),
+        ("behind", "inter", {}),
+        ("flat consensus", "inter", {}),
+        ("topk", "inter", {}),
+        *(
+            pytest.param(*case, {}, marks=pytest.mark.long)
+            for case in (
+                *(("recipe", "intra"), ("recipe", "project"), ("recipe", "evaluate")),
+                *(("paper", "inter"), ("paper", "dual"), ("int8sum", "inter")),
+                *(("flat consensus", "project"), ("local sgd", "intra"), ("sparseloco", "inter")),
+                *(("dense", "local"), ("topk", "local"), ("prunetrain", "project")),
+            )
+        ),
+    ],
+)
+def test_who_waits_for_a_late_rank_does_not_seem_to_work(
+    scenario: str, late: str, changes: dict[str, Any]
+) -> None:
+    if WORLD.size == 1:
+        pytest.skip("nobody waits")
+    with nodes_of(1 if scenario == "flat consensus" else 2) as topology:
+        slow = WORLD.size - 1
+        heartbeat = Delayed()
+        heartbeat.late = late if slow == WORLD.rank else ""
+        waited, worked = 0.0, 0.0
+        for record, _ in drive(topology, scenario, heartbeat, **changes):
+            mine = record["rank"]
+            worked = max(worked, *mine["work"].values())
+            # Of the others at the end of an exchange behind the steps as well.
+            waited += sum(mine["exchange"].values()) if record["iteration"] >= 2 else 0.0
+        assert worked < MOST_WORK_S
+        # Whoever does not speak in a phase waits in a later one.
+        assert WORLD.rank == slow or waited > LEAST_WAIT_S
+
+
+def test_who_works_long_does_not_seem_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    if WORLD.size == 1:
+        pytest.skip("nobody waits")
+    slow, real = WORLD.size - 1, hsadmm.take_over_
+
+    def take_over_(*arguments: Any, **options: Any) -> None:
+        if slow == WORLD.rank:
+            time.sleep(DELAY_S)
+        real(*arguments, **options)
+
+    monkeypatch.setattr(hsadmm, "take_over_", take_over_)
+    with nodes_of(2) as topology:
+        _, row = next(drive(topology, "recipe"))
+        if row is None:
+            return
+        work, dual = row["work"]["inter"], row["exchange"]["dual"]
+        assert int(np.argmax(work)) == slow
+        assert work[slow] > DELAY_S
+        assert int(np.argmin(dual)) == slow
+        assert all(s > LEAST_WAIT_S for s in dual[:slow])
+
+
+@pytest.mark.parametrize("scenario", ["recipe", "flat consensus", "dense"])
+def test_residuals_of_ranks_add_up_to_those_of_the_run(scenario: str) -> None:
+    with nodes_of(1 if scenario == "flat consensus" else 2) as topology:
+        measured = 0
+        for record, row in drive(topology, scenario):
+            if row is None:
+                continue
+            if record["residuals"]["intra_dual"] is None:
+                assert row["residuals"] is None
+                continue
+            measured += 1
+            for name in RESIDUALS:
+                own = np.array(row["residuals"][name])
+                whole = record["residuals"][name]
+                assert np.sqrt((own**2).sum()) == pytest.approx(whole, rel=1e-5, abs=1e-12)
+            if scenario == "recipe":
+                # z is everyone's, z_i the node's.
+                found = row["residuals"]
+                assert len(set(found["inter_dual"])) == 1
+                assert len(set(found["inter_primal"])) <= topology.num_nodes
+        if WORLD.rank == 0:
+            assert measured == (0 if scenario == "dense" else 2)
+
+
+def test_the_hosts_are_those_of_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: f"host-{WORLD.rank}")
+    with nodes_of(2) as topology:
+        rows = RankRecords(topology)
+        rank = {part: dict.fromkeys(RANK_PHASES, 0.0) for part in ("work", "exchange")}
+        row = rows.gather(7, {**rank, "residuals": {}})
+        if row is not None:
+            assert row["hosts"] == [f"host-{2 * node}" for node in range(topology.num_nodes)]
+            assert "hosts" not in rows.gather(8, {**rank, "residuals": {}})
+        else:
+            rows.gather(8, {**rank, "residuals": {}})
+        WORLD.Barrier()
+        assert MPI.COMM_WORLD.size == len(rows.nodes)
