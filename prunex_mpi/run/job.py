@@ -35,7 +35,13 @@ from prunex_mpi.run.closing import closing_table
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.dry_run import dry_run
 from prunex_mpi.run.facts import recorded_versions
-from prunex_mpi.run.start import find_transport, heed_findings, refuse_lone_singleton, take_places
+from prunex_mpi.run.start import (
+    describe_training,
+    find_transport,
+    heed_findings,
+    refuse_lone_singleton,
+    take_places,
+)
 from prunex_mpi.run.supervision import Checkpoints, run_to_end
 from prunex_mpi.run.tuning import (
     goes_behind_steps,
@@ -78,7 +84,10 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
         heed_findings(place, settings)
         transport = find_transport(place, settings)
         refuse_impossible_exchange(topology, settings)
-        work = set_up(topology, settings, device, transport, heartbeat)
+        heartbeat.enter("data")
+        dataset = load_dataset(topology, settings)
+        work = assemble(topology, settings, dataset, device, transport, heartbeat)
+        log.info("%s", describe_training(work, dataset, world.size))
         # As asked, and what was left to be measured.
         settings = work.settings
         heartbeat.beat(3)

@@ -4,6 +4,7 @@ Training, the benchmark and the comparison start alike, in this order: refuse_lo
 take_places, heed_findings where a run is to be written, find_transport.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,11 +20,15 @@ from prunex_mpi.checks.ranks import check_ranks
 from prunex_mpi.comm.agreement import broadcast_text, raise_together, require_same, together
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
+from prunex_mpi.core.metrics import prunable_and_kept
+from prunex_mpi.core.state import Work
+from prunex_mpi.core.steps import total_steps
+from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.run.devices import choose_device, lone_singleton, resolve_mpi_buffers, set_threads
 from prunex_mpi.run.facts import gather_facts
 from prunex_mpi.run.machine import describe_machine
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import EVERY_RANK_ALONE
+from prunex_mpi.settings.methods import EVERY_RANK_ALONE, QUADRATIC
 
 
 @dataclass(frozen=True)
@@ -92,3 +97,37 @@ def find_transport(place: Place, settings: Settings) -> Transport:
     if place.device.type == "cuda":
         log.info("MPI buffers: %s (%s)", buffers, reason)
     return build_transport(place.device, settings.bucket_mib, buffers, settings.piece_kib)
+
+
+def describe_training(work: Work, dataset: Dataset, ranks: int) -> str:
+    """Say in one line on what, for how long and what is trained, and what of it can be pruned."""
+    settings, problem = work.settings, work.problem
+    steps = f"{problem.steps:,} steps"
+    if settings.method in QUADRATIC:
+        steps += " or more"
+    steps += " per outer iteration"
+    if settings.frozen_local_steps:
+        steps += f" ({settings.frozen_local_steps:,} once frozen)"
+    return "; ".join(
+        (
+            f"{dataset.train_total:,} images to train on, {dataset.test_total:,} to test on, "
+            f"{dataset.num_classes:,} classes",
+            f"{problem.train.batch_size * ranks:,} images per step, {steps}, "
+            f"{total_steps(settings, problem.steps):,} in all",
+            f"{work.state.layout.numel:,} parameters, {_prunable(work)}",
+        )
+    )
+
+
+def _prunable(work: Work) -> str:
+    weights, groups = prunable_and_kept(work.state)[0], work.state.groups
+    if not weights:
+        return "none of which are pruned"
+    if not groups.total:
+        return f"of which {weights:,} weights can be pruned one by one"
+    sizes = Counter[str]()
+    for kind in groups.kinds:
+        for selection in kind:
+            sizes[selection.kind] += selection.stop - selection.start
+    kinds = " and ".join(f"{count:,} {kind}" for kind, count in sizes.items())
+    return f"of which {weights:,} weights can be pruned in {kinds} groups"

@@ -11,11 +11,12 @@ import numpy as np
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import Diverged
-from prunex_mpi.base.logs import Progress, log
+from prunex_mpi.base.logs import log
+from prunex_mpi.base.progress import Length, Progress
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR
 from prunex_mpi.core.state import Work
-from prunex_mpi.core.steps import rounds_left
+from prunex_mpi.core.steps import local_steps, rounds_left, total_steps
 from prunex_mpi.methods import flat_consensus, hsadmm, local_sgd, per_step
 from prunex_mpi.run import checkpoint
 from prunex_mpi.run.directory import RunDirectory
@@ -65,10 +66,7 @@ def run_to_end(
     `world`.
     """
     settings, position = work.settings, work.state.position
-    rank = topology.world.rank
-    total = position.iteration - 1 + rounds_left(work, most=0)
-    with closing(Progress(total, settings.progress, rank)) as bar:
-        bar.start(position.iteration - 1)
+    with closing(progress_of(topology, work)) as bar:
         if settings.on_divergence == "rollback" and position.iteration == 1:
             write_checkpoint(topology, files, work, checkpoints)
         while True:
@@ -84,10 +82,31 @@ def run_to_end(
                     # What is under way reads and writes what is about to be replaced.
                     work.behind.finish()
                 restored = checkpoint.restore(topology, files, work)
+                begin_(bar, work)
                 position.rollbacks = rollbacks + 1
                 factor = ROLLBACK_FACTOR**position.rollbacks
                 text = "%s; going back to checkpoint %s with %g of the learning rate"
                 log.info(text, error, restored.name, factor)
+
+
+def progress_of(topology: Topology, work: Work) -> Progress:
+    """Show a run from where it stands."""
+    settings, problem = work.settings, work.problem
+    length = Length(
+        work.state.position.iteration - 1 + rounds_left(work, most=0),
+        total_steps(settings, problem.steps),
+        problem.train.batch_size * topology.world_size,
+    )
+    progress = Progress(length, settings.progress, topology.world.rank, work.heartbeat)
+    begin_(progress, work)
+    return progress
+
+
+def begin_(progress: Progress, work: Work) -> None:
+    """Tell what lies behind."""
+    position = work.state.position
+    steps = local_steps(work)
+    progress.start(position.iteration - 1, position.steps_done, steps)
 
 
 def iterate(
@@ -125,7 +144,7 @@ def recorded(
             files.append("metrics.jsonl", [record])
             files.append("layers.jsonl", layers)
             files.append("ranks.jsonl", [row])
-        progress.update(record)
+        progress.update(record, work.state.position.steps_done, local_steps(work))
         yield record, status
 
 

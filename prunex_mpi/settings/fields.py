@@ -603,7 +603,12 @@ class Settings:
     run_dir: str = _setting(
         _S, "folder of the results; empty: a new one in runs/", "", optional=True
     )
-    progress: str = _setting(_S, "progress bar on a terminal", "auto", choices=("auto", "off"))
+    progress: str = _setting(
+        _S,
+        "auto: a bar on a terminal, lines elsewhere; on: a bar; off: nothing",
+        "auto",
+        choices=("auto", "on", "off"),
+    )
     evaluate_every: int = _setting(_S, "outer iterations between evaluations", low=1)
     dry_run: bool = _setting(_S, "print sizes and bytes, then stop without training", False)
 

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import Diverged
 from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import Progress, log
+from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import together
 from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
@@ -28,7 +28,6 @@ from prunex_mpi.compress.sparse import POSITION_BYTES
 from prunex_mpi.compress.threshold import divide
 from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.state import Problem, State, Work, every_rank_sends, weights
-from prunex_mpi.core.steps import rounds_left
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.exchanges import operations_of
 from prunex_mpi.models.layout import Layout
@@ -37,7 +36,7 @@ from prunex_mpi.run.closing import add_up
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.facts import recorded_versions
 from prunex_mpi.run.job import assemble
-from prunex_mpi.run.supervision import recorded
+from prunex_mpi.run.supervision import progress_of, recorded
 from prunex_mpi.run.tuning import goes_behind_steps, refuse_impossible_exchange
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import EVERY_RANK_ALONE, WITH_POSITIONS
@@ -130,7 +129,7 @@ def train(topology: Topology, files: RunDirectory | None, work: Work) -> list[di
     """
     settings = work.settings
     with (
-        closing(Progress(rounds_left(work, most=0), settings.progress, topology.world.rank)) as bar,
+        closing(progress_of(topology, work)) as bar,
         exchanging_behind(topology, goes_behind_steps(settings), work.transport) as behind,
     ):
         work = replace(work, behind=behind)

@@ -1,0 +1,181 @@
+"""Progress: a bar, or lines, of what happens in an outer iteration and of what is left."""
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from prunex_mpi.base import progress as module
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.logs import log, set_up_logging
+from prunex_mpi.base.progress import Length, Progress
+
+# 8 outer iterations of 10 steps of 64 images.
+LENGTH = Length(iterations=8, steps=80, images=64)
+
+
+@pytest.fixture(autouse=True)
+def _restore_the_logger() -> Iterator[None]:
+    saved = log.handlers, log.propagate, log.level
+    yield
+    log.handlers, log.propagate = saved[:2]
+    log.setLevel(saved[2])
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Stop the clock, and the thread that looks by it."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    for name in ("LOOK_S", "BAR_S"):
+        monkeypatch.setattr(module, name, 1000.0)
+    return now
+
+
+def begin(length: Length, mode: str, rank: int, heartbeat: Heartbeat) -> Progress:
+    set_up_logging(0, 2)
+    return Progress(length, mode, rank, heartbeat)
+
+
+def record(iteration: int, accuracy: float | None = 0.9512, frozen: bool = False) -> dict[str, Any]:
+    return {
+        "iteration": iteration,
+        "train_loss": 0.25,
+        "test_accuracy": accuracy,
+        "density": 0.5,
+        "bytes": {"payload": 3 * 2**20},
+        "seconds": {"total": 1.5, "evaluate": 0.25},
+        "frozen": frozen,
+    }
+
+
+def test_it_is_one_line_per_iteration_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], clock: list[float]
+) -> None:
+    progress = begin(LENGTH, "auto", 0, Heartbeat())
+    progress.start(0, 0, 10)
+    clock[0] += 2.0
+    progress.update(record(1, accuracy=None), 10, 10)
+    clock[0] += 1.0
+    progress.update(record(2, frozen=True), 20, 10)
+    progress.close()
+    first, second = capsys.readouterr().err.splitlines()
+    # 640 images in the 1.25 s without the evaluation; 70 steps of 0.2 s are left.
+    assert first == (
+        "[0/2] iteration 1/8: loss 0.2500, accuracy -, density 0.500, payload 3.00 MiB, 1.50 s, "
+        "512 images/s, 00:14 left"
+    )
+    assert "iteration 2/8" in second
+    assert "accuracy 95.12 %" in second
+    # 0.3 of the way from 0.2 to 0.1 s for each of 60 steps.
+    assert second.endswith("00:10 left, frozen")
+
+
+def test_nothing_is_left_after_the_last(
+    capsys: pytest.CaptureFixture[str], clock: list[float]
+) -> None:
+    progress = begin(LENGTH, "auto", 0, Heartbeat())
+    progress.start(7, 70, 10)
+    clock[0] += 2.0
+    progress.update(record(8), 80, 10)
+    progress.close()
+    assert capsys.readouterr().err.endswith("512 images/s\n")
+
+
+def test_a_long_iteration_says_every_half_minute_where_it_is(
+    capsys: pytest.CaptureFixture[str], clock: list[float]
+) -> None:
+    heartbeat = Heartbeat()
+    progress = begin(LENGTH, "auto", 0, heartbeat)
+    progress.start(2, 20, 10)
+    heartbeat.enter("local", 3)
+    lines = []
+    for second in range(0, 101, 5):
+        # A step of 10 s, of which 10 make an iteration.
+        clock[0] = 100.0 + second
+        heartbeat.beat(second // 10)
+        progress.look()
+        lines += [(second, line) for line in capsys.readouterr().err.splitlines()]
+    # 60 steps are left from the beginning of this iteration on.
+    assert lines == [
+        (30, "[0/2] iteration 3/8: local step 4 of 10, 6 images/s, 09:30 left"),
+        (60, "[0/2] iteration 3/8: local step 7 of 10, 6 images/s, 09:00 left"),
+        (90, "[0/2] iteration 3/8: local step 10 of 10, 6 images/s, 08:30 left"),
+    ]
+    progress.update(record(3), 30, 10)
+    capsys.readouterr()
+    heartbeat.enter("evaluate", 4)
+    for _ in range(7):
+        clock[0] += 5
+        progress.look()
+    # 40 steps of 10 s, of the iterations after this one.
+    assert capsys.readouterr().err == "[0/2] iteration 4/8: phase evaluate, 06:40 left\n"
+    progress.close()
+
+
+def test_its_thread_looks_by_itself(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "LINE_S", 0.02)
+    heartbeat = Heartbeat()
+    heartbeat.enter("inter", 5)
+    progress = begin(LENGTH, "auto", 0, heartbeat)
+    shown, end = "", time.monotonic() + 20
+    while shown.count("iteration 5/8: phase inter") < 2 and time.monotonic() < end:
+        time.sleep(0.02)
+        shown += capsys.readouterr().err
+    progress.close()
+    assert shown.count("iteration 5/8: phase inter") >= 2
+    assert "progress" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize(("mode", "rank"), [("off", 0), ("auto", 1), ("on", 1)])
+def test_it_is_silent_when_off_and_on_other_ranks(
+    mode: str, rank: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = begin(LENGTH, mode, rank, Heartbeat())
+    assert "progress" not in [thread.name for thread in threading.enumerate()]
+    progress.start(0, 0, 10)
+    progress.update(record(1), 10, 10)
+    progress.close()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_it_is_a_bar_on_a_terminal_and_where_one_is_asked_for(
+    mode: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    clock: list[float],
+) -> None:
+    if mode == "auto":
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    heartbeat = Heartbeat()
+    progress = begin(Length(3, 30, 64), mode, 0, heartbeat)
+    progress.start(1, 10, 10)
+    heartbeat.enter("local", 2)
+    progress.look()
+    clock[0] += 2.0
+    heartbeat.beat(4)
+    progress.look()
+    log.info("something else")
+    clock[0] += 3.0
+    for iteration in (2, 3):
+        progress.update(record(iteration), 10 * iteration, 10)
+    progress.close()
+    shown = capsys.readouterr().err
+    assert "1/3" in shown and "3/3" in shown
+    # 4 steps in 2 s, 16 of 20 left.
+    assert "local step 5 of 10, 128 images/s, 00:08 left" in shown
+    assert "accuracy 95.12 %" in shown
+    assert "[0/2] iteration" not in shown
+    # A line of its own, above the bar.
+    assert "[0/2] something else\n" in shown
+    assert all(isinstance(handler, logging.StreamHandler) for handler in log.handlers)
+    log.info("afterwards")
+    assert capsys.readouterr().err == "[0/2] afterwards\n"
