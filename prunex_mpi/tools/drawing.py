@@ -25,6 +25,8 @@ MOST_CURVES = len(COLOURS) * len(DASHES)
 SHADES = "cividis"
 KINDS = (".svg", ".png", ".pdf")
 DPI = 150
+# Letters of a path that is a curve, not a mark.
+LONG_PATH = 1000
 # The inches of a picture that fills a column of the page.
 WIDTH = 7.0
 STYLE = {
@@ -135,7 +137,7 @@ def as_svg(figure: "Figure", name: str, title: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.S)
     text = re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    # A hundredth of a point is more than a screen shows; what is drawn is half as long.
+    # More decimals than a screen shows are most of what is drawn.
     text = re.sub(r'(?<=\sd=")[^"]+', lambda found: _shortened(found[0]), text)
     head = re.search(r"<svg[^>]*>", text)
     box = re.search(r'viewBox="[^"]*"', head[0]) if head else None
@@ -150,8 +152,9 @@ def as_svg(figure: "Figure", name: str, title: str) -> str:
 
 
 def _shortened(path: str) -> str:
-    """Return what a path draws with two decimals and on one line."""
-    return " ".join(re.sub(r"(\.\d\d)\d+", r"\1", path).split())
+    """Return what a path draws on one line, in hundredths of a point, a long curve in tenths."""
+    decimals = 1 if len(path) > LONG_PATH else 2
+    return " ".join(re.sub(rf"(\.\d{{{decimals}}})\d+", r"\1", path).split())
 
 
 def edges_of(positions: Sequence[float]) -> list[float]:

@@ -22,11 +22,12 @@ from prunex_mpi.tools.report.pictures import (
     PHASE_WORDS,
     RESIDUAL_WORDS,
     count_iterations,
+    pile_up,
     plot,
     unit_of_seconds,
 )
 from prunex_mpi.tools.report.reading import RESIDUALS, Layers
-from prunex_mpi.tools.report.thinning import binned, means
+from prunex_mpi.tools.report.thinning import COLUMNS, binned, means
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -150,14 +151,15 @@ def rank_residuals(found: RankResiduals) -> "Figure | None":
         block = np.where(block > 0, block, np.nan)
         if widest <= MOST_RANK_CURVES:
             for rank in range(widest):
-                look = {**look_of(rank), "linestyle": DASHES[rank % len(DASHES)]}
-                plot(panel, iterations, block[:, rank], label=f"rank {rank}", **look)
+                look = {**look_of(rank), "linestyle": DASHES[rank % len(DASHES)], "linewidth": 1}
+                look = {**look, "label": f"rank {rank}", "columns": COLUMNS // 2}
+                plot(panel, iterations, block[:, rank], **look)
         else:
             rows = np.isfinite(block).any(axis=1)
             shares = np.nanquantile(block[rows], (0, 0.5, 1), axis=1)
             for word, dash, values in zip(("least", "median", "most"), ":-:", shares, strict=True):
                 look = {"color": COLOURS[0], "linestyle": dash, "label": f"{word} of the ranks"}
-                plot(panel, iterations[rows], values, **look)
+                plot(panel, iterations[rows], values, columns=COLUMNS // 2, **look)
         panel.set_yscale("log")
         panel.set_title(RESIDUAL_WORDS[name], loc="left", fontsize=8)
     for panel in panels[len(there) :]:
@@ -235,11 +237,8 @@ def lost_seconds(blame: Blame) -> "Figure | None":
     panel = figure.subplots()
     words = [f"rank {s.rank}, {PHASE_WORDS[s.phase]}" for s in named] + ["all others"]
     colours = (COLOURS[1], COLOURS[0], REST)
-    base = np.zeros(len(starts))
-    for row, word, colour in zip(rows, words, (*colours[: len(named)], REST), strict=True):
-        top = base + means(row, starts) / size
-        panel.stairs(top, edges, baseline=base, fill=True, color=colour, label=word, linewidth=0)
-        base = top
+    heights = [means(row, starts) / size for row in rows]
+    pile_up(panel, edges, list(zip(heights, (*colours[: len(named)], REST), words, strict=True)))
     panel.set_ylim(bottom=0)
     panel.margins(x=0)
     panel.set_ylabel(f"{unit} lost")

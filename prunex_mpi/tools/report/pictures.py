@@ -8,7 +8,7 @@ import numpy as np
 from prunex_mpi.base.units import GIB, KIB, MIB
 from prunex_mpi.tools.drawing import COLOURS, legend_above, new_figure
 from prunex_mpi.tools.report.reading import RESIDUALS, Run
-from prunex_mpi.tools.report.thinning import binned, means, thin
+from prunex_mpi.tools.report.thinning import COLUMNS, binned, means, thin
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,9 +98,16 @@ def axis_unit(runs: Sequence[Run], axis: str) -> tuple[float, str]:
     return size, f"{name} that left a node" if left else f"{name} that a leader handed over"
 
 
-def plot(panel: "Axes", x: np.ndarray, y: np.ndarray, mark: str = "", **look: object) -> None:
+def plot(
+    panel: "Axes",
+    x: np.ndarray,
+    y: np.ndarray,
+    mark: str = "",
+    columns: int = COLUMNS,
+    **look: object,
+) -> None:
     """Draw a curve, thinned out; few points get the mark each, of many some."""
-    x, y = thin(x, y)
+    x, y = thin(x, y, columns)
     if len(x) == 1 and not mark:
         mark = "o"
     marks = {"marker": mark, "markersize": 3.5} if mark else {}
@@ -178,20 +185,26 @@ def _say(panel: "Axes", text: str) -> None:
     panel.set_yticks([])
 
 
+def pile_up(panel: "Axes", edges: np.ndarray, parts: Sequence[tuple[np.ndarray, str, str]]) -> None:
+    """Draw columns on top of each other; each part is heights, colour and label.
+
+    A higher one reaches down behind the lower ones, which takes half of the points.
+    """
+    top = np.zeros(len(edges) - 1)
+    for number, (heights, colour, label) in enumerate(parts):
+        top = top + heights
+        look = {"facecolor": colour, "linewidth": 0, "zorder": 2 - 0.01 * number}
+        panel.stairs(top, edges, fill=True, label=label, **look)
+
+
 def stack(panel: "Axes", run: Run, names: Sequence[str], look: dict[str, tuple[str, str]]) -> None:
     """Draw columns of a run on top of each other, in one unit; long runs as means.
 
     `look` is colour and label of each.
     """
     edges, starts = binned(run.iterations)
-    base = np.zeros(len(starts))
-    for name in names:
-        colour, label = look[name]
-        top = base + means(run.column(name), starts)
-        panel.stairs(
-            top, edges, baseline=base, fill=True, facecolor=colour, label=label, linewidth=0
-        )
-        base = top
+    parts = [(means(run.column(name), starts), *look[name]) for name in names]
+    pile_up(panel, edges, parts)
     panel.set_ylim(bottom=0)
     panel.margins(x=0)
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 # Columns of points over the width of a picture; each keeps its lowest and its highest.
-COLUMNS = 320
+COLUMNS = 260
 
 
 def thin(x: np.ndarray, y: np.ndarray, columns: int = COLUMNS) -> tuple[np.ndarray, np.ndarray]:
