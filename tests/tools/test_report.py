@@ -101,31 +101,30 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(run: Path) -> Page:
-    """Return the page of that run before it is HTML; its figures have been drawn."""
-    with drawing.styled():
-        made = single.page_of(read_run(run))
-        for section in made.sections:
-            for picture in section.pictures:
-                picture.figure.draw_without_rendering()
-    return made
+def made(run: Path) -> tuple[Path, Page]:
+    """Write the page, pictures and metrics of that run; its figures have been drawn."""
+    pages: list[Page] = []
+
+    def page_of(run: reading.Run) -> Page:
+        pages.append(own(run))
+        return pages[0]
+
+    own = single.page_of
+    flags = ["--png", str(run.parent / "pic tures"), "--csv", str(run.parent / "ü.csv")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(single, "page_of", page_of)
+        assert program.main([str(run), *flags]) == 0
+    return run / "report.html", pages[0]
 
 
-@pytest.fixture(scope="module")
-def written(run: Path) -> Path:
-    """Write the page, pictures and metrics of that run, where there is neither torch nor MPI."""
-    out = run.parent
-    flags = ["--png", str(out / "pic tures"), "--csv", str(out / "ü.csv")]
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(run), *flags],
-        cwd=out,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    return run / "report.html"
+@pytest.fixture
+def written(made: tuple[Path, Page]) -> Path:
+    return made[0]
+
+
+@pytest.fixture
+def page(made: tuple[Path, Page]) -> Page:
+    return made[1]
 
 
 def test_the_page_needs_nothing_else(written: Path) -> None:
@@ -303,7 +302,7 @@ def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:
     assert not (path / "diverged.json").exists()
 
 
-def test_an_older_run_is_shown_without_what_it_lacks(tmp_path: Path) -> None:
+def test_an_older_run_is_shown_without_what_it_lacks_and_without_torch(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", iterations=4, ranks=False)
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
@@ -316,7 +315,15 @@ def test_an_older_run_is_shown_without_what_it_lacks(tmp_path: Path) -> None:
         del summary["bytes"][key]
     del summary["seconds_total"]
     (path / "summary.json").write_text(json.dumps(summary))
-    assert program.main([str(path)]) == 0
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(path)],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
     text = text_of(path / "report.html")
     assert "The run has no ranks.jsonl" in text and "completed after 4 outer iterations" in text
 
