@@ -27,8 +27,8 @@ VOLUMES = {
 }
 PARTS = {
     "inter": ("between nodes, with the broadcast in the node", "#D55E00", "68.4 %"),
-    "intra": ("inside the node", "#56B4E9", "17.8 %"),
-    "local": ("gradients of the local steps", "#0072B2", NONE),
+    "intra": ("inside the node, gradients included", "#56B4E9", "17.8 %"),
+    "local": ("agreement in the local steps", "#0072B2", NONE),
     "project": ("mask agreement", "#009E73", NONE),
     "dual": ("loss and norms", "#CC79A7", NONE),
 }
