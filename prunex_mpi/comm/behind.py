@@ -41,6 +41,11 @@ class Behind:
             raise RuntimeError("an exchange is under way already")
         self.under_way = self.pool.submit(exchange)
 
+    @property
+    def at_rest(self) -> bool:
+        """Say whether the helper is at nothing; what it has done may not have been waited for."""
+        return self.under_way is None or self.under_way.done()
+
     def finish(self) -> None:
         """Wait for what is under way, if anything is; raise what it has raised."""
         under_way, self.under_way = self.under_way, None

@@ -1,11 +1,16 @@
 """What one outer iteration costs: bytes handed over, bytes that leave a node, seconds."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
+
+from prunex_mpi.base.trace import Trace
+
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass
@@ -36,7 +41,7 @@ class Clock:
     exchange behind the local steps kept waiting, `late`, and its result took; `earlier` is what the
     phase took before the run was interrupted in it. `agreed` is waiting for messages that belong to
     the phase they are in, as those by which the ranks agree on going on. In the other phases all
-    messages do.
+    messages do. With a `trace` each message is noted there.
     """
 
     earlier: float = 0.0
@@ -47,24 +52,44 @@ class Clock:
     agreed: float = 0.0
     late: float = 0.0
 
+    def __post_init__(self) -> None:
+        # No field: it is no part of what a checkpoint remembers.
+        self.trace: Trace | None = None
+
     @property
     def messages(self) -> float:
         """Seconds in messages, behind the local steps or set-up apart."""
         return self.exchange + self.agreed
 
-    @contextmanager
-    def exchanging(self, device: torch.device) -> Iterator[None]:
-        """Count the block as waiting for messages."""
-        started = now(device)
-        yield
-        self.exchange += now(device) - started
+    def exchanging(
+        self, device: torch.device, name: str, counted: Mapping[str, int] = NOTHING
+    ) -> AbstractContextManager[None]:
+        """Count the block as waiting for messages; `counted` are bytes for the trace."""
+        return self._waiting("exchange", device, name, counted)
+
+    def agreeing(
+        self, device: torch.device, name: str, counted: Mapping[str, int] = NOTHING
+    ) -> AbstractContextManager[None]:
+        """Count the block as waiting for messages that belong to the phase they are in."""
+        return self._waiting("agreed", device, name, counted)
 
     @contextmanager
-    def agreeing(self, device: torch.device) -> Iterator[None]:
-        """Count the block as waiting for messages that belong to the phase they are in."""
+    def _waiting(
+        self, part: str, device: torch.device, name: str, counted: Mapping[str, int]
+    ) -> Iterator[None]:
         started = now(device)
         yield
-        self.agreed += now(device) - started
+        ended = now(device)
+        setattr(self, part, getattr(self, part) + ended - started)
+        if self.trace is not None:
+            self.trace.note("message", name, started, ended, counted)
+
+    def note(
+        self, category: str, name: str, started: float, counted: Mapping[str, int] = NOTHING
+    ) -> None:
+        """Add to the trace, if there is one, what has begun at `started` and ends now."""
+        if self.trace is not None:
+            self.trace.note(category, name, started, time.perf_counter(), counted)
 
     @contextmanager
     def computing(self, device: torch.device) -> Iterator[None]:

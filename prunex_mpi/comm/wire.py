@@ -55,15 +55,15 @@ class Wire:
 
     def reduce_(self, flat: Tensor, op: MPI.Op = MPI.SUM, kind: str = "") -> None:
         """Reduce `flat` in place on every rank (Allreduce). Collective on `comm`."""
-        with self.clock.exchanging(flat.device):
+        counted = self.count(flat.nbytes, kind=kind)
+        with self.clock.exchanging(flat.device, "Allreduce", counted):
             allreduce_(self.comm, flat, self.transport, op)
-        self.count(flat.nbytes, kind=kind)
 
     def reduce_to_first_(self, flat: Tensor, kind: str = "") -> None:
         """Sum `flat` in place on rank 0; the others keep theirs. Collective on `comm`."""
-        with self.clock.exchanging(flat.device):
+        counted = self.count(flat.nbytes, passes=1, kind=kind)
+        with self.clock.exchanging(flat.device, "Reduce", counted):
             reduce_(self.comm, flat, self.transport)
-        self.count(flat.nbytes, passes=1, kind=kind)
 
     def reduce_by_first_(self, flat: Tensor, finish_: Callable[[], None]) -> None:
         """Sum `flat` on rank 0, which alone calls `finish_` before everyone gets the result.
@@ -71,19 +71,19 @@ class Wire:
         Where rounding decides what comes out, all go on with the same. A Reduce and a Bcast move
         what an Allreduce does, and count as one. Collective on `comm`.
         """
-        with self.clock.exchanging(flat.device):
+        counted = self.count(flat.nbytes)
+        with self.clock.exchanging(flat.device, "Reduce", counted):
             reduce_(self.comm, flat, self.transport)
         if self.comm.rank == 0:
             finish_()
-        with self.clock.exchanging(flat.device):
+        with self.clock.exchanging(flat.device, "Bcast"):
             bcast_(self.comm, flat, self.transport)
-        self.count(flat.nbytes)
 
     def broadcast_(self, flat: Tensor, kind: str = "") -> None:
         """Hand rank 0's `flat` to every rank, in place. Collective on `comm`."""
-        with self.clock.exchanging(flat.device):
+        counted = self.count(flat.nbytes, passes=1, kind=kind)
+        with self.clock.exchanging(flat.device, "Bcast", counted):
             bcast_(self.comm, flat, self.transport)
-        self.count(flat.nbytes, passes=1, kind=kind)
 
     def broadcast_bits(self, bools: np.ndarray, kind: str = "") -> np.ndarray:
         """Return rank 0's bool array on every rank, sent as packed bits. Collective on `comm`."""
@@ -93,39 +93,36 @@ class Wire:
 
     def wait_(self, requests: list[MPI.Request], flat: Tensor) -> None:
         """Wait for the reductions of all parts of `flat` under way, and count them as one."""
-        with self.clock.exchanging(flat.device):
+        counted = self.count(flat.nbytes) | {"buckets": len(requests)}
+        with self.clock.exchanging(flat.device, "rest of Iallreduce", counted):
             MPI.Request.Waitall(requests)
-        self.count(flat.nbytes)
 
     def gather_(self, mine: Tensor, everyone: Tensor) -> None:
         """Gather `mine` [n] of every rank into `everyone` [comm.size, n]. Collective on `comm`."""
-        with self.clock.exchanging(mine.device):
+        counted = self.count(mine.nbytes, self.comm.size * mine.nbytes, passes=1)
+        with self.clock.exchanging(mine.device, "Allgather", counted):
             allgather_(self.comm, mine, everyone, self.transport)
-        self.count(mine.nbytes, self.comm.size * mine.nbytes, passes=1)
 
     def deal_(self, mine: Tensor, received: Tensor) -> None:
         """Send row r of `mine` [comm.size, n] to rank r, receive as many. Collective on `comm`."""
-        with self.clock.exchanging(mine.device):
+        counted = self.count_dealt(mine.nbytes)
+        with self.clock.exchanging(mine.device, "Alltoall", counted):
             deal_(self.comm, mine, received, self.transport)
-        self.count(mine.nbytes, travelling=0)
-        self.traffic.sent += dealt_bytes(self.ring, self.inside, mine.nbytes)
 
     def reduce_shares_(self, rows: Tensor, numel: int) -> None:
         """Sum float16 or bfloat16 `rows` [comm.size, n] in place, alike on all ranks.
 
         Of them `numel` elements count, the last row's others fill it up. Collective on `comm`.
         """
-        with self.clock.exchanging(rows.device):
+        counted = self.count_dealt(numel * rows.element_size(), passes=1)
+        with self.clock.exchanging(rows.device, "sum of shares", counted):
             sum_shares_(self.comm, rows, self.transport)
-        nbytes = numel * rows.element_size()
-        self.count(nbytes, travelling=0)
-        self.traffic.sent += dealt_bytes(self.ring, self.inside, nbytes, passes=1)
 
     def gather_counts(self, count: int) -> list[int]:
         """Return every rank's `count`, alike on all. Collective on `comm`."""
-        with self.clock.exchanging(torch.device("cpu")):
+        counted = self.count(COUNT_BYTES, self.comm.size * COUNT_BYTES, passes=1)
+        with self.clock.exchanging(torch.device("cpu"), "Allgather", counted):
             counts = gather_counts(self.comm, count)
-        self.count(COUNT_BYTES, self.comm.size * COUNT_BYTES, passes=1)
         return counts
 
     def gather_parts_(self, mine: Tensor, counts: Sequence[int], everyone: Tensor) -> None:
@@ -133,22 +130,35 @@ class Wire:
 
         All of them fit into one bucket. Collective on `comm`.
         """
-        with self.clock.exchanging(mine.device):
+        counted = self.count(mine.nbytes, sum(counts) * mine.element_size(), passes=1)
+        with self.clock.exchanging(mine.device, "Allgatherv", counted):
             allgatherv_(self.comm, mine, counts, everyone, self.transport)
-        self.count(mine.nbytes, sum(counts) * mine.element_size(), passes=1)
 
     def count(
         self, operand: int, travelling: int | None = None, passes: int = 2, kind: str = ""
-    ) -> None:
-        """Count a message: `operand` bytes of this rank, `travelling` (or as many) in the ring."""
+    ) -> dict[str, int]:
+        """Count a message: `operand` bytes of this rank, `travelling` (or as many) in the ring.
+
+        Returns what has been counted, for the trace.
+        """
         kind = kind or self.kind
         if kind == "intra" and self.comm.size == 1:
             # Nothing travels inside a node of one rank.
-            return
+            return {}
+        counted = {kind: operand}
         setattr(self.traffic, kind, getattr(self.traffic, kind) + operand)
-        if kind not in ("evaluate", "setup"):
+        if kind not in ("evaluate", "setup") and self.ring > 1:
             travelling = operand if travelling is None else travelling
-            self.traffic.sent += ring_bytes(self.ring, travelling, passes)
+            counted["sent"] = ring_bytes(self.ring, travelling, passes)
+            self.traffic.sent += counted["sent"]
+        return counted
+
+    def count_dealt(self, operand: int, passes: int = 0) -> dict[str, int]:
+        """Count a message whose shares all ranks send to each other, and `passes` of the ring."""
+        counted = self.count(operand, travelling=0)
+        sent = dealt_bytes(self.ring, self.inside, operand, passes)
+        self.traffic.sent += sent
+        return counted | {"sent": sent}
 
 
 @dataclass(frozen=True)
@@ -215,10 +225,10 @@ def reduce_between_nodes_(leader: Wire, node: Wire, flat: Tensor, kind: str = ""
 
     What followers pass in is overwritten. Collective on `leader.comm`, then on `node.comm`.
     """
-    with node.clock.exchanging(flat.device):
+    # Nothing leaves a node by its own wire: what the two have counted are other kinds.
+    counted = leader.count(flat.nbytes, kind=kind) | node.count(flat.nbytes)
+    with node.clock.exchanging(flat.device, "Allreduce and Bcast", counted):
         allreduce_then_bcast_(leader.comm, node.comm, flat, leader.transport)
-    leader.count(flat.nbytes, kind=kind)
-    node.count(flat.nbytes)
 
 
 def ring_bytes(workers: int, operand: int, passes: int = 2) -> int:

@@ -141,13 +141,13 @@ def sum_coded_(
             else:
                 _sum_records_(between, coded, values, (own, after), clock)
         requests = []
-        with clock.exchanging(device):
+        with clock.exchanging(device, "Bcast"):
             for root, (start, stop) in enumerate(pairwise(cuts)):
                 requests += _broadcast_(node, coded, start, stop, transport, root)
             MPI.Request.Waitall(previous)
         _decode_(coded, done, first, out)
         previous, done = requests, first
-    with clock.exchanging(device):
+    with clock.exchanging(device, "Bcast"):
         MPI.Request.Waitall(previous)
     _decode_(coded, done, coded.blocks, out)
 
@@ -183,7 +183,7 @@ def _sum_records_(
     _leave(coded, start, stop)
     leaving = _bytes(coded.twins[0], counts, [a * size for a in cuts[:-1]])
     coming = _bytes(coded.twins[1], arriving, [sum(arriving[:r]) for r in range(between.size)])
-    with clock.exchanging(values.device):
+    with clock.exchanging(values.device, "Alltoallv"):
         between.Alltoallv(leaving, coming)
     parts = (between.size - 1) * (after - own)
     if coded.twins[1] is not received:
@@ -194,7 +194,7 @@ def _sum_records_(
     encode_(total, records[own:after], payload)
     _leave(coded, own, after)
     shares = coded.twins[0][start : start + share * between.size]
-    with clock.exchanging(values.device):
+    with clock.exchanging(values.device, "Allgather"):
         between.Allgather(MPI.IN_PLACE, mpi_buffer(shares.view(-1)))
     if coded.twins[0] is not records:
         records[start:stop].copy_(coded.twins[0][start:stop])
@@ -224,10 +224,10 @@ def _sum_integers_(
     part, maxima = _run(values, start, stop), coded.maxima[start:stop]
     integers = coded.records[start:stop].view(-1)
     block_maxima_(part, maxima)
-    with clock.exchanging(values.device):
+    with clock.exchanging(values.device, "Allreduce"):
         allreduce_(between, maxima, transport, MPI.MAX)
     encode_shared_(part, maxima, coded.levels, integers)
-    with clock.exchanging(values.device):
+    with clock.exchanging(values.device, "Allreduce"):
         allreduce_(between, integers, transport)
 
 

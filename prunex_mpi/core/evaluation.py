@@ -42,7 +42,8 @@ def evaluate(topology: Topology, work: Work, estimate: bool = False) -> tuple[fl
             sums[0] += float(problem.loss(outputs, labels)) * len(labels)
             sums[1] += int((outputs.argmax(dim=1) == labels).sum())
             sums[2] += len(labels)
-    with state.position.clock.agreeing(state.theta.device):
+    counted = {"evaluate": sums.nbytes}
+    with state.position.clock.agreeing(state.theta.device, "sum over all ranks", counted):
         hierarchical_sum_(topology.leader, topology.node, sums)
     state.position.traffic.evaluate += sums.nbytes
     if not np.isfinite(sums[0]):
@@ -107,7 +108,7 @@ def refuse_divergence(topology: Topology, state: State, loss: float) -> None:
         FAILURE,
     )
     try:
-        with state.position.clock.agreeing(state.theta.device):
+        with state.position.clock.agreeing(state.theta.device, "Allreduce of what went wrong"):
             raise_together(topology.world, error if problem else None)
     except UserError as together:
         raise Diverged(str(together), together.exit_code) from None

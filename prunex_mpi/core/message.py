@@ -12,6 +12,9 @@ that are pruned take what was left over of them along. BatchNorm statistics trav
 to the last known ones as well, in bfloat16, without feedback: they are found anew every time.
 """
 
+import time
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -19,7 +22,7 @@ from mpi4py import MPI
 
 from prunex_mpi.comm.agreement import digests_agree
 from prunex_mpi.comm.collectives import Transport, allreduce_then_bcast_
-from prunex_mpi.comm.traffic import Clock
+from prunex_mpi.comm.traffic import NOTHING, Clock
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.coded import allocate_coded, coded_bytes, sum_coded_
 from prunex_mpi.core.state import CODED, KNOWN, PLAIN, REST, State
@@ -30,8 +33,8 @@ from prunex_mpi.pruning.masks import apply_factors_
 STATISTICS = "bf16"
 
 
-def fill_message_(lane: Wire, node: Wire, lanes: int, state: State, payload: str) -> None:
-    """Write what this node contributes, on all its leaders, and count it.
+def fill_message_(lane: Wire, node: Wire, lanes: int, state: State, payload: str) -> dict[str, int]:
+    """Write what this node contributes, on all its leaders; count it, and return what was counted.
 
     z_i, v_i and z must stay as they are until `take_over_`. With one node there is nobody to save
     bytes for: everything is plain. Where the mask has changed, collective on `lane.comm`, then on
@@ -43,7 +46,7 @@ def fill_message_(lane: Wire, node: Wire, lanes: int, state: State, payload: str
     dual = None if state.consensus_sgd else state.v
     if not state.plan_agreed:
         if lane.speaks:
-            with lane.clock.agreeing(state.theta.device):
+            with lane.clock.agreeing(state.theta.device, "Allreduce of a digest"):
                 alike = digests_agree(lane.comm, state.plan.digest)
             if not alike:
                 raise RuntimeError("the leaders' compact layouts differ; nothing was exchanged")
@@ -59,10 +62,9 @@ def fill_message_(lane: Wire, node: Wire, lanes: int, state: State, payload: str
             torch.index_select(state.stats, 0, state.stats_kept, out=statistics)
             statistics.mul_(lane.weight)
     travelling = sum(c.nbytes for c in state.coded) if coded else state.message.nbytes
-    lane.count(travelling)
-    node.count(travelling)
     dense = state.layout.numel + state.stats.numel()
     state.position.traffic.dense += dense * state.message.element_size()
+    return lane.count(travelling) | node.count(travelling)
 
 
 def message_bytes(payload: str, parameters: int, statistics: int, size: int) -> int:
@@ -122,22 +124,27 @@ def exchange_message_(
     state: State,
     transport: Transport,
     clock: Clock,
+    counted: Mapping[str, int] = NOTHING,
 ) -> None:
     """Add up the messages of the nodes and hand the sum to every rank of each.
 
     Touches nothing of the state but the message, what is left over of it, and its codes; `clock` is
-    this thread's. Collective on `between`, a lane, where it is not MPI.COMM_NULL, then on `node`.
+    this thread's, `counted` what `fill_message_` has returned, for the trace. Collective on
+    `between`, a lane, where it is not MPI.COMM_NULL, then on `node`.
     """
     if state.coded is None:
-        with clock.exchanging(state.message.device):
+        buckets = -(-state.message.nbytes // transport.bucket_bytes)
+        counted = {**counted, "buckets": buckets}
+        with clock.exchanging(state.message.device, "Allreduce and Bcast", counted):
             allreduce_then_bcast_(between, node, state.message, transport, lanes)
         return
     message, statistics = state.blocks
     parameters_coded, statistics_coded = state.coded
     rest = state.memory[REST][: message.numel()]
-    ways = transport, clock, lanes
+    ways, started = (transport, clock, lanes), time.perf_counter()
     sum_coded_(between, node, parameters_coded, rest, message, *ways)
     sum_coded_(between, node, statistics_coded, statistics, statistics, *ways)
+    clock.note("exchange", "sum of codes", started, counted)
 
 
 def way_of(state: State) -> str:

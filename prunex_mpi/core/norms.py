@@ -37,10 +37,10 @@ def find_residuals(
     """
     clock = state.position.clock
     if norms is None:
-        with clock.agreeing(state.theta.device):
+        with clock.agreeing(state.theta.device, "Allreduce and Bcast of the loss"):
             return None, mean_over_ranks(world, loss)
     buffer = np.append(np.concatenate(norms), loss)
-    with clock.agreeing(state.theta.device):
+    with clock.agreeing(state.theta.device, "Allreduce and Bcast of norms"):
         sum_alike_(world, buffer)
     sums = NormSums(*buffer[:-1].reshape(len(norms), -1))
     numels = np.array([s.numel for s in state.layout.segments], dtype=np.float64)

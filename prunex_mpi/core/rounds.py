@@ -56,6 +56,7 @@ def phase(work: Work, this: Round, name: str) -> Iterator[None]:
     started, messages = time.perf_counter(), clock.messages
     yield
     this.seconds[name] = this.seconds.get(name, 0.0) + now(work.state.theta.device) - started
+    clock.note("phase", name, started)
     this.exchange[name] = this.exchange.get(name, 0.0) + clock.messages - messages
 
 
@@ -134,6 +135,7 @@ def finish_round(
     with phase(work, this, "evaluate"):
         if evaluates(work, this, converged):
             test_loss, test_accuracy = evaluate(topology, work, estimate)
+    position.clock.note("iteration", f"outer iteration {this.k}", this.started)
     this.seconds["total"] = time.perf_counter() - this.started + position.clock.earlier
     record = {
         **iteration_record(work, this.k, this.seconds, residuals),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
@@ -334,8 +334,8 @@ def begin_iteration(position: Position) -> None:
     position.step, position.loss_sum, position.loss_count = 0, 0.0, 0.0
     # In place: wires hold on to these objects.
     for part in (position.traffic, position.clock):
-        for name in vars(part):
-            setattr(part, name, type(getattr(part, name))())
+        for one in fields(part):
+            setattr(part, one.name, type(getattr(part, one.name))())
 
 
 def put_mask_back(state: State, mask: np.ndarray, frozen: bool, consensus_sgd: bool) -> None:

@@ -18,7 +18,6 @@ from prunex_mpi.settings.methods import PRUNING_ONCE, QUADRATIC
 
 # Gradients, and the weights whose decay is to be added to them.
 Pairs = tuple[list[Tensor], list[Tensor]]
-HOST = torch.device("cpu")
 
 
 @contextmanager
@@ -219,9 +218,12 @@ def stops_here(work: Work, losses: Tensor, started: float) -> bool:
     if work.stop is None:
         return False
     position = work.state.position
-    # Numbers of the host: what is queued on a device goes on meanwhile.
-    with position.clock.agreeing(HOST):
-        reached = work.stop.reached()
+    asked = time.perf_counter()
+    reached = work.stop.reached()
+    position.clock.agreed += time.perf_counter() - asked
+    if work.stop.calls == 0:
+        # At one of the steps at which the ranks agree; it has no device to wait for.
+        position.clock.note("message", "Iallreduce of who has to stop", asked)
     if not reached:
         return False
     position.loss_sum, position.loss_count = losses.tolist()

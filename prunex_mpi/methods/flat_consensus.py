@@ -87,8 +87,9 @@ def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
     if not state.frozen:
         state.factors = Factors(())
     lane = wires.lane
-    fill_message_(lane, wires.node, wires.lanes, state, settings.payload)
-    exchange_message_(lane.comm, wires.node.comm, wires.lanes, state, lane.transport, lane.clock)
+    counted = fill_message_(lane, wires.node, wires.lanes, state, settings.payload)
+    ways = lane.comm, wires.node.comm, wires.lanes, state, lane.transport, lane.clock
+    exchange_message_(*ways, counted)
     take_over_(state, way_of(state))
     if not state.consensus_sgd and settings.weight_decay_in == "z":
         decay = decay_of_layers(settings, state.layout)

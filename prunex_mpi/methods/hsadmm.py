@@ -164,6 +164,7 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
         if stops_here(work, losses, started):
             return None
         work.heartbeat.beat(position.step)
+        stepped = time.perf_counter()
         if position.under_way and position.step >= arrival:
             z_arrives(work)
         if averager is not None:
@@ -181,6 +182,7 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
         step_optimizer_(work, decayed)
         add_loss_(losses, loss, work)
         position.step += 1
+        position.clock.note("step", f"step {position.step}", stepped)
     if position.under_way:
         z_arrives(work)
     return float(losses[0] / losses[1])
@@ -234,7 +236,7 @@ def make_alike_(node: Wire, state: State, decay: np.ndarray) -> None:
     if node.comm.size == 1:
         return
     digest = bits_digest(state.scratch, state.grad)
-    with node.clock.agreeing(state.theta.device):
+    with node.clock.agreeing(state.theta.device, "Allreduce of a digest"):
         alike = digests_agree(node.comm, digest)
     if alike:
         return
@@ -306,14 +308,15 @@ def inter_node_consensus(wires: Wires, work: Work, stage: Stage, behind: bool) -
     if stage.union:
         mask = agree_by_or(leader, state.mask) if leader.speaks else state.mask
         change_mask(state, node.broadcast_bits(mask))
-    fill_message_(lane, node, wires.lanes, state, work.settings.payload)
+    counted = fill_message_(lane, node, wires.lanes, state, work.settings.payload)
     if behind:
         helper = work.behind
         ways = helper.between, helper.node, wires.lanes, state, helper.transport, helper.clock
         state.position.under_way = way_of(state)
-        helper.begin(lambda: exchange_message_(*ways))
+        helper.begin(lambda: exchange_message_(*ways, counted))
         return None
-    exchange_message_(lane.comm, node.comm, wires.lanes, state, lane.transport, lane.clock)
+    ways = lane.comm, node.comm, wires.lanes, state, lane.transport, lane.clock
+    exchange_message_(*ways, counted)
     take_over_(state, way_of(state), freezes=stage.freeze)
     # What z was before lies in scratch.
     return squared_distances(state.z, state.scratch, state.layout) if stage.measured else None
@@ -329,6 +332,7 @@ def z_arrives(work: Work) -> None:
     if work.behind is not None:
         work.behind.finish()
         clock.late += time.perf_counter() - started
+        clock.note("message", "wait for the helper", started)
     take_over_(state, state.position.under_way, behind=True)
     outer_step_(state, work.settings)
     if starts_from_z(state, work.settings):

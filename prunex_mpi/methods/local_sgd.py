@@ -75,7 +75,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
                     sparseloco.exchange_(wires, space, work)
                 else:
                     inter_node_consensus(wires, work, stage, behind)
-                with position.clock.agreeing(state.theta.device):
+                with position.clock.agreeing(state.theta.device, "Allreduce and Bcast of the loss"):
                     loss = mean_over_ranks(topology.world, loss)
             with phase(work, this, "dual"):
                 if not behind:

@@ -120,7 +120,7 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     trial = on_trial(tracked, settings)
     if trial:
         # Who comes late must not count for the way that happens to be tried.
-        with wire.clock.exchanging(grad.device):
+        with wire.clock.exchanging(grad.device, "Barrier"):
             wire.comm.Barrier()
     started = time.perf_counter()
     if tracked[CLOCK] == 0:

@@ -64,7 +64,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
             split_local(work, this, waiting="inter")
             with phase(work, this, "inter"):
                 average_statistics(wires, work)
-                with position.clock.agreeing(state.theta.device):
+                with position.clock.agreeing(state.theta.device, "Allreduce and Bcast of the loss"):
                     loss = mean_over_ranks(topology.world, loss)
             if settings.method in REMOVING:
                 with phase(work, this, "project"):
@@ -114,6 +114,7 @@ def train_steps(
         if stops_here(work, losses, started):
             return None
         work.heartbeat.beat(position.step)
+        stepped = time.perf_counter()
         if averager is not None:
             averager.begin()
         loss = forward(work)
@@ -127,6 +128,7 @@ def train_steps(
         step_optimizer_(work, decayed)
         add_loss_(losses, loss, work)
         position.step += 1
+        position.clock.note("step", f"step {position.step}", stepped)
     return float(losses[0] / losses[1])
 
 

@@ -23,6 +23,7 @@ from prunex_mpi.base.files import (
     write_durably,
     write_json_durably,
 )
+from prunex_mpi.run.trace_file import TraceFile
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -46,6 +47,7 @@ class RunDirectory:
         self.records = {name: FileRecord() for name in LINES}
         self.lock = FileLock(path / "lock", timeout=0)
         self.removal: threading.Thread | None = None
+        self.trace: TraceFile | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
             # FileLock takes any failure to make its file for a lock that is held.

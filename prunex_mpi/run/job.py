@@ -43,6 +43,7 @@ from prunex_mpi.run.start import (
     take_places,
 )
 from prunex_mpi.run.supervision import Checkpoints, run_to_end
+from prunex_mpi.run.tracing import tracing
 from prunex_mpi.run.tuning import (
     goes_behind_steps,
     is_left_to_measure,
@@ -111,7 +112,8 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                 exchanging_behind(topology, goes_behind_steps(settings), transport) as behind,
             ):
                 work = replace(work, stop=stop, behind=behind)
-                status = run_to_end(topology, files, work, checkpoints)
+                with tracing(topology, files, work):
+                    status = run_to_end(topology, files, work, checkpoints)
             heartbeat.enter("finish")
 
             def finish() -> None:

@@ -21,6 +21,7 @@ from prunex_mpi.methods import flat_consensus, hsadmm, local_sgd, per_step
 from prunex_mpi.run import checkpoint
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.rank_records import RankRecords
+from prunex_mpi.run.tracing import write_trace
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, LOCAL
 
@@ -82,8 +83,8 @@ def run_to_end(
                     # What is under way reads and writes what is about to be replaced.
                     work.behind.finish()
                 restored = checkpoint.restore(topology, files, work)
-                begin_(bar, work)
                 position.rollbacks = rollbacks + 1
+                begin_(bar, work)
                 factor = ROLLBACK_FACTOR**position.rollbacks
                 text = "%s; going back to checkpoint %s with %g of the learning rate"
                 log.info(text, error, restored.name, factor)
@@ -144,6 +145,7 @@ def recorded(
             files.append("metrics.jsonl", [record])
             files.append("layers.jsonl", layers)
             files.append("ranks.jsonl", [row])
+        write_trace(topology.world, files, work)
         progress.update(record, work.state.position.steps_done, local_steps(work))
         yield record, status
 
@@ -163,11 +165,12 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint and note what it took. Collective on `world`."""
     work.heartbeat.enter("checkpoint")
-    started = time.monotonic()
+    began, started = time.perf_counter(), time.monotonic()
     if work.behind is not None:
         # What has arrived is written with the rest, and waits for its step in both runs.
         work.behind.finish()
     checkpoint.save(topology, files, work)
     checkpoints.note(time.monotonic() - started)
+    work.state.position.clock.note("phase", "checkpoint", began)
     if work.stop is not None:
         work.stop.reserve_s = RESERVE * checkpoints.last_s

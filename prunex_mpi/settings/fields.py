@@ -610,6 +610,9 @@ class Settings:
         choices=("auto", "on", "off"),
     )
     evaluate_every: int = _setting(_S, "outer iterations between evaluations", low=1)
+    trace: bool = _setting(
+        _S, "write trace.json: what all ranks do when, for Perfetto", False, before=False
+    )
     dry_run: bool = _setting(_S, "print sizes and bytes, then stop without training", False)
 
     del _S
@@ -633,6 +636,7 @@ OF_THE_JOB = (
     "ranks_per_node",
     "leaders_per_node",
     "progress",
+    "trace",
     "dry_run",
     *ESTIMATED,
 )

@@ -1,5 +1,7 @@
 """Wires: who speaks with what weight, and messages that are sent, counted and timed in one call."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from driving import SMALL_BUCKETS, assert_alike_on_all_ranks, wire_of, wires_of
@@ -7,6 +9,7 @@ from nodes import NODE_SHAPES, WORLD, nodes_of
 
 from mpi4py import MPI
 
+from prunex_mpi.base.trace import Trace
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import dealt_bytes, find_wires, reduce_between_nodes_, ring_bytes
 
@@ -144,10 +147,48 @@ def test_time_in_messages_is_told_from_the_methods_own(monkeypatch: pytest.Monke
     clock, now = Clock(), iter(range(100))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))
     device = torch.device("cpu")
-    with clock.computing(device), clock.exchanging(device):
+    with clock.computing(device), clock.exchanging(device, "Bcast"):
         pass
     # Four readings, one second apart, from outside in and out again.
     assert clock == Clock(method=2.0, exchange=1.0)
+    assert clock.messages == 1.0
+
+
+def test_messages_of_a_phase_are_told_apart_and_set_up_has_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, now = Clock(), iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))
+    device = torch.device("cpu")
+    with clock.agreeing(device, "Allreduce of a digest"):
+        pass
+    assert clock == Clock(agreed=1.0)
+    with (
+        clock.setting_up(device),
+        clock.agreeing(device, "Bcast"),
+        clock.exchanging(device, "Bcast"),
+    ):
+        pass
+    assert clock == Clock(agreed=1.0, setup=5.0)
+
+
+def test_a_trace_has_the_messages_with_what_was_counted() -> None:
+    wire, flat = wire_of(WORLD), ours()
+    wire.reduce_(flat)
+    wire.clock.trace = Trace(WORLD.rank)
+    wire.reduce_(flat)
+    wire.broadcast_(flat, kind="mask")
+    with wire.clock.agreeing(flat.device, "Allreduce of a digest"):
+        pass
+    size, halves = 8 * COUNT, [ring_bytes(WORLD.size, 8 * COUNT, passes) for passes in (2, 1)]
+    sent = [{"sent": half} if WORLD.size > 1 else {} for half in halves]
+    assert [(e.category, e.name, e.args) for e in wire.clock.trace.events] == [
+        ("message", "Allreduce", {"payload": size} | sent[0]),
+        ("message", "Bcast", {"mask": size} | sent[1]),
+        ("message", "Allreduce of a digest", {}),
+    ]
+    # It is no part of what is compared, copied and written with the seconds.
+    assert asdict(wire.clock).keys() == asdict(Clock()).keys()
 
 
 def test_a_wire_takes_the_time_of_its_messages() -> None:

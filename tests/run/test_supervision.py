@@ -104,9 +104,9 @@ def test_a_loss_that_explodes_is_a_divergence(
 
 def test_a_time_limit_leaves_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
     assert run(tmp_path / "whole") == 0
-    assert run(tmp_path / "run", "--time-limit", "1") == 75
+    assert run(tmp_path / "run", "--time-limit", "1", "--trace") == 75
     assert status(tmp_path / "run") == "preempted"
-    again = ["--resume", "--run-dir", str(tmp_path / "run"), "--time-limit", "0"]
+    again = ["--resume", "--run-dir", str(tmp_path / "run"), "--time-limit", "0", "--trace"]
     assert train.main(again) == 0
     assert status(tmp_path / "run") == "completed"
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
@@ -115,6 +115,10 @@ def test_a_time_limit_leaves_and_the_run_goes_on_exactly(tmp_path: Path) -> None
     # The first row, and the first of the job that went on where it was.
     named = [row["iteration"] for row in rows if "hosts" in row]
     assert len(named) <= 2 and 1 in named
+    events = json.loads((tmp_path / "run/trace.json").read_text())
+    done = [e["name"] for e in events if e.get("cat") == "iteration"]
+    assert done == [f"outer iteration {number}" for number in range(1, 7)]
+    assert not (tmp_path / "whole/trace.json").exists()
     first, second = (load_file(tmp_path / x / "state.safetensors") for x in ("whole", "run"))
     assert all(torch.equal(first[name], second[name]) for name in first)
 

@@ -13,7 +13,7 @@ from test_bench import assert_sane, column, run
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import USAGE, UserError
-from prunex_mpi.base.logs import Progress
+from prunex_mpi.base.progress import Length, Progress
 from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import nodes_of
@@ -745,11 +745,11 @@ def test_an_outcome_that_can_not_be_kept_ends_every_rank_alike(quiet, tmp_path, 
 def test_progress_is_out_of_all_outer_iterations(quiet, tmp_path, monkeypatch):
     totals: list[int] = []
 
-    def noted(total: int, *rest: object) -> Progress:
-        totals.append(total)
-        return Progress(total, *rest)
+    def noted(length: Length, *rest: object) -> Progress:
+        totals.append(length.iterations)
+        return Progress(length, *rest)
 
-    monkeypatch.setattr("prunex_mpi.tools.compare.run.Progress", noted)
+    monkeypatch.setattr("prunex_mpi.run.supervision.Progress", noted)
     compared(["--methods", "qsr", "--outer-iterations=8"], tmp_path)
     with open(f"{broadcast_text(WORLD, str(tmp_path))}/runs/qsr-0/summary.json") as file:
         assert totals == [json.load(file)["iterations"]]

@@ -1,0 +1,67 @@
+"""Small runs of every kind as the program makes them, for tests of what a run records."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from nodes import WORLD
+
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.comm.behind import exchanging_behind
+from prunex_mpi.comm.collectives import build_transport
+from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.problem import load_dataset
+from prunex_mpi.core.state import Work
+from prunex_mpi.run.job import assemble
+from prunex_mpi.run.tuning import goes_behind_steps
+from prunex_mpi.settings.resolve import make
+
+CPU = torch.device("cpu")
+# Buckets of 1 KiB: every message is cut.
+TRANSPORT = build_transport(CPU, 2**-10, "host")
+COMMON = {
+    "model": "odd_models:small",
+    "dataset": "synthetic",
+    "train_samples": 64,
+    "test_samples": 16,
+    "image_size": 8,
+    "batch_size": 4,
+    "outer_iterations": 3,
+    "local_steps": 2,
+    "lr": 0.01,
+    "lr_schedule": "constant",
+}
+PRUNING = {"warmup_iterations": 0, "keep_ramp_iterations": 0, "freeze_iteration": 3}
+BEHIND = {"overlap_steps": 1, "residuals": "off", "evaluate_every": 3}
+SCENARIOS = {
+    "recipe": {**PRUNING},
+    "paper": {"preset": "paper", **PRUNING},
+    "int4": {**PRUNING, "payload": "int4"},
+    "int8sum": {**PRUNING, "payload": "int8sum"},
+    "behind": {**PRUNING, **BEHIND, "payload": "int4"},
+    "flat consensus": {**PRUNING, "method": "prunex-flat"},
+    "local sgd": {"method": "local-sgd", "node_sync": "outer"},
+    "sparseloco": {"method": "sparseloco", "compress_ratio": 0.1},
+    "dense": {"method": "dense"},
+    "topk": {"method": "topk", "aggregation": "hierarchical"},
+    "pactrain": {"method": "pactrain", "prune_iteration": 1, "aggregation": "hierarchical"},
+    "prunetrain": {"method": "prunetrain", "reconfigure_every": 1},
+}
+
+
+@contextmanager
+def small_run(
+    topology: Topology, scenario: str, heartbeat: Heartbeat | None = None, **changes: Any
+) -> Iterator[Work]:
+    """Have what a rank works on in a run of `scenario`."""
+    settings = make(**{**COMMON, **SCENARIOS[scenario], **changes})
+    dataset = load_dataset(topology, settings)
+    work = assemble(topology, settings, dataset, CPU, TRANSPORT, heartbeat or Heartbeat())
+    with (
+        stop_agreement(WORLD, ReceivedSignal(), None) as stop,
+        exchanging_behind(topology, goes_behind_steps(settings), TRANSPORT) as behind,
+    ):
+        yield replace(work, stop=stop, behind=behind)
