@@ -94,7 +94,7 @@ def progress_of(topology: Topology, work: Work) -> Progress:
     """Show a run from where it stands."""
     settings, problem = work.settings, work.problem
     length = Length(
-        work.state.position.iteration - 1 + rounds_left(work, most=0),
+        work.state.position.iteration - 1 + rounds_left(work),
         total_steps(settings, problem.steps),
         problem.train.batch_size * topology.world_size,
     )
