@@ -309,7 +309,7 @@ class StopsAt:
     """Take the place of StopAgreement: every rank leaves at its `call`-th safe point."""
 
     def __init__(self, call: int) -> None:
-        self.left = call
+        self.left, self.calls = call, 1
 
     def reached(self) -> bool:
         self.left -= 1
