@@ -23,6 +23,7 @@ from prunex_mpi.base.files import (
     write_durably,
     write_json_durably,
 )
+from prunex_mpi.run.board import Board
 from prunex_mpi.run.trace_file import TraceFile
 
 if sys.version_info >= (3, 11):
@@ -48,6 +49,7 @@ class RunDirectory:
         self.lock = FileLock(path / "lock", timeout=0)
         self.removal: threading.Thread | None = None
         self.trace: TraceFile | None = None
+        self.board: Board | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
             # FileLock takes any failure to make its file for a lock that is held.
@@ -76,6 +78,9 @@ class RunDirectory:
 
     def close(self) -> None:
         """Let other jobs have the run."""
+        if self.board is not None:
+            self.board.close()
+            self.board = None
         self.finish_removals()
         self.lock.release()
 

@@ -31,6 +31,7 @@ from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.local_sgd import advice
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run import checkpoint, summary
+from prunex_mpi.run.board import Board, require_tensorboard
 from prunex_mpi.run.closing import closing_table
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.dry_run import dry_run
@@ -82,6 +83,8 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             if world.rank == 0:
                 print(text, flush=True)
             return 0
+        if settings.tensorboard:
+            together(world, require_tensorboard)
         heed_findings(place, settings)
         transport = find_transport(place, settings)
         refuse_impossible_exchange(topology, settings)
@@ -105,6 +108,11 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                 if files is not None and files.versions() != versions:
                     log.info("the versions of the software are not those in %s/config.toml", path)
 
+            def open_board() -> None:
+                if settings.tensorboard and files is not None:
+                    files.board = Board(files.path, work.state.position.iteration)
+
+            together(world, lambda: telling_disk_errors("the folder tensorboard", open_board))
             checkpoints = Checkpoints(settings.checkpoint_every)
             deadline = find_deadline(settings.time_limit, started)
             with (

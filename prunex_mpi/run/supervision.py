@@ -85,6 +85,8 @@ def run_to_end(
                 restored = checkpoint.restore(topology, files, work)
                 position.rollbacks = rollbacks + 1
                 begin_(bar, work)
+                if files is not None and files.board is not None:
+                    files.board.rewind(position.iteration)
                 factor = ROLLBACK_FACTOR**position.rollbacks
                 text = "%s; going back to checkpoint %s with %g of the learning rate"
                 log.info(text, error, restored.name, factor)
@@ -145,6 +147,8 @@ def recorded(
             files.append("metrics.jsonl", [record])
             files.append("layers.jsonl", layers)
             files.append("ranks.jsonl", [row])
+            if files.board is not None:
+                files.board.add(record)
         write_trace(topology.world, files, work)
         progress.update(record, work.state.position.steps_done, local_steps(work))
         yield record, status

@@ -610,6 +610,9 @@ class Settings:
         choices=("auto", "on", "off"),
     )
     evaluate_every: int = _setting(_S, "outer iterations between evaluations", low=1)
+    tensorboard: bool = _setting(
+        _S, "write the metrics for TensorBoard as well", False, before=False
+    )
     trace: bool = _setting(
         _S, "write trace.json: what all ranks do when, for Perfetto", False, before=False
     )
@@ -636,6 +639,7 @@ OF_THE_JOB = (
     "ranks_per_node",
     "leaders_per_node",
     "progress",
+    "tensorboard",
     "trace",
     "dry_run",
     *ESTIMATED,

@@ -39,7 +39,7 @@ SCRIPTS = {
 # Flags of Slurm and pytest, and what a run or an installation makes.
 FOREIGN = {"--mpi", "--gpu-bind", "--signal", "--nodes", "--ntasks-per-node", "--gpus-per-node"}
 FOREIGN |= {"--with-mpi"}
-MADE = {".venv", "runs", "checkpoints", "heartbeats"}
+MADE = {".venv", "runs", "checkpoints", "heartbeats", "tensorboard"}
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`]+)`")

@@ -35,7 +35,10 @@ else:
 
 # What the comparison itself decides, or what only a run of its own can do.
 OWN = ("seed", "lr", "eps_abs", "eps_rel", "run_dir", "dry_run", *ESTIMATED)
-ALONE = ("resume", "checkpoint_every", "time_limit", "preempt_signals", "on_divergence", "trace")
+ALONE = (
+    *("resume", "checkpoint_every", "time_limit", "preempt_signals", "on_divergence"),
+    *("tensorboard", "trace"),
+)
 COMMON = tuple(name for name in FIELDS if name not in ("method", *OWN, *ALONE))
 # What a shorter run has fewer of, or more often.
 COUNTING_ITERATIONS = ("outer_iterations", "evaluate_every", "reconfigure_every")
