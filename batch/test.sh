@@ -71,14 +71,14 @@ test_in_parallel() {
     fi
 }
 
+# Without a launcher, on `workers` processes: those marked so.
 test_serially() {
-    local status=0 marks=
-    if [[ -n ${PRUNEX_AGAIN:-} ]]; then marks=" and jobs and not any_mpi"; fi
-    marks+=$NOT_LONG
-    marks=${marks# and }
-    echo "==== without a launcher, $PRUNEX_MPI${marks:+: $marks}"
-    timeout --foreground -k 15 "$RUN_TIMEOUT_S" "$VENV_PYTHON" "${PYTEST[@]}" -m "$marks" "$@" \
-        || status=$?
+    local status=0 workers=$1 marks=$2$NOT_LONG
+    shift 2
+    echo "==== without a launcher, $PRUNEX_MPI: $marks"
+    OMP_NUM_THREADS=$(($(nproc) > workers ? $(nproc) / workers : 1)) \
+        timeout --foreground -k 15 "$RUN_TIMEOUT_S" "$VENV_PYTHON" "${PYTEST[@]}" -n "$workers" \
+        --dist loadfile -m "$marks" "$@" || status=$?
     # 5: whoever asked for some tests may have asked for none of these.
     if [[ $status != 0 && ($status != 5 || $narrowed == no) ]]; then
         echo "error: the tests failed without a launcher (status $status)" >&2
@@ -113,7 +113,13 @@ if [[ -z ${PRUNEX_AGAIN:-} ]]; then
     "$VENV_PYTHON" -m ruff check prunex_mpi tests
     "$VENV_PYTHON" -m ruff format --check prunex_mpi tests
 fi
-test_serially "$@"
+if [[ -n ${PRUNEX_AGAIN:-} ]]; then
+    test_serially 0 "jobs and not any_mpi" "$@"
+else
+    # Jobs take all cores themselves.
+    test_serially 2 "not jobs" "$@"
+    test_serially 0 "jobs" "$@"
+fi
 if [[ $narrowed == no ]] || any_parallel_test "$@"; then
     counts=(1 2 4)
     # Four ranks are two nodes of two as well as four of one: enough for a second MPI.

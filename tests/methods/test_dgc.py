@@ -8,7 +8,7 @@ from torch import float64
 
 from prunex_mpi.settings.resolve import make
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 
 def run(topology, **changes):

@@ -124,12 +124,17 @@ CASES = [(name, torch.float64) for name in SCENARIOS]
 CASES += [(name, torch.float32) for name in ("recipe", "paper")]
 # What differs from another scenario in little.
 RARELY = ("fp16", "bf16", "int8", "int2", "all-behind", "ramp-behind", "pruned-at-once", "coupled")
-CASES = [
-    pytest.param(*c, marks=pytest.mark.long)
-    if c[0].endswith(RARELY) or "union" in c[0] or c == ("recipe", torch.float32)
-    else c
-    for c in CASES
-]
+# What asks nothing of an MPI that others do not.
+ARITHMETIC = ("composed", "filter-channel", "shape-outer")
+
+
+def marks_of(scenario: str, dtype: torch.dtype) -> list[pytest.MarkDecorator]:
+    if scenario.endswith(RARELY) or "union" in scenario or (scenario, dtype) == CASES[-2]:
+        return [pytest.mark.long]
+    return [pytest.mark.any_mpi] if scenario.endswith(ARITHMETIC) else []
+
+
+CASES = [pytest.param(*c, marks=marks_of(*c)) for c in CASES]
 # In float64, of the weights. In float32 times what it costs the oracle, which the processor says.
 EXACT, ROUNDINGS = 1e-11, 8
 
@@ -336,6 +341,7 @@ def half_squares(outputs, targets):
     return 0.5 * ((outputs - targets) ** 2).sum(dim=1).mean()
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("keep", [1.0, 0.5])
@@ -404,6 +410,7 @@ def converge(**changes):
     return [record for record, _, _ in steps], steps[-1][1]
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_run_stops_when_converged():
     records, state = converge(freeze_iteration=2)
@@ -412,6 +419,7 @@ def test_run_stops_when_converged():
     assert state.frozen
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize("agreement", ["or", "vote"])
 def test_convergence_before_the_freeze_delivers_voted_masks(agreement):
@@ -441,6 +449,7 @@ def test_the_recipe_does_not_stop_on_residuals():
     assert (make().eps_abs, make().eps_rel) == (0.0, 0.0)
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_residuals_that_are_not_asked_for_change_nothing_else():
     world = MPI.COMM_WORLD
@@ -488,6 +497,7 @@ def test_ranks_of_a_node_that_differ_go_on_from_their_leaders_variables():
         assert node.traffic.intra == 3 * statistics + both
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_masks_freeze_once_they_have_settled():
     records, state = converge(freeze_iteration=0, freeze_drift=0.0, freeze_window=3, eps_rel=0.0)

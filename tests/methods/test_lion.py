@@ -10,7 +10,7 @@ from prunex_mpi.core.state import Work
 from prunex_mpi.methods import lion
 from prunex_mpi.settings.resolve import make
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 
 def work_of(**changes: object) -> Work:

@@ -13,7 +13,7 @@ from torch import nn
 from prunex_mpi.methods import omnireduce
 from prunex_mpi.settings.resolve import make
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 SIZE = 12
 

@@ -16,7 +16,7 @@ from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.settings.resolve import make
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 RANK = 5
 

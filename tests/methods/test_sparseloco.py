@@ -9,7 +9,7 @@ from nodes import NODE_SHAPES, WORLD, nodes_of
 from prunex_mpi.methods import sparseloco
 from prunex_mpi.settings.resolve import make
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 COMMON = {"outer_iterations": 3, "lr": 0.05, "lr_schedule": "constant", "bn": "average"}
 

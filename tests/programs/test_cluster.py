@@ -80,7 +80,7 @@ def require(done: subprocess.CompletedProcess[str], code: int = 0) -> None:
     ("tasks", "flags", "share"),
     [
         ([2, 2], "", 0.53),
-        ([1, 1, 1], "--payload int4", 0.08),
+        pytest.param([1, 1, 1], "--payload int4", 0.08, marks=pytest.mark.long),
         pytest.param([1, 1, 1], "", 0.53, marks=pytest.mark.long),
         pytest.param(
             *([2, 2], "--payload int8sum --leaders-per-node 2", 0.15), marks=pytest.mark.long

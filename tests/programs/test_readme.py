@@ -315,9 +315,9 @@ TRAININGS = {
 @pytest.mark.any_mpi
 @pytest.mark.parametrize(
     "arguments",
-    # That flags are known is seen above for all of them: two are enough here, the rest takes long.
+    # That flags are known is seen above for all of them: one is enough here, the rest takes long.
     [
-        pytest.param(words, marks=[pytest.mark.long] if number > 1 else [], id=" ".join(words[:-1]))
+        pytest.param(words, marks=[pytest.mark.long] if number else [], id=" ".join(words[:-1]))
         for number, words in enumerate(sorted(TRAININGS))
     ],
 )

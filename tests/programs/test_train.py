@@ -195,7 +195,10 @@ def test_existing_run_is_not_overwritten(finished):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--ranks-per-node 3 --preset paper --outer-iterations 4 --local-epochs 1",
+        pytest.param(
+            "--ranks-per-node 3 --preset paper --outer-iterations 4 --local-epochs 1",
+            marks=pytest.mark.any_mpi,
+        ),
         pytest.param(
             "--ranks-per-node 3 --outer-iterations 4 --amp bf16 --channels-last --penalty balance "
             "--groups filter shape",
