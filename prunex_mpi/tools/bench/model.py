@@ -270,7 +270,7 @@ def _phase_4(bench: Bench, state: State, payload: str) -> None:
     wires = wires_of(topology, state, transport)
     lane, node, lanes = wires.lane, wires.node, wires.lanes
     fill_message_(lane, node, lanes, state, payload)
-    exchange_message_(lane.comm, node.comm, lanes, state, lane.transport)
+    exchange_message_(lane.comm, node.comm, lanes, state, lane.transport, lane.clock)
     _take_over(state)
 
 
