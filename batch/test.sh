@@ -73,12 +73,13 @@ test_in_parallel() {
 
 # Without a launcher, on `workers` processes: those marked so.
 test_serially() {
-    local status=0 workers=$1 marks=$2$NOT_LONG
+    local status=0 workers=$1 marks=$2$NOT_LONG threads
     shift 2
+    threads=$(($(nproc) / workers))
+    if [[ $threads == 0 ]]; then threads=1; fi
     echo "==== without a launcher, $PRUNEX_MPI: $marks"
-    OMP_NUM_THREADS=$(($(nproc) > workers ? $(nproc) / workers : 1)) \
-        timeout --foreground -k 15 "$RUN_TIMEOUT_S" "$VENV_PYTHON" "${PYTEST[@]}" -n "$workers" \
-        --dist loadfile -m "$marks" "$@" || status=$?
+    OMP_NUM_THREADS=$threads timeout --foreground -k 15 "$RUN_TIMEOUT_S" "$VENV_PYTHON" \
+        "${PYTEST[@]}" -n "$workers" --dist loadfile -m "$marks" "$@" || status=$?
     # 5: whoever asked for some tests may have asked for none of these.
     if [[ $status != 0 && ($status != 5 || $narrowed == no) ]]; then
         echo "error: the tests failed without a launcher (status $status)" >&2
@@ -114,11 +115,11 @@ if [[ -z ${PRUNEX_AGAIN:-} ]]; then
     "$VENV_PYTHON" -m ruff format --check prunex_mpi tests
 fi
 if [[ -n ${PRUNEX_AGAIN:-} ]]; then
-    test_serially 0 "jobs and not any_mpi" "$@"
+    test_serially 1 "jobs and not any_mpi" "$@"
 else
     # Jobs take all cores themselves.
     test_serially 2 "not jobs" "$@"
-    test_serially 0 "jobs" "$@"
+    test_serially 1 "jobs" "$@"
 fi
 if [[ $narrowed == no ]] || any_parallel_test "$@"; then
     counts=(1 2 4)

@@ -612,6 +612,7 @@ def fault_before(what: str, rank: int, at: str, call: int) -> dict[str, Any]:
     return {"what": what, "rank": rank, "at": f"prunex_mpi.{at}", "call": call, "side": "before"}
 
 
+@pytest.mark.any_mpi
 def test_a_killed_run_goes_on(tmp_path, reference_of):
     case = CASES[1]
     chain = Chain(case, tmp_path, 1, reference_of(case), Tally())

@@ -197,7 +197,7 @@ def test_existing_run_is_not_overwritten(finished):
     [
         pytest.param(
             "--ranks-per-node 3 --preset paper --outer-iterations 4 --local-epochs 1",
-            marks=pytest.mark.any_mpi,
+            marks=pytest.mark.long,
         ),
         pytest.param(
             "--ranks-per-node 3 --outer-iterations 4 --amp bf16 --channels-last --penalty balance "
@@ -229,6 +229,7 @@ def assert_refused(result, code: int, words: str) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
@@ -290,6 +291,7 @@ def test_rivals_leave_the_same_files(tmp_path, method):
     build_model("resnet8", num_classes=10, image_size=8).load_state_dict(tensors)
 
 
+@pytest.mark.any_mpi
 @pytest.mark.any_mpi
 @pytest.mark.parametrize(
     "name",
