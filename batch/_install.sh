@@ -137,9 +137,10 @@ borrow() {
         return 1
     fi
     if [[ $PRUNEX_MPI != system ]]; then mpi=("$PRUNEX_MPI"); fi
-    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps mpi4py "${mpi[@]}"
+    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps mpi4py "${mpi[@]}" \
+        || return 1
     # What the environment was made with is older than what torch wants.
-    "$VENV_PYTHON" -m pip uninstall --quiet --yes setuptools
+    "$VENV_PYTHON" -m pip uninstall --quiet --yes setuptools || return 1
     # Behind its own packages; the editable one is found by a file that only addsitedir reads.
     printf 'import site; site.addsitedir("%s")\n' "$("$lender/bin/python" -c "$site")" \
         >"$("$VENV_PYTHON" -c "$site")/prunex-borrowed.pth"

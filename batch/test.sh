@@ -51,18 +51,23 @@ show_failed_ranks() {
     done
 }
 
+# Print how many threads each of so many processes may have: in all no more than there are cores.
+threads_of() {
+    local cores
+    cores=$(nproc)
+    echo $((cores > $1 ? cores / $1 : 1))
+}
+
 # The first failure of a rank ends the job with its message in that rank's log: -x makes pytest exit
 # and mpi4py turns the exit into an abort, where the other ranks would wait in a collective for ever.
 test_in_parallel() {
-    local ranks=$1 cores again=
+    local ranks=$1 again=
     shift
     if [[ -n ${PRUNEX_AGAIN:-} ]]; then again=" and not any_mpi"; fi
-    cores=$(nproc)
     export PRUNEX_TEST_LOGS=$SCRATCH/$ranks
     mkdir "$PRUNEX_TEST_LOGS"
     echo "==== ranks: $ranks, $PRUNEX_MPI"
-    # Threads of all ranks together on no more than the cores there are.
-    if ! OMP_NUM_THREADS=$((cores > ranks ? cores / ranks : 1)) \
+    if ! OMP_NUM_THREADS=$(threads_of "$ranks") \
         run_mpi "$ranks" bash -c "$RANK_SCRIPT" rank "$VENV_PYTHON" -m mpi4py "${PYTEST[@]}" \
         --with-mpi -m "mpi$again$NOT_LONG" -x -p no:cacheprovider --color=no "$@"; then
         show_failed_ranks "$ranks"
@@ -73,13 +78,11 @@ test_in_parallel() {
 
 # Without a launcher, on `workers` processes: those marked so.
 test_serially() {
-    local status=0 workers=$1 marks=$2$NOT_LONG threads
+    local status=0 workers=$1 marks=$2$NOT_LONG
     shift 2
-    threads=$(($(nproc) / workers))
-    if [[ $threads == 0 ]]; then threads=1; fi
     echo "==== without a launcher, $PRUNEX_MPI: $marks"
-    OMP_NUM_THREADS=$threads timeout --foreground -k 15 "$RUN_TIMEOUT_S" "$VENV_PYTHON" \
-        "${PYTEST[@]}" -n "$workers" --dist loadfile -m "$marks" "$@" || status=$?
+    OMP_NUM_THREADS=$(threads_of "$workers") timeout --foreground -k 15 "$RUN_TIMEOUT_S" \
+        "$VENV_PYTHON" "${PYTEST[@]}" -n "$workers" --dist loadfile -m "$marks" "$@" || status=$?
     # 5: whoever asked for some tests may have asked for none of these.
     if [[ $status != 0 && ($status != 5 || $narrowed == no) ]]; then
         echo "error: the tests failed without a launcher (status $status)" >&2

@@ -20,11 +20,8 @@ def run_alone(
     try:
         work(parse(sys.argv[1:] if argv is None else argv))
     except UserError as error:
-        # One line, whatever a name of the user's holds, and in what the terminal can show.
+        # One line, whatever a name of the user's holds.
         line = " ".join(f"{name}: error: {error}".split())
-        line = line.encode(sys.stderr.encoding or "utf-8", "backslashreplace").decode(
-            sys.stderr.encoding or "utf-8"
-        )
         print(line, file=sys.stderr, flush=True)
         return error.exit_code
     return 0

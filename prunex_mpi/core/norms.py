@@ -35,15 +35,19 @@ def find_residuals(
     One message of nine norms per layer, of the loss alone where none were measured; alike on all
     ranks, since the stopping test and the penalties are decided on it. Collective on `world`.
     """
-    clock = state.position.clock
     if norms is None:
-        with clock.agreeing(state.theta.device, "Allreduce and Bcast of the loss"):
-            return None, mean_over_ranks(world, loss)
+        return None, mean_loss(world, state, loss)
     buffer = np.append(np.concatenate(norms), loss)
-    with clock.agreeing(state.theta.device, "Allreduce and Bcast of norms"):
+    with state.position.clock.agreeing(state.theta.device, "Allreduce and Bcast of norms"):
         sum_alike_(world, buffer)
     sums = NormSums(*buffer[:-1].reshape(len(norms), -1))
     numels = np.array([s.numel for s in state.layout.segments], dtype=np.float64)
     rhos, epsilons = (state.rho1, state.rho2), (settings.eps_abs, settings.eps_rel)
     residuals = compute_residuals(sums, numels, world.size, *rhos, *epsilons)
     return residuals, float(buffer[-1]) / world.size
+
+
+def mean_loss(world: MPI.Comm, state: State, loss: float) -> float:
+    """Return the mean of every rank's `loss`, alike on all. Collective on `world`."""
+    with state.position.clock.agreeing(state.theta.device, "Allreduce and Bcast of the loss"):
+        return mean_over_ranks(world, loss)

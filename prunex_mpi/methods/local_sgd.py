@@ -15,10 +15,10 @@ and operands).
 from collections.abc import Iterator
 from typing import Any
 
-from prunex_mpi.comm.agreement import mean_over_ranks
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import find_wires
 from prunex_mpi.core.evaluation import estimate_statistics, refuse_divergence
+from prunex_mpi.core.norms import mean_loss
 from prunex_mpi.core.outer_step import outer_step_
 from prunex_mpi.core.rounds import finish_round, goes_behind, phase, rounds, split_local
 from prunex_mpi.core.schedule import Stage
@@ -75,8 +75,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
                     sparseloco.exchange_(wires, space, work)
                 else:
                     inter_node_consensus(wires, work, stage, behind)
-                with position.clock.agreeing(state.theta.device, "Allreduce and Bcast of the loss"):
-                    loss = mean_over_ranks(topology.world, loss)
+                loss = mean_loss(topology.world, state, loss)
             with phase(work, this, "dual"):
                 if not behind:
                     outer_step_(state, settings)

@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from prunex_mpi.comm.agreement import mean_over_ranks
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wire, Wires, find_wires, reduce_between_nodes_
 from prunex_mpi.core.evaluation import refuse_divergence
+from prunex_mpi.core.norms import mean_loss
 from prunex_mpi.core.rounds import finish_round, phase, rounds, split_local
 from prunex_mpi.core.state import Work
 from prunex_mpi.core.steps import (
@@ -64,8 +64,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
             split_local(work, this, waiting="inter")
             with phase(work, this, "inter"):
                 average_statistics(wires, work)
-                with position.clock.agreeing(state.theta.device, "Allreduce and Bcast of the loss"):
-                    loss = mean_over_ranks(topology.world, loss)
+                loss = mean_loss(topology.world, state, loss)
             if settings.method in REMOVING:
                 with phase(work, this, "project"):
                     if exchanges.reshape_(wires, space, work, done=this.k):

@@ -1,20 +1,11 @@
 """The records of metrics.jsonl as scalars for TensorBoard."""
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from prunex_mpi.base.errors import UserError
-
 FOLDER = "tensorboard"
 FLUSH_S = 30
-
-
-def require_tensorboard() -> None:
-    """Raise UserError unless the package is there."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise UserError('--tensorboard needs tensorboard: pip install "prunex_mpi[report]"')
 
 
 class Board:

@@ -10,6 +10,7 @@ import torch
 
 from mpi4py import MPI
 
+from prunex_mpi.base.alone import require_packages
 from prunex_mpi.base.errors import PREEMPTED
 from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.heartbeat import Heartbeat
@@ -31,7 +32,7 @@ from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.local_sgd import advice
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run import checkpoint, summary
-from prunex_mpi.run.board import Board, require_tensorboard
+from prunex_mpi.run.board import Board
 from prunex_mpi.run.closing import closing_table
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.dry_run import dry_run
@@ -84,7 +85,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                 print(text, flush=True)
             return 0
         if settings.tensorboard:
-            together(world, require_tensorboard)
+            together(world, lambda: require_packages("--tensorboard", "report", "tensorboard"))
         heed_findings(place, settings)
         transport = find_transport(place, settings)
         refuse_impossible_exchange(topology, settings)

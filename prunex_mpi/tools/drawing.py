@@ -106,6 +106,13 @@ def legend_above(panel: "Axes", columns: int = 4, reverse: bool = False) -> None
     )
 
 
+def name_bars(panel: "Axes", names: Sequence[str]) -> None:
+    """Name horizontal bars, of which the first stands on top."""
+    panel.set_yticks(range(len(names)), [plain(name) for name in names], fontsize=7)
+    panel.set_ylim(len(names) - 0.5, -0.5)
+    panel.grid(False, axis="y")
+
+
 def save(figure: "Figure", path: str, flag: str) -> None:
     """Write a figure to the file that a flag names; raise UserError."""
     try:

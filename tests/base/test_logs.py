@@ -1,19 +1,10 @@
 """Log records."""
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
 from prunex_mpi.base.logs import log, set_up_logging
-
-
-@pytest.fixture(autouse=True)
-def _restore_the_logger() -> Iterator[None]:
-    saved = log.handlers, log.propagate, log.level
-    yield
-    log.handlers, log.propagate = saved[:2]
-    log.setLevel(saved[2])
 
 
 def test_records_name_the_rank_and_others_say_only_warnings(

@@ -4,7 +4,6 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,14 +15,6 @@ from prunex_mpi.base.progress import Length, Progress
 
 # 8 outer iterations of 10 steps of 64 images.
 LENGTH = Length(iterations=8, steps=80, images=64)
-
-
-@pytest.fixture(autouse=True)
-def _restore_the_logger() -> Iterator[None]:
-    saved = log.handlers, log.propagate, log.level
-    yield
-    log.handlers, log.propagate = saved[:2]
-    log.setLevel(saved[2])
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from prunex_mpi.base.tables import Table
 from prunex_mpi.tools.drawing import plain
 from prunex_mpi.tools.report.reading import Run
+from prunex_mpi.tools.report.several import differing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,7 +84,7 @@ def _wrapped(text: str, width: float) -> list[str]:
 def unequal(runs: Sequence[Run]) -> list[str]:
     """Return a note on what runs differ in that should be alike where they are compared."""
     keys = ("model", "dataset", "outer-iterations", "batch-size", "train-samples")
-    named = [key for key in keys if len({str(run.setting(key)) for run in runs}) > 1]
+    named = differing(runs, keys)
     return [f"The runs differ in {', '.join(named)} as well."] if named else []
 
 

@@ -6,12 +6,12 @@ import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.settings.methods import PER_STEP
-from prunex_mpi.tools.drawing import COLOURS, legend_above, look_of, marker_of, new_figure, plain
+from prunex_mpi.tools.drawing import COLOURS, legend_above, marker_of, name_bars, new_figure
 from prunex_mpi.tools.figures.beside import NONE, PAYLOAD_WHY, Beside, Drawn, setup_words, unequal
 from prunex_mpi.tools.report import pictures
 from prunex_mpi.tools.report.pictures import along, axis_unit, plot, trained_seconds
 from prunex_mpi.tools.report.reading import RANKS, Run, read_ranks, shown
-from prunex_mpi.tools.report.several import label, last
+from prunex_mpi.tools.report.several import label, last, look_and_label
 from prunex_mpi.tools.report.words import duration_words, size_words
 
 OF_METHOD = {
@@ -62,7 +62,7 @@ def accuracy(runs: Sequence[Run]) -> Drawn:
     for panel, axis in zip(panels, ("seconds", "bytes"), strict=True):
         size, word = axis_unit(runs, axis)
         for number, run in enumerate(runs):
-            look = {**look_of(number), "label": plain(label(number, run))}
+            look = look_and_label(number, run)
             x = along(run, axis) / size
             plot(panel, x, 100 * run.column("test_accuracy"), marker_of(number), **look)
         panel.set_xlabel(word)
@@ -93,7 +93,7 @@ def payload(runs: Sequence[Run]) -> Drawn:
     size, unit = pictures.unit_of_bytes(max(float(np.nanmax(np.nan_to_num(c))) for c in columns))
     rows = []
     for number, run in enumerate(runs):
-        look = {**look_of(number), "label": plain(label(number, run))}
+        look = look_and_label(number, run)
         plot(panel, run.iterations, run.column("bytes.payload") / size, marker_of(number), **look)
         dense = {"color": look["color"], "linestyle": (0, (1, 3)), "linewidth": 1}
         word = {"label": "if dense (dotted)"} if number == len(runs) - 1 else {}
@@ -138,10 +138,8 @@ def volume(runs: Sequence[Run]) -> Drawn:
             bars = places[which] - 0.2
             panel.barh(bars, dense[which] / size, 0.38, label=word, hatch=hatch, **light)
     panel.barh(places + 0.2, sent / size, 0.38, color=COLOURS[1], label="sent")
-    panel.set_yticks(places, [plain(label(n, run)) for n, run in enumerate(runs)], fontsize=7)
-    panel.set_ylim(len(runs) - 0.5, -0.5)
+    name_bars(panel, [label(number, run) for number, run in enumerate(runs)])
     panel.set_xlabel(f"{unit} per leader between nodes, whole run")
-    panel.grid(False, axis="y")
     legend_above(panel, 2)
     rows = []
     for number, run in enumerate(runs):
@@ -174,7 +172,7 @@ def waiting(runs: Sequence[Run]) -> Drawn:
     panel = figure.subplots()
     size, unit = pictures.unit_of_seconds(max(float(column.max()) for column in columns))
     for number, (run, column) in enumerate(zip(runs, columns, strict=True)):
-        look = {**look_of(number), "label": plain(label(number, run))}
+        look = look_and_label(number, run)
         plot(panel, run.iterations, column / size, marker_of(number), **look)
     pictures.widen(panel, columns)
     panel.set_ylabel(f"{unit} of phases 2 and 4")
@@ -225,12 +223,9 @@ def split(runs: Sequence[Run]) -> Drawn:
         if width.any():
             panel.barh(range(len(runs)), width, left=base, height=0.7, color=colour, label=word)
             base += width
-    names = [plain(label(number, run)) for number, run in enumerate(runs)]
-    panel.set_yticks(range(len(runs)), names, fontsize=7)
-    panel.set_ylim(len(runs) - 0.5, -0.5)
+    name_bars(panel, [label(number, run) for number, run in enumerate(runs)])
     panel.set_xlim(0, 100)
     panel.set_xlabel("% of the time of communication")
-    panel.grid(False, axis="y")
     legend_above(panel, 2)
     notes = [
         "The paper has 13.8 % of broadcast; here it is timed with the exchange between nodes, "

@@ -10,9 +10,10 @@ from prunex_mpi.tools.drawing import SHADES, new_figure, plain
 from prunex_mpi.tools.figures.beside import Beside, Drawn
 from prunex_mpi.tools.figures.costs import lacking
 from prunex_mpi.tools.report import layers_ranks
-from prunex_mpi.tools.report.pictures import RESIDUAL_WORDS, count_iterations, plot
+from prunex_mpi.tools.report.pictures import RESIDUAL_WORDS, plot
 from prunex_mpi.tools.report.reading import RESIDUALS, Run, read_layers, read_ranks, shown
 from prunex_mpi.tools.report.single import wanted_iterations
+from prunex_mpi.tools.report.thinning import starts_of
 
 DECAY = "from 1e0 to 1e-2"
 DECAY_WHY = "norms grow with the network and with what local steps move"
@@ -51,7 +52,7 @@ def of_layers(run: Run) -> Drawn:
     from matplotlib.ticker import MaxNLocator
 
     figure = new_figure(1.4 + 1.6 * ((len(there) + 1) // 2))
-    panels = figure.subplots((len(there) + 1) // 2, 2, sharex=True, squeeze=False).flatten()
+    panels = layers_ranks.residual_panels(figure, there, "norm of the layer")
     depth, shades = Normalize(1, max(2, len(layers.names))), colormaps[SHADES]
     rows = []
     for panel, name in zip(panels, there, strict=False):
@@ -59,18 +60,10 @@ def of_layers(run: Run) -> Drawn:
         for i in range(len(layers.names)):
             look = {"color": shades(depth(i + 1)), "linewidth": 0.8}
             plot(panel, layers.iterations, block[:, i], **look)
-        panel.set_yscale("log")
-        panel.set_title(RESIDUAL_WORDS[name], loc="left", fontsize=8)
         known = block[np.isfinite(block).any(axis=1)]
         ends = f"{np.nanmedian(known[0]):.1e} to {np.nanmedian(known[-1]):.1e}"
         what = f"{RESIDUAL_WORDS[name]}, median layer"
         rows.append(Beside(what, f"from {ends}", DECAY, DECAY_WHY))
-    for panel in panels[len(there) :]:
-        panel.set_visible(False)
-    for panel in panels[-2:]:
-        count_iterations(panel)
-    for panel in panels[::2]:
-        panel.set_ylabel("norm of the layer")
     scale = ScalarMappable(depth, shades)
     label = f"layer, of {len(layers.names)} from the input on"
     bar = figure.colorbar(scale, ax=list(panels), label=label, fraction=0.04, pad=0.02)
@@ -153,7 +146,7 @@ def shrunk(kept: np.ndarray) -> np.ndarray:
     for axis in (0, 1):
         size = values.shape[axis]
         if size > CELLS:
-            starts = np.unique((np.arange(CELLS) * size / CELLS).astype(int))
+            starts = starts_of(size, CELLS)
             counts = np.diff(np.append(starts, size))
             shape = (-1, 1) if axis == 0 else (1, -1)
             values = np.add.reduceat(values, starts, axis=axis) / counts.reshape(shape)

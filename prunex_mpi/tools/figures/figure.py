@@ -6,6 +6,7 @@ from prunex_mpi.base.alone import require_packages
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.tables import format_table
 from prunex_mpi.tools.drawing import MOST_CURVES, save, styled
+from prunex_mpi.tools.figures import costs, details, ratios, scaling
 from prunex_mpi.tools.figures.beside import Drawn, table_of, write_below
 from prunex_mpi.tools.figures.options import FIGURES, Options
 from prunex_mpi.tools.report.reading import Run, shown
@@ -35,42 +36,22 @@ def draw(options: Options, runs: Sequence[Run]) -> Drawn:
     """Return the figure of a number; raise UserError where the runs lack what it needs."""
     match options.number:
         case "5":
-            from prunex_mpi.tools.figures.costs import accuracy
-
-            return accuracy(runs)
+            return costs.accuracy(runs)
         case "6a":
-            from prunex_mpi.tools.figures.costs import payload
-
-            return payload(runs)
+            return costs.payload(runs)
         case "6b":
-            from prunex_mpi.tools.figures.costs import volume
-
-            return volume(runs)
+            return costs.volume(runs)
         case "7":
-            from prunex_mpi.tools.figures.costs import waiting
-
-            return waiting(runs)
+            return costs.waiting(runs)
         case "8":
-            from prunex_mpi.tools.figures.costs import split
-
-            return split(runs)
+            return costs.split(runs)
         case "9":
-            from prunex_mpi.tools.figures.scaling import scaling
-
-            return scaling(runs, options.link_gbit, options.latency_us, options.copy_gbs)
+            return scaling.scaling(runs, options.link_gbit, options.latency_us, options.copy_gbs)
         case "10":
-            from prunex_mpi.tools.figures.details import of_ranks
-
-            return of_ranks(runs[0])
+            return details.of_ranks(runs[0])
         case "11":
-            from prunex_mpi.tools.figures.details import of_layers
-
-            return of_layers(runs[0])
+            return details.of_layers(runs[0])
         case "12":
-            from prunex_mpi.tools.figures.ratios import ratios
-
-            return ratios(runs)
+            return ratios.ratios(runs)
         case _:
-            from prunex_mpi.tools.figures.details import patterns
-
-            return patterns(runs[0], options.layers)
+            return details.patterns(runs[0], options.layers)

@@ -13,6 +13,7 @@ from prunex_mpi.tools.drawing import (
     edges_of,
     legend_above,
     look_of,
+    name_bars,
     new_figure,
     plain,
 )
@@ -135,6 +136,21 @@ def layer_residuals(layers: Layers) -> "Figure | None":
     return figure
 
 
+def residual_panels(figure: "Figure", there: Sequence[str], word: str) -> np.ndarray:
+    """Return empty panels in two columns, one for each residual, and hidden ones to fill them."""
+    panels = figure.subplots((len(there) + 1) // 2, 2, sharex=True, squeeze=False).flatten()
+    for panel, name in zip(panels, there, strict=False):
+        panel.set_yscale("log")
+        panel.set_title(RESIDUAL_WORDS[name], loc="left", fontsize=8)
+    for panel in panels[len(there) :]:
+        panel.set_visible(False)
+    for panel in panels[-2:]:
+        count_iterations(panel)
+    for panel in panels[::2]:
+        panel.set_ylabel(word)
+    return panels
+
+
 def rank_residuals(found: RankResiduals) -> "Figure | None":
     """Draw the residuals of each rank; of many ranks the median, between the least and the most."""
     there = [n for n in RESIDUALS if any(np.nan_to_num(v).any() for v in found.values.get(n, []))]
@@ -142,7 +158,7 @@ def rank_residuals(found: RankResiduals) -> "Figure | None":
         return None
     iterations = np.array(found.iterations)
     figure = new_figure(1.4 + 1.5 * ((len(there) + 1) // 2))
-    panels = figure.subplots((len(there) + 1) // 2, 2, sharex=True, squeeze=False).flatten()
+    panels = residual_panels(figure, there, "norm on the rank")
     for panel, name in zip(panels, there, strict=False):
         widest = max(map(len, found.values[name]))
         block = np.full((len(iterations), widest), np.nan)
@@ -160,14 +176,6 @@ def rank_residuals(found: RankResiduals) -> "Figure | None":
             for word, dash, values in zip(("least", "median", "most"), ":-:", shares, strict=True):
                 look = {"color": COLOURS[0], "linestyle": dash, "label": f"{word} of the ranks"}
                 plot(panel, iterations[rows], values, columns=COLUMNS // 2, **look)
-        panel.set_yscale("log")
-        panel.set_title(RESIDUAL_WORDS[name], loc="left", fontsize=8)
-    for panel in panels[len(there) :]:
-        panel.set_visible(False)
-    for panel in panels[-2:]:
-        count_iterations(panel)
-    for panel in panels[::2]:
-        panel.set_ylabel("norm on the rank")
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper center", ncols=min(8, len(names)))
     return figure
@@ -211,10 +219,8 @@ def rank_seconds(blame: Blame) -> "Figure":
         width = np.asarray(seconds)[ranks] / size
         panel.barh(range(len(ranks)), width, left=base, height=0.8, label=word, **look)
         base += width
-    panel.set_yticks(range(len(ranks)), [plain(rank_name(blame, r)) for r in ranks], fontsize=7)
-    panel.set_ylim(len(ranks) - 0.5, -0.5)
+    name_bars(panel, [rank_name(blame, rank) for rank in ranks])
     panel.set_xlabel(f"{unit}, all outer iterations")
-    panel.grid(False, axis="y")
     legend_above(panel, 4)
     return figure
 

@@ -197,24 +197,16 @@ def pile_up(panel: "Axes", edges: np.ndarray, parts: Sequence[tuple[np.ndarray, 
         panel.stairs(top, edges, fill=True, label=label, **look)
 
 
-def stack(panel: "Axes", run: Run, names: Sequence[str], look: dict[str, tuple[str, str]]) -> None:
-    """Draw columns of a run on top of each other, in one unit; long runs as means.
+def stack(panel: "Axes", run: Run, look: dict[str, tuple[str, str]], size: float) -> None:
+    """Draw columns of a run on top of each other, in a unit of `size`; long runs as means.
 
-    `look` is colour and label of each.
+    `look` is colour and label of each, by name.
     """
     edges, starts = binned(run.iterations)
-    parts = [(means(run.column(name), starts), *look[name]) for name in names]
+    parts = [(means(run.column(name), starts) / size, *words) for name, words in look.items()]
     pile_up(panel, edges, parts)
     panel.set_ylim(bottom=0)
     panel.margins(x=0)
-
-
-def scaled(run: Run, names: Sequence[str], size: float) -> Run:
-    """Return the run with these columns in another unit."""
-    from dataclasses import replace
-
-    changed = {name: run.column(name) / size for name in names}
-    return replace(run, columns={**run.columns, **changed})
 
 
 def traffic(run: Run) -> "Figure | None":
@@ -227,10 +219,9 @@ def traffic(run: Run) -> "Figure | None":
     panels = figure.subplots(
         1 + inside, 1, sharex=True, squeeze=False, height_ratios=[2, 1][: 1 + inside]
     )[:, 0]
-    names = [f"bytes.{kind}" for kind in kinds]
-    size, unit = unit_of_bytes(float(np.nanmax([run.column(n).max() for n in names])))
     look = {f"bytes.{k}": (OF_KIND[k], k) for k in kinds}
-    stack(panels[0], scaled(run, names, size), names, look)
+    size, unit = unit_of_bytes(float(np.nanmax([run.column(n).max() for n in look])))
+    stack(panels[0], run, look, size)
     dense = run.column("bytes.dense")
     if np.nan_to_num(dense).any():
         plot(
@@ -242,8 +233,7 @@ def traffic(run: Run) -> "Figure | None":
     legend_above(panels[0], 5)
     if inside:
         size, unit = unit_of_bytes(float(run.column("bytes.intra").max()))
-        look = {"bytes.intra": ("#56B4E9", "inside")}
-        stack(panels[1], scaled(run, ["bytes.intra"], size), ["bytes.intra"], look)
+        stack(panels[1], run, {"bytes.intra": ("#56B4E9", "inside")}, size)
         panels[1].set_ylabel(f"{unit} per leader,\ninside the node")
     count_iterations(panels[-1])
     return figure
@@ -261,11 +251,10 @@ def duration(run: Run) -> "Figure | None":
         return None
     figure = new_figure(3.4)
     panel = figure.subplots()
-    names = [f"seconds.{phase}" for phase in phases]
-    totals = sum(np.nan_to_num(run.column(name)) for name in names)
-    size, unit = unit_of_seconds(float(np.max(totals)))
     look = {f"seconds.{p}": (OF_PHASE[p], PHASE_WORDS[p]) for p in phases}
-    stack(panel, scaled(run, names, size), names, look)
+    totals = sum(np.nan_to_num(run.column(name)) for name in look)
+    size, unit = unit_of_seconds(float(np.max(totals)))
+    stack(panel, run, look, size)
     panel.set_ylabel(f"{unit} of rank 0")
     count_iterations(panel)
     legend_above(panel, 4)

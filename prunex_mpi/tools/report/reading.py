@@ -17,6 +17,7 @@ import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.files import DIVERGED
+from prunex_mpi.core.residuals import RESIDUALS
 from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.tools.report.blame import RankRecord
 
@@ -26,7 +27,6 @@ else:
     import tomli as tomllib
 
 METRICS, LAYERS, RANKS, CONFIG = "metrics.jsonl", "layers.jsonl", "ranks.jsonl", "config.toml"
-RESIDUALS = ("intra_primal", "intra_dual", "inter_primal", "inter_dual")
 OF_LAYERS = ("density", "rho1", "rho2", *RESIDUALS)
 # A job that is well gives a sign of life every five seconds.
 ALIVE_S = 60.0
@@ -83,6 +83,12 @@ class Run:
     def setting(self, key: str, otherwise: Any = None) -> Any:
         """Return what config.toml says."""
         return self.config.get(key, otherwise)
+
+    @property
+    def leaders(self) -> int:
+        """How many leaders a node has."""
+        found = self.setting("leaders-per-node", 1)
+        return found if isinstance(found, int) else 1
 
     def sizes(self) -> list[int]:
         """Return how many ranks the nodes have, as far as it is known."""

@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from prunex_mpi.base.alone import require_packages
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.units import KIB
 from prunex_mpi.tools.drawing import MOST_CURVES, styled
+from prunex_mpi.tools.report import comparison, several, single
 from prunex_mpi.tools.report.options import PAGE, Options
 from prunex_mpi.tools.report.page import Page, to_html, write_pngs
 from prunex_mpi.tools.report.reading import Run, read_run, shown
@@ -53,20 +55,12 @@ def report(options: Options) -> None:
 def page_of(comparisons: Sequence[Path], runs: Sequence[Run]) -> Page:
     """Return the page of comparisons, of one run or of several."""
     if comparisons:
-        from prunex_mpi.tools.report.comparison import page_of
-    elif len(runs) > 1:
-        from prunex_mpi.tools.report.several import page_of
-    else:
-        from prunex_mpi.tools.report.single import page_of
-
-        return page_of(runs[0])
-    return page_of(comparisons or runs)
+        return comparison.page_of(comparisons)
+    return several.page_of(runs) if len(runs) > 1 else single.page_of(runs[0])
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Return the runs in these folders, each under a name of its own; raise UserError."""
-    from dataclasses import replace
-
     whole = [path.resolve() for path in paths]
     for i, path in enumerate(whole):
         if path in whole[:i]:

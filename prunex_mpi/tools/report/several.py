@@ -7,7 +7,7 @@ import numpy as np
 
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.base.units import MIB
-from prunex_mpi.tools.drawing import legend_above, look_of, marker_of, new_figure, plain
+from prunex_mpi.tools.drawing import legend_above, look_of, marker_of, name_bars, new_figure, plain
 from prunex_mpi.tools.report import pictures
 from prunex_mpi.tools.report.blame import Blame, find_blame
 from prunex_mpi.tools.report.page import Page, Section, pictures_of
@@ -64,6 +64,16 @@ def label(number: int, run: Run) -> str:
     return f"{number + 1}: {run.name}"
 
 
+def look_and_label(number: int, run: Run) -> dict[str, str]:
+    """Return how the curve of a run looks, and what it is called."""
+    return {**look_of(number), "label": plain(label(number, run))}
+
+
+def differing(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
+    """Return in which of these settings the runs differ."""
+    return [key for key in keys if len({str(run.setting(key)) for run in runs}) > 1]
+
+
 def lead(runs: Sequence[Run]) -> list[str]:
     """Return the first paragraph: what was best, cheapest and fastest."""
     whole = sum(run.complete for run in runs)
@@ -81,11 +91,7 @@ def lead(runs: Sequence[Run]) -> list[str]:
     least, fastest = min(sizes, key=lambda n: sizes[n]), min(seconds, key=lambda n: seconds[n])
     text.append(f"The fewest bytes went between nodes in {least} ({sizes[least] / MIB:.2f} MiB).")
     text.append(f"The least time took {fastest} ({duration_words(seconds[fastest])}).")
-    unequal = [
-        key
-        for key in ("model", "dataset", "outer-iterations", "seed")
-        if len({str(run.setting(key)) for run in runs}) > 1
-    ]
+    unequal = differing(runs, ("model", "dataset", "outer-iterations", "seed"))
     if unequal:
         text.append(f"They differ in {listed(unequal)}, which a comparison has to allow for.")
     return text
@@ -111,7 +117,7 @@ def learned(runs: Sequence[Run], axis: str) -> "Figure | None":
     upper, lower = figure.subplots(2, 1, sharex=True)
     size, word = axis_unit(runs, axis)
     for number, run in enumerate(runs):
-        look = {**look_of(number), "label": plain(label(number, run))}
+        look = look_and_label(number, run)
         x = along(run, axis) / size
         plot(upper, x, run.column("train_loss"), marker_of(number), **look)
         plot(lower, x, 100 * run.column("test_accuracy"), marker_of(number), **look)
@@ -134,7 +140,7 @@ def curves(
     figure = new_figure(3.2 + 0.18 * ((len(runs) + 2) // 3))
     panel = figure.subplots()
     for number, run in enumerate(runs):
-        look = {**look_of(number), "label": plain(label(number, run))}
+        look = look_and_label(number, run)
         plot(panel, run.iterations, column(run), marker_of(number), **look)
     panel.set_yscale(scale)
     if scale == "linear":
@@ -183,11 +189,8 @@ def durations(runs: Sequence[Run]) -> "Figure | None":
         look = {"color": OF_PHASE[phase], "label": PHASE_WORDS[phase]}
         panel.barh(range(len(runs)), width, left=base, height=0.8, **look)
         base += width
-    names = [plain(label(number, run)) for number, run in enumerate(runs)]
-    panel.set_yticks(range(len(runs)), names, fontsize=7)
-    panel.set_ylim(len(runs) - 0.5, -0.5)
+    name_bars(panel, [label(number, run) for number, run in enumerate(runs)])
     panel.set_xlabel(unit)
-    panel.grid(False, axis="y")
     legend_above(panel, 4)
     return figure
 
@@ -196,8 +199,7 @@ def table_of(runs: Sequence[Run]) -> Table:
     """Return the figures of the runs, a row each."""
     rows: list[tuple[Cell, ...]] = []
     for number, run in enumerate(runs):
-        leaders = run.setting("leaders-per-node", 1)
-        blame = find_blame(read_ranks(run.path), leaders if isinstance(leaders, int) else 1)
+        blame = find_blame(read_ranks(run.path), run.leaders)
         accuracy, dense = last(run, "test_accuracy"), np.nansum(run.column("bytes.dense"))
         sent = np.nansum(run.column("bytes.payload"))
         rows.append(

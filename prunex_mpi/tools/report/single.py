@@ -48,9 +48,7 @@ def page_of(run: Run) -> Page:
     """Return the page of a run, having read the rest of its files; raise UserError."""
     layers = read_layers(run.path, wanted_iterations(run))
     per_rank = layers_ranks.RankResiduals()
-    leaders = run.setting("leaders-per-node", 1)
-    records = per_rank.watch(read_ranks(run.path))
-    blame = find_blame(records, leaders if isinstance(leaders, int) else 1)
+    blame = find_blame(per_rank.watch(read_ranks(run.path)), run.leaders)
     words = lead(run, blame)
     notices = [*([words[0]] if run.status in BAD or not run.complete else []), *run.notes]
     sections = [

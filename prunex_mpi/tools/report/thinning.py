@@ -25,13 +25,18 @@ def thin(x: np.ndarray, y: np.ndarray, columns: int = COLUMNS) -> tuple[np.ndarr
     return x[places], y[places]
 
 
+def starts_of(size: int, columns: int) -> np.ndarray:
+    """Return where each of at most so many columns of `size` points begins."""
+    count = min(size, columns)
+    return np.unique((np.arange(count) * size / count).astype(int))
+
+
 def binned(iterations: np.ndarray, columns: int = COLUMNS) -> tuple[np.ndarray, np.ndarray]:
     """Return the borders of at most `columns` columns of iterations, and where each begins.
 
     The borders lie half an iteration before the first and after the last of a column.
     """
-    count = min(len(iterations), columns)
-    starts = np.unique((np.arange(count) * len(iterations) / count).astype(int))
+    starts = starts_of(len(iterations), columns)
     edges = np.append(iterations[starts], iterations[-1] + 1) - 0.5
     return edges, starts
 

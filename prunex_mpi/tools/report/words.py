@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from prunex_mpi.base.units import GIB, KIB, MIB
 from prunex_mpi.tools.report.blame import Blame, Suspect, ranges
-from prunex_mpi.tools.report.pictures import freeze_iteration, phases_of
+from prunex_mpi.tools.report.pictures import freeze_iteration, phases_of, unit_of_bytes
 from prunex_mpi.tools.report.reading import Run
 
 PHASE_PLACES = {
@@ -188,10 +187,8 @@ def duration_words(seconds: float) -> str:
 
 def size_words(size: float) -> str:
     """Return bytes in the unit that suits them."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.2f} {name}"
-    return f"{size:.0f} bytes"
+    unit, name = unit_of_bytes(size)
+    return f"{size / unit:.2f} {name}" if unit > 1 else f"{size:.0f} {name}"
 
 
 def listed(words: list[str]) -> str:
