@@ -12,6 +12,7 @@ operand. There an Alltoall, sums of the shares and an Allgather take its place, 
 than that at any size; MPICH's Reduce_scatter folds as well, below 512 KiB.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -187,23 +188,25 @@ def bcast_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) ->
 
 def allreduce_then_bcast_(
     lane: MPI.Comm, node: MPI.Comm, flat: Tensor, transport: Transport, lanes: int = 1
-) -> None:
+) -> float:
     """Sum `flat` over the nodes and hand the sum to every rank of each node, bucket by bucket.
 
     The first `lanes` ranks of a node, its leaders, hold what it contributes; each reduces its part
     of a bucket. Collective on `lane` (where it is not MPI.COMM_NULL), then on `node`. What others
     pass in is overwritten. The broadcast of a bucket overlaps the reduction of the one behind it,
-    except for device memory.
+    except for device memory. Returns the seconds that the broadcasts were waited for.
     """
     leads = lane != MPI.COMM_NULL and lane.size > 1
     if flat.device.type == "cuda" and transport.staging is None:
         parts = parts_of(flat, lanes)
         if leads:
             allreduce_(lane, parts[node.rank], transport)
+        started = time.perf_counter()
         for root, part in enumerate(parts):
             bcast_(node, part, transport, root)
-        return
+        return time.perf_counter() - started
     previous: Transfer | None = None
+    spent = 0.0
     for number, bucket in enumerate(buckets(flat, transport)):
         operand = bucket
         if transport.staging is not None:
@@ -213,14 +216,19 @@ def allreduce_then_bcast_(
         parts = parts_of(operand, lanes)
         if leads:
             _reduce_bucket_(lane, parts[node.rank], MPI.SUM)
+        started = time.perf_counter()
         requests = []
         if node.size > 1:
             requests = [node.Ibcast(mpi_buffer(p), root=root) for root, p in enumerate(parts)]
         if previous is not None:
             previous.finish_()
         previous = Transfer(requests, operand, bucket)
+        spent += time.perf_counter() - started
     if previous is not None:
+        started = time.perf_counter()
         previous.finish_()
+        spent += time.perf_counter() - started
+    return spent
 
 
 def parts_of(flat: Tensor, lanes: int) -> list[Tensor]:

@@ -41,7 +41,8 @@ class Clock:
     exchange behind the local steps kept waiting, `late`, and its result took; `earlier` is what the
     phase took before the run was interrupted in it. `agreed` is waiting for messages that belong to
     the phase they are in, as those by which the ranks agree on going on. In the other phases all
-    messages do. With a `trace` each message is noted there.
+    messages do. `broadcast` is the part of them that handed to the ranks of a node what had come
+    from other nodes, as far as it was waited for. With a `trace` each message is noted there.
     """
 
     earlier: float = 0.0
@@ -51,6 +52,7 @@ class Clock:
     setup: float = 0.0
     agreed: float = 0.0
     late: float = 0.0
+    broadcast: float = 0.0
 
     def __post_init__(self) -> None:
         # No field: it is no part of what a checkpoint remembers.
@@ -72,6 +74,14 @@ class Clock:
     ) -> AbstractContextManager[None]:
         """Count the block as waiting for messages that belong to the phase they are in."""
         return self._waiting("agreed", device, name, counted)
+
+    @contextmanager
+    def broadcasting(self, device: torch.device) -> Iterator[None]:
+        """Count the block as handing to the ranks of a node what has come from other nodes."""
+        waited = self.exchange
+        with self.exchanging(device, "Bcast"):
+            yield
+        self.broadcast += self.exchange - waited
 
     @contextmanager
     def _waiting(
@@ -101,10 +111,10 @@ class Clock:
     @contextmanager
     def setting_up(self, device: torch.device) -> Iterator[None]:
         """Count the block, the messages in it too, as what a method does once to begin."""
-        started, waited, agreed = now(device), self.exchange, self.agreed
+        started, before = now(device), (self.exchange, self.agreed, self.broadcast)
         yield
         self.setup += now(device) - started
-        self.exchange, self.agreed = waited, agreed
+        self.exchange, self.agreed, self.broadcast = before
 
 
 def now(device: torch.device) -> float:

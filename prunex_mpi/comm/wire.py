@@ -228,7 +228,10 @@ def reduce_between_nodes_(leader: Wire, node: Wire, flat: Tensor, kind: str = ""
     # Nothing leaves a node by its own wire: what the two have counted are other kinds.
     counted = leader.count(flat.nbytes, kind=kind) | node.count(flat.nbytes)
     with node.clock.exchanging(flat.device, "Allreduce and Bcast", counted):
-        allreduce_then_bcast_(leader.comm, node.comm, flat, leader.transport)
+        spent = allreduce_then_bcast_(leader.comm, node.comm, flat, leader.transport)
+    # Evaluating is no part of training.
+    if kind != "evaluate":
+        node.clock.broadcast += spent
 
 
 def ring_bytes(workers: int, operand: int, passes: int = 2) -> int:

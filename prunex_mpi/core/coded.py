@@ -141,13 +141,13 @@ def sum_coded_(
             else:
                 _sum_records_(between, coded, values, (own, after), clock)
         requests = []
-        with clock.exchanging(device, "Bcast"):
+        with clock.broadcasting(device):
             for root, (start, stop) in enumerate(pairwise(cuts)):
                 requests += _broadcast_(node, coded, start, stop, transport, root)
             MPI.Request.Waitall(previous)
         _decode_(coded, done, first, out)
         previous, done = requests, first
-    with clock.exchanging(device, "Bcast"):
+    with clock.broadcasting(device):
         MPI.Request.Waitall(previous)
     _decode_(coded, done, coded.blocks, out)
 

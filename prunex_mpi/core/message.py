@@ -136,7 +136,8 @@ def exchange_message_(
         buckets = -(-state.message.nbytes // transport.bucket_bytes)
         counted = {**counted, "buckets": buckets}
         with clock.exchanging(state.message.device, "Allreduce and Bcast", counted):
-            allreduce_then_bcast_(between, node, state.message, transport, lanes)
+            spent = allreduce_then_bcast_(between, node, state.message, transport, lanes)
+        clock.broadcast += spent
         return
     message, statistics = state.blocks
     parameters_coded, statistics_coded = state.coded

@@ -90,12 +90,16 @@ def iteration_record(
 
 
 def rank_record(
-    seconds: dict[str, float], exchange: dict[str, float], residuals: dict[str, float]
-) -> dict[str, dict[str, float]]:
+    seconds: dict[str, float],
+    exchange: dict[str, float],
+    broadcast: float,
+    residuals: dict[str, float],
+) -> dict[str, Any]:
     """Return what one rank has for ranks.jsonl: seconds of each phase, work apart from messages.
 
-    `seconds` are those of whole phases, `exchange` is the part of them that went to messages.
+    `seconds` are those of whole phases, `exchange` is the part of them that went to messages, and
+    `broadcast` what of that of phase 4 was the broadcast in the node.
     """
     messages = {phase: exchange.get(phase, 0.0) for phase in RANK_PHASES}
     work = {phase: seconds.get(phase, 0.0) - messages[phase] for phase in RANK_PHASES}
-    return {"work": work, "exchange": messages, "residuals": residuals}
+    return {"work": work, "exchange": messages, "broadcast": broadcast, "residuals": residuals}

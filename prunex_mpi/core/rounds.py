@@ -144,7 +144,7 @@ def finish_round(
         "test_loss": test_loss,
         "test_accuracy": test_accuracy,
         "layers": layer_records(work, this.k, residuals) if topology.world.rank == 0 else [],
-        "rank": rank_record(this.seconds, this.exchange, this.residuals),
+        "rank": rank_record(this.seconds, this.exchange, position.clock.broadcast, this.residuals),
         "status": "converged" if converged else "completed" if this.last else "running",
     }
     next_iteration(position, loss)

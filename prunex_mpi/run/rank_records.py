@@ -23,7 +23,7 @@ class RankRecords:
 
     def __init__(self, topology: Topology) -> None:
         self.world = topology.world
-        columns = len(PARTS) * len(RANK_PHASES) + len(RESIDUALS)
+        columns = len(PARTS) * len(RANK_PHASES) + 1 + len(RESIDUALS)
         self.mine = np.zeros(columns)
         self.everyone = np.zeros((self.world.size if self.world.rank == 0 else 0, columns))
         nodes = np.zeros(self.world.size, dtype=np.int64)
@@ -34,13 +34,14 @@ class RankRecords:
         hosts = dict(reversed(list(zip(self.nodes, names, strict=False))))
         self.hosts = [hosts[node] for node in sorted(hosts)]
 
-    def gather(self, iteration: int, rank: dict[str, dict[str, float]]) -> dict[str, Any] | None:
+    def gather(self, iteration: int, rank: dict[str, Any]) -> dict[str, Any] | None:
         """Return the object of an outer iteration on world rank 0, None on the others.
 
         `rank` is what `rank_record` returns; its residuals are empty on all ranks or on none. The
         first object also names the hosts. Collective on `world`.
         """
         values = [rank[part][phase] for part in PARTS for phase in RANK_PHASES]
+        values.append(rank["broadcast"])
         self.mine[: len(values)] = values
         self.mine[len(values) :] = [rank["residuals"].get(name, 0.0) for name in RESIDUALS]
         self.world.Gather(self.mine, self.everyone, root=0)
@@ -52,6 +53,7 @@ class RankRecords:
             row["hosts"], self.hosts = self.hosts, []
         for part in PARTS:
             row[part] = {phase: rounded(next(columns)) for phase in RANK_PHASES}
+        row["broadcast"] = rounded(next(columns))
         found = {
             name: [float(f"{x:.{DIGITS}g}") for x in next(columns).tolist()] for name in RESIDUALS
         }

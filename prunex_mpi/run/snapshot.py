@@ -385,8 +385,8 @@ def upgraded(numbers: Any) -> Any:
     if isinstance(clock, dict) and isinstance(traffic, dict):
         unknown = {"under_way": "", "steps_done": UNKNOWN}
         parts = {
-            "clock": {**dict.fromkeys(("behind", "setup", "agreed", "late"), 0.0), **clock},
-            "traffic": {"setup": 0, **traffic},
+            "clock": {**new["clock"], **clock},
+            "traffic": {**new["traffic"], **traffic},
         }
         return {**numbers, "position": {**unknown, **position, **parts}}
     if "local_seconds" not in position:

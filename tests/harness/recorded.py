@@ -16,6 +16,8 @@ VERSIONS = {"prunex_mpi": "0.1.0", "torch": "2.15.0", "mpi": "Open MPI v5.0.11",
 WORK_MS = {"local": 80, "intra": 3, "project": 1, "inter": 2, "dual": 4, "evaluate": 30}
 LEADING_MS = {"project": 5, "inter": 8}
 WIRE_MS = {"local": 6, "intra": 1, "project": 1, "inter": 12, "dual": 1, "evaluate": 0.5}
+# The share of the broadcast in what phase 4 takes.
+BROADCAST = 0.25
 MIB = 2**20
 
 
@@ -60,6 +62,7 @@ def rank_lines(
             for name in ("intra_primal", "intra_dual", "inter_primal", "inter_dual")
         }
         line = {"iteration": k, "node": node.tolist(), "work": work, "exchange": exchange}
+        line["broadcast"] = [BROADCAST * seconds for seconds in exchange["inter"]]
         hosts = {"hosts": [f"node{i:02d}" for i in range(len(nodes))]} if k == 1 else {}
         yield {**line, "residuals": residuals, **hosts}
 

@@ -63,6 +63,9 @@ def test_work_and_messages_are_all_that_a_rank_does_in_a_phase(
                 whole = mine["work"][phase] + mine["exchange"][phase]
                 assert whole == pytest.approx(record["seconds"][phase], abs=1e-9)
                 assert min(mine["work"][phase], mine["exchange"][phase]) >= -1e-9
+            assert 0 <= mine["broadcast"] <= mine["exchange"]["inter"] + 1e-9
+            if topology.node_size > 1 and scenario in ("recipe", "int4", "local sgd"):
+                assert mine["broadcast"] > 0
             if WORLD.size > 1:
                 # The ranks agree on going on, and on the loss.
                 assert mine["exchange"]["local"] > 0
@@ -77,6 +80,8 @@ def test_work_and_messages_are_all_that_a_rank_does_in_a_phase(
             nodes = topology.num_nodes
             hosts = [socket.gethostname()] * nodes if record["iteration"] == 1 else None
             assert row.get("hosts") == hosts
+            assert row["broadcast"][0] == pytest.approx(mine["broadcast"], abs=1e-6)
+            assert len(row["broadcast"]) == WORLD.size
             for part in ("work", "exchange"):
                 assert list(row[part]) == list(RANK_PHASES)
                 for phase, seconds in row[part].items():
@@ -176,12 +181,15 @@ def test_the_hosts_are_those_of_the_nodes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(socket, "gethostname", lambda: f"host-{WORLD.rank}")
     with nodes_of(2) as topology:
         rows = RankRecords(topology)
-        rank = {part: dict.fromkeys(RANK_PHASES, 0.0) for part in ("work", "exchange")}
-        row = rows.gather(7, {**rank, "residuals": {}})
+        rank: dict[str, Any] = {
+            part: dict.fromkeys(RANK_PHASES, 0.0) for part in ("work", "exchange")
+        }
+        rank |= {"broadcast": 0.0, "residuals": {}}
+        row = rows.gather(7, rank)
         if row is not None:
             assert row["hosts"] == [f"host-{2 * node}" for node in range(topology.num_nodes)]
-            assert "hosts" not in rows.gather(8, {**rank, "residuals": {}})
+            assert "hosts" not in rows.gather(8, rank)
         else:
-            rows.gather(8, {**rank, "residuals": {}})
+            rows.gather(8, rank)
         WORLD.Barrier()
         assert MPI.COMM_WORLD.size == len(rows.nodes)

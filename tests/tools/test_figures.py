@@ -1,11 +1,12 @@
 """The paper's figures: drawn from runs, with its values beside theirs, or refused in one line."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded import make_run
+from recorded import BROADCAST, make_run
 from safetensors.numpy import save_file
 
 from prunex_mpi import bench
@@ -102,13 +103,31 @@ def test_volumes_of_the_paper_s_models_stand_beside_ours(tmp_path: Path) -> None
     assert (here, paper) == ("16.00 MiB → 9.90 MiB", "2.53 → 1.01 GB in 60")
 
 
-def test_the_split_of_communication_is_that_of_all_ranks(run: Path, tmp_path: Path) -> None:
-    shares, by_ranks = costs.communication(read_run(run))
+def test_the_split_of_communication_is_that_of_the_leaders(run: Path) -> None:
+    shares, words = costs.communication(read_run(run))
     lines = [json.loads(line) for line in (run / "ranks.jsonl").read_text().splitlines()]
-    assert by_ranks
-    assert shares["inter"] == pytest.approx(sum(np.mean(x["exchange"]["inter"]) for x in lines))
+    node = np.array(lines[0]["node"])
+    leads = [list(node).index(place) for place in np.unique(node)]
+    inter = sum(np.mean(np.array(x["exchange"]["inter"])[leads]) for x in lines)
+    assert len(leads) < len(node) and "leaders" in words
+    assert shares["inter"] == pytest.approx((1 - BROADCAST) * inter)
+    assert shares["broadcast"] == pytest.approx(BROADCAST * inter)
+    with styled():
+        drawn = costs.split([read_run(run)])
+    (row,) = (row for row in drawn.rows if row.what.endswith("broadcast in the node"))
+    assert row.paper == "13.8 %"
+
+
+def test_the_split_without_the_broadcast_or_the_ranks_says_so(run: Path, tmp_path: Path) -> None:
+    older = tmp_path / "older"
+    shutil.copytree(run, older)
+    lines = [json.loads(line) for line in (run / "ranks.jsonl").read_text().splitlines()]
+    text = "".join(json.dumps({**line, "broadcast": None}) + "\n" for line in lines)
+    (older / "ranks.jsonl").write_text(text.replace(', "broadcast": null', ""))
+    shares, words = costs.communication(read_run(older))
+    assert shares["broadcast"] == 0 and "does not tell" in words
     old = make_run(tmp_path / "old", iterations=4, ranks=False)
-    assert costs.communication(read_run(old))[1] is False
+    assert "rank 0" in costs.communication(read_run(old))[1]
 
 
 def scaled(path: Path, ranks: int, local_s: float, **settings: object) -> Path:

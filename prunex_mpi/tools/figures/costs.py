@@ -9,6 +9,7 @@ from prunex_mpi.settings.methods import PER_STEP
 from prunex_mpi.tools.drawing import COLOURS, legend_above, marker_of, name_bars, new_figure
 from prunex_mpi.tools.figures.beside import NONE, PAYLOAD_WHY, Beside, Drawn, setup_words, unequal
 from prunex_mpi.tools.report import pictures
+from prunex_mpi.tools.report.blame import roles_of
 from prunex_mpi.tools.report.pictures import along, axis_unit, plot, trained_seconds
 from prunex_mpi.tools.report.reading import RANKS, Run, read_ranks, shown
 from prunex_mpi.tools.report.several import label, last, look_and_label
@@ -26,7 +27,8 @@ VOLUMES = {
     "resnet152": "13.00 → 5.21 GB",
 }
 PARTS = {
-    "inter": ("between nodes, with the broadcast in the node", "#D55E00", "68.4 %"),
+    "inter": ("between nodes", "#D55E00", "68.4 %"),
+    "broadcast": ("broadcast in the node", "#E69F00", "13.8 %"),
     "intra": ("inside the node, gradients included", "#56B4E9", "17.8 %"),
     "local": ("agreement in the local steps", "#0072B2", NONE),
     "project": ("mask agreement", "#009E73", NONE),
@@ -197,20 +199,22 @@ def waiting(runs: Sequence[Run]) -> Drawn:
 
 def split(runs: Sequence[Run]) -> Drawn:
     """Draw figure 8: how the time of communication is split."""
-    rows, shares, recorded = [], [], []
+    rows, shares = [], []
+    notes: list[str] = []
     for number, run in enumerate(runs):
-        seconds, by_ranks = communication(run)
+        seconds, note = communication(run)
+        if note not in notes:
+            notes.append(note)
         whole = sum(seconds.values())
         if not whole:
             raise lacking("8", run, "any communication")
         shares.append({part: value / whole for part, value in seconds.items()})
-        recorded.append(by_ranks)
         rows += [
             Beside(
                 f"{label(number, run)}, {word}",
                 f"{100 * shares[-1][part]:.1f} %",
                 paper,
-                "the broadcast is part of it here" if part == "inter" else "",
+                setup_words(run, ranks_of(run)) if paper != NONE else "",
             )
             for part, (word, _, paper) in PARTS.items()
             if shares[-1].get(part)
@@ -227,26 +231,32 @@ def split(runs: Sequence[Run]) -> Drawn:
     panel.set_xlim(0, 100)
     panel.set_xlabel("% of the time of communication")
     legend_above(panel, 2)
-    notes = [
-        "The paper has 13.8 % of broadcast; here it is timed with the exchange between nodes, "
-        "which it follows piece by piece."
-    ]
-    if not all(recorded):
-        notes.append(f"Without {RANKS}: phases 2 and 4 of rank 0, their arithmetic included.")
     return Drawn(figure, rows, notes)
 
 
-def communication(run: Run) -> tuple[dict[str, float], bool]:
-    """Return the seconds in collectives by phase, and whether every rank recorded them."""
+def communication(run: Run) -> tuple[dict[str, float], str]:
+    """Return the seconds that leaders spent in collectives by part, and what these are in words.
+
+    What comes behind the local steps counts as far as it is waited for.
+    """
     seconds = dict.fromkeys(PARTS, 0.0)
-    found = False
+    found, apart = False, True
     for record in read_ranks(run.path):
         found = True
+        leads = roles_of(record.node, run.leaders)
         for part in PARTS:
             if part in record.exchange:
-                seconds[part] += float(np.nan_to_num(record.exchange[part]).mean())
+                seconds[part] += float(np.nan_to_num(record.exchange[part][leads]).mean())
+        if record.broadcast is None:
+            apart = False
+        else:
+            handed = float(np.nan_to_num(record.broadcast[leads]).mean())
+            seconds["inter"] -= handed
+            seconds["broadcast"] += handed
+    if found and apart:
+        return seconds, "Of the leaders of the nodes, which the others wait for."
     if found:
-        return seconds, True
+        return seconds, f"Of the leaders; an older {RANKS} does not tell the broadcast apart."
     for part in ("inter", "intra"):
         seconds[part] = float(np.nansum(run.column(f"seconds.{part}")))
-    return seconds, False
+    return seconds, f"Without {RANKS}: phases 2 and 4 of rank 0, their arithmetic included."

@@ -31,7 +31,8 @@ class RankRecord:
     """One outer iteration of all ranks: each one's node, and seconds float64 [ranks] by phase.
 
     `exchange` is what collectives took, waiting and transmitting; `hosts` are the nodes' names,
-    where a job begins.
+    where a job begins; `broadcast` [ranks] is the part of phase 4's exchange that was the broadcast
+    in the node, None in older files.
     """
 
     iteration: int
@@ -40,6 +41,7 @@ class RankRecord:
     exchange: Mapping[str, np.ndarray]
     residuals: Mapping[str, np.ndarray]
     hosts: tuple[str, ...] = ()
+    broadcast: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
