@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from filelock import FileLock
-from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -19,6 +18,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from prunex_mpi.base.errors import UNREADABLE, UserError, nearest, one_line
 from prunex_mpi.base.units import GIB
 from prunex_mpi.data.batches import CHUNK_IMAGES, Shard
+from prunex_mpi.data.pictures import as_uint8, open_rgb
 
 DATASETS = ("digits", "cifar10", "cifar100", "imagefolder", "synthetic")
 DIGITS_TEST_SHARE = 0.2
@@ -201,13 +201,13 @@ def _imagefolder(data_dir: Path, image_size: int) -> _Source:
     if odd:
         message = f"class {odd[0]!r} of {data_dir} must have images for training and for testing"
         raise UserError(message, UNREADABLE)
-    side = image_size or min(_open_image(train[0]).size)
+    side = image_size or min(open_rgb(train[0]).size)
 
     def read(split: str, indices: Tensor) -> Shard:
         files = [(train if split == "train" else test)[index] for index in indices.tolist()]
         images = torch.empty(len(files), 3, side, side, dtype=torch.uint8)
         for position, file in enumerate(files):
-            images[position] = _decode(file, side, fit=image_size > 0)
+            images[position] = as_uint8(file, side, fit=image_size > 0)
         labels = [classes.index(Path(file).parent.name) for file in files]
         return Shard(images, torch.tensor(labels, dtype=torch.int64))
 
@@ -222,28 +222,6 @@ def _list_images(folder: Path) -> list[str]:
         message = f"no image in {folder}: --data-dir must hold train/<class>/* and test/<class>/*"
         raise UserError(f"{message} with names in {' '.join(IMG_EXTENSIONS)}", UNREADABLE)
     return images
-
-
-def _open_image(file: str) -> Image.Image:
-    """Decode one file as RGB; broken ones raise all kinds of errors in Pillow."""
-    try:
-        with Image.open(file) as image:
-            return image.convert("RGB")
-    except Exception as error:
-        message = f"cannot read image {file} ({one_line(error)}): repair or remove it"
-        raise UserError(message, UNREADABLE) from error
-
-
-def _decode(file: str, side: int, *, fit: bool) -> Tensor:
-    """Return uint8 [3, side, side]; `fit` scales the short side and crops the centre."""
-    image = _open_image(file)
-    if fit:
-        image = ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
-    if image.size != (side, side):
-        message = f"image {file} is {image.width}x{image.height}, not {side}x{side}"
-        advice = f"give --image-size {side} to resize and crop all"
-        raise UserError(f"{message}: {advice}", UNREADABLE)
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def _synthetic(train_samples: int, test_samples: int, image_size: int) -> _Source:

@@ -220,8 +220,8 @@ def test_imagefolder_reads_classes_and_colours(folder: Path) -> None:
 def test_each_rank_decodes_its_own_files_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spy = Mock(side_effect=data._decode)
-    monkeypatch.setattr(data, "_decode", spy)
+    spy = Mock(side_effect=data.as_uint8)
+    monkeypatch.setattr(data, "as_uint8", spy)
     for rank in range(3):
         load("imagefolder", data_dir=str(folder), rank=rank, size=3)
         assert spy.call_count == 6 * (rank + 1)

@@ -1,0 +1,93 @@
+"""Decode picture files of any kind into 8-bit RGB, or refuse what has no right conversion.
+
+What happens to each mode of Pillow:
+
+| mode | what it is | becomes |
+|---|---|---|
+| 1, L, P, RGB, RGBX | black and white, grey, palette, colours | RGB, exactly |
+| CMYK, YCbCr, LAB, HSV | other colours | RGB by Pillow's formulas, without colour profiles |
+| LA, La, PA, RGBA, RGBa | with transparency | laid on white, as browsers show them |
+| 1, L, P, RGB, I;16 with a transparent colour | | laid on white |
+| I;16, I;16L, I;16B, I;16N | 16-bit grey | the full range scaled: 65535 is white |
+| I;16 from a TIFF | 12 or 16 bits, black or white first | as its tags say |
+| I from PNG, PGM | 16-bit grey | the full range scaled |
+| I from others | 32-bit or signed integers | refused: nothing says what is white |
+| F | floats | refused, likewise |
+
+Of several frames the first is taken; the orientation in EXIF is left alone, as torchvision does.
+"""
+
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
+
+WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
+SCALED_TO_16_BITS = ("PNG", "PPM")  # formats of which Pillow gives 16 bits as mode I
+TIFF_BITS, TIFF_PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0
+
+
+def as_uint8(source: str | BinaryIO, side: int, *, fit: bool, name: str = "") -> Tensor:
+    """Return the picture as uint8 [3, side, side].
+
+    `fit` scales the short side and crops the centre. `name` stands for the file in messages, where
+    `source` isn't its path. Raises UserError (UNREADABLE) for broken files, other sizes without
+    `fit`, and modes that are refused.
+    """
+    name = name or str(source)
+    image = open_rgb(source, name=name)
+    if fit:
+        image = ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
+    if image.size != (side, side):
+        message = f"image {name} is {image.width}x{image.height}, not {side}x{side}"
+        advice = f"give --image-size {side} to resize and crop all"
+        raise UserError(f"{message}: {advice}", UNREADABLE)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def open_rgb(source: str | BinaryIO, *, name: str = "") -> Image.Image:
+    """Decode one file as RGB; raise UserError (UNREADABLE) for broken or refused ones."""
+    name = name or str(source)
+    try:
+        with Image.open(source) as image:
+            image.load()
+            return to_rgb(image, name)
+    except UserError:
+        raise
+    except Exception as error:  # broken ones raise all kinds of errors in Pillow
+        message = f"cannot read image {name} ({one_line(error)}): repair or remove it"
+        raise UserError(message, UNREADABLE) from error
+
+
+def to_rgb(image: Image.Image, name: str) -> Image.Image:
+    """Convert any mode to RGB as the table of this module says."""
+    if image.mode == "F" or (image.mode == "I" and image.format not in SCALED_TO_16_BITS):
+        held = "floats" if image.mode == "F" else "32-bit or signed integers"
+        message = f"image {name} holds {held} (mode {image.mode}), and nothing says what is white"
+        raise UserError(f"{message}: convert it to 8 or 16 bits per value", UNREADABLE)
+    if image.mode.startswith("I"):
+        return Image.fromarray(_eight_bits(image)).convert("RGB")
+    if image.mode not in WITH_ALPHA and "transparency" not in image.info:
+        return image.convert("RGB")
+    if image.mode == "La":
+        image = image.convert("LA")  # the only way that Pillow has
+    white = Image.new("RGBA", image.size, "white")
+    white.alpha_composite(image.convert("RGBA"))
+    return white.convert("RGB")
+
+
+def _eight_bits(image: Image.Image) -> np.ndarray:
+    """Scale a 16-bit grey picture to uint8 [height, width], with its transparent level white."""
+    levels = np.asarray(image).astype(np.float32)
+    tags = getattr(image, "tag_v2", {})
+    top = 2 ** tags.get(TIFF_BITS, (16,))[0] - 1
+    grey = np.rint(levels * (255 / top)).astype(np.uint8)
+    if tags.get(TIFF_PHOTOMETRIC) == WHITE_IS_ZERO:
+        grey = 255 - grey
+    if "transparency" in image.info:
+        grey[levels == image.info["transparency"]] = 255
+    return grey
