@@ -12,13 +12,12 @@ from prunex_mpi.comm.agreement import raise_together
 from prunex_mpi.comm.collectives import hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import find_wires, reduce_between_nodes_
-from prunex_mpi.core.state import State, Work, weights
+from prunex_mpi.core.state import Work, weights
 from prunex_mpi.models import batchnorm
 
 # Per rank: the statistics of a channel settle within a few thousand activations.
 RECALIBRATION_BATCHES = 8
 EVALUATION_BATCH = 256
-BLOW_UP = 10
 
 
 @torch.no_grad()
@@ -91,17 +90,21 @@ def estimate_statistics(topology: Topology, work: Work) -> None:
     batchnorm.write(state.bn_modules, state.stats)
 
 
-def refuse_divergence(topology: Topology, state: State, loss: float) -> None:
+def refuse_divergence(topology: Topology, work: Work, loss: float) -> None:
     """Raise Diverged on every rank if any rank's loss or weights say that training went wrong.
 
-    Not finite, or a mean loss of many times the first outer iteration's. Comes before phase 2, so
-    that nothing of it enters a consensus. Collective on `world`.
+    Not finite, or a mean loss of many times the first outer iteration's; where that is less than
+    what guessing costs, as with a network that was trained before, of many times the latter. Comes
+    before phase 2, so that nothing of it enters a consensus. Collective on `world`.
     """
-    problem = ""
+    state, problem, factor = work.state, "", work.settings.divergence_factor
+    first = state.position.first_loss
+    normal = max(first or 0.0, work.problem.guess_loss)
     if not np.isfinite(loss) or not bool(torch.isfinite(torch.linalg.vector_norm(state.theta))):
         problem = "the loss or the weights are not finite"
-    elif state.position.first_loss is not None and loss > BLOW_UP * state.position.first_loss:
-        problem = f"the loss {loss:.3g} is {BLOW_UP} times the first iteration's or more"
+    elif first is not None and factor and loss > factor * normal:
+        whose = "the first iteration's" if normal == first else "that of guessing"
+        problem = f"the loss {loss:.3g} is {factor:g} times {whose} or more (--divergence-factor)"
     error = UserError(
         f"{problem} in phase local of outer iteration {state.position.iteration}; "
         "lower --lr or check the data",

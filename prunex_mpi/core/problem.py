@@ -1,6 +1,7 @@
 """Assemble what one rank trains from the settings: data shard, model, groups."""
 
 import hashlib
+import math
 from functools import partial
 
 import torch
@@ -138,6 +139,7 @@ def build_problem(
         steps=steps_of(settings, stream),
         mean=mean,
         std=std,
+        guess_loss=math.log(dataset.num_classes),
     )
 
 

@@ -52,7 +52,8 @@ class Problem:
     `forward` is `model`, compiled or not. `steps` is the number of local steps of phase 1.
     `batches(shard, batch_size=...)` yields (images, labels) in order, without augmentation;
     with no `test` set nothing is evaluated. `mean` and `std`, float32 [3] on the CPU, are what
-    images of values in 0..1 are normalised by.
+    images of values in 0..1 are normalised by. `guess_loss` is what guessing costs, where known: no
+    smaller loss is a divergence.
     """
 
     model: nn.Module
@@ -65,6 +66,7 @@ class Problem:
     steps: int
     mean: Tensor
     std: Tensor
+    guess_loss: float = 0.0
 
 
 @dataclass

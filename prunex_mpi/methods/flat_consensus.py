@@ -54,7 +54,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
             loss = local_computation(None, work)
             if loss is None:
                 return
-            refuse_divergence(topology, state, loss)
+            refuse_divergence(topology, work, loss)
         split_local(work, this, waiting="intra")
         with phase(work, this, "inter"):
             sum_candidates_(wires, state, settings)

@@ -98,7 +98,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
                 loss = local_computation(averager, work)
                 if loss is None:
                     return
-                refuse_divergence(topology, state, loss)
+                refuse_divergence(topology, work, loss)
             split_local(work, this, waiting="intra")
             with phase(work, this, "intra"):
                 z_tilde = intra_node_consensus(node, state, settings)

@@ -59,7 +59,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
                 loss = train_steps(wires, averager, space, work)
                 if loss is None:
                     return
-                refuse_divergence(topology, state, loss)
+                refuse_divergence(topology, work, loss)
                 drift = exchanges.prune_(wires, work, done=this.k)
             split_local(work, this, waiting="inter")
             with phase(work, this, "inter"):

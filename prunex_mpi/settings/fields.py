@@ -598,6 +598,14 @@ class Settings:
         "stop",
         choices=("stop", "rollback"),
     )
+    divergence_factor: float = _setting(
+        _S,
+        "a loss of so many times the first iteration's, or that of guessing if it is more, counts "
+        "as a divergence; 0: only one that is not finite",
+        10.0,
+        before=10.0,
+        low=0,
+    )
 
     _S = "output"
     run_dir: str = _setting(
@@ -632,6 +640,7 @@ OF_THE_JOB = (
     "time_limit",
     "preempt_signals",
     "on_divergence",
+    "divergence_factor",
     "data_dir",
     "download",
     "device",

@@ -4,6 +4,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -53,11 +54,11 @@ def blows_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     left = [1]
     real = evaluation.refuse_divergence
 
-    def refuse(topology, state, loss: float) -> None:
-        if state.position.iteration == 4 and left[0]:
+    def refuse(topology, work, loss: float) -> None:
+        if work.state.position.iteration == 4 and left[0]:
             left[0] -= 1
             loss = float("nan")
-        real(topology, state, loss)
+        real(topology, work, loss)
 
     monkeypatch.setattr(supervision.hsadmm, "refuse_divergence", refuse)
     return left
@@ -95,11 +96,45 @@ def test_it_does_not_go_back_for_ever(
 
 
 def test_a_loss_that_explodes_is_a_divergence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluation, "BLOW_UP", 0.5)
-    assert run(tmp_path / "run") == 1
-    assert "times the first iteration's or more" in capfd.readouterr().err
+    assert run(tmp_path / "run", "--divergence-factor", "0.5") == 1
+    assert "is 0.5 times the first iteration's or more" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("method", "driver"),
+    [
+        ("prunex", supervision.hsadmm),
+        ("prunex-flat", supervision.flat_consensus),
+        ("one-shot", supervision.local_sgd),
+        ("dense", supervision.per_step),
+    ],
+)
+def test_what_was_trained_before_may_lose_more_than_at_first(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    method: str,
+    driver: ModuleType,
+) -> None:
+    real, losses = evaluation.refuse_divergence, []
+
+    def refuse(topology, work, loss: float) -> None:
+        if losses:
+            work.state.position.first_loss = 0.002
+        losses.append(loss)
+        real(topology, work, loss)
+
+    monkeypatch.setattr(driver, "refuse_divergence", refuse)
+    flags = ["--method", method, "--outer-iterations", "3"]
+    assert run(tmp_path / "run", *flags) == 0
+    assert min(losses) > 10 * 0.002
+    losses.clear()
+    assert run(tmp_path / "other", *flags, "--divergence-factor", "0.1") == 1
+    assert "is 0.1 times that of guessing or more" in capfd.readouterr().err
+    losses.clear()
+    assert run(tmp_path / "third", *flags, "--divergence-factor", "0") == 0
 
 
 def test_a_time_limit_leaves_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
