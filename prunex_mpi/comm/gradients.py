@@ -44,6 +44,7 @@ class GradientAverager:
         self.requests: list[MPI.Request] = []
         self.bounds: list[tuple[int, int]] = []
         self.missing: list[int] = []
+        self.listening = False
         self.members: list[int] = []
         if not self.overlap:
             return
@@ -64,7 +65,8 @@ class GradientAverager:
             self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def begin(self) -> None:
-        """Forget the last step; call before backward."""
+        """Forget the last step; call before backward, that of a batch's last part."""
+        self.listening = True
         self.missing = list(self.members)
         self.requests = []
 
@@ -73,6 +75,7 @@ class GradientAverager:
         if self.overlap:
             # Parameters that took no part in the loss fire no hook.
             self._start(all_of_them=True)
+            self.listening = False
             self.wire.wait_(self.requests, self.sums)
         else:
             self.wire.reduce_(self.grad)
@@ -86,6 +89,8 @@ class GradientAverager:
 
     def _make_hook(self, bucket: int):
         def hook(_parameter: torch.Tensor) -> None:
+            if not self.listening:
+                return
             self.missing[bucket] -= 1
             self._start()
 

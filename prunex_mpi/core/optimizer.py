@@ -19,7 +19,7 @@ def build_optimizer(theta: Tensor, settings: Settings) -> torch.optim.Optimizer:
     The fused steps make no temporaries: one pass for weight decay, momentum and update. AdamW's
     weight decay is decoupled: theta *= 1 - lr decay (Loshchilov and Hutter 2019).
     """
-    if settings.inner_optimizer == "adamw":
+    if settings.optimizer == "adamw":
         betas = settings.momentum, BETA2
         adamw = torch.optim.AdamW([theta], lr=settings.lr, betas=betas, eps=EPSILON, fused=True)
         moments = {key: torch.zeros_like(theta) for key in ("exp_avg", "exp_avg_sq")}

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from prunex_mpi.comm.agreement import digests_agree, together
 from prunex_mpi.comm.collectives import Transport, bcast_, hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.objective import find_losses
 from prunex_mpi.core.state import Problem
 from prunex_mpi.data.batches import (
     BatchStream,
@@ -19,6 +20,7 @@ from prunex_mpi.data.batches import (
     normalisation,
 )
 from prunex_mpi.data.datasets import Dataset, load
+from prunex_mpi.data.mixing import Mixing
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.coupling import find_coupling
@@ -117,6 +119,9 @@ def build_problem(
         flip=dataset.flip and augment,
         pad=dataset.pad if augment else 0,
     )
+    loss, objective = together(topology.world, lambda: find_losses(settings, dataset.num_classes))
+    draws = settings.seed, topology.world.rank
+    mixing = Mixing(settings.mixup, settings.cutmix, dataset.num_classes, draws)
     agreed = digests_agree(topology.world, _digest(model))
     model.to(device)
     # The seed gives all ranks the same weights; they travel only where software or processors are
@@ -131,7 +136,7 @@ def build_problem(
     return Problem(
         model=model,
         forward=torch.compile(model) if settings.compile else model,
-        loss=F.cross_entropy,
+        loss=loss,
         train=stream,
         train_shard=dataset.train,
         test=dataset.test,
@@ -139,8 +144,22 @@ def build_problem(
         steps=steps_of(settings, stream),
         mean=mean,
         std=std,
-        guess_loss=math.log(dataset.num_classes),
+        guess_loss=math.log(dataset.num_classes) if loss is F.cross_entropy else 0.0,
+        objective=objective,
+        mixing=mixing if settings.mixup or settings.cutmix else None,
+        lr_scale=lr_scale_of(settings, topology.world_size),
     )
+
+
+def lr_scale_of(settings: Settings, ranks: int) -> float:
+    """Return what so many ranks, and their larger batch, multiply the learning rate by."""
+    match settings.lr_scaling:
+        case "linear":
+            return float(ranks)
+        case "sqrt":
+            return ranks**0.5
+        case _:
+            return 1.0
 
 
 def steps_of(settings: Settings, stream: BatchStream) -> int:

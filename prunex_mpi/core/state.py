@@ -16,10 +16,10 @@ from prunex_mpi.comm.preemption import StopAgreement
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.core.coded import Coded, whole_blocks
 from prunex_mpi.core.optimizer import build_optimizer, momentum_of
-from prunex_mpi.core.residuals import Residuals, update_penalty
 from prunex_mpi.data.batches import BatchStream, Shard
+from prunex_mpi.data.mixing import Mixing
 from prunex_mpi.models import batchnorm
-from prunex_mpi.models.layout import Layout, flatten_, scale_
+from prunex_mpi.models.layout import Layout, flatten_
 from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.masks import Factors, apply_factors_, build_factors
@@ -53,7 +53,8 @@ class Problem:
     `batches(shard, batch_size=...)` yields (images, labels) in order, without augmentation;
     with no `test` set nothing is evaluated. `mean` and `std`, float32 [3] on the CPU, are what
     images of values in 0..1 are normalised by. `guess_loss` is what guessing costs, where known: no
-    smaller loss is a divergence.
+    smaller loss is a divergence. `objective` is what training minimises, where that is not `loss`,
+    `mixing` how batches are mixed, and `lr_scale` what the learning rate is multiplied by.
     """
 
     model: nn.Module
@@ -67,6 +68,9 @@ class Problem:
     mean: Tensor
     std: Tensor
     guess_loss: float = 0.0
+    objective: Callable[[Tensor, Tensor], Tensor] | None = None
+    mixing: Mixing | None = None
+    lr_scale: float = 1.0
 
 
 @dataclass
@@ -347,42 +351,6 @@ def put_mask_back(state: State, mask: np.ndarray, frozen: bool, consensus_sgd: b
     adopt_mask(state, mask)
     if frozen:
         freeze(state, consensus_sgd)
-
-
-def update_penalties(state: State, settings: Settings, residuals: Residuals | None) -> None:
-    """Update rho1 and rho2 per layer and rescale the duals: rho u and rho v stay what they were.
-
-    Only `balance` looks at the residuals. While z is under way rho2 waits for it, as v does.
-    """
-    intra = (None, None)
-    if residuals is not None:
-        intra = residuals.intra_primal, residuals.intra_dual
-    state.rho1 = _rescaled(state.u, state.rho1, state, settings, intra)
-    if not state.position.under_way:
-        update_rho2(state, settings, residuals)
-
-
-def update_rho2(state: State, settings: Settings, residuals: Residuals | None = None) -> None:
-    """Update rho2 as `update_penalties` does; where z was under way once v has followed it."""
-    inter = (None, None)
-    if residuals is not None:
-        inter = residuals.inter_primal, residuals.inter_dual
-    state.rho2 = _rescaled(state.v, state.rho2, state, settings, inter)
-
-
-def _rescaled(
-    dual: Tensor,
-    rho: np.ndarray,
-    state: State,
-    settings: Settings,
-    found: tuple[np.ndarray | None, np.ndarray | None],
-) -> np.ndarray:
-    """Return the next `rho`, and rescale its dual in place."""
-    limits = settings.rho_min, settings.rho_max
-    new = update_penalty(rho, *found, settings.penalty, settings.rho_factor, *limits)
-    if np.any(new != rho):
-        scale_(dual, state.layout, rho / new)
-    return new
 
 
 @contextmanager

@@ -12,12 +12,17 @@ from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress.whole import pieces_of
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR, learning_rate, quadratic_interval
 from prunex_mpi.core.state import State, Work
+from prunex_mpi.data.mixing import mix
 from prunex_mpi.models.layout import matrices
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import PRUNING_ONCE, QUADRATIC
 
+# Images and labels of the parts of a batch.
+Batch = list[tuple[Tensor, Tensor]]
 # Gradients, and the weights whose decay is to be added to them.
 Pairs = tuple[list[Tensor], list[Tensor]]
+# As in torch.nn.utils.clip_grad_norm_.
+CLIP_EPSILON = 1e-6
 
 
 @contextmanager
@@ -37,27 +42,57 @@ def averaging(wire: Wire | None, work: Work) -> Iterator[GradientAverager | None
         averager.close()
 
 
-def forward_backward(work: Work) -> Tensor:
-    """Leave the (scaled) gradient of the next batch in `grad`; return the loss, detached."""
-    loss = forward(work)
+def forward_backward(work: Work, averager: GradientAverager | None) -> Tensor:
+    """Leave the (scaled) gradient of the next batch in `grad`; return the loss, detached.
+
+    The averager, if there is one, has begun then to send the gradient.
+    """
+    batch = next_batch(work)
+    loss = forward(work, batch[0])
     work.state.grad.zero_()
-    return backward(work, loss)
+    return backward(work, averager, batch, loss)
 
 
-def forward(work: Work) -> Tensor:
-    """Return the loss of the next batch."""
+def next_batch(work: Work) -> Batch:
+    """Return images and labels of the next batch, in the `--accumulate` parts that it comes in.
+
+    Where images are mixed, the labels are shares of classes.
+    """
+    images, labels = work.problem.train.next()
+    if work.problem.mixing is not None:
+        images, labels = mix(images, labels, work.problem.mixing, steps_taken(work))
+    parts = work.settings.accumulate
+    if parts == 1:
+        return [(images, labels)]
+    return list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
+
+
+def forward(work: Work, part: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the loss of a part of a batch."""
     problem, amp = work.problem, work.settings.amp
     device_type = work.state.theta.device.type
     amp_dtype = torch.float16 if amp == "fp16" else torch.bfloat16
-    images, labels = problem.train.next()
+    images, labels = part
     with torch.autocast(device_type, amp_dtype, enabled=amp != "off"):
-        return problem.loss(problem.forward(images), labels)
+        return (problem.objective or problem.loss)(problem.forward(images), labels)
 
 
-def backward(work: Work, loss: Tensor) -> Tensor:
-    """Add the (scaled) gradient of `loss` to `grad`; return the loss, detached."""
-    work.state.scaler.scale(loss).backward()
-    return loss.detach()
+def backward(work: Work, averager: GradientAverager | None, batch: Batch, loss: Tensor) -> Tensor:
+    """Add the (scaled) gradient of a batch to `grad`; return its loss, detached.
+
+    `loss` is that of its first part. The averager listens while the last part goes back.
+    """
+    total = None
+    for number, part in enumerate(batch):
+        if number:
+            loss = forward(work, part)
+        if len(batch) > 1:
+            loss = loss / len(batch)
+        if averager is not None and number == len(batch) - 1:
+            averager.begin()
+        work.state.scaler.scale(loss).backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    return total
 
 
 def share_decay_(work: Work, decay: float) -> Pairs | None:
@@ -85,7 +120,7 @@ def step_optimizer_(work: Work, decayed: Pairs | None = None) -> None:
     state, settings = work.state, work.settings
     position = state.position
     total = total_steps(settings, work.problem.steps)
-    rate = rate_at(settings, steps_taken(work), total, position.rollbacks)
+    rate = rate_at(settings, steps_taken(work), total, position.rollbacks) * work.problem.lr_scale
     state.optimizer.param_groups[0]["lr"] = rate
     if decayed and decayed[0]:
         shrink_(settings, rate, decayed)
@@ -93,10 +128,18 @@ def step_optimizer_(work: Work, decayed: Pairs | None = None) -> None:
     state.scaler.update()
 
 
+def clip_(work: Work) -> None:
+    """Scale the unscaled gradient down to the norm `--clip-norm`, if it is longer."""
+    limit, grad = work.settings.clip_norm, work.state.grad
+    if limit:
+        # No value of a device is looked at, which would wait for it.
+        grad.mul_((limit / (torch.linalg.vector_norm(grad) + CLIP_EPSILON)).clamp_max(1.0))
+
+
 def shrink_(settings: Settings, rate: float, decayed: Pairs) -> None:
     """Let weight decay act on some parameters alone; AdamW's is decoupled from the gradient."""
     gradients, values = decayed
-    if settings.inner_optimizer == "adamw":
+    if settings.optimizer == "adamw":
         torch._foreach_mul_(values, 1 - rate * settings.weight_decay)
     else:
         torch._foreach_add_(gradients, values, alpha=settings.weight_decay)

@@ -33,6 +33,7 @@ from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_l
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
 from prunex_mpi.core.norms import find_residuals, own_residuals
 from prunex_mpi.core.outer_step import outer_step_
+from prunex_mpi.core.penalties import update_penalties, update_rho2
 from prunex_mpi.core.residuals import NormSums, Residuals, converges
 from prunex_mpi.core.rounds import (
     Round,
@@ -51,12 +52,11 @@ from prunex_mpi.core.state import (
     forget_momentum_,
     freeze,
     starts_from_z,
-    update_penalties,
-    update_rho2,
 )
 from prunex_mpi.core.steps import (
     add_loss_,
     averaging,
+    clip_,
     forward_backward,
     local_steps,
     loss_sums,
@@ -144,12 +144,16 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
     group = state.optimizer.param_groups[0]
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
     decayed = share_decay_(work, settings.weight_decay if in_theta else 0.0)
-    rho_by_weight = None
+    rho_by_weight, pull = None, 0.0
     if not state.consensus_sgd:
         # rho1 (theta - z_i + u) = rho1 theta - anchor. The anchor stands still during the phase,
         # and rho1 theta is a weight decay: the optimizer's one pass adds it.
         set_anchor_(state)
-        if np.all(state.rho1 == state.rho1[0]):
+        # AdamW's decay is no part of the gradient: there the whole term is added.
+        alike = np.all(state.rho1 == state.rho1[0])
+        if alike and settings.optimizer == "adamw":
+            pull = float(state.rho1[0])
+        elif alike:
             group["weight_decay"] += float(state.rho1[0])
         else:
             # Nothing is under way in it: penalties that differ come of residuals, and those wait.
@@ -167,14 +171,17 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
         stepped = time.perf_counter()
         if position.under_way and position.step >= arrival:
             z_arrives(work)
-        if averager is not None:
-            averager.begin()
-        loss = forward_backward(work)
+        loss = forward_backward(work, averager)
         if averager is not None:
             averager.finish_()
         state.scaler.unscale_(state.optimizer)
+        if state.frozen and settings.clip_norm:
+            mask_views_(masked, state.factors)
+        clip_(work)
         if not state.consensus_sgd:
             state.grad.sub_(state.scratch)
+            if pull:
+                state.grad.add_(state.theta, alpha=pull)
             if rho_by_weight is not None:
                 state.grad.addcmul_(state.theta, rho_by_weight)
         if state.frozen:

@@ -99,7 +99,7 @@ def advice(settings: Settings, steps: int) -> list[str]:
             f"below {FEWEST_KEPT} that is stable at very small learning rates alone; give "
             "--inner-momentum reset"
         )
-    if settings.inner_optimizer == "adamw" and settings.lr > HIGH_ADAMW_RATE:
+    if settings.optimizer == "adamw" and settings.lr > HIGH_ADAMW_RATE:
         lines.append(
             f"lr {settings.lr:g} is high for adamw, which moves every weight by about that much at "
             "each step; 0.001 is usual"

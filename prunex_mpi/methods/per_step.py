@@ -29,8 +29,10 @@ from prunex_mpi.core.steps import (
     add_loss_,
     averaging,
     backward,
+    clip_,
     forward,
     loss_sums,
+    next_batch,
     share_decay_,
     step_optimizer_,
     stops_here,
@@ -114,16 +116,16 @@ def train_steps(
             return None
         work.heartbeat.beat(position.step)
         stepped = time.perf_counter()
-        if averager is not None:
-            averager.begin()
-        loss = forward(work)
+        batch = next_batch(work)
+        loss = forward(work, batch[0])
         exchanges.start_gradient_(wires, space, work, loss)
-        loss = backward(work, loss)
+        loss = backward(work, averager, batch, loss)
         if averager is not None:
             averager.finish_()
         with position.clock.computing(state.theta.device):
             average_gradient_(wires, space, work)
         state.scaler.unscale_(state.optimizer)
+        clip_(work)
         step_optimizer_(work, decayed)
         add_loss_(losses, loss, work)
         position.step += 1

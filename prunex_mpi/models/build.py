@@ -1,6 +1,5 @@
 """Build the networks that can be trained, by name."""
 
-import importlib
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ import torchvision
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import USAGE, UserError, nearest, one_line
+from prunex_mpi.base.named import import_function
 from prunex_mpi.models.standalone import CIFAR_FAMILY, SMALL_VGG, SMALL_VIT, build
 
 CIFAR_STEM_MAX_SIDE = 64  # "auto" gives images up to this side the stem that keeps their resolution
@@ -63,7 +63,7 @@ def describe(name: str, *, num_classes: int, image_size: int, stem: str = "auto"
         raise UserError(f"unknown stem {stem!r}: choose from {', '.join(STEMS)}", USAGE)
     chosen = ""
     if ":" in name:
-        _check_factory(name)
+        import_function("model", name, "to build it")
     elif name not in model_names():
         raise UserError(
             f"unknown model {name!r}: did you mean {nearest(name, model_names())}? "
@@ -86,23 +86,6 @@ def _is_torchvision_resnet(name: str) -> bool:
     if ":" in name or name in OF_OUR_OWN:
         return False
     return torchvision.models.get_model_builder(name).__module__ == "torchvision.models.resnet"
-
-
-def _check_factory(name: str) -> None:
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    # Importing runs the user's module, which can raise anything.
-    except Exception as error:
-        raise UserError(
-            f"model {name}: cannot import {module_name!r} ({one_line(error)}): "
-            "give package.module:factory with the package on PYTHONPATH",
-            USAGE,
-        ) from error
-    if not callable(getattr(module, attribute, None)):
-        raise UserError(
-            f"model {name}: {module_name} has no function {attribute!r} to build it", USAGE
-        )
 
 
 def _try_forward(model: nn.Module, num_classes: int, image_size: int) -> None:

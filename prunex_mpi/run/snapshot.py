@@ -28,6 +28,7 @@ from prunex_mpi.comm.wire import worker_weight
 from prunex_mpi.core.message import take_over_
 from prunex_mpi.core.optimizer import remembered
 from prunex_mpi.core.outer_step import outer_step_
+from prunex_mpi.core.penalties import update_rho2
 from prunex_mpi.core.state import (
     OWN,
     REST,
@@ -38,7 +39,6 @@ from prunex_mpi.core.state import (
     begin_iteration,
     every_rank_sends,
     put_mask_back,
-    update_rho2,
 )
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.models import batchnorm

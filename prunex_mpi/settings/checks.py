@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.settings.fields import ESTIMATED, FIELDS, FORMER_DGC, Settings, key_of
+from prunex_mpi.settings.fields import (
+    CROSS_ENTROPY,
+    ESTIMATED,
+    FIELDS,
+    FORMER_DGC,
+    Settings,
+    key_of,
+)
 from prunex_mpi.settings.methods import (
     AVERAGING,
     BY_GROUPS,
@@ -26,6 +33,7 @@ def check_together(settings: Settings) -> None:
     if not s.local_epochs and not s.local_steps:
         raise UserError("local-epochs and local-steps are both 0; give one of them")
     _check_estimate(s)
+    _check_batch(s)
     _check_rival(s)
     _check_interval(s)
     if s.method not in BY_GROUPS:
@@ -120,6 +128,22 @@ def _check_estimate(settings: Settings) -> None:
         )
 
 
+def _check_batch(settings: Settings) -> None:
+    """Refuse what the batch of a step or its loss can't be."""
+    s = settings
+    if s.batch_size % s.accumulate:
+        raise UserError(
+            f"accumulate {s.accumulate} does not divide the {s.batch_size} images of batch-size; "
+            "give a number that does"
+        )
+    for name in ("label_smoothing", "mixup", "cutmix"):
+        if s.loss != CROSS_ENTROPY and getattr(s, name):
+            raise UserError(
+                f"{key_of(name)} is for cross-entropy; with --loss {s.loss} leave it away, and do "
+                "in that function what it is to do"
+            )
+
+
 def _check_rival(settings: Settings) -> None:
     """Refuse what is wrong for one of the other methods alone."""
     s = settings
@@ -145,7 +169,7 @@ def _check_rival(settings: Settings) -> None:
             f"reconfigure-every {s.reconfigure_every} is more than the {s.outer_iterations} "
             "outer-iterations, so that nothing would be removed; lower it"
         )
-    if s.inner_optimizer == "adamw" and s.weight_decay_on == "weights" and s.amp == "fp16":
+    if s.optimizer == "adamw" and s.weight_decay_on == "weights" and s.amp == "fp16":
         raise UserError(
             "weight-decay-on weights: a step of adamw that fp16 leaves out would shrink them all "
             "the same; use --amp bf16, or all"

@@ -16,13 +16,16 @@ from prunex_mpi.settings.methods import (
     CONSENSUS,
     LOCAL,
     METHODS,
+    OWN_MOMENTUM,
     PER_STEP,
     QUADRATIC,
+    REMOVING,
     SHRINKING,
     SPARSE,
     WITH_MOMENTUM,
 )
 
+CROSS_ENTROPY = "cross-entropy"
 PRESETS = ("recipe", "paper", "thin")
 # From this keep ratio on `--prune-by auto` is magnitude.
 GRASP_BELOW = 0.3
@@ -46,7 +49,7 @@ def _setting(section: str, text: str, default: Any = _NO_DEFAULT, **rules: Any) 
     was the setting, which their files do not name, and `past` another default of former days, which
     the files of all methods name. `joined` holds (methods, name of a later setting, value): what
     these methods did before the setting meant something to them, in runs whose files do not name
-    the later one.
+    the later one. `former` is the key by which older files name the setting.
     """
     return dataclasses.field(default=default, metadata={"section": section, "help": text, **rules})
 
@@ -125,13 +128,14 @@ class Settings:
         _S, "momentum of SGD, beta 1 of AdamW", low=0, below=1, methods=WITH_MOMENTUM
     )
     weight_decay: float = _setting(_S, "L2 penalty lambda; of AdamW decoupled", low=0)
-    inner_optimizer: str = _setting(
+    optimizer: str = _setting(
         _S,
         "optimizer of the local steps between exchanges",
         "sgd",
         before="sgd",
         choices=("sgd", "adamw"),
-        methods=LOCAL,
+        methods=BY_ITERATION,
+        former="inner-optimizer",
     )
     inner_momentum: str = _setting(
         _S,
@@ -140,6 +144,53 @@ class Settings:
         before="keep",
         choices=("keep", "reset"),
         methods=LOCAL,
+    )
+    lr_scaling: str = _setting(
+        _S,
+        "multiply lr by the number of ranks, or by its root",
+        "off",
+        before="off",
+        choices=("off", "linear", "sqrt"),
+        methods=tuple(method for method in METHODS if method not in QUADRATIC),
+    )
+    loss: str = _setting(
+        _S,
+        "cross-entropy, or package.module:function of outputs and labels",
+        CROSS_ENTROPY,
+        before=CROSS_ENTROPY,
+    )
+    label_smoothing: float = _setting(
+        _S, "share of each label that is spread over all classes", 0.0, before=0.0, low=0, below=1
+    )
+    mixup: float = _setting(
+        _S,
+        "mix images: alpha of the Beta distribution of shares, 0 for not",
+        0.0,
+        before=0.0,
+        low=0,
+    )
+    cutmix: float = _setting(
+        _S,
+        "the same with a window of another image; with both a coin decides",
+        0.0,
+        before=0.0,
+        low=0,
+    )
+    clip_norm: float = _setting(
+        _S,
+        "norm to which a step's gradient is clipped, 0 for not",
+        0.0,
+        before=0.0,
+        low=0,
+        methods=tuple(method for method in METHODS if method not in OWN_MOMENTUM),
+    )
+    accumulate: int = _setting(
+        _S,
+        "parts in which a step's batch goes through the network, for less memory",
+        1,
+        before=1,
+        low=1,
+        methods=tuple(method for method in METHODS if method not in REMOVING),
     )
     weight_decay_on: str = _setting(
         _S,

@@ -43,6 +43,9 @@ def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
     today. Raises UserError for an unknown key and for a value of the wrong type or range.
     """
     names = {key_of(name): name for name in FIELDS}
+    if isinstance(table.get("versions"), dict):
+        rules = {name: field.metadata for name, field in FIELDS.items()}
+        names |= {rule["former"]: name for name, rule in rules.items() if "former" in rule}
     values = {}
     for key, value in table.items():
         if key == "versions" and isinstance(value, dict):

@@ -83,15 +83,15 @@ def test_what_is_known_to_go_wrong_is_said():
     assert advice(kept, FEWEST_KEPT) == []
     assert advice(make(method="diloco"), 1) == advice(make(method="local-sgd"), 1) == []
     assert advice(make(method="diloco", inner_momentum="keep", momentum=0.0), 1) == []
-    (line,) = advice(make(method="qsr", inner_optimizer="adamw"), 4)
+    (line,) = advice(make(method="qsr", optimizer="adamw"), 4)
     assert "lr 0.2 is high for adamw" in line
-    assert advice(make(method="qsr", inner_optimizer="adamw", lr=0.001), 4) == []
+    assert advice(make(method="qsr", optimizer="adamw", lr=0.001), 4) == []
 
 
 def test_reset_forgets_the_first_moment_of_adamw_alone():
     theta = torch.ones(3)
     theta.grad = torch.full((3,), 0.5)
-    settings = make(method="diloco", inner_optimizer="adamw", lr=0.1, weight_decay=0.01)
+    settings = make(method="diloco", optimizer="adamw", lr=0.1, weight_decay=0.01)
     optimizer = build_optimizer(theta, settings)
     optimizer.param_groups[0]["weight_decay"] = settings.weight_decay
     optimizer.step()
@@ -107,7 +107,7 @@ def test_reset_forgets_the_first_moment_of_adamw_alone():
 def test_a_step_that_overflows_leaves_adamw_as_it_was():
     theta = torch.ones(2)
     theta.grad = torch.tensor([1.0, float("inf")])
-    optimizer = build_optimizer(theta, make(method="diloco", inner_optimizer="adamw", lr=0.1))
+    optimizer = build_optimizer(theta, make(method="diloco", optimizer="adamw", lr=0.1))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(1))
     scaler.unscale_(optimizer)

@@ -86,6 +86,12 @@ SCENARIOS |= {
     "recipe-coupled": {**RECIPE, "groups": ("coupled",)},
     "paper-coupled": {**PAPER, "groups": ("coupled",), "freeze_iteration": 5},
 }
+# What AdamW decays is decoupled, the proximal term is not.
+ADAMW = {"optimizer": "adamw", "lr": 0.003, "weight_decay": 0.05}
+SCENARIOS |= {
+    "recipe-adamw": {**RECIPE, **ADAMW},
+    "admm-adamw": {**PAPER, **ADAMW, "weight_decay_in": "theta", "freeze_iteration": 4},
+}
 COUPLED = {**RECIPE, "groups": ("coupled",)}
 SCENARIOS |= {f"recipe-{p}": {**COUPLED, "payload": p} for p in PAYLOADS if p != "fp32"}
 # CoupledNet has a bias whose gradient is nothing but rounding, of which int2 sends the sign.
@@ -123,9 +129,19 @@ CASES = [(name, torch.float64) for name in SCENARIOS]
 # The same code with messages of half the size.
 CASES += [(name, torch.float32) for name in ("recipe", "paper")]
 # What differs from another scenario in little.
-RARELY = ("fp16", "bf16", "int8", "int2", "all-behind", "ramp-behind", "pruned-at-once", "coupled")
+RARELY = (
+    "fp16",
+    "bf16",
+    "int8",
+    "int2",
+    "all-behind",
+    "ramp-behind",
+    "pruned-at-once",
+    "coupled",
+    "admm-adamw",
+)
 # What asks nothing of an MPI that others do not.
-ARITHMETIC = ("composed", "filter-channel", "shape-outer")
+ARITHMETIC = ("composed", "filter-channel", "shape-outer", "adamw")
 
 
 def marks_of(scenario: str, dtype: torch.dtype) -> list[pytest.MarkDecorator]:

@@ -36,14 +36,14 @@ SCENARIOS = {
     "diloco": {"method": "diloco"},
     "diloco-adamw": {
         "method": "diloco",
-        "inner_optimizer": "adamw",
+        "optimizer": "adamw",
         "inner_momentum": "keep",
         "lr": 0.002,
         "node_sync": "outer",
     },
     "diloco-adamw-reset": {
         "method": "diloco",
-        "inner_optimizer": "adamw",
+        "optimizer": "adamw",
         "lr": 0.02,
         "weight_decay": 0.5,
         "weight_decay_on": "weights",
@@ -60,7 +60,7 @@ SCENARIOS = {
     "sparseloco-outer": {
         "method": "sparseloco",
         "compress_ratio": 0.05,
-        "inner_optimizer": "adamw",
+        "optimizer": "adamw",
         "lr": 0.002,
         "node_sync": "outer",
         "outer_lr": 0.8,
@@ -69,7 +69,7 @@ SCENARIOS = {
     "one-shot": {"method": "one-shot"},
     "one-shot-adamw": {
         "method": "one-shot",
-        "inner_optimizer": "adamw",
+        "optimizer": "adamw",
         "inner_momentum": "reset",
         "lr": 0.002,
     },

@@ -188,6 +188,9 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
     for stream in streams:
         mine = copy.deepcopy(model)
         optimizer = torch.optim.SGD(mine.parameters(), lr=s.lr, momentum=s.momentum)
+        if s.optimizer == "adamw":
+            betas = s.momentum, 0.999
+            optimizer = torch.optim.Adam(mine.parameters(), lr=s.lr, betas=betas, foreach=False)
         zero = {n: torch.zeros_like(v) for n, v in start.items()}
         ranks.append(Rank(mine, stream, optimizer, zero))
     z = {n: v.clone() for n, v in start.items()}
@@ -279,12 +282,16 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                             g.copy_(mean)
             for j, r in enumerate(ranks):
                 for n, p in parameters(r.model).items():
-                    if (s.weight_decay_in == "theta" or sgd_only) and decays(p, s):
+                    shrinks = (s.weight_decay_in == "theta" or sgd_only) and decays(p, s)
+                    if shrinks and s.optimizer == "sgd":
                         p.grad += s.weight_decay * p.data
                     if not sgd_only:
                         p.grad += rho1[n] * (p.data - z_node[node_of[j]][n] + r.u[n])
                     if frozen and n in mask:
                         p.grad *= mask[n]
+                    if shrinks and s.optimizer == "adamw":
+                        # Decoupled: the proximal term is part of what is minimised, decay is not.
+                        p.data *= 1 - s.lr * s.weight_decay
                 r.optimizer.step()
         if pending:
             z, pending = arrive(), None
@@ -323,7 +330,8 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                 r.u = masked(r.u, mask)
                 for n, p in parameters(r.model).items():
                     p.data.copy_(theta[j][n])
-                    buffer = r.optimizer.state[p].get("momentum_buffer")
+                    first = "exp_avg" if s.optimizer == "adamw" else "momentum_buffer"
+                    buffer = r.optimizer.state[p].get(first)
                     if n in mask and buffer is not None:
                         buffer *= mask[n]
             v = [masked(x, mask) for x in v]

@@ -369,7 +369,7 @@ def statistics_of(model):
 
 def new_optimizer(model, s):
     """Return the inner optimizer as torch has it, one tensor after the other."""
-    if s.inner_optimizer == "adamw":
+    if s.optimizer == "adamw":
         groups = [
             {"params": [p], "weight_decay": s.weight_decay * decays(p, s)}
             for p in model.parameters()

@@ -99,7 +99,7 @@ SCENARIOS = {
     "lion": {"method": "lion"},
     "adacgd": {"method": "adacgd", "aggregation": "hierarchical"},
     "diloco": {"method": "diloco"},
-    "diloco adamw": {"method": "diloco", "inner_optimizer": "adamw", "lr": 0.002},
+    "diloco adamw": {"method": "diloco", "optimizer": "adamw", "lr": 0.002},
     # Its fourth round has six steps.
     "qsr": {"method": "qsr", "qsr_alpha": 0.07},
     "sparseloco": {"method": "sparseloco", "compress_ratio": 0.01, "node_sync": "outer"},

@@ -290,12 +290,12 @@ def test_runs_from_before_their_settings_go_on_as_they_began(tmp_path, method):
     """Momentum was kept and statistics were averaged, though the file names another default."""
     now = make(method=method)
     saved = {name: getattr(now, name) for name in FIELDS}
-    for name in ("inner_optimizer", "inner_momentum", "qsr_alpha", "error_decay"):
+    for name in ("optimizer", "inner_momentum", "qsr_alpha", "error_decay"):
         del saved[name]
     saved["bn"] = "recalibrate"
     check_saved(saved, "config.toml")
     found = resumed(saved, {})
-    assert (found.inner_momentum, found.inner_optimizer, found.bn) == ("keep", "sgd", "average")
+    assert (found.inner_momentum, found.optimizer, found.bn) == ("keep", "sgd", "average")
     # A file that knows of it means it, and so does one that nobody's run has written.
     assert resumed({**saved, "inner_momentum": "reset"}, {}).bn == "recalibrate"
     by_hand = f'preset = "recipe"\nmethod = "{method}"\nbn = "recalibrate"\n'
@@ -510,8 +510,8 @@ BAD_FLAGS = [
     ("--method dense --lasso-ratio 0.5", "lasso-ratio means nothing to method dense"),
     ("--method diloco --outer-lr 0", "--outer-lr"),
     ("--method diloco --outer-momentum 1", "--outer-momentum"),
-    ("--method diloco --inner-optimizer adam", "did you mean 'adamw'"),
-    ("--method dense --inner-optimizer adamw", "inner-optimizer means nothing to method dense"),
+    ("--method diloco --optimizer adam", "did you mean 'adamw'"),
+    ("--method dense --optimizer adamw", "optimizer means nothing to method dense"),
     ("--method prunex --inner-momentum reset", "(it is for local-sgd, diloco, qsr, sparseloco"),
     ("--method dense --bn average", "bn means nothing to method dense"),
     ("--method local-sgd --qsr-alpha 0.3", "(it is for qsr)"),

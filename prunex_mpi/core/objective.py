@@ -1,0 +1,48 @@
+"""What training minimises, and what it is measured by: the losses of a run."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prunex_mpi.base.errors import USAGE, UserError, one_line
+from prunex_mpi.base.named import import_function
+from prunex_mpi.settings.fields import CROSS_ENTROPY, Settings
+
+# A loss of a batch: of outputs [b, classes] and labels [b], or class shares [b, classes].
+Loss = Callable[[Tensor, Tensor], Tensor]
+TRIED_IMAGES = 2
+
+
+def find_losses(settings: Settings, classes: int) -> tuple[Loss, Loss]:
+    """Return what the test set is measured by, and what training minimises.
+
+    They differ in `--label-smoothing`. A function of the user's is tried once, on the CPU. Raises
+    UserError (USAGE) where it can't be imported or does not return a loss.
+    """
+    if settings.loss == CROSS_ENTROPY:
+        smoothed = partial(F.cross_entropy, label_smoothing=settings.label_smoothing)
+        return F.cross_entropy, smoothed if settings.label_smoothing else F.cross_entropy
+    loss = import_function("loss", settings.loss, "of outputs and labels")
+    outputs = torch.zeros(TRIED_IMAGES, classes, requires_grad=True)
+    try:
+        found = loss(outputs, torch.zeros(TRIED_IMAGES, dtype=torch.int64))
+    # The user's function can raise anything.
+    except Exception as error:
+        raise UserError(
+            f"loss {settings.loss} can't be called with outputs [{TRIED_IMAGES}, {classes}] and "
+            f"labels [{TRIED_IMAGES}] ({one_line(error)})",
+            USAGE,
+        ) from error
+    if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
+        kind = (
+            f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        )
+        raise UserError(
+            f"loss {settings.loss} must return one number that can be differentiated, the mean "
+            f"over the batch; it returns {kind}",
+            USAGE,
+        )
+    return loss, loss

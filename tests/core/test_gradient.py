@@ -1,0 +1,155 @@
+"""The gradient of a step: in parts, averaged, clipped, of mixed images, of own losses."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from driving import make_work, wire_of
+from nodes import WORLD
+from torch import nn
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.core.objective import find_losses
+from prunex_mpi.core.problem import lr_scale_of
+from prunex_mpi.core.steps import averaging, clip_, forward_backward
+from prunex_mpi.data.mixing import Mixing, mix
+from prunex_mpi.settings.resolve import from_table, make
+
+BATCH, CLASSES, SIDE = 8, 5, 6
+
+
+class Batches:
+    """The same batch at every step."""
+
+    def __init__(self, rank: int) -> None:
+        generator = torch.Generator().manual_seed(rank)
+        self.images = torch.randn(BATCH, 3, SIDE, SIDE, generator=generator).double()
+        self.labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.images, self.labels
+
+
+def plain_net() -> nn.Module:
+    """Return a network without statistics, for which the parts of a batch add up."""
+    torch.manual_seed(5)
+    layers = (nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * (SIDE - 2) ** 2, CLASSES))
+    return nn.Sequential(*layers).double()
+
+
+def gradient(stream: Batches, wire=None, **settings) -> tuple[torch.Tensor, float]:
+    """Return the gradient of one step, averaged over `wire`, and the loss."""
+    work = make_work(make(method="dense", batch_size=BATCH, **settings), plain_net(), stream)
+    with averaging(wire, work) as averager:
+        for _ in range(2):
+            loss = forward_backward(work, averager)
+            if averager is not None:
+                averager.finish_()
+    return work.state.grad, float(loss)
+
+
+@pytest.mark.mpi
+def test_a_batch_in_parts_has_the_same_gradient_on_all_ranks() -> None:
+    streams = [Batches(rank) for rank in range(WORLD.size)]
+    wanted = sum(gradient(stream)[0] for stream in streams) / WORLD.size
+    for parts in (1, 2, 4):
+        found, loss = gradient(streams[WORLD.rank], wire_of(WORLD), accumulate=parts)
+        assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-14)
+        assert loss == pytest.approx(gradient(streams[WORLD.rank])[1], abs=1e-12)
+
+
+def test_a_batch_that_parts_do_not_divide_is_refused() -> None:
+    with pytest.raises(UserError, match="accumulate 3 does not divide the 32 images"):
+        make(accumulate=3, batch_size=32)
+    with pytest.raises(UserError, match="accumulate means nothing to method prunetrain"):
+        make(method="prunetrain", accumulate=2)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.01, 1e6])
+def test_clipping_is_that_of_torch(limit: float) -> None:
+    settings = make(method="dense", batch_size=BATCH, clip_norm=limit)
+    work = make_work(settings, plain_net(), Batches(0))
+    forward_backward(work, None)
+    parameters = [p.detach().clone().requires_grad_() for p in work.problem.model.parameters()]
+    for copy, parameter in zip(parameters, work.problem.model.parameters(), strict=True):
+        copy.grad = parameter.grad.clone()
+    if limit:
+        nn.utils.clip_grad_norm_(parameters, limit)
+    clip_(work)
+    for copy, parameter in zip(parameters, work.problem.model.parameters(), strict=True):
+        assert torch.allclose(copy.grad, parameter.grad, rtol=1e-12, atol=0)
+
+
+def test_smoothed_labels_are_trained_on_and_not_measured_by() -> None:
+    loss, objective = find_losses(make(label_smoothing=0.2), CLASSES)
+    outputs, labels = torch.randn(4, CLASSES), torch.tensor([0, 1, 2, 3])
+    shares = F.one_hot(labels, CLASSES) * 0.8 + 0.2 / CLASSES
+    by_hand = -(shares * outputs.log_softmax(1)).sum(1).mean()
+    assert float(objective(outputs, labels)) == pytest.approx(float(by_hand), rel=1e-6)
+    assert float(loss(outputs, labels)) == float(F.cross_entropy(outputs, labels))
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.4, 0.0), (0.0, 1.0), (0.3, 1.0)])
+def test_mixed_images_have_as_much_of_each_label(mixup: float, cutmix: float) -> None:
+    mixing = Mixing(mixup, cutmix, CLASSES, (3, WORLD.rank))
+    labels = torch.arange(CLASSES)
+    # Every image is flat, of its label's own brightness: what is mixed can be read off.
+    images = (10.0 ** labels.double())[:, None, None, None].expand(-1, 3, SIDE, SIDE)
+    kinds = set()
+    for step in range(12):
+        mixed, shares = mix(images, labels, mixing, step)
+        assert torch.allclose(shares.sum(1), torch.ones(CLASSES, dtype=torch.float64))
+        means = (shares * 10.0 ** labels.double()).sum(1)
+        assert torch.allclose(mixed.mean((1, 2, 3)), means, rtol=1e-9)
+        flat = mixed.flatten(1)
+        kinds.add(all(float(x.max() - x.min()) < 1e-9 for x in flat))
+        again = mix(images, labels, mixing, step)
+        assert torch.equal(again[0], mixed) and torch.equal(again[1], shares)
+    assert (True in kinds) >= (mixup > 0) and (False in kinds) == (cutmix > 0)
+    other = mix(images, labels, Mixing(mixup, cutmix, CLASSES, (3, WORLD.rank + 1)), 0)
+    assert not torch.equal(other[0], mix(images, labels, mixing, 0)[0])
+
+
+def test_mixed_images_are_trained_on() -> None:
+    work = make_work(make(method="dense", batch_size=BATCH), plain_net(), Batches(0))
+    before = forward_backward(work, None)
+    problem = replace(work.problem, mixing=Mixing(0.0, 1.0, CLASSES, (0, 0)))
+    assert float(forward_backward(replace(work, problem=problem), None)) != float(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("no_such_module_at_all:f", "cannot import"),
+        ("math:nothing", "has no function 'nothing' of outputs and labels"),
+        ("math:sqrt", "can't be called with outputs"),
+        ("builtins:max", "can't be called with outputs"),
+        ("builtins:print", "it returns NoneType"),
+        ("torch:add", "it returns a tensor"),
+    ],
+)
+def test_what_is_no_loss_is_refused_in_a_line(name: str, why: str) -> None:
+    with pytest.raises(UserError) as caught:
+        find_losses(make(loss=name), 2)
+    assert why in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_own_loss_is_trained_on_and_measured_by() -> None:
+    loss, objective = find_losses(make(loss="torch.nn.functional:multi_margin_loss"), CLASSES)
+    assert loss is objective is F.multi_margin_loss
+    with pytest.raises(UserError, match="mixup is for cross-entropy"):
+        make(loss="a:b", mixup=0.1)
+
+
+def test_the_learning_rate_grows_with_the_ranks_when_asked() -> None:
+    assert lr_scale_of(make(), 8) == 1.0
+    assert lr_scale_of(make(lr_scaling="linear"), 8) == 8.0
+    assert lr_scale_of(make(lr_scaling="sqrt"), 8) == pytest.approx(math.sqrt(8))
+
+
+def test_a_run_s_own_file_may_name_the_optimizer_as_it_once_was() -> None:
+    assert from_table({"inner-optimizer": "adamw", "versions": {}}, "x") == {"optimizer": "adamw"}
+    with pytest.raises(UserError, match="unknown key 'inner-optimizer'"):
+        from_table({"inner-optimizer": "adamw"}, "x")
