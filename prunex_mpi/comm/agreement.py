@@ -2,6 +2,7 @@
 
 import hashlib
 import socket
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -12,6 +13,8 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import USAGE, UserError
 
 T = TypeVar("T")
+
+POLL_S = 0.005
 
 
 def gather_text(world: MPI.Comm, text: str) -> list[str]:
@@ -78,6 +81,53 @@ def together(world: MPI.Comm, action: Callable[[], T]) -> T:
         result = action()
     except UserError as caught:
         error = caught
+    raise_together(world, error)
+    return result
+
+
+def together_while(
+    world: MPI.Comm, action: Callable[[Callable[[], None]], T], beat: Callable[[], None]
+) -> T:
+    """Return `action(going)` or raise the first rank's UserError everywhere. Collective on `world`.
+
+    The action takes long and calls `going()` as it goes on. `beat` is called then; and where a
+    rank is done sooner, as often as all others have gone on, so that only a rank that hangs looks
+    like one. Rounds of Iallreduce tell, in which nobody waits.
+    """
+    mine, everyone = np.zeros(1, dtype=np.uint8), np.zeros(1, dtype=np.uint8)
+    request: MPI.Request | None = None
+
+    def round_ended() -> bool:
+        nonlocal request
+        if request is None:
+            request = world.Iallreduce(mine, everyone, op=MPI.MIN)
+        if not request.Test():
+            return False
+        request = None
+        return True
+
+    def going() -> None:
+        beat()
+        round_ended()
+
+    result, error = None, None
+    try:
+        result = action(going)
+    except UserError as caught:
+        error = caught
+    if request is not None:
+        # Its operand is still read; it ends as soon as the others go on.
+        while not request.Test():
+            time.sleep(POLL_S)
+        request = None
+        beat()
+    mine[0] = 1
+    # What a round has not ended yet may hold anything.
+    while not (round_ended() and everyone[0]):
+        if request is None:
+            beat()
+        else:
+            time.sleep(POLL_S)
     raise_together(world, error)
     return result
 

@@ -7,7 +7,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from prunex_mpi.comm.agreement import digests_agree, together
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.logs import log
+from prunex_mpi.comm.agreement import digests_agree, together, together_while
 from prunex_mpi.comm.collectives import Transport, bcast_, hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.objective import find_losses
@@ -19,7 +21,7 @@ from prunex_mpi.data.batches import (
     evaluation_batches,
     normalisation,
 )
-from prunex_mpi.data.datasets import Dataset, load
+from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.mixing import Mixing
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout
@@ -32,11 +34,15 @@ from prunex_mpi.settings.methods import BY_GROUPS, REMOVING
 from prunex_mpi.settings.resolve import layer_keep_ratios
 
 
-def load_dataset(topology: Topology, settings: Settings) -> Dataset:
+def load_dataset(
+    topology: Topology, settings: Settings, heartbeat: Heartbeat | None = None
+) -> Dataset:
     """Load this rank's shards; what any rank cannot read ends the job. Collective on `world`."""
-    return together(
-        topology.world,
-        lambda: load(
+    heartbeat = heartbeat or Heartbeat()
+    world = topology.world
+    dataset = together_while(
+        world,
+        lambda going: load(
             settings.dataset,
             data_dir=settings.data_dir,
             download=settings.download,
@@ -44,9 +50,15 @@ def load_dataset(topology: Topology, settings: Settings) -> Dataset:
             test_samples=settings.test_samples,
             image_size=settings.image_size,
             seed=settings.seed,
-            part=(topology.world.rank, topology.world_size),
+            part=Part(world.rank, world.size, topology.host_size, going),
         ),
+        lambda: heartbeat.beat(heartbeat.step + 1),
     )
+    if world.rank == 0 and dataset.left_out:
+        log.warning("%s; left out: %s", dataset.found, dataset.left_out)
+    elif dataset.found:
+        log.info("%s", dataset.found)
+    return dataset
 
 
 def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.nn.Module:

@@ -1,11 +1,12 @@
 """Load each rank's part of a data set into memory, as uint8 images."""
 
-import glob
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,11 +14,12 @@ import torch.nn.functional as F
 from filelock import FileLock
 from torch import Tensor
 from torchvision.datasets import CIFAR10, CIFAR100
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, nearest, one_line
 from prunex_mpi.base.units import GIB
+from prunex_mpi.checks.memory import memory_limit
 from prunex_mpi.data.batches import CHUNK_IMAGES, Shard
+from prunex_mpi.data.folders import describe, list_images
 from prunex_mpi.data.pictures import as_uint8, open_rgb
 
 DATASETS = ("digits", "cifar10", "cifar100", "imagefolder", "synthetic")
@@ -25,6 +27,20 @@ DIGITS_TEST_SHARE = 0.2
 SYNTHETIC_CLASSES, SYNTHETIC_TRAIN, SYNTHETIC_TEST, SYNTHETIC_SIDE = 10, 2048, 512, 32
 # What must not depend on --seed (test sets, generated images) is drawn from this one.
 FIXED_SEED = 20_150_610
+# While files are fetched: how often to look whether they have grown.
+LOOK_S = 0.5
+
+
+class Part(NamedTuple):
+    """Which part of the data a rank takes: number `rank` of `size`.
+
+    `here` ranks share the memory of this machine. `going` is called as loading goes on.
+    """
+
+    rank: int
+    size: int
+    here: int = 1
+    going: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -39,6 +55,8 @@ class Dataset:
     test_total: int
     flip: bool  # whether mirrored images keep their meaning
     pad: int  # pixels a random crop may move an image by
+    found: str = ""  # what lay in the folders of the data, in a line
+    left_out: str = ""  # what of it is not read
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,7 @@ class _Source:
     image_size: int
     flip: bool
     pad: int
+    found: tuple[str, str] = ("", "")
 
 
 def load(
@@ -60,9 +79,9 @@ def load(
     test_samples: int,
     image_size: int,
     seed: int,
-    part: tuple[int, int],
+    part: Part | tuple[int, int],
 ) -> Dataset:
-    """Load one rank's part of the data set `name`, on the CPU; `part` is its (rank, size).
+    """Load one rank's part of the data set `name`, on the CPU; `part` says which.
 
     Training images: a permutation by `seed` of all of them, cut to `train_samples` (0: all) and to
     a multiple of `size`; each rank takes one contiguous piece, so the shards are disjoint and of
@@ -73,19 +92,20 @@ def load(
     Raises UserError (USAGE) for unknown names and impossible counts, and UserError (UNREADABLE)
     for missing or corrupt files; the latter can happen on a single rank.
     """
-    rank, size = part
+    part = Part(*part)
+    rank, size = part.rank, part.size
     match name:
         case "digits":
-            source = _digits(image_size)
+            source = _digits(image_size, part.going)
         case "cifar10" | "cifar100":
-            source = _cifar(name, Path(data_dir), download, image_size)
+            source = _cifar(name, Path(data_dir), download, image_size, part.going)
         case "imagefolder":
-            source = _imagefolder(Path(data_dir), image_size)
+            source = _imagefolder(Path(data_dir), image_size, part.going)
         case "synthetic":
-            source = _synthetic(train_samples, test_samples, image_size)
+            source = _synthetic(train_samples, test_samples, image_size, part.going)
         case _:
             raise UserError(f"unknown data set {name!r}: did you mean {nearest(name, DATASETS)}?")
-    _refuse_too_large(source, train_samples, test_samples, size)
+    _refuse_too_large(source, train_samples, test_samples, part)
     train_order = _order("train", source.counts[0], train_samples, seed)
     test_order = _order("test", source.counts[1], test_samples, FIXED_SEED)
     per_rank = len(train_order) // size
@@ -101,18 +121,22 @@ def load(
         test_total=len(test_order),
         flip=source.flip,
         pad=source.pad,
+        found=source.found[0],
+        left_out=source.found[1],
     )
 
 
-def _refuse_too_large(source: _Source, train_samples: int, test_samples: int, size: int) -> None:
-    """Raise UserError when one rank's images, or the order of all, can't fit in memory."""
+def _refuse_too_large(source: _Source, train_samples: int, test_samples: int, part: Part) -> None:
+    """Raise UserError when the images of this machine's ranks, or the order of all, can't fit."""
     images = (train_samples or source.counts[0]) + (test_samples or source.counts[1])
-    needed = images // size * 3 * source.image_size**2 + 8 * sum(source.counts)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > memory:
+    one = images // part.size * 3 * source.image_size**2 + 8 * sum(source.counts)
+    needed = part.here * one
+    limit, whose = memory_limit()
+    if needed > limit:
+        ranks = "one rank" if part.here == 1 else f"{part.here} ranks"
         raise UserError(
-            f"the images of one rank take {needed / GIB:.3g} GiB and this machine has "
-            f"{memory / GIB:.3g}; lower --train-samples, --test-samples or --image-size"
+            f"the images of {ranks} take {needed / GIB:.3g} GiB and {whose} {limit / GIB:.3g}; "
+            "lower --train-samples, --test-samples or --image-size, or take more machines"
         )
 
 
@@ -122,7 +146,7 @@ def _order(split: str, count: int, wanted: int, seed: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng(seed).permutation(count)[: wanted or count])
 
 
-def _digits(image_size: int) -> _Source:
+def _digits(image_size: int, going: Callable[[], None]) -> _Source:
     """Read scikit-learn's 1,797 digits; a fifth of each class is the test set."""
     try:
         from sklearn.datasets import load_digits
@@ -140,16 +164,20 @@ def _digits(image_size: int) -> _Source:
         members = rng.permutation(np.flatnonzero(digits.target == label))
         is_test[torch.from_numpy(members[: round(len(members) * DIGITS_TEST_SHARE)])] = True
     train, test = (Shard(images[half], labels[half]) for half in (~is_test, is_test))
-    return _memory_source(train, test, 10, image_size or 8, flip=False)
+    return _memory_source(train, test, 10, image_size or 8, going, flip=False)
 
 
-def _cifar(name: str, data_dir: Path, download: bool, image_size: int) -> _Source:
-    train, test = (_read_cifar(name, data_dir, download, train) for train in (True, False))
+def _cifar(
+    name: str, data_dir: Path, download: bool, image_size: int, going: Callable[[], None]
+) -> _Source:
+    train, test = (_read_cifar(name, data_dir, download, half, going) for half in (True, False))
     classes = int(name.removeprefix("cifar"))
-    return _memory_source(train, test, classes, image_size or 32, flip=True)
+    return _memory_source(train, test, classes, image_size or 32, going, flip=True)
 
 
-def _read_cifar(name: str, data_dir: Path, download: bool, train: bool) -> Shard:
+def _read_cifar(
+    name: str, data_dir: Path, download: bool, train: bool, going: Callable[[], None]
+) -> Shard:
     """Read one half of CIFAR; where it is incomplete, one process downloads and others wait."""
     cifar = CIFAR10 if name == "cifar10" else CIFAR100
     try:
@@ -160,25 +188,56 @@ def _read_cifar(name: str, data_dir: Path, download: bool, train: bool) -> Shard
             raise UserError(message, UNREADABLE) from missing
         try:
             data_dir.mkdir(parents=True, exist_ok=True)
-            # Whoever comes second finds the files complete: torchvision checks before it downloads.
-            with FileLock(data_dir / f".{name}.lock"):
-                half = cifar(data_dir, train=train, download=True)
+
+            def fetch() -> CIFAR10:
+                # Who comes second finds the files complete: torchvision checks before it downloads.
+                with FileLock(data_dir / f".{name}.lock"):
+                    return cifar(data_dir, train=train, download=True)
+
+            half = _while_growing(data_dir, cifar, going, fetch)
         except (RuntimeError, OSError, HTTPException) as error:
             message = f"cannot download {name} to {data_dir} ({one_line(error)}): "
             advice = "check the network, or copy the files there from another machine"
             raise UserError(message + advice, UNREADABLE) from error
+    going()
     images = torch.from_numpy(half.data).permute(0, 3, 1, 2)
     return Shard(images, torch.tensor(half.targets, dtype=torch.int64))
 
 
-def _memory_source(train: Shard, test: Shard, classes: int, side: int, *, flip: bool) -> _Source:
+def _while_growing(
+    folder: Path, cifar: type[CIFAR10], going: Callable[[], None], fetch: Callable[[], CIFAR10]
+) -> CIFAR10:
+    """Return `fetch()`, done by a thread; call `going` as often as files in `folder` have grown.
+
+    Who waits for another process that fetches them sees them grow as well.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(fetch)
+        before = -1
+        while not wait([future], LOOK_S).done:
+            files = [folder / cifar.filename, *(folder / cifar.base_folder).glob("*")]
+            size = sum(path.stat().st_size for path in files if path.exists())
+            if size != before:
+                going()
+            before = size
+        return future.result()
+
+
+def _memory_source(
+    train: Shard, test: Shard, classes: int, side: int, going: Callable[[], None], *, flip: bool
+) -> _Source:
     """Serve copies of parts of what is in memory, resized if need be."""
 
     def read(split: str, indices: Tensor) -> Shard:
         whole = train if split == "train" else test
         images = whole.images[indices].contiguous()
         if images.shape[-1] != side:
-            images = torch.cat([_resize(chunk, side) for chunk in images.split(CHUNK_IMAGES)])
+            small, images = images, images.new_empty(len(images), 3, side, side)
+            for before, after in zip(
+                small.split(CHUNK_IMAGES), images.split(CHUNK_IMAGES), strict=True
+            ):
+                going()
+                after.copy_(_resize(before, side))
         return Shard(images, whole.labels[indices])
 
     return _Source((len(train.labels), len(test.labels)), read, classes, side, flip, side // 8)
@@ -190,14 +249,15 @@ def _resize(images: Tensor, side: int) -> Tensor:
     return scaled.round_().clamp_(0, 255).to(torch.uint8)
 
 
-def _imagefolder(data_dir: Path, image_size: int) -> _Source:
+def _imagefolder(data_dir: Path, image_size: int, going: Callable[[], None]) -> _Source:
     """List train/<class>/* and test/<class>/*; files are decoded only by the rank they go to."""
     # os.path says no where Path.is_dir raises, as for names that are too long.
     val_only = os.path.isdir(data_dir / "val") and not os.path.isdir(data_dir / "test")
     folders = ("train", "val" if val_only else "test")
-    train, test = (_list_images(data_dir / folder) for folder in folders)
-    classes = sorted({Path(file).parent.name for file in train})
-    odd = sorted(set(classes) ^ {Path(file).parent.name for file in test})
+    listings = [list_images(data_dir / folder, going) for folder in folders]
+    train, test = (listing.images for listing in listings)
+    classes = listings[0].classes()
+    odd = sorted(set(classes) ^ set(listings[1].classes()))
     if odd:
         message = f"class {odd[0]!r} of {data_dir} must have images for training and for testing"
         raise UserError(message, UNREADABLE)
@@ -207,24 +267,18 @@ def _imagefolder(data_dir: Path, image_size: int) -> _Source:
         files = [(train if split == "train" else test)[index] for index in indices.tolist()]
         images = torch.empty(len(files), 3, side, side, dtype=torch.uint8)
         for position, file in enumerate(files):
+            going()
             images[position] = as_uint8(file, side, fit=image_size > 0)
         labels = [classes.index(Path(file).parent.name) for file in files]
         return Shard(images, torch.tensor(labels, dtype=torch.int64))
 
-    return _Source((len(train), len(test)), read, len(classes), side, flip=True, pad=side // 8)
+    counts, found = (len(train), len(test)), describe(*listings)
+    return _Source(counts, read, len(classes), side, flip=True, pad=side // 8, found=found)
 
 
-def _list_images(folder: Path) -> list[str]:
-    """Return the visible image files of all class folders, in the same order on every rank."""
-    paths = sorted(glob.glob(f"{glob.escape(str(folder))}/*/*"))
-    images = [path for path in paths if path.lower().endswith(IMG_EXTENSIONS)]
-    if not images:
-        message = f"no image in {folder}: --data-dir must hold train/<class>/* and test/<class>/*"
-        raise UserError(f"{message} with names in {' '.join(IMG_EXTENSIONS)}", UNREADABLE)
-    return images
-
-
-def _synthetic(train_samples: int, test_samples: int, image_size: int) -> _Source:
+def _synthetic(
+    train_samples: int, test_samples: int, image_size: int, going: Callable[[], None]
+) -> _Source:
     """Generate a smooth pattern per class under noise, each image from its own seed."""
     side = image_size or SYNTHETIC_SIDE
     rng = np.random.default_rng(FIXED_SEED)
@@ -235,6 +289,7 @@ def _synthetic(train_samples: int, test_samples: int, image_size: int) -> _Sourc
     def read(split: str, indices: Tensor) -> Shard:
         images = torch.empty(len(indices), 3, side, side, dtype=torch.uint8)
         for position, index in enumerate(indices.tolist()):
+            going()
             # A seed per image: the data do not depend on how many ranks share them.
             noise = np.random.default_rng([FIXED_SEED, int(split == "test"), index])
             levels = noise.integers(-64, 64, (3, side, side), dtype=np.int16)

@@ -90,7 +90,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
         transport = find_transport(place, settings)
         refuse_impossible_exchange(topology, settings)
         heartbeat.enter("data")
-        dataset = load_dataset(topology, settings)
+        dataset = load_dataset(topology, settings, heartbeat)
         work = assemble(topology, settings, dataset, device, transport, heartbeat)
         log.info("%s", describe_training(work, dataset, world.size))
         # As asked, and what was left to be measured.
@@ -156,7 +156,7 @@ def set_up(
 ) -> Work:
     """Load the data, build the model, find what can be pruned. Collective on `world`."""
     heartbeat.enter("data")
-    dataset = load_dataset(topology, settings)
+    dataset = load_dataset(topology, settings, heartbeat)
     return assemble(topology, settings, dataset, device, transport, heartbeat)
 
 

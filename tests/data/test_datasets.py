@@ -137,6 +137,8 @@ def fake_cifar(downloads: list[str], error: Exception | None = None) -> type:
     """Return a stand-in for torchvision's class that counts downloads in a folder."""
 
     class Fake:
+        filename, base_folder = "archive", "files"
+
         def __init__(self, root: Path, train: bool, download: bool) -> None:
             complete = Path(root) / "complete"
             if download and not complete.exists():
@@ -226,6 +228,78 @@ def test_each_rank_decodes_its_own_files_only(
         load("imagefolder", data_dir=str(folder), rank=rank, size=3)
         assert spy.call_count == 6 * (rank + 1)
     assert len({call.args[0] for call in spy.call_args_list}) == 18
+
+
+def test_a_start_line_tells_what_was_found_and_what_was_left_out(folder: Path) -> None:
+    (folder / "train/red/notes.txt").unlink()
+    whole = load("imagefolder", data_dir=str(folder))
+    assert whole.found == f"12 images in {folder}/train, 6 in {folder}/test, 2 classes"
+    assert whole.left_out == ""
+    for name in ("train/green", "test/red/deeper", "train/blue/looks like.png"):
+        (folder / name).mkdir()
+    Image.new("RGB", (16, 16)).save(folder / "test/red/deeper/1.png")
+    for name in ("train/list.csv", "train/red/a.gif", "train/red/b.npy", "train/red/.hidden"):
+        (folder / name).write_text("")
+    again = load("imagefolder", data_dir=str(folder))
+    assert again.found == whole.found
+    assert again.left_out == (
+        "1 class folder without an image (train/green); "
+        "1 folder inside a class folder (train/blue/looks like.png); "
+        "3 other files (train/list.csv, train/red/a.gif, train/red/b.npy); "
+        "1 folder inside a class folder (test/red/deeper)"
+    )
+    assert torch.equal(again.train.images, whole.train.images)
+
+
+def test_loading_says_that_it_goes_on(folder: Path) -> None:
+    calls = []
+    for name, least in (("imagefolder", 18 + 2 * 2), ("synthetic", 50), ("digits", 1)):
+        calls.clear()
+        part = data.Part(0, 1, going=lambda: calls.append(1))
+        samples = {"train_samples": 40, "test_samples": 10} if name == "synthetic" else {}
+        options = LOAD | {"data_dir": str(folder), "image_size": 16} | samples
+        data.load(name, part=part, **options)
+        assert len(calls) >= least, name
+
+
+def test_who_waits_for_a_download_goes_on_as_it_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = fake_cifar([])
+
+    class Slow(fake):
+        def __init__(self, root: Path, train: bool, download: bool) -> None:
+            if download and not (Path(root) / "complete").exists():
+                for _ in range(5):
+                    with open(Path(root) / self.filename, "a") as file:
+                        file.write("more")
+                    time.sleep(0.05)
+            super().__init__(root, train, download)
+
+    monkeypatch.setattr(data, "CIFAR10", Slow)
+    monkeypatch.setattr(data, "LOOK_S", 0.01)
+    calls: list[int] = []
+
+    def work(rank: int) -> Dataset:
+        part = data.Part(rank, 2, going=lambda: calls.append(rank))
+        return data.load("cifar10", part=part, **(LOAD | {"data_dir": tmp_path, "download": True}))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
+    assert min(calls.count(0), calls.count(1)) >= 5
+
+
+def test_images_of_all_ranks_of_a_machine_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = LOAD | {"train_samples": 4096, "test_samples": 8, "image_size": 64}
+    monkeypatch.setattr(data, "memory_limit", lambda: (30 * 2**20, "Slurm gives the job here"))
+    parts = {here: data.Part(0, 4, here) for here in (1, 4)}
+    one = data.load("synthetic", part=parts[1], **(options | {"train_samples": 1024}))
+    assert one.train_total == 1024
+    with pytest.raises(UserError) as caught:
+        data.load("synthetic", part=parts[4], **options)
+    message = "the images of 4 ranks take 0.0471 GiB and Slurm gives the job here 0.0293; lower"
+    assert message in str(caught.value)
+    assert caught.value.exit_code == USAGE
 
 
 def test_imagefolder_takes_val_for_test_and_grey_images(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """The course of a run in one process: going back, time limits, what is complete, what it costs."""
 
 import json
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,12 +9,14 @@ from types import ModuleType
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from mpi4py import MPI
 
 from prunex_mpi import train
 from prunex_mpi.core import evaluation
+from prunex_mpi.data import datasets
 from prunex_mpi.run import program, supervision
 from prunex_mpi.run.supervision import Checkpoints
 
@@ -135,6 +138,32 @@ def test_what_was_trained_before_may_lose_more_than_at_first(
     assert "is 0.1 times that of guessing or more" in capfd.readouterr().err
     losses.clear()
     assert run(tmp_path / "third", *flags, "--divergence-factor", "0") == 0
+
+
+def test_loading_data_is_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for split, number in (("train", 20), ("test", 1)):
+        for name in ("a", "b"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for index in range(number):
+                Image.new("RGB", (8, 8), (index, 9, 9)).save(
+                    tmp_path / split / name / f"{index}.png"
+                )
+    (tmp_path / "train/c").mkdir()
+    real = datasets.as_uint8
+
+    def slow(*words: object, **options: object) -> torch.Tensor:
+        time.sleep(0.04)
+        return real(*words, **options)
+
+    monkeypatch.setattr(datasets, "as_uint8", slow)
+    flags = ["--dataset", "imagefolder", "--data-dir", str(tmp_path), "--timeout", "1"]
+    flags += ["--train-samples", "0", "--test-samples", "0", "--outer-iterations", "3"]
+    assert run(tmp_path / "run", *flags) == 0
+    text = capfd.readouterr().err
+    assert "no progress" not in text
+    assert "2 classes; left out: 1 class folder without an image (train/c)" in text
 
 
 def test_a_time_limit_leaves_and_the_run_goes_on_exactly(tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""What all ranks do together and may take long on one of them."""
+
+import itertools
+import time
+
+import pytest
+from nodes import WORLD
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.comm.agreement import together_while
+
+pytestmark = pytest.mark.mpi
+STEPS, STEP_S = 20, 0.01
+LAST = WORLD.size - 1
+
+
+def work(going, steps: int = STEPS, pause_s: float = 0.0) -> int:
+    """Take long on the last rank: many steps, and a pause in which it says nothing."""
+    WORLD.Barrier()
+    if WORLD.rank == LAST:
+        for _ in range(steps):
+            time.sleep(STEP_S)
+            going()
+        time.sleep(pause_s)
+    return WORLD.rank
+
+
+def test_who_is_done_goes_on_while_the_others_do() -> None:
+    beats = []
+    found = together_while(WORLD, work, lambda: beats.append(time.monotonic()))
+    assert found == WORLD.rank
+    # A round takes several steps, between which nobody looks idle for long.
+    assert len(beats) >= STEPS / 5
+    assert max(b - a for a, b in itertools.pairwise(beats)) < 0.5 * STEPS * STEP_S
+
+
+@pytest.mark.mpi(min_size=2)
+def test_who_is_done_stands_still_while_another_does() -> None:
+    pause_s = 0.5
+    beats = [time.monotonic()]
+
+    def stalls(going) -> int:
+        return work(going, 2, pause_s)
+
+    together_while(WORLD, stalls, lambda: beats.append(time.monotonic()))
+    beats.append(time.monotonic())
+    assert max(b - a for a, b in itertools.pairwise(beats)) > 0.5 * pause_s
+
+
+def test_what_goes_wrong_on_one_rank_ends_all() -> None:
+    def fails(going) -> int:
+        if work(going, 3) == LAST:
+            raise UserError("no such file", 3)
+        return 0
+
+    with pytest.raises(UserError, match="no such file") as caught:
+        together_while(WORLD, fails, lambda: None)
+    assert caught.value.exit_code == 3
