@@ -27,7 +27,7 @@ def train(world: "MPI.Comm", settings: Settings) -> int:
         from prunex_mpi.comm.preemption import catching
         from prunex_mpi.run.job import run
 
-        with catching(settings.preempt_signals) as received:
+        with catching(settings.preempt_signals, world.rank) as received:
             return run(world, settings, watchdog, received)
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 import numpy as np
 
@@ -23,22 +24,37 @@ PERIOD_S = 1.0
 GROWTH = 8  # of the steps between two, at a time: the first steps may be untypical
 # What leaving takes besides the checkpoint: the next safe points, the files that end the run.
 MARGIN_S = 10.0
+INTERRUPTED = b"\nprunex_mpi: leaving with a checkpoint; Ctrl-C again ends at once\n"
 TIME_LIMIT = 1000  # beyond every signal's number
 
 
 @dataclass
 class ReceivedSignal:
-    """The number of the last signal that asked this rank to stop, 0 for none."""
+    """The number of the last signal that asked this rank to stop, 0 for none.
+
+    `training` says that there is something to keep: before, Ctrl-C ends the job as anywhere else.
+    """
 
     number: int = 0
+    training: bool = False
 
 
 @contextmanager
-def catching(names: Sequence[str]) -> Iterator[ReceivedSignal]:
-    """Note the signals of these names (TERM, USR1, ...) instead of dying of them."""
+def catching(names: Sequence[str], rank: int = 0) -> Iterator[ReceivedSignal]:
+    """Note the signals of these names (TERM, USR1, ...) instead of dying of them.
+
+    After a first INT, of which rank 0 tells, a second one ends this process at once.
+    """
     received = ReceivedSignal()
 
-    def note(number: int, _frame: object) -> None:
+    def note(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if not received.training:
+                signal.default_int_handler(number, frame)
+            signal.signal(number, signal.SIG_DFL)
+            if rank == 0:
+                # No log or print, which may be what was interrupted.
+                os.write(2, INTERRUPTED)
         received.number = number
 
     numbers = [signal.Signals[f"SIG{name}"] for name in names]

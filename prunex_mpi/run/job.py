@@ -121,6 +121,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                 exchanging_behind(topology, goes_behind_steps(settings), transport) as behind,
             ):
                 work = replace(work, stop=stop, behind=behind)
+                received.training = True
                 with tracing(topology, files, work):
                     status = run_to_end(topology, files, work, checkpoints)
             heartbeat.enter("finish")

@@ -121,7 +121,8 @@ class Watchdog:
     def _watch(self) -> None:
         own, next_one = _Idle(self.pause_s), _Idle(self.pause_s)
         while not self.ended.wait(self.pause_s):
-            idle_s = own.seconds_since_change(self.heartbeat.beats)
+            # While Python imports, which takes long on some file systems, no phase goes on.
+            idle_s = own.seconds_since_change((self.heartbeat.beats, len(sys.modules)))
             if self.folder is None:
                 if idle_s > self.timeout_s:
                     self._end(f"rank {self.rank} on {self.host}: {self._stalled(idle_s)}")

@@ -639,8 +639,8 @@ class Settings:
     )
     preempt_signals: tuple[str, ...] = _setting(
         _S,
-        "signals to leave on with a checkpoint",
-        ("TERM", "USR1"),
+        "signals to leave on with a checkpoint (INT: Ctrl-C)",
+        ("TERM", "USR1", "INT"),
         choices=("TERM", "USR1", "USR2", "INT", "HUP", "XCPU"),
     )
     on_divergence: str = _setting(

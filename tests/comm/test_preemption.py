@@ -34,6 +34,27 @@ def test_signals_are_noted_and_given_back() -> None:
     assert before == (signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGTERM))
 
 
+def test_ctrl_c_is_noted_while_training_and_the_second_ends(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with catching(("INT",)) as received:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        assert received.number == 0
+        received.training = True
+        os.kill(os.getpid(), signal.SIGINT)
+        assert agreed(received, None) == "SIGINT"
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+        assert "leaving with a checkpoint" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) == before
+    with catching(("INT",), rank=1) as received:
+        received.training = True
+        os.kill(os.getpid(), signal.SIGINT)
+        assert capfd.readouterr().err == ""
+
+
 def test_without_a_request_nothing_stops() -> None:
     assert agreed(ReceivedSignal(), None) == ""
     assert agreed(ReceivedSignal(), time.time() + 1000) == ""

@@ -2,14 +2,19 @@
 
 import json
 import math
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from counts import BY_HAND
-from launch import train
+from launch import environment, launcher, train
 from safetensors.torch import load_file
+
+from mpi4py import MPI
 
 from prunex_mpi.data import batches
 from prunex_mpi.data import datasets as data
@@ -259,6 +264,32 @@ def test_exception_on_one_rank_ends_the_job(tmp_path):
     assert "in phase local of outer iteration 1, step 2: ValueError" in result.stderr
     assert result.stderr.count("Traceback") == 1
     assert not (tmp_path / "run/summary.json").exists()
+
+
+@pytest.mark.long
+def test_a_signal_that_the_launcher_passes_on_leaves_a_checkpoint(tmp_path):
+    """Ctrl-C with MPICH; with Open MPI, which ends its ranks on that, SIGUSR1."""
+    by_open_mpi = "Open MPI" in MPI.Get_library_version()
+    asked = signal.SIGUSR1 if by_open_mpi else signal.SIGINT
+    flags = [*QUICK[:2], "--outer-iterations", "500", "--local-steps", "2", "--run-dir", "run"]
+    job = subprocess.Popen(
+        [*launcher(), "-n", "2", sys.executable, "-m", "prunex_mpi.train", *flags],
+        cwd=tmp_path,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    metrics = tmp_path / "run/metrics.jsonl"
+    limit = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text()) and time.monotonic() < limit:
+        time.sleep(0.1)
+    job.send_signal(asked)
+    out, _ = job.communicate(timeout=60)
+    assert job.returncode == 75, out
+    assert f"stopped by {asked.name}: go on with --resume" in out
+    assert json.loads((tmp_path / "run/summary.json").read_text())["reason"] == asked.name
 
 
 def test_launcher_mismatch_is_refused(tmp_path):

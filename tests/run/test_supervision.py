@@ -1,6 +1,8 @@
 """The course of a run in one process: going back, time limits, what is complete, what it costs."""
 
 import json
+import os
+import signal
 import time
 import zlib
 from collections.abc import Iterator
@@ -138,6 +140,26 @@ def test_what_was_trained_before_may_lose_more_than_at_first(
     assert "is 0.1 times that of guessing or more" in capfd.readouterr().err
     losses.clear()
     assert run(tmp_path / "third", *flags, "--divergence-factor", "0") == 0
+
+
+def test_ctrl_c_leaves_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    real = evaluation.refuse_divergence
+
+    def interrupt(topology, work, loss: float) -> None:
+        if work.state.position.iteration == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        real(topology, work, loss)
+
+    monkeypatch.setattr(supervision.hsadmm, "refuse_divergence", interrupt)
+    before = signal.getsignal(signal.SIGINT)
+    assert run(tmp_path / "run", "--outer-iterations", "60") == 75
+    assert signal.getsignal(signal.SIGINT) == before
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary == {"status": "preempted", "reason": "SIGINT"}
+    assert [*(tmp_path / "run/checkpoints").iterdir()]
+    assert "leaving with a checkpoint; Ctrl-C again ends at once" in capfd.readouterr().err
 
 
 def test_loading_data_is_progress(

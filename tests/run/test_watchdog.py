@@ -1,6 +1,7 @@
 """The watchdog: who is blamed, when it stays silent, what it leaves behind."""
 
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -74,6 +75,17 @@ def test_no_progress_ends_the_job_with_one_line(capfd: pytest.CaptureFixture[str
     assert "rank 3 on" in text
     assert "no progress for 0 s in phase local of outer iteration 4, step 17" in text
     assert text.splitlines()[0].startswith("prunex_mpi: error: ")
+
+
+def test_imports_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    dog = Watchdog(Heartbeat(), 0, 0.4, job.aborted.set)
+    for number in range(12):
+        monkeypatch.setitem(sys.modules, f"imported{number}", sys)
+        time.sleep(0.08)
+    assert not job.aborted.is_set()
+    assert job.wait()
+    dog.close()
 
 
 def test_progress_keeps_it_silent(capfd: pytest.CaptureFixture[str]) -> None:
