@@ -8,6 +8,8 @@ FAILURE = 1
 USAGE = 2
 UNREADABLE = 3
 PREEMPTED = 75
+# From 0 to 1: how much of two words is the same, at least, where the one stands for the other.
+NEAR = 0.6
 
 
 class UserError(Exception):
@@ -38,6 +40,19 @@ def quote(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def nearest(word: str, valid: Iterable[str]) -> str:
-    """Return the valid word that looks most like `word`, however far away it is."""
-    return difflib.get_close_matches(word, list(valid), 1, 0.0)[0]
+def meant(word: str, valid: Iterable[str], otherwise: str = "") -> str:
+    """Return "; did you mean X?" with the valid word that looks like `word`.
+
+    Returns `otherwise` where none is near enough that it was probably meant.
+    """
+    plain = {_plain(name): name for name in valid}
+    found = difflib.get_close_matches(_plain(word), plain, 1, NEAR)
+    if not found:
+        return otherwise
+    name = plain[found[0]]
+    return f"; did you mean {name if name.startswith('-') else repr(name)}?"
+
+
+def _plain(word: str) -> str:
+    """Return a word without what is often written another way."""
+    return word.lower().lstrip("-").replace("_", "-")

@@ -15,7 +15,7 @@ from filelock import FileLock
 from torch import Tensor
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, nearest, one_line
+from prunex_mpi.base.errors import UNREADABLE, UserError, meant, one_line
 from prunex_mpi.base.units import GIB
 from prunex_mpi.checks.memory import memory_limit
 from prunex_mpi.data.batches import CHUNK_IMAGES, Shard
@@ -104,7 +104,7 @@ def load(
         case "synthetic":
             source = _synthetic(train_samples, test_samples, image_size, part.going)
         case _:
-            raise UserError(f"unknown data set {name!r}: did you mean {nearest(name, DATASETS)}?")
+            raise UserError(f"unknown data set {name!r}{meant(name, DATASETS)}")
     _refuse_too_large(source, train_samples, test_samples, part)
     train_order = _order("train", source.counts[0], train_samples, seed)
     test_order = _order("test", source.counts[1], test_samples, FIXED_SEED)

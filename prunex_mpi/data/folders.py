@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -54,11 +55,13 @@ def list_images(folder: Path, beat: Callable[[], None]) -> Listing:
     found.foreign.extend(beside)
     for name in folders:
         beat()
-        deeper, files = _entries(f"{folder}/{name}")
-        images = [file for file in files if file.lower().endswith(IMG_EXTENSIONS)]
-        found.images.extend(f"{folder}/{name}/{file}" for file in images)
-        found.deeper.extend(f"{name}/{inner}" for inner in deeper)
-        found.foreign.extend(f"{name}/{file}" for file in sorted({*files} - {*images}))
+        names = _entries(f"{folder}/{name}")
+        # By the name alone: what is no image in spite of it is named when it can't be decoded.
+        images = [x for x in chain(*names) if x.lower().endswith(IMG_EXTENSIONS)]
+        found.images.extend(f"{folder}/{name}/{image}" for image in images)
+        chosen = {*images}
+        for rest, others in zip((found.deeper, found.foreign), names, strict=True):
+            rest.extend(f"{name}/{other}" for other in others if other not in chosen)
         if not images:
             found.empty.append(name)
     # By whole paths: the order decides which images a rank gets.
@@ -79,13 +82,18 @@ def describe(train: Listing, test: Listing) -> tuple[str, str]:
 
 
 def _entries(folder: str) -> tuple[list[str], list[str]]:
-    """Return the names of the visible folders and files in `folder`, sorted; none if unreadable."""
+    """Return the names of the visible folders and files in `folder`, sorted; none if it is none."""
     folders, files = [], []
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if not entry.name.startswith("."):
-                    (folders if entry.is_dir() else files).append(entry.name)
+                    # Not the entry's own is_dir, which raises for a link to itself.
+                    is_folder = entry.is_symlink() and os.path.isdir(entry.path)
+                    is_folder = is_folder or entry.is_dir(follow_symlinks=False)
+                    (folders if is_folder else files).append(entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
     except OSError as error:
         raise UserError(f"cannot read folder {folder}: {error.strerror}", UNREADABLE) from None
     return sorted(folders), sorted(files)

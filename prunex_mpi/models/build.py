@@ -6,7 +6,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from prunex_mpi.base.errors import USAGE, UserError, nearest, one_line
+from prunex_mpi.base.errors import USAGE, UserError, meant, one_line
 from prunex_mpi.base.named import import_function
 from prunex_mpi.models.standalone import CIFAR_FAMILY, SMALL_VGG, SMALL_VIT, build
 
@@ -66,7 +66,7 @@ def describe(name: str, *, num_classes: int, image_size: int, stem: str = "auto"
         import_function("model", name, "to build it")
     elif name not in model_names():
         raise UserError(
-            f"unknown model {name!r}: did you mean {nearest(name, model_names())}? "
+            f"unknown model {name!r}{meant(name, model_names())} "
             "(any torchvision classifier, or package.module:factory)",
             USAGE,
         )

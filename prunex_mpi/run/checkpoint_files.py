@@ -109,8 +109,12 @@ def save_tensors(
     tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
     """Write a safetensors file; raise OSError, whatever the library calls it."""
+    # The library's file would be its owner's alone, unlike all others, which follow the umask.
+    path.touch()
+    rights = path.stat().st_mode
     try:
         save_file(tensors, path, metadata)
+        path.chmod(rights)
     except SafetensorError as error:
         raise OSError(errno.EIO, " ".join(str(error).split())) from None
 

@@ -43,6 +43,7 @@ from prunex_mpi.run.start import (
     heed_findings,
     refuse_lone_singleton,
     take_places,
+    warn_of_smaller_batches,
 )
 from prunex_mpi.run.supervision import Checkpoints, run_to_end
 from prunex_mpi.run.tracing import tracing
@@ -93,6 +94,8 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
         dataset = load_dataset(topology, settings, heartbeat)
         work = assemble(topology, settings, dataset, device, transport, heartbeat)
         log.info("%s", describe_training(work, dataset, world.size))
+        if world.rank == 0:
+            warn_of_smaller_batches(work)
         # As asked, and what was left to be measured.
         settings = work.settings
         heartbeat.beat(3)

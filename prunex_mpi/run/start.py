@@ -119,6 +119,18 @@ def describe_training(work: Work, dataset: Dataset, ranks: int) -> str:
     )
 
 
+def warn_of_smaller_batches(work: Work) -> None:
+    """Say that steps have fewer images than was asked for, since a rank has no more."""
+    wanted, images = work.settings.batch_size, work.problem.train.batch_size
+    if images < wanted:
+        log.warning(
+            "batch-size %d: a rank has %d images, and so many are in a step; lower it, start fewer "
+            "ranks or give more images",
+            wanted,
+            images,
+        )
+
+
 def _prunable(work: Work) -> str:
     weights, groups = prunable_and_kept(work.state)[0], work.state.groups
     if not weights:

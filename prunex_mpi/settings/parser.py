@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from prunex_mpi import __version__
-from prunex_mpi.base.errors import UserError, nearest, quote
+from prunex_mpi.base.errors import UserError, meant, quote
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         flag = word.partition("=")[0]
         flags = [name for action in self._actions for name in action.option_strings]
         shown = flag if re.fullmatch(r"[\w-]{1,60}", flag) else quote(flag)
-        raise UserError(f"unknown flag {shown}; did you mean {nearest(flag, flags)}?")
+        raise UserError(f"unknown flag {shown}{meant(flag, flags, '; see --help')}")
 
 
 def program_parser(program: str, description: str, epilog: str = "", **rules: Any) -> Parser:

@@ -9,7 +9,7 @@ from typing import Any
 
 import tomli_w
 
-from prunex_mpi.base.errors import UserError, nearest, quote
+from prunex_mpi.base.errors import UserError, meant, quote
 from prunex_mpi.settings.checks import check_together, first_at_target
 from prunex_mpi.settings.fields import (
     FIELDS,
@@ -51,8 +51,8 @@ def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
         if key == "versions" and isinstance(value, dict):
             continue
         if key not in names:
-            guess = nearest(key, names)
-            raise UserError(f"unknown key {quote(key)} in {source}; did you mean {guess!r}?")
+            guess = meant(key, names, "; train --help names them")
+            raise UserError(f"unknown key {quote(key)} in {source}{guess}")
         values[names[key]] = convert(FIELDS[names[key]], value, f"{key} in {source}")
     if isinstance(table.get("versions"), dict) and {"preset", "method"} <= values.keys():
         # Only a run's own file has them.
@@ -221,7 +221,7 @@ def to_toml(settings: Settings, extra: Mapping[str, object]) -> str:
 def _convert_all(values: Mapping[str, object]) -> dict[str, Any]:
     for name in values:
         if name not in FIELDS:
-            raise UserError(f"unknown setting {name!r}; did you mean {nearest(name, FIELDS)!r}?")
+            raise UserError(f"unknown setting {name!r}{meant(name, FIELDS)}")
     return {name: convert(FIELDS[name], value, key_of(name)) for name, value in values.items()}
 
 

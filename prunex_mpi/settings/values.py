@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, get_args
 
-from prunex_mpi.base.errors import UserError, nearest, quote
+from prunex_mpi.base.errors import UserError, meant, quote
 
 # What stands for `auto` where a whole number is measured at the start of a run.
 AUTO = -1
@@ -133,10 +133,9 @@ def _check_range(value: float, rules: Mapping[str, Any], where: str) -> None:
 def _check_text(value: str, rules: Mapping[str, Any], where: str) -> None:
     choices = rules.get("choices")
     if choices and value not in choices:
-        guess = nearest(value, choices)
-        valid = ", ".join(choices)
+        guess = meant(value, choices)
         raise UserError(
-            f"{where}: unknown value {quote(value)}; did you mean {guess!r}? (valid: {valid})"
+            f"{where}: unknown value {quote(value)}{guess} (valid: {', '.join(choices)})"
         )
     if not value and not rules.get("optional"):
         raise UserError(f"{where} must not be empty")

@@ -94,7 +94,7 @@ def test_impossible_counts_are_refused() -> None:
     assert too_many in refuse("synthetic", USAGE, train_samples=3, image_size=8, size=4)
     assert "1438" in refuse("digits", USAGE, train_samples=1800)
     assert "--test-samples 400" in refuse("digits", USAGE, test_samples=400)
-    assert "cifar10?" in refuse("cifar-10", USAGE)
+    assert "'cifar10'?" in refuse("cifar-10", USAGE)
 
 
 def test_digits_are_those_of_scikit_learn_with_a_stratified_fifth_held_out() -> None:
@@ -235,7 +235,7 @@ def test_a_start_line_tells_what_was_found_and_what_was_left_out(folder: Path) -
     whole = load("imagefolder", data_dir=str(folder))
     assert whole.found == f"12 images in {folder}/train, 6 in {folder}/test, 2 classes"
     assert whole.left_out == ""
-    for name in ("train/green", "test/red/deeper", "train/blue/looks like.png"):
+    for name in ("train/green", "test/red/deeper", "train/blue/deeper"):
         (folder / name).mkdir()
     Image.new("RGB", (16, 16)).save(folder / "test/red/deeper/1.png")
     for name in ("train/list.csv", "train/red/a.gif", "train/red/b.npy", "train/red/.hidden"):
@@ -244,7 +244,7 @@ def test_a_start_line_tells_what_was_found_and_what_was_left_out(folder: Path) -
     assert again.found == whole.found
     assert again.left_out == (
         "1 class folder without an image (train/green); "
-        "1 folder inside a class folder (train/blue/looks like.png); "
+        "1 folder inside a class folder (train/blue/deeper); "
         "3 other files (train/list.csv, train/red/a.gif, train/red/b.npy); "
         "1 folder inside a class folder (test/red/deeper)"
     )

@@ -212,7 +212,7 @@ FLAGS: dict[str, tuple[int, tuple[str, ...]]] = {
     "--mpi-buffers device --device cpu": (USAGE, ("--mpi-buffers device", "--device cuda")),
     "--bucket-mib 0": (USAGE, ("--bucket-mib", "at least")),
     "--config a.toml --config b.toml": (USAGE, ("--config", "2 times")),
-    "--model resnet21": (USAGE, ("'resnet21'", "did you mean resnet")),
+    "--model resnet21": (USAGE, ("'resnet21'", "did you mean 'resnet")),
     "--model nowhere:f": (USAGE, ("cannot import 'nowhere'",)),
     "--model :": (USAGE, ("cannot import ''",)),
     "--model odd_models:absent": (USAGE, ("odd_models has no function 'absent'",)),
@@ -251,10 +251,12 @@ NAMES = st.text(string.ascii_lowercase + string.digits + "-", min_size=1, max_si
 
 @PROPERTY
 @given(NAMES.filter(lambda name: name not in ("help", "version", "config")))
-def test_unknown_flags_are_named_with_a_known_one(name):
+def test_unknown_flags_are_named_with_a_known_one_or_help(name):
     if name.removeprefix("no-") in map(key_of, FIELDS):
         return
-    assert_refused(run(*SHORT, f"--{name}"), USAGE, "unknown flag", "did you mean --")
+    ended = run(*SHORT, f"--{name}")
+    assert_refused(ended, USAGE, "unknown flag")
+    assert ended.lines[0].endswith("?") != ended.lines[0].endswith("; see --help")
 
 
 @PROPERTY

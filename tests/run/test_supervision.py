@@ -188,6 +188,28 @@ def test_loading_data_is_progress(
     assert "2 classes; left out: 1 class folder without an image (train/c)" in text
 
 
+def test_a_batch_larger_than_the_data_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path / "run", "--batch-size", "64") == 0
+    assert "batch-size" not in capfd.readouterr().err
+    assert run(tmp_path / "other", "--batch-size", "100000") == 0
+    assert "batch-size 100000: a rank has 64 images" in capfd.readouterr().err
+
+
+def test_files_of_a_run_have_the_rights_of_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        assert run(tmp_path / "run", "--checkpoint-every", "2", "--trace") == 0
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"state.safetensors", "rank-00000.safetensors"} <= {path.name for path in files}
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {
+        path.name: "0o640" for path in files
+    }
+
+
 def test_a_time_limit_leaves_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
     assert run(tmp_path / "whole") == 0
     assert run(tmp_path / "run", "--time-limit", "1", "--trace") == 75

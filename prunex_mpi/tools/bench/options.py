@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prunex_mpi.base.errors import UserError, nearest, quote
+from prunex_mpi.base.errors import UserError, meant, quote
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.parser import Parser, check_range, program_parser
 from prunex_mpi.settings.resolve import make
@@ -89,8 +89,9 @@ def parse(argv: Sequence[str]) -> Options:
         if word in APART:
             raise UserError(f"{word} comes first and alone: its flags are its own")
         if word not in (*SECTIONS, "all"):
-            guess = nearest(word, (*SECTIONS, "all", *APART))
-            raise UserError(f"nothing to measure is called {quote(word)}; did you mean {guess!r}?")
+            names = (*SECTIONS, "all", *APART)
+            guess = meant(word, names, f"; there are {', '.join(names)}")
+            raise UserError(f"nothing to measure is called {quote(word)}{guess}")
     check_range(given, "steps", 1, MAX_COUNT)
     check_range(given, "repeat", 1, MAX_COUNT)
     check_range(given, "threads", 0, MAX_THREADS)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from prunex_mpi.base.errors import UserError, nearest, quote
+from prunex_mpi.base.errors import UserError, meant, quote
 from prunex_mpi.settings.cli import add_settings, convert_flag, join_negative_numbers
 from prunex_mpi.settings.fields import FIELDS, key_of
 from prunex_mpi.settings.methods import METHODS
@@ -285,6 +285,6 @@ def _part(text: str, folder: str) -> tuple[int, int]:
 def _reference(flag: str, name: str, names: Sequence[str]) -> str:
     if name and name not in names:
         raise UserError(
-            f"--{flag}: there is no row {quote(name)}; did you mean {nearest(name, names)!r}?"
+            f"--{flag}: there is no row {quote(name)}{meant(name, names)} ({', '.join(names)})"
         )
     return name

@@ -22,7 +22,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from prunex_mpi.base.errors import UserError, nearest, quote
+from prunex_mpi.base.errors import UserError, meant, quote
 from prunex_mpi.settings.fields import ESTIMATED, FIELDS, Settings, concerns, key_of, methods_of
 from prunex_mpi.settings.methods import AVERAGING, CONSENSUS, EVERY_RANK_ALONE, METHODS
 from prunex_mpi.settings.resolve import build, from_table
@@ -191,5 +191,5 @@ def refuse_unused(common: Mapping[str, Any], rows: Sequence[Row]) -> None:
 def refuse_unknown(method: str, where: str) -> None:
     """Raise UserError unless there is such a method."""
     if method not in METHODS:
-        guess = nearest(method, METHODS)
-        raise UserError(f"{where}: unknown method {quote(method)}; did you mean {guess!r}?")
+        guess = meant(method, METHODS, f"; there are {', '.join(METHODS)}")
+        raise UserError(f"{where}: unknown method {quote(method)}{guess}")

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, nearest, quote
+from prunex_mpi.base.errors import UNREADABLE, UserError, meant, quote
 from prunex_mpi.base.files import STATE
+from prunex_mpi.checks.findings import listed
 from prunex_mpi.tools.drawing import SHADES, new_figure, plain
 from prunex_mpi.tools.figures.beside import Beside, Drawn
 from prunex_mpi.tools.figures.costs import lacking
@@ -134,8 +135,8 @@ def read_weights(run: Run, wanted: Sequence[str]) -> dict[str, np.ndarray]:
     for word in wanted:
         name = word if word in found else f"{word}.weight"
         if name not in found:
-            guess = nearest(name, found)
-            raise UserError(f"--layers: no convolution {quote(word)}; did you mean {guess!r}?")
+            guess = meant(name, found, f"; there are {listed(found)}")
+            raise UserError(f"--layers: no convolution {quote(word)}{guess}")
         chosen[name] = found[name]
     return chosen
 

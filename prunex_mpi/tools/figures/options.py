@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prunex_mpi.base.errors import UserError, nearest, quote
+from prunex_mpi.base.errors import UserError, quote
 from prunex_mpi.settings.parser import Parser, program_parser
 from prunex_mpi.tools.drawing import refuse_other_kinds
 
@@ -71,10 +71,7 @@ def parse(argv: Sequence[str]) -> Options:
     """
     given = build_parser().parse_all(argv)
     if given.number not in FIGURES:
-        raise UserError(
-            f"there is no figure {quote(given.number)}; did you mean "
-            f"{nearest(given.number, FIGURES)}? There are {', '.join(FIGURES)}"
-        )
+        raise UserError(f"there is no figure {quote(given.number)}; there are {', '.join(FIGURES)}")
     for flag, number in (("layers", "13"), ("link_gbit", "9")):
         if getattr(given, flag) and given.number != number:
             raise UserError(f"--{flag.replace('_', '-')} is for figure {number}; leave it away")
