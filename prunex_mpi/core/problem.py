@@ -25,10 +25,10 @@ from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.mixing import Mixing
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout
-from prunex_mpi.pruning.coupling import find_coupling
+from prunex_mpi.pruning.coupling import PLAIN
 from prunex_mpi.pruning.find_groups import find_groups
 from prunex_mpi.pruning.groups import Groups
-from prunex_mpi.pruning.shrink import verify
+from prunex_mpi.pruning.trial import Rules, find_coupling_by, find_rules
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import BY_GROUPS, REMOVING
 from prunex_mpi.settings.resolve import layer_keep_ratios
@@ -69,29 +69,36 @@ def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.n
     )
 
 
+def choose_rules(settings: Settings, model: torch.nn.Module, image_size: int) -> Rules:
+    """Try by which rules coupled groups can be taken out of `model`, on the CPU; if need be."""
+    removing = settings.method in REMOVING
+    if not removing and (settings.method not in BY_GROUPS or "coupled" not in settings.groups):
+        return Rules()
+    plain = removing or settings.coupled_through == "plain"
+    return find_rules(model, image_size, Rules(plain=PLAIN if plain else frozenset()))
+
+
 def make_groups(
     settings: Settings,
     model: torch.nn.Module,
     layout: Layout,
     image_size: int,
-    check: bool = True,
+    rules: Rules | None = None,
 ) -> Groups:
     """Find the groups of `model`, which is on the CPU; none for methods that do not prune them.
 
-    With `check` it is tried whether coupled groups can be taken out of the network.
+    `rules` are those of `choose_rules`, which are chosen here without.
     """
-    if settings.method in REMOVING:
-        coupling = find_coupling(model, image_size)
-        if check:
-            verify(model, coupling, image_size)
-        return find_groups(model, layout, ("coupled",), (1.0,), coupling=coupling)
-    if settings.method not in BY_GROUPS:
+    if settings.method not in (*REMOVING, *BY_GROUPS):
         return Groups((), (), 0, ())
+    if rules is None:
+        rules = choose_rules(settings, model, image_size)
+    if settings.method in REMOVING:
+        coupling = find_coupling_by(model, image_size, rules)
+        return find_groups(model, layout, ("coupled",), (1.0,), coupling=coupling)
     coupling = None
     if "coupled" in settings.groups:
-        coupling = find_coupling(model, image_size)
-        if check:
-            verify(model, coupling, image_size)
+        coupling = find_coupling_by(model, image_size, rules)
     return find_groups(
         model,
         layout,

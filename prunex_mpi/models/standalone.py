@@ -3,7 +3,8 @@
     from load_model import load
     network = load("RUN/model")
 
-Export copies this file beside the network as load_model.py, so it imports nothing of prunex_mpi.
+Export writes this file and `slim` beside the network as one, load_model.py, which imports nothing
+of prunex_mpi.
 `plan.json` says which network it was and the sizes that pruning left, `model.safetensors` holds the
 weights.
 """
@@ -15,11 +16,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 import torchvision
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from prunex_mpi.models.slim import (
+    ATTENTION_HEADS,
+    ATTENTIONS,
+    BATCH_NORMS,
+    CONVOLUTIONS,
+    SLIM_WINDOWS,
+    SlimLayerNorm,
+    SlimSelfAttention,
+    slim_attention,
+    slim_windows,
+)
 
 FORMAT = 1
 MODEL, PLAN = "model.safetensors", "plan.json"
@@ -34,8 +46,6 @@ SMALL_VIT, SMALL_VGG = "vit_tiny", "vgg19_small"
 VGG19 = ((64, 64), (128, 128), (256,) * 4, (512,) * 4, (512,) * 4)
 # Without an explicit choice these two add auxiliary heads or warn about their initialisation.
 WITH_AUXILIARY_HEADS = ("googlenet", "inception_v3")
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def load(folder: str | Path) -> nn.Module:
@@ -205,25 +215,51 @@ class SmallVgg(nn.Module):
 # --------------------------------------------------------------------------------------------------
 
 
-def resize_(model: nn.Module, sizes: Mapping[str, Mapping[str, int]]) -> None:
+def resize_(model: nn.Module, sizes: Mapping[str, Mapping[str, int | list[int]]]) -> None:
     """Give the modules named in `sizes` the sizes stated there; what had others loses its values.
 
     Convolutions have in_channels, out_channels and groups, linear layers in_features and
-    out_features, BatchNorm num_features, attention num_heads. Raises ValueError for other modules.
+    out_features, BatchNorm and LayerNorm num_features, attention num_heads and embed_dim. Other
+    modules have numbers of their own and the shapes of parameters of their own. Raises ValueError
+    where a module has not what is stated.
     """
-    for name, wanted in sizes.items():
+    for name, stated in sizes.items():
         module = model.get_submodule(name)
+        wanted = {key: size for key, size in stated.items() if isinstance(size, int)}
+        for key, shape in stated.items():
+            if not isinstance(shape, int):
+                _reallocate_(module, key, tuple(shape))
         if isinstance(module, ATTENTIONS):
-            if wanted["num_heads"] != module.num_heads:
-                parent, _, attribute = name.rpartition(".")
-                slim = SlimAttention.of(module, wanted["num_heads"])
-                setattr(model.get_submodule(parent), attribute, slim)
+            module_of_fewer = slim_attention(module, **wanted)
+        elif isinstance(module, nn.LayerNorm | SlimLayerNorm):
+            module_of_fewer = SlimLayerNorm.fitting(module, **wanted)
+        elif ATTENTION_HEADS in wanted:
+            module_of_fewer = SlimSelfAttention(module, wanted[ATTENTION_HEADS])
+        elif type(module) in SLIM_WINDOWS:
+            module_of_fewer = slim_windows(module, **wanted)
+        else:
+            _resize_alone_(module, wanted)
             continue
-        shapes = _shapes_for(module)(**wanted)
-        for attribute, size in wanted.items():
-            setattr(module, attribute, size)
-        for attribute, shape in shapes.items():
+        if module_of_fewer is not module:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, module_of_fewer)
+
+
+def _resize_alone_(module: nn.Module, wanted: Mapping[str, int]) -> None:
+    if isinstance(module, (*CONVOLUTIONS, nn.Linear, *BATCH_NORMS)):
+        for attribute, shape in _shapes_for(module)(**wanted).items():
             _reallocate_(module, attribute, shape)
+    for key, size in wanted.items():
+        # One of several numbers is named as in "sizes.0".
+        attribute, _, place = key.partition(".")
+        if not hasattr(module, attribute):
+            raise ValueError(f"a {type(module).__name__} has no {attribute}")
+        value: object = size
+        if place:
+            several = list(getattr(module, attribute))
+            several[int(place)] = size
+            value = type(getattr(module, attribute))(several)
+        setattr(module, attribute, value)
 
 
 def _shapes_for(module: nn.Module) -> Callable[..., dict[str, tuple[int, ...]]]:
@@ -238,10 +274,8 @@ def _shapes_for(module: nn.Module) -> Callable[..., dict[str, tuple[int, ...]]]:
             "weight": (out_features, in_features),
             "bias": (out_features,),
         }
-    if isinstance(module, BATCH_NORMS):
-        names = ("weight", "bias", "running_mean", "running_var")
-        return lambda num_features: dict.fromkeys(names, (num_features,))
-    raise ValueError(f"a {type(module).__name__} can't be made smaller")
+    names = ("weight", "bias", "running_mean", "running_var")
+    return lambda num_features: dict.fromkeys(names, (num_features,))
 
 
 def _reallocate_(module: nn.Module, attribute: str, shape: tuple[int, ...]) -> None:
@@ -253,61 +287,3 @@ def _reallocate_(module: nn.Module, attribute: str, shape: tuple[int, ...]) -> N
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)
     setattr(module, attribute, new)
-
-
-class SlimAttention(nn.Module):
-    """Attend with fewer heads than the embedding would hold.
-
-    Stands where torchvision's transformers hold nn.MultiheadAttention (batch first): q, k and v are
-    [n, s, num_heads * head_dim], whatever the width of the embedding. The names of the parameters
-    are those of nn.MultiheadAttention; in_proj_weight is [3 * num_heads * head_dim, embed_dim].
-    """
-
-    def __init__(
-        self, embed_dim: int, num_heads: int, head_dim: int, bias: bool, dropout: float
-    ) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim, self.dropout = num_heads, head_dim, dropout
-        inner = num_heads * head_dim
-        self.in_proj_weight = nn.Parameter(torch.empty(3 * inner, embed_dim))
-        self.in_proj_bias = nn.Parameter(torch.zeros(3 * inner)) if bias else None
-        self.out_proj = nn.Linear(inner, embed_dim, bias=bias)
-        nn.init.xavier_uniform_(self.in_proj_weight)
-
-    @classmethod
-    def of(cls, module: "nn.MultiheadAttention | SlimAttention", num_heads: int) -> "SlimAttention":
-        """Return one of fresh weights with `num_heads` of the heads of `module`.
-
-        Raises ValueError for the variants of attention that it does not know.
-        """
-        if isinstance(module, nn.MultiheadAttention) and (
-            not module.batch_first
-            or module.in_proj_weight is None
-            or module.bias_k is not None
-            or module.add_zero_attn
-        ):
-            raise ValueError("only batch-first self-attention can have heads removed")
-        bias = module.in_proj_bias is not None
-        embed_dim = module.in_proj_weight.shape[1]
-        slim = cls(embed_dim, num_heads, module.head_dim, bias, module.dropout)
-        return slim.to(module.in_proj_weight).train(module.training)
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool = False
-    ) -> tuple[Tensor, None]:
-        """Map query [n, s, embed_dim], key and value [n, t, embed_dim] to [n, s, embed_dim]."""
-        if need_weights:
-            raise ValueError("this attention does not return its weights: pass need_weights=False")
-        if query is key and key is value:
-            projected = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
-        else:
-            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-            parts = zip((query, key, value), self.in_proj_weight.chunk(3), biases, strict=True)
-            projected = [F.linear(x, weight, bias) for x, weight, bias in parts]
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in projected)
-        dropout = self.dropout if self.training else 0.0
-        heads = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
-        return self.out_proj(heads.transpose(1, 2).flatten(2)), None
-
-
-ATTENTIONS = (nn.MultiheadAttention, SlimAttention)

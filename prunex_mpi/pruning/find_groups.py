@@ -46,7 +46,7 @@ def find_groups(
     layers = [layer for _, layer, _ in candidates]
     if coupling is not None:
         excluded += coupling.excluded
-        for name in [*coupling.rows, *coupling.columns]:
+        for name in [*coupling.rows, *coupling.columns, *coupling.inner]:
             if name not in index:
                 raise UserError(
                     f"coupled groups: {name} is not trained; choose another --model or other "
@@ -69,6 +69,7 @@ def find_groups(
         return matching[-1] if matching else ratio
 
     gammas = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    gammas |= coupling.norms if coupling else set()
     by_kind: list[tuple[Selection, ...]] = []
     coupled: list[CoupledLayer] = []
     start = 0
@@ -79,9 +80,10 @@ def find_groups(
                 keep = keep_ratio(s.name, ratio)
                 selections.append(Selection(-1, kind, 1, s.count, start + s.start, keep, s.unit))
             for number, (name, layer) in enumerate(zip(names, layers, strict=True)):
-                if name in coupling.rows or name in coupling.columns:
-                    scored = len(layout.segments[layer.segment].shape) > 1 or name in gammas
-                    coupled.append(_couple(name, number, layer, coupling, start, scored))
+                if coupling.slices(name):
+                    scored = name in coupling.positions or name in gammas
+                    shape = layout.segments[layer.segment].shape
+                    coupled.append(_couple(name, number, layer, shape, coupling, start, scored))
             start += coupling.total
         for number, (name, layer, usable) in enumerate(candidates):
             if kind not in usable:
@@ -148,14 +150,24 @@ def _as_layer(segment: int, weight: Tensor, conv_groups: int = 1) -> PrunableLay
 
 
 def _couple(
-    name: str, number: int, layer: PrunableLayer, coupling: Coupling, start: int, scored: bool
+    name: str,
+    number: int,
+    layer: PrunableLayer,
+    shape: tuple[int, ...],
+    coupling: Coupling,
+    start: int,
+    scored: bool,
 ) -> CoupledLayer:
-    """Translate the groups of one parameter's rows and channels to places in the mask."""
-    rows = coupling.rows.get(name, np.full(layer.blocks * layer.rows, -1))
-    channels = coupling.columns.get(name, np.full(layer.channels, -1))
-    # A convolution in groups has no coupled columns, so that one block's stand for all.
-    columns = np.repeat(channels, layer.kernel)
-    places = [np.where(ids < 0, -1, ids + start) for ids in (rows, columns)]
+    """Translate the groups of one parameter's slices to places in the mask."""
+    rows = np.full(layer.blocks * layer.rows, -1)
+    # What is known of one block of a convolution in groups is true of all.
+    columns = np.full(shape[1:], -1)
+    for dim, ids in coupling.slices(name):
+        if dim == 0:
+            rows = ids
+        else:
+            columns[:] = ids.reshape([-1 if d == dim else 1 for d in range(1, len(shape))])
+    places = [np.where(ids < 0, -1, ids + start) for ids in (rows, columns.reshape(-1))]
     return CoupledLayer(number, *places, scored)
 
 

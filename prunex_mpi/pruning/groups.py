@@ -131,7 +131,9 @@ class Groups:
                 entry.scored and bool((ids >= 0).any()) for ids in (entry.rows, entry.columns)
             ]
             tensors.append((entry.layer, *scores))
-            for ids, wanted in zip((entry.rows, entry.columns), scores, strict=True):
+            # Of all blocks of a convolution in groups.
+            columns = np.tile(entry.columns, self.layers[entry.layer].blocks)
+            for ids, wanted in zip((entry.rows, columns), scores, strict=True):
                 if wanted:
                     found = np.unique(ids[ids >= 0])
                     members[found] += 1

@@ -199,8 +199,7 @@ def cut(flat: Tensor, layout: Layout, coupling: Coupling, removed: np.ndarray) -
     """Return the elements of `flat` that stay without the groups of `removed`, in their order."""
     pieces = []
     for segment, view in zip(layout.segments, layout.views(flat), strict=True):
-        rows, columns = coupling.rows.get(segment.name), coupling.columns.get(segment.name)
-        pieces.append(slices_left(view, rows, columns, removed).reshape(-1))
+        pieces.append(slices_left(view, coupling.slices(segment.name), removed).reshape(-1))
     return torch.cat(pieces)
 
 

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from prunex_mpi.models.standalone import CONVOLUTIONS
 from prunex_mpi.pruning.coupling import ChannelSet, Coupling
-from prunex_mpi.pruning.shrink import WEIGHT, attention_of, owner_of
+from prunex_mpi.pruning.shrink import WEIGHT, attention_of
 
+# What reads a weight's columns, or all channels, and along which dimension.
+READERS = {"linear": -1, "layer_norm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
 SHOWN = 2  # names per line of a report
 
 
@@ -42,16 +44,22 @@ def judge(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
     written = {
         name: _carried(ids, ~_zero_slices(weights[name], 0), coupling.total)
         for name, ids in coupling.rows.items()
-        if weights[name].dim() > 1
+        if name in coupling.positions
     }
     read = {
         name: _carried(ids, ~_zero_slices(weights[name], 1), coupling.total)
         for name, ids in coupling.columns.items()
+        if name in coupling.positions
+    }
+    # LayerNorm reads all channels.
+    felt = {
+        name: _carried(coupling.rows[name], np.ones(len(coupling.rows[name]), bool), coupling.total)
+        for name in coupling.norms
     }
     active = _activity(model, coupling, images)
     nothing = np.zeros(coupling.total, dtype=bool)
     is_written, is_read, is_active = (
-        np.logical_or.reduce([*found.values(), nothing]) for found in (written, read, active)
+        np.logical_or.reduce([*found.values(), nothing]) for found in (written, read | felt, active)
     )
     removed = ~is_read | (~is_written & ~is_active)
     lines = []
@@ -96,43 +104,60 @@ def _carried(ids: np.ndarray, marks: np.ndarray, total: int) -> np.ndarray:
     return found
 
 
+class Activity(TorchFunctionMode):
+    """Which groups arrive as anything but zero at each weight that reads them, bool [groups]."""
+
+    def __init__(self, model: nn.Module, coupling: Coupling) -> None:
+        super().__init__()
+        self.found: dict[str, np.ndarray] = {}
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.coupling = coupling
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in READERS:
+            self.look(args[0], (*args, *kwargs.values()), READERS[name])
+        elif name == "multi_head_attention_forward":
+            for x in args[:3]:
+                self.look(x, args[5:6], -1)
+        return func(*args, **kwargs)
+
+    def look(self, x: Tensor, arguments: Iterable[object], dim: int) -> None:
+        """Note which groups are in `x`, which a weight among `arguments` reads along `dim`."""
+        names = [self.names.get(id(a)) for a in arguments if isinstance(a, nn.Parameter)]
+        for name in names:
+            known = self.coupling.rows if name in self.coupling.norms else self.coupling.columns
+            ids = known.get(name)
+            # A convolution in groups reads as many inputs of each as it has columns.
+            if ids is not None and x.shape[dim] % len(ids) == 0:
+                marks = ~_zero_slices(x, dim).reshape(-1, len(ids)).all(axis=0)
+                before = self.found.get(name, np.zeros(self.coupling.total, dtype=bool))
+                self.found[name] = before | _carried(ids, marks, self.coupling.total)
+
+
 @torch.no_grad()
 def _activity(model: nn.Module, coupling: Coupling, images: Tensor) -> dict[str, np.ndarray]:
     """Return by the reader's name which groups arrive at it as anything but zero, bool [groups]."""
-    found: dict[str, np.ndarray] = {}
-    handles = []
-
-    def watch(name: str, dim: int) -> None:
-        def look(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            marks = ~_zero_slices(arguments[0], dim)
-            # A module may be called more than once.
-            before = found.get(name, np.zeros(coupling.total, dtype=bool))
-            found[name] = before | _carried(coupling.columns[name], marks, coupling.total)
-
-        module = model.get_submodule(name.removesuffix(WEIGHT))
-        handles.append(module.register_forward_pre_hook(look))
-
-    for name, ids in coupling.columns.items():
-        module = owner_of(model, name)
-        attention = attention_of(model, name)
-        if attention is not None:
+    activity = Activity(model, coupling)
+    training = [(module, module.training) for module in model.modules()]
+    try:
+        with activity:
+            model.eval()(images)
+    finally:
+        for module, mode in training:
+            module.training = mode
+    found = activity.found
+    for name in coupling.positions.keys() & coupling.columns.keys():
+        ids, attention = coupling.columns[name], attention_of(model, name)
+        if attention is not None and name.endswith("out_proj.weight"):
             # Its input is inside the attention: a head of zero filters gives its values' bias.
             marks = np.zeros(len(ids), dtype=bool)
             if attention.in_proj_bias is not None:
                 marks = (attention.in_proj_bias.chunk(3)[2] != 0).cpu().numpy()
             found[name] = _carried(ids, marks, coupling.total)
-        elif isinstance(module, (*CONVOLUTIONS, nn.Linear)):
-            watch(name, 1 if isinstance(module, CONVOLUTIONS) else -1)
-        else:
+        elif name not in found:
             found[name] = _carried(ids, np.ones(len(ids), dtype=bool), coupling.total)
-    training = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()(images)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, mode in training:
-            module.training = mode
     return found
 
 
@@ -155,7 +180,7 @@ def describe_removed(coupling: Coupling, removed: np.ndarray) -> list[dict[str, 
 
 
 def _channels(s: ChannelSet, count: int) -> str:
-    what = "channel" if s.unit == 1 else "head"
+    what = "channel" if s.unit == 1 else f"group of {s.unit} channels"
     return f"{count} {what}{'s' if count != 1 else ''} of {s.name.removesuffix(WEIGHT)}"
 
 

@@ -22,6 +22,7 @@ from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline, stop_agree
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.problem import (
     build_problem,
+    choose_rules,
     load_dataset,
     make_groups,
     make_model,
@@ -31,6 +32,7 @@ from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.local_sgd import advice
 from prunex_mpi.models.layout import build_layout
+from prunex_mpi.pruning.trial import rules_of
 from prunex_mpi.run import checkpoint, summary
 from prunex_mpi.run.board import Board
 from prunex_mpi.run.closing import closing_table
@@ -187,7 +189,10 @@ def assemble(
     tensors = [(name, t.shape, t.dtype) for name, t in model.state_dict().items()]
     require_same(world, "the parameters of the model", repr((layout, tensors)))
     side, first = dataset.image_size, world.rank == 0
-    groups = together(world, lambda: make_groups(settings, model, layout, side, check=first))
+    # One rank tries what the others then go by.
+    tried = together(world, lambda: choose_rules(settings, model, side).text() if first else "")
+    rules = rules_of(broadcast_text(world, tried))
+    groups = together(world, lambda: make_groups(settings, model, layout, side, rules))
     problem = build_problem(topology, settings, dataset, model, device, transport)
     for excluded in groups.excluded:
         log.info("not pruned: %s", excluded)

@@ -237,6 +237,15 @@ class Settings:
         choices=("groups", "parameters", "multiply-adds"),
         methods=BY_GROUPS,
     )
+    coupled_through: str = _setting(
+        _S,
+        "what coupled groups are found through: all that is known, or plain: convolutions, linear "
+        "layers and BatchNorm alone, and no LayerNorm, grouped convolutions or cut tensors",
+        "all",
+        before="plain",
+        choices=("all", "plain"),
+        methods=BY_GROUPS,
+    )
     warmup_iterations: int = _setting(
         _S,
         "dense outer iterations at first, a count or a share such as 7/16",

@@ -20,8 +20,6 @@ def draw(coupling: Coupling) -> np.ndarray:
 def mask_(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> None:
     """Set all slices of the removed groups to zero, gamma and beta included."""
     for name, p in model.named_parameters():
-        for dim, known in enumerate((coupling.rows, coupling.columns)):
-            if name in known:
-                ids = known[name]
-                gone = np.flatnonzero((ids >= 0) & removed[ids])
-                p.index_fill_(dim, torch.from_numpy(gone), 0)
+        for dim, ids in coupling.slices(name):
+            gone = np.flatnonzero((ids >= 0) & removed[ids])
+            p.index_fill_(dim, torch.from_numpy(gone), 0)

@@ -20,8 +20,8 @@ from prunex_mpi.core.state import build_state
 from prunex_mpi.methods.prunetrain import remove_
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.models.standalone import SlimAttention
-from prunex_mpi.pruning.coupling import find_coupling
+from prunex_mpi.models.slim import SlimAttention
+from prunex_mpi.pruning.coupling import PLAIN, find_coupling
 from prunex_mpi.settings.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
@@ -134,7 +134,7 @@ def test_a_smaller_network_goes_on_like_the_masked_one(network):
     generator = torch.Generator().manual_seed(3)
     images = torch.randn(8, 3, SIDE, SIDE, generator=generator, dtype=torch.float64)
     labels = torch.randint(5, (8,), generator=generator)
-    coupling = find_coupling(masked, SIDE)
+    coupling = find_coupling(masked, SIDE, PLAIN)
     states = []
     for one in (masked, model):
         layout = build_layout(one)

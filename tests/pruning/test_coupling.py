@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.build import build_model
-from prunex_mpi.pruning.coupling import Coupling, find_coupling
+from prunex_mpi.pruning.coupling import PLAIN, Coupling, find_coupling
 
 SIDE = 8
 
@@ -148,18 +148,12 @@ class Opaque(nn.Module):
         return self.operation(x)
 
 
-def halves(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=1)
-    return torch.cat([second, first], 1)
-
-
 @pytest.mark.parametrize(
     ("middle", "reason"),
     [
         (Opaque(lambda x: torch.softmax(x, dim=1)), "softmax mixes it with others"),
         (Opaque(torch.sigmoid), "fc.weight reads what isn't zero without it"),
         (Opaque(lambda x: x + 1), "fc.weight reads what isn't zero without it"),
-        (Opaque(halves), "chunk counts its channels"),
         (Opaque(lambda x: x[:, :4].repeat(1, 2, 1, 1)[:, :6]), "__getitem__ counts its channels"),
         (Opaque(lambda x: x.cumsum(1)), "cumsum mixes it with others"),
         (Opaque(lambda x: F.pad(x, (1, 1, 1, 1), value=2.0)), "padding that isn't zero"),
@@ -167,7 +161,6 @@ def halves(x: Tensor) -> Tensor:
         (nn.GroupNorm(2, 6), "group_norm mixes it with others"),
         (nn.LocalResponseNorm(3), "mixes it with others"),
         (nn.BatchNorm2d(6, affine=False), "a BatchNorm without gamma and beta"),
-        (nn.Conv2d(6, 6, 1, groups=2), "is a grouped convolution, whose groups must stay alike"),
         (nn.PReLU(6), "prelu mixes it with others"),
     ],
 )
@@ -177,11 +170,13 @@ def test_what_would_be_felt_is_never_removed(middle: nn.Module, reason: str) -> 
     assert reason in str(caught.value)
 
 
-def test_attention_offers_its_heads_and_keeps_its_width() -> None:
+@pytest.mark.parametrize("plain", [True, False])
+def test_attention_offers_its_heads_and_by_plain_rules_keeps_its_width(plain: bool) -> None:
     model = build_model("vit_b_16", num_classes=4, image_size=16)
-    found = find_coupling(model, 16)
+    found = find_coupling(model, 16, PLAIN if plain else frozenset())
     names = [f"encoder.layers.encoder_layer_{i}" for i in range(12)]
-    assert [(s.name, s.count, s.unit) for s in found.sets] == [
+    width = [] if plain else [("conv_proj.weight", 768, 1)]
+    assert [(s.name, s.count, s.unit) for s in found.sets] == width + [
         entry
         for n in names
         for entry in (
@@ -190,9 +185,12 @@ def test_attention_offers_its_heads_and_keeps_its_width() -> None:
         )
     ]
     head = found.rows[f"{names[0]}.self_attention.in_proj_weight"]
-    assert np.array_equal(head.reshape(3, 12, 64)[:, :, 0], [range(12)] * 3)
+    first = head[0]
+    assert np.array_equal(head.reshape(3, 12, 64)[:, :, 0] - first, [range(12)] * 3)
     assert np.array_equal(found.columns[f"{names[0]}.self_attention.out_proj.weight"], head[:768])
-    assert any("layer_norm" in text or "cat" in text for text in found.excluded)
+    assert any("layer_norm" in text or "cat" in text for text in found.excluded) == plain
+    # The embeddings are neither rows nor columns of anything.
+    assert len(found.inner) == (0 if plain else 2)
 
 
 def test_the_channels_that_a_padded_shortcut_adds_are_sets_of_their_own() -> None:

@@ -9,7 +9,7 @@ from torchvision.models import VisionTransformer
 
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import build_layout, flatten_
-from prunex_mpi.pruning.coupling import Coupling, find_coupling
+from prunex_mpi.pruning.coupling import PLAIN, Coupling, find_coupling
 from prunex_mpi.pruning.find_groups import find_groups
 from prunex_mpi.pruning.lasso import (
     build_lasso,
@@ -49,7 +49,7 @@ def uneven(model, layout):
 
 
 def traced(model, layout):
-    coupling = find_coupling(model, SIDE)
+    coupling = find_coupling(model, SIDE, PLAIN)
     return remaining_coupling(
         layout, groups_of(model, layout, coupling), np.ones(coupling.total, bool)
     )
@@ -114,7 +114,7 @@ def test_groups_of_each_layer_are_rows_and_columns_of_its_weight(make):
     torch.manual_seed(0)
     model = make().double()
     layout, side = build_layout(model), 6 if make is CoupledNet else SIDE
-    coupling = find_coupling(model, side)
+    coupling = find_coupling(model, side, PLAIN)
     groups = find_groups(model, layout, ("coupled",), (1.0,), coupling=coupling)
     left = remaining_coupling(layout, groups, np.ones(coupling.total, bool))
     by_hand, count = 0.0, 0
@@ -150,7 +150,7 @@ def test_coefficient_gives_the_share(share):
 def test_what_is_emptied_and_what_stays():
     model = flat_net()
     layout = build_layout(model)
-    coupling = find_coupling(model, SIDE)
+    coupling = find_coupling(model, SIDE, PLAIN)
     groups = groups_of(model, layout, coupling)
     theta, _ = flatten_(model, layout)
     mask = np.array([True, True, True, True, True, False])

@@ -470,8 +470,8 @@ def test_rounding_counts_channels_not_heads() -> None:
     groups = find_groups(model, build_layout(model), ["coupled"], [0.3], coupling=coupling)
     mask = select(np.zeros(groups.total), groups.kinds[0], 1.0, 16)
     kept = [int(mask[s.start : s.stop].sum()) for s in groups.kinds[0]]
-    # 0.3 of 12 heads of 64, and of 3,072 hidden units.
-    assert kept == [4, 928] * 12
+    # 0.3 of 768 channels, of 12 heads of 64, and of 3,072 hidden units.
+    assert kept == [240, *[4, 928] * 12]
 
 
 def test_a_budget_below_one_channel_per_set_is_refused() -> None:

@@ -8,9 +8,10 @@ from prunex_mpi.base.files import STATE
 from prunex_mpi.base.tables import format_table
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.models import standalone
-from prunex_mpi.pruning.coupling import Coupling, find_coupling
+from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
 from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors
+from prunex_mpi.pruning.trial import find_coupling_by, find_rules
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.run.machine import describe_machine, package_versions
 from prunex_mpi.tools.export import files
@@ -76,7 +77,7 @@ def export(options: Options) -> None:
 def find_channels(model: nn.Module, image_size: int) -> tuple[Coupling, list[str]]:
     """Return the channels that can be removed, and why there are none where there are none."""
     try:
-        return find_coupling(model, image_size), []
+        return find_coupling_by(model, image_size, find_rules(model, image_size)), []
     except UserError as error:
         return Coupling({}, {}, (), 0, {}, ()), [str(error)]
 

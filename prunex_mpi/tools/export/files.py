@@ -1,6 +1,7 @@
 """Write the files of a smaller network, and make them valid all at once."""
 
 import importlib.util
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +14,15 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import FAILURE, UserError, one_line
 from prunex_mpi.base.files import sync, write_json_durably
-from prunex_mpi.models import standalone
+from prunex_mpi.models import slim, standalone
 from prunex_mpi.run.checkpoint_files import save_tensors
 
 FOLDER, LOADER = "model", "load_model.py"
 PARTIAL, REPLACED = "model.partial", "model.replaced"
 ONNX, TORCH_EXPORT = "model.onnx", "model.pt2"
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+# In `standalone`, whose functions find those names in the same file once it is written.
+OUR_IMPORTS = re.compile(r"^from prunex_mpi\S* import \(.*?\)\n", re.MULTILINE | re.DOTALL)
 # The runtime of ONNX adds in another order.
 # Of the largest output: another program in another order. Another network differs far more.
 TOLERANCE = 1e-4
@@ -77,7 +80,13 @@ def write_network(folder: Path, tensors: dict[str, Tensor], plan: dict[str, Any]
     write_json_durably(folder / standalone.PLAN, {"format": standalone.FORMAT, **plan})
     # The library lets nobody but the owner read its file.
     shutil.copymode(folder / standalone.PLAN, folder / standalone.MODEL)
-    shutil.copyfile(standalone.__file__, folder / LOADER)
+    (folder / LOADER).write_text(loader_source(), encoding="utf-8")
+
+
+def loader_source() -> str:
+    """Return the source of the file that loads a network: `standalone` with what it imports."""
+    texts = [Path(module.__file__).read_text(encoding="utf-8") for module in (standalone, slim)]
+    return "\n\n".join([OUR_IMPORTS.sub("", texts[0]), texts[1]])
 
 
 def require_onnx() -> None:

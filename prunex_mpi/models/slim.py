@@ -1,0 +1,299 @@
+"""Modules of the sizes that pruning leaves, where torch's and torchvision's own can't have them.
+
+They stand where the others stood and have the names of their parameters.
+"""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.models import swin_transformer as swin
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# What SlimSelfAttention is stated by.
+ATTENTION_HEADS = "self_attention_heads"
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@torch.no_grad()
+def norm_dim(module: nn.LayerNorm) -> int | None:
+    """Return the dimension that a LayerNorm is over, -1 or 1; None where it is another's affair."""
+    if len(module.normalized_shape) != 1 or module.weight is None:
+        return None
+    if type(module).forward is nn.LayerNorm.forward:
+        return -1
+    # A subclass may have its channels second, in whatever way: it is tried.
+    x = torch.linspace(-1, 1, 12 * module.weight.numel()).to(module.weight)
+    x = x.view(2, 2, 3, -1).square()
+    wanted = F.layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps)
+    for dim in (-1, 1):
+        try:
+            found = module(x.movedim(-1, dim)).movedim(dim, -1)
+        # Whatever its own code meets.
+        except Exception:
+            continue
+        if found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-4, atol=1e-4):
+            return dim
+    return None
+
+
+class SlimLayerNorm(nn.Module):
+    """Normalise over `width` channels of which only some are there: all others are zero."""
+
+    def __init__(self, kept: int, width: int, eps: float, bias: bool, dim: int) -> None:
+        super().__init__()
+        self.width, self.eps, self.dim = width, eps, dim
+        self.weight = nn.Parameter(torch.ones(kept))
+        self.bias = nn.Parameter(torch.zeros(kept)) if bias else None
+
+    @classmethod
+    def fitting(
+        cls, module: "nn.LayerNorm | SlimLayerNorm", num_features: int
+    ) -> "nn.LayerNorm | SlimLayerNorm":
+        """Return `module`, or one of fresh weights if it has other than `num_features` channels."""
+        if num_features == module.weight.numel():
+            return module
+        slim = isinstance(module, SlimLayerNorm)
+        dim = module.dim if slim else norm_dim(module)
+        if dim is None:
+            raise ValueError(f"a {type(module).__name__} can't be made smaller")
+        width = module.width if slim else module.normalized_shape[0]
+        new = cls(num_features, width, module.eps, module.bias is not None, dim)
+        return new.to(module.weight).train(module.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., kept], or [n, kept, ...] with `dim` 1, to the same shape."""
+        given, x = x.dtype, x.movedim(self.dim, -1)
+        # As torch's own, which adds up 16 bits in 32.
+        x = x.float() if x.element_size() < 4 else x
+        mean = x.sum(-1, keepdim=True) / self.width
+        centred = x - mean
+        # Those that are not there are as far from the mean as zero is.
+        squares = centred.square().sum(-1, keepdim=True)
+        squares = squares + (self.width - x.shape[-1]) * mean.square()
+        out = centred * torch.rsqrt(squares / self.width + self.eps) * self.weight
+        out = out if self.bias is None else out + self.bias
+        return out.to(given).movedim(-1, self.dim)
+
+
+class SlimAttention(nn.Module):
+    """Attend with fewer heads, or over fewer channels, than nn.MultiheadAttention can have.
+
+    Stands in its place and has the names of its parameters: q, k and v are
+    [n, s, num_heads * head_dim], whatever the width of the embedding; in_proj_weight is
+    [3 * num_heads * head_dim, embed_dim]. It returns no weights of attention.
+    """
+
+    # Tells nn.TransformerEncoderLayer to call it, in place of computing with its parameters.
+    _qkv_same_embed_dim = False
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        head_dim: int,
+        bias: bool = True,
+        dropout: float = 0.0,
+        batch_first: bool = True,
+    ) -> None:
+        super().__init__()
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
+        self.dropout, self.batch_first = dropout, batch_first
+        inner = num_heads * head_dim
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * inner, embed_dim))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * inner)) if bias else None
+        self.out_proj = nn.Linear(inner, embed_dim, bias=bias)
+        nn.init.xavier_uniform_(self.in_proj_weight)
+
+    @classmethod
+    def of(
+        cls,
+        module: "nn.MultiheadAttention | SlimAttention",
+        num_heads: int,
+        embed_dim: int | None = None,
+    ) -> "SlimAttention":
+        """Return one of fresh weights with `num_heads` of the heads of `module`.
+
+        Raises ValueError for the variants of attention that it does not know.
+        """
+        if isinstance(module, nn.MultiheadAttention) and (
+            module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn
+        ):
+            raise ValueError("only attention of one width can have heads or channels removed")
+        bias = module.in_proj_bias is not None
+        options = (module.head_dim, bias, module.dropout, module.batch_first)
+        slim = cls(embed_dim or module.embed_dim, num_heads, *options)
+        return slim.to(module.in_proj_weight).train(module.training)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Map query [n, s, embed_dim], key and value [n, t, embed_dim] to [n, s, embed_dim].
+
+        As in nn.MultiheadAttention the batch may be second or missing, and masks are true where
+        there is nothing to see, or are added. `attn_mask` is [s, t].
+        """
+        together = query is key and key is value
+        inputs = [query] if together else [query, key, value]
+        if query.dim() == 2:
+            inputs = [x.unsqueeze(0) for x in inputs]
+        elif not self.batch_first:
+            inputs = [x.transpose(0, 1) for x in inputs]
+        if together:
+            projected = F.linear(*inputs, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        else:
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            parts = zip(inputs, self.in_proj_weight.chunk(3), biases, strict=True)
+            projected = [F.linear(x, weight, bias) for x, weight, bias in parts]
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in projected)
+        if key_padding_mask is not None:
+            key_padding_mask = _added(key_padding_mask, q).view(-1, 1, 1, k.shape[2])
+        masks = [key_padding_mask, None if attn_mask is None else _added(attn_mask, q)]
+        masks = [mask for mask in masks if mask is not None]
+        dropout = self.dropout if self.training else 0.0
+        heads = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=sum(masks) if masks else None, dropout_p=dropout
+        )
+        out = self.out_proj(heads.transpose(1, 2).flatten(2))
+        if query.dim() == 2:
+            return out.squeeze(0), None
+        return (out if self.batch_first else out.transpose(0, 1)), None
+
+
+def _added(mask: Tensor, like: Tensor) -> Tensor:
+    """Return a mask that is added, from one that is true where there is nothing to see."""
+    if mask.dtype != torch.bool:
+        return mask.to(like.dtype)
+    return like.new_zeros(mask.shape).masked_fill(mask, float("-inf"))
+
+
+class SlimWindows:
+    """The forward pass of torchvision's window attention with any heads and any width.
+
+    Its function takes the size of a head for width over heads: where that is not so, zeros make it
+    so, of which nothing is left in what it returns.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [n, h, w, c] to the same shape."""
+        inner, width = self.proj.in_features, x.shape[-1]
+        heads = max(self.num_heads, -(-width // self.head_dim))
+        full = heads * self.head_dim
+        wider, taller, more = full - width, full - inner, heads - self.num_heads
+        qkv_bias = self.qkv.bias
+        if qkv_bias is not None:
+            qkv_bias = F.pad(qkv_bias.view(3, inner), (0, taller)).flatten()
+        scale = getattr(self, "logit_scale", None)
+        out = swin.shifted_window_attention(
+            F.pad(x, (0, wider)),
+            F.pad(self.qkv.weight.view(3, inner, width), (0, wider, 0, taller)).flatten(0, 1),
+            F.pad(self.proj.weight, (0, taller, 0, wider)),
+            F.pad(self.get_relative_position_bias(), (0, 0, 0, 0, 0, more)),
+            self.window_size,
+            heads,
+            shift_size=self.shift_size,
+            attention_dropout=self.attention_dropout,
+            dropout=self.dropout,
+            qkv_bias=qkv_bias,
+            proj_bias=None if self.proj.bias is None else F.pad(self.proj.bias, (0, wider)),
+            logit_scale=None if scale is None else F.pad(scale, (0, 0, 0, 0, 0, more)),
+            training=self.training,
+        )
+        return out[..., :width]
+
+
+class SlimWindowAttention(SlimWindows, swin.ShiftedWindowAttention):
+    """Window attention of Swin Transformers."""
+
+
+class SlimWindowAttentionV2(SlimWindows, swin.ShiftedWindowAttentionV2):
+    """Window attention of the second Swin Transformers."""
+
+
+SLIM_WINDOWS = {
+    swin.ShiftedWindowAttention: SlimWindowAttention,
+    swin.ShiftedWindowAttentionV2: SlimWindowAttentionV2,
+}
+
+
+def slim_attention(
+    module: nn.MultiheadAttention | SlimAttention, num_heads: int, embed_dim: int | None = None
+) -> nn.MultiheadAttention | SlimAttention:
+    """Return the attention `module`, or one of other heads or another width if need be."""
+    if (num_heads, embed_dim or module.embed_dim) == (module.num_heads, module.embed_dim):
+        return module
+    return SlimAttention.of(module, num_heads, embed_dim)
+
+
+def slim_windows(module: nn.Module, num_heads: int, embed_dim: int) -> nn.Module:
+    """Return the window attention `module`, made one of other heads or another width if need be."""
+    if (num_heads, embed_dim) != (module.num_heads, module.qkv.in_features):
+        module.head_dim = module.proj.in_features // module.num_heads
+        module.num_heads, module.__class__ = num_heads, SLIM_WINDOWS[type(module)]
+    return module
+
+
+class SlimSelfAttention(nn.Module):
+    """Attend with fewer heads, or over fewer channels, than the code of a module can have.
+
+    It takes over the two linear layers of the module, the first of which makes queries, keys and
+    values, under their names. There is no dropout.
+    """
+
+    def __init__(self, module: nn.Module, num_heads: int) -> None:
+        super().__init__()
+        self.first, self.last, heads = self_attention_parts(module)
+        self.head_dim = module.get_submodule(self.last).in_features // heads
+        self.num_heads = num_heads
+        for name, child in module.named_children():
+            self.add_module(name, child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [n, s, c] to the same shape."""
+        parts = self.get_submodule(self.first)(x).unflatten(-1, (3, -1, self.head_dim))
+        q, k, v = parts.transpose(1, 3).unbind(2)
+        heads = F.scaled_dot_product_attention(q, k, v)
+        return self.get_submodule(self.last)(heads.transpose(1, 2).flatten(2))
+
+
+@torch.no_grad()
+def self_attention_parts(module: nn.Module) -> tuple[str, str, int] | None:
+    """Return the names of the linear layers of plain self-attention, and its number of heads.
+
+    It is one that computes what `SlimSelfAttention` does, which is tried on some numbers in
+    float64. None for all other modules.
+    """
+    layers = [(name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear)]
+    if len(layers) != 2 or layers[0][1].out_features != 3 * layers[1][1].in_features:
+        return None
+    (first, into), (last, out) = layers
+    inner, x = out.in_features, torch.linspace(-3, 3, 10 * into.in_features, dtype=torch.float64)
+    x = (x * 7).sin().view(2, 5, -1)
+    double = copy.deepcopy(module).eval().double().cpu()
+    try:
+        wanted = double(x)
+        queries, keys, values = double.get_submodule(first)(x).chunk(3, dim=-1)
+    # Whatever its code meets.
+    except Exception:
+        return None
+    for heads in {v for v in vars(module).values() if type(v) is int and v > 0}:
+        if inner % heads:
+            continue
+        q, k, v = (y.unflatten(-1, (heads, -1)).transpose(1, 2) for y in (queries, keys, values))
+        found = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        found = double.get_submodule(last)(found)
+        if found.shape == getattr(wanted, "shape", None) and torch.allclose(found, wanted):
+            return first, last, heads
+    return None
+
+
+ATTENTIONS = (nn.MultiheadAttention, SlimAttention)

@@ -1,0 +1,176 @@
+"""Try coupled groups: a network without some of them must compute the same as with zeros."""
+
+import copy
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prunex_mpi.base.errors import UserError, one_line
+from prunex_mpi.models.slim import self_attention_parts
+from prunex_mpi.pruning.channel_labels import is_own
+from prunex_mpi.pruning.coupling import PLAIN, Coupling, find_coupling
+from prunex_mpi.pruning.shrink import kept_slices, shrink
+
+# Of the largest output, or of 1, for sums in another order: in float64, and in a dtype of less.
+EXACT, TOLERANCE = 1e-9, 1e-3
+NOISE = 0.1
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a smaller network is not the same, and in which module its code failed, if it did."""
+
+    reason: str
+    module: str | None = None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """In which modules plain rules hold, and which are attention to be replaced when smaller."""
+
+    plain: frozenset[str] = frozenset()
+    swapped: frozenset[str] = frozenset()
+
+    def text(self) -> str:
+        """Return the rules as text, for `rules_of`."""
+        return json.dumps([sorted(self.plain), sorted(self.swapped)])
+
+
+def rules_of(text: str) -> Rules:
+    """Return the rules whose text is `text`."""
+    return Rules(*map(frozenset, json.loads(text)))
+
+
+def find_coupling_by(model: nn.Module, image_size: int, rules: Rules) -> Coupling:
+    """Find the coupled groups of `model` by `rules`, untried."""
+    return replace(find_coupling(model, image_size, rules.plain), swapped=rules.swapped)
+
+
+def find_rules(model: nn.Module, image_size: int, rules: Rules = Rules()) -> Rules:
+    """Return the rules by which the code of `model` can do without its coupled groups: `rules` ...
+
+    ... or narrower ones: where the code of a module works at its full size alone, attention is
+    replaced by ours, and in other modules of its kind plain rules hold. Raises UserError when no
+    group can be removed, and where the model does not work without some by plain rules either.
+    """
+    while True:
+        failure = attempt(model, find_coupling_by(model, image_size, rules), image_size)
+        if failure is None:
+            return rules
+        if rules.plain >= PLAIN:
+            raise UserError(
+                f"coupled groups: this model does not work without its channels ({failure.reason});"
+                " choose another --model or other --groups"
+            )
+        alike = _alike(model, failure.module)
+        attention = frozenset(n for n in alike if self_attention_parts(model.get_submodule(n)))
+        if attention - rules.swapped - rules.plain:
+            rules = replace(rules, swapped=rules.swapped | attention)
+            continue
+        # Those of its kind, then what they are in, at last the whole model.
+        name = failure.module
+        while name and alike <= rules.plain:
+            name = name.rpartition(".")[0]
+            alike = _alike(model, name)
+        rules = Rules(rules.plain | (alike or PLAIN), rules.swapped - alike)
+
+
+def _alike(model: nn.Module, name: str | None) -> frozenset[str]:
+    """Return the modules of the same class as the module `name`; none where torch wrote it."""
+    kind = type(model.get_submodule(name)) if name is not None else None
+    if kind is None or kind.__module__.startswith("torch."):
+        return frozenset()
+    return frozenset(n for n, module in model.named_modules() if type(module) is kind)
+
+
+@torch.no_grad()
+def attempt(model: nn.Module, coupling: Coupling, image_size: int) -> Failure | None:
+    """Compare a network with some groups of each set at zero and the one without; None if equal.
+
+    Copies of `model`, on the CPU, in float64, or in its own dtype where it does not run in that.
+    """
+    removed = _some_of_each(coupling)
+    generator = torch.Generator().manual_seed(0)
+    image = torch.rand(1, 3, image_size, image_size, generator=generator, dtype=torch.float64)
+    masked, allowed = _masked_copy(model, coupling, removed).double(), EXACT
+    wanted = _in_double(masked, image)
+    if wanted is None:
+        masked, allowed = _masked_copy(model, coupling, removed), TOLERANCE
+        image = image.to(next(masked.parameters()).dtype)
+        wanted = masked(image)
+    inside: list[str] = []
+    try:
+        smaller = shrink(masked, coupling, removed)
+        with _following(smaller, inside):
+            found = smaller(image)
+    # Whatever the model's own code meets at other sizes.
+    except Exception as error:
+        return Failure(one_line(error), inside[-1] if inside else None)
+    apart = float((found - wanted).abs().max()) if found.shape == wanted.shape else math.inf
+    if not apart <= allowed * max(1.0, float(wanted.abs().max())):
+        return Failure(f"the outputs differ by {apart:.2g}")
+    return None
+
+
+def _some_of_each(coupling: Coupling) -> np.ndarray:
+    """Remove a half, a third or two thirds of each set: no two sizes stay alike by chance."""
+    removed = np.zeros(coupling.total, dtype=bool)
+    for number, s in enumerate(coupling.sets):
+        places = np.arange(s.count)
+        gone = (places % 2 == 1, places % 3 == 1, places % 3 > 0)[number % 3]
+        removed[s.start : s.start + s.count] = gone
+    return removed
+
+
+@contextmanager
+def _following(model: nn.Module, inside: list[str]) -> Iterator[None]:
+    """Let `inside` hold the names of the modules, not torch's own, whose code is running."""
+
+    def leave(*_: object) -> None:
+        inside.pop()
+
+    handles = []
+    for name, module in model.named_modules():
+        if is_own(module):
+            enter = module.register_forward_pre_hook(lambda *_, name=name: inside.append(name))
+            handles += [enter, module.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _masked_copy(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> nn.Module:
+    """Return a copy in evaluation mode with the groups of `removed` at zero.
+
+    With noise on all but weights, and on weights of zeros: what begins as zeros and ones, or small,
+    hides a mistake.
+    """
+    generator = torch.Generator().manual_seed(0)
+    masked = copy.deepcopy(model).eval()
+    for name, parameter in masked.named_parameters():
+        weight = parameter.dim() > 1 and name in coupling.positions
+        if not (weight and parameter.any()):
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(noise, alpha=NOISE / parameter[0].numel() ** 0.5 if weight else NOISE)
+        for dim, ids in coupling.slices(name):
+            gone = torch.from_numpy(np.flatnonzero(~kept_slices(ids, removed)))
+            parameter.index_fill_(dim, gone, 0.0)
+    return masked
+
+
+def _in_double(model: nn.Module, image: Tensor) -> Tensor | None:
+    """Return the outputs in float64, None where the model's own code does not compute in it."""
+    try:
+        outputs = model(image)
+    # Whatever that code meets.
+    except Exception:
+        return None
+    return outputs if outputs.dtype == torch.float64 else None

@@ -1,0 +1,254 @@
+"""Small classifiers whose channels meet in LayerNorm, grouped convolutions, attention and cuts."""
+
+from collections.abc import Callable
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.models import VisionTransformer, convnext, regnet, resnet, swin_transformer
+
+SIDE = 16
+
+
+def resnext(num_classes: int, image_size: int) -> nn.Module:
+    return resnet.ResNet(
+        resnet.Bottleneck, [1, 1, 1, 1], groups=8, width_per_group=2, num_classes=num_classes
+    )
+
+
+def regnet_y(num_classes: int, image_size: int) -> nn.Module:
+    sizes = regnet.BlockParams([1, 1], [24, 36], [4, 12], [1.0, 1.0], [2, 2], se_ratio=0.25)
+    return regnet.RegNet(sizes, num_classes=num_classes, stem_width=12)
+
+
+def convnext_t(num_classes: int, image_size: int) -> nn.Module:
+    stages = [convnext.CNBlockConfig(12, 24, 1), convnext.CNBlockConfig(24, None, 1)]
+    return convnext.ConvNeXt(stages, num_classes=num_classes)
+
+
+def _swin(num_classes: int, **options: object) -> nn.Module:
+    # Three heads in the first stage: half of them is not half of the width.
+    sizes = ([2, 2], 24, [2, 1], [3, 6], [4, 4])
+    return swin_transformer.SwinTransformer(*sizes, num_classes=num_classes, **options)
+
+
+def swin(num_classes: int, image_size: int) -> nn.Module:
+    return _swin(num_classes)
+
+
+def swin_v2(num_classes: int, image_size: int) -> nn.Module:
+    return _swin(
+        num_classes,
+        block=swin_transformer.SwinTransformerBlockV2,
+        downsample_layer=swin_transformer.PatchMergingV2,
+    )
+
+
+def vit(num_classes: int, image_size: int) -> nn.Module:
+    return VisionTransformer(image_size, 4, 2, 3, 24, 48, num_classes=num_classes)
+
+
+def timm_vit(num_classes: int, image_size: int) -> nn.Module:
+    sizes = {"patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3}
+    return timm.models.VisionTransformer(image_size, num_classes=num_classes, **sizes)
+
+
+def timm_vit_normed(num_classes: int, image_size: int) -> nn.Module:
+    """Queries and keys go through a LayerNorm of the size of a head."""
+    sizes = {"patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3}
+    options = {"qk_norm": True, "init_values": 0.1, "global_pool": "avg"}
+    return timm.models.VisionTransformer(image_size, num_classes=num_classes, **sizes, **options)
+
+
+def timm_swin(num_classes: int, image_size: int) -> nn.Module:
+    sizes = {"patch_size": 2, "embed_dim": 24, "depths": (2, 1), "num_heads": (3, 6)}
+    return timm.models.SwinTransformer(image_size, num_classes=num_classes, window_size=4, **sizes)
+
+
+def timm_convnext(num_classes: int, image_size: int) -> nn.Module:
+    sizes = {"depths": (1, 1, 1, 1), "dims": (8, 12, 16, 24), "patch_size": 1}
+    return timm.models.ConvNeXt(num_classes=num_classes, **sizes)
+
+
+class Encoder(nn.Module):
+    """Patches through nn.TransformerEncoder."""
+
+    def __init__(self, num_classes: int, image_size: int, **options: bool) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 24, 4, 4)
+        self.place = nn.Parameter(0.1 * torch.randn(1, (image_size // 4) ** 2, 24))
+        layer = nn.TransformerEncoderLayer(24, 3, 48, **options)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(24, num_classes)
+        self.batch_first = layer.self_attn.batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2) + self.place
+        if self.batch_first:
+            return self.head(self.encoder(x).mean(1))
+        return self.head(self.encoder(x.transpose(0, 1)).mean(0))
+
+
+def encoder(num_classes: int, image_size: int) -> nn.Module:
+    return Encoder(num_classes, image_size)
+
+
+def encoder_batch_first(num_classes: int, image_size: int) -> nn.Module:
+    return Encoder(num_classes, image_size, batch_first=True)
+
+
+def encoder_norm_first(num_classes: int, image_size: int) -> nn.Module:
+    return Encoder(num_classes, image_size, batch_first=True, norm_first=True)
+
+
+class OwnAttention(nn.Module):
+    """What most people write: the size of a head is the width over the heads."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads, self.scale = heads, (width // heads) ** -0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, s, c = x.shape
+        qkv = self.qkv(x).reshape(n, s, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv[0], qkv[1], qkv[2]
+        attention = ((q * self.scale) @ k.transpose(-2, -1)).softmax(dim=-1)
+        return self.proj((attention @ v).transpose(1, 2).reshape(n, s, c))
+
+
+class ApartAttention(nn.Module):
+    """Three layers for queries, keys and values, and numbers that the module keeps."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.heads, self.size = heads, width // heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, s, _ = x.shape
+
+        def split(y: Tensor) -> Tensor:
+            return y.view(n, s, self.heads, self.size).transpose(1, 2)
+
+        q, k, v = split(self.q(x)), split(self.k(x)), split(self.v(x))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return self.out(y.reshape(n, s, self.heads * self.size))
+
+
+class OwnTransformer(nn.Module):
+    """A class token, embeddings and two residual blocks around an attention of a user's."""
+
+    def __init__(self, attention: type[nn.Module], num_classes: int, image_size: int) -> None:
+        super().__init__()
+        self.patch, self.token = nn.Conv2d(3, 24, 4, 4), nn.Parameter(torch.zeros(1, 1, 24))
+        self.place = nn.Parameter(0.1 * torch.randn(1, (image_size // 4) ** 2 + 1, 24))
+        self.norms = nn.ModuleList(nn.LayerNorm(24) for _ in range(3))
+        self.attentions = nn.ModuleList(attention(24, 3) for _ in range(2))
+        self.mlp = nn.Sequential(nn.Linear(24, 96), nn.GELU(), nn.Linear(96, 24))
+        self.head = nn.Linear(24, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.place
+        for norm, attention in zip(self.norms, self.attentions, strict=False):
+            x = x + attention(norm(x))
+        return self.head((x + self.mlp(self.norms[2](x)))[:, 0])
+
+
+def own_attention(num_classes: int, image_size: int) -> nn.Module:
+    return OwnTransformer(OwnAttention, num_classes, image_size)
+
+
+def apart_attention(num_classes: int, image_size: int) -> nn.Module:
+    return OwnTransformer(ApartAttention, num_classes, image_size)
+
+
+class Gated(nn.Module):
+    """Half of what one convolution makes gates the other half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(24, 48, 1), nn.Conv2d(24, 24, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, gates = self.up(x).chunk(2, dim=1)
+        return x + self.down(values * torch.sigmoid(gates))
+
+
+class Parts(nn.Module):
+    """Pieces of sizes that the module keeps, by split and by slices, put together again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.sizes, self.first = nn.Conv2d(24, 30, 1), [6, 24], 10
+        self.small, self.large = nn.Conv2d(6, 12, 1), nn.Conv2d(24, 12, 3, padding=1)
+        self.some, self.others = nn.Conv2d(10, 24, 1), nn.Conv2d(14, 24, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        small, large = torch.split(F.relu(self.up(x)), self.sizes, dim=1)
+        y = F.relu(torch.cat([self.small(small), self.large(large)], dim=1))
+        return self.some(y[:, : self.first]) + self.others(y[:, self.first :])
+
+
+class Shuffled(nn.Module):
+    """Grouped convolutions of few groups around a shuffle of channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Conv2d(24, 24, 3, padding=1, groups=2) for _ in range(2))
+        self.norm, self.groups = nn.BatchNorm2d(24), 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        n, c, h, w = x.shape
+        x = x.view(n, self.groups, c // self.groups, h, w).transpose(1, 2).reshape(n, c, h, w)
+        return self.last(x)
+
+
+class Around(nn.Module):
+    """A stem of 24 channels, `middle` and a classifier."""
+
+    def __init__(self, middle: nn.Module, num_classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 24, 3, padding=1), nn.BatchNorm2d(24), nn.ReLU())
+        self.middle, self.fc = middle, nn.Linear(24, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.middle(self.stem(x)).mean(dim=(2, 3)))
+
+
+def gated(num_classes: int, image_size: int) -> nn.Module:
+    return Around(Gated(), num_classes)
+
+
+def parts(num_classes: int, image_size: int) -> nn.Module:
+    return Around(Parts(), num_classes)
+
+
+def shuffled(num_classes: int, image_size: int) -> nn.Module:
+    return Around(Shuffled(), num_classes)
+
+
+# With the share of all elements that half of the groups leave: small layers are hard to halve.
+NETWORKS: dict[Callable[[int, int], nn.Module], float] = {
+    resnext: 0.27,
+    regnet_y: 0.32,
+    convnext_t: 0.36,
+    swin: 0.33,
+    swin_v2: 0.33,
+    vit: 0.35,
+    timm_vit: 0.35,
+    timm_vit_normed: 0.35,
+    timm_swin: 0.33,
+    timm_convnext: 0.36,
+    encoder: 0.35,
+    encoder_batch_first: 0.35,
+    encoder_norm_first: 0.35,
+    own_attention: 0.35,
+    apart_attention: 0.35,
+    gated: 0.35,
+    parts: 0.31,
+    shuffled: 0.31,
+}

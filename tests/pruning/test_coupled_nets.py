@@ -1,0 +1,139 @@
+"""Networks whose channels meet in LayerNorm, grouped convolutions, attention and cuts."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from coupled_nets import NETWORKS, SIDE
+from masking import draw, mask_
+from odd_models import randomise_
+from torch import nn
+
+from prunex_mpi.models import standalone
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
+from prunex_mpi.pruning.find_groups import find_groups
+from prunex_mpi.pruning.masks import apply_factors_, build_factors
+from prunex_mpi.pruning.projection import group_energies, select
+from prunex_mpi.pruning.removable import judge
+from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors
+from prunex_mpi.pruning.trial import find_coupling_by, find_rules
+from prunex_mpi.tools.export.files import write_network
+
+CLASSES = 5
+# As little as export's proof allows.
+EXACT = 1e-9
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("factory", NETWORKS, ids=lambda f: f.__name__)
+def test_what_is_left_computes_the_same(factory, tmp_path: Path) -> None:
+    description = {
+        "name": f"coupled_nets:{factory.__name__}",
+        "num_classes": CLASSES,
+        "image_size": SIDE,
+        "stem": "",
+    }
+    torch.manual_seed(0)
+    model = standalone.build(description).eval().double()
+    coupling = find_coupling_by(model, SIDE, find_rules(model, SIDE))
+    randomise_(model)
+    # About a half, and one group of each set.
+    masks = [draw(coupling), np.ones(coupling.total, dtype=bool)]
+    for s in coupling.sets:
+        masks[1][s.start + s.count // 2] = False
+    images = torch.randn(3, 3, SIDE, SIDE, dtype=torch.float64)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    for number, removed in enumerate(masks):
+        model.load_state_dict(state)
+        mask_(model, coupling, removed)
+        verdict = judge(model, coupling, images)
+        assert np.array_equal(verdict.removed, removed)
+        wanted = model(images)
+        # Nothing is left to tell images apart where so little is.
+        assert number or float((wanted[0] - wanted[1]).abs().max()) > 1e-3
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        sizes = json.loads(json.dumps(smaller_sizes(model, coupling, removed)))
+        tensors = smaller_tensors(model, coupling, removed)
+        write_network(folder, tensors, {"model": description, "layers": sizes})
+        smaller = standalone.load(folder).double()
+        found = smaller(images)
+        limit = EXACT * max(1.0, float(wanted.abs().max()))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("factory", NETWORKS, ids=lambda f: f.__name__)
+def test_half_of_the_groups_leave_a_quarter_and_what_is_odd(factory) -> None:
+    torch.manual_seed(0)
+    model = factory(CLASSES, SIDE)
+    coupling = find_coupling_by(model, SIDE, find_rules(model, SIDE))
+    layout = build_layout(model)
+    groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=coupling)
+    assert all("classes" in reason for reason in groups.excluded)
+    flat = torch.randn(layout.numel)
+    scores = group_energies(flat, layout, groups, groups.kinds[0]).numpy()
+    mask = select(scores, groups.kinds[0], 1.0)
+    plan = build_plan(layout, groups, mask, flat.device)
+    assert plan.numel < NETWORKS[factory] * layout.numel
+    # What travels is what the mask leaves.
+    payload, back = torch.empty(plan.numel), torch.empty_like(flat)
+    pack_(flat, plan, payload)
+    unpack_(payload, plan, back)
+    factors = build_factors(mask, groups, flat.device, flat.dtype)
+    apply_factors_(flat, layout, groups, factors)
+    assert torch.equal(back, flat)
+    # And is what the smaller network has.
+    tensors = smaller_tensors(model, coupling, ~mask)
+    named = dict(model.named_parameters())
+    assert sum(t.numel() for key, t in tensors.items() if key in named) == plan.numel
+
+
+class Fixed(nn.Module):
+    """Attention for half of the channels of a width that its code states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.into(x).reshape(len(x), -1, 2, 12)
+        return self.out((y * y.flip(2)).reshape(len(x), -1, 24))
+
+
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.fixed = nn.Linear(3, 24), nn.LayerNorm(24), Fixed()
+        self.up, self.down, self.last = nn.Linear(24, 48), nn.Linear(48, 24), nn.Linear(24, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.flatten(2).transpose(1, 2))
+        x = x + self.fixed(self.norm(x))
+        return self.last((x + self.down(torch.relu(self.up(x)))).mean(dim=1))
+
+
+def test_where_a_modules_code_states_its_width_the_rest_is_pruned() -> None:
+    model = Beside().eval()
+    rules = find_rules(model, 4)
+    assert rules.plain == {"fixed"}
+    coupling = find_coupling_by(model, 4, rules)
+    assert {s.name for s in coupling.sets} == {"first.weight", "up.weight"}
+
+
+def test_a_number_that_counts_two_sizes_pins_both() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1)
+            self.third, self.width, self.last = nn.Conv2d(3, 8, 1), 8, nn.Linear(24, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            parts = [f(x).reshape(len(x), self.width, -1) for f in (self.first, self.second)]
+            return self.last(torch.cat([*parts, self.third(x).flatten(2)], dim=1).mean(dim=2))
+
+    model = Twice().eval()
+    coupling = find_coupling_by(model, 4, find_rules(model, 4))
+    assert {s.name for s in coupling.sets} == {"third.weight"}
