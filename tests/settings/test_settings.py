@@ -404,7 +404,7 @@ BAD_FLAGS = [
     ("--no-downlaod", "did you mean --no-download?"),
     ("--zzz", "unknown flag --zzz; see --help"),
     ("--colour red", "unknown flag --colour; see --help"),
-    ("--optimizer adam", "did you mean --inner-optimizer?"),
+    ("--inner-optimizer adam", "did you mean --optimizer?"),
     ("--Keep-Ratio 0.5", "did you mean --keep-ratio?"),
     ("--method sgdm", "unknown value 'sgdm' (valid: prunex, "),
     ("stray", "'stray'"),
