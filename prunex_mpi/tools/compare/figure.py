@@ -1,5 +1,6 @@
 """Draw a comparison: accuracy against the bytes that left a node, and against time."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL_INCHES, HEIGHT_INCHES, LEGEND_INCHES = 4.2, 4.0, 2.6
+# From so many decades on, ticks at their ends are enough.
+WIDE = 2.0
 TIMES = "this machine"
 
 
@@ -121,7 +124,7 @@ def draw_bytes(panel: "Axes", curves: Sequence[Curve]) -> None:
     """Draw the rows over the bytes that left a node."""
     for number, curve in enumerate(curves):
         _draw(panel, number, curve, curve.sent_mib)
-    panel.set_xscale("log")
+    _spread_out(panel)
     panel.set_xlabel("MiB that left a node")
 
 
@@ -132,8 +135,20 @@ def draw_seconds(
     for number, curve in enumerate(curves):
         if curve.row in pace:
             _draw(panel, number, curve, [share * pace[curve.row] for share in curve.share])
-    panel.set_xscale("log")
+    _spread_out(panel)
     panel.set_xlabel(f"seconds, {plain(name)}")
+
+
+def _spread_out(panel: "Axes") -> None:
+    """Make the horizontal axis logarithmic, with plain numbers at a few ticks."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    panel.set_xscale("log")
+    low, high = panel.get_xlim()
+    decades = math.log10(high / low)
+    panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < WIDE else (1.0,)))
+    panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    panel.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _draw(panel: "Axes", number: int, curve: Curve, x: Sequence[float]) -> None:

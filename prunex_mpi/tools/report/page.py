@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # More columns of a table do not fit beside something else.
-FEW_COLUMNS = 8
+FEW_COLUMNS, MANY_COLUMNS = 8, 12
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,9 @@ def _table(table: Table) -> dict[str, object]:
     ]
     columns = [cell(text, kinds[i]) for i, text in enumerate(table.columns)]
     rows = [[cell(format_cell(value), kinds[i]) for i, value in enumerate(r)] for r in table.rows]
-    return {**vars(table), "columns": columns, "rows": rows, "wide": len(kinds) > FEW_COLUMNS}
+    size = "wide" if len(kinds) > FEW_COLUMNS else ""
+    size += " widest" if len(kinds) > MANY_COLUMNS else ""
+    return {**vars(table), "columns": columns, "rows": rows, "size": size}
 
 
 def write_pngs(page: Page, folder: Path) -> int:
