@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from launch import environment, train
 pytestmark = [pytest.mark.jobs, pytest.mark.any_mpi]
 
 CHECKOUT = Path(__file__).parents[2]
-SOURCES = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
+FOLDERS = ("prunex_mpi", "tests", "batch", ".ci")
 LIMIT_S = 300
 # An editable installation would lend what the wheel lacks.
 ONLY_THE_WHEEL = """\
@@ -36,13 +38,20 @@ def run(arguments: list[str], cwd: Path, **extra: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a wheel from a copy, since building leaves files beside the sources."""
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a copy of the sources, since building leaves files beside them."""
     tree = tmp_path_factory.mktemp("tree")
     for name in SOURCES:
         shutil.copy(CHECKOUT / name, tree)
     caches = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(CHECKOUT / "prunex_mpi", tree / "prunex_mpi", ignore=caches)
+    for name in FOLDERS:
+        shutil.copytree(CHECKOUT / name, tree / name, ignore=caches)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path) -> Path:
+    """Build a wheel."""
     run(["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", "made", "."], tree)
     (made,) = (tree / "made").glob("*.whl")
     return made
@@ -58,6 +67,22 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     assert {"prunex_mpi/train.py", *read} <= sources
     with zipfile.ZipFile(wheel) as archive:
         assert {name for name in archive.namelist() if name.startswith("prunex_mpi/")} == sources
+
+
+def test_the_source_distribution_holds_all_that_its_tests_need(tree: Path) -> None:
+    build = "from setuptools.build_meta import build_sdist as build; build('made')"
+    wanted = {
+        str(path.relative_to(tree))
+        for name in FOLDERS
+        for path in (tree / name).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    run(["-c", build], tree)
+    (made,) = (tree / "made").glob("*.tar.gz")
+    with tarfile.open(made) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"tests/harness/launch.py", "tests/conftest.py", "batch/test.sh"} <= wanted
+    assert wanted | {*SOURCES} <= held
 
 
 def test_the_installed_wheel_trains_from_another_folder(wheel: Path, tmp_path: Path) -> None:
