@@ -126,6 +126,8 @@ def build_problem(
     moments = channel_moments(dataset.train).numpy()
     hierarchical_sum_(topology.leader, topology.node, moments)
     mean, std = normalisation(torch.from_numpy(moments))
+    if settings.image_mean:
+        mean, std = torch.tensor(settings.image_mean), torch.tensor(settings.image_std)
     dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
     look = Look(mean, std, device, dtype, settings.channels_last)
     augment = settings.augment == "auto"
@@ -143,12 +145,13 @@ def build_problem(
     mixing = Mixing(settings.mixup, settings.cutmix, dataset.num_classes, draws)
     agreed = digests_agree(topology.world, _digest(model))
     model.to(device)
-    # The seed gives all ranks the same weights; they travel only where software or processors are
-    # so different that it does not.
-    for tensor in [] if agreed else _floating(model):
-        # A copy where the memory is not in order, as in a model that is channels_last itself.
-        flat = tensor.detach().reshape(-1)
-        bcast_(topology.world, flat, transport)
+    # The seed gives all ranks the same weights; they travel where rank 0 has read others, or where
+    # software or processors are so different that it does not.
+    for tensor in [] if agreed else _tensors(model):
+        # A copy: the memory may be out of order, as in a model that is channels_last itself. Bytes,
+        # since counters travel as well.
+        flat = tensor.detach().reshape(-1).clone()
+        bcast_(topology.world, flat.view(torch.uint8), transport)
         tensor.detach().copy_(flat.view(tensor.shape))
     # From here on the ranks' random numbers differ (dropout); the shards' order has its own.
     torch.manual_seed(settings.seed * topology.world_size + topology.world.rank)
@@ -188,14 +191,14 @@ def steps_of(settings: Settings, stream: BatchStream) -> int:
     return max(1, round(settings.local_epochs * stream.steps_per_epoch))
 
 
-def _floating(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def _digest(model: torch.nn.Module) -> int:
     """Return 64 bits that differ when the weights differ in any bit."""
     digest = hashlib.blake2b(digest_size=8)
-    for tensor in _floating(model):
+    for tensor in _tensors(model):
         # Bytes, since numpy knows no bfloat16.
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return int.from_bytes(digest.digest(), "little")

@@ -44,8 +44,13 @@ def closing_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             ("prunable weights kept", f"{kept} (density {summary['density']:.3f})"),
         ]
     phases = ", ".join(f"{k} {v:.2f}" for k, v in seconds.items() if k != "total")
+    before = []
+    if summary.get("initial"):
+        reached = f"{100 * summary['initial']['test_accuracy']:.2f} %"
+        before = [("test accuracy before training", reached)]
     return [
         ("status", f"{summary['status']} after {summary['iterations']} outer iterations"),
+        *before,
         (
             f"test accuracy of the {'pruned ' if summary['prunable'] else ''}model",
             "not evaluated" if accuracy is None else f"{100 * accuracy:.2f} %",

@@ -34,6 +34,12 @@ from prunex_mpi.methods.local_sgd import advice
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.trial import rules_of
 from prunex_mpi.run import checkpoint, summary
+from prunex_mpi.run.beginning import (
+    begin_from_,
+    has_checkpoint,
+    judge_beginning,
+    read_initial,
+)
 from prunex_mpi.run.board import Board
 from prunex_mpi.run.closing import closing_table
 from prunex_mpi.run.directory import RunDirectory
@@ -94,7 +100,8 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
         refuse_impossible_exchange(topology, settings)
         heartbeat.enter("data")
         dataset = load_dataset(topology, settings, heartbeat)
-        work = assemble(topology, settings, dataset, device, transport, heartbeat)
+        reads = not has_checkpoint(world, settings)
+        work = assemble(topology, settings, dataset, device, transport, heartbeat, reads)
         log.info("%s", describe_training(work, dataset, world.size))
         if world.rank == 0:
             warn_of_smaller_batches(work)
@@ -127,6 +134,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             ):
                 work = replace(work, stop=stop, behind=behind)
                 received.training = True
+                judge_beginning(topology, files, work)
                 with tracing(topology, files, work):
                     status = run_to_end(topology, files, work, checkpoints)
             heartbeat.enter("finish")
@@ -142,6 +150,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                 records = files.read_lines("metrics.jsonl")
                 totals = summary.summarise(settings, topology, work.state, records, status)
                 totals["delivered"] = delivered
+                totals["initial"] = read_initial(files.path)
                 totals["seconds_total"] = time.time() - started
                 totals["checkpoints"] = {"count": checkpoints.count, "seconds": checkpoints.seconds}
                 files.write_summary(totals)
@@ -173,10 +182,12 @@ def assemble(
     device: torch.device,
     transport: Transport,
     heartbeat: Heartbeat,
+    reads: bool = True,
 ) -> Work:
     """Do the rest of `set_up` with data that is loaded already. Collective on `world`.
 
-    What the settings leave to be measured is measured first, by a trial; the result's have it.
+    What the settings leave to be measured is measured first, by a trial; the result's have it. Only
+    if it `reads` are the weights those of `--init-from`: a checkpoint has its own.
     """
     world = topology.world
     if is_left_to_measure(settings):
@@ -192,6 +203,8 @@ def assemble(
     # One rank tries what the others then go by.
     tried = together(world, lambda: choose_rules(settings, model, side).text() if first else "")
     rules = rules_of(broadcast_text(world, tried))
+    if settings.init_from and reads:
+        settings = begin_from_(world, settings, model, side)
     groups = together(world, lambda: make_groups(settings, model, layout, side, rules))
     problem = build_problem(topology, settings, dataset, model, device, transport)
     for excluded in groups.excluded:

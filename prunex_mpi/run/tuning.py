@@ -192,6 +192,9 @@ def trial_of(settings: Settings) -> Settings:
         "outer_iterations": ITERATIONS,
         "evaluate_every": ITERATIONS,
         "lr": TRIAL_RATE,
+        # Which weights they are doesn't change what things cost.
+        "init_from": "",
+        "init_digest": "",
     }
     if settings.method in CONSENSUS:
         stages = {"warmup_iterations": FREEZE - 1, "keep_ramp_iterations": 0}

@@ -34,6 +34,7 @@ def check_together(settings: Settings) -> None:
         raise UserError("local-epochs and local-steps are both 0; give one of them")
     _check_estimate(s)
     _check_batch(s)
+    _check_beginning(s)
     _check_rival(s)
     _check_interval(s)
     if s.method not in BY_GROUPS:
@@ -142,6 +143,18 @@ def _check_batch(settings: Settings) -> None:
                 f"{key_of(name)} is for cross-entropy; with --loss {s.loss} leave it away, and do "
                 "in that function what it is to do"
             )
+
+
+def _check_beginning(settings: Settings) -> None:
+    """Refuse what does not fit together in the weights that a run begins with, and their images."""
+    s = settings
+    if s.init_digest and not s.init_from:
+        raise UserError("init-digest means nothing without --init-from; give it as well")
+    if len(s.image_mean) != len(s.image_std) or len(s.image_mean) not in (0, 3):
+        raise UserError(
+            f"image-mean has {len(s.image_mean)} values and image-std {len(s.image_std)}; give "
+            "three of each, or none"
+        )
 
 
 def _check_rival(settings: Settings) -> None:

@@ -43,7 +43,8 @@ _NO_DEFAULT = dataclasses.MISSING
 def _setting(section: str, text: str, default: Any = _NO_DEFAULT, **rules: Any) -> Any:
     """Make a field; `rules` are choices, low, high (inclusive), above, below, share, optional.
 
-    With the rule `auto` a whole number may be left to be measured. The rule `methods` names those
+    With the rule `auto` a whole number may be left to be measured, with `found` an empty value is
+    filled in by the run. The rule `methods` names those
     that the setting has a meaning for: with any other it can't be given, nor can it with `unless`,
     the value of another setting of the method prunex-flat. `before` is what runs did before there
     was the setting, which their files do not name, and `past` another default of former days, which
@@ -79,6 +80,21 @@ class Settings:
         choices=("auto", "cifar", "imagenet"),
     )
     seed: int = _setting(_S, "seed of weights, shuffles and augmentation", 0, low=0)
+    init_from: str = _setting(
+        _S,
+        "trained weights to begin with: a file, the folder of a run, or torchvision for its own",
+        "",
+        before="",
+        optional=True,
+    )
+    init_digest: str = _setting(
+        _S,
+        "SHA-256 that the file of --init-from must have; the run fills it in",
+        "",
+        before="",
+        optional=True,
+        found=True,
+    )
 
     _S = "data"
     dataset: str = _setting(
@@ -93,6 +109,18 @@ class Settings:
     test_samples: int = _setting(_S, "images of the test set to use, 0 for all", 0, low=0)
     image_size: int = _setting(_S, "side in pixels, 0 for the data's own", 0, low=0, high=4096)
     augment: str = _setting(_S, "random crops and flips", "auto", choices=("auto", "off"))
+    image_mean: tuple[float, ...] = _setting(
+        _S,
+        "mean of red, green and blue, in 0..1, to normalise images by; none: that of --init-from, "
+        "where a run or torchvision has trained it, else that of the data",
+        (),
+        before=(),
+        optional=True,
+        found=True,
+    )
+    image_std: tuple[float, ...] = _setting(
+        _S, "standard deviation to go with it", (), before=(), optional=True, above=0, found=True
+    )
 
     _S = "local training"
     outer_iterations: int = _setting(_S, "number of consensus rounds", low=1, high=10**6)

@@ -21,7 +21,13 @@ from prunex_mpi.settings.fields import (
     methods_of,
 )
 from prunex_mpi.settings.methods import METHOD_DEFAULTS
-from prunex_mpi.settings.values import AUTO, convert, left_open, split_layer_keep_ratio
+from prunex_mpi.settings.values import (
+    AUTO,
+    convert,
+    left_open,
+    split_layer_keep_ratio,
+    to_be_found,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -146,8 +152,8 @@ def resumed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
     """
     whole = _of_its_method({**_whole(saved), "resume": True})
     before, after = _resolve(dict(whole)), whole
-    # What was measured when the run began is kept.
-    _lay_over(after, {k: v for k, v in given.items() if not left_open(FIELDS[k], v)})
+    # What was measured or found when the run began is kept.
+    _lay_over(after, {k: v for k, v in given.items() if not to_be_found(FIELDS[k], v)})
     settings = _resolve(after)
     for name in FIELDS:
         old, new = getattr(before, name), getattr(settings, name)

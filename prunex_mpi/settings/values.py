@@ -23,6 +23,11 @@ def left_open(field: dataclasses.Field, value: object) -> bool:
     return bool(field.metadata.get("auto")) and value == AUTO
 
 
+def to_be_found(field: dataclasses.Field, value: object) -> bool:
+    """Say whether `value`, converted, leaves the field to the run: to measure or to fill in."""
+    return left_open(field, value) or (bool(field.metadata.get("found")) and not value)
+
+
 def convert(field: dataclasses.Field, value: object, where: str) -> Any:
     """Return `value` as `field` stores it before resolution (shares still as fractions).
 

@@ -1,0 +1,207 @@
+"""Read trained weights from a file, and fit them to a model that may have other classes.
+
+Nothing that is read is executed: safetensors, or torch files through `weights_only`.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+import torchvision
+from filelock import FileLock
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
+from prunex_mpi.base.files import CHUNK_BYTES
+from prunex_mpi.models.standalone import WITH_AUXILIARY_HEADS, fill_
+
+# What a file may hold the state dict under, and what wrappers put before each of its names.
+WRAPPERS = ("state_dict", "model_state_dict", "model")
+PREFIXES = ("module.", "_orig_mod.")
+# Of what does not fit, so many names are told.
+SHOWN = 3
+# Torchvision's first DenseNets were saved under names that it renames when it loads them.
+DENSENET = re.compile(r"^(.*denselayer\d+\.(?:norm|relu|conv))\.((?:[12])\.\w+)$")
+AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
+# What those with auxiliary heads were trained with; torchvision turns the images round inside them.
+CENTRED = ((0.5,) * 3, (0.5,) * 3)
+Moments = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits; raise UserError (UNREADABLE)."""
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        raise UserError(f"cannot read weights {path}: {error.strerror}", UNREADABLE) from None
+    return digest.hexdigest()
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the state dict in a safetensors or torch file, out of its wrappers and prefixes.
+
+    Raises UserError (UNREADABLE) for a file that can't be read or holds something else.
+    """
+    try:
+        with open(path, "rb") as file:
+            # A safetensors file begins with the length of its header, which is JSON.
+            is_safe = file.read(9)[8:] == b"{"
+        if is_safe:
+            found = load_file(path)
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"cannot read weights {path}: {error.strerror}", UNREADABLE) from None
+    # The libraries raise whatever a damaged file leads them to.
+    except Exception as error:
+        reason = one_line(error).split("Please file an issue")[0][:120]
+        raise UserError(
+            f"weights {path} are no safetensors file and no torch file of tensors alone ({reason}):"
+            " save the model's state_dict()",
+            UNREADABLE,
+        ) from None
+    return _unwrapped(found, path)
+
+
+def _unwrapped(found: Any, path: Path) -> dict[str, Tensor]:
+    """Return the state dict in what a file holds, without the prefixes of wrapping modules."""
+    inner = next((key for key in WRAPPERS if _holds(found, key)), None)
+    while inner is not None:
+        found = found[inner]
+        inner = next((key for key in WRAPPERS if _holds(found, key)), None)
+    tensors = {}
+    if isinstance(found, Mapping):
+        tensors = {key: value for key, value in found.items() if isinstance(value, Tensor)}
+    if not tensors or len(tensors) < len(found):
+        kinds = found if isinstance(found, Mapping) else [type(found).__name__]
+        shown = _few([quote(str(key), 40) for key in kinds if key not in tensors])
+        raise UserError(
+            f"weights {path} hold no state dict ({shown}): save the model's state_dict(), alone or "
+            f"under {' or '.join(WRAPPERS)}",
+            UNREADABLE,
+        )
+    while prefix := next((p for p in PREFIXES if all(key.startswith(p) for key in tensors)), ""):
+        tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
+    return tensors
+
+
+def _holds(found: Any, key: str) -> bool:
+    return isinstance(found, Mapping) and isinstance(found.get(key), Mapping)
+
+
+def find_torchvision_file(model: str) -> tuple[Path, Moments]:
+    """Return the file of torchvision's best weights of `model`, and (mean, std) of its images.
+
+    It lies in torch's cache (TORCH_HOME); where it does not, one process downloads and others wait.
+    Raises UserError for a model that torchvision has no weights for and when it can't be fetched.
+    """
+    known = torchvision.models.list_models(module=torchvision.models)
+    if model not in known:
+        raise UserError(
+            f"--init-from torchvision has no weights of model {model}: give a file, or a model of "
+            "torchvision",
+            USAGE,
+        )
+    weights = torchvision.models.get_model_weights(model).DEFAULT
+    folder = Path(torch.hub.get_dir()) / "checkpoints"
+    path = folder / os.path.basename(urlparse(weights.url).path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f".{path.name}.lock"):
+            if not path.exists():
+                prefix = torch.hub.HASH_REGEX.search(path.name)
+                digest = prefix.group(1) if prefix else None
+                torch.hub.download_url_to_file(weights.url, str(path), digest, progress=False)
+    # No network, no room, another file than was promised.
+    except Exception as error:
+        raise UserError(
+            f"cannot download {weights.url} to {folder} ({one_line(error)}): copy it there from "
+            "another machine, or set TORCH_HOME to a cache that has it",
+            UNREADABLE,
+        ) from None
+    look = weights.transforms()
+    if model in WITH_AUXILIARY_HEADS:
+        return path, CENTRED
+    return path, (tuple(map(float, look.mean)), tuple(map(float, look.std)))
+
+
+def fit_(model: nn.Module, tensors: Mapping[str, Tensor], image_size: int, where: str) -> str:
+    """Put trained weights and BatchNorm statistics into `model`; return what was not taken, or "".
+
+    The layer that makes the classes keeps its fresh weights where the file has other classes.
+    Raises UserError (UNREADABLE) that names the first few where anything else differs.
+    """
+    mine = model.state_dict()
+    theirs = {DENSENET.sub(r"\1\2", key): value for key, value in tensors.items()}
+    if not any(key.startswith(AUXILIARY) for key in mine):
+        theirs = {key: t for key, t in theirs.items() if not key.startswith(AUXILIARY)}
+    head, replaced = find_head(model, image_size), ""
+    weight = f"{head}.weight"
+    if head and weight in theirs and theirs[weight].dim() == mine[weight].dim():
+        here, there = list(mine[weight].shape), list(theirs[weight].shape)
+        if here[0] != there[0] and here[1:] == there[1:]:
+            own = {key for key in mine if key.startswith(f"{head}.")}
+            theirs = {key: t for key, t in theirs.items() if key not in own}
+            theirs |= {key: mine[key] for key in own}
+            replaced = (
+                f"{where} has {there[0]} classes and the data {here[0]}: layer {head} begins anew"
+            )
+    # Old files lack the counters, which nothing here looks at.
+    counters = {key: t for key, t in mine.items() if key.endswith("num_batches_tracked")}
+    theirs = {**counters, **theirs}
+    odd = [
+        f"{key} is {_shape(theirs.get(key))} there and {_shape(mine.get(key))} in the model"
+        for key in {**mine, **theirs}
+        if key not in mine or key not in theirs or mine[key].shape != theirs[key].shape
+    ]
+    if odd:
+        raise UserError(f"{where} does not fit the model: {_few(odd)}", UNREADABLE)
+    wild = [key for key, t in theirs.items() if not bool(torch.isfinite(t).all())]
+    if wild:
+        raise UserError(f"{where} has values that are not finite: {_few(wild)}", UNREADABLE)
+    fill_(model, theirs)
+    return replaced
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "missing" if tensor is None else str(list(tensor.shape))
+
+
+def _few(items: Iterable[str]) -> str:
+    """Return the first few items, and how many there are beside."""
+    every = list(items)
+    more = [f"{len(every) - SHOWN} more"] if len(every) > SHOWN else []
+    return "; ".join([*every[:SHOWN], *more])
+
+
+@torch.no_grad()
+def find_head(model: nn.Module, image_size: int) -> str:
+    """Return the name of the layer that runs last of those that make the classes, "" for none.
+
+    That is a linear layer or a convolution with as many outputs as the model.
+    """
+    ran: list[tuple[str, int]] = []
+    hooks = [
+        module.register_forward_hook(
+            lambda module, *_, name=name: ran.append((name, module.weight.shape[0]))
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d)
+    ]
+    parameter, training = next(model.parameters()), model.training
+    blank = torch.zeros(1, 3, image_size, image_size, dtype=parameter.dtype)
+    model.eval()
+    classes = model(blank.to(parameter.device)).shape[-1]
+    model.train(training)
+    for hook in hooks:
+        hook.remove()
+    return next((name for name, outputs in reversed(ran) if outputs == classes), "")

@@ -1,0 +1,204 @@
+"""Trained weights from files: what is understood, what is replaced, and what is refused."""
+
+from pathlib import Path
+from urllib.error import URLError
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
+from prunex_mpi.models.build import build_model
+from prunex_mpi.models.trained import (
+    digest_of,
+    find_head,
+    find_torchvision_file,
+    fit_,
+    read_tensors,
+)
+
+SIDE = 8
+
+
+def resnet(classes: int = 10, name: str = "resnet8", seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return build_model(name, num_classes=classes, image_size=SIDE)
+
+
+def trained(classes: int = 10, name: str = "resnet8") -> nn.Module:
+    """Return a model whose weights and statistics are those of no fresh one."""
+    model = resnet(classes, name, seed=5)
+    model.train()
+    model(torch.randn(4, 3, SIDE, SIDE))
+    return model
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: state,
+        lambda state: {f"module.{key}": value for key, value in state.items()},
+        lambda state: {f"module._orig_mod.{key}": value for key, value in state.items()},
+        lambda state: {"state_dict": state, "epoch": 3, "best": 0.5},
+        lambda state: {"model": {f"module.{key}": value for key, value in state.items()}},
+        lambda state: {"model_state_dict": state, "optimizer": {"state": {}}},
+    ],
+)
+def test_torch_files_of_every_kind_give_the_same_weights(wrap, tmp_path: Path) -> None:
+    state = trained().state_dict()
+    torch.save(wrap(state), tmp_path / "weights.pt")
+    model = resnet()
+    assert fit_(model, read_tensors(tmp_path / "weights.pt"), SIDE, "it") == ""
+    assert same(model.state_dict(), state)
+
+
+def test_safetensors_of_half_precision_and_without_counters(tmp_path: Path) -> None:
+    state = trained().state_dict()
+    halves = {k: t.half() for k, t in state.items() if "num_batches" not in k}
+    # The name does not say what kind of file it is.
+    save_file(halves, tmp_path / "weights.pt")
+    model = resnet()
+    fit_(model, read_tensors(tmp_path / "weights.pt"), SIDE, "it")
+    mine = model.state_dict()
+    assert all(torch.equal(mine[k], t.float()) for k, t in halves.items())
+    assert mine["bn1.running_mean"].dtype == torch.float32
+
+
+def test_a_head_of_other_classes_begins_anew() -> None:
+    model, theirs = resnet(7), trained(10).state_dict()
+    fresh = {k: t.clone() for k, t in model.state_dict().items()}
+    said = fit_(model, theirs, SIDE, "digits.pt")
+    assert said == "digits.pt has 10 classes and the data 7: layer fc begins anew"
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, fresh[key] if key.startswith("fc.") else theirs[key])
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("squeezenet1_1", "classifier.1"),
+        ("mobilenet_v2", "classifier.1"),
+        ("vit_tiny", "heads.head"),
+    ],
+)
+def test_the_head_is_found_whatever_makes_the_classes(name: str, head: str) -> None:
+    assert find_head(build_model(name, num_classes=12, image_size=32), 32) == head
+
+
+def test_other_shapes_are_refused_with_the_first_few_names() -> None:
+    with pytest.raises(UserError) as caught:
+        fit_(resnet(name="resnet8-w8"), trained().state_dict(), SIDE, "wide.pt")
+    text = str(caught.value)
+    assert caught.value.exit_code == UNREADABLE and len(text.splitlines()) == 1
+    wanted = "conv1.weight is [16, 3, 3, 3] there and [8, 3, 3, 3] in the model"
+    assert text.startswith(f"wide.pt does not fit the model: {wanted}; ")
+    assert "more" in text and len(text) < 400
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda s: s.pop("layer1.0.conv1.weight"), "layer1.0.conv1.weight is missing there"),
+        (lambda s: s.update(extra=torch.ones(2)), "extra is [2] there and missing in the model"),
+        (lambda s: s["bn1.running_var"].fill_(torch.nan), "not finite: bn1.running_var"),
+        # More classes alone make a head begin anew, not other inputs.
+        (lambda s: s.update({"fc.weight": torch.ones(9, 32)}), "fc.weight is [9, 32] there"),
+    ],
+)
+def test_what_does_not_fit_is_named(change, word: str) -> None:
+    state = trained().state_dict()
+    change(state)
+    with pytest.raises(UserError, match=r"^it ") as caught:
+        fit_(resnet(), state, SIDE, "it")
+    assert word in str(caught.value)
+
+
+class Harmful:
+    def __reduce__(self):
+        return (Path.touch, (Path("touched"),))
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ("a model", "tensors alone"),
+        ("code", "tensors alone"),
+        ("text", "tensors alone"),
+        ("cut", "tensors alone"),
+        ("list", "no state dict ('list')"),
+        ("numbers", "no state dict ('epoch')"),
+        ("nothing", "no state dict"),
+    ],
+)
+def test_files_of_other_things_are_refused_and_not_executed(
+    content: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "weights.pt"
+    if content == "text":
+        path.write_text("no weights")
+    elif content == "cut":
+        save_file({"a": torch.ones(100)}, path)
+        path.write_bytes(path.read_bytes()[:60])
+    else:
+        torch.save(
+            {
+                "a model": nn.Linear(2, 2),
+                "code": {"state_dict": Harmful()},
+                "list": [torch.ones(2)],
+                "numbers": {"a": torch.ones(2), "epoch": 3},
+                "nothing": {},
+            }[content],
+            path,
+        )
+    with pytest.raises(UserError) as caught:
+        read_tensors(path)
+    assert caught.value.exit_code == UNREADABLE
+    assert word in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    assert not (tmp_path / "touched").exists()
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    for read in (digest_of, read_tensors):
+        with pytest.raises(UserError, match="No such file"):
+            read(tmp_path / "none.pt")
+
+
+def test_torchvisions_weights_come_from_its_cache_with_their_normalisation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+
+    def no_network(*_: object, **__: object) -> None:
+        raise URLError("no network here")
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", no_network)
+    with pytest.raises(UserError, match=r"resnet18-f37072fd\.pth .*no network here.*TORCH_HOME"):
+        find_torchvision_file("resnet18")
+    cached = tmp_path / "hub/checkpoints/resnet18-f37072fd.pth"
+    cached.touch()
+    path, (mean, std) = find_torchvision_file("resnet18")
+    assert path == cached
+    assert mean == (0.485, 0.456, 0.406) and std == (0.229, 0.224, 0.225)
+    for name in ("resnet20", "odd_models:small"):
+        with pytest.raises(UserError, match="has no weights of model") as caught:
+            find_torchvision_file(name)
+        assert caught.value.exit_code == USAGE
+
+
+def test_names_of_torchvisions_first_densenets_are_understood() -> None:
+    model = build_model("densenet121", num_classes=10, image_size=32)
+    state = {k: torch.full_like(t, 2) for k, t in model.state_dict().items()}
+    old = {}
+    for key, tensor in state.items():
+        for part in ("norm1", "norm2", "conv1", "conv2"):
+            key = key.replace(f".{part}.", f".{part[:-1]}.{part[-1]}.") if "layer" in key else key
+        old[key] = tensor
+    assert old.keys() != state.keys()
+    fit_(model, old, 32, "it")
+    assert same(model.state_dict(), state)

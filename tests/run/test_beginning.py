@@ -1,0 +1,197 @@
+"""Runs that begin with trained weights: the same everywhere, and without the file later."""
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import run_directory
+from nodes import WORLD, nodes_of
+from safetensors.torch import load_file
+from small_runs import COMMON, SCENARIOS, small_run
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.logs import log
+from prunex_mpi.comm.preemption import ReceivedSignal
+from prunex_mpi.models import batchnorm
+from prunex_mpi.models.build import build_model
+from prunex_mpi.run import beginning
+from prunex_mpi.run.beginning import INITIAL, judge_beginning
+from prunex_mpi.run.job import run
+from prunex_mpi.run.program import watched
+from prunex_mpi.settings.cli import parse
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import make, resumed, with_overrides
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MODEL = "resnet8-w4"
+
+
+def trained(classes: int = 10) -> torch.nn.Module:
+    torch.manual_seed(11)
+    model = build_model(MODEL, num_classes=classes, image_size=8)
+    model.train()
+    model(torch.randn(8, 3, 8, 8))
+    return model.eval()
+
+
+def save(folder: Path) -> str:
+    torch.save({"state_dict": trained().state_dict()}, folder / "weights.pt")
+    return str(folder / "weights.pt")
+
+
+def read_lines(path: Path) -> list[list[float]]:
+    """Return what of a run's metrics two runs have in common."""
+    keys = ("iteration", "train_loss", "test_loss", "test_accuracy")
+    return [[json.loads(line)[key] for key in keys] for line in path.read_text().splitlines()]
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """Have a folder that all ranks see."""
+    folder = Path(WORLD.bcast(tempfile.mkdtemp() if WORLD.rank == 0 else ""))
+    yield folder
+    WORLD.Barrier()
+    if WORLD.rank == 0:
+        shutil.rmtree(folder)
+
+
+def run_job_here(settings: Settings) -> int:
+    """Run a job on the ranks of this test, as the program does."""
+    hook, handlers = sys.excepthook, log.handlers[:]
+    try:
+        with watched(WORLD, 60.0) as watchdog:
+            return run(WORLD, settings, watchdog, ReceivedSignal())
+    finally:
+        sys.excepthook, log.handlers = hook, handlers
+
+
+@contextmanager
+def read_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have no other rank read the weights."""
+    real = beginning.read_tensors
+
+    def read(path: Path) -> dict[str, torch.Tensor]:
+        assert WORLD.rank == 0
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(beginning, "read_tensors", read)
+        yield
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("scenario", [*SCENARIOS])
+def test_every_rank_and_every_variable_begins_with_the_weights(
+    scenario: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trained()
+    wanted = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    with run_directory() as files, nodes_of(2) as topology, read_by_rank_0(monkeypatch):
+        path = WORLD.bcast(save(files.path) if files else None)
+        with small_run(topology, scenario, model=MODEL, init_from=path) as work:
+            state = work.state
+            for flat in (state.theta, state.z, state.z_node):
+                assert torch.equal(flat, wanted)
+            assert not state.u.any() and not state.v.any()
+            stats = torch.empty_like(state.stats)
+            batchnorm.read_(batchnorm.find(model), stats)
+            assert torch.equal(state.stats, stats)
+            counters = [b for n, b in work.problem.model.named_buffers() if "num_batches" in n]
+            assert counters and all(int(b) == 1 for b in counters)
+            assert len(work.settings.init_digest) == 64
+            judge_beginning(topology, files, work)
+            if files is not None:
+                found = json.loads((files.path / INITIAL).read_text())
+                assert found["sha256"] == work.settings.init_digest
+                assert 0 <= found["test_accuracy"] <= 1
+
+
+@pytest.mark.mpi
+def test_what_can_not_be_read_ends_the_job_on_every_rank() -> None:
+    with (
+        nodes_of(2) as topology,
+        pytest.raises(UserError, match=r"cannot read weights none\.pt"),
+        small_run(topology, "dense", model=MODEL, init_from="none.pt"),
+    ):
+        pass
+
+
+@pytest.mark.mpi
+def test_a_run_goes_on_without_its_file_and_another_begins_where_it_ended() -> None:
+    with run_folder() as folder:
+        path = WORLD.bcast(save(folder) if WORLD.rank == 0 else None)
+        common = {**COMMON, "model": MODEL, "run_dir": str(folder / "run"), "progress": "off"}
+        first = {"init_from": path, "image_mean": (0.3,) * 3, "image_std": (0.4,) * 3}
+        settings = make(**common, **first, checkpoint_every="2", method="dense")
+        assert run_job_here(settings) == 0
+        lines = read_lines(folder / "run/metrics.jsonl")
+        weights = load_file(folder / "run/state.safetensors")
+        config = tomllib.loads((folder / "run/config.toml").read_text())
+        assert config["init-from"] == path and len(config["init-digest"]) == 64
+        WORLD.Barrier()
+
+        # As a job that broke off behind its checkpoint.
+        if WORLD.rank == 0:
+            Path(path).unlink()
+            (folder / "run/summary.json").unlink()
+        WORLD.Barrier()
+        assert run_job_here(parse(["--resume", "--run-dir", str(folder / "run")])) == 0
+        assert read_lines(folder / "run/metrics.jsonl") == lines
+        summary = json.loads((folder / "run/summary.json").read_text())
+        assert summary["initial"]["from"] == path
+
+        # Another run begins with what this one delivered, and sees images as it did.
+        model = build_model(MODEL, num_classes=10, image_size=8)
+        settings = make(model=MODEL, init_from=str(folder / "run"))
+        found = beginning.begin_from_(WORLD, settings, model, 8)
+        assert found.image_mean == pytest.approx((0.3,) * 3)
+        assert found.image_std == pytest.approx((0.4,) * 3)
+        taken = [torch.equal(t, weights[k]) for k, t in model.state_dict().items()]
+        assert all(taken) == (WORLD.rank == 0)
+        WORLD.Barrier()
+
+
+def test_a_changed_file_is_refused(tmp_path: Path) -> None:
+    from mpi4py import MPI
+
+    settings = make(model=MODEL, init_from=save(tmp_path), init_digest="0" * 64)
+    with pytest.raises(UserError, match="is not the file of before"):
+        beginning.begin_from_(MPI.COMM_SELF, settings, trained(), 8)
+
+
+@pytest.mark.parametrize(
+    ("make_folder", "word"),
+    [
+        (lambda path: None, "no run that ended well"),
+        (lambda path: (path / "plan.json").touch(), "an exported network"),
+        (lambda path: (path / "summary.json").write_text('{"status": "x"}'), "no run that ended"),
+    ],
+)
+def test_folders_that_are_no_run_are_refused(make_folder, word: str, tmp_path: Path) -> None:
+    make_folder(tmp_path)
+    with pytest.raises(UserError, match=word):
+        beginning.locate(make(init_from=str(tmp_path)))
+
+
+def test_what_the_run_filled_in_is_no_difference_and_all_else_is() -> None:
+    asked = make(init_from="a.pt")
+    saved = vars(replace(asked, init_digest="ab", image_mean=(0.5,) * 3, image_std=(0.5,) * 3))
+    repeated = {"init_from": "a.pt", "init_digest": "", "image_mean": (), "image_std": ()}
+    assert resumed(saved, repeated).init_digest == "ab"
+    for other in ({"init_from": "b.pt"}, {"init_digest": "cd"}, {"image_mean": (0.1,) * 3}):
+        with pytest.raises(UserError, match="differs from the run's"):
+            resumed(saved, other)
+    for bad in ({"init_digest": "ab"}, {"image_mean": (0.5,) * 3}, {"image_std": (1.0, 1.0)}):
+        with pytest.raises(UserError, match=r"init-digest means|give three of each"):
+            with_overrides(make(), **bad)
