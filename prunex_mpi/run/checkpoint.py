@@ -18,7 +18,7 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.state import OWN, Work
 from prunex_mpi.methods.prunetrain import resize_to_
 from prunex_mpi.run import checkpoint_files
-from prunex_mpi.run.directory import RunDirectory
+from prunex_mpi.run.directory import RunDirectory, same_run
 from prunex_mpi.run.snapshot import (
     Numbers,
     Tensors,
@@ -162,7 +162,7 @@ def _read_manifest(
         try:
             manifest = checkpoint_files.read_manifest(run.path, name)
             run.check(manifest["files"])
-            if manifest["config"] != run.config:
+            if not same_run(manifest["config"], run.config):
                 raise DamagedCheckpoint("it was written under another config.toml")
             if manifest["model"] != model:
                 raise DamagedCheckpoint("the model's parameters were of other names or shapes then")

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 from filelock import FileLock, Timeout
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, DamagedCheckpoint, UserError
@@ -33,18 +34,23 @@ else:
 
 # How a run ends that has come to its end.
 COMPLETE = ("completed", "converged")
+LENGTH = "outer-iterations"
 
 
 class RunDirectory:
     """The files of one run, which one job at a time holds; only world rank 0 makes one.
 
-    `config` is the text of config.toml. Raises UserError when `path` can't be written, when another
-    job holds it, and when it already holds a run, unless that one is to `resume`.
+    `config` is the text of config.toml. A run that is to `resume` keeps its own, but for a larger
+    number of outer iterations, where that is given as its `length`. Raises UserError when `path`
+    can't be written, when another job holds it, when it already holds a run, unless that one is to
+    resume, and when that is complete and has no checkpoint from which it could become longer.
     """
 
-    def __init__(self, path: Path, config: str, resume: bool = False) -> None:
+    def __init__(self, path: Path, config: str, resume: bool = False, length: int = 0) -> None:
         self.path = path
         self.config = config
+        # What the run's length was, where this job makes it longer.
+        self.former_length = 0
         self.records = {name: FileRecord() for name in LINES}
         self.lock = FileLock(path / "lock", timeout=0)
         self.removal: threading.Thread | None = None
@@ -58,6 +64,7 @@ class RunDirectory:
             file = path / "config.toml"
             if resume and file.exists():
                 self.config = file.read_text(encoding="utf-8")
+                self._lengthen(length)
             elif file.exists():
                 raise UserError(
                     f"--run-dir {path} already holds a run; --resume goes on with it, or choose "
@@ -75,6 +82,25 @@ class RunDirectory:
             raise UserError(f"--run-dir {path} is in use by another job; choose another") from None
         except OSError as error:
             raise UserError(f"--run-dir {path}: {error.strerror}; choose another", USAGE) from None
+
+    def _lengthen(self, length: int) -> None:
+        """Put a larger number of outer iterations into the configuration, not yet into its file."""
+        table = tomllib.loads(self.config) if length else {}
+        if length <= table.get(LENGTH, length):
+            return
+        checkpoints = (self.path / "checkpoints").glob("*-iteration-*-step-*[0-9]/manifest.json")
+        if self.complete() and not any(checkpoints):
+            raise UserError(
+                f"{self.path} is complete and has no checkpoint to go on from; begin another run "
+                f"with its weights: --init-from {self.path}"
+            )
+        self.former_length = table[LENGTH]
+        self.config = tomli_w.dumps({**table, LENGTH: length})
+
+    def keep_length(self) -> None:
+        """Write the configuration of a run that has become longer; raise OSError."""
+        if self.former_length:
+            write_durably(self.path / "config.toml", self.config)
 
     def close(self) -> None:
         """Let other jobs have the run."""
@@ -149,8 +175,8 @@ class RunDirectory:
             return [json.loads(line) for line in file]
 
     def complete(self) -> bool:
-        """Say whether the run has come to its end."""
-        return read_summary(self.path).get("status") in COMPLETE
+        """Say whether the run has come to its end, and is not to become longer."""
+        return not self.former_length and read_summary(self.path).get("status") in COMPLETE
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the software that began the run."""
@@ -174,6 +200,18 @@ class RunDirectory:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json in one atomic step: its presence says that the run ended well."""
         write_json_durably(self.path / SUMMARY, summary)
+
+
+def same_run(config: str, later: str) -> bool:
+    """Say whether two texts of config.toml are of the same run, which may have become longer."""
+    if config == later:
+        return True
+    try:
+        before, after = tomllib.loads(config), tomllib.loads(later)
+        longer = before.pop(LENGTH) <= after.pop(LENGTH)
+    except (tomllib.TOMLDecodeError, KeyError, TypeError):
+        return False
+    return longer and before == after
 
 
 def read_summary(run: Path) -> dict[str, Any]:

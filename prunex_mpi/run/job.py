@@ -28,6 +28,7 @@ from prunex_mpi.core.problem import (
     make_model,
 )
 from prunex_mpi.core.state import Work, build_state
+from prunex_mpi.core.steps import rate_at, steps_taken, total_steps
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.local_sgd import advice
@@ -53,7 +54,7 @@ from prunex_mpi.run.start import (
     take_places,
     warn_of_smaller_batches,
 )
-from prunex_mpi.run.supervision import Checkpoints, run_to_end
+from prunex_mpi.run.supervision import Checkpoints, run_to_end, write_last_checkpoint
 from prunex_mpi.run.tracing import tracing
 from prunex_mpi.run.tuning import (
     goes_behind_steps,
@@ -120,6 +121,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                     log.info("%s", line)
                 if files is not None and files.versions() != versions:
                     log.info("the versions of the software are not those in %s/config.toml", path)
+                together(world, lambda: make_longer(files, work))
 
             def open_board() -> None:
                 if settings.tensorboard and files is not None:
@@ -157,6 +159,8 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                 print(closing_table(totals, files.path), flush=True)
 
             together(world, lambda: telling_disk_errors("the results", finish))
+            if status != "preempted":
+                write_last_checkpoint(topology, files, work, checkpoints)
             # Nobody leaves while another may still need the job.
             world.Barrier()
             return PREEMPTED if status == "preempted" else 0
@@ -234,11 +238,32 @@ def open_run(
         def take() -> RunDirectory | None:
             if world.rank:
                 return None
-            files = exits.enter_context(closing(RunDirectory(path, config, settings.resume)))
+            held = RunDirectory(path, config, settings.resume, settings.outer_iterations)
+            files = exits.enter_context(closing(held))
             files.make_folder("heartbeats")
             return files
 
         yield path, together(world, take)
+
+
+def make_longer(files: RunDirectory | None, work: Work) -> None:
+    """Keep the length of a run that has become longer, and say what its learning rate does."""
+    if files is None or not files.former_length:
+        return
+    telling_disk_errors("config.toml", files.keep_length)
+    settings, position = work.settings, work.state.position
+    total = total_steps(settings, work.problem.steps)
+    rate = rate_at(settings, steps_taken(work), total, position.rollbacks)
+    records = files.read_lines("metrics.jsonl")
+    after = f" (last: {records[-1]['lr']:.3g})" if records else ""
+    log.info(
+        "the run becomes longer: %d outer iterations in place of %d; from here on the learning "
+        "rate is that of a run of this length, now %.3g%s",
+        settings.outer_iterations,
+        files.former_length,
+        rate,
+        after,
+    )
 
 
 def _complete(world: MPI.Comm, files: RunDirectory | None) -> str:

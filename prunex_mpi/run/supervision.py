@@ -10,7 +10,7 @@ import numpy as np
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import Diverged
+from prunex_mpi.base.errors import Diverged, UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.progress import Length, Progress
 from prunex_mpi.comm.topology import Topology
@@ -120,7 +120,8 @@ def iterate(
     progress: Progress,
 ) -> str:
     """Run the driver until it ends, stops or diverges; return the status. Collective."""
-    status = "running"
+    # Nothing is left where a job ended between its last checkpoint and its results.
+    status = "running" if rounds_left(work, most=1) > 0 else "completed"
     for record, status in recorded(topology, files, work, progress):
         if status == "running" and checkpoints.due(topology.world, record["iteration"]):
             write_checkpoint(topology, files, work, checkpoints)
@@ -162,6 +163,23 @@ def driver_of(settings: Settings) -> ModuleType:
     if method in CONSENSUS:
         return hsadmm
     return local_sgd if method in LOCAL else per_step
+
+
+def write_last_checkpoint(
+    topology: Topology, files: RunDirectory | None, work: Work, checkpoints: Checkpoints
+) -> None:
+    """Write the one from which a complete run can become longer, unless there are to be none.
+
+    The run is complete without it: where it can't be written that is said, and no more. Collective
+    on `world`.
+    """
+    if checkpoints.every == "off":
+        return
+    work.heartbeat.enter("checkpoint")
+    try:
+        checkpoint.save(topology, files, work)
+    except UserError as error:
+        log.warning("the run is complete, but can't become longer: %s", error)
 
 
 def write_checkpoint(

@@ -147,13 +147,20 @@ def check_saved(saved: Mapping[str, Any], where: str) -> Settings:
 def resumed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
     """Return the settings of a run that goes on: those `saved` in its config.toml, by field name.
 
-    What is `given` beside them may only repeat them, except for OF_THE_JOB, where it counts. Raises
-    UserError that names the first difference.
+    What is `given` beside them may only repeat them, except for OF_THE_JOB, where it counts, and
+    for more outer iterations than before; what stands as a share of them stays at the iteration
+    where it was. Raises UserError that names the first difference.
     """
     whole = _of_its_method({**_whole(saved), "resume": True})
     before, after = _resolve(dict(whole)), whole
     # What was measured or found when the run began is kept.
     _lay_over(after, {k: v for k, v in given.items() if not to_be_found(FIELDS[k], v)})
+    length, after["outer_iterations"] = after["outer_iterations"], before.outer_iterations
+    if length < before.outer_iterations:
+        raise UserError(
+            f"--outer-iterations {length} is fewer than the run's {before.outer_iterations}; a "
+            "resumed run can become longer, not shorter: leave it away, or start a new run"
+        )
     settings = _resolve(after)
     for name in FIELDS:
         old, new = getattr(before, name), getattr(settings, name)
@@ -162,6 +169,8 @@ def resumed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
                 f"--{key_of(name)} {_plain(new)} differs from the run's {_plain(old)}; a resumed "
                 "run keeps its settings: leave it away, or start a new run"
             )
+    if length > before.outer_iterations:
+        return _resolve({**vars(settings), "outer_iterations": length})
     return settings
 
 

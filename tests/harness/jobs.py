@@ -1,6 +1,8 @@
 """What a job holds, for tests that need no launcher of their own."""
 
+import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +14,13 @@ from faulty import noisy
 from nodes import WORLD
 from torch import nn
 
+from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text
+from prunex_mpi.comm.preemption import ReceivedSignal
 from prunex_mpi.run.directory import RunDirectory
+from prunex_mpi.run.job import run
+from prunex_mpi.run.program import watched
+from prunex_mpi.settings.fields import Settings
 
 
 class NoisyNet(nn.Module):
@@ -38,3 +45,29 @@ def run_directory() -> Iterator[RunDirectory | None]:
     if files is not None:
         files.close()
         shutil.rmtree(folder)
+
+
+def metrics_of(path: Path) -> list[list[float]]:
+    """Return what of a run's metrics two runs have in common."""
+    keys = ("iteration", "train_loss", "test_loss", "test_accuracy")
+    return [[json.loads(line)[key] for key in keys] for line in path.read_text().splitlines()]
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """Have a folder that all ranks see."""
+    folder = Path(WORLD.bcast(tempfile.mkdtemp() if WORLD.rank == 0 else ""))
+    yield folder
+    WORLD.Barrier()
+    if WORLD.rank == 0:
+        shutil.rmtree(folder)
+
+
+def run_job_here(settings: Settings) -> int:
+    """Run a job on the ranks of this test, as the program does."""
+    hook, handlers = sys.excepthook, log.handlers[:]
+    try:
+        with watched(WORLD, 60.0) as watchdog:
+            return run(WORLD, settings, watchdog, ReceivedSignal())
+    finally:
+        sys.excepthook, log.handlers = hook, handlers

@@ -531,8 +531,12 @@ def test_damaged_images(suffix, data):
 def finished(tmp_path_factory) -> Path:
     """A finished run with two checkpoints, to be copied and damaged."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    ended = run(*SHORT, *SYNTHETIC, "--run-dir", folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_files, "KEEP", 3)
+        ended = run(*SHORT, *SYNTHETIC, "--run-dir", folder)
     assert (ended.code, ended.lines) == (0, [])
+    # The last one, from which nothing is left to do.
+    shutil.rmtree(folder / "checkpoints" / "000003-iteration-4-step-0")
     assert sorted(os.listdir(folder / "checkpoints")) == [OLDER, NEWEST]
     return folder
 
@@ -637,7 +641,7 @@ RUNS = [
     Case("model differs", **flag("--model", "resnet8"), words=("--model resnet8 differs",)),
     Case("preset differs", **flag("--preset", "paper"), words=("--preset paper differs",)),
     Case("groups differ", **flag("--groups", "filter"), words=("--groups filter differs",)),
-    Case("more iterations", **flag("--outer-iterations", "4"), words=("--outer-iterations 4",)),
+    Case("fewer iterations", **flag("--outer-iterations", "2"), words=("--outer-iterations 2",)),
     Case("unknown flag", **flag("--checkpoint", "1"), words=("--checkpoint-every",)),
 ]
 

@@ -1,9 +1,7 @@
 """Runs that begin with trained weights: the same everywhere, and without the file later."""
 
 import json
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,22 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import run_directory
+from jobs import metrics_of, run_directory, run_folder, run_job_here
 from nodes import WORLD, nodes_of
 from safetensors.torch import load_file
 from small_runs import COMMON, SCENARIOS, small_run
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.logs import log
-from prunex_mpi.comm.preemption import ReceivedSignal
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.run import beginning
 from prunex_mpi.run.beginning import INITIAL, judge_beginning
-from prunex_mpi.run.job import run
-from prunex_mpi.run.program import watched
 from prunex_mpi.settings.cli import parse
-from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import make, resumed, with_overrides
 
 if sys.version_info >= (3, 11):
@@ -48,32 +41,6 @@ def trained(classes: int = 10) -> torch.nn.Module:
 def save(folder: Path) -> str:
     torch.save({"state_dict": trained().state_dict()}, folder / "weights.pt")
     return str(folder / "weights.pt")
-
-
-def read_lines(path: Path) -> list[list[float]]:
-    """Return what of a run's metrics two runs have in common."""
-    keys = ("iteration", "train_loss", "test_loss", "test_accuracy")
-    return [[json.loads(line)[key] for key in keys] for line in path.read_text().splitlines()]
-
-
-@contextmanager
-def run_folder() -> Iterator[Path]:
-    """Have a folder that all ranks see."""
-    folder = Path(WORLD.bcast(tempfile.mkdtemp() if WORLD.rank == 0 else ""))
-    yield folder
-    WORLD.Barrier()
-    if WORLD.rank == 0:
-        shutil.rmtree(folder)
-
-
-def run_job_here(settings: Settings) -> int:
-    """Run a job on the ranks of this test, as the program does."""
-    hook, handlers = sys.excepthook, log.handlers[:]
-    try:
-        with watched(WORLD, 60.0) as watchdog:
-            return run(WORLD, settings, watchdog, ReceivedSignal())
-    finally:
-        sys.excepthook, log.handlers = hook, handlers
 
 
 @contextmanager
@@ -135,7 +102,7 @@ def test_a_run_goes_on_without_its_file_and_another_begins_where_it_ended() -> N
         first = {"init_from": path, "image_mean": (0.3,) * 3, "image_std": (0.4,) * 3}
         settings = make(**common, **first, checkpoint_every="2", method="dense")
         assert run_job_here(settings) == 0
-        lines = read_lines(folder / "run/metrics.jsonl")
+        lines = metrics_of(folder / "run/metrics.jsonl")
         weights = load_file(folder / "run/state.safetensors")
         config = tomllib.loads((folder / "run/config.toml").read_text())
         assert config["init-from"] == path and len(config["init-digest"]) == 64
@@ -147,7 +114,7 @@ def test_a_run_goes_on_without_its_file_and_another_begins_where_it_ended() -> N
             (folder / "run/summary.json").unlink()
         WORLD.Barrier()
         assert run_job_here(parse(["--resume", "--run-dir", str(folder / "run")])) == 0
-        assert read_lines(folder / "run/metrics.jsonl") == lines
+        assert metrics_of(folder / "run/metrics.jsonl") == lines
         summary = json.loads((folder / "run/summary.json").read_text())
         assert summary["initial"]["from"] == path
 

@@ -1,0 +1,147 @@
+"""Runs that become longer than they were to be."""
+
+import json
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from jobs import metrics_of, run_folder, run_job_here
+from nodes import WORLD
+from small_runs import COMMON, PRUNING
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.run import supervision
+from prunex_mpi.run.directory import RunDirectory, same_run
+from prunex_mpi.settings.cli import parse
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import make, resumed, to_toml
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def settings_of(folder: Path, name: str, **changes: object) -> Settings:
+    run = {"run_dir": str(folder / name), "progress": "off"}
+    return make(**{**COMMON, **run, **changes})
+
+
+def longer(folder: Path, name: str, length: int) -> Settings:
+    flags = ["--resume", "--run-dir", str(folder / name), "--outer-iterations", str(length)]
+    return parse(flags)
+
+
+@pytest.mark.mpi
+def test_a_complete_run_becomes_the_one_that_was_longer_from_the_start() -> None:
+    with run_folder() as folder:
+        assert run_job_here(settings_of(folder, "whole", method="dense", outer_iterations=4)) == 0
+        assert run_job_here(settings_of(folder, "run", method="dense", outer_iterations=2)) == 0
+        assert run_job_here(longer(folder, "run", 4)) == 0
+        assert metrics_of(folder / "run/metrics.jsonl") == metrics_of(
+            folder / "whole/metrics.jsonl"
+        )
+        states = [(folder / name / "state.safetensors").read_bytes() for name in ("run", "whole")]
+        assert states[0] == states[1]
+        config = tomllib.loads((folder / "run/config.toml").read_text())
+        assert config["outer-iterations"] == 4
+        # The length is the run's now, and nothing is left to do.
+        assert run_job_here(parse(["--resume", "--run-dir", str(folder / "run")])) == 0
+        assert len(metrics_of(folder / "run/metrics.jsonl")) == 4
+        WORLD.Barrier()
+
+
+@pytest.mark.mpi
+def test_the_rest_has_the_learning_rate_of_the_longer_run_and_masks_stay() -> None:
+    with run_folder() as folder:
+        changes = {**PRUNING, "lr_schedule": "cosine", "lr_warmup": 0.0}
+        assert run_job_here(settings_of(folder, "run", **changes)) == 0
+        assert run_job_here(longer(folder, "run", 6)) == 0
+        whole = settings_of(folder, "whole", **changes, outer_iterations=6)
+        assert run_job_here(whole) == 0
+        read = [
+            [
+                json.loads(line)
+                for line in (folder / name / "metrics.jsonl").read_text().splitlines()
+            ]
+            for name in ("run", "whole")
+        ]
+        rates = [[record["lr"] for record in records] for records in read]
+        assert rates[0][3:] == rates[1][3:] and rates[0][2] < rates[0][3]
+        assert all(r["frozen"] for r in read[0][2:])
+        assert len({r["density"] for r in read[0][2:]}) == 1
+        WORLD.Barrier()
+
+
+@pytest.mark.mpi
+def test_a_job_that_ended_before_its_results_are_written_writes_them() -> None:
+    with run_folder() as folder:
+        assert run_job_here(settings_of(folder, "run", method="dense")) == 0
+        before = (folder / "run/state.safetensors").read_bytes()
+        WORLD.Barrier()
+        if WORLD.rank == 0:
+            (folder / "run/summary.json").unlink()
+        WORLD.Barrier()
+        assert run_job_here(parse(["--resume", "--run-dir", str(folder / "run")])) == 0
+        assert json.loads((folder / "run/summary.json").read_text())["status"] == "completed"
+        assert (folder / "run/state.safetensors").read_bytes() == before
+        WORLD.Barrier()
+
+
+@pytest.mark.mpi
+def test_without_a_checkpoint_a_complete_run_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with run_folder() as folder:
+        settings = settings_of(folder, "run", method="dense", checkpoint_every="off")
+        assert run_job_here(settings) == 0
+        files = ["config.toml", "metrics.jsonl", "summary.json"]
+        before = [(folder / "run" / name).read_text() for name in files]
+        with pytest.raises(UserError, match=r"no checkpoint to go on from; .*--init-from"):
+            run_job_here(longer(folder, "run", 4))
+        assert [(folder / "run" / name).read_text() for name in files] == before
+
+        # One that can't be written costs a complete run nothing.
+        def full(*_: object) -> None:
+            raise UserError("no room")
+
+        monkeypatch.setattr(supervision.checkpoint, "save", full)
+        settings = settings_of(folder, "other", method="dense", outer_iterations=1)
+        assert run_job_here(settings) == 0
+        WORLD.Barrier()
+
+
+def test_only_more_iterations_are_another_length() -> None:
+    saved = vars(make(outer_iterations=16))
+    share = Fraction(2, 16)
+    for given in ({"outer_iterations": 24}, {"outer_iterations": 24, "warmup_iterations": share}):
+        found = resumed(saved, given)
+        assert found.outer_iterations == 24
+        assert (found.warmup_iterations, found.freeze_iteration) == (2, 12)
+    with pytest.raises(UserError, match="--outer-iterations 8 is fewer than the run's 16"):
+        resumed(saved, {"outer_iterations": 8})
+    with pytest.raises(UserError, match=r"--lr 1\.0 differs"):
+        resumed(saved, {"outer_iterations": 24, "lr": 1.0})
+
+
+def test_checkpoints_of_a_shorter_run_are_its_own_and_no_others() -> None:
+    short, long = (to_toml(make(outer_iterations=n), {"torch": "2"}) for n in (16, 24))
+    # Shares of another length were resolved to other counts.
+    assert not same_run(short, long)
+    grown = short.replace("outer-iterations = 16", "outer-iterations = 24")
+    assert same_run(short, grown) and same_run(short, short)
+    assert not same_run(grown, short)
+    assert not same_run(short, grown.replace('method = "prunex"', 'method = "dense"'))
+    assert not same_run("no TOML", grown)
+
+
+def test_the_file_changes_once_the_run_has_been_restored(tmp_path: Path) -> None:
+    text = to_toml(make(outer_iterations=16), {})
+    (tmp_path / "config.toml").write_text(text)
+    files = RunDirectory(tmp_path, "", resume=True, length=24)
+    assert (tmp_path / "config.toml").read_text() == text
+    files.keep_length()
+    assert "outer-iterations = 24\n" in (tmp_path / "config.toml").read_text()
+    files.close()
+    assert RunDirectory(tmp_path, "", resume=True, length=24).former_length == 0
