@@ -90,7 +90,7 @@ class Progress:
         self.iterations, self.steps, self.now_steps = record["iteration"], steps, now_steps
         self.began = self.said = now
         seconds = record["seconds"]
-        accuracy = record["test_accuracy"]
+        accuracy = record.get("val_accuracy", record["test_accuracy"])
         shown = "-" if accuracy is None else f"{100 * accuracy:.2f} %"
         text = f"loss {record['train_loss']:.4f}, accuracy {shown}, density {record['density']:.3f}"
         pace = [speed(taken * self.length.images, seconds["total"] - seconds["evaluate"])]

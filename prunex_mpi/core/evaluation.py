@@ -1,7 +1,7 @@
 """Evaluate what is delivered, the masked z with the consensus BatchNorm statistics; guard it."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 
 import numpy as np
@@ -12,7 +12,9 @@ from prunex_mpi.comm.agreement import raise_together
 from prunex_mpi.comm.collectives import hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import find_wires, reduce_between_nodes_
+from prunex_mpi.core.best import BEST, keep_best_
 from prunex_mpi.core.state import Work, weights
+from prunex_mpi.data.batches import Shard
 from prunex_mpi.models import batchnorm
 
 # Per rank: the statistics of a channel settle within a few thousand activations.
@@ -24,17 +26,26 @@ EVALUATION_BATCH = 256
 def evaluate(topology: Topology, work: Work, estimate: bool = False) -> tuple[float, float]:
     """Return (test loss, test accuracy as a fraction) of z over the shares of all ranks.
 
-    With `estimate` the BatchNorm statistics are estimated on z for as long as this takes. Training
-    does not notice. Collective on `node` and `leader`; every rank receives the same numbers.
+    Where images are held out for it, those are what it is tested on, and the best z by them is
+    kept. With `estimate` the BatchNorm statistics are estimated on z for as long as this takes.
+    Training does not notice. Collective on `node` and `leader`; every rank receives the same
+    numbers.
     """
+    with statistics_of_z(topology, work) if estimate else nullcontext():
+        loss, accuracy = judge(topology, work, work.problem.test)
+        if BEST in work.state.memory:
+            keep_best_(work, loss, accuracy)
+    return loss, accuracy
+
+
+@torch.no_grad()
+def judge(topology: Topology, work: Work, shard: Shard) -> tuple[float, float]:
+    """Return (loss, accuracy as a fraction) of z over the `shard`s of all ranks, as `evaluate`."""
     state, problem = work.state, work.problem
     sums = np.zeros(3)
-    with ExitStack() as exits:
-        if estimate:
-            exits.enter_context(statistics_of_z(topology, work))
-        problem.model.eval()
-        exits.enter_context(weights(state, state.z))
-        for images, labels in problem.batches(problem.test, batch_size=EVALUATION_BATCH):
+    problem.model.eval()
+    with weights(state, state.z):
+        for images, labels in problem.batches(shard, batch_size=EVALUATION_BATCH):
             # Without the batch's number: who has fewer of them must not look late.
             work.heartbeat.beat(0)
             outputs = problem.model(images)

@@ -89,6 +89,17 @@ def iteration_record(
     }
 
 
+def quality(work: Work, loss: float | None, accuracy: float | None) -> dict[str, float | None]:
+    """Return what an evaluation came to, by the names of the images that it was made on.
+
+    Where images are held out for it the test set is kept back: of it nothing is known yet.
+    """
+    if work.problem.kept_back is None:
+        return {"test_loss": loss, "test_accuracy": accuracy}
+    unknown = dict.fromkeys(("test_loss", "test_accuracy"))
+    return {**unknown, "val_loss": loss, "val_accuracy": accuracy}
+
+
 def rank_record(
     seconds: dict[str, float],
     exchange: dict[str, float],

@@ -50,7 +50,7 @@ def load_dataset(
             test_samples=settings.test_samples,
             image_size=settings.image_size,
             seed=settings.seed,
-            part=Part(world.rank, world.size, topology.host_size, going),
+            part=Part(world.rank, world.size, topology.host_size, going, settings.val_share),
         ),
         lambda: heartbeat.beat(heartbeat.step + 1),
     )
@@ -161,7 +161,7 @@ def build_problem(
         loss=loss,
         train=stream,
         train_shard=dataset.train,
-        test=dataset.test,
+        test=dataset.test if dataset.val is None else dataset.val,
         batches=partial(evaluation_batches, look=look),
         steps=steps_of(settings, stream),
         mean=mean,
@@ -170,6 +170,7 @@ def build_problem(
         objective=objective,
         mixing=mixing if settings.mixup or settings.cutmix else None,
         lr_scale=lr_scale_of(settings, topology.world_size),
+        kept_back=None if dataset.val is None else dataset.test,
     )
 
 

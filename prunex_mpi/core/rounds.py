@@ -14,7 +14,7 @@ import numpy as np
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
 from prunex_mpi.core.evaluation import evaluate
-from prunex_mpi.core.metrics import iteration_record, layer_records, rank_record
+from prunex_mpi.core.metrics import iteration_record, layer_records, quality, rank_record
 from prunex_mpi.core.residuals import Residuals
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import Work, next_iteration
@@ -131,18 +131,17 @@ def finish_round(
     """
     state = work.state
     position = state.position
-    test_loss = test_accuracy = None
+    loss_of_z = accuracy_of_z = None
     with phase(work, this, "evaluate"):
         if evaluates(work, this, converged):
-            test_loss, test_accuracy = evaluate(topology, work, estimate)
+            loss_of_z, accuracy_of_z = evaluate(topology, work, estimate)
     position.clock.note("iteration", f"outer iteration {this.k}", this.started)
     this.seconds["total"] = time.perf_counter() - this.started + position.clock.earlier
     record = {
         **iteration_record(work, this.k, this.seconds, residuals),
         "mask_drift": mask_drift(state.mask, this.mask) if drift is None else drift,
         "train_loss": loss,
-        "test_loss": test_loss,
-        "test_accuracy": test_accuracy,
+        **quality(work, loss_of_z, accuracy_of_z),
         "layers": layer_records(work, this.k, residuals) if topology.world.rank == 0 else [],
         "rank": rank_record(this.seconds, this.exchange, position.clock.broadcast, this.residuals),
         "status": "converged" if converged else "completed" if this.last else "running",

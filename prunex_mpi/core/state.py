@@ -51,9 +51,10 @@ class Problem:
 
     `forward` is `model`, compiled or not. `steps` is the number of local steps of phase 1.
     `batches(shard, batch_size=...)` yields (images, labels) in order, without augmentation;
-    with no `test` set nothing is evaluated. `mean` and `std`, float32 [3] on the CPU, are what
-    images of values in 0..1 are normalised by. `guess_loss` is what guessing costs, where known: no
-    smaller loss is a divergence. `objective` is what training minimises, where that is not `loss`,
+    with no `test` set nothing is evaluated; where images are held out of the training set, it holds
+    those, and the test set is `kept_back` for the end. `mean` and `std`, float32 [3] on the CPU,
+    are what images of values in 0..1 are normalised by. `guess_loss` is what guessing costs, where
+    known: no smaller loss is a divergence. `objective` is what training minimises, where that is not `loss`,
     `mixing` how batches are mixed, and `lr_scale` what the learning rate is multiplied by.
     """
 
@@ -71,6 +72,7 @@ class Problem:
     objective: Callable[[Tensor, Tensor], Tensor] | None = None
     mixing: Mixing | None = None
     lr_scale: float = 1.0
+    kept_back: Shard | None = None
 
 
 @dataclass
@@ -95,6 +97,8 @@ class Position:
     vote_next: bool = False
     under_way: str = ""
     first_loss: float | None = None
+    # Of the best z so far by held-out images: outer iteration, density, accuracy, loss.
+    best: list[float] = field(default_factory=list)
     rollbacks: int = 0
 
 

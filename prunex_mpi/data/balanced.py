@@ -1,12 +1,33 @@
-"""As many images of each class, out of the shards of all ranks."""
+"""As many images of each class, or the same share of each."""
 
 import torch
 from torch import Tensor
+
+from prunex_mpi.base.errors import UserError
 
 
 def class_counts(labels: Tensor, classes: int) -> Tensor:
     """Return how many images of each class a shard holds, int64 [classes]."""
     return torch.bincount(labels, minlength=classes)
+
+
+def hold_out(order: Tensor, labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Return which images of `order` are kept and which are held out: `share` of each class.
+
+    `order` is int64 [n], indices into `labels`; the first of a class are held out, rounded, and at
+    least one image of it stays. Both parts are in the order they were in. Raises UserError where
+    nothing would be held out.
+    """
+    of_class = labels[order]
+    held = torch.zeros(len(order), dtype=torch.bool)
+    for label in of_class.unique().tolist():
+        places = torch.nonzero(of_class == label).flatten()
+        held[places[: min(round(len(places) * share), len(places) - 1)]] = True
+    if not held.any():
+        raise UserError(
+            f"val-share {share}: no class has enough of the {len(order)} training images; raise it"
+        )
+    return order[~held], order[held]
 
 
 def places_in_draws(labels: Tensor, before: Tensor, each: int, draws: int) -> tuple[Tensor, Tensor]:

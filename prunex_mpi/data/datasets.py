@@ -18,6 +18,7 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from prunex_mpi.base.errors import UNREADABLE, UserError, meant, one_line
 from prunex_mpi.base.units import GIB
 from prunex_mpi.checks.memory import memory_limit
+from prunex_mpi.data.balanced import hold_out
 from prunex_mpi.data.batches import CHUNK_IMAGES, Shard
 from prunex_mpi.data.folders import describe, list_images
 from prunex_mpi.data.pictures import as_uint8, open_rgb
@@ -34,13 +35,15 @@ LOOK_S = 0.5
 class Part(NamedTuple):
     """Which part of the data a rank takes: number `rank` of `size`.
 
-    `here` ranks share the memory of this machine. `going` is called as loading goes on.
+    `here` ranks share the memory of this machine. `going` is called as loading goes on. So much as
+    `val_share` of the training images is held out.
     """
 
     rank: int
     size: int
     here: int = 1
     going: Callable[[], None] = lambda: None
+    val_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,15 @@ class Dataset:
     pad: int  # pixels a random crop may move an image by
     found: str = ""  # what lay in the folders of the data, in a line
     left_out: str = ""  # what of it is not read
+    val: Shard | None = None  # images held out of those to train on
+    val_total: int = 0
 
 
 @dataclass(frozen=True)
 class _Source:
     counts: tuple[int, int]  # training and test images there are
     read: Callable[[str, Tensor], Shard]  # takes "train" or "test" and int64 indices [n]
+    labels: Tensor  # of all training images, int64 [n]
     num_classes: int
     image_size: int
     flip: bool
@@ -86,7 +92,9 @@ def load(
     Training images: a permutation by `seed` of all of them, cut to `train_samples` (0: all) and to
     a multiple of `size`; each rank takes one contiguous piece, so the shards are disjoint and of
     equal size. Test images: the first `test_samples` of a permutation that does not depend on
-    `seed`; rank r takes every `size`-th from r on, which may be none. `image_size` 0 keeps the
+    `seed`; rank r takes every `size`-th from r on, which may be none. So it is with the images
+    held out: that share of each class, after the cut to `train_samples`, the same for any number of
+    ranks. `image_size` 0 keeps the
     data's own size. No communication: every rank calls this with the same arguments but the rank.
 
     Raises UserError (USAGE) for unknown names and impossible counts, and UserError (UNREADABLE)
@@ -108,6 +116,9 @@ def load(
     _refuse_too_large(source, train_samples, test_samples, part)
     train_order = _order("train", source.counts[0], train_samples, seed)
     test_order = _order("test", source.counts[1], test_samples, FIXED_SEED)
+    held_out = train_order[:0]
+    if part.val_share:
+        train_order, held_out = hold_out(train_order, source.labels, part.val_share)
     per_rank = len(train_order) // size
     if per_rank == 0:
         message = f"{size} ranks are more than the {len(train_order)} training images in use"
@@ -123,6 +134,8 @@ def load(
         pad=source.pad,
         found=source.found[0],
         left_out=source.found[1],
+        val=source.read("train", held_out[rank::size]) if part.val_share else None,
+        val_total=len(held_out),
     )
 
 
@@ -240,7 +253,8 @@ def _memory_source(
                 after.copy_(_resize(before, side))
         return Shard(images, whole.labels[indices])
 
-    return _Source((len(train.labels), len(test.labels)), read, classes, side, flip, side // 8)
+    counts = len(train.labels), len(test.labels)
+    return _Source(counts, read, train.labels, classes, side, flip, side // 8)
 
 
 def _resize(images: Tensor, side: int) -> Tensor:
@@ -263,17 +277,21 @@ def _imagefolder(data_dir: Path, image_size: int, going: Callable[[], None]) -> 
         raise UserError(message, UNREADABLE)
     side = image_size or min(open_rgb(train[0]).size)
 
+    def labels_of(files: list[str]) -> Tensor:
+        numbers = [classes.index(Path(file).parent.name) for file in files]
+        return torch.tensor(numbers, dtype=torch.int64)
+
     def read(split: str, indices: Tensor) -> Shard:
         files = [(train if split == "train" else test)[index] for index in indices.tolist()]
         images = torch.empty(len(files), 3, side, side, dtype=torch.uint8)
         for position, file in enumerate(files):
             going()
             images[position] = as_uint8(file, side, fit=image_size > 0)
-        labels = [classes.index(Path(file).parent.name) for file in files]
-        return Shard(images, torch.tensor(labels, dtype=torch.int64))
+        return Shard(images, labels_of(files))
 
     counts, found = (len(train), len(test)), describe(*listings)
-    return _Source(counts, read, len(classes), side, flip=True, pad=side // 8, found=found)
+    known = labels_of(train), len(classes)
+    return _Source(counts, read, *known, side, flip=True, pad=side // 8, found=found)
 
 
 def _synthetic(
@@ -298,4 +316,5 @@ def _synthetic(
         return Shard(images, indices % SYNTHETIC_CLASSES)
 
     counts = (train_samples or SYNTHETIC_TRAIN, test_samples or SYNTHETIC_TEST)
-    return _Source(counts, read, SYNTHETIC_CLASSES, side, flip=False, pad=0)
+    labels = torch.arange(counts[0]) % SYNTHETIC_CLASSES
+    return _Source(counts, read, labels, SYNTHETIC_CLASSES, side, flip=False, pad=0)

@@ -17,6 +17,7 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text, together
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.evaluation import evaluate
+from prunex_mpi.core.metrics import quality
 from prunex_mpi.core.state import Work, begin_iteration
 from prunex_mpi.models.standalone import PLAN
 from prunex_mpi.models.trained import (
@@ -90,14 +91,14 @@ def judge_beginning(topology: Topology, files: RunDirectory | None, work: Work) 
         return
     work.heartbeat.enter("evaluate")
     loss, accuracy = evaluate(topology, work)
-    # It is no part of the first outer iteration.
+    # It is no part of the first outer iteration, and no network that the run has made.
+    position.best = []
     begin_iteration(position)
     log.info("before training: loss %.4f, accuracy %.2f %%", loss, 100 * accuracy)
     record = {
         "from": settings.init_from,
         "sha256": settings.init_digest,
-        "test_loss": loss,
-        "test_accuracy": accuracy,
+        **quality(work, loss, accuracy),
     }
 
     def write() -> None:

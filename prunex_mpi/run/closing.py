@@ -6,6 +6,8 @@ from typing import Any
 from prunex_mpi.base.tables import format_lines
 from prunex_mpi.base.units import MIB
 
+NAMES = {"test": "test", "val": "held-out"}
+
 
 def add_up(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the seconds and the bytes of all records together, by phase and by kind."""
@@ -46,8 +48,16 @@ def closing_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     phases = ", ".join(f"{k} {v:.2f}" for k, v in seconds.items() if k != "total")
     before = []
     if summary.get("initial"):
-        reached = f"{100 * summary['initial']['test_accuracy']:.2f} %"
-        before = [("test accuracy before training", reached)]
+        initial = summary["initial"]
+        which = "test" if initial["test_accuracy"] is not None else "val"
+        reached = f"{100 * initial[f'{which}_accuracy']:.2f} %"
+        before = [(f"{NAMES[which]} accuracy before training", reached)]
+    best = summary.get("validation")
+    if best:
+        reached = f"{100 * best['accuracy']:.2f} %"
+        before.append(
+            (f"{NAMES['val']} accuracy", f"{reached}, of outer iteration {best['iteration']}")
+        )
     return [
         ("status", f"{summary['status']} after {summary['iterations']} outer iterations"),
         *before,

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +21,8 @@ from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline, stop_agreement
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.best import best_of, memory_of_best
+from prunex_mpi.core.evaluation import judge
 from prunex_mpi.core.problem import (
     build_problem,
     choose_rules,
@@ -141,6 +144,8 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                     status = run_to_end(topology, files, work, checkpoints)
             heartbeat.enter("finish")
 
+            results = judge_end(topology, work) if status != "preempted" else {}
+
             def finish() -> None:
                 if files is None:
                     return
@@ -148,11 +153,11 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                     files.write_summary({"status": status, "reason": stop.reason})
                     log.info("stopped by %s: go on with --resume --run-dir %s", stop.reason, path)
                     return
-                delivered = summary.save_model(files.path, work.state, work.problem)
+                with best_of(work):
+                    delivered = summary.save_model(files.path, work.state, work.problem)
                 records = files.read_lines("metrics.jsonl")
                 totals = summary.summarise(settings, topology, work.state, records, status)
-                totals["delivered"] = delivered
-                totals["initial"] = read_initial(files.path)
+                totals |= {**results, "delivered": delivered, "initial": read_initial(files.path)}
                 totals["seconds_total"] = time.time() - started
                 totals["checkpoints"] = {"count": checkpoints.count, "seconds": checkpoints.seconds}
                 files.write_summary(totals)
@@ -215,7 +220,7 @@ def assemble(
         log.info("not pruned: %s", excluded)
     heartbeat.beat(1)
     state = build_state(model, layout, groups, settings)
-    state.memory |= memory_of(settings, layout, state.theta)
+    state.memory |= memory_of(settings, layout, state.theta) | memory_of_best(settings, state)
     heartbeat.beat(2)
     if first and settings.method in LOCAL:
         for line in advice(settings, problem.steps):
@@ -244,6 +249,20 @@ def open_run(
             return files
 
         yield path, together(world, take)
+
+
+def judge_end(topology: Topology, work: Work) -> dict[str, Any]:
+    """Test the best network where the test images were kept back for it; {} elsewhere.
+
+    Collective on `world`.
+    """
+    best = work.state.position.best
+    if work.problem.kept_back is None or not best:
+        return {}
+    with best_of(work):
+        loss, accuracy = judge(topology, work, work.problem.kept_back)
+    held_out = {"iteration": int(best[0]), "accuracy": best[2], "loss": best[3]}
+    return {"test_loss": loss, "test_accuracy": accuracy, "validation": held_out}
 
 
 def make_longer(files: RunDirectory | None, work: Work) -> None:

@@ -383,7 +383,7 @@ def upgraded(numbers: Any) -> Any:
     new = asdict(Position(steps_done=UNKNOWN))
     clock, traffic = position.get("clock"), position.get("traffic")
     if isinstance(clock, dict) and isinstance(traffic, dict):
-        unknown = {"under_way": "", "steps_done": UNKNOWN}
+        unknown = {"under_way": "", "steps_done": UNKNOWN, "best": []}
         parts = {
             "clock": {**new["clock"], **clock},
             "traffic": {**new["traffic"], **traffic},

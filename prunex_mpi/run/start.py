@@ -108,10 +108,11 @@ def describe_training(work: Work, dataset: Dataset, ranks: int) -> str:
     steps += " per outer iteration"
     if settings.frozen_local_steps:
         steps += f" ({settings.frozen_local_steps:,} once frozen)"
+    held_out = f"{dataset.val_total:,} held out, " if dataset.val_total else ""
     return "; ".join(
         (
-            f"{dataset.train_total:,} images to train on, {dataset.test_total:,} to test on, "
-            f"{dataset.num_classes:,} classes",
+            f"{dataset.train_total:,} images to train on, {held_out}{dataset.test_total:,} to test "
+            f"on, {dataset.num_classes:,} classes",
             f"{problem.train.batch_size * ranks:,} images per step, {steps}, "
             f"{total_steps(settings, problem.steps):,} in all",
             f"{work.state.layout.numel:,} parameters, {_prunable(work)}",

@@ -107,6 +107,15 @@ class Settings:
     download: bool = _setting(_S, "fetch cifar10 or cifar100 when missing", False)
     train_samples: int = _setting(_S, "images of the training set to use, 0 for all", 0, low=0)
     test_samples: int = _setting(_S, "images of the test set to use, 0 for all", 0, low=0)
+    val_share: float = _setting(
+        _S,
+        "share of the training images of each class to hold out: the best network by them is "
+        "delivered, and tested once",
+        0.0,
+        before=0.0,
+        low=0,
+        below=1,
+    )
     image_size: int = _setting(_S, "side in pixels, 0 for the data's own", 0, low=0, high=4096)
     augment: str = _setting(_S, "random crops and flips", "auto", choices=("auto", "off"))
     image_mean: tuple[float, ...] = _setting(

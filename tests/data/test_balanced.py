@@ -1,8 +1,10 @@
 """Draws of as many images of each class, out of shards."""
 
+import pytest
 import torch
 
-from prunex_mpi.data.balanced import class_counts, places_in_draws
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.data.balanced import class_counts, hold_out, places_in_draws
 
 
 def test_draws_take_the_first_images_of_each_class_over_all_shards() -> None:
@@ -20,3 +22,19 @@ def test_draws_take_the_first_images_of_each_class_over_all_shards() -> None:
             found[place] = start + image
         before += class_counts(labels, 3)
     assert found == wanted
+
+
+def test_the_same_share_of_each_class_is_held_out_in_the_order_there_was() -> None:
+    labels = torch.tensor([0] * 20 + [1] * 10 + [2] * 1)
+    order = torch.randperm(31, generator=torch.Generator().manual_seed(3))
+    kept, held = hold_out(order, labels, 0.2)
+    assert labels[held].bincount().tolist() == [4, 2]
+    assert labels[kept].bincount().tolist() == [16, 8, 1]
+    for part in (kept, held):
+        places = [order.tolist().index(i) for i in part.tolist()]
+        assert places == sorted(places)
+    assert sorted([*kept.tolist(), *held.tolist()]) == list(range(31))
+    # Something of each class stays to train on.
+    assert labels[hold_out(order, labels, 0.99)[0]].bincount().tolist() == [1, 1, 1]
+    with pytest.raises(UserError, match=r"val-share 0\.01"):
+        hold_out(order, labels, 0.01)

@@ -4,6 +4,7 @@ import itertools
 import os
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
@@ -28,7 +29,8 @@ LOAD |= dict(image_size=0, seed=0)
 
 
 def load(name: str, rank: int = 0, size: int = 1, **changes: object) -> Dataset:
-    return data.load(name, part=(rank, size), **(LOAD | changes))
+    part = data.Part(rank, size, val_share=changes.pop("val_share", 0.0))
+    return data.load(name, part=part, **(LOAD | changes))
 
 
 def refuse(name: str, exit_code: int, **changes: object) -> str:
@@ -72,6 +74,26 @@ def test_shards_are_disjoint_and_training_shards_equal(size: int) -> None:
     assert set(itertools.chain(*test)) == set(images_of(whole.test))
     assert sorted(map(len, test)) == [7 // size + (r >= size - 7 % size) for r in range(size)]
     assert parts[0].test_total == 7
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_images_held_out_are_the_same_for_any_number_of_ranks(size: int) -> None:
+    whole = load("digits", seed=4)
+    parts = [load("digits", rank, size, seed=4, val_share=0.1) for rank in range(size)]
+    held = [image for part in parts for image in images_of(part.val)]
+    assert sorted(held) == sorted(images_of(load("digits", seed=4, val_share=0.1).val))
+    counts = torch.cat([part.val.labels for part in parts]).bincount()
+    classes = whole.train.labels.bincount()
+    assert counts.tolist() == [round(n * 0.1) for n in classes.tolist()]
+    assert parts[0].val_total == len(held)
+    trained = [image for part in parts for image in images_of(part.train)]
+    assert len({len(part.train.labels) for part in parts}) == 1
+    assert len(trained) == parts[0].train_total <= len(whole.train.labels) - len(held)
+    # Digits that look alike exist: how often each is there tells the two parts from each other.
+    left = Counter(images_of(whole.train)) - Counter(held)
+    assert not Counter(trained) - left
+    assert sorted(images_of(load("digits", seed=5, val_share=0.1).val)) != sorted(held)
+    assert whole.val is None and whole.val_total == 0
 
 
 def test_seed_reorders_training_images_and_leaves_the_test_set() -> None:

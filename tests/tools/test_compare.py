@@ -285,17 +285,17 @@ def test_a_plan_without_rows_is_refused(tmp_path, text, why):
 
 
 def test_the_held_out_images_are_taken_from_those_that_train():
-    settings = make(method="dense", dataset="synthetic", train_samples=23, image_size=8)
+    settings = make(method="dense", dataset="synthetic", train_samples=60, image_size=8)
     with nodes_of(MPI.COMM_SELF) as alone:
-        dataset = load_dataset(alone, settings)
-        held_out = hold_out(alone, dataset)
-        assert (len(held_out.train.labels), len(held_out.test.labels)) == (19, 4)
-        both = torch.cat([held_out.train.images, held_out.test.images])
-        assert torch.equal(both, dataset.train.images)
-        assert (held_out.train_total, held_out.test_total) == (19, 4)
-        one = load_dataset(alone, replace(settings, train_samples=1))
-        with pytest.raises(UserError, match="too few"):
-            hold_out(alone, one)
+        whole = load_dataset(alone, settings).train
+        held_out = hold_out(alone, settings)
+        assert (len(held_out.train.labels), len(held_out.test.labels)) == (50, 10)
+        assert held_out.test.labels.bincount().tolist() == [1] * 10
+        both = torch.cat([held_out.train.images, held_out.test.images]).flatten(1)
+        assert sorted(both.tolist()) == sorted(whole.images.flatten(1).tolist())
+        assert (held_out.train_total, held_out.test_total) == (50, 10)
+        with pytest.raises(UserError, match="no class has enough"):
+            hold_out(alone, replace(settings, train_samples=10))
 
 
 def test_zeros_in_whole_rows_and_columns_are_told_from_others():

@@ -18,10 +18,9 @@ from prunex_mpi.base.files import write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.base.tables import as_json, format_table
-from prunex_mpi.comm.agreement import broadcast_text, raise_together, require_same, together
+from prunex_mpi.comm.agreement import broadcast_text, require_same, together
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.problem import load_dataset
-from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.run.facts import recorded_versions
 from prunex_mpi.run.program import watched
@@ -45,7 +44,7 @@ from prunex_mpi.tools.compare.run import run_one
 from prunex_mpi.tools.compare.search import at_chance, next_rate
 from prunex_mpi.tools.compare.tables import tables_of
 
-# Of each rank's training images, what a run that tunes keeps for its own test.
+# One of so many training images of each class is what a run that tunes is tested on.
 HELD_OUT = 5
 
 
@@ -257,7 +256,7 @@ def tune_all(bench: Bench, rows: Sequence[Row]) -> list[Tuning]:
     if not wanted:
         return []
     settings = settings_of(options.common, rows[0], options.tune_seed)
-    held_out = hold_out(bench.topology, load_dataset(bench.topology, settings))
+    held_out = hold_out(bench.topology, settings)
     return [tune(bench, row, held_out) for row in wanted]
 
 
@@ -278,21 +277,10 @@ def tune(bench: Bench, row: Row, held_out: Dataset) -> Tuning:
     return replace(tuning, chance=chance)
 
 
-def hold_out(topology: Topology, dataset: Dataset) -> Dataset:
-    """Return a data set whose test images are a part of each rank's training images.
+def hold_out(topology: Topology, settings: Settings) -> Dataset:
+    """Return a data set whose test images are a part of the training images.
 
-    Raises UserError where a rank has too few. Collective on `world`.
+    Raises UserError where these are too few. Collective on `world`.
     """
-    images, labels = dataset.train.images, dataset.train.labels
-    kept = len(labels) - max(1, len(labels) // HELD_OUT)
-    problem = None
-    if kept < 1:
-        problem = UserError(f"{len(labels)} training images per rank are too few for --tune-lr")
-    raise_together(topology.world, problem)
-    return replace(
-        dataset,
-        train=Shard(images[:kept], labels[:kept]),
-        test=Shard(images[kept:], labels[kept:]),
-        train_total=kept * topology.world_size,
-        test_total=(len(labels) - kept) * topology.world_size,
-    )
+    dataset = load_dataset(topology, replace(settings, val_share=1 / HELD_OUT))
+    return replace(dataset, test=dataset.val, test_total=dataset.val_total, val=None, val_total=0)

@@ -209,6 +209,10 @@ def _check_rows(options: Options) -> None:
     trained = {}
     for row in options.rows:
         found = settings_of(options.common, row, options.seeds[0], length=options.length)
+        if found.val_share:
+            raise UserError(
+                "val-share: a comparison holds images out for --tune-lr alone; leave it away"
+            )
         steps = found.outer_iterations * found.local_steps
         if found.local_steps > 0 and not found.frozen_local_steps:
             trained[row.name] = steps * found.batch_size

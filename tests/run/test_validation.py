@@ -1,0 +1,106 @@
+"""Images held out of the training set: the best network by them is delivered and tested once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import metrics_of, run_folder, run_job_here
+from nodes import WORLD, nodes_of
+from safetensors.torch import load_file
+from small_runs import COMMON, PRUNING, small_run
+
+from prunex_mpi.core import evaluation
+from prunex_mpi.core.best import BEST, best_of, is_better
+from prunex_mpi.core.state import Work
+from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.settings.cli import parse
+from prunex_mpi.settings.resolve import make
+
+VAL = {"val_share": 0.25, "train_samples": 80, "test_samples": 16}
+
+
+def settings_of(folder: Path, name: str, **changes: object) -> Any:
+    run = {"run_dir": str(folder / name), "progress": "off", "checkpoint_every": "2"}
+    return make(**{**COMMON, **VAL, **run, **changes})
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("scenario", ["recipe", "dense", "pactrain", "prunetrain", "behind"])
+def test_the_best_of_what_has_been_evaluated_is_kept(scenario: str) -> None:
+    # All that the lasso leaves of a channel is taken out at once.
+    changes = {"prune_threshold": 10.0} if scenario == "prunetrain" else {}
+    changes |= {"outer_iterations": 4, "model": "resnet8-w4", **VAL}
+    seen: list[tuple[list[float], torch.Tensor]] = []
+    with nodes_of(2) as topology, small_run(topology, scenario, **changes) as work:
+        for record in driver_of(work.settings).outer_iterations(topology, work):
+            assert record["test_accuracy"] is None
+            if record["val_accuracy"] is not None:
+                names = ("iteration", "density", "val_accuracy", "val_loss")
+                seen.append(([record[n] for n in names], work.state.z.clone()))
+        best = seen[0]
+        for one in seen[1:]:
+            best = one if is_better(one[0], best[0]) else best
+        assert work.state.position.best == best[0]
+        assert torch.equal(work.state.memory[BEST], best[1])
+        assert best[0][1] == min(found[1] for found, _ in seen)
+        last = [t.clone() for t in (work.state.z, *work.problem.model.buffers())]
+        with best_of(work):
+            assert torch.equal(work.state.z, best[1])
+            found = evaluation.judge(topology, work, work.problem.test)
+            # With the statistics that it was evaluated with.
+            assert found == pytest.approx((best[0][3], best[0][2]), rel=1e-6)
+        now = [work.state.z, *work.problem.model.buffers()]
+        assert all(torch.equal(a, b) for a, b in zip(last, now, strict=True))
+
+
+def test_smaller_beats_larger_and_of_equal_ones_the_better_counts() -> None:
+    dense, pruned = [1, 1.0, 0.9, 0.1], [2, 0.5, 0.6, 1.0]
+    assert is_better(dense, []) and is_better(pruned, dense) and not is_better(dense, pruned)
+    assert is_better([3, 0.5001, 0.7, 2.0], pruned)
+    assert is_better([3, 0.5, 0.6, 0.9], pruned)
+    assert not is_better([3, 0.5, 0.6, 1.0], pruned)
+
+
+@pytest.mark.mpi
+def test_a_run_delivers_its_best_and_tests_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = []
+    real = evaluation.judge
+
+    def judge(topology: Any, work: Work, shard: Any) -> tuple[float, float]:
+        if shard is work.problem.kept_back:
+            tested.append(work.state.position.iteration)
+        # The fourth outer iteration is the best.
+        found = real(topology, work, shard)
+        return (found[0], {3: 0.5, 4: 0.9}.get(work.state.position.iteration, 0.25))
+
+    monkeypatch.setattr(evaluation, "judge", judge)
+    monkeypatch.setattr("prunex_mpi.run.job.judge", judge)
+    with run_folder() as folder:
+        changes = {**PRUNING, "freeze_iteration": 2, "outer_iterations": 6}
+        assert run_job_here(settings_of(folder, "whole", **changes)) == 0
+        assert tested == [7]
+        records = [
+            json.loads(line) for line in (folder / "whole/metrics.jsonl").read_text().splitlines()
+        ]
+        assert all(r["test_loss"] is None and r["test_accuracy"] is None for r in records)
+        summary = json.loads((folder / "whole/summary.json").read_text())
+        assert summary["validation"]["iteration"] == 4
+        assert summary["validation"]["loss"] == records[3]["val_loss"]
+        assert summary["test_accuracy"] == 0.25 and summary["test_loss"] > 0
+        best = load_file(folder / "whole/state.safetensors")
+        WORLD.Barrier()
+
+        # Ended after its fourth outer iteration, by the checkpoint behind it.
+        if WORLD.rank == 0:
+            for path in sorted((folder / "whole/checkpoints").iterdir())[1:]:
+                path.rename(path.with_name(f"{path.name}.partial"))
+            (folder / "whole/summary.json").unlink()
+        before = metrics_of(folder / "whole/metrics.jsonl")
+        WORLD.Barrier()
+        assert run_job_here(parse(["--resume", "--run-dir", str(folder / "whole")])) == 0
+        assert metrics_of(folder / "whole/metrics.jsonl") == before
+        again = load_file(folder / "whole/state.safetensors")
+        assert all(torch.equal(best[key], again[key]) for key in best)
+        WORLD.Barrier()
