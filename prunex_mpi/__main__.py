@@ -9,6 +9,7 @@ PROGRAMS = {
     "doctor": "tell whether and how well a job would train, before it does",
     "bench": "measure what training costs; compare trains with one method after the other",
     "export": "write the smaller network of a run, proven and measured",
+    "evaluate": "tell loss and accuracy of a run's or an exported network, of each class too",
     "report": "show what happened in runs on one page with pictures",
 }
 
@@ -17,7 +18,7 @@ def main() -> int:
     """Print a line for each program and return the exit code."""
     print(f"prunex_mpi {__version__}: data-parallel training that prunes, over MPI\n")
     for name, what in PROGRAMS.items():
-        print(f"  python -m prunex_mpi.{name:<6}  {what}")
+        print(f"  python -m prunex_mpi.{name:<8}  {what}")
     print("\nEach of them tells its flags with --help.")
     return 0
 

@@ -54,8 +54,8 @@ class Problem:
     with no `test` set nothing is evaluated; where images are held out of the training set, it holds
     those, and the test set is `kept_back` for the end. `mean` and `std`, float32 [3] on the CPU,
     are what images of values in 0..1 are normalised by. `guess_loss` is what guessing costs, where
-    known: no smaller loss is a divergence. `objective` is what training minimises, where that is not `loss`,
-    `mixing` how batches are mixed, and `lr_scale` what the learning rate is multiplied by.
+    known: no smaller loss is a divergence. `objective` is what training minimises, where that is
+    not `loss`, `mixing` how batches are mixed, and `lr_scale` what multiplies the learning rate.
     """
 
     model: nn.Module

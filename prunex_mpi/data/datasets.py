@@ -62,6 +62,7 @@ class Dataset:
     left_out: str = ""  # what of it is not read
     val: Shard | None = None  # images held out of those to train on
     val_total: int = 0
+    class_names: tuple[str, ...] = ()  # in the order of the labels, where they have any
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class _Source:
     flip: bool
     pad: int
     found: tuple[str, str] = ("", "")
+    class_names: tuple[str, ...] = ()
 
 
 def load(
@@ -136,6 +138,7 @@ def load(
         left_out=source.found[1],
         val=source.read("train", held_out[rank::size]) if part.val_share else None,
         val_total=len(held_out),
+        class_names=source.class_names,
     )
 
 
@@ -177,21 +180,25 @@ def _digits(image_size: int, going: Callable[[], None]) -> _Source:
         members = rng.permutation(np.flatnonzero(digits.target == label))
         is_test[torch.from_numpy(members[: round(len(members) * DIGITS_TEST_SHARE)])] = True
     train, test = (Shard(images[half], labels[half]) for half in (~is_test, is_test))
-    return _memory_source(train, test, 10, image_size or 8, going, flip=False)
+    names = tuple(map(str, range(10)))
+    return _memory_source(train, test, names, image_size or 8, going, flip=False)
 
 
 def _cifar(
     name: str, data_dir: Path, download: bool, image_size: int, going: Callable[[], None]
 ) -> _Source:
-    train, test = (_read_cifar(name, data_dir, download, half, going) for half in (True, False))
-    classes = int(name.removeprefix("cifar"))
-    return _memory_source(train, test, classes, image_size or 32, going, flip=True)
+    halves = [_read_cifar(name, data_dir, download, train, going) for train in (True, False)]
+    (train, names), (test, _) = halves
+    return _memory_source(train, test, names, image_size or 32, going, flip=True)
 
 
 def _read_cifar(
     name: str, data_dir: Path, download: bool, train: bool, going: Callable[[], None]
-) -> Shard:
-    """Read one half of CIFAR; where it is incomplete, one process downloads and others wait."""
+) -> tuple[Shard, tuple[str, ...]]:
+    """Read one half of CIFAR, and the names of its classes.
+
+    Where it is incomplete, one process downloads and others wait.
+    """
     cifar = CIFAR10 if name == "cifar10" else CIFAR100
     try:
         half = cifar(data_dir, train=train, download=False)
@@ -214,7 +221,7 @@ def _read_cifar(
             raise UserError(message + advice, UNREADABLE) from error
     going()
     images = torch.from_numpy(half.data).permute(0, 3, 1, 2)
-    return Shard(images, torch.tensor(half.targets, dtype=torch.int64))
+    return Shard(images, torch.tensor(half.targets, dtype=torch.int64)), tuple(half.classes)
 
 
 def _while_growing(
@@ -237,7 +244,13 @@ def _while_growing(
 
 
 def _memory_source(
-    train: Shard, test: Shard, classes: int, side: int, going: Callable[[], None], *, flip: bool
+    train: Shard,
+    test: Shard,
+    names: tuple[str, ...],
+    side: int,
+    going: Callable[[], None],
+    *,
+    flip: bool,
 ) -> _Source:
     """Serve copies of parts of what is in memory, resized if need be."""
 
@@ -254,7 +267,8 @@ def _memory_source(
         return Shard(images, whole.labels[indices])
 
     counts = len(train.labels), len(test.labels)
-    return _Source(counts, read, train.labels, classes, side, flip, side // 8)
+    pad, labels = side // 8, train.labels
+    return _Source(counts, read, labels, len(names), side, flip, pad, class_names=names)
 
 
 def _resize(images: Tensor, side: int) -> Tensor:
@@ -290,8 +304,8 @@ def _imagefolder(data_dir: Path, image_size: int, going: Callable[[], None]) -> 
         return Shard(images, labels_of(files))
 
     counts, found = (len(train), len(test)), describe(*listings)
-    known = labels_of(train), len(classes)
-    return _Source(counts, read, *known, side, flip=True, pad=side // 8, found=found)
+    named = {"found": found, "class_names": tuple(classes)}
+    return _Source(counts, read, labels_of(train), len(classes), side, True, side // 8, **named)
 
 
 def _synthetic(

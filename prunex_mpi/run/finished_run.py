@@ -37,13 +37,15 @@ class FinishedRun:
     summary: dict[str, Any]
     description: dict[str, Any]
     model: nn.Module
-    test: Shard
+    test: Shard | None
     mean: Tensor
     std: Tensor
 
 
-def read_run(path: Path, data_dir: str = "") -> FinishedRun:
+def read_run(path: Path, data_dir: str = "", with_data: bool = True) -> FinishedRun:
     """Return the run in the folder `path`; its data may have moved to `data_dir`.
+
+    Only `with_data` are there test images.
 
     Raises UserError (UNREADABLE) for a run that did not end well, damaged files, a model whose
     source has changed, and missing data; UserError (USAGE) for a model that can't be built.
@@ -89,7 +91,7 @@ def read_run(path: Path, data_dir: str = "") -> FinishedRun:
         summary=summary,
         description=describe(settings.model, **what),
         model=model,
-        test=_load_test(settings, len(logits), image_size),
+        test=_load_test(settings, len(logits), image_size) if with_data else None,
         mean=mean,
         std=std,
     )

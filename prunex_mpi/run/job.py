@@ -155,6 +155,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                     return
                 with best_of(work):
                     delivered = summary.save_model(files.path, work.state, work.problem)
+                delivered["classes"] = list(dataset.class_names)
                 records = files.read_lines("metrics.jsonl")
                 totals = summary.summarise(settings, topology, work.state, records, status)
                 totals |= {**results, "delivered": delivered, "initial": read_initial(files.path)}

@@ -26,7 +26,7 @@ from prunex_mpi.settings.methods import (
 )
 
 CROSS_ENTROPY = "cross-entropy"
-PRESETS = ("recipe", "paper", "thin")
+PRESETS = ("recipe", "paper", "thin", "finetune")
 # From this keep ratio on `--prune-by auto` is magnitude.
 GRASP_BELOW = 0.3
 # Where prunex-flat has no nodes between ranks and z.

@@ -57,3 +57,8 @@ METHOD_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "lion": {"lr": 0.001, "weight_decay": 0.05},
     "pactrain": {"prune_iteration": Fraction(0)},
 }
+# And where a method's is not the one that it has with other presets.
+PRESET_DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    # Trained weights say at once what counts, and all of the run is left to heal.
+    ("finetune", "one-shot"): {"prune_iteration": Fraction(1)},
+}

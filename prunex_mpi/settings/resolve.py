@@ -20,7 +20,7 @@ from prunex_mpi.settings.fields import (
     key_of,
     methods_of,
 )
-from prunex_mpi.settings.methods import METHOD_DEFAULTS
+from prunex_mpi.settings.methods import METHOD_DEFAULTS, PRESET_DEFAULTS
 from prunex_mpi.settings.values import (
     AUTO,
     convert,
@@ -107,7 +107,8 @@ def _given_to(method: str, preset: str, layer: Mapping[str, Any]) -> dict[str, A
 def _defaults(preset: str, method: str) -> dict[str, Any]:
     """Return the values, not resolved yet, of a run that is given nothing but these two."""
     values = {name: field.default for name, field in FIELDS.items()} | preset_values(preset)
-    return {**values, **METHOD_DEFAULTS.get(method, {}), "preset": preset, "method": method}
+    own = {**METHOD_DEFAULTS.get(method, {}), **PRESET_DEFAULTS.get((preset, method), {})}
+    return {**values, **own, "preset": preset, "method": method}
 
 
 def make(preset: str = "recipe", **overrides: object) -> Settings:

@@ -155,11 +155,12 @@ def test_synthetic_classes_can_be_told_apart() -> None:
     assert not set(images_of(part.train)) & set(images_of(part.test))
 
 
-def fake_cifar(downloads: list[str], error: Exception | None = None) -> type:
+def fake_cifar(downloads: list[str], error: Exception | None = None, count: int = 10) -> type:
     """Return a stand-in for torchvision's class that counts downloads in a folder."""
 
     class Fake:
         filename, base_folder = "archive", "files"
+        classes = tuple(f"class {number}" for number in range(count))
 
         def __init__(self, root: Path, train: bool, download: bool) -> None:
             complete = Path(root) / "complete"
@@ -184,7 +185,7 @@ def test_cifar_is_downloaded_once_by_whoever_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, classes: int
 ) -> None:
     downloads: list[str] = []
-    monkeypatch.setattr(data, name.upper(), fake_cifar(downloads))
+    monkeypatch.setattr(data, name.upper(), fake_cifar(downloads, count=classes))
 
     def work(rank: int) -> Dataset:
         return load(name, data_dir=str(tmp_path / "new"), download=True, rank=rank, size=3)
@@ -235,6 +236,7 @@ def test_imagefolder_reads_classes_and_colours(folder: Path) -> None:
     parts = [load("imagefolder", data_dir=str(folder), rank=rank, size=4) for rank in range(4)]
     assert all(is_valid(part) for part in parts)
     assert (parts[0].num_classes, parts[0].train_total, parts[0].pad) == (2, 12, 2)
+    assert parts[0].class_names == ("blue", "red")
     for part in parts:
         for shard in (part.train, part.test):
             for image, label in zip(shard.images, shard.labels, strict=True):

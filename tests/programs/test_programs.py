@@ -18,12 +18,13 @@ WORDS = {
     "doctor": "--mpi-buffers",
     "bench": "kernels, memory, collectives, overhead, checkpoint, ddp, model or all",
     "export": "--torch-export",
+    "evaluate": "--classes",
     "report": "--csv",
 }
 NOTHING_LOADED = "sys.exit(3 if {'torch', 'mpi4py', 'numpy'} & set(sys.modules) else 0)"
 
 
-NEEDING_MPI = (["train"], ["doctor"], ["bench"], ["bench", "model"])
+NEEDING_MPI = (["train"], ["doctor"], ["bench"], ["evaluate", "run"])
 # What mpi4py says, and what the dynamic linker does where mpi4py was built for one library.
 NO_LIBRARY = (
     'raise RuntimeError("cannot load MPI library\\nlibmpi.so.40: cannot open shared object file")',
@@ -67,7 +68,7 @@ def test_programs_tell_of_themselves_without_torch_and_mpi(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_wrong_flag_is_one_line(name: str) -> None:
-    folder = ["run"] if name in ("export", "report") else []
+    folder = ["run"] if name in ("evaluate", "export", "report") else []
     done = python("-m", f"prunex_mpi.{name}", *folder, "--vresion")
     assert done.returncode == USAGE
     (line,) = done.stderr.splitlines()

@@ -17,6 +17,7 @@ from prunex_mpi.settings import cli
 from prunex_mpi.tools.bench import options as bench
 from prunex_mpi.tools.compare import options as compare
 from prunex_mpi.tools.doctor import options as doctor
+from prunex_mpi.tools.evaluate import options as evaluate
 from prunex_mpi.tools.export import options as export
 from prunex_mpi.tools.figures import options as figures
 from prunex_mpi.tools.report import options as report
@@ -24,12 +25,13 @@ from prunex_mpi.tools.report import options as report
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "prunex_mpi"
 FOLDERS = (".", "batch", "tests", "prunex_mpi")
-FOLDERS += tuple(f"prunex_mpi/{name}" for name in ("methods", "run", "tools"))
+FOLDERS += tuple(f"prunex_mpi/{name}" for name in ("methods", "models", "run", "tools"))
 READMES = [ROOT / folder / "README.md" for folder in FOLDERS]
 LONGEST, MOST_WORDS = 150, 2000
 
 STARTS = ("python -m prunex_mpi", "python tests/", "mpirun ", "srun ", "sbatch ", "bash batch/")
 PARSERS = {"train": cli, "bench": bench, "doctor": doctor, "export": export, "report": report}
+PARSERS["evaluate"] = evaluate
 # What scripts of batch/ hand their flags to.
 SCRIPTS = {
     "batch/quickstart.sh": ["train"],
@@ -113,7 +115,7 @@ def refused(words: list[str]) -> str:
 
 def known_flags() -> set[str]:
     """Return the flags of all programs, of the tests and of the scripts of the harness."""
-    built = [cli, bench, compare, doctor, export, figures, report]
+    built = [cli, bench, compare, doctor, evaluate, export, figures, report]
     flags = {flag for m in built for a in m.build_parser()._actions for flag in a.option_strings}
     for path in (ROOT / "tests/conftest.py", ROOT / "tests/harness/cluster.py"):
         flags |= set(re.findall(r'"(--[a-z][a-z0-9-]+)"', path.read_text()))

@@ -671,3 +671,14 @@ def test_version(capsys):
         parse(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out == f"prunex_mpi {__version__}\n"
+
+
+def test_the_preset_for_trained_networks_prunes_early_and_one_shot_at_once():
+    fine, recipe = make("finetune"), make("recipe")
+    assert fine.lr < recipe.lr and fine.outer_iterations < recipe.outer_iterations
+    assert fine.warmup_iterations == 0 and fine.groups == ("coupled",)
+    assert fine.freeze_iteration == 18
+    assert make("finetune", method="one-shot").prune_iteration == 1
+    assert make("recipe", method="one-shot").prune_iteration == 32
+    saved = vars(make("finetune", method="one-shot", outer_iterations=8))
+    assert resumed(saved, {}).prune_iteration == 1

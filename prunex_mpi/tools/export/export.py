@@ -42,6 +42,7 @@ def export(options: Options) -> None:
         "model": run.description,
         "layers": smaller_sizes(run.model, coupling, verdict.removed),
         "normalisation": {"mean": run.mean.tolist(), "std": run.std.tolist()},
+        "classes": run.summary["delivered"].get("classes", []),
         "test_accuracy": run.summary["test_accuracy"],
         "removed": describe_removed(coupling, verdict.removed),
         "stays": [*verdict.stays, *stays, *zeros_that_stay(tensors)],

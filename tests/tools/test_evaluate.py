@@ -1,0 +1,136 @@
+"""Loss and accuracy of networks that are on disk, of each class by its name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jobs import run_folder, run_job_here
+from nodes import WORLD
+from PIL import Image
+from small_runs import PRUNING
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.models.standalone import PLAN
+from prunex_mpi.settings.resolve import make
+from prunex_mpi.tools.evaluate.evaluate import describe, evaluate, outcome, read_network
+from prunex_mpi.tools.evaluate.options import Options, parse
+from prunex_mpi.tools.export import export, options
+
+NAMES = ("ant", "bee", "cat")
+
+
+def make_images(folder: Path, names: tuple[str, ...] = NAMES) -> None:
+    """Write 8 images to train on and 3 to test on of each class, of one more of the last."""
+    drawn = np.random.default_rng(1)
+    for label, name in enumerate(names):
+        for split, count in (("train", 8), ("test", 3 + (name == names[-1]))):
+            (folder / split / name).mkdir(parents=True)
+            for number in range(count):
+                noise = drawn.integers(0, 120, (8, 8, 3)) + 40 * label
+                image = Image.fromarray(noise.astype(np.uint8))
+                image.save(folder / split / name / f"{number}.png")
+
+
+def found_by(network: Path, folder: Path, *flags: str) -> dict[str, Any]:
+    """Return what the program writes."""
+    argv = [str(network), "--json", str(folder / "found.json"), *flags]
+    assert evaluate(WORLD, parse(argv), Heartbeat()) == 0
+    WORLD.Barrier()
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.mpi
+def test_a_run_and_its_export_reach_what_the_run_did_and_name_its_classes() -> None:
+    with run_folder() as folder:
+        if WORLD.rank == 0:
+            make_images(folder / "data")
+            make_images(folder / "other", ("ant", "bug", "cat"))
+        WORLD.Barrier()
+        settings = make(
+            **PRUNING,
+            run_dir=str(folder / "run"),
+            data_dir=str(folder / "data"),
+            dataset="imagefolder",
+            model="resnet8-w4",
+            groups=("coupled",),
+            outer_iterations=3,
+            local_steps=2,
+            batch_size=4,
+            progress="off",
+        )
+        assert run_job_here(settings) == 0
+        if WORLD.rank == 0:
+            export.export(options.parse([str(folder / "run"), "--repeat", "0"]))
+            plan = json.loads((folder / "run/model" / PLAN).read_text())
+            assert plan["classes"] == list(NAMES)
+        WORLD.Barrier()
+        summary = json.loads((folder / "run/summary.json").read_text())
+        of_run = found_by(folder / "run", folder)
+        assert of_run["loss"] == pytest.approx(summary["test_loss"], rel=1e-4)
+        assert of_run["accuracy"] == pytest.approx(summary["test_accuracy"])
+        assert of_run["images"] == 10
+        assert [(c["class"], c["images"]) for c in of_run["classes"]] == [
+            ("ant", 3),
+            ("bee", 3),
+            ("cat", 4),
+        ]
+        mean = sum(c["accuracy"] * c["images"] for c in of_run["classes"]) / 10
+        assert mean == pytest.approx(of_run["accuracy"])
+
+        flags = "--dataset", "imagefolder", "--data-dir"
+        of_export = found_by(folder / "run/model", folder, *flags, str(folder / "data"))
+        assert of_export["loss"] == pytest.approx(of_run["loss"], rel=1e-3)
+        assert of_export["classes"][2]["class"] == "cat"
+        fewer = found_by(folder / "run", folder, "--test-samples", "4", "--batch-size", "3")
+        assert fewer["images"] == 4
+
+        with pytest.raises(UserError, match="'bug' stands where 'bee' was"):
+            found_by(folder / "run", folder, "--data-dir", str(folder / "other"))
+        with pytest.raises(UserError, match=r"10 classes and the network 3; .*give those"):
+            found_by(folder / "run", folder, "--dataset", "digits")
+        with pytest.raises(UserError, match="give --dataset"):
+            found_by(folder / "run/model", folder)
+        WORLD.Barrier()
+
+
+def test_classes_without_an_image_have_no_accuracy_and_the_lowest_are_shown() -> None:
+    sums = np.array([[4.0, 0.0, 2.0], [1.0, 0.0, 2.0], [2.0, 0.0, 0.5]])
+    found = outcome(sums, ("a", "b", "c"))
+    assert (found["images"], found["accuracy"]) == (6, 0.5)
+    assert found["loss"] == pytest.approx(2.5 / 6)
+    assert found["classes"][1] == {"class": "b", "images": 0, "accuracy": None, "loss": None}
+    asked = parse(["runs/a", "--classes", "1"])
+    text = describe(found, asked)
+    assert "Lowest 1 of 2, by accuracy" in text and "25.00" in text and " c " not in text
+    assert "Classes, by accuracy" in describe(found, parse(["runs/a"]))
+    assert "class" not in describe(found, parse(["runs/a", "--classes", "0"]))
+    assert outcome(sums, ())["classes"][2]["class"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["run", "--dataset", "digit"], "did you mean 'digits'"),
+        (["run", "--test-samples", "x"], "--test-samples must be a whole number"),
+        (["run", "--batch-size", "0"], "--batch-size must be from 1"),
+        (["run", "--classes", "-1"], "--classes must be from 0"),
+        (["run", "--device", "tpu"], "--device: unknown value 'tpu'"),
+        (["run", "--json", "none/x.json"], "--json 'none/x.json': No such file"),
+        ([], "required: RUN"),
+    ],
+)
+def test_wrong_flags_are_named(words: list[str], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        parse(words)
+
+
+def test_what_is_no_network_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no run in"):
+        read_network(tmp_path / "none")
+    (tmp_path / PLAN).write_text('{"format": 1}')
+    with pytest.raises(UserError, match=r"exported network in .* can't be loaded"):
+        read_network(tmp_path)
+    assert isinstance(parse(["run"]), Options)
