@@ -5,7 +5,8 @@ MPI or loads torch is imported before the flags are parsed.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from prunex_mpi.run.program import run_program, watched
@@ -13,7 +14,12 @@ from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.fields import Settings
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from mpi4py import MPI
+
+    from prunex_mpi.core.objective import Loss
+    from prunex_mpi.run.from_python import Data, Training
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +35,24 @@ def train(world: "MPI.Comm", settings: Settings) -> int:
 
         with catching(settings.preempt_signals, world.rank) as received:
             return run(world, settings, watchdog, received)
+
+
+@contextmanager
+def training(
+    world: "MPI.Comm",
+    settings: Settings,
+    model: "nn.Module",
+    data: "Data",
+    loss: "Loss | None" = None,
+) -> Iterator["Training"]:
+    """Have a run of one's own model and data for the time of the block, see run/from_python.py.
+
+    Collective on `world`, at both ends.
+    """
+    from prunex_mpi.run import from_python
+
+    with from_python.training(world, settings, model, data, loss) as run:
+        yield run
 
 
 if __name__ == "__main__":

@@ -206,6 +206,21 @@ def assemble(
         settings = tuned(topology, trial, settings)
     heartbeat.enter("model")
     model = together(world, lambda: make_model(settings, dataset.num_classes, dataset.image_size))
+    return assemble_around(topology, settings, dataset, model, device, transport, heartbeat, reads)
+
+
+def assemble_around(
+    topology: Topology,
+    settings: Settings,
+    dataset: Dataset,
+    model: torch.nn.Module,
+    device: torch.device,
+    transport: Transport,
+    heartbeat: Heartbeat,
+    reads: bool = False,
+) -> Work:
+    """Do the rest of `assemble` with a model, which is on the CPU. Collective on `world`."""
+    world = topology.world
     layout = together(world, lambda: build_layout(model))
     tensors = [(name, t.shape, t.dtype) for name, t in model.state_dict().items()]
     require_same(world, "the parameters of the model", repr((layout, tensors)))

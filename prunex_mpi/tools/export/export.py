@@ -1,7 +1,7 @@
 """Take out of a run's network what its masks removed, write it, prove it and measure it."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import STATE
@@ -10,7 +10,7 @@ from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.models import standalone
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
-from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors
+from prunex_mpi.pruning.shrink import shrink, smaller_sizes, smaller_tensors
 from prunex_mpi.pruning.trial import find_coupling_by, find_rules
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.run.machine import describe_machine, package_versions
@@ -73,6 +73,20 @@ def export(options: Options) -> None:
     print("\n".join(lines))
     print(f"\n{describe_machine(devices[-1])}\n{format_table(table)}")
     print(f"\nwritten to {options.run / files.FOLDER}", flush=True)
+
+
+def smaller(model: nn.Module, images: Tensor) -> nn.Module:
+    """Return a copy of a masked `model`, on the CPU, without what its masks removed.
+
+    `images` [n, 3, S, S] are normalised as those that it was trained on: channels that stay
+    constant on them are removed as well. Raises UserError where the copy computes something else.
+    """
+    coupling, stays = find_channels(model, images.shape[-1])
+    if stays:
+        raise UserError("; ".join(stays))
+    found = shrink(model, coupling, judge(model, coupling, images).removed)
+    prove(model, found, iter([(images, images.new_zeros(len(images), dtype=torch.int64))]))
+    return found
 
 
 def find_channels(model: nn.Module, image_size: int) -> tuple[Coupling, list[str]]:

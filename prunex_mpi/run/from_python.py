@@ -1,0 +1,175 @@
+"""A run that a program of one's own drives: own model, own images, own loss, own loop."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.comm.agreement import require_same, together
+from prunex_mpi.comm.behind import exchanging_behind
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.objective import Loss
+from prunex_mpi.core.state import Work, weights
+from prunex_mpi.data.batches import Look, Shard, evaluation_batches
+from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.run.job import assemble_around
+from prunex_mpi.run.start import find_transport, take_places
+from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.run.tuning import goes_behind_steps, is_left_to_measure, refuse_impossible_exchange
+from prunex_mpi.settings.fields import CROSS_ENTROPY, FIELDS, Settings, key_of
+from prunex_mpi.settings.methods import EVERY_RANK_ALONE
+
+# What the program does beside its outer iterations, or takes from its own data and models.
+OF_THE_PROGRAM = (
+    *("model", "stem", "init_from", "dataset", "train_samples", "test_samples", "image_size"),
+    *("val_share", "resume", "checkpoint_every", "time_limit", "tensorboard", "trace", "dry_run"),
+)
+
+
+@dataclass(frozen=True)
+class Data:
+    """This rank's images: those to train on, as many on every rank, and its share of a test set.
+
+    Images are uint8 [n, 3, S, S], labels int64 [n], both on the CPU. `flip` and `pad` say how
+    images are augmented: mirrored, and cropped out of as many more pixels on each side.
+    """
+
+    train: Shard
+    test: Shard | None = None
+    flip: bool = False
+    pad: int = 0
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run under way."""
+
+    topology: Topology
+    work: Work
+
+    def outer_iterations(self) -> Iterator[dict[str, Any]]:
+        """Train; yield what metrics.jsonl would hold of each outer iteration.
+
+        Collective on the communicator of the run: every rank must exhaust the iterator. Raises
+        Diverged on every rank.
+        """
+        yield from driver_of(self.work.settings).outer_iterations(self.topology, self.work)
+
+    def normalised(self, images: Tensor) -> Tensor:
+        """Return uint8 images [n, 3, S, S] as the model sees them, float32, on the CPU."""
+        problem = self.work.problem
+        look = Look(problem.mean, problem.std, "cpu")
+        shard = Shard(images, torch.zeros(len(images), dtype=torch.int64))
+        return next(evaluation_batches(shard, batch_size=len(images), look=look))[0]
+
+    def delivered(self) -> nn.Module:
+        """Return a copy of the model, on the CPU, with the weights that all ranks agree on.
+
+        What is pruned is zero. Does not communicate; `export.smaller` takes the zeros out.
+        """
+        state, model = self.work.state, self.work.problem.model
+        with weights(state, state.z):
+            tensors = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
+        copy = deepcopy(model).cpu()
+        copy.load_state_dict(tensors)
+        for parameter in copy.parameters():
+            parameter.grad = None
+        return copy.eval()
+
+
+@contextmanager
+def training(
+    world: MPI.Comm, settings: Settings, model: nn.Module, data: Data, loss: Loss | None = None
+) -> Iterator[Training]:
+    """Have a run for the time of the block: `model` trained on `data` by the ranks of `world`.
+
+    The model, on the CPU, becomes the run's own; rank 0's weights become everyone's. `loss` takes
+    outputs [b, classes] and labels [b] and returns their mean loss; without it it is cross-entropy.
+    Raises UserError on every rank. Collective on `world`, at both ends.
+    """
+    together(world, lambda: refuse_foreign(settings, loss, data))
+    shape = tuple(data.train.images.shape[1:])
+    same = f"{len(data.train.labels)} images {shape}, flip {data.flip}, pad {data.pad}"
+    require_same(world, "the numbers or sizes of the images to train on", same)
+    each = 1 if settings.method in EVERY_RANK_ALONE else settings.ranks_per_node
+    lanes = settings.leaders_per_node
+    with take_places(world, each, settings.device, lanes=lanes) as place:
+        topology, device = place.topology, place.device
+        transport = find_transport(place, settings)
+        refuse_impossible_exchange(topology, settings)
+        dataset = together(world, lambda: as_dataset(model, data, world.size))
+        around = (topology, settings, dataset, model, device, transport)
+        work = assemble_around(*around, Heartbeat())
+        problem = work.problem
+        if loss is not None:
+            problem = replace(problem, loss=loss, objective=loss, guess_loss=0.0)
+        if data.test is None:
+            problem = replace(problem, test=None)
+        with exchanging_behind(topology, goes_behind_steps(settings), transport) as behind:
+            yield Training(topology, replace(work, problem=problem, behind=behind))
+
+
+def refuse_foreign(settings: Settings, loss: Loss | None, data: Data) -> None:
+    """Raise UserError for settings of what is given here, or done by the program alone."""
+    for name in OF_THE_PROGRAM:
+        if getattr(settings, name) != FIELDS[name].default:
+            raise UserError(
+                f"{key_of(name)} means nothing to a run from Python, which brings model and data "
+                "and writes no files; leave it away"
+            )
+    if loss is not None and (settings.loss != CROSS_ENTROPY or settings.label_smoothing):
+        raise UserError("the loss is given twice, as a function and in the settings; keep one")
+    if loss is not None and (settings.mixup or settings.cutmix):
+        raise UserError("mixup and cutmix are for cross-entropy; leave them away or the loss")
+    if is_left_to_measure(settings):
+        raise UserError("local-steps auto takes a trial, which the program makes; give a number")
+    for shard in (data.train, data.test):
+        if shard is not None:
+            refuse_odd(shard)
+
+
+def refuse_odd(shard: Shard) -> None:
+    """Raise UserError for images or labels that are not as they have to be."""
+    images, labels = shard.images, shard.labels
+    square = images.dim() == 4 and images.shape[1] == 3 and images.shape[2] == images.shape[3]
+    if images.dtype != torch.uint8 or not square:
+        raise UserError(f"images must be uint8 [n, 3, S, S], not {_kind(images)}")
+    if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
+        raise UserError(f"labels must be int64 [{len(images)}], not {_kind(labels)}")
+
+
+def as_dataset(model: nn.Module, data: Data, ranks: int) -> Dataset:
+    """Return the images as a loaded data set has them; raise UserError for labels beyond it."""
+    side = data.train.images.shape[-1]
+    dtype = next(p.dtype for p in model.parameters())
+    training = model.training
+    with torch.no_grad():
+        outputs = model.eval()(torch.zeros(1, 3, side, side, dtype=dtype))
+    model.train(training)
+    classes = outputs.shape[1]
+    test = data.test or Shard(data.train.images[:0], data.train.labels[:0])
+    for labels in (data.train.labels, test.labels):
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+            raise UserError(f"labels must be from 0 to {classes - 1}, the outputs of the model")
+    return Dataset(
+        train=data.train,
+        test=test,
+        num_classes=classes,
+        image_size=side,
+        train_total=len(data.train.labels) * ranks,
+        test_total=len(test.labels),
+        flip=data.flip,
+        pad=data.pad,
+    )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")

@@ -1,0 +1,108 @@
+"""A run from Python: own model, own images, own loss, on a communicator of its own."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from nodes import WORLD
+from torch import nn
+
+from mpi4py import MPI
+
+from prunex_mpi import export, train
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.data.batches import Shard
+from prunex_mpi.run.from_python import Data
+from prunex_mpi.settings.resolve import make
+
+pytestmark = pytest.mark.mpi
+SIDE, CLASSES, IMAGES = 8, 3, 16
+SHORT = {"outer_iterations": 4, "local_steps": 2, "batch_size": 4, "warmup_iterations": 0}
+SHORT |= {"keep_ramp_iterations": 0, "freeze_iteration": 3, "groups": ("coupled",), "lr": 0.05}
+
+
+def own_model() -> nn.Module:
+    torch.manual_seed(1)
+    blocks = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES))
+
+
+def shard(seed: int, count: int = IMAGES) -> Shard:
+    """Return images whose brightness says the class."""
+    rng = np.random.default_rng(seed)
+    labels = torch.from_numpy(rng.integers(CLASSES, size=count))
+    noise = torch.from_numpy(rng.integers(0, 60, (count, 3, SIDE, SIDE)))
+    return Shard((80 * labels[:, None, None, None] + noise).to(torch.uint8), labels)
+
+
+def focal(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logs = F.log_softmax(outputs, 1).gather(1, labels[:, None])
+    return -((1 - logs.exp()) ** 2 * logs).mean()
+
+
+@pytest.mark.parametrize("loss", [None, focal])
+def test_an_own_model_is_pruned_by_an_own_loop(loss) -> None:
+    data = Data(shard(WORLD.rank), test=shard(100))
+    with train.training(WORLD, make(**SHORT), own_model(), data, loss) as run:
+        records = list(run.outer_iterations())
+        assert [record["iteration"] for record in records] == [1, 2, 3, 4]
+        assert records[-1]["frozen"] and records[-1]["density"] < 0.6
+        model, images = run.delivered(), run.normalised(data.test.images)
+    outputs = model(images).detach()
+    right = int((outputs.argmax(1) == data.test.labels).sum())
+    assert records[-1]["test_accuracy"] == pytest.approx(right / IMAGES)
+    wanted = (loss or F.cross_entropy)(outputs, data.test.labels)
+    assert records[-1]["test_loss"] == pytest.approx(float(wanted), rel=1e-4)
+    digest = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+    first = digest.copy()
+    WORLD.Bcast(first, root=0)
+    assert np.array_equal(first, digest)
+    small = export.smaller(model, images)
+    assert sum(p.numel() for p in small.parameters()) < 0.7 * len(digest)
+    assert torch.allclose(small(images), outputs, atol=1e-4)
+
+
+def test_a_part_of_the_ranks_can_train() -> None:
+    half = WORLD.Split(WORLD.rank % 2)
+    settings = make(method="dense", outer_iterations=1, local_steps=1, batch_size=4)
+    with train.training(half, settings, own_model(), Data(shard(WORLD.rank))) as run:
+        (record,) = run.outer_iterations()
+        assert run.topology.world_size == half.size
+    assert record["test_accuracy"] is None and record["status"] == "completed"
+    half.Free()
+
+
+@pytest.mark.parametrize(
+    ("changes", "data", "why"),
+    [
+        ({"dataset": "cifar10"}, {}, "dataset means nothing to a run from Python"),
+        ({"trace": True}, {}, "trace means nothing to a run from Python"),
+        ({"local_steps": "auto"}, {}, "local-steps auto takes a trial"),
+        ({"mixup": 0.2}, {}, "mixup and cutmix are for cross-entropy"),
+        ({}, {"images": torch.zeros(4, 3, 8, 8)}, r"images must be uint8 .*, not float32"),
+        ({}, {"images": torch.zeros(4, 1, 8, 8).byte()}, r"not uint8 \[4, 1, 8, 8\]"),
+        ({}, {"labels": torch.zeros(3).long()}, r"labels must be int64 \[4\], not int64 \[3\]"),
+        ({}, {"labels": torch.full((4,), 7)}, "labels must be from 0 to 2"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(changes, data, why) -> None:
+    given = {"images": torch.zeros(4, 3, 8, 8).byte(), "labels": torch.zeros(4).long(), **data}
+    with (
+        pytest.raises(UserError, match=why),
+        train.training(
+            WORLD, make(**{**SHORT, **changes}), own_model(), Data(Shard(**given)), focal
+        ),
+    ):
+        pass
+
+
+def test_ranks_with_more_images_than_others_are_refused() -> None:
+    if WORLD.size == 1:
+        pytest.skip("there is nobody to differ from")
+    data = Data(shard(WORLD.rank, IMAGES + 4 * WORLD.rank))
+    with (
+        pytest.raises(UserError, match="numbers or sizes of the images to train on"),
+        train.training(WORLD, make(**SHORT), own_model(), data),
+    ):
+        pass
+    assert MPI.COMM_WORLD.size == WORLD.size
