@@ -13,7 +13,10 @@ from torchvision.models import swin_transformer as swin
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # What SlimSelfAttention is stated by.
 ATTENTION_HEADS = "self_attention_heads"
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 
 
 @torch.no_grad()

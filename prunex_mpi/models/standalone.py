@@ -219,7 +219,8 @@ def resize_(model: nn.Module, sizes: Mapping[str, Mapping[str, int | list[int]]]
     """Give the modules named in `sizes` the sizes stated there; what had others loses its values.
 
     Convolutions have in_channels, out_channels and groups, linear layers in_features and
-    out_features, BatchNorm and LayerNorm num_features, attention num_heads and embed_dim. Other
+    out_features, BatchNorm, InstanceNorm and LayerNorm num_features, GroupNorm num_groups and
+    num_channels, attention num_heads and embed_dim. Other
     modules have numbers of their own and the shapes of parameters of their own. Raises ValueError
     where a module has not what is stated.
     """
@@ -246,7 +247,7 @@ def resize_(model: nn.Module, sizes: Mapping[str, Mapping[str, int | list[int]]]
 
 
 def _resize_alone_(module: nn.Module, wanted: Mapping[str, int]) -> None:
-    if isinstance(module, (*CONVOLUTIONS, nn.Linear, *BATCH_NORMS)):
+    if isinstance(module, (*CONVOLUTIONS, nn.Linear, nn.GroupNorm, *BATCH_NORMS)):
         for attribute, shape in _shapes_for(module)(**wanted).items():
             _reallocate_(module, attribute, shape)
     for key, size in wanted.items():
@@ -274,6 +275,8 @@ def _shapes_for(module: nn.Module) -> Callable[..., dict[str, tuple[int, ...]]]:
             "weight": (out_features, in_features),
             "bias": (out_features,),
         }
+    if isinstance(module, nn.GroupNorm):
+        return lambda num_groups, num_channels: dict.fromkeys(("weight", "bias"), (num_channels,))
     names = ("weight", "bias", "running_mean", "running_var")
     return lambda num_features: dict.fromkeys(names, (num_features,))
 

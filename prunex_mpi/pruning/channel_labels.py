@@ -31,7 +31,7 @@ SHAPING = {
     *("__getitem__", "swapaxes", "narrow", "select", "t", "tensor_split", "broadcast_to"),
 }
 # The same, but not with plain rules; `zeros_like` and `zero_` leave what is zero so.
-MORE_ZERO_PRESERVING = {"normalize", "zeros_like", "zero_", "type_as", "multiply_"}
+MORE_ZERO_PRESERVING = {"normalize", "zeros_like", "zero_", "type_as"}
 MORE_ELEMENTWISE = {"clamp", "clamp_", "masked_fill", "masked_fill_", "ones_like", "full_like"}
 MORE_SHAPING = {"roll", "flip", "mT", "T", "repeat", "tile", "moveaxis", "swapdims", "view_as"}
 # New tensors, which have nothing of the one they are made like.
@@ -104,6 +104,12 @@ class Trace(TorchFunctionMode):
         labels = self.labels
         if name == "layer_norm" and len(args[1]) == 1:
             label_layers.normalise_layer(labels, result, *args, **kwargs)
+        elif name == "group_norm":
+            label_layers.normalise_groups(labels, result, *args, **kwargs)
+        elif name == "instance_norm":
+            label_layers.normalise_each(labels, result, *args, **kwargs)
+        elif name in ("prelu", "_prelu_kernel"):
+            label_layers.bend(labels, result, *args, **kwargs)
         elif name == "scaled_dot_product_attention":
             label_attention.attend(labels, result, *args, **kwargs)
         elif name in MATRICES:

@@ -147,6 +147,61 @@ def normalise_batch(
     labels.label(result, found)
 
 
+def normalise_groups(
+    labels: Labels,
+    result: Tensor,
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> None:
+    """Let GroupNorm's groups of channels go as a whole, where there are not fewer than in each."""
+    found, _ = labels.of(x)
+    known = all(id(p) in labels.names for p in (weight, bias))
+    if not known or groups < max(2, x.shape[1] // groups) or set(varying(found)) - {1}:
+        labels.pin([x], "group_norm mixes it with others")
+        labels.label_pinned([result])
+        return
+    blocks = found.unflatten(1, (groups, -1))
+    labels.join_along(blocks, 2)
+    found = labels.roots(found)
+    for parameter in (weight, bias):
+        labels.note(labels.rows, parameter, _along(found, 1)[:, 0].numpy())
+    labels.label(result, found)
+
+
+def normalise_each(
+    labels: Labels,
+    result: Tensor,
+    x: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *rest: object,
+    **options: object,
+) -> None:
+    """Tie InstanceNorm's gamma and beta to the channels of `x`; without, zero stays zero."""
+    if running_mean is None and weight is None:
+        labels.label(result, *labels.of(x))
+    elif running_mean is None:
+        normalise_batch(labels, result, x, None, None, weight, bias)
+    else:
+        labels.pin([x], "an InstanceNorm with statistics passes a constant")
+        labels.label_pinned([result])
+
+
+def bend(labels: Labels, result: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Tie PReLU's slopes, one for each channel or one for all, to the channels of `x`."""
+    found, zero = labels.of(x)
+    if weight.numel() > 1:
+        if set(varying(found)) - {1} or id(weight) not in labels.names:
+            labels.pin([x], "prelu mixes it with others")
+        labels.note(labels.rows, weight, _along(found, 1)[:, 0].numpy())
+    labels.label(result, found, zero)
+
+
 def normalise_layer(
     labels: Labels,
     result: Tensor,

@@ -59,6 +59,12 @@ def smaller_sizes(
             sizes[name] = {ATTENTION_HEADS: left_of * heads // inner}
         elif isinstance(module, BATCH_NORMS):
             sizes[name] = {"num_features": left(coupling.rows, weight, module.num_features)}
+        elif isinstance(module, nn.GroupNorm) and weight in coupling.rows:
+            kept = kept_slices(coupling.rows[weight], removed).reshape(module.num_groups, -1)
+            sizes[name] = {
+                "num_groups": int(kept.any(axis=1).sum()),
+                "num_channels": int(kept.sum()),
+            }
         elif weight in coupling.norms:
             sizes[name] = {"num_features": left(coupling.rows, weight, module.weight.numel())}
         elif isinstance(module, nn.Linear) and attention_of(model, weight) is None:

@@ -207,6 +207,20 @@ class Shuffled(nn.Module):
         return self.last(x)
 
 
+class Normed(nn.Module):
+    """Norms of groups and of channels, and slopes of channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Conv2d(24, 24, 1) for _ in range(3))
+        self.groups, self.slopes = nn.GroupNorm(6, 24), nn.PReLU(24)
+        self.channels, self.plain = nn.InstanceNorm2d(24, affine=True), nn.InstanceNorm2d(24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.second(self.slopes(self.groups(self.first(x))))
+        return F.relu(self.channels(F.relu(self.plain(self.third(x)))))
+
+
 class Around(nn.Module):
     """A stem of 24 channels, `middle` and a classifier."""
 
@@ -231,6 +245,10 @@ def shuffled(num_classes: int, image_size: int) -> nn.Module:
     return Around(Shuffled(), num_classes)
 
 
+def normed(num_classes: int, image_size: int) -> nn.Module:
+    return Around(Normed(), num_classes)
+
+
 # With the share of all elements that half of the groups leave: small layers are hard to halve.
 NETWORKS: dict[Callable[[int, int], nn.Module], float] = {
     resnext: 0.27,
@@ -249,6 +267,7 @@ NETWORKS: dict[Callable[[int, int], nn.Module], float] = {
     own_attention: 0.35,
     apart_attention: 0.35,
     gated: 0.35,
+    normed: 0.35,
     parts: 0.31,
     shuffled: 0.31,
 }

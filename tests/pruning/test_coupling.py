@@ -161,7 +161,7 @@ class Opaque(nn.Module):
         (nn.GroupNorm(2, 6), "group_norm mixes it with others"),
         (nn.LocalResponseNorm(3), "mixes it with others"),
         (nn.BatchNorm2d(6, affine=False), "a BatchNorm without gamma and beta"),
-        (nn.PReLU(6), "prelu mixes it with others"),
+        (nn.InstanceNorm2d(6, track_running_stats=True), "an InstanceNorm with statistics"),
     ],
 )
 def test_what_would_be_felt_is_never_removed(middle: nn.Module, reason: str) -> None:
