@@ -52,10 +52,7 @@ MATRICES = {"matmul", "__matmul__", "bmm"}
 
 
 class Trace(TorchFunctionMode):
-    """Give labels to all that a forward pass makes; modules named in `plain` go by plain rules.
-
-    So do those inside of them; "" is the whole model.
-    """
+    """Give labels to all that a forward pass makes."""
 
     def __init__(self, labels: Labels) -> None:
         super().__init__()
