@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from coupled_nets import NETWORKS, SIDE
+from coupled_nets import NETWORKS, SIDE, OwnAttention, OwnTransformer, encoder_norm_first
 from masking import draw, mask_
 from odd_models import randomise_
 from torch import nn
@@ -19,7 +19,7 @@ from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.pruning.projection import group_energies, select
 from prunex_mpi.pruning.removable import judge
 from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors
-from prunex_mpi.pruning.trial import find_coupling_by, find_rules
+from prunex_mpi.pruning.trial import Rules, find_coupling_by, find_rules
 from prunex_mpi.tools.export.files import write_network
 
 CLASSES = 5
@@ -137,3 +137,38 @@ def test_a_number_that_counts_two_sizes_pins_both() -> None:
     model = Twice().eval()
     coupling = find_coupling_by(model, 4, find_rules(model, 4))
     assert {s.name for s in coupling.sets} == {"third.weight"}
+
+
+def test_pieces_lose_the_same_places_however_many_they_are() -> None:
+    class Pieces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 8, 1), nn.Linear(12, 2)
+            self.each = nn.ModuleList(nn.Conv2d(2, 3, 1) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pieces = torch.relu(self.first(x)).chunk(4, dim=1)
+            found = [f(piece) for f, piece in zip(self.each, pieces, strict=True)]
+            return self.last(torch.cat(found, dim=1).mean(dim=(2, 3)))
+
+    model = Pieces().eval()
+    assert find_rules(model, 4) == Rules()
+    coupling = find_coupling_by(model, 4, Rules())
+    assert coupling.rows["first.weight"].tolist() == [0, 1] * 4
+
+
+def test_sizes_that_fit_by_halves_alone_are_found_out() -> None:
+    # A half of four heads is a half of the width.
+    model = OwnTransformer(lambda width, _: OwnAttention(width, 4), CLASSES, SIDE)
+    assert find_rules(model, SIDE).swapped == {"attentions.0", "attentions.1"}
+
+
+@torch.no_grad()
+def test_what_only_a_norm_reads_stays() -> None:
+    model = encoder_norm_first(CLASSES, SIDE).eval()
+    coupling = find_coupling_by(model, SIDE, Rules())
+    for name, ids in coupling.columns.items():
+        model.get_parameter(name)[:, torch.from_numpy(ids == 0)] = 0
+    assert coupling.rows["patch.weight"][0] == 0
+    images = torch.randn(2, 3, SIDE, SIDE)
+    assert not judge(model, coupling, images).removed.any()
