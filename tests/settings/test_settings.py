@@ -280,7 +280,12 @@ def test_files_from_before_a_setting_are_whole():
     saved = {name: getattr(make(), name) for name in FIELDS if name not in later}
     check_saved(saved, "config.toml")
     # What a run sends in pieces decides how sums are rounded: it goes on as it began.
-    assert resumed(saved, {}) == make(resume=True, run_dir="", piece_kib=0, coupled_through="plain")
+    assert resumed(saved, {}) == make(resume=True, run_dir="", piece_kib=0)
+    # Nor are its coupled groups others than they were.
+    coupled = resumed({**saved, "groups": ("coupled",)}, {})
+    assert (coupled.coupled_through, make().coupled_through) == ("plain", "all")
+    with pytest.raises(UserError, match="coupled-through plain is for coupled groups alone"):
+        make(coupled_through="plain", groups=["channel"])
     # An estimate is no part of a run: it may be asked for of one that is there.
     assert resumed(saved, {"dry_run": True, "link_gbit": 2.0}).link_gbit == 2.0
 
