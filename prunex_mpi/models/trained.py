@@ -164,7 +164,10 @@ def fit_(model: nn.Module, tensors: Mapping[str, Tensor], image_size: int, where
         if key not in mine or key not in theirs or mine[key].shape != theirs[key].shape
     ]
     if odd:
-        raise UserError(f"{where} does not fit the model: {_few(odd)}", UNREADABLE)
+        raise UserError(
+            f"{where} does not fit the model: {_few(odd)}; give the --model and --stem it is of",
+            UNREADABLE,
+        )
     wild = [key for key, t in theirs.items() if not bool(torch.isfinite(t).all())]
     if wild:
         raise UserError(f"{where} has values that are not finite: {_few(wild)}", UNREADABLE)

@@ -292,7 +292,7 @@ SHORT = {
     "--ranks-per-node": "1",
     "--run-dir": "run",
 }
-DROPPED = {*SHORT, "--local-epochs", "--data-dir", "--download"}
+DROPPED = {*SHORT, "--local-epochs", "--data-dir", "--download", "--init-from"}
 
 
 def shortened(arguments: list[str]) -> list[str]:

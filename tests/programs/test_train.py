@@ -87,7 +87,7 @@ def test_ranks_are_told_apart(finished):
     assert [row["iteration"] for row in rows] == list(range(1, 9))
     assert len(rows[0].pop("hosts")) == 2
     for record, row in zip(records, rows, strict=True):
-        assert set(row) == {"iteration", "node", "work", "exchange", "residuals"}
+        assert set(row) == {"iteration", "node", "work", "exchange", "broadcast", "residuals"}
         assert row["node"] == [0, 0, 1, 1]
         assert set(row["work"]) == set(row["exchange"]) == PHASES - {"setup", "total"}
         for phase, work in row["work"].items():

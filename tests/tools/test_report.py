@@ -292,6 +292,20 @@ def test_a_run_that_was_preempted_says_so(tmp_path: Path) -> None:
     assert "was preempted after 20 outer iterations (SIGTERM)" in words_of(path)
 
 
+def test_a_run_with_images_held_out_shows_what_it_reached_on_those(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["val_loss"], line["val_accuracy"] = line["test_loss"], 0.75
+        line["test_loss"] = line["test_accuracy"] = None
+    write_lines(path / "metrics.jsonl", lines)
+    assert "Its held-out accuracy is 75.00 %" in words_of(path)
+    upper, lower = pictures.learning(read_run(path), "iterations").axes
+    assert lower.get_ylabel() == "held-out accuracy %"
+    assert set(lower.lines[0].get_ydata()) == {75.0}
+    assert len(upper.lines) > 1
+
+
 def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", status="")
     with contextlib.closing(RunDirectory(path, "", resume=True)) as files:

@@ -151,8 +151,10 @@ def mark_freeze(panel: "Axes", run: Run, axis: str = "iterations") -> None:
 
 def learning(run: Run, axis: str) -> "Figure | None":
     """Draw loss and accuracy along one of AXES."""
-    losses = {"training": "train_loss", "test": "test_loss"}
-    if not any(run.has(name) for name in (*losses.values(), "test_accuracy")):
+    which, images = run.judged_on
+    accuracy = f"{which}_accuracy"
+    losses = {"training": "train_loss", images: f"{which}_loss"}
+    if not any(run.has(name) for name in (*losses.values(), accuracy)):
         return None
     figure = new_figure(4.6)
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -164,12 +166,12 @@ def learning(run: Run, axis: str) -> "Figure | None":
             plot(upper, x, run.column(name), "os"[number], **look)
     widen(upper, [run.column(name) for name in losses.values()])
     upper.set_ylabel("loss")
-    if run.has("test_accuracy"):
+    if run.has(accuracy):
         look = {"color": COLOURS[1], "linestyle": "--"}
-        plot(lower, x, 100 * run.column("test_accuracy"), "s", **look)
+        plot(lower, x, 100 * run.column(accuracy), "s", **look)
     else:
         _say(lower, "never evaluated")
-    lower.set_ylabel("test accuracy %")
+    lower.set_ylabel(f"{images} accuracy %")
     if axis == "iterations":
         count_iterations(lower)
     lower.set_xlabel(label)

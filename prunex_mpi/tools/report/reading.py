@@ -76,6 +76,11 @@ class Run:
         """Say whether any outer iteration has such a number."""
         return bool(np.isfinite(self.column(name)).any())
 
+    @property
+    def judged_on(self) -> tuple[str, str]:
+        """Which images the run was evaluated on as it went: how columns begin, and in words."""
+        return ("val", "held-out") if self.has("val_loss") else ("test", "test")
+
     def names_under(self, key: str) -> list[str]:
         """Return what a nested key holds: phases for "seconds"."""
         return [n.partition(".")[2] for n in self.columns if n.startswith(f"{key}.")]

@@ -60,11 +60,12 @@ def ending(run: Run) -> str:
 def quality(run: Run) -> str:
     """Say what loss and accuracy came to, and whether they still moved at the end."""
     text = []
-    accuracy = run.column("test_accuracy")
+    which, images = run.judged_on
+    accuracy = run.column(f"{which}_accuracy")
     known = np.flatnonzero(np.isfinite(accuracy))
     if len(known):
         best = known[np.argmax(accuracy[known])]
-        text.append(f"Its test accuracy is {100 * accuracy[known[-1]]:.2f} %")
+        text.append(f"Its {images} accuracy is {100 * accuracy[known[-1]]:.2f} %")
         if accuracy[best] > accuracy[known[-1]]:
             text[-1] += f" (best {100 * accuracy[best]:.2f} % in {int(run.iterations[best])})"
     else:
