@@ -25,7 +25,8 @@ GROWTH = 8  # of the steps between two, at a time: the first steps may be untypi
 # What leaving takes besides the checkpoint: the next safe points, the files that end the run.
 MARGIN_S = 10.0
 INTERRUPTED = b"\nprunex_mpi: leaving with a checkpoint; Ctrl-C again ends at once\n"
-TIME_LIMIT = 1000  # beyond every signal's number
+TIME_LIMIT, FAILED = 1000, 2000  # beyond every signal's number
+REASONS = {TIME_LIMIT: "the time limit", FAILED: "an error on some rank"}
 
 
 @dataclass
@@ -70,7 +71,8 @@ class StopAgreement:
     """Agree with the other ranks on whether to stop, and where.
 
     `reached` is collective on `comm`. `reason` is "" until all ranks have agreed to stop, then says
-    why. `reserve_s` is the time to keep for the checkpoint.
+    why. `reserve_s` is the time to keep for the checkpoint. A rank that `failed` asks to stop, and
+    raises afterwards.
     """
 
     def __init__(self, comm: MPI.Comm, received: ReceivedSignal, deadline: float | None) -> None:
@@ -79,6 +81,7 @@ class StopAgreement:
         self.deadline = deadline
         self.reserve_s = 0.0
         self.reason = ""
+        self.failed = False
         self.interval, self.calls = 1, 0
         self.last = time.perf_counter()
         self.longest_s = 0.0
@@ -98,9 +101,7 @@ class StopAgreement:
             self.request = None
             request, seconds_per_call = int(self.all[0]), float(self.all[1])
             if request:
-                self.reason = (
-                    "the time limit" if request == TIME_LIMIT else signal.Signals(request).name
-                )
+                self.reason = REASONS.get(request) or signal.Signals(request).name
                 return True
             wanted = int(PERIOD_S / seconds_per_call) if seconds_per_call else 1
             self.interval = max(1, min(wanted, GROWTH * self.interval))
@@ -111,6 +112,8 @@ class StopAgreement:
         return False
 
     def _wanted(self) -> int:
+        if self.failed:
+            return FAILED
         if self.deadline is None or self.received.number:
             return self.received.number
         # Two safe points from now the phases between them may lie in the way.

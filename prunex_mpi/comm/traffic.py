@@ -42,7 +42,8 @@ class Clock:
     phase took before the run was interrupted in it. `agreed` is waiting for messages that belong to
     the phase they are in, as those by which the ranks agree on going on. In the other phases all
     messages do. `broadcast` is the part of them that handed to the ranks of a node what had come
-    from other nodes, as far as it was waited for. With a `trace` each message is noted there.
+    from other nodes, as far as it was waited for. `data` is waiting for images of phase 1 to be
+    decoded, and a part of it. With a `trace` each message is noted there.
     """
 
     earlier: float = 0.0
@@ -53,6 +54,7 @@ class Clock:
     agreed: float = 0.0
     late: float = 0.0
     broadcast: float = 0.0
+    data: float = 0.0
 
     def __post_init__(self) -> None:
         # No field: it is no part of what a checkpoint remembers.

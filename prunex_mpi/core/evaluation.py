@@ -7,13 +7,13 @@ from itertools import islice
 import numpy as np
 import torch
 
-from prunex_mpi.base.errors import FAILURE, Diverged, UserError
+from prunex_mpi.base.errors import FAILURE, UNREADABLE, Diverged, UserError
 from prunex_mpi.comm.agreement import raise_together
 from prunex_mpi.comm.collectives import hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import find_wires, reduce_between_nodes_
 from prunex_mpi.core.best import BEST, keep_best_
-from prunex_mpi.core.state import Work, weights
+from prunex_mpi.core.state import Problem, Work, weights
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.models import batchnorm
 
@@ -101,14 +101,25 @@ def estimate_statistics(topology: Topology, work: Work) -> None:
     batchnorm.write(state.bn_modules, state.stats)
 
 
+def refuse_unreadable(topology: Topology, problem: Problem) -> None:
+    """Raise UserError on every rank if any could not read an image. Collective on `world`.
+
+    Where images are no files it returns at once.
+    """
+    if problem.reader is not None:
+        raise_together(topology.world, problem.reader.error)
+
+
 def refuse_divergence(topology: Topology, work: Work, loss: float) -> None:
     """Raise Diverged on every rank if any rank's loss or weights say that training went wrong.
 
     Not finite, or a mean loss of many times the first outer iteration's; where that is less than
     what guessing costs, as with a network that was trained before, of many times the latter. Comes
-    before phase 2, so that nothing of it enters a consensus. Collective on `world`.
+    before phase 2, so that nothing of it enters a consensus, nor of images that could not be read.
+    Collective on `world`.
     """
     state, problem, factor = work.state, "", work.settings.divergence_factor
+    reader = work.problem.reader
     first = state.position.first_loss
     normal = max(first or 0.0, work.problem.guess_loss)
     if not np.isfinite(loss) or not bool(torch.isfinite(torch.linalg.vector_norm(state.theta))):
@@ -123,6 +134,9 @@ def refuse_divergence(topology: Topology, work: Work, loss: float) -> None:
     )
     try:
         with state.position.clock.agreeing(state.theta.device, "Allreduce of what went wrong"):
-            raise_together(topology.world, error if problem else None)
+            unread = reader.error if reader is not None else None
+            raise_together(topology.world, unread or (error if problem else None))
     except UserError as together:
+        if together.exit_code == UNREADABLE:
+            raise
         raise Diverged(str(together), together.exit_code) from None

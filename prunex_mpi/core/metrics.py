@@ -79,6 +79,7 @@ def iteration_record(
     return {
         "iteration": iteration,
         "seconds": {phase: seconds.get(phase, 0.0) for phase in PHASES},
+        "data_wait_seconds": state.position.clock.data,
         "bytes": {kind: getattr(traffic, kind) for kind in KINDS},
         "density": density(state),
         "frozen": state.frozen,

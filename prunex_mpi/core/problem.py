@@ -2,6 +2,8 @@
 
 import hashlib
 import math
+import os
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,6 +18,7 @@ from prunex_mpi.core.objective import find_losses
 from prunex_mpi.core.state import Problem
 from prunex_mpi.data.batches import (
     BatchStream,
+    Changes,
     Look,
     channel_moments,
     evaluation_batches,
@@ -23,6 +26,7 @@ from prunex_mpi.data.batches import (
 )
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.mixing import Mixing
+from prunex_mpi.data.reading import Access
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.coupling import PLAIN
@@ -32,6 +36,9 @@ from prunex_mpi.pruning.trial import Rules, find_coupling_by, find_rules
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import BY_GROUPS, REMOVING
 from prunex_mpi.settings.resolve import layer_keep_ratios
+
+# More threads wait for the interpreter's lock.
+MOST_DECODING = 16
 
 
 def load_dataset(
@@ -45,7 +52,13 @@ def load_dataset(
         lambda going: load(
             settings.dataset,
             data_dir=settings.data_dir,
-            download=settings.download,
+            access=Access(
+                settings.download,
+                settings.data_mode,
+                decoding_threads(topology, settings),
+                settings.skip_corrupt,
+                settings.data_cache,
+            ),
             train_samples=settings.train_samples,
             test_samples=settings.test_samples,
             image_size=settings.image_size,
@@ -59,6 +72,12 @@ def load_dataset(
     elif dataset.found:
         log.info("%s", dataset.found)
     return dataset
+
+
+def decoding_threads(topology: Topology, settings: Settings) -> int:
+    """Return how many threads decode images: as given, or the rank's share of the cores."""
+    share = len(os.sched_getaffinity(0)) // topology.core_sharers
+    return settings.data_workers or max(1, min(share, MOST_DECODING))
 
 
 def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.nn.Module:
@@ -118,19 +137,26 @@ def build_problem(
     model: torch.nn.Module,
     device: torch.device,
     transport: Transport,
+    heartbeat: Heartbeat | None = None,
 ) -> Problem:
     """Place model and data on `device`; rank 0's parameters become everyone's.
 
     Collective on `node`, `leader` and `world`.
     """
-    moments = channel_moments(dataset.train).numpy()
+    beating = heartbeat or Heartbeat()
+    moments = together_while(
+        topology.world,
+        lambda going: _moments(dataset, settings, going),
+        lambda: beating.beat(beating.step + 1),
+    ).numpy()
     hierarchical_sum_(topology.leader, topology.node, moments)
     mean, std = normalisation(torch.from_numpy(moments))
     if settings.image_mean:
         mean, std = torch.tensor(settings.image_mean), torch.tensor(settings.image_std)
     dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
     look = Look(mean, std, device, dtype, settings.channels_last)
-    augment = settings.augment == "auto"
+    augment = settings.augment != "off"
+    resized_crop = settings.augment == "resized-crop"
     stream = BatchStream(
         dataset.train,
         look,
@@ -138,7 +164,8 @@ def build_problem(
         seed=settings.seed,
         rank=topology.world.rank,
         flip=dataset.flip and augment,
-        pad=dataset.pad if augment else 0,
+        pad=dataset.pad if settings.augment == "auto" else 0,
+        changes=Changes(resized_crop, settings.transforms),
     )
     loss, objective = together(topology.world, lambda: find_losses(settings, dataset.num_classes))
     draws = settings.seed, topology.world.rank
@@ -171,6 +198,7 @@ def build_problem(
         mixing=mixing if settings.mixup or settings.cutmix else None,
         lr_scale=lr_scale_of(settings, topology.world_size),
         kept_back=None if dataset.val is None else dataset.test,
+        reader=dataset.reader,
     )
 
 
@@ -194,6 +222,14 @@ def steps_of(settings: Settings, stream: BatchStream) -> int:
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
+
+
+def _moments(dataset: Dataset, settings: Settings, going: Callable[[], None]) -> torch.Tensor:
+    """Return what adds up to the colours' mean and deviation; raise what could not be read."""
+    moments = channel_moments(dataset.train, settings.normalise_samples, going)
+    if dataset.reader is not None:
+        dataset.reader.raise_error()
+    return moments
 
 
 def _digest(model: torch.nn.Module) -> int:

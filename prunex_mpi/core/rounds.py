@@ -13,7 +13,7 @@ import numpy as np
 
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
-from prunex_mpi.core.evaluation import evaluate
+from prunex_mpi.core.evaluation import evaluate, refuse_unreadable
 from prunex_mpi.core.metrics import iteration_record, layer_records, quality, rank_record
 from prunex_mpi.core.residuals import Residuals
 from prunex_mpi.core.schedule import Stage
@@ -135,6 +135,7 @@ def finish_round(
     with phase(work, this, "evaluate"):
         if evaluates(work, this, converged):
             loss_of_z, accuracy_of_z = evaluate(topology, work, estimate)
+            refuse_unreadable(topology, work.problem)
     position.clock.note("iteration", f"outer iteration {this.k}", this.started)
     this.seconds["total"] = time.perf_counter() - this.started + position.clock.earlier
     record = {

@@ -18,6 +18,7 @@ from prunex_mpi.core.coded import Coded, whole_blocks
 from prunex_mpi.core.optimizer import build_optimizer, momentum_of
 from prunex_mpi.data.batches import BatchStream, Shard
 from prunex_mpi.data.mixing import Mixing
+from prunex_mpi.data.reading import Reader
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout, flatten_
 from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_
@@ -56,6 +57,7 @@ class Problem:
     are what images of values in 0..1 are normalised by. `guess_loss` is what guessing costs, where
     known: no smaller loss is a divergence. `objective` is what training minimises, where that is
     not `loss`, `mixing` how batches are mixed, and `lr_scale` what multiplies the learning rate.
+    `reader` decodes images that are files; all ranks have one or none.
     """
 
     model: nn.Module
@@ -73,6 +75,7 @@ class Problem:
     mixing: Mixing | None = None
     lr_scale: float = 1.0
     kept_back: Shard | None = None
+    reader: Reader | None = None
 
 
 @dataclass

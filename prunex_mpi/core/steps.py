@@ -58,7 +58,12 @@ def next_batch(work: Work) -> Batch:
 
     Where images are mixed, the labels are shares of classes.
     """
-    images, labels = work.problem.train.next()
+    problem = work.problem
+    images, labels = problem.train.next()
+    work.state.position.clock.data += problem.train.waited
+    if problem.reader is not None and problem.reader.error is not None and work.stop is not None:
+        # The others learn of it where they agree on going on.
+        work.stop.failed = True
     if work.problem.mixing is not None:
         images, labels = mix(images, labels, work.problem.mixing, steps_taken(work))
     parts = work.settings.accumulate

@@ -1,7 +1,7 @@
 """Draw augmented batches from one rank's part of a data set.
 
-Images stay in memory as uint8 and are augmented a batch at a time on the device: worker processes
-cannot be forked once MPI is initialised.
+Images stay in memory as uint8, or are decoded as uint8 some batches ahead, and are augmented a
+batch at a time on the device.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,25 +12,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prunex_mpi.data.streamed import AHEAD, Ahead, Streamed, in_turn
+from prunex_mpi.data.transforms import (
+    TRANSFORMS,
+    draw_boxes,
+    draw_seeds,
+    resized_crops,
+    transformed,
+)
+
 Device = torch.device | str
-CHUNK_IMAGES = 1024  # bounds the temporary copies of passes over a whole shard
+CHUNK_IMAGES = 256  # bounds the temporary copies of passes over a whole shard
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Hold the images of one rank."""
+    """Hold the images of one rank, or where to decode them from."""
 
-    images: Tensor  # uint8 [n, 3, H, W], CPU
+    images: Tensor | Streamed  # uint8 [n, 3, H, W], CPU
     labels: Tensor  # int64 [n], CPU
 
 
-def channel_moments(shard: Shard) -> Tensor:
+def part_of(shard: Shard, part: slice) -> Shard:
+    """Return a part of a shard, which shares its memory or is decoded later as well."""
+    images = shard.images
+    images = images.part(part) if isinstance(images, Streamed) else images[part]
+    return Shard(images, shard.labels[part])
+
+
+def channel_moments(
+    shard: Shard, most: int = 0, going: Callable[[], None] = lambda: None
+) -> Tensor:
     """Return what adds up over ranks to the channels' mean and variance, values in 0..1.
 
-    float64 [7], CPU: the pixel count, the sum and the sum of squares of each channel.
+    float64 [7], CPU: the pixel count, the sum and the sum of squares of each channel. Of the first
+    `most` images of the shard, 0 for all. `going` is called as it goes on.
     """
     counts = torch.zeros(3, 256, dtype=torch.int64)
-    for chunk in shard.images.split(CHUNK_IMAGES):
+    count = min(most, len(shard.labels)) if most else len(shard.labels)
+    starts = range(0, count, CHUNK_IMAGES)
+    parts = (slice(start, min(start + CHUNK_IMAGES, count)) for start in starts)
+    for chunk in in_turn(shard.images, parts):
+        going()
         for channel in range(3):
             counts[channel] += torch.bincount(chunk[:, channel].flatten(), minlength=256)
     values = torch.arange(256, dtype=torch.float64) / 255
@@ -71,13 +94,38 @@ def _normaliser(look: Look) -> Callable[[Tensor], Tensor]:
     return normalise
 
 
+@dataclass(frozen=True)
+class Changes:
+    """What is done to training images at random, beside crops of padded ones and flips.
+
+    `transforms` are names of TRANSFORMS.
+    """
+
+    resized_crop: bool = False
+    transforms: tuple[str, ...] = ()
+
+
+NO_CHANGES = Changes()
+
+
+@dataclass
+class _Place:
+    """Where a stream stands in its shard."""
+
+    epoch: int
+    position: int
+    order: Tensor
+    generator: torch.Generator
+
+
 class BatchStream:
     """Draw endless reshuffled, augmented batches from one rank's shard.
 
-    The images move to the device once. Order and augmentation are drawn on the CPU from a generator
-    seeded by (seed, rank), so every device sees the same batches. An epoch's last partial batch is
-    dropped: equal shards make equal steps. The position is all in `epoch`, `position`, `order`
-    (int64 [n]) and `generator`.
+    The images move to the device once, or a batch at a time where they are decoded meanwhile. Order
+    and augmentation are drawn on the CPU from a generator seeded by (seed, rank), so every device
+    sees the same batches. An epoch's last partial batch is dropped: equal shards make equal steps.
+    The position is all in `epoch`, `position`, `order` (int64 [n]) and `generator`. `waited` is how
+    many seconds the last batch was waited for.
     """
 
     def __init__(
@@ -90,12 +138,20 @@ class BatchStream:
         rank: int,
         flip: bool,
         pad: int,
+        changes: Changes = NO_CHANGES,
     ) -> None:
         self.batch_size = min(batch_size, len(shard.labels))
         self.steps_per_epoch = max(1, len(shard.labels) // self.batch_size)
-        self.flip, self.pad = flip, pad
+        self.flip, self.pad, self.resized_crop = flip, pad, changes.resized_crop
+        self.transforms = [TRANSFORMS[name]() for name in changes.transforms]
         self.device = torch.device(look.device)
-        self.images, self.labels = shard.images.to(self.device), shard.labels.to(self.device)
+        self.labels = shard.labels.to(self.device)
+        streamed = isinstance(shard.images, Streamed)
+        self.images = shard.images if streamed else shard.images.to(self.device)
+        # Batches under way, and where the one after the last of them begins.
+        self.ahead = Ahead(shard.images) if streamed else None
+        self.future: _Place | None = None
+        self.waited = 0.0
         self.normalise = _normaliser(look)
         self.stride = shard.images.shape[-1] + 2 * pad
         columns = torch.arange(shard.images.shape[-1])
@@ -115,22 +171,58 @@ class BatchStream:
 
     def next(self) -> tuple[Tensor, Tensor]:
         """Return images [b, 3, H, W] as `look` says and int64 labels [b], on its device."""
-        if self.position == self.steps_per_epoch:
-            self.epoch, self.position = self.epoch + 1, 0
-            self.order = torch.randperm(len(self.order), generator=self.generator)
-        start = self.position * self.batch_size
-        self.position += 1
-        draws = torch.zeros(4, self.batch_size, dtype=torch.int64)
-        draws[0] = self.order[start : start + self.batch_size]
-        if self.pad:
-            draws[1:3].random_(2 * self.pad + 1, generator=self.generator)
-        if self.flip:
-            draws[3].random_(2, generator=self.generator)
+        draws, boxes, seeds = self._draw(self)
         chosen, down, right, mirrored = _upload(draws, self.device)
-        images = self.images.index_select(0, chosen)
+        if self.ahead is None:
+            images = self.images.index_select(0, chosen)
+        else:
+            images = _upload(self._decoded(draws[0]), self.device)
         if self.pad or self.flip:
             images = self._augment(images, down, right, mirrored)
+        if self.resized_crop:
+            images = resized_crops(images, _upload(boxes, self.device))
+        if self.transforms:
+            images = transformed(images, self.transforms, seeds)
         return self.normalise(images), self.labels.index_select(0, chosen)
+
+    def _draw(self, place: "BatchStream | _Place") -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Move `place` on by a batch; return its images, offsets and flips, int64 [4, b].
+
+        Also the boxes of crops and the seeds of transforms, where there are such.
+        """
+        if place.position == self.steps_per_epoch:
+            place.epoch, place.position = place.epoch + 1, 0
+            place.order = torch.randperm(len(place.order), generator=place.generator)
+        start = place.position * self.batch_size
+        place.position += 1
+        draws = torch.zeros(4, self.batch_size, dtype=torch.int64)
+        draws[0] = place.order[start : start + self.batch_size]
+        if self.pad:
+            draws[1:3].random_(2 * self.pad + 1, generator=place.generator)
+        if self.flip:
+            draws[3].random_(2, generator=place.generator)
+        boxes = seeds = None
+        if self.resized_crop:
+            boxes = draw_boxes(self.batch_size, self.images.shape[-1], place.generator)
+        if self.transforms:
+            seeds = draw_seeds(self.batch_size, place.generator)
+        return draws, boxes, seeds
+
+    def _decoded(self, chosen: Tensor) -> Tensor:
+        """Return the images of the batch just drawn, and have those that follow it decoded.
+
+        Where the position was changed in between, what is under way is another batch: forget it.
+        """
+        if not self.ahead.comes_next(chosen):
+            self.ahead.forget()
+            self.ahead.request(chosen)
+            generator = torch.Generator()
+            generator.set_state(self.generator.get_state())
+            self.future = _Place(self.epoch, self.position, self.order, generator)
+        while len(self.ahead.batches) <= AHEAD:
+            self.ahead.request(self._draw(self.future)[0][0])
+        images, self.waited = self.ahead.take()
+        return images
 
     def _augment(self, images: Tensor, down: Tensor, right: Tensor, mirrored: Tensor) -> Tensor:
         """Crop each zero-padded image at its own offset [b] and mirror some, in one gather."""
@@ -144,10 +236,10 @@ def evaluation_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the whole shard in order without augmentation, the last batch possibly smaller."""
     normalise = _normaliser(look)
-    for start in range(0, len(shard.labels), batch_size):
-        part = slice(start, start + batch_size)
-        images, labels = shard.images[part], shard.labels[part]
-        yield normalise(_upload(images, look.device)), _upload(labels, look.device)
+    starts = range(0, len(shard.labels), batch_size)
+    parts = [slice(start, start + batch_size) for start in starts]
+    for part, images in zip(parts, in_turn(shard.images, parts), strict=True):
+        yield normalise(_upload(images, look.device)), _upload(shard.labels[part], look.device)
 
 
 def _upload(tensor: Tensor, device: Device) -> Tensor:

@@ -1,35 +1,36 @@
-"""Load each rank's part of a data set into memory, as uint8 images."""
+"""Load each rank's part of a data set into memory, as uint8 images, or say where they lie."""
 
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from http.client import HTTPException
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from filelock import FileLock
 from torch import Tensor
-from torchvision.datasets import CIFAR10, CIFAR100
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, meant, one_line
+from prunex_mpi.base.errors import UNREADABLE, UserError, meant
+from prunex_mpi.base.logs import log
 from prunex_mpi.base.units import GIB
 from prunex_mpi.checks.memory import memory_limit
+from prunex_mpi.data import tars
 from prunex_mpi.data.balanced import hold_out
 from prunex_mpi.data.batches import CHUNK_IMAGES, Shard
+from prunex_mpi.data.cache import cached
+from prunex_mpi.data.cifar import read_cifar
 from prunex_mpi.data.folders import describe, list_images
 from prunex_mpi.data.pictures import as_uint8, open_rgb
+from prunex_mpi.data.reading import Access, Files, Reader
+from prunex_mpi.data.streamed import Streamed, load_all
 
-DATASETS = ("digits", "cifar10", "cifar100", "imagefolder", "synthetic")
+DATASETS = ("digits", "cifar10", "cifar100", "imagefolder", "webdataset", "synthetic")
 DIGITS_TEST_SHARE = 0.2
 SYNTHETIC_CLASSES, SYNTHETIC_TRAIN, SYNTHETIC_TEST, SYNTHETIC_SIDE = 10, 2048, 512, 32
 # What must not depend on --seed (test sets, generated images) is drawn from this one.
 FIXED_SEED = 20_150_610
-# While files are fetched: how often to look whether they have grown.
-LOOK_S = 0.5
+IN_MEMORY = Access()
 
 
 class Part(NamedTuple):
@@ -63,12 +64,19 @@ class Dataset:
     val: Shard | None = None  # images held out of those to train on
     val_total: int = 0
     class_names: tuple[str, ...] = ()  # in the order of the labels, where they have any
+    reader: Reader | None = None  # what decodes the images, where they are files
+
+    def close(self) -> None:
+        """End the threads that decode."""
+        if self.reader is not None:
+            self.reader.close()
 
 
 @dataclass(frozen=True)
 class _Source:
     counts: tuple[int, int]  # training and test images there are
-    read: Callable[[str, Tensor], Shard]  # takes "train" or "test" and int64 indices [n]
+    # Takes "train" or "test" and int64 indices [n], or there are files.
+    read: Callable[[str, Tensor], Shard] | None
     labels: Tensor  # of all training images, int64 [n]
     num_classes: int
     image_size: int
@@ -76,13 +84,14 @@ class _Source:
     pad: int
     found: tuple[str, str] = ("", "")
     class_names: tuple[str, ...] = ()
+    files: dict[str, Files] | None = None
 
 
 def load(
     name: str,
     *,
     data_dir: str,
-    download: bool,
+    access: Access = IN_MEMORY,
     train_samples: int,
     test_samples: int,
     image_size: int,
@@ -90,6 +99,8 @@ def load(
     part: Part | tuple[int, int],
 ) -> Dataset:
     """Load one rank's part of the data set `name`, on the CPU; `part` says which.
+
+    With `access` to stream files, they are decoded by who asks for images.
 
     Training images: a permutation by `seed` of all of them, cut to `train_samples` (0: all) and to
     a multiple of `size`; each rank takes one contiguous piece, so the shards are disjoint and of
@@ -108,14 +119,16 @@ def load(
         case "digits":
             source = _digits(image_size, part.going)
         case "cifar10" | "cifar100":
-            source = _cifar(name, Path(data_dir), download, image_size, part.going)
+            source = _cifar(name, Path(data_dir), access.download, image_size, part.going)
         case "imagefolder":
             source = _imagefolder(Path(data_dir), image_size, part.going)
+        case "webdataset":
+            source = _webdataset(Path(data_dir), image_size, part.going)
         case "synthetic":
             source = _synthetic(train_samples, test_samples, image_size, part.going)
         case _:
             raise UserError(f"unknown data set {name!r}{meant(name, DATASETS)}")
-    _refuse_too_large(source, train_samples, test_samples, part)
+    streams = _streams(name, source, access.mode, (train_samples, test_samples), part)
     train_order = _order("train", source.counts[0], train_samples, seed)
     test_order = _order("test", source.counts[1], test_samples, FIXED_SEED)
     held_out = train_order[:0]
@@ -125,9 +138,24 @@ def load(
     if per_rank == 0:
         message = f"{size} ranks are more than the {len(train_order)} training images in use"
         raise UserError(f"{message}: start fewer ranks or raise --train-samples")
+    own = [
+        ("train", train_order[rank * per_rank : (rank + 1) * per_rank]),
+        ("test", test_order[rank::size]),
+        ("train", held_out[rank::size]),
+    ]
+    if source.files and access.cache:
+        kept = {split: cached(files, access.cache, split) for split, files in source.files.items()}
+        source = replace(source, files=kept)
+    reader = Reader(access) if source.files else None
+    going = None if streams else part.going
+    try:
+        train, test, val = (_shard(source, *taken, reader, going) for taken in own)
+    finally:
+        if reader is not None and not streams:
+            reader.close()
     return Dataset(
-        train=source.read("train", train_order[rank * per_rank : (rank + 1) * per_rank]),
-        test=source.read("test", test_order[rank::size]),
+        train=train,
+        test=test,
         num_classes=source.num_classes,
         image_size=source.image_size,
         train_total=per_rank * size,
@@ -136,10 +164,44 @@ def load(
         pad=source.pad,
         found=source.found[0],
         left_out=source.found[1],
-        val=source.read("train", held_out[rank::size]) if part.val_share else None,
+        val=val if part.val_share else None,
         val_total=len(held_out),
         class_names=source.class_names,
+        reader=reader,
     )
+
+
+def _shard(
+    source: _Source,
+    split: str,
+    indices: Tensor,
+    reader: Reader | None,
+    going: Callable[[], None] | None,
+) -> Shard:
+    """Return the images `indices` of a split; without `going` files are not decoded yet."""
+    if reader is None:
+        return source.read(split, indices)
+    files = source.files[split]
+    images = Streamed(files, indices, reader)
+    return Shard(load_all(images, going) if going else images, files.labels[indices])
+
+
+def _streams(name: str, source: _Source, mode: str, samples: tuple[int, int], part: Part) -> bool:
+    """Say whether images are decoded while training; raise UserError where that can't be."""
+    if source.files is None and mode == "stream":
+        message = f"data-mode stream: the images of {name} are in memory anyway"
+        raise UserError(f"{message}; leave it at auto, or give --dataset imagefolder")
+    if mode == "stream":
+        return True
+    try:
+        _refuse_too_large(source, *samples, part)
+    except UserError as error:
+        if source.files is None or mode != "auto":
+            raise
+        reason, _, _ = str(error).partition(";")
+        log.info("images are decoded while training: %s", reason)
+        return True
+    return False
 
 
 def _refuse_too_large(source: _Source, train_samples: int, test_samples: int, part: Part) -> None:
@@ -187,60 +249,9 @@ def _digits(image_size: int, going: Callable[[], None]) -> _Source:
 def _cifar(
     name: str, data_dir: Path, download: bool, image_size: int, going: Callable[[], None]
 ) -> _Source:
-    halves = [_read_cifar(name, data_dir, download, train, going) for train in (True, False)]
+    halves = [read_cifar(name, data_dir, download, train, going) for train in (True, False)]
     (train, names), (test, _) = halves
     return _memory_source(train, test, names, image_size or 32, going, flip=True)
-
-
-def _read_cifar(
-    name: str, data_dir: Path, download: bool, train: bool, going: Callable[[], None]
-) -> tuple[Shard, tuple[str, ...]]:
-    """Read one half of CIFAR, and the names of its classes.
-
-    Where it is incomplete, one process downloads and others wait.
-    """
-    cifar = CIFAR10 if name == "cifar10" else CIFAR100
-    try:
-        half = cifar(data_dir, train=train, download=False)
-    except (RuntimeError, OSError) as missing:
-        if not download:
-            message = f"no complete {name} in {data_dir}: add --download or correct --data-dir"
-            raise UserError(message, UNREADABLE) from missing
-        try:
-            data_dir.mkdir(parents=True, exist_ok=True)
-
-            def fetch() -> CIFAR10:
-                # Who comes second finds the files complete: torchvision checks before it downloads.
-                with FileLock(data_dir / f".{name}.lock"):
-                    return cifar(data_dir, train=train, download=True)
-
-            half = _while_growing(data_dir, cifar, going, fetch)
-        except (RuntimeError, OSError, HTTPException) as error:
-            message = f"cannot download {name} to {data_dir} ({one_line(error)}): "
-            advice = "check the network, or copy the files there from another machine"
-            raise UserError(message + advice, UNREADABLE) from error
-    going()
-    images = torch.from_numpy(half.data).permute(0, 3, 1, 2)
-    return Shard(images, torch.tensor(half.targets, dtype=torch.int64)), tuple(half.classes)
-
-
-def _while_growing(
-    folder: Path, cifar: type[CIFAR10], going: Callable[[], None], fetch: Callable[[], CIFAR10]
-) -> CIFAR10:
-    """Return `fetch()`, done by a thread; call `going` as often as files in `folder` have grown.
-
-    Who waits for another process that fetches them sees them grow as well.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(fetch)
-        before = -1
-        while not wait([future], LOOK_S).done:
-            files = [folder / cifar.filename, *(folder / cifar.base_folder).glob("*")]
-            size = sum(path.stat().st_size for path in files if path.exists())
-            if size != before:
-                going()
-            before = size
-        return future.result()
 
 
 def _memory_source(
@@ -279,10 +290,7 @@ def _resize(images: Tensor, side: int) -> Tensor:
 
 def _imagefolder(data_dir: Path, image_size: int, going: Callable[[], None]) -> _Source:
     """List train/<class>/* and test/<class>/*; files are decoded only by the rank they go to."""
-    # os.path says no where Path.is_dir raises, as for names that are too long.
-    val_only = os.path.isdir(data_dir / "val") and not os.path.isdir(data_dir / "test")
-    folders = ("train", "val" if val_only else "test")
-    listings = [list_images(data_dir / folder, going) for folder in folders]
+    listings = [list_images(folder, going) for folder in _halves(data_dir)]
     train, test = (listing.images for listing in listings)
     classes = listings[0].classes()
     odd = sorted(set(classes) ^ set(listings[1].classes()))
@@ -290,22 +298,38 @@ def _imagefolder(data_dir: Path, image_size: int, going: Callable[[], None]) -> 
         message = f"class {odd[0]!r} of {data_dir} must have images for training and for testing"
         raise UserError(message, UNREADABLE)
     side = image_size or min(open_rgb(train[0]).size)
-
-    def labels_of(files: list[str]) -> Tensor:
-        numbers = [classes.index(Path(file).parent.name) for file in files]
-        return torch.tensor(numbers, dtype=torch.int64)
-
-    def read(split: str, indices: Tensor) -> Shard:
-        files = [(train if split == "train" else test)[index] for index in indices.tolist()]
-        images = torch.empty(len(files), 3, side, side, dtype=torch.uint8)
-        for position, file in enumerate(files):
-            going()
-            images[position] = as_uint8(file, side, fit=image_size > 0)
-        return Shard(images, labels_of(files))
-
+    halves = {"train": train, "test": test}
+    files = {split: _files(paths, classes, image_size, side) for split, paths in halves.items()}
     counts, found = (len(train), len(test)), describe(*listings)
-    named = {"found": found, "class_names": tuple(classes)}
-    return _Source(counts, read, labels_of(train), len(classes), side, True, side // 8, **named)
+    named = {"found": found, "class_names": tuple(classes), "files": files}
+    labels = files["train"].labels
+    return _Source(counts, None, labels, len(classes), side, True, side // 8, **named)
+
+
+def _webdataset(data_dir: Path, image_size: int, going: Callable[[], None]) -> _Source:
+    """List the pictures in train/*.tar and test/*.tar."""
+    halves = [tars.list_members(folder, going) for folder in _halves(data_dir)]
+    side, classes = image_size or tars.side_of_first(halves[0]), tars.class_count(*halves)
+    train, test = (tars.files_of(half, image_size, side) for half in halves)
+    counts, files = (len(train.labels), len(test.labels)), {"train": train, "test": test}
+    named = {"found": (tars.describe(*halves), ""), "files": files}
+    return _Source(counts, None, train.labels, classes, side, True, side // 8, **named)
+
+
+def _halves(data_dir: Path) -> tuple[Path, Path]:
+    """Return the folders of training and test images; the latter may be called val."""
+    # os.path says no where Path.is_dir raises, as for names that are too long.
+    val_only = os.path.isdir(data_dir / "val") and not os.path.isdir(data_dir / "test")
+    return data_dir / "train", data_dir / ("val" if val_only else "test")
+
+
+def _files(paths: Sequence[str], classes: Sequence[str], image_size: int, side: int) -> Files:
+    """Return the images of class folders, cropped and scaled where `image_size` asks for it."""
+    numbers = {name: number for number, name in enumerate(classes)}
+    labels = torch.tensor([numbers[path.rsplit(os.sep, 2)[1]] for path in paths])
+    decode = lambda index: as_uint8(paths[index], side, fit=image_size > 0)  # noqa: E731
+    way = "fit" if image_size else "as it is"
+    return Files(labels, side, decode, paths.__getitem__, paths.__getitem__, way)
 
 
 def _synthetic(

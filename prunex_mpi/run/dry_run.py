@@ -10,6 +10,7 @@ from prunex_mpi.core.schedule import strictness
 from prunex_mpi.core.state import find_stats_groups, kept_stats
 from prunex_mpi.core.steps import quadratic_rounds
 from prunex_mpi.data.datasets import load
+from prunex_mpi.data.reading import Access
 from prunex_mpi.methods import sparseloco
 from prunex_mpi.methods.exchanges import module_of
 from prunex_mpi.models import batchnorm
@@ -46,7 +47,7 @@ def dry_run(settings: Settings, topology: Topology) -> str:
         data = load(
             settings.dataset,
             data_dir=settings.data_dir,
-            download=False,
+            access=Access(skip_corrupt=settings.skip_corrupt),
             train_samples=1,
             test_samples=1,
             image_size=settings.image_size,

@@ -13,6 +13,7 @@ from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
 from prunex_mpi.base.files import STATE, SUMMARY, FileRecord, read_record
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import load
+from prunex_mpi.data.reading import Access
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe, probe
 from prunex_mpi.run.directory import COMPLETE, read_summary
@@ -151,7 +152,7 @@ def _load_test(settings: Settings, num_classes: int, image_size: int) -> Shard:
     data = load(
         settings.dataset,
         data_dir=settings.data_dir,
-        download=False,
+        access=Access(skip_corrupt=settings.skip_corrupt),
         # None of them is used, but one has to be there.
         train_samples=1,
         test_samples=settings.test_samples,

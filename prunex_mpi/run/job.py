@@ -112,7 +112,8 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
         # As asked, and what was left to be measured.
         settings = work.settings
         heartbeat.beat(3)
-        with open_run(world, settings, to_toml(settings, versions)) as (path, files):
+        with closing(dataset), open_run(world, settings, to_toml(settings, versions)) as opened:
+            path, files = opened
             together(world, lambda: watchdog.share(path / "heartbeats", world.size))
             if settings.resume:
                 if broadcast_text(world, _complete(world, files)):
@@ -231,7 +232,7 @@ def assemble_around(
     if settings.init_from and reads:
         settings = begin_from_(world, settings, model, side)
     groups = together(world, lambda: make_groups(settings, model, layout, side, rules))
-    problem = build_problem(topology, settings, dataset, model, device, transport)
+    problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
     for excluded in groups.excluded:
         log.info("not pruned: %s", excluded)
     heartbeat.beat(1)

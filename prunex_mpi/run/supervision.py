@@ -14,6 +14,7 @@ from prunex_mpi.base.errors import Diverged, UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.progress import Length, Progress
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.evaluation import refuse_unreadable
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR
 from prunex_mpi.core.state import Work
 from prunex_mpi.core.steps import local_steps, rounds_left, total_steps
@@ -126,6 +127,7 @@ def iterate(
         if status == "running" and checkpoints.due(topology.world, record["iteration"]):
             write_checkpoint(topology, files, work, checkpoints)
     if work.stop is not None and work.stop.reason:
+        refuse_unreadable(topology, work.problem)
         write_checkpoint(topology, files, work, checkpoints)
         return "preempted"
     return status

@@ -9,6 +9,8 @@ from prunex_mpi.settings.fields import (
     ESTIMATED,
     FIELDS,
     FORMER_DGC,
+    FROM_FILES,
+    OF_FILES,
     Settings,
     key_of,
 )
@@ -35,6 +37,7 @@ def check_together(settings: Settings) -> None:
     _check_estimate(s)
     _check_batch(s)
     _check_beginning(s)
+    _check_data(s)
     _check_rival(s)
     _check_interval(s)
     if s.method not in BY_GROUPS:
@@ -160,6 +163,19 @@ def _check_beginning(settings: Settings) -> None:
             f"image-mean has {len(s.image_mean)} values and image-std {len(s.image_std)}; give "
             "three of each, or none"
         )
+
+
+def _check_data(settings: Settings) -> None:
+    """Refuse what means something to image files alone, where there are none."""
+    if settings.dataset in FROM_FILES:
+        return
+    for name in OF_FILES:
+        # All that is not a file is in memory anyway.
+        if getattr(settings, name) not in (FIELDS[name].default, "memory"):
+            raise UserError(
+                f"{key_of(name)} is for image files, which {settings.dataset} has none of; leave "
+                f"it away, or give --dataset {FROM_FILES[0]}"
+            )
 
 
 def _check_rival(settings: Settings) -> None:

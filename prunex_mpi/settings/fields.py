@@ -29,6 +29,11 @@ CROSS_ENTROPY = "cross-entropy"
 PRESETS = ("recipe", "paper", "thin", "finetune")
 # From this keep ratio on `--prune-by auto` is magnitude.
 GRASP_BELOW = 0.3
+# As data/transforms.py has them.
+TRANSFORMS = (
+    *("trivial-augment", "rand-augment", "auto-augment", "aug-mix", "color-jitter", "grayscale"),
+    *("gaussian-blur", "random-erasing"),
+)
 # Where prunex-flat has no nodes between ranks and z.
 ONE_LEVEL = ("flat_consensus", "direct")
 # How phase 4 sends: plain float32, other formats, or integers of so many bits with shared scales.
@@ -101,7 +106,7 @@ class Settings:
         _S,
         "images to train on; digits needs no files",
         "digits",
-        choices=("digits", "cifar10", "cifar100", "imagefolder", "synthetic"),
+        choices=("digits", "cifar10", "cifar100", "imagefolder", "webdataset", "synthetic"),
     )
     data_dir: str = _setting(_S, "folder of the data", "data")
     download: bool = _setting(_S, "fetch cifar10 or cifar100 when missing", False)
@@ -117,7 +122,6 @@ class Settings:
         below=1,
     )
     image_size: int = _setting(_S, "side in pixels, 0 for the data's own", 0, low=0, high=4096)
-    augment: str = _setting(_S, "random crops and flips", "auto", choices=("auto", "off"))
     image_mean: tuple[float, ...] = _setting(
         _S,
         "mean of red, green and blue, in 0..1, to normalise images by; none: that of --init-from, "
@@ -129,6 +133,51 @@ class Settings:
     )
     image_std: tuple[float, ...] = _setting(
         _S, "standard deviation to go with it", (), before=(), optional=True, above=0, found=True
+    )
+    data_mode: str = _setting(
+        _S,
+        "decode image files into memory at the start, or while training; auto: while training "
+        "where they would not fit into memory",
+        "auto",
+        before="auto",
+        choices=("memory", "stream", "auto"),
+    )
+    data_workers: int = _setting(
+        _S, "threads that decode, 0 for the rank's share of the cores", 0, before=0, low=0, high=256
+    )
+    data_cache: str = _setting(
+        _S,
+        "folder, best on a local disk, where decoded images are kept for later epochs and jobs",
+        "",
+        before="",
+        optional=True,
+    )
+    skip_corrupt: bool = _setting(
+        _S,
+        "replace a damaged image file by the next one of its class, and count it in a warning",
+        False,
+        before=False,
+    )
+    normalise_samples: int = _setting(
+        _S,
+        "images of each rank that mean and deviation of the colours are taken from, 0 for all",
+        16384,
+        before=0,
+        low=0,
+    )
+    augment: str = _setting(
+        _S,
+        "auto: crops of padded images, and flips; resized-crop: crops of any size, and flips",
+        "auto",
+        choices=("auto", "off", "resized-crop"),
+    )
+    transforms: tuple[str, ...] = _setting(
+        _S,
+        "transforms of torchvision v2 for training images, in this order",
+        (),
+        before=(),
+        optional=True,
+        choices=TRANSFORMS,
     )
 
     _S = "local training"
@@ -726,6 +775,9 @@ class Settings:
     del _S
 
 
+# What means something to image files alone, and the data sets that are such files.
+OF_FILES = ("data_mode", "data_workers", "data_cache", "skip_corrupt")
+FROM_FILES = ("imagefolder", "webdataset")
 # What --dry-run alone looks at.
 ESTIMATED = ("link_gbit", "latency_us", "copy_gbs", "nodes", "step_ms")
 # What may change when a run is resumed: it describes the job and the machine, not the run.
@@ -740,6 +792,10 @@ OF_THE_JOB = (
     "divergence_factor",
     "data_dir",
     "download",
+    "data_mode",
+    "data_workers",
+    "data_cache",
+    "skip_corrupt",
     "device",
     "mpi_buffers",
     "ranks_per_node",

@@ -23,6 +23,8 @@ BATCH, CLASSES, SIDE = 8, 5, 6
 class Batches:
     """The same batch at every step."""
 
+    waited = 0.0
+
     def __init__(self, rank: int) -> None:
         generator = torch.Generator().manual_seed(rank)
         self.images = torch.randn(BATCH, 3, SIDE, SIDE, generator=generator).double()

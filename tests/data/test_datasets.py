@@ -16,6 +16,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
+from prunex_mpi.data import cifar
 from prunex_mpi.data import datasets as data
 from prunex_mpi.data.batches import (
     Shard,
@@ -23,8 +24,9 @@ from prunex_mpi.data.batches import (
     normalisation,
 )
 from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.data.reading import Access
 
-LOAD = dict(data_dir="nowhere", download=False, train_samples=0, test_samples=0)
+LOAD = dict(data_dir="nowhere", train_samples=0, test_samples=0)
 LOAD |= dict(image_size=0, seed=0)
 
 
@@ -185,10 +187,12 @@ def test_cifar_is_downloaded_once_by_whoever_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, classes: int
 ) -> None:
     downloads: list[str] = []
-    monkeypatch.setattr(data, name.upper(), fake_cifar(downloads, count=classes))
+    monkeypatch.setattr(cifar, name.upper(), fake_cifar(downloads, count=classes))
 
     def work(rank: int) -> Dataset:
-        return load(name, data_dir=str(tmp_path / "new"), download=True, rank=rank, size=3)
+        return load(
+            name, data_dir=str(tmp_path / "new"), access=Access(download=True), rank=rank, size=3
+        )
 
     with ThreadPoolExecutor(3) as pool:
         parts = list(pool.map(work, range(3)))
@@ -210,11 +214,13 @@ def test_missing_cifar_names_the_folder_and_the_flag(tmp_path: Path) -> None:
 def test_failed_download_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
-    monkeypatch.setattr(data, "CIFAR10", fake_cifar([], error))
+    monkeypatch.setattr(cifar, "CIFAR10", fake_cifar([], error))
     folder = tmp_path / "data"
     if error is None:
         folder.write_text("a file where a folder should be")
-    assert "network" in refuse("cifar10", UNREADABLE, data_dir=str(folder), download=True)
+    assert "network" in refuse(
+        "cifar10", UNREADABLE, data_dir=str(folder), access=Access(download=True)
+    )
 
 
 @pytest.fixture
@@ -277,7 +283,8 @@ def test_a_start_line_tells_what_was_found_and_what_was_left_out(folder: Path) -
 
 def test_loading_says_that_it_goes_on(folder: Path) -> None:
     calls = []
-    for name, least in (("imagefolder", 18 + 2 * 2), ("synthetic", 50), ("digits", 1)):
+    # Of files, for what a thread decodes at a time.
+    for name, least in (("imagefolder", 2 + 1 + 2 * 2), ("synthetic", 50), ("digits", 1)):
         calls.clear()
         part = data.Part(0, 1, going=lambda: calls.append(1))
         samples = {"train_samples": 40, "test_samples": 10} if name == "synthetic" else {}
@@ -300,13 +307,15 @@ def test_who_waits_for_a_download_goes_on_as_it_grows(
                     time.sleep(0.05)
             super().__init__(root, train, download)
 
-    monkeypatch.setattr(data, "CIFAR10", Slow)
-    monkeypatch.setattr(data, "LOOK_S", 0.01)
+    monkeypatch.setattr(cifar, "CIFAR10", Slow)
+    monkeypatch.setattr(cifar, "LOOK_S", 0.01)
     calls: list[int] = []
 
     def work(rank: int) -> Dataset:
         part = data.Part(rank, 2, going=lambda: calls.append(rank))
-        return data.load("cifar10", part=part, **(LOAD | {"data_dir": tmp_path, "download": True}))
+        return data.load(
+            "cifar10", part=part, **(LOAD | {"data_dir": tmp_path, "access": Access(download=True)})
+        )
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, range(2)))

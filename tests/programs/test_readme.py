@@ -25,7 +25,7 @@ from prunex_mpi.tools.report import options as report
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "prunex_mpi"
 FOLDERS = (".", "batch", "tests", "prunex_mpi")
-FOLDERS += tuple(f"prunex_mpi/{name}" for name in ("methods", "models", "run", "tools"))
+FOLDERS += tuple(f"prunex_mpi/{name}" for name in ("data", "methods", "models", "run", "tools"))
 READMES = [ROOT / folder / "README.md" for folder in FOLDERS]
 LONGEST, MOST_WORDS = 150, 2000
 

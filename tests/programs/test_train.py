@@ -39,6 +39,7 @@ RECORD = {
     "rho1",
     "rho2",
     "lr",
+    "data_wait_seconds",
     "train_loss",
     "test_loss",
     "test_accuracy",

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from picture_files import write_folder
 
 from mpi4py import MPI
 
@@ -16,9 +17,11 @@ from prunex_mpi.base.tables import Table, format_table
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import build_topology, free_topology, nodes_of
 from prunex_mpi.core.schedule import Stage
+from prunex_mpi.data.datasets import load
 from prunex_mpi.settings import cli
 from prunex_mpi.settings.fields import PAYLOADS
 from prunex_mpi.settings.resolve import make
+from prunex_mpi.tools.bench import data
 from prunex_mpi.tools.bench.bench import bench
 from prunex_mpi.tools.bench.block_codes import block_codes
 from prunex_mpi.tools.bench.checkpoint import checkpoints
@@ -320,8 +323,44 @@ def test_checkpoints_are_timed_against_dd_and_leave_nothing(alone, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "really", [False, pytest.param(True, marks=[pytest.mark.long, pytest.mark.any_mpi])]
+)
+def test_data_is_decoded_as_torch_does_and_waited_for(alone, tmp_path, monkeypatch, really):
+    monkeypatch.setattr(data, "BATCHES", 3)
+    monkeypatch.setattr(data, "MEASURED", 1)
+    seen = []
+
+    def loader(pictures, size, **_):
+        seen.append(torch.stack([pictures[index] for index in range(len(pictures))]))
+        return seen[-1].split(size)
+
+    if not really:
+        # Processes that load torch take seconds to start.
+        monkeypatch.setattr(data, "DataLoader", loader)
+    folder = str(write_folder(tmp_path / "p"))
+    settings = make(dataset="imagefolder", data_dir=folder, batch_size=4, device="cpu")
+    transport = build_transport(CPU, 32.0, "host")
+    decoded, trained = data.data(alone, settings, transport, CPU, ("resnet8",), 2)
+    for table in (decoded, trained):
+        assert_sane(table)
+    assert column(decoded, "workers")[:2] == [1, 2]
+    assert column(decoded, "times") == [stream / loader for _, stream, loader, _ in decoded.rows]
+    (row,) = trained.rows
+    assert row[0] == "resnet8"
+    assert min(row[1:3]) > 0 and 0 <= row[3] <= 100
+    if not really:
+        whole = load("imagefolder", data_dir=folder, **WHOLE)
+        assert all(torch.equal(images, whole.train.images[:12]) for images in seen)
+
+
+WHOLE = {"train_samples": 0, "test_samples": 1, "image_size": 0, "seed": 0, "part": (0, 1)}
+
+
+@pytest.mark.parametrize(
     ("flags", "culprits"),
     [
+        (["data"], ["--data-dir"]),
+        (["kernels", "--data-dir", "x"], ["data-dir", "data"]),
         (["--repaet", "3"], ["--repaet", "--repeat"]),
         (["kernel"], ["'kernel'", "'kernels'"]),
         (["--repeat", "0"], ["--repeat", "0"]),
@@ -381,7 +420,7 @@ def test_sections_fit_the_number_of_ranks():
     assert choose_sections(("checkpoint",), 3) == ("checkpoint",)
     assert choose_sections(("memory",), 1) == ("memory",)
     assert choose_sections(("model",), 2) == ("model",)
-    for section, ranks in (("kernels", 2), ("model", 1)):
+    for section, ranks in (("kernels", 2), ("model", 1), ("data", 2)):
         with pytest.raises(UserError):
             choose_sections((section,), ranks)
 

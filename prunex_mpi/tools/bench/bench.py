@@ -78,6 +78,10 @@ def measure(section: str, place: Place, transport: Transport, options: Options) 
             from prunex_mpi.tools.bench.memory import memory
 
             return memory(settings, device, place.threads)
+        case "data":
+            from prunex_mpi.tools.bench.data import data
+
+            return data(topology, settings, transport, device, models, repeat)
         case "collectives":
             from prunex_mpi.tools.bench.collectives import collectives
 

@@ -14,7 +14,9 @@ TOGETHER = ("collectives",)
 ANYWHERE = ("overhead", "checkpoint")
 # They take minutes: only for who asks, on two or more ranks.
 ASKED = ("ddp", "model")
-SECTIONS = (*ALONE, *TOGETHER, *ANYWHERE, *ASKED)
+# Needs a folder of images.
+OF_DATA = "data"
+SECTIONS = (*ALONE, *TOGETHER, *ANYWHERE, *ASKED, OF_DATA)
 # They come first, and have flags of their own.
 APART = ("compare", "figure")
 MAX_COUNT, MAX_THREADS = 10**6, 4096
@@ -40,9 +42,10 @@ def build_parser() -> Parser:
     parser = program_parser(
         "bench",
         "Measure kernels and memory on one rank, collectives and ddp (dense SGD beside torch's) on "
-        "several, overhead and checkpoints on any number; model calibrates what train --dry-run "
-        "--link-gbit estimates.",
-        "Without WHAT: everything that makes sense for the number of ranks, but ddp and model. "
+        "several, overhead and checkpoints on any number; data decodes --data-dir beside torch's "
+        "DataLoader; model calibrates what train --dry-run --link-gbit estimates.",
+        "Without WHAT: everything that makes sense for the number of ranks, but ddp, model and "
+        "data. "
         "`compare --help` tells how to compare methods of training, `figure --help` how to draw "
         "the paper's figures.",
     )
@@ -60,7 +63,7 @@ def build_parser() -> Parser:
         default=["resnet20", "resnet18"],
         metavar="NAME",
         dest="train_models",
-        help="models that overhead and ddp train and model predicts [resnet20 resnet18]",
+        help="models that overhead, ddp and data train and model predicts [resnet20 resnet18]",
     )
     add("--groups", nargs="+", default=["channel"], metavar="KIND", help="groups [channel]")
     add("--keep-ratio", nargs="+", type=float, default=[0.5], metavar="X", help="[0.5]")
@@ -73,6 +76,8 @@ def build_parser() -> Parser:
     add("--bucket-mib", type=float, default=32.0, metavar="X", help="size of a bucket [32]")
     add("--mpi-buffers", default="auto", metavar="NAME", help="auto, host or device [auto]")
     add("--dir", default=".", metavar="DIR", dest="folder", help="where checkpoints go [.]")
+    add("--data-dir", default="", metavar="DIR", help="image folder that data decodes")
+    add("--image-size", type=int, default=0, metavar="N", help="to which size, 0 for its own [0]")
     add("--json", default="", metavar="FILE", dest="json_file", help="write the tables there too")
     # What memory starts: one measured job.
     add("--child", default="", help=argparse.SUPPRESS)
@@ -95,7 +100,12 @@ def parse(argv: Sequence[str]) -> Options:
     check_range(given, "steps", 1, MAX_COUNT)
     check_range(given, "repeat", 1, MAX_COUNT)
     check_range(given, "threads", 0, MAX_THREADS)
+    if OF_DATA in given.what and not given.data_dir:
+        raise UserError("data decodes an image folder: give it by --data-dir")
+    files = {"dataset": "imagefolder", "data_dir": given.data_dir} if given.data_dir else {}
     settings = make(
+        **files,
+        image_size=given.image_size,
         model=given.model,
         groups=given.groups,
         keep_ratio=given.keep_ratio,
@@ -105,6 +115,8 @@ def parse(argv: Sequence[str]) -> Options:
         bucket_mib=given.bucket_mib,
         mpi_buffers=given.mpi_buffers,
     )
+    if given.data_dir and OF_DATA not in given.what:
+        raise UserError("data-dir is what data decodes; leave it away, or add data")
     wanted = tuple(s for s in SECTIONS if s in given.what and "all" not in given.what)
     return Options(
         wanted,
@@ -122,7 +134,7 @@ def parse(argv: Sequence[str]) -> Options:
 def choose_sections(asked: tuple[str, ...], ranks: int) -> tuple[str, ...]:
     """Return what to measure on `ranks` ranks; raise UserError for what does not fit them."""
     for section in asked:
-        if section in ALONE and ranks > 1:
+        if section in (*ALONE, OF_DATA) and ranks > 1:
             raise UserError(
                 f"{section} is measured on one rank, not {ranks}; start it without mpirun"
             )

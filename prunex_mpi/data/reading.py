@@ -1,0 +1,161 @@
+"""Decode the images of a split by a pool of threads, into memory that the caller has.
+
+Threads, not processes: Pillow gives up the interpreter's lock while it reads and decodes, nothing
+has to be copied between them, and nothing has to be started before MPI.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.base.logs import log
+
+# What a thread takes at a time: small, so that all end a batch together.
+CHUNK = 8
+# Warnings of single files; after them only doublings of their number are told.
+TOLD = 10
+
+Finding = tuple[str, str]  # a file that can't be read, and the one in its place
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a rank comes by its images.
+
+    `mode` is memory, stream, or auto, which streams what memory can't hold; `workers` threads
+    decode. With `skip_corrupt` a damaged image is replaced by the next one of its class. `cache`
+    is a folder of decoded images, "" for none.
+    """
+
+    download: bool = False
+    mode: str = "memory"
+    workers: int = 1
+    skip_corrupt: bool = False
+    cache: str = ""
+
+
+@dataclass(frozen=True)
+class Files:
+    """The images of one split in their order, which is the same on every rank.
+
+    `decode(i)` returns image i as uint8 [3, side, side]; it is called by several threads at a time
+    and raises UserError (UNREADABLE). `name(i)` is what messages call the image, `path(i)` the file
+    that it is in. `way` says how images come to their size.
+    """
+
+    labels: Tensor  # int64 [n]
+    side: int
+    decode: Callable[[int], Tensor]
+    name: Callable[[int], str]
+    path: Callable[[int], str]
+    way: str = ""
+
+
+class Reader:
+    """The threads of one rank, and what they could not read.
+
+    Nothing is raised in the middle of training, where the other ranks would wait for this one:
+    the first error is kept in `error` until all ranks agree to end, and the image is black.
+    """
+
+    def __init__(self, access: Access) -> None:
+        self.skip_corrupt = access.skip_corrupt
+        self.workers = access.workers
+        self.pool = ThreadPoolExecutor(access.workers, thread_name_prefix="decode")
+        self.error: UserError | None = None
+        self.replaced: dict[str, str] = {}
+        self.substitutes: dict[tuple[int, int], int] = {}
+        self.lock = threading.Lock()
+
+    def begin(self, files: Files, indices: Sequence[int], out: np.ndarray) -> list[Future]:
+        """Begin to decode images `indices` into uint8 `out` [n, 3, side, side]."""
+        starts = range(0, len(indices), CHUNK)
+        parts = [(indices[start : start + CHUNK], out[start : start + CHUNK]) for start in starts]
+        return [self.pool.submit(self._decode_all, files, *part) for part in parts]
+
+    def finish(self, futures: Sequence[Future], going: Callable[[], None] | None = None) -> None:
+        """Wait until what was begun is done; keep the first error, and tell what was replaced.
+
+        `going` is called as it goes on.
+        """
+        for future in futures:
+            if going is not None:
+                going()
+            findings, error = future.result()
+            self.error = self.error or error
+            for finding in findings:
+                self._tell(*finding)
+
+    def close(self) -> None:
+        """End the threads; what they have not begun is not decoded."""
+        self.pool.shutdown(cancel_futures=True)
+
+    def raise_error(self) -> None:
+        """Raise what could not be read, once."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def _decode_all(
+        self, files: Files, indices: Sequence[int], out: np.ndarray
+    ) -> tuple[list[Finding], UserError | None]:
+        findings, first = [], None
+        for index, target in zip(indices, out, strict=True):
+            try:
+                found = self._decode(files, index, target)
+                if found != index:
+                    findings.append((files.name(index), files.name(found)))
+            except UserError as error:
+                target.fill(0)
+                first = first or error
+        return findings, first
+
+    def _decode(self, files: Files, index: int, target: np.ndarray) -> int:
+        """Fill `target` with image `index` or, where that is allowed, its substitute; say which."""
+        known = self.substitutes.get((id(files), index), index)
+        try:
+            target[:] = files.decode(known).numpy()
+            return known
+        except UserError as error:
+            if not self.skip_corrupt or not is_damaged(error):
+                raise
+        found = self._substitute(files, index, target)
+        with self.lock:
+            self.substitutes[id(files), index] = found
+        return found
+
+    def _substitute(self, files: Files, index: int, target: np.ndarray) -> int:
+        """Fill `target` with the next readable image of the same class in the split."""
+        alike = torch.nonzero(files.labels == files.labels[index]).flatten().tolist()
+        place = alike.index(index)
+        for other in alike[place + 1 :] + alike[:place]:
+            try:
+                target[:] = files.decode(other).numpy()
+                return other
+            except UserError as error:
+                if not is_damaged(error):
+                    raise
+        message = f"image {files.name(index)} is damaged and so are all others of its class"
+        raise UserError(f"{message}: repair them or remove the class", UNREADABLE)
+
+    def _tell(self, name: str, other: str) -> None:
+        if name in self.replaced:
+            return
+        self.replaced[name] = other
+        count = len(self.replaced)
+        if count <= TOLD:
+            log.warning("damaged image %s is replaced by %s (%d so far)", name, other, count)
+        elif count & (count - 1) == 0:
+            log.warning("%d damaged images are replaced so far", count)
+
+
+def is_damaged(error: UserError) -> bool:
+    """Say whether the content of an image is wrong, and not the access to it."""
+    cause = error.__cause__
+    return cause is not None and getattr(cause, "errno", None) is None

@@ -1,0 +1,155 @@
+"""Images in tar files, laid out as WebDataset does: KEY.jpg and KEY.cls one behind the other.
+
+KEY.cls holds the number of the class. The headers of all tar files are read at the start, the
+pictures by the rank that they go to, when they are needed.
+"""
+
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
+from prunex_mpi.data.pictures import as_uint8, open_rgb
+from prunex_mpi.data.reading import Files
+
+BLOCK = 512  # of a tar file
+# Members that are read between two signs of life.
+BETWEEN = 1000
+
+
+@dataclass(frozen=True)
+class Members:
+    """The pictures of all tar files of a folder, by file and by their order in it."""
+
+    folder: str
+    paths: list[str]
+    file: np.ndarray  # int64 [n]: which of the paths
+    start: np.ndarray  # int64 [n], bytes
+    size: np.ndarray  # int64 [n], bytes
+    labels: np.ndarray  # int64 [n]
+    names: list[str]
+
+    def name(self, index: int) -> str:
+        """Return what messages call a picture."""
+        return f"{self.path(index)}:{self.names[index]}"
+
+    def path(self, index: int) -> str:
+        """Return the tar file of a picture."""
+        return self.paths[self.file[index]]
+
+    def content(self, index: int) -> BytesIO:
+        """Read a picture's file; raise UserError where that is not possible."""
+        try:
+            with open(self.path(index), "rb", buffering=0) as file:
+                file.seek(int(self.start[index]))
+                return BytesIO(file.read(int(self.size[index])))
+        except OSError as error:
+            message = f"cannot read image {self.name(index)} ({one_line(error)})"
+            raise UserError(
+                f"{message}: repair or remove {self.path(index)}", UNREADABLE
+            ) from error
+
+
+def list_members(folder: Path, going: Callable[[], None]) -> Members:
+    """List the pictures in folder/*.tar, in the order of the names of these files.
+
+    Raises UserError (UNREADABLE) where there are none, a tar file is damaged, or a picture has no
+    class. `going` is called as it goes on.
+    """
+    paths = sorted(str(path) for path in folder.glob("*.tar"))
+    rows, names = [], []
+    for number, path in enumerate(paths):
+        pictures, classes = _read_headers(path, going)
+        odd = sorted(pictures.keys() ^ classes.keys())
+        if odd:
+            lacks = "a class (.cls)" if odd[0] in pictures else "a picture"
+            raise UserError(f"{odd[0]} in {path} lacks {lacks}: add or remove it", UNREADABLE)
+        for key, (ending, start, size) in pictures.items():
+            rows.append((number, start, size, classes[key]))
+            names.append(f"{key}.{ending}")
+    if not rows:
+        message = f"no picture in {folder}/*.tar: --data-dir must hold train/*.tar and test/*.tar"
+        raise UserError(f"{message} of KEY.jpg and KEY.cls, not compressed", UNREADABLE)
+    table = np.array(rows, dtype=np.int64)
+    return Members(str(folder), paths, *table.T.copy(), names)
+
+
+def _read_headers(
+    path: str, going: Callable[[], None]
+) -> tuple[dict[str, tuple[str, int, int]], dict[str, int]]:
+    """Return (ending, start, size) of each picture of a tar file by its key, and each class."""
+    pictures: dict[str, tuple[str, int, int]] = {}
+    classes: dict[str, int] = {}
+    try:
+        with tarfile.open(path, "r:") as tar, open(path, "rb") as file:
+            for number, member in enumerate(tar):
+                if number % BETWEEN == 0:
+                    going()
+                folder, _, base = member.name.rpartition("/")
+                key, _, ending = base.partition(".")
+                key = f"{folder}/{key}" if folder else key
+                if not member.isreg() or not key:
+                    continue
+                if f".{ending.lower()}" in IMG_EXTENSIONS:
+                    if key in pictures:
+                        raise ValueError(f"{key} has two pictures")
+                    pictures[key] = ending, member.offset_data, member.size
+                elif ending == "cls":
+                    file.seek(member.offset_data)
+                    classes[key] = int(file.read(member.size))
+                    if classes[key] < 0:
+                        raise ValueError(f"the class of {key} is below 0")
+                # The module remembers all that it has read.
+                tar.members = []
+            # It also takes a damaged header for the end.
+            file.seek(tar.offset)
+            if file.read(BLOCK).strip(b"\0"):
+                raise ValueError(f"no header at byte {tar.offset:,}")
+    except (OSError, ValueError, tarfile.TarError) as error:
+        message = f"cannot read tar file {path} ({one_line(error)}): repair or remove it"
+        raise UserError(message, UNREADABLE) from error
+    return pictures, classes
+
+
+def describe(train: Members, test: Members) -> str:
+    """Say in a line what was found."""
+    halves = (
+        f"{len(half.names):,} images in {len(half.paths):,} tar file{'s' * (len(half.paths) > 1)} "
+        f"in {half.folder}"
+        for half in (train, test)
+    )
+    return ", ".join((*halves, f"{class_count(train, test):,} classes"))
+
+
+def class_count(train: Members, test: Members) -> int:
+    """Return the number of classes; raise UserError where only test images have one."""
+    count = int(train.labels.max()) + 1
+    most = int(test.labels.max()) + 1
+    if most > count:
+        message = f"class {most - 1} of {test.folder} has no image in {train.folder}"
+        raise UserError(f"{message}: give all classes images for training", UNREADABLE)
+    return count
+
+
+def files_of(members: Members, image_size: int, side: int) -> Files:
+    """Return the pictures, cropped and scaled where `image_size` asks for it."""
+
+    def decode(index: int) -> Tensor:
+        content, name = members.content(index), members.name(index)
+        return as_uint8(content, side, fit=image_size > 0, name=name)
+
+    way = "fit" if image_size else "as it is"
+    labels = torch.from_numpy(members.labels)
+    return Files(labels, side, decode, members.name, members.path, way)
+
+
+def side_of_first(members: Members) -> int:
+    """Return the shorter side of the first picture."""
+    return min(open_rgb(members.content(0), name=members.name(0)).size)

@@ -1,0 +1,172 @@
+"""Measure how fast images are decoded while training, beside torch's DataLoader, and who waits."""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.tables import Table
+from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.problem import MOST_DECODING
+from prunex_mpi.data.datasets import load
+from prunex_mpi.data.pictures import as_uint8
+from prunex_mpi.data.reading import Access, Reader
+from prunex_mpi.data.streamed import AHEAD, Streamed, in_turn
+from prunex_mpi.methods import hsadmm
+from prunex_mpi.run.job import set_up
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import with_overrides
+from prunex_mpi.tools.bench.timing import Action, wall_times
+
+AIM_PERCENT = 2.0
+# Of a turn of decoding, and of an outer iteration of training.
+BATCHES = 32
+# Of training, after a first one that is not counted.
+MEASURED = 3
+
+
+class Pictures:
+    """The same files with the same decoding, as torch's DataLoader takes them."""
+
+    def __init__(self, paths: Sequence[str], side: int, fit: bool) -> None:
+        self.paths, self.side, self.fit = list(paths), side, fit
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return as_uint8(self.paths[index], self.side, fit=self.fit)
+
+
+def data(
+    alone: Topology,
+    settings: Settings,
+    transport: Transport,
+    device: torch.device,
+    models: tuple[str, ...],
+    repeat: int,
+) -> list[Table]:
+    """Return images per second of both, and the share of the time that training waits.
+
+    `settings` say where an image folder lies. `alone` is the topology of a job of one rank.
+    """
+    cores = len(os.sched_getaffinity(0))
+    workers = sorted({1, 2, min(cores, MOST_DECODING)})
+    rates = decoding(settings, workers, repeat)
+    first = Table(
+        f"Decoding {settings.data_dir}: images per second, batches of {settings.batch_size}",
+        ("workers", "threads of a stream", "torch's DataLoader", "times"),
+        tuple((count, *rates[count], rates[count][0] / rates[count][1]) for count in workers),
+        (
+            f"{cores} cores; {BATCHES} batches in a turn, best of {repeat}, in turns; the same "
+            "files, the same decoding to uint8, nothing else",
+            f"DataLoader: processes, {AHEAD} batches ahead of each",
+        ),
+    )
+    rows = [training(alone, settings, transport, device, name) for name in models]
+    second = Table(
+        f"Training while images are decoded: batches of {settings.batch_size} on {device}",
+        ("model", "images/s from memory", "images/s from a stream", "waits %", "aim %"),
+        tuple(rows),
+        (
+            f"phase 1 of one rank, {torch.get_num_threads()} threads compute and "
+            f"{min(cores, MOST_DECODING)} decode; the fastest of {MEASURED} x {BATCHES} steps, and "
+            "the waiting of all of them",
+            "where all cores compute, decoding takes time from them and is not waited for",
+        ),
+    )
+    return [first, second]
+
+
+def decoding(
+    settings: Settings, workers: Sequence[int], repeat: int
+) -> dict[int, tuple[float, float]]:
+    """Return images per second of a stream and of torch's DataLoader by number of workers."""
+    dataset = load(
+        settings.dataset,
+        data_dir=settings.data_dir,
+        access=Access(mode="stream"),
+        train_samples=0,
+        test_samples=1,
+        image_size=settings.image_size,
+        seed=0,
+        part=(0, 1),
+    )
+    files, size = dataset.train.images.files, settings.batch_size
+    places = dataset.train.images.places[: BATCHES * size]
+    paths = [files.path(index) for index in places.tolist()]
+    pictures = Pictures(paths, files.side, settings.image_size > 0)
+    found = {}
+    for count in workers:
+        reader = Reader(Access(workers=count))
+        # Forked processes would hold MPI's memory.
+        loader = DataLoader(
+            pictures,
+            size,
+            num_workers=count,
+            prefetch_factor=AHEAD,
+            persistent_workers=True,
+            multiprocessing_context="spawn",
+        )
+        ways = {
+            "stream": Action(_passing(Streamed(files, places, reader), size)),
+            "loader": Action(lambda loader=loader: sum(len(batch) for batch in loader)),
+        }
+        with closing(reader):
+            times = wall_times(ways, repeat, torch.device("cpu"))
+        found[count] = (len(paths) / min(times["stream"]), len(paths) / min(times["loader"]))
+    return found
+
+
+def _passing(images: Streamed, size: int) -> Callable[[], int]:
+    """Return what decodes all images once."""
+    parts = [slice(start, start + size) for start in range(0, len(images.places), size)]
+    return lambda: sum(len(batch) for batch in in_turn(images, parts))
+
+
+def training(
+    alone: Topology, settings: Settings, transport: Transport, device: torch.device, name: str
+) -> tuple[str, float, float, float, float]:
+    """Return a row: images per second from memory and from a stream, and how much it waits."""
+    rates, waits = [], 0.0
+    for mode in ("memory", "stream"):
+        records = _train(alone, settings, transport, device, name, mode)
+        seconds = [record["seconds"]["local"] for record in records]
+        rates.append(BATCHES * settings.batch_size / min(seconds))
+        waits = 100 * sum(record["data_wait_seconds"] for record in records) / sum(seconds)
+    return name, rates[0], rates[1], waits, AIM_PERCENT
+
+
+def _train(
+    alone: Topology,
+    settings: Settings,
+    transport: Transport,
+    device: torch.device,
+    name: str,
+    mode: str,
+) -> list[dict[str, Any]]:
+    """Return the metrics of a few outer iterations, without the first."""
+    settings = with_overrides(
+        settings,
+        model=name,
+        data_mode=mode,
+        train_samples=BATCHES * settings.batch_size,
+        test_samples=settings.batch_size,
+        outer_iterations=1 + MEASURED,
+        local_steps=BATCHES,
+        evaluate_every=1 + MEASURED,
+        # No test of accuracy here: a small rate keeps any model finite.
+        lr=1e-3,
+        warmup_iterations=0,
+        keep_ramp_iterations=0,
+        freeze_iteration=0,
+        freeze_drift=-1.0,
+    )
+    work = set_up(alone, settings, device, transport, Heartbeat())
+    return list(hsadmm.outer_iterations(alone, work))[1:]

@@ -1,0 +1,209 @@
+"""Images that are decoded while training: the same as in memory, ahead, bounded, and damaged."""
+
+import logging
+import os
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from picture_files import damage, write_folder
+from torch import Tensor
+
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
+from prunex_mpi.data import datasets as data
+from prunex_mpi.data.batches import (
+    BatchStream,
+    Look,
+    Shard,
+    channel_moments,
+    evaluation_batches,
+    part_of,
+)
+from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.data.reading import Access
+from prunex_mpi.data.streamed import AHEAD, Streamed
+
+LOOK = Look(torch.zeros(3), torch.ones(3), "cpu")
+STEPS = 11
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "pictures")
+
+
+def load(folder: Path, mode: str, workers: int = 2, rank: int = 0, **access: object) -> Dataset:
+    return data.load(
+        "imagefolder",
+        data_dir=str(folder),
+        access=Access(mode=mode, workers=workers, **access),
+        train_samples=0,
+        test_samples=0,
+        image_size=0,
+        seed=3,
+        part=(rank, 2),
+    )
+
+
+def stream_of(dataset: Dataset, batch_size: int = 8) -> BatchStream:
+    ways = {"batch_size": batch_size, "seed": 1, "rank": 0, "flip": True, "pad": 1}
+    return BatchStream(dataset.train, LOOK, **ways)
+
+
+def batches(stream: BatchStream, count: int = STEPS) -> list[tuple[Tensor, Tensor]]:
+    return [stream.next() for _ in range(count)]
+
+
+def same(first: list[tuple[Tensor, Tensor]], second: list[tuple[Tensor, Tensor]]) -> bool:
+    pairs = zip(first, second, strict=True)
+    return all(torch.equal(a, b) for one, two in pairs for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_a_stream_gives_what_memory_gives(folder: Path, workers: int) -> None:
+    kept, streamed = load(folder, "memory"), load(folder, "stream", workers)
+    assert isinstance(kept.train.images, Tensor)
+    assert isinstance(streamed.train.images, Streamed)
+    assert streamed.train.images.shape == kept.train.images.shape
+    # More than three epochs of three batches, each of another order.
+    assert same(batches(stream_of(kept)), batches(stream_of(streamed)))
+    for most in (0, 7):
+        moments = (channel_moments(part.train, most) for part in (kept, streamed))
+        assert torch.equal(*moments)
+    for split in ("train", "test"):
+        first, second = (
+            list(evaluation_batches(getattr(part, split), batch_size=4, look=LOOK))
+            for part in (kept, streamed)
+        )
+        assert same(first, second)
+    some = torch.tensor([5, 0, 5])
+    assert torch.equal(kept.train.images[some], streamed.train.images[some])
+    halves = (part_of(part.train, slice(3, None)) for part in (kept, streamed))
+    first, second = (list(evaluation_batches(half, batch_size=4, look=LOOK)) for half in halves)
+    assert same(first, second)
+    assert streamed.reader.error is None
+
+
+def test_a_stream_goes_on_wherever_its_position_is_put(folder: Path) -> None:
+    whole = batches(stream_of(load(folder, "memory")))
+    stream = stream_of(load(folder, "stream"))
+    first = batches(stream, 4)
+    places = stream.epoch, stream.position, stream.order, stream.generator.get_state()
+    batches(stream, 3)
+    other = stream_of(load(folder, "stream"))
+    for to_go_on in (stream, other):
+        to_go_on.epoch, to_go_on.position, to_go_on.order = places[:3]
+        to_go_on.generator.set_state(places[3])
+        assert same(first + batches(to_go_on, STEPS - 4), whole)
+    reshuffled = stream_of(load(folder, "memory"))
+    for shuffled in (stream, reshuffled):
+        shuffled.reshuffle([9, 9])
+    assert same(batches(stream), batches(reshuffled))
+
+
+def test_a_rank_reads_its_own_files_and_no_more_than_it_soon_needs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spy = Mock(side_effect=data.as_uint8)
+    monkeypatch.setattr(data, "as_uint8", spy)
+    read = []
+    for rank in range(2):
+        dataset = load(folder, "stream", rank=rank)
+        assert spy.call_count == 0
+        stream = stream_of(dataset, batch_size=2)
+        for step in range(1, 6):
+            stream.next()
+            assert spy.call_count <= 2 * (step + AHEAD)
+        dataset.reader.pool.shutdown()
+        assert spy.call_count == 2 * (5 + AHEAD)
+        read.append({call.args[0] for call in spy.call_args_list})
+        own = {dataset.train.images.files.name(i) for i in dataset.train.images.places.tolist()}
+        assert read[rank] <= own
+        spy.reset_mock()
+    assert not read[0] & read[1]
+
+
+def test_a_damaged_image_is_told_when_its_batch_is_due(folder: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        dataset = load(folder, "stream")
+        order = stream_of(dataset).order
+        # In the third batch, which is under way when the first is taken.
+        images = dataset.train.images
+        victim = damage(Path(images.files.name(int(images.places[order[17]]))))
+        stream = stream_of(dataset)
+        batches(stream, 2)
+        assert dataset.reader.error is None
+        images, _ = stream.next()
+        assert images[1].abs().max() == 0
+        dataset.reader.raise_error()
+    assert victim in str(caught.value)
+    assert caught.value.exit_code == UNREADABLE
+    with pytest.raises(UserError, match=Path(victim).name):
+        load(folder, "memory")
+
+
+def test_the_next_image_of_its_class_stands_in_for_a_damaged_one(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("prunex_mpi"), "propagate", True)
+    ants = sorted((folder / "train/ant").iterdir())
+    # Two behind each other, and the last, whose next is the first.
+    victims = [damage(ants[place]) for place in (4, 5, len(ants) - 1)]
+    expected = {victims[0]: ants[6], victims[1]: ants[6], victims[2]: ants[0]}
+    found = []
+    for mode, workers in (("memory", 2), ("stream", 1), ("stream", 4)):
+        parts = [load(folder, mode, workers, rank, skip_corrupt=True) for rank in range(2)]
+        found.append([batches(stream_of(part)) for part in parts])
+        replaced = {name: other for part in parts for name, other in part.reader.replaced.items()}
+        assert replaced == {name: str(other) for name, other in expected.items()}
+        assert [part.reader.error for part in parts] == [None, None]
+    assert all(same(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("is replaced by" in line for line in lines) == 3 * len(victims)
+    assert any(f"{victims[0]} is replaced by {ants[6]} (1 so far)" in line for line in lines)
+
+
+def test_what_is_not_damaged_but_gone_is_not_replaced(folder: Path) -> None:
+    (folder / "train/bee/003.jpg").unlink()
+    dataset = load(folder, "memory", skip_corrupt=True)
+    assert dataset.reader.replaced == {}
+    streamed = load(folder, "stream", skip_corrupt=True)
+    os.rename(folder / "train/bee", folder / "elsewhere")
+    channel_moments(streamed.train)
+    with pytest.raises(UserError, match="No such file"):
+        streamed.reader.raise_error()
+
+
+def test_a_class_of_damaged_images_is_refused(folder: Path) -> None:
+    for path in (folder / "train/cat").iterdir():
+        damage(path)
+    with pytest.raises(UserError, match="so are all others of its class") as caught:
+        load(folder, "memory", skip_corrupt=True)
+    assert caught.value.exit_code == UNREADABLE
+
+
+def test_auto_streams_what_memory_cannot_hold(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(load(folder, "auto").train.images, Tensor)
+
+    def refuse(*_: object) -> None:
+        raise UserError("too large; take less")
+
+    monkeypatch.setattr(data, "_refuse_too_large", refuse)
+    monkeypatch.setattr(logging.getLogger("prunex_mpi"), "propagate", True)
+    caplog.set_level(logging.INFO)
+    assert isinstance(load(folder, "auto").train.images, Streamed)
+    assert caplog.messages == ["images are decoded while training: too large"]
+    with pytest.raises(UserError, match="too large"):
+        load(folder, "memory")
+
+
+def test_what_is_no_file_is_not_streamed() -> None:
+    sizes = {"train_samples": 8, "test_samples": 8, "image_size": 8, "seed": 0, "part": (0, 1)}
+    kept = data.load("synthetic", data_dir="", access=Access(mode="auto"), **sizes)
+    assert isinstance(kept.train, Shard) and kept.reader is None
+    with pytest.raises(UserError) as caught:
+        data.load("synthetic", data_dir="", access=Access(mode="stream"), **sizes)
+    assert caught.value.exit_code == USAGE

@@ -1,0 +1,126 @@
+"""Tar files of pictures: the same images as in folders, and what is wrong with them by name."""
+
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from picture_files import CLASSES, add, write_folder, write_tars
+
+from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.data import datasets as data
+from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.data.reading import Access
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "pictures", train=6, test=2)
+
+
+@pytest.fixture
+def shards(tmp_path: Path, folder: Path) -> Path:
+    return write_tars(tmp_path / "tars", folder)
+
+
+def load(name: str, folder: Path, size: int = 0, **access: object) -> Dataset:
+    return data.load(
+        name,
+        data_dir=str(folder),
+        access=Access(workers=2, **access),
+        train_samples=0,
+        test_samples=0,
+        image_size=size,
+        seed=3,
+        part=(1, 2),
+    )
+
+
+@pytest.mark.parametrize("size", [0, 5])
+@pytest.mark.parametrize("mode", ["memory", "stream"])
+def test_tar_files_hold_what_folders_hold(
+    folder: Path, shards: Path, tmp_path: Path, mode: str, size: int
+) -> None:
+    plain = load("imagefolder", folder, size)
+    for cache in ("", str(tmp_path / "kept"), str(tmp_path / "kept")):
+        packed = load("webdataset", shards, size, mode=mode, cache=cache)
+        assert (packed.num_classes, packed.image_size) == (3, size or 8)
+        for one, other in ((plain.train, packed.train), (plain.test, packed.test)):
+            assert torch.equal(one.images[:], other.images[:])
+            assert torch.equal(one.labels, other.labels)
+    assert packed.found == (
+        f"18 images in 3 tar files in {shards}/train, 6 images in 1 tar file in {shards}/test, "
+        "3 classes"
+    )
+
+
+def test_a_damaged_picture_is_named_or_replaced(folder: Path, shards: Path) -> None:
+    whole = load("webdataset", shards)
+    path = shards / "train/0000.tar"
+    with tarfile.open(path) as tar:
+        start = tar.getmember("ant_001.jpg").offset_data
+    content = bytearray(path.read_bytes())
+    content[start : start + 64] = bytes(64)
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        for rank in range(2):
+            data.load("webdataset", data_dir=str(shards), part=(rank, 2), **WHOLE)
+    assert f"cannot read image {path}:ant_001.jpg" in str(caught.value)
+    kept = load("webdataset", shards, skip_corrupt=True)
+    other = load("webdataset", shards, skip_corrupt=True, mode="stream")
+    assert torch.equal(kept.train.images, other.train.images[:])
+    assert torch.equal(kept.train.labels, whole.train.labels)
+
+
+WHOLE = {"train_samples": 0, "test_samples": 0, "image_size": 0, "seed": 3}
+
+
+def flip_header(path: Path) -> None:
+    with tarfile.open(path) as tar:
+        start = tar.getmembers()[4].offset
+    content = bytearray(path.read_bytes())
+    content[start + 3] ^= 1
+    path.write_bytes(content)
+
+
+def append(name: str, content: bytes) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        with tarfile.open(path, "a") as tar:
+            add(tar, name, content)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (flip_header, "no header at byte"),
+        (lambda path: path.write_bytes(path.read_bytes()[:3000]), "end of data"),
+        (lambda path: path.write_bytes(b"no tar file at all" * 100), "cannot read tar file"),
+        (append("alone.jpg", b"x"), "alone in {path} lacks a class (.cls)"),
+        (append("alone.cls", b"1"), "alone in {path} lacks a picture"),
+        (append("odd.cls", b"one"), "invalid literal"),
+        (append("odd.cls", b"-1"), "the class of odd is below 0"),
+        (append("ant_001.png", b"x"), "ant_001 has two pictures"),
+    ],
+)
+def test_what_is_wrong_with_a_tar_file_is_said(
+    shards: Path, change: Callable[[Path], object], words: str
+) -> None:
+    path = shards / "train/0000.tar"
+    change(path)
+    with pytest.raises(UserError) as caught:
+        load("webdataset", shards)
+    assert words.format(path=path) in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert caught.value.exit_code == UNREADABLE
+
+
+def test_folders_without_tar_files_are_refused(shards: Path, folder: Path) -> None:
+    with pytest.raises(UserError, match=r"no picture in .*/train/\*\.tar"):
+        load("webdataset", folder)
+    append("new.jpg", (folder / "test/ant/001.jpg").read_bytes())(shards / "test/0000.tar")
+    append("new.cls", str(len(CLASSES)).encode())(shards / "test/0000.tar")
+    with pytest.raises(UserError, match=r"class 3 of .*/test has no image in"):
+        load("webdataset", shards)

@@ -1,0 +1,180 @@
+"""Runs whose images are decoded while training: the same results, and no rank left waiting."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nodes import WORLD, nodes_of
+from picture_files import damage, write_folder
+from safetensors.torch import load_file
+from small_runs import small_run
+
+from prunex_mpi import train
+from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.base.logs import log
+from prunex_mpi.comm.agreement import broadcast_text
+from prunex_mpi.core import steps
+from prunex_mpi.run import program
+from prunex_mpi.run.supervision import driver_of
+
+FILES = ["--dataset", "imagefolder"]
+SMALL = [
+    *("--model", "odd_models:small", "--batch-size", "8", "--outer-iterations", "6"),
+    *("--local-steps", "2", "--evaluate-every", "2"),
+    *("--checkpoint-every", "2"),
+]
+
+
+@pytest.fixture(autouse=True)
+def failing_instead_of_aborting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def end_job(_world: object) -> None:
+        raise AssertionError("the program aborted the job")
+
+    monkeypatch.setattr(program, "end_job", end_job)
+    hook, before = program.sys.excepthook, (log.handlers, log.propagate, log.level)
+    yield
+    program.sys.excepthook = hook
+    log.handlers, log.propagate, log.level = before
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "pictures")
+
+
+@pytest.fixture
+def run(tmp_path: Path, pictures: Path) -> Callable[..., int]:
+    def start(name: str, *flags: str) -> int:
+        where = ["--data-dir", str(pictures), "--run-dir", str(tmp_path / name)]
+        return train.main([*SMALL, *FILES, *where, *flags])
+
+    return start
+
+
+def results(path: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    timed = ("seconds", "data_wait_seconds")
+    kept = [{k: v for k, v in record.items() if k not in timed} for record in records]
+    return kept, load_file(path / "state.safetensors")
+
+
+def assert_same(first: Path, second: Path) -> None:
+    (records, state), (others, other) = results(first), results(second)
+    assert records == others
+    assert all(torch.equal(state[name], other[name]) for name in state)
+
+
+@pytest.mark.parametrize("method", ["prunex", "dense"])
+def test_a_stream_trains_what_memory_trains(
+    tmp_path: Path, run: Callable[..., int], method: str
+) -> None:
+    assert run("memory", "--method", method, "--data-mode", "memory") == 0
+    assert run("stream", "--method", method, "--data-mode", "stream", "--data-workers", "3") == 0
+    assert_same(tmp_path / "memory", tmp_path / "stream")
+    lines = (tmp_path / "stream/metrics.jsonl").read_text().splitlines()
+    waited = [json.loads(line)["data_wait_seconds"] for line in lines]
+    assert waited[0] > 0
+    assert all(
+        0 <= seconds < json.loads(line)["seconds"]["local"]
+        for seconds, line in zip(waited, lines, strict=True)
+    )
+
+
+def test_a_stream_that_was_left_goes_on_exactly(tmp_path: Path, run: Callable[..., int]) -> None:
+    assert run("whole", "--data-mode", "memory") == 0
+    assert run("run", "--data-mode", "stream", "--time-limit", "1") == 75
+    again = ["--resume", "--run-dir", str(tmp_path / "run"), "--time-limit", "0"]
+    # With another number of threads, too.
+    assert train.main([*again, "--data-workers", "1"]) == 0
+    assert_same(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_damaged_image_ends_the_run_in_one_line_or_is_replaced(
+    tmp_path: Path,
+    pictures: Path,
+    run: Callable[..., int],
+    capfd: pytest.CaptureFixture[str],
+    split: str,
+) -> None:
+    victim = damage(sorted((pictures / split / "bee").iterdir())[2])
+    # The colours are measured on images that are whole.
+    whole = ["--data-mode", "stream", "--normalise-samples", "1"]
+    capfd.readouterr()
+    assert run("run", *whole) == UNREADABLE
+    said = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
+    assert len(said) == 1 and f"cannot read image {victim}" in said[0]
+    assert not (tmp_path / "run/summary.json").exists()
+    # What was reached before counts.
+    again = ["--resume", "--run-dir", str(tmp_path / "run"), "--skip-corrupt"]
+    assert train.main(again) == 0
+    told = [line for line in capfd.readouterr().err.splitlines() if victim in line]
+    assert len(told) == 1 and "is replaced by" in told[0]
+    assert run("other", "--data-mode", "memory", "--normalise-samples", "1", "--skip-corrupt") == 0
+    assert_same(tmp_path / "run", tmp_path / "other")
+
+
+# --------------------------------------------------------------------------------------------------
+# Several ranks
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Path]:
+    """Have one image folder that all ranks see."""
+    path = broadcast_text(WORLD, str(write_folder(tmp_path / "p")) if WORLD.rank == 0 else "")
+    yield Path(path)
+    WORLD.Barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("scenario", ["recipe", "local sgd", "flat consensus", "dense", "behind"])
+def test_an_image_that_one_rank_cannot_read_ends_all(shared: Path, scenario: str) -> None:
+    files: dict[str, Any] = {
+        "dataset": "imagefolder",
+        "data_dir": str(shared),
+        "data_mode": "stream",
+        "train_samples": 0,
+        "test_samples": 0,
+        "image_size": 0,
+        "normalise_samples": 1,
+        "evaluate_every": 3,
+    }
+    each = 1 if scenario == "flat consensus" else 2
+    with (
+        nodes_of(each) as topology,
+        pytest.raises(UserError) as caught,
+        small_run(topology, scenario, **files) as work,
+    ):
+        images = work.problem.train_shard.images
+        if WORLD.rank == WORLD.size - 1:
+            # Of its second batch, in the middle of an outer iteration.
+            place = int(images.places[work.problem.train.order[5]])
+            damage(Path(images.files.name(place)))
+        list(driver_of(work.settings).outer_iterations(topology, work))
+    assert caught.value.exit_code == UNREADABLE
+    assert "cannot read image" in str(caught.value)
+    assert work.state.position.iteration == 1
+
+
+@pytest.mark.mpi
+def test_ranks_do_not_wait_for_the_end_of_a_long_phase(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files: dict[str, Any] = {"dataset": "imagefolder", "data_dir": str(shared)}
+    files |= {"data_mode": "stream", "train_samples": 0, "test_samples": 0, "image_size": 0}
+    with nodes_of(2) as topology, small_run(topology, "recipe", local_steps=10**6, **files) as work:
+        real = steps.forward
+
+        def forward(work: Any, part: Any) -> torch.Tensor:
+            if WORLD.rank == 0 and work.state.position.step == 3:
+                work.problem.reader.error = UserError("an image", UNREADABLE)
+            return real(work, part)
+
+        monkeypatch.setattr(steps, "forward", forward)
+        assert list(driver_of(work.settings).outer_iterations(topology, work)) == []
+        assert work.stop.reason == "an error on some rank"
