@@ -1,10 +1,13 @@
 """Fixtures shared by serial and parallel tests."""
 
 import gc
+import logging
 import os
 
 import pytest
 import torch
+
+from prunex_mpi.base.logs import log
 
 # Every rank of a parallel test and the oracle in one process must add in the same order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,6 +28,14 @@ def pytest_collection_finish(session):
 
 def pytest_sessionfinish(session):
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _forget_the_logger():
+    """Let no test find handlers that a program has set up in another one."""
+    yield
+    log.handlers, log.propagate = [], True
+    log.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

@@ -77,7 +77,7 @@ class _Source:
     counts: tuple[int, int]  # training and test images there are
     # Takes "train" or "test" and int64 indices [n], or there are files.
     read: Callable[[str, Tensor], Shard] | None
-    labels: Tensor  # of all training images, int64 [n]
+    labels: Callable[[], Tensor]  # returns those of all training images, int64 [n]
     num_classes: int
     image_size: int
     flip: bool
@@ -133,7 +133,7 @@ def load(
     test_order = _order("test", source.counts[1], test_samples, FIXED_SEED)
     held_out = train_order[:0]
     if part.val_share:
-        train_order, held_out = hold_out(train_order, source.labels, part.val_share)
+        train_order, held_out = hold_out(train_order, source.labels(), part.val_share)
     per_rank = len(train_order) // size
     if per_rank == 0:
         message = f"{size} ranks are more than the {len(train_order)} training images in use"
@@ -278,8 +278,8 @@ def _memory_source(
         return Shard(images, whole.labels[indices])
 
     counts = len(train.labels), len(test.labels)
-    pad, labels = side // 8, train.labels
-    return _Source(counts, read, labels, len(names), side, flip, pad, class_names=names)
+    classes, pad = len(names), side // 8
+    return _Source(counts, read, lambda: train.labels, classes, side, flip, pad, class_names=names)
 
 
 def _resize(images: Tensor, side: int) -> Tensor:
@@ -302,8 +302,9 @@ def _imagefolder(data_dir: Path, image_size: int, going: Callable[[], None]) -> 
     files = {split: _files(paths, classes, image_size, side) for split, paths in halves.items()}
     counts, found = (len(train), len(test)), describe(*listings)
     named = {"found": found, "class_names": tuple(classes), "files": files}
-    labels = files["train"].labels
-    return _Source(counts, None, labels, len(classes), side, True, side // 8, **named)
+    return _Source(
+        counts, None, lambda: files["train"].labels, len(classes), side, True, side // 8, **named
+    )
 
 
 def _webdataset(data_dir: Path, image_size: int, going: Callable[[], None]) -> _Source:
@@ -313,7 +314,8 @@ def _webdataset(data_dir: Path, image_size: int, going: Callable[[], None]) -> _
     train, test = (tars.files_of(half, image_size, side) for half in halves)
     counts, files = (len(train.labels), len(test.labels)), {"train": train, "test": test}
     named = {"found": (tars.describe(*halves), ""), "files": files}
-    return _Source(counts, None, train.labels, classes, side, True, side // 8, **named)
+    pad = side // 8
+    return _Source(counts, None, lambda: train.labels, classes, side, True, pad, **named)
 
 
 def _halves(data_dir: Path) -> tuple[Path, Path]:
@@ -354,5 +356,8 @@ def _synthetic(
         return Shard(images, indices % SYNTHETIC_CLASSES)
 
     counts = (train_samples or SYNTHETIC_TRAIN, test_samples or SYNTHETIC_TEST)
-    labels = torch.arange(counts[0]) % SYNTHETIC_CLASSES
+
+    def labels() -> Tensor:
+        return torch.arange(counts[0]) % SYNTHETIC_CLASSES
+
     return _Source(counts, read, labels, SYNTHETIC_CLASSES, side, flip=False, pad=0)

@@ -19,8 +19,10 @@ LENGTH = ["--outer-iterations", "2", "--local-steps", "2", "--ranks-per-node", "
 
 
 def block(kind: str) -> str:
-    """Return the README's one block of code of a kind."""
-    (found,) = re.findall(rf"^```{kind}\n(.*?)^```$", README.read_text("utf-8"), re.M | re.S)
+    """Return the one block of code of a kind in the README's section."""
+    _, _, section = README.read_text("utf-8").partition("\n## Adding a method\n")
+    section, _, _ = section.partition("\n## ")
+    (found,) = re.findall(rf"^```{kind}\n(.*?)^```$", section, re.M | re.S)
     return found
 
 

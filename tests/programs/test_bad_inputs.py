@@ -5,7 +5,6 @@ All inputs go through `prunex_mpi.train.main` in this process, a world of one ra
 
 import io
 import json
-import logging
 import os
 import shutil
 import signal
@@ -87,17 +86,14 @@ class Ended:
 
 @pytest.fixture(scope="module", autouse=True)
 def kept_alive() -> Iterator[None]:
-    """Turn an abort of the job into a failure of the test, and give the logger back as it was."""
+    """Turn an abort of the job into a failure of the test."""
 
     def end_job(_world: object) -> None:
         raise AssertionError("the program aborted the job")
 
-    log = logging.getLogger("prunex_mpi")
-    before = log.handlers, log.propagate, log.level
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "end_job", end_job)
         yield
-    log.handlers, log.propagate, log.level = before
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from small_runs import small_run
 
 from prunex_mpi import train
 from prunex_mpi.base.errors import UNREADABLE, UserError
-from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.core import steps
 from prunex_mpi.run import program
@@ -34,10 +33,9 @@ def failing_instead_of_aborting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         raise AssertionError("the program aborted the job")
 
     monkeypatch.setattr(program, "end_job", end_job)
-    hook, before = program.sys.excepthook, (log.handlers, log.propagate, log.level)
+    hook = program.sys.excepthook
     yield
     program.sys.excepthook = hook
-    log.handlers, log.propagate, log.level = before
 
 
 @pytest.fixture
