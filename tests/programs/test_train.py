@@ -138,7 +138,6 @@ def test_delivered_model_is_the_one_that_was_evaluated(finished):
     whole = data.load(
         "digits",
         data_dir="",
-        download=False,
         train_samples=0,
         test_samples=0,
         image_size=0,
