@@ -14,15 +14,19 @@ def class_counts(labels: Tensor, classes: int) -> Tensor:
 def hold_out(order: Tensor, labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """Return which images of `order` are kept and which are held out: `share` of each class.
 
-    `order` is int64 [n], indices into `labels`; the first of a class are held out, rounded, and at
-    least one image of it stays. Both parts are in the order they were in. Raises UserError where
-    nothing would be held out.
+    `order` is int64 [n], indices into `labels`; the first of a class are held out, and at least one
+    image of it stays. What rounding leaves over of a class counts for the next one. Both parts are
+    in the order they were in. Raises UserError where nothing would be held out.
     """
     of_class = labels[order]
     held = torch.zeros(len(order), dtype=torch.bool)
+    due = 0.0
     for label in of_class.unique().tolist():
         places = torch.nonzero(of_class == label).flatten()
-        held[places[: min(round(len(places) * share), len(places) - 1)]] = True
+        due += len(places) * share
+        count = min(round(due), len(places) - 1)
+        held[places[:count]] = True
+        due -= count
     if not held.any():
         raise UserError(
             f"val-share {share}: no class has enough of the {len(order)} training images; raise it"

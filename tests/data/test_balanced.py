@@ -36,5 +36,9 @@ def test_the_same_share_of_each_class_is_held_out_in_the_order_there_was() -> No
     assert sorted([*kept.tolist(), *held.tolist()]) == list(range(31))
     # Something of each class stays to train on.
     assert labels[hold_out(order, labels, 0.99)[0]].bincount().tolist() == [1, 1, 1]
+    # Of small classes some have one to hold out.
+    labels = torch.arange(10).repeat(2)
+    assert labels[hold_out(torch.arange(20), labels, 0.2)[1]].tolist() == [1, 3, 6, 8]
+    order = torch.arange(20)
     with pytest.raises(UserError, match=r"val-share 0\.01"):
         hold_out(order, labels, 0.01)

@@ -64,6 +64,8 @@ class CoupledNet(nn.Module):
 class RandomStream:
     """Batches that depend only on the rank and the step."""
 
+    waited = 0.0
+
     def __init__(self, rank, dtype):
         self.generator = torch.Generator().manual_seed(1000 + rank)
         self.dtype = dtype

@@ -327,6 +327,8 @@ def kept_nowhere(state):
 class Quadratic:
     """One full batch for ever: f_ij(W) = mean |W x - t|^2 / 2 over this rank's samples."""
 
+    waited = 0.0
+
     def __init__(self, rank):
         generator = torch.Generator().manual_seed(50 + rank)
         self.x = torch.randn(40, 6, generator=generator, dtype=torch.float64)

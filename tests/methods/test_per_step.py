@@ -94,6 +94,8 @@ def test_program_equals_oracle(aggregation, ranks_per_node, method):
 class Shares:
     """A rank's part of batches that one process sees whole; unlike the ranks' own streams."""
 
+    waited = 0.0
+
     def __init__(self, rank, size, dtype):
         self.stream, self.rank, self.size = RandomStream(99, dtype), rank, size
 

@@ -24,6 +24,8 @@ RANK = 5
 class Singles:
     """One image at a time: a linear layer's gradient has rank 1 on each rank."""
 
+    waited = 0.0
+
     def __init__(self) -> None:
         self.stream = RandomStream(WORLD.rank, torch.float64)
 

@@ -123,7 +123,6 @@ def load_test(network: Network, options: Options, part: tuple[int, int]) -> Data
     dataset = load(
         data["dataset"],
         data_dir=data.get("data_dir", "data"),
-        download=False,
         # None of them is used, but each rank has to have one.
         train_samples=part[1],
         test_samples=data.get("test_samples", 0),
