@@ -289,11 +289,12 @@ def test_the_held_out_images_are_taken_from_those_that_train():
     with nodes_of(MPI.COMM_SELF) as alone:
         whole = load_dataset(alone, settings).train
         held_out = hold_out(alone, settings)
-        assert (len(held_out.train.labels), len(held_out.test.labels)) == (50, 10)
-        assert held_out.test.labels.bincount().tolist() == [1] * 10
+        assert (len(held_out.train.labels), len(held_out.test.labels)) == (48, 12)
+        # A fifth of six images is 1.2: which classes give the odd two is carried over.
+        assert held_out.test.labels.bincount(minlength=10).sub(1.2).abs().max() < 1
         both = torch.cat([held_out.train.images, held_out.test.images]).flatten(1)
         assert sorted(both.tolist()) == sorted(whole.images.flatten(1).tolist())
-        assert (held_out.train_total, held_out.test_total) == (50, 10)
+        assert (held_out.train_total, held_out.test_total) == (48, 12)
         with pytest.raises(UserError, match="no class has enough"):
             hold_out(alone, replace(settings, train_samples=10))
 
