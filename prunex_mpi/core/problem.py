@@ -9,6 +9,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from mpi4py import MPI
+
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import digests_agree, together, together_while
@@ -174,12 +176,8 @@ def build_problem(
     model.to(device)
     # The seed gives all ranks the same weights; they travel where rank 0 has read others, or where
     # software or processors are so different that it does not.
-    for tensor in [] if agreed else _tensors(model):
-        # A copy: the memory may be out of order, as in a model that is channels_last itself. Bytes,
-        # since counters travel as well.
-        flat = tensor.detach().reshape(-1).clone()
-        bcast_(topology.world, flat.view(torch.uint8), transport)
-        tensor.detach().copy_(flat.view(tensor.shape))
+    if not agreed:
+        broadcast_weights_(topology.world, model, transport)
     # From here on the ranks' random numbers differ (dropout); the shards' order has its own.
     torch.manual_seed(settings.seed * topology.world_size + topology.world.rank)
     return Problem(
@@ -200,6 +198,16 @@ def build_problem(
         kept_back=None if dataset.val is None else dataset.test,
         reader=dataset.reader,
     )
+
+
+def broadcast_weights_(world: MPI.Comm, model: torch.nn.Module, transport: Transport) -> None:
+    """Make rank 0's parameters and buffers everyone's. Collective on `world`."""
+    for tensor in _tensors(model):
+        # A copy: the memory may be out of order, as in a model that is channels_last itself. Bytes,
+        # since counters travel as well.
+        flat = tensor.detach().reshape(-1).clone()
+        bcast_(world, flat.view(torch.uint8), transport)
+        tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def lr_scale_of(settings: Settings, ranks: int) -> float:

@@ -15,6 +15,7 @@ from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import StopAgreement
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.core.coded import Coded, whole_blocks
+from prunex_mpi.core.distillation import Teacher
 from prunex_mpi.core.optimizer import build_optimizer, momentum_of
 from prunex_mpi.data.batches import BatchStream, Shard
 from prunex_mpi.data.mixing import Mixing
@@ -57,7 +58,8 @@ class Problem:
     are what images of values in 0..1 are normalised by. `guess_loss` is what guessing costs, where
     known: no smaller loss is a divergence. `objective` is what training minimises, where that is
     not `loss`, `mixing` how batches are mixed, and `lr_scale` what multiplies the learning rate.
-    `reader` decodes images that are files; all ranks have one or none.
+    `reader` decodes images that are files; all ranks have one or none. Where there is a `teacher`,
+    training minimises what it asks for as well.
     """
 
     model: nn.Module
@@ -76,6 +78,7 @@ class Problem:
     lr_scale: float = 1.0
     kept_back: Shard | None = None
     reader: Reader | None = None
+    teacher: Teacher | None = None
 
 
 @dataclass

@@ -10,6 +10,7 @@ from torch import Tensor
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress.whole import pieces_of
+from prunex_mpi.core.distillation import distilled
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR, learning_rate, quadratic_interval
 from prunex_mpi.core.state import State, Work
 from prunex_mpi.data.mixing import mix
@@ -79,7 +80,9 @@ def forward(work: Work, part: tuple[Tensor, Tensor]) -> Tensor:
     amp_dtype = torch.float16 if amp == "fp16" else torch.bfloat16
     images, labels = part
     with torch.autocast(device_type, amp_dtype, enabled=amp != "off"):
-        return (problem.objective or problem.loss)(problem.forward(images), labels)
+        outputs = problem.forward(images)
+        loss = (problem.objective or problem.loss)(outputs, labels)
+        return distilled(problem.teacher, images, outputs, loss) if problem.teacher else loss
 
 
 def backward(work: Work, averager: GradientAverager | None, batch: Batch, loss: Tensor) -> Tensor:

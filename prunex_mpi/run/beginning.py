@@ -51,12 +51,7 @@ def begin_from_(world: MPI.Comm, settings: Settings, model: nn.Module, side: int
             return ""
         path, look = locate(settings)
         digest = digest_of(path)
-        if settings.init_digest not in ("", digest):
-            raise UserError(
-                f"{path} is not the file of before: its SHA-256 is {digest}, --init-digest "
-                f"{settings.init_digest}; put it back, or leave --init-digest away",
-                UNREADABLE,
-            )
+        refuse_other_file(path, digest, settings.init_digest, "--init-digest")
         log.info("weights of %s, SHA-256 %s...", path, digest[:SHOWN_DIGITS])
         replaced = fit_(model, read_tensors(path), side, str(path))
         if replaced:
@@ -68,6 +63,26 @@ def begin_from_(world: MPI.Comm, settings: Settings, model: nn.Module, side: int
 
     found = json.loads(broadcast_text(world, together(world, read)))
     return replace(settings, **{k: tuple(v) if type(v) is list else v for k, v in found.items()})
+
+
+def refuse_other_file(path: Path, digest: str, wanted: str, flag: str) -> None:
+    """Raise UserError where a file is not the one whose digest is `wanted`, "" for any."""
+    if wanted not in ("", digest):
+        raise UserError(
+            f"{path} is not the file of before: its SHA-256 is {digest}, {flag} {wanted}; put it "
+            f"back, or leave {flag} away",
+            UNREADABLE,
+        )
+
+
+def refuse_exported(path: Path, flag: str) -> None:
+    """Raise UserError where a folder holds an exported network, not a run."""
+    if os.path.exists(path / PLAN):
+        raise UserError(
+            f"{flag} {quote(str(path), 250)} is an exported network, which is smaller than the "
+            "model: give the folder of its run",
+            UNREADABLE,
+        )
 
 
 def has_checkpoint(world: MPI.Comm, settings: Settings) -> bool:
@@ -127,12 +142,7 @@ def locate(settings: Settings) -> tuple[Path, Moments | None]:
     path = Path(source)
     if not os.path.isdir(path):
         return path, None
-    if os.path.exists(path / PLAN):
-        raise UserError(
-            f"--init-from {quote(source, 250)} is an exported network, which is smaller than the "
-            "model: give the folder of its run",
-            UNREADABLE,
-        )
+    refuse_exported(path, "--init-from")
     try:
         delivered = read_summary(path)["delivered"]
         mean, std = (tuple(map(float, delivered[key])) for key in ("mean", "std"))

@@ -58,6 +58,7 @@ from prunex_mpi.run.start import (
     warn_of_smaller_batches,
 )
 from prunex_mpi.run.supervision import Checkpoints, run_to_end, write_last_checkpoint
+from prunex_mpi.run.teaching import find_teacher, taught
 from prunex_mpi.run.tracing import tracing
 from prunex_mpi.run.tuning import (
     goes_behind_steps,
@@ -231,8 +232,13 @@ def assemble_around(
     rules = rules_of(broadcast_text(world, tried))
     if settings.init_from and reads:
         settings = begin_from_(world, settings, model, side)
+    teacher = None
+    if settings.teacher:
+        settings, *teacher = find_teacher(world, settings, model, dataset)
     groups = together(world, lambda: make_groups(settings, model, layout, side, rules))
     problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
+    if teacher is not None:
+        problem = taught(topology, settings, problem, teacher, transport)
     for excluded in groups.excluded:
         log.info("not pruned: %s", excluded)
     heartbeat.beat(1)

@@ -158,6 +158,9 @@ def _check_beginning(settings: Settings) -> None:
     s = settings
     if s.init_digest and not s.init_from:
         raise UserError("init-digest means nothing without --init-from; give it as well")
+    for name in ("teacher_digest", "teacher_share", "teacher_temperature"):
+        if not s.teacher and getattr(s, name) != FIELDS[name].default:
+            raise UserError(f"{key_of(name)} means nothing without --teacher; give it as well")
     if len(s.image_mean) != len(s.image_std) or len(s.image_mean) not in (0, 3):
         raise UserError(
             f"image-mean has {len(s.image_mean)} values and image-std {len(s.image_std)}; give "

@@ -245,6 +245,28 @@ class Settings:
         CROSS_ENTROPY,
         before=CROSS_ENTROPY,
     )
+    teacher: str = _setting(
+        _S,
+        "trained network whose outputs are learned beside the labels: the folder of a run, or a "
+        "file of weights of --model",
+        "",
+        before="",
+        optional=True,
+    )
+    teacher_digest: str = _setting(
+        _S,
+        "SHA-256 that the file of --teacher must have; the run fills it in",
+        "",
+        before="",
+        optional=True,
+        found=True,
+    )
+    teacher_share: float = _setting(
+        _S, "share of the loss that is the teacher's", 0.5, before=0.5, above=0, high=1
+    )
+    teacher_temperature: float = _setting(
+        _S, "what both networks' outputs are divided by to compare them", 4.0, before=4.0, above=0
+    )
     label_smoothing: float = _setting(
         _S, "share of each label that is spread over all classes", 0.0, before=0.0, low=0, below=1
     )

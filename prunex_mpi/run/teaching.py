@@ -1,0 +1,138 @@
+"""Where the network of `--teacher` comes from, and how a run comes to learn from it."""
+
+import json
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line
+from prunex_mpi.base.files import STATE
+from prunex_mpi.base.logs import log
+from prunex_mpi.comm.agreement import broadcast_text, together
+from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.distillation import Teacher
+from prunex_mpi.core.problem import broadcast_weights_
+from prunex_mpi.core.state import Problem
+from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.models import standalone
+from prunex_mpi.models.trained import Moments, digest_of, fit_, read_tensors
+from prunex_mpi.run.beginning import SHOWN_DIGITS, refuse_exported, refuse_other_file
+from prunex_mpi.run.finished_run import read_run
+from prunex_mpi.settings.fields import Settings
+
+
+def find_teacher(
+    world: MPI.Comm, settings: Settings, model: nn.Module, dataset: Dataset
+) -> tuple[Settings, nn.Module, Moments | None]:
+    """Return the settings with the digest of `--teacher`, its network, and its normalisation.
+
+    World rank 0 alone reads; on the others the network, on the CPU, has no trained weights yet. A
+    file holds those of a network like `model`; a run says itself which one it has trained, and how
+    images are normalised for it (else None). Raises UserError on every rank. Collective on `world`.
+    """
+
+    def read() -> tuple[nn.Module | None, str]:
+        return _read(settings, model, dataset.image_size) if world.rank == 0 else (None, "")
+
+    network, text = together(world, read)
+    found = json.loads(broadcast_text(world, text))
+
+    def build() -> nn.Module:
+        built = network or _build(found, model)
+        _try_outputs(built, dataset, settings.teacher)
+        return built
+
+    network = together(world, build)
+    look = found["look"] and tuple(map(tuple, found["look"]))
+    return replace(settings, teacher_digest=found["digest"]), network, look
+
+
+def taught(
+    topology: Topology,
+    settings: Settings,
+    problem: Problem,
+    teacher: tuple[nn.Module, Moments | None],
+    transport: Transport,
+) -> Problem:
+    """Return the problem of a run that learns from `teacher` too, which `find_teacher` has found.
+
+    Rank 0's weights become everyone's. Collective on `world`.
+    """
+    network, look = teacher
+    parameter = next(problem.model.parameters())
+    network.to(parameter.device, parameter.dtype).eval().requires_grad_(False)
+    broadcast_weights_(topology.world, network, transport)
+    share, temperature = settings.teacher_share, settings.teacher_temperature
+    found = Teacher(network, share, temperature)
+    if look is not None:
+        mean, std = (torch.tensor(values) for values in look)
+        if not (torch.equal(mean, problem.mean) and torch.equal(std, problem.std)):
+            # From images normalised for the run to what they were before, and on from there.
+            scale, shift = problem.std / std, (problem.mean - mean) / std
+            on = {"device": parameter.device, "dtype": parameter.dtype}
+            affine = [values.view(1, 3, 1, 1).to(**on) for values in (scale, shift)]
+            found = replace(found, scale=affine[0], shift=affine[1])
+    # Of an untrained network the soft labels cost at most T^2 times what the hard ones do.
+    guess = problem.guess_loss * (1 - share + share * temperature**2)
+    return replace(problem, teacher=found, guess_loss=guess)
+
+
+def _read(settings: Settings, model: nn.Module, side: int) -> tuple[nn.Module, str]:
+    """Return the network of `--teacher` with its weights, and as JSON what others need of it."""
+    path = Path(settings.teacher)
+    found: dict[str, Any] = {"description": None, "layers": {}, "look": None}
+    if path.is_dir():
+        refuse_exported(path, "--teacher")
+        run = read_run(path, with_data=False)
+        network, name = run.model, run.settings.model
+        found |= {"description": run.description, "look": (run.mean.tolist(), run.std.tolist())}
+        found["layers"] = run.summary["delivered"].get("layers", {})
+        path = path / STATE
+    else:
+        network, name = deepcopy(model), settings.model
+        replaced = fit_(network, read_tensors(path), side, str(path))
+        if replaced:
+            reason = replaced.partition(":")[0]
+            raise UserError(f"--teacher: {reason}; it must know those of the data", UNREADABLE)
+    digest = digest_of(path)
+    refuse_other_file(path, digest, settings.teacher_digest, "--teacher-digest")
+    log.info("teacher: %s of %s, SHA-256 %s...", name, path, digest[:SHOWN_DIGITS])
+    return network, json.dumps({**found, "digest": digest})
+
+
+def _build(found: dict[str, Any], model: nn.Module) -> nn.Module:
+    """Return a network of the shapes that rank 0 has told of."""
+    if found["description"] is None:
+        return deepcopy(model)
+    network = standalone.build(found["description"])
+    standalone.resize_(network, found["layers"])
+    return network
+
+
+def _try_outputs(network: nn.Module, dataset: Dataset, source: str) -> None:
+    """Raise UserError unless the teacher has an output per class of the data."""
+    side, classes = dataset.image_size, dataset.num_classes
+    dtype = next(network.parameters()).dtype
+    try:
+        with torch.no_grad():
+            shape = list(network.eval()(torch.zeros(1, 3, side, side, dtype=dtype)).shape)
+    # A size that does not fit shows as whatever the model's own code raises.
+    except Exception as error:
+        raise UserError(
+            f"--teacher {source} can't be shown images of {side}x{side} ({one_line(error)}): give "
+            "one that was trained on such",
+            USAGE,
+        ) from error
+    if shape != [1, classes]:
+        raise UserError(
+            f"--teacher {source} returns {shape} for one image, not [1, {classes}]: give one that "
+            "was trained on the classes of the data",
+            USAGE,
+        )
