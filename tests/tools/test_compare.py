@@ -35,6 +35,7 @@ from prunex_mpi.tools.compare.outcomes import (
     Point,
     Tuning,
     comparison_from,
+    join,
     require_same_work,
     to_dict,
 )
@@ -457,6 +458,37 @@ def test_a_comparison_is_the_same_when_it_is_read_back():
     equal = {"bytes": tuple(runs[:1])}
     found = comparison(runs, tunings=tunings, equal=equal, reference={"bytes": "topk"})
     assert comparison_from(json.loads(json.dumps(to_dict(found)))) == found
+
+
+def test_comparisons_of_different_rows_are_joined():
+    runs = outcomes("dense", "topk", "prunex")
+    tunings = tuple(Tuning(run.row, (run,), chance=False) for run in runs)
+    equal, reference = {"bytes": tuple(outcomes("dense"))}, {"bytes": "prunex"}
+    whole = comparison(runs, tunings=tunings, equal=equal, reference=reference)
+    first = comparison(runs[:1], tunings=tunings[:1], notes=("note", "one more"))
+    second = comparison(runs[1:], tunings=tunings[1:], equal=equal, reference=reference)
+    assert join([first, second]) == replace(whole, notes=("note", "one more"))
+    assert join([whole]) == whole
+
+
+@pytest.mark.parametrize(
+    ("other", "word"),
+    [
+        (comparison(outcomes("topk"), title="of another model"), "differ in title"),
+        (comparison(outcomes("topk"), seeds=(1,)), "differ in seeds"),
+        (comparison(outcomes("topk"), machine={"mpi": "another"}), "differ in machine"),
+        (comparison(outcomes("dense")), "row 'dense' is in two"),
+        (comparison(outcomes("topk", samples=1)), "not trained on the same number of samples"),
+        (
+            comparison(outcomes("topk"), equal={"bytes": ()}, reference={"bytes": "topk"}),
+            "equal to different ones",
+        ),
+    ],
+)
+def test_comparisons_that_differ_in_more_than_rows_are_not_joined(other, word):
+    equal = {"equal": {"bytes": ()}, "reference": {"bytes": "dense"}}
+    with pytest.raises(UserError, match=word):
+        join([comparison(outcomes("dense"), **equal), other])
 
 
 def test_a_curve_adds_up_what_was_sent_and_leaves_evaluations_out():

@@ -35,6 +35,7 @@ from prunex_mpi.tools.compare.outcomes import (
     Tuning,
     by_row,
     ended,
+    join,
     read_comparison,
     require_same_work,
     to_dict,
@@ -60,7 +61,7 @@ class Bench:
 
 def compare(world: MPI.Comm, options: Options) -> int:
     """Compare under the eyes of a watchdog; world rank 0 prints and writes. Collective."""
-    if options.source:
+    if options.sources:
         together(world, lambda: show_again(options) if world.rank == 0 else None)
         return 0
     timeout_s = settings_of(options.common, options.rows[0], options.seeds[0]).timeout
@@ -73,10 +74,10 @@ def compare(world: MPI.Comm, options: Options) -> int:
 
 
 def show_again(options: Options) -> None:
-    """Show what a file holds; raise UserError."""
+    """Show what files hold; raise UserError."""
     store.prepare(options)
     times = {name: read_comparison("--times", path) for name, path in options.times.items()}
-    show(options, read_comparison("--from", options.source), times)
+    show(options, join([read_comparison("--from", path) for path in options.sources]), times)
 
 
 def show(options: Options, found: Comparison, times: dict[str, Comparison]) -> None:

@@ -34,8 +34,8 @@ class Options:
     For rows without a learning rate runs of a share `tune_length` of the row's outer iterations
     choose it, from `grid` on, with seed `tune_seed`; without a grid it is the preset's. This job
     does the rows whose number is `part[0]` modulo `part[1]`. Rows that have spent more than the
-    row `equal_bytes` or `equal_time` are trained once more, only so far. With `source` nothing is
-    trained: that file is shown, its figure over the seconds of other files, `times`, by name.
+    row `equal_bytes` or `equal_time` are trained once more, only so far. With `sources` nothing is
+    trained: these files are shown as one, its figure over the seconds of others, `times`, by name.
     """
 
     rows: tuple[Row, ...]
@@ -53,7 +53,7 @@ class Options:
     json_file: str
     text_file: str
     figure: str
-    source: str
+    sources: tuple[str, ...]
     times: Mapping[str, str]
 
     @property
@@ -77,7 +77,13 @@ def build_parser() -> Parser:
     add = group.add_argument
     add("--methods", nargs="+", metavar="NAME", help=f"some of {', '.join(METHODS)}")
     add("--plan", metavar="FILE", help="TOML: [settings] and [rows.NAME], in place of --methods")
-    add("--from", dest="source", metavar="FILE", help="print what --json wrote; trains nothing")
+    add(
+        "--from",
+        dest="sources",
+        nargs="+",
+        metavar="FILE",
+        help="print what --json wrote, joined where there are several; trains nothing",
+    )
     add("--seeds", nargs="+", metavar="N", help="one run of each row per seed [0]")
     add("--length", metavar="SHARE", help="share of each row's outer iterations to do [1]")
     add(
@@ -120,7 +126,8 @@ def parse(argv: Sequence[str]) -> Options:
     `--help` prints and exits.
     """
     given = vars(build_parser().parse_all(join_negative_numbers(argv)))
-    places = {key: given.pop(key, "") for key in ("dir", "json", "text", "figure", "source")}
+    places = {key: given.pop(key, "") for key in ("dir", "json", "text", "figure")}
+    places["sources"] = tuple(given.pop("sources", ()))
     times = _times(given.pop("times", []), places)
     _refuse_what_excludes(given, places)
     rates = given.pop("lr", [])
@@ -153,7 +160,7 @@ def parse(argv: Sequence[str]) -> Options:
         json_file=places["json"],
         text_file=places["text"],
         figure=places["figure"],
-        source=places["source"],
+        sources=places["sources"],
         times=times,
         common=common | {name: convert_flag(name, text) for name, text in given.items()},
     )
@@ -166,7 +173,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 def _refuse_what_excludes(given: Mapping[str, Any], places: Mapping[str, str]) -> None:
     """Raise UserError unless exactly one source of rows is given."""
-    if places["source"]:
+    if places["sources"]:
         others = [*given, *(["dir"] if places["dir"] else [])]
         if others:
             flag = key_of(others[0])
@@ -180,7 +187,7 @@ def _refuse_what_excludes(given: Mapping[str, Any], places: Mapping[str, str]) -
 
 def _times(items: Sequence[str], places: Mapping[str, str]) -> dict[str, str]:
     """Return the files of NAME=FILE by name."""
-    if items and not (places["source"] and places["figure"]):
+    if items and not (places["sources"] and places["figure"]):
         raise UserError("--times means nothing without --from and --figure; give both")
     pairs = [item.partition("=") for item in items]
     for item, (name, _, path) in zip(items, pairs, strict=True):

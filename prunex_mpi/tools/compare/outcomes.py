@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,46 @@ def read_comparison(flag: str, path: str) -> Comparison:
         raise UserError(f"{where}: {error.strerror}", UNREADABLE) from None
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         raise UserError(f"{where} is not what --json of a comparison writes", UNREADABLE) from None
+
+
+def join(parts: Sequence[Comparison]) -> Comparison:
+    """Return comparisons of different rows as one, in their order.
+
+    Rows at equal bytes or time are kept of those that have them. Raises UserError unless they are
+    of one title, the same seeds, the same machine and MPI, and no row is in two.
+    """
+    first = parts[0]
+    for part in parts[1:]:
+        for what in ("title", "seeds", "machine"):
+            mine, other = getattr(first, what), getattr(part, what)
+            if mine != other:
+                raise UserError(f"--from: the files differ in {what}: {mine} and {other}")
+    rows = [row for part in parts for row in part.rows]
+    twice = next((row for row in rows if rows.count(row) > 1), None)
+    if twice is not None:
+        raise UserError(f"--from: row {twice!r} is in two of the files; leave one of them away")
+    outcomes = tuple(run for part in parts for run in part.outcomes)
+    references = [part.reference for part in parts if part.equal]
+    if any(reference != references[0] for reference in references):
+        raise UserError("--from: the files have rows equal to different ones; leave some away")
+    equal: dict[str, tuple[Outcome, ...]] = {}
+    for part in parts:
+        for what, runs in part.equal.items():
+            equal[what] = (*equal.get(what, ()), *runs)
+    joined = replace(
+        first,
+        rows=tuple(rows),
+        tunings=tuple(tuning for part in parts for tuning in part.tunings),
+        outcomes=outcomes,
+        equal=equal,
+        reference=references[0] if references else first.reference,
+        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+    )
+    try:
+        require_same_work(outcomes)
+    except RuntimeError as error:
+        raise UserError(f"--from: {error}") from None
+    return joined
 
 
 def by_row(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
