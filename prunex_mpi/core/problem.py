@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import digests_agree, together, together_while
+from prunex_mpi.comm.agreement import digests_agree, require_same, together, together_while
 from prunex_mpi.comm.collectives import Transport, bcast_, hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.objective import find_losses
@@ -68,6 +68,13 @@ def load_dataset(
             part=Part(world.rank, world.size, topology.host_size, going, settings.val_share),
         ),
         lambda: heartbeat.beat(heartbeat.step + 1),
+    )
+    totals = dataset.train_total, dataset.test_total, dataset.num_classes, dataset.image_size
+    # Ranks with other numbers of steps would wait for each other for ever.
+    require_same(
+        world,
+        f"the numbers, labels or sizes of the images of {settings.dataset}",
+        repr((totals, dataset.digest)),
     )
     if world.rank == 0 and dataset.left_out:
         log.warning("%s; left out: %s", dataset.found, dataset.left_out)

@@ -15,7 +15,7 @@ from prunex_mpi.base.errors import UNREADABLE, UserError, meant
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.units import GIB
 from prunex_mpi.checks.memory import memory_limit
-from prunex_mpi.data import tars
+from prunex_mpi.data import own, tars
 from prunex_mpi.data.balanced import hold_out
 from prunex_mpi.data.batches import CHUNK_IMAGES, Shard
 from prunex_mpi.data.cache import cached
@@ -65,6 +65,7 @@ class Dataset:
     val_total: int = 0
     class_names: tuple[str, ...] = ()  # in the order of the labels, where they have any
     reader: Reader | None = None  # what decodes the images, where they are files
+    digest: str = ""  # of the labels, where the user's code gives them and ranks could differ
 
     def close(self) -> None:
         """End the threads that decode."""
@@ -85,6 +86,7 @@ class _Source:
     found: tuple[str, str] = ("", "")
     class_names: tuple[str, ...] = ()
     files: dict[str, Files] | None = None
+    digest: str = ""
 
 
 def load(
@@ -99,6 +101,8 @@ def load(
     part: Part | tuple[int, int],
 ) -> Dataset:
     """Load one rank's part of the data set `name`, on the CPU; `part` says which.
+
+    `name` is one of DATASETS, or package.module:factory for what data/own.py says.
 
     With `access` to stream files, they are decoded by who asks for images.
 
@@ -126,6 +130,8 @@ def load(
             source = _webdataset(Path(data_dir), image_size, part.going)
         case "synthetic":
             source = _synthetic(train_samples, test_samples, image_size, part.going)
+        case _ if ":" in name:
+            source = _own(name, data_dir, image_size, part.going)
         case _:
             raise UserError(f"unknown data set {name!r}{meant(name, DATASETS)}")
     streams = _streams(name, source, access.mode, (train_samples, test_samples), part)
@@ -138,7 +144,7 @@ def load(
     if per_rank == 0:
         message = f"{size} ranks are more than the {len(train_order)} training images in use"
         raise UserError(f"{message}: start fewer ranks or raise --train-samples")
-    own = [
+    shares = [
         ("train", train_order[rank * per_rank : (rank + 1) * per_rank]),
         ("test", test_order[rank::size]),
         ("train", held_out[rank::size]),
@@ -149,7 +155,7 @@ def load(
     reader = Reader(access) if source.files else None
     going = None if streams else part.going
     try:
-        train, test, val = (_shard(source, *taken, reader, going) for taken in own)
+        train, test, val = (_shard(source, *taken, reader, going) for taken in shares)
     finally:
         if reader is not None and not streams:
             reader.close()
@@ -168,6 +174,7 @@ def load(
         val_total=len(held_out),
         class_names=source.class_names,
         reader=reader,
+        digest=source.digest,
     )
 
 
@@ -316,6 +323,22 @@ def _webdataset(data_dir: Path, image_size: int, going: Callable[[], None]) -> _
     named = {"found": (tars.describe(*halves), ""), "files": files}
     pad = side // 8
     return _Source(counts, None, lambda: train.labels, classes, side, True, pad, **named)
+
+
+def _own(name: str, data_dir: str, image_size: int, going: Callable[[], None]) -> _Source:
+    """Have a function of the user's make both halves."""
+    halves = own.make_halves(name, data_dir, going)
+    classes, class_names = own.classes_of(*halves)
+    side = image_size or own.side_of_first(halves[0])
+    train, test = (own.files_of(half, image_size, side) for half in halves)
+    counts, flip = (len(train.labels), len(test.labels)), own.may_be_mirrored(halves[0])
+    named = {
+        "found": (own.describe(name, *halves, classes), ""),
+        "class_names": class_names,
+        "files": {"train": train, "test": test},
+        "digest": own.digest_of(*halves),
+    }
+    return _Source(counts, None, lambda: train.labels, classes, side, flip, side // 8, **named)
 
 
 def _halves(data_dir: Path) -> tuple[Path, Path]:

@@ -39,7 +39,11 @@ def as_uint8(source: str | BinaryIO, side: int, *, fit: bool, name: str = "") ->
     `fit`, and modes that are refused.
     """
     name = name or str(source)
-    image = open_rgb(source, name=name)
+    return to_side(open_rgb(source, name=name), side, fit=fit, name=name)
+
+
+def to_side(image: Image.Image, side: int, *, fit: bool, name: str) -> Tensor:
+    """Return an RGB image as uint8 [3, side, side], as `as_uint8` does."""
     if fit:
         image = ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
     if image.size != (side, side):

@@ -30,7 +30,7 @@ from prunex_mpi.settings.methods import (
     SPARSE,
 )
 
-CIFAR_SIDE = 32
+CIFAR, CIFAR_SIDE = ("cifar10", "cifar100"), 32
 
 
 def dry_run(settings: Settings, topology: Topology) -> str:
@@ -39,7 +39,7 @@ def dry_run(settings: Settings, topology: Topology) -> str:
     Exact for one kind of group under `vote`; for compositions and before the freeze under `or` the
     masks decide, and the text says so. No communication.
     """
-    if settings.dataset.startswith("cifar"):
+    if settings.dataset in CIFAR:
         num_classes = int(settings.dataset.removeprefix("cifar"))
         image_size = settings.image_size or CIFAR_SIDE
     else:

@@ -172,6 +172,19 @@ def _check_data(settings: Settings) -> None:
     """Refuse what means something to image files alone, where there are none."""
     if settings.dataset in FROM_FILES:
         return
+    # A data set of the user's is read like files, but what its images come from is not known.
+    if ":" in settings.dataset:
+        if settings.data_cache:
+            raise UserError(
+                f"data-cache: nothing tells when an image of {settings.dataset} changes, as the "
+                "time of a file does; leave it away"
+            )
+        if settings.download:
+            raise UserError(
+                f"download fetches cifar10 and cifar100; leave it away, and let "
+                f"{settings.dataset} fetch what it needs"
+            )
+        return
     for name in OF_FILES:
         # All that is not a file is in memory anyway.
         if getattr(settings, name) not in (FIELDS[name].default, "memory"):

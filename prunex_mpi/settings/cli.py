@@ -13,7 +13,7 @@ from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.settings.fields import FIELDS, Settings, key_of
 from prunex_mpi.settings.parser import Parser, program_parser
 from prunex_mpi.settings.resolve import build, check_saved, from_table, preset_values, resumed
-from prunex_mpi.settings.values import AUTO, convert
+from prunex_mpi.settings.values import AUTO, choices_shown, convert
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -117,8 +117,9 @@ def _action(kind: Any, rules: Mapping[str, Any], text: str) -> dict[str, Any]:
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction, "help": text}
     item = (*get_args(kind), kind)[0]
-    choices = rules.get("choices")
-    metavar = "{" + ",".join(choices) + "}" if choices else _METAVARS[item]
+    metavar = _METAVARS[item]
+    if rules.get("choices"):
+        metavar = "{" + ",".join(choices_shown(rules)) + "}"
     metavar = "N|P/Q" if rules.get("share") else metavar
     metavar = "|".join(["N", *rules["words"]]) if "words" in rules else metavar
     metavar = "N|auto" if rules.get("auto") else metavar

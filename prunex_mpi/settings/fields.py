@@ -48,6 +48,7 @@ _NO_DEFAULT = dataclasses.MISSING
 def _setting(section: str, text: str, default: Any = _NO_DEFAULT, **rules: Any) -> Any:
     """Make a field; `rules` are choices, low, high (inclusive), above, below, share, optional.
 
+    `named` shows the form of what may be given beside the choices: what has a colon.
     With the rule `auto` a whole number may be left to be measured, with `found` an empty value is
     filled in by the run. The rule `methods` names those
     that the setting has a meaning for: with any other it can't be given, nor can it with `unless`,
@@ -104,9 +105,11 @@ class Settings:
     _S = "data"
     dataset: str = _setting(
         _S,
-        "images to train on; digits needs no files",
+        "images to train on; digits needs no files, a function of yours makes what torch calls a "
+        "map-style data set",
         "digits",
         choices=("digits", "cifar10", "cifar100", "imagefolder", "webdataset", "synthetic"),
+        named="package.module:factory",
     )
     data_dir: str = _setting(_S, "folder of the data", "data")
     download: bool = _setting(_S, "fetch cifar10 or cifar100 when missing", False)

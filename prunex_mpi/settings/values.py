@@ -48,6 +48,11 @@ def convert(field: dataclasses.Field, value: object, where: str) -> Any:
     return converted
 
 
+def choices_shown(rules: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what a field with choices takes, for messages and help."""
+    return *rules["choices"], *([rules["named"]] if "named" in rules else [])
+
+
 def split_layer_keep_ratio(item: str, where: str = "layer-keep-ratio") -> tuple[str, float]:
     """Split "PATTERN=RATIO"; raise UserError unless the ratio is above 0 and at most 1."""
     pattern, _, text = item.rpartition("=")
@@ -137,11 +142,10 @@ def _check_range(value: float, rules: Mapping[str, Any], where: str) -> None:
 
 def _check_text(value: str, rules: Mapping[str, Any], where: str) -> None:
     choices = rules.get("choices")
-    if choices and value not in choices:
+    if choices and value not in choices and not ("named" in rules and ":" in value):
         guess = meant(value, choices)
-        raise UserError(
-            f"{where}: unknown value {quote(value)}{guess} (valid: {', '.join(choices)})"
-        )
+        valid = ", ".join(choices_shown(rules))
+        raise UserError(f"{where}: unknown value {quote(value)}{guess} (valid: {valid})")
     if not value and not rules.get("optional"):
         raise UserError(f"{where} must not be empty")
     # Lone surrogates are how Python shows bytes of the command line that are not UTF-8.

@@ -1,7 +1,9 @@
 """The dry run tells what each family of methods hands over."""
 
 import re
+import sys
 
+import own_data
 import pytest
 from driving import CPU, SMALL_BUCKETS
 from nodes import WORLD, nodes_of
@@ -72,6 +74,13 @@ def test_bytes_are_those_counted_by_hand(changes: dict, counts: list[int]) -> No
     assert "75,290 parameters, 480 statistics" in text
     for count in counts:
         assert f"{count:,} B" in text
+
+
+def test_data_sets_of_ones_own_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cifar_of_mine", own_data)
+    with nodes_of(2) as topology:
+        settings = make(model="resnet8", method="dense", dataset="cifar_of_mine:digits_again")
+        assert f"{4 * 75_290:,} B" in dry_run(settings, topology)
 
 
 def test_an_estimate_follows_where_a_link_is_given() -> None:

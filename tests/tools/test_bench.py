@@ -325,7 +325,8 @@ def test_checkpoints_are_timed_against_dd_and_leave_nothing(alone, tmp_path):
 @pytest.mark.parametrize(
     "really", [False, pytest.param(True, marks=[pytest.mark.long, pytest.mark.any_mpi])]
 )
-def test_data_is_decoded_as_torch_does_and_waited_for(alone, tmp_path, monkeypatch, really):
+@pytest.mark.parametrize("name", ["imagefolder", "own_data:from_files"])
+def test_data_is_decoded_as_torch_does_and_waited_for(alone, tmp_path, monkeypatch, really, name):
     monkeypatch.setattr(data, "BATCHES", 3)
     monkeypatch.setattr(data, "MEASURED", 1)
     seen = []
@@ -338,11 +339,12 @@ def test_data_is_decoded_as_torch_does_and_waited_for(alone, tmp_path, monkeypat
         # Processes that load torch take seconds to start.
         monkeypatch.setattr(data, "DataLoader", loader)
     folder = str(write_folder(tmp_path / "p"))
-    settings = make(dataset="imagefolder", data_dir=folder, batch_size=4, device="cpu")
+    settings = make(dataset=name, data_dir=folder, batch_size=4, device="cpu")
     transport = build_transport(CPU, 32.0, "host")
     decoded, trained = data.data(alone, settings, transport, CPU, ("resnet8",), 2)
     for table in (decoded, trained):
         assert_sane(table)
+    assert f"Decoding {name if ':' in name else folder}: images" in decoded.title
     assert column(decoded, "workers")[:2] == [1, 2]
     assert column(decoded, "times") == [stream / loader for _, stream, loader, _ in decoded.rows]
     (row,) = trained.rows
@@ -361,6 +363,8 @@ WHOLE = {"train_samples": 0, "test_samples": 1, "image_size": 0, "seed": 0, "par
     [
         (["data"], ["--data-dir"]),
         (["kernels", "--data-dir", "x"], ["data-dir", "data"]),
+        (["kernels", "--dataset", "a:b"], ["dataset", "data"]),
+        (["data", "--dataset", "imagefolder"], ["--dataset", "'imagefolder'", "--data-dir"]),
         (["--repaet", "3"], ["--repaet", "--repeat"]),
         (["kernel"], ["'kernel'", "'kernels'"]),
         (["--repeat", "0"], ["--repeat", "0"]),

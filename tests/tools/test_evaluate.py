@@ -113,7 +113,7 @@ def test_classes_without_an_image_have_no_accuracy_and_the_lowest_are_shown() ->
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["run", "--dataset", "digit"], "did you mean 'digits'"),
+        (["run", "--dataset", "digit"], r"did you mean 'digits'.*, package.module:factory\)"),
         (["run", "--test-samples", "x"], "--test-samples must be a whole number"),
         (["run", "--batch-size", "0"], "--batch-size must be from 1"),
         (["run", "--classes", "-1"], "--classes must be from 0"),
@@ -134,3 +134,4 @@ def test_what_is_no_network_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"exported network in .* can't be loaded"):
         read_network(tmp_path)
     assert isinstance(parse(["run"]), Options)
+    assert parse(["run", "--dataset", "own_data:tensors"]).dataset == "own_data:tensors"

@@ -14,6 +14,7 @@ from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.problem import MOST_DECODING
+from prunex_mpi.data import own
 from prunex_mpi.data.datasets import load
 from prunex_mpi.data.pictures import as_uint8
 from prunex_mpi.data.reading import Access, Reader
@@ -44,6 +45,24 @@ class Pictures:
         return as_uint8(self.paths[index], self.side, fit=self.fit)
 
 
+class Items:
+    """The training images of a data set of the user's, made anew in each process."""
+
+    def __init__(self, settings: Settings, places: Sequence[int], side: int) -> None:
+        self.name, self.data_dir = settings.dataset, settings.data_dir
+        self.side, self.fit = side, settings.image_size > 0
+        self.places, self.data = list(places), None
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, number: int) -> Tensor:
+        if self.data is None:
+            self.data = own.make(self.name, self.data_dir, train=True)
+        index, title = self.places[number], own.name_of(self.name, train=True)
+        return own.decode(self.data, index, self.side, fit=self.fit, name=title)[0]
+
+
 def data(
     alone: Topology,
     settings: Settings,
@@ -54,13 +73,15 @@ def data(
 ) -> list[Table]:
     """Return images per second of both, and the share of the time that training waits.
 
-    `settings` say where an image folder lies. `alone` is the topology of a job of one rank.
+    `settings` name an image folder or a data set of the user's. `alone` is the topology of a job
+    of one rank.
     """
     cores = len(os.sched_getaffinity(0))
     workers = sorted({1, 2, min(cores, MOST_DECODING)})
     rates = decoding(settings, workers, repeat)
+    what = settings.dataset if ":" in settings.dataset else settings.data_dir
     first = Table(
-        f"Decoding {settings.data_dir}: images per second, batches of {settings.batch_size}",
+        f"Decoding {what}: images per second, batches of {settings.batch_size}",
         ("workers", "threads of a stream", "torch's DataLoader", "times"),
         tuple((count, *rates[count], rates[count][0] / rates[count][1]) for count in workers),
         (
@@ -100,8 +121,11 @@ def decoding(
     )
     files, size = dataset.train.images.files, settings.batch_size
     places = dataset.train.images.places[: BATCHES * size]
-    paths = [files.path(index) for index in places.tolist()]
-    pictures = Pictures(paths, files.side, settings.image_size > 0)
+    if ":" in settings.dataset:
+        pictures = Items(settings, places.tolist(), files.side)
+    else:
+        paths = [files.path(index) for index in places.tolist()]
+        pictures = Pictures(paths, files.side, settings.image_size > 0)
     found = {}
     for count in workers:
         reader = Reader(Access(workers=count))
@@ -120,7 +144,7 @@ def decoding(
         }
         with closing(reader):
             times = wall_times(ways, repeat, torch.device("cpu"))
-        found[count] = (len(paths) / min(times["stream"]), len(paths) / min(times["loader"]))
+        found[count] = (len(places) / min(times["stream"]), len(places) / min(times["loader"]))
     return found
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prunex_mpi.base.errors import UserError, meant, quote
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.fields import Settings, key_of
 from prunex_mpi.settings.parser import Parser, check_range, program_parser
 from prunex_mpi.settings.resolve import make
 
@@ -14,8 +14,8 @@ TOGETHER = ("collectives",)
 ANYWHERE = ("overhead", "checkpoint")
 # They take minutes: only for who asks, on two or more ranks.
 ASKED = ("ddp", "model")
-# Needs a folder of images.
-OF_DATA = "data"
+# Needs a folder of images, or a data set of the user's.
+OF_DATA, FOLDERS = "data", "imagefolder"
 SECTIONS = (*ALONE, *TOGETHER, *ANYWHERE, *ASKED, OF_DATA)
 # They come first, and have flags of their own.
 APART = ("compare", "figure")
@@ -77,6 +77,12 @@ def build_parser() -> Parser:
     add("--mpi-buffers", default="auto", metavar="NAME", help="auto, host or device [auto]")
     add("--dir", default=".", metavar="DIR", dest="folder", help="where checkpoints go [.]")
     add("--data-dir", default="", metavar="DIR", help="image folder that data decodes")
+    add(
+        "--dataset",
+        default="",
+        metavar="package.module:factory",
+        help="a function that makes the data set that data decodes, in place of image folders",
+    )
     add("--image-size", type=int, default=0, metavar="N", help="to which size, 0 for its own [0]")
     add("--json", default="", metavar="FILE", dest="json_file", help="write the tables there too")
     # What memory starts: one measured job.
@@ -100,9 +106,16 @@ def parse(argv: Sequence[str]) -> Options:
     check_range(given, "steps", 1, MAX_COUNT)
     check_range(given, "repeat", 1, MAX_COUNT)
     check_range(given, "threads", 0, MAX_THREADS)
-    if OF_DATA in given.what and not given.data_dir:
+    if given.dataset and ":" not in given.dataset:
+        raise UserError(
+            f"--dataset {quote(given.dataset)} is not package.module:factory; data decodes such a "
+            "data set, or the image folder of --data-dir"
+        )
+    if OF_DATA in given.what and not (given.data_dir or given.dataset):
         raise UserError("data decodes an image folder: give it by --data-dir")
-    files = {"dataset": "imagefolder", "data_dir": given.data_dir} if given.data_dir else {}
+    files = {"data_dir": given.data_dir} if given.data_dir else {}
+    if files or given.dataset:
+        files["dataset"] = given.dataset or FOLDERS
     settings = make(
         **files,
         image_size=given.image_size,
@@ -115,8 +128,9 @@ def parse(argv: Sequence[str]) -> Options:
         bucket_mib=given.bucket_mib,
         mpi_buffers=given.mpi_buffers,
     )
-    if given.data_dir and OF_DATA not in given.what:
-        raise UserError("data-dir is what data decodes; leave it away, or add data")
+    for name in ("data_dir", "dataset"):
+        if getattr(given, name) and OF_DATA not in given.what:
+            raise UserError(f"{key_of(name)} is what data decodes; leave it away, or add data")
     wanted = tuple(s for s in SECTIONS if s in given.what and "all" not in given.what)
     return Options(
         wanted,

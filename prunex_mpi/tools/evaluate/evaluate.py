@@ -17,9 +17,9 @@ from prunex_mpi.base.files import write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import set_up_logging
 from prunex_mpi.base.tables import Table, format_lines, format_table
-from prunex_mpi.comm.agreement import require_same, sum_alike_, together
+from prunex_mpi.comm.agreement import require_same, sum_alike_, together, together_while
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
-from prunex_mpi.data.datasets import Dataset, load
+from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.models import standalone
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.run.start import refuse_lone_singleton, take_places
@@ -52,8 +52,13 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     network = together(world, lambda: read_network(options.network))
     with take_places(world, 0, options.device) as place:
         heartbeat.enter("data")
-        part = world.rank, world.size
-        dataset = together(world, lambda: load_test(network, options, part))
+        dataset = together_while(
+            world,
+            lambda going: load_test(network, options, Part(world.rank, world.size, going=going)),
+            lambda: heartbeat.beat(heartbeat.step + 1),
+        )
+        seen = repr((dataset.test_total, dataset.digest))
+        require_same(world, "the numbers or labels of the test images", seen)
         heartbeat.enter("evaluate")
         dtype = next(network.model.parameters()).dtype
         look = Look(network.mean, network.std, place.device, dtype)
@@ -112,7 +117,7 @@ def _read_exported(path: Path) -> Network:
         ) from None
 
 
-def load_test(network: Network, options: Options, part: tuple[int, int]) -> Dataset:
+def load_test(network: Network, options: Options, part: Part) -> Dataset:
     """Return a rank's share of the test images; raise UserError where they don't fit."""
     given = {"dataset": options.dataset, "data_dir": options.data_dir}
     data = {**network.data, **{key: value for key, value in given.items() if value}}
@@ -124,7 +129,7 @@ def load_test(network: Network, options: Options, part: tuple[int, int]) -> Data
         data["dataset"],
         data_dir=data.get("data_dir", "data"),
         # None of them is used, but each rank has to have one.
-        train_samples=part[1],
+        train_samples=part.size,
         test_samples=data.get("test_samples", 0),
         image_size=network.image_size,
         seed=0,

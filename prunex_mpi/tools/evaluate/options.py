@@ -9,6 +9,7 @@ from prunex_mpi.base.files import prepare_file
 from prunex_mpi.settings.cli import convert_flag
 from prunex_mpi.settings.fields import FIELDS
 from prunex_mpi.settings.parser import Parser, check_range, program_parser
+from prunex_mpi.settings.values import choices_shown
 
 BATCH, CLASSES, MAX_COUNT = 256, 20, 10**6
 
@@ -36,7 +37,7 @@ def build_parser() -> Parser:
         "Under mpirun or srun the ranks share the images.",
     )
     add = parser.add_argument
-    datasets = FIELDS["dataset"].metadata["choices"]
+    datasets = choices_shown(FIELDS["dataset"].metadata)
     add("network", metavar="RUN|MODEL", help="folder of a complete run, or of an exported network")
     add(
         "--dataset",

@@ -1,0 +1,277 @@
+"""Data sets of the user's, which a function that `--dataset` names makes.
+
+They are map-style, as torch and torchvision have them: `len(data)`, and `data[i]` is a pair of an
+image and its label. The labels of all images are needed at the start: `data.targets` or
+`data.labels` has them, or all items are gone through.
+"""
+
+import hashlib
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
+from prunex_mpi.base.logs import log
+from prunex_mpi.base.named import import_function
+from prunex_mpi.data.pictures import to_rgb, to_side
+from prunex_mpi.data.reading import Files
+
+# Where torchvision's data sets hold the labels of all their items.
+OF_LABELS = ("targets", "labels")
+# Above it a label is no number of a class.
+MOST = 2**31 - 1
+IMAGES = "a PIL image, or uint8 [3, H, W] or [1, H, W]"
+
+
+@dataclass(frozen=True)
+class Half:
+    """The training or the test images of a data set of the user's.
+
+    `name` is what messages call it; `labels` are int64 [n].
+    """
+
+    name: str
+    data: Any
+    labels: Tensor
+
+
+def make_halves(name: str, data_dir: str, going: Callable[[], None]) -> tuple[Half, Half]:
+    """Call the function `name`, package.module:function, for both halves; find all labels.
+
+    `going` is called as it goes on. Raises UserError: USAGE for what is no such function or returns
+    no data set, UNREADABLE for what it raises and what is wrong with items and labels.
+    """
+    halves = []
+    for train in (True, False):
+        going()
+        halves.append((name_of(name, train), make(name, data_dir, train)))
+    train, test = (Half(title, data, _labels(title, data, going)) for title, data in halves)
+    return train, test
+
+
+def name_of(name: str, train: bool) -> str:
+    """Return what messages call one half."""
+    return f"{name} {'train' if train else 'test'}"
+
+
+def make(name: str, data_dir: str, train: bool) -> Any:
+    """Return one half as the user's function makes it; raise UserError as `make_halves` does."""
+    function = import_function("dataset", name, "to make the data set")
+    arguments = {"data_dir": data_dir, "train": train}
+    shown = f"data_dir={quote(data_dir, 250)}, train={train}"
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        message = f"dataset {name} can't be called with {shown} ({one_line(error)})"
+        raise UserError(f"{message}: give it these two parameters", USAGE) from None
+    except ValueError:
+        # Some that are written in C do not say what they take.
+        pass
+    with _told(f"dataset {name} failed with {shown}", "repair it or its data"):
+        data = function(**arguments)
+    try:
+        count = len(data)
+        if isinstance(data, IterableDataset) or not hasattr(type(data), "__getitem__"):
+            raise TypeError(f"{type(data).__name__} can't be indexed")
+    # A length can be the user's code.
+    except Exception as error:
+        message = f"dataset {name} returned no map-style data set for {shown}"
+        advice = "return what has len(data) and data[i]"
+        raise UserError(f"{message} ({one_line(error)}): {advice}", USAGE) from None
+    if not count:
+        message = f"dataset {name} has no image for {shown}"
+        raise UserError(f"{message}: give it the right --data-dir, or repair it", UNREADABLE)
+    return data
+
+
+def _labels(name: str, data: Any, going: Callable[[], None]) -> Tensor:
+    """Return the labels of all items, int64 [n]."""
+    # What transforms labels on their way out gives others than it holds.
+    held = OF_LABELS if getattr(data, "target_transform", None) is None else ()
+    for attribute in held:
+        with _told(f"cannot read the {attribute} of {name}", "repair or remove them"):
+            found = _as_labels(getattr(data, attribute, None), len(data))
+        if found is not None:
+            break
+    else:
+        log.info(
+            "%s: all %d items are gone through for their labels; with an attribute targets, which "
+            "holds these, they need not be",
+            name,
+            len(data),
+        )
+        found = torch.empty(len(data), dtype=torch.int64)
+        for index in range(len(data)):
+            going()
+            found[index] = read_item(data, index, name)[1]
+    odd = torch.nonzero((found < 0) | (found > MOST)).flatten()
+    if len(odd):
+        place = int(odd[0])
+        _refuse_label(f"{name}[{place}]", int(found[place]))
+    return found
+
+
+def _as_labels(values: Any, count: int) -> Tensor | None:
+    """Return labels as int64 [count] where they are so many whole numbers, else None."""
+    if isinstance(values, Tensor):
+        values = values.cpu().numpy()
+    try:
+        if len(values) != count:
+            return None
+        if not isinstance(values, np.ndarray):
+            values = np.array([operator.index(value) for value in values], dtype=np.int64)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        return None
+    return torch.from_numpy(values.astype(np.int64))
+
+
+def _refuse_label(name: str, label: object) -> None:
+    message = f"image {name} has the label {quote(label)}"
+    raise UserError(f"{message}: labels are whole numbers, from 0 on", UNREADABLE)
+
+
+def read_item(data: Any, index: int, name: str) -> tuple[Any, int]:
+    """Return the image, as it is, and the label of item `index` of a half called `name`.
+
+    Raises UserError (UNREADABLE), its cause what the user's code has raised.
+    """
+    name = f"{name}[{index}]"
+    with _told(f"cannot read image {name}", "repair or remove it"):
+        item = data[index]
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        found = f"{len(item)} values" if isinstance(item, tuple | list) else type(item).__name__
+        message = f"{name} is {found}, not an image and its label"
+        raise UserError(f"{message}: return a pair of these", UNREADABLE)
+    image, label = item
+    try:
+        number = operator.index(label)
+        if getattr(label, "ndim", 0):
+            raise TypeError
+    except (TypeError, ValueError, RuntimeError):
+        _refuse_label(name, label)
+    if not 0 <= number <= MOST:
+        _refuse_label(name, number)
+    return image, number
+
+
+def to_picture(image: Any, name: str) -> Image.Image:
+    """Return the image of an item as RGB; raise UserError (UNREADABLE) for what is none."""
+    if isinstance(image, Image.Image):
+        with _told(f"cannot read image {name}", "repair or remove it"):
+            image.load()
+            return to_rgb(image, name)
+    pixels = image.detach().cpu().numpy() if isinstance(image, Tensor) else image
+    if not isinstance(pixels, np.ndarray):
+        found = type(image).__name__
+    elif pixels.dtype == np.uint8 and pixels.ndim == 3 and len(pixels) in (1, 3) and pixels.size:
+        colours = np.broadcast_to(pixels, (3, *pixels.shape[1:]))
+        return Image.fromarray(np.ascontiguousarray(colours.transpose(1, 2, 0)))
+    else:
+        found = f"{pixels.dtype} {list(pixels.shape)}"
+    advice = "leave out transforms that make floats, which images become on the device"
+    raise UserError(f"image {name} is {found}, not {IMAGES}: {advice}", UNREADABLE)
+
+
+def side_of_first(half: Half) -> int:
+    """Return the shorter side of the first image."""
+    image, _ = read_item(half.data, 0, half.name)
+    return min(to_picture(image, f"{half.name}[0]").size)
+
+
+def files_of(half: Half, image_size: int, side: int) -> Files:
+    """Return the images, cropped and scaled where `image_size` asks for it."""
+
+    def name(index: int) -> str:
+        return f"{half.name}[{index}]"
+
+    def decoded(index: int) -> Tensor:
+        image, label = decode(half.data, index, side, fit=image_size > 0, name=half.name)
+        known = int(half.labels[index])
+        if label != known:
+            message = f"image {name(index)} has the label {label}, which was {known} at the start"
+            advice = "its targets or labels must hold what its items have"
+            raise UserError(f"{message}: {advice}", UNREADABLE)
+        return image
+
+    # No files that could be looked at: settings/checks.py refuses a cache.
+    return Files(half.labels, side, decoded, name, name)
+
+
+def decode(data: Any, index: int, side: int, *, fit: bool, name: str) -> tuple[Tensor, int]:
+    """Return item `index` of a half called `name` as uint8 [3, side, side] and its label.
+
+    Raises UserError (UNREADABLE) as `pictures.as_uint8` and `read_item` do.
+    """
+    image, label = read_item(data, index, name)
+    title = f"{name}[{index}]"
+    return to_side(to_picture(image, title), side, fit=fit, name=title), label
+
+
+def classes_of(train: Half, test: Half) -> tuple[int, tuple[str, ...]]:
+    """Return how many classes there are, and their names, () where they have none.
+
+    Raises UserError (UNREADABLE) for labels of test images beyond, and for classes of test images
+    that are others than those of the training images.
+    """
+    names, others = _names(train), _names(test)
+    for label, (name, other) in enumerate(zip(names, others, strict=False)):
+        if name != other:
+            message = f"class {label} is {name!r} in {train.name} and {other!r} in {test.name}"
+            raise UserError(f"{message}: give both the same classes", UNREADABLE)
+    count = len(names) or int(train.labels.max()) + 1
+    place = int(test.labels.argmax())
+    most = int(test.labels[place])
+    if most >= count:
+        message = f"image {test.name}[{place}] has the label {most}, {train.name} {count} classes"
+        raise UserError(f"{message} from 0 on: give it images or names of all", UNREADABLE)
+    return count, names
+
+
+def _names(half: Half) -> tuple[str, ...]:
+    """Return the names of the classes, where there are so many as labels, else none."""
+    names = getattr(half.data, "classes", ())
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        return ()
+    enough = len(names) > int(half.labels.max()) and all(isinstance(name, str) for name in names)
+    return tuple(names) if enough else ()
+
+
+def may_be_mirrored(half: Half) -> bool:
+    """Say whether mirrored images keep their meaning: unless the data set has `flip = False`."""
+    return getattr(half.data, "flip", True) is not False
+
+
+def describe(name: str, train: Half, test: Half, classes: int) -> str:
+    """Say in a line what was found."""
+    counts = f"{len(train.labels):,} images to train on and {len(test.labels):,} to test on"
+    return f"{counts} in {name}, {classes:,} classes"
+
+
+def digest_of(train: Half, test: Half) -> str:
+    """Return what tells data sets of other labels apart."""
+    digest = hashlib.blake2b(digest_size=8)
+    for half in (train, test):
+        digest.update(f"{len(half.labels)} ".encode() + half.labels.numpy().tobytes())
+    return digest.hexdigest()
+
+
+@contextmanager
+def _told(what: str, advice: str) -> Iterator[None]:
+    """Turn whatever the user's code raises into a UserError (UNREADABLE) of one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what} ({one_line(error)}): {advice}", UNREADABLE) from error

@@ -1,0 +1,296 @@
+"""Data sets that a function of the user's makes: the same images, and what is wrong with them."""
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import own_data
+import pytest
+import torch
+from own_data import Own
+from picture_files import CLASSES, damage, write_folder
+from PIL import Image
+from torchvision import tv_tensors
+from torchvision.datasets import FakeData
+
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
+from prunex_mpi.base.logs import log
+from prunex_mpi.data import datasets
+from prunex_mpi.data.datasets import Dataset, Part
+from prunex_mpi.data.pictures import to_rgb
+from prunex_mpi.data.reading import Access
+
+WHOLE = Part(0, 1)
+
+
+def load(name: str, size: int = 0, part: Part = WHOLE, data_dir: str = "x", **ways: Any) -> Dataset:
+    return datasets.load(
+        name if name in datasets.DATASETS else f"own_data:{name}",
+        data_dir=data_dir,
+        access=Access(**{"workers": 3, **ways}),
+        train_samples=0,
+        test_samples=0,
+        image_size=size,
+        seed=3,
+        part=part,
+    )
+
+
+def assert_same(one: Dataset, other: Dataset) -> None:
+    for half in ("train", "test", "val"):
+        first, second = getattr(one, half), getattr(other, half)
+        assert (first is None) == (second is None)
+        if first is not None:
+            assert torch.equal(first.images[:], second.images[:])
+            assert torch.equal(first.labels, second.labels)
+    facts = ("num_classes", "image_size", "train_total", "test_total", "flip", "pad", "val_total")
+    assert [getattr(one, f) for f in facts] == [getattr(other, f) for f in facts]
+    assert one.class_names == other.class_names
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Dataset]:
+    """Load what is made of a training and a test half."""
+
+    def start(train: Any, test: Any = None, **ways: Any) -> Dataset:
+        halves = {True: train, False: train if test is None else test}
+        monkeypatch.setattr(own_data, "made", lambda data_dir, train: halves[train], raising=False)
+        return load("made", **ways)
+
+    return start
+
+
+def items(count: int = 6, **attributes: Any) -> Own:
+    """Return images of one colour each, labels 0, 1, 2, 0, ..."""
+    images = [np.full((3, 4, 4), 4 * number, dtype=np.uint8) for number in range(count)]
+    return Own(images, [number % 3 for number in range(count)], **attributes)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is loaded
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["memory", "stream"])
+@pytest.mark.parametrize("part", [WHOLE, Part(1, 3), Part(0, 2, val_share=0.2)])
+def test_digits_by_a_function_are_those_built_in(mode: str, part: Part) -> None:
+    assert_same(load("digits", part=part), load("digits_again", part=part, mode=mode))
+
+
+@pytest.mark.parametrize("size", [0, 5])
+@pytest.mark.parametrize("mode", ["memory", "stream"])
+def test_files_by_a_function_are_those_of_their_folder(
+    tmp_path: Path, mode: str, size: int
+) -> None:
+    folder = str(write_folder(tmp_path, train=6, test=2))
+    ways = {"data_dir": folder, "size": size, "part": Part(1, 2)}
+    plain, found = load("imagefolder", **ways), load("from_files", mode=mode, **ways)
+    assert_same(plain, found)
+    assert found.class_names == CLASSES
+    text = "18 images to train on and 6 to test on in own_data:from_files, 3 classes"
+    assert found.found == text
+
+
+def test_the_function_gets_folder_and_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def made(**given: Any) -> Own:
+        asked.append(given)
+        return items()
+
+    monkeypatch.setattr(own_data, "made", made, raising=False)
+    load("made", data_dir="some/where")
+    where = {"data_dir": "some/where"}
+    assert asked == [{**where, "train": True}, {**where, "train": False}]
+
+
+GREY = np.arange(16, dtype=np.uint8).reshape(1, 4, 4)
+COLOURS = np.arange(48, dtype=np.uint8).reshape(3, 4, 4)
+CLEAR = Image.fromarray(np.full((4, 4, 4), 77, dtype=np.uint8), "RGBA")
+
+
+@pytest.mark.parametrize(
+    ("image", "pixels"),
+    [
+        (COLOURS, COLOURS),
+        (GREY, GREY),
+        (torch.from_numpy(COLOURS), COLOURS),
+        (torch.from_numpy(GREY), GREY),
+        (tv_tensors.Image(torch.from_numpy(COLOURS)), COLOURS),
+        (COLOURS[:, ::-1, ::-1], COLOURS[:, ::-1, ::-1]),
+        (Image.fromarray(GREY[0]), GREY),
+        (Image.fromarray(GREY[0]).convert("P"), GREY),
+        (Image.fromarray(GREY[0].astype(np.uint16) * 257), GREY),
+        (CLEAR, np.asarray(to_rgb(CLEAR, "")).transpose(2, 0, 1)),
+    ],
+)
+def test_images_of_all_kinds(made: Callable[..., Dataset], image: Any, pixels: np.ndarray) -> None:
+    loaded = made([(image, 0)] * 2)
+    assert loaded.train.images.dtype == torch.uint8
+    assert np.array_equal(loaded.train.images[0], np.broadcast_to(pixels, (3, 4, 4)))
+
+
+@pytest.mark.parametrize(
+    "kind", [int, np.int64, np.uint8, torch.tensor, np.array], ids=lambda kind: kind.__name__
+)
+def test_labels_of_all_kinds(made: Callable[..., Dataset], kind: Callable[[int], Any]) -> None:
+    one = items()
+    plain = made(list(zip(one.images, one.own, strict=True)))
+    labels = [kind(label) for label in one.own]
+    found = made(list(zip(one.images, labels, strict=True)))
+    held = made(Own(one.images, labels, targets=labels))
+    assert torch.equal(plain.train.labels, found.train.labels)
+    assert torch.equal(plain.train.labels, held.train.labels)
+    assert plain.train.labels.tolist() != sorted(plain.train.labels.tolist())
+
+
+def test_data_sets_of_torch_and_torchvision(made: Callable[..., Dataset]) -> None:
+    loaded = load("tensors")
+    assert (loaded.train_total, loaded.test_total, loaded.num_classes) == (100, 40, 10)
+    fakes = [FakeData(8, (3, 6, 6), 4, random_offset=offset) for offset in (0, 8)]
+    assert made(*fakes).train.images.shape == (8, 3, 6, 6)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "reads"),
+    [
+        ({"targets": [0, 1, 2, 0, 1, 2]}, False),
+        ({"targets": torch.tensor([0, 1, 2, 0, 1, 2])}, False),
+        ({"labels": np.array([0, 1, 2, 0, 1, 2], dtype=np.uint8)}, False),
+        ({"targets": None, "labels": (0, 1, 2, 0, 1, 2)}, False),
+        ({}, True),
+        ({"targets": [0, 1]}, True),
+        ({"targets": ["ant", "bee", "cat"] * 2}, True),
+        ({"targets": torch.zeros(6, 2, dtype=torch.int64)}, True),
+        ({"targets": torch.zeros(6)}, True),
+        # Its items have other labels than it holds.
+        ({"targets": [5, 6, 7, 5, 6, 7], "target_transform": lambda label: label - 5}, True),
+    ],
+)
+def test_labels_are_taken_from_where_they_are_held(
+    made: Callable[..., Dataset],
+    caplog: pytest.LogCaptureFixture,
+    attributes: dict[str, Any],
+    reads: bool,
+) -> None:
+    with caplog.at_level(logging.INFO, log.name):
+        loaded = made(items(**attributes))
+    text = "own_data:made train: all 6 items are gone through for their labels"
+    assert (text in caplog.text) == reads
+    assert sorted(loaded.train.labels.tolist()) == [0, 0, 1, 1, 2, 2]
+
+
+def test_signs_of_life_are_given_while_labels_are_looked_for() -> None:
+    beats = []
+    load("tensors", part=Part(0, 1, going=lambda: beats.append(None)))
+    assert len(beats) >= 140
+
+
+def test_numbers_and_names_of_classes(made: Callable[..., Dataset]) -> None:
+    def classes(train: Any, test: Any = None) -> tuple[int, tuple[str, ...]]:
+        halves = [items(classes=names) for names in (train, test or train)]
+        loaded = made(*halves)
+        return loaded.num_classes, loaded.class_names
+
+    assert classes(["a", "b", "c"]) == (3, ("a", "b", "c"))
+    assert classes(("a", "b", "c", "d"), ["a", "b", "c"]) == (4, ("a", "b", "c", "d"))
+    for none in ("abc", ["a", "b"], [1, 2, 3], [("a", "b")] * 3, {"a": 0, "b": 1, "c": 2}, 3):
+        assert classes(none) == (3, ())
+
+
+def test_images_are_mirrored_unless_their_data_set_says_no(made: Callable[..., Dataset]) -> None:
+    assert [made(items(**a)).flip for a in ({}, {"flip": True}, {"flip": False})] == [1, 1, 0]
+    assert made([(np.zeros((3, 32, 32), np.uint8), 0)]).pad == 4
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_items_are_asked_for_by_so_many_threads(made: Callable[..., Dataset], workers: int) -> None:
+    """With one worker no two items are asked for at a time."""
+    together, most, lock = 0, 0, threading.Lock()
+
+    class Counting(Own):
+        def __getitem__(self, index: int) -> tuple[Any, Any]:
+            nonlocal together, most
+            with lock:
+                together += 1
+                most = max(most, together)
+            pause.wait(0.002)
+            with lock:
+                together -= 1
+            return super().__getitem__(index)
+
+    pause = threading.Event()
+    few = items(60)
+    made(Counting(few.images, few.own, targets=few.own), workers=workers)
+    assert most == 1 if workers == 1 else most > 1
+
+
+# --------------------------------------------------------------------------------------------------
+# What is refused
+# --------------------------------------------------------------------------------------------------
+
+BAD = [
+    # function, exit code, words
+    ("absent", USAGE, "own_data has no function 'absent' to make the data set"),
+    ("without_parameters", USAGE, "can't be called with data_dir='x', train=True"),
+    ("nothing", USAGE, "returned no map-style data set for data_dir='x', train=True (TypeError:"),
+    ("iterable", USAGE, "Stream can't be indexed): return what has len(data) and data[i]"),
+    ("no_items", USAGE, "set can't be indexed"),
+    ("raising", UNREADABLE, "failed with data_dir='x', train=True (FileNotFoundError: [Errno 2]"),
+    ("empty", UNREADABLE, "has no image for data_dir='x', train=False"),
+    ("no_pairs", UNREADABLE, "train[0] is dict, not an image and its label: return a pair"),
+    ("three_values", UNREADABLE, "train[0] is 3 values, not an image and its label"),
+    ("labels_of_text", UNREADABLE, "train[0] has the label 'cat': labels are whole numbers"),
+    ("labels_of_floats", UNREADABLE, "train[0] has the label tensor(1.)"),
+    ("labels_of_vectors", UNREADABLE, "train[0] has the label tensor([1])"),
+    ("negative", UNREADABLE, "train[4] has the label -1: labels are whole numbers, from 0 on"),
+    ("negative_items", UNREADABLE, "train[0] has the label -1"),
+    ("more_in_test", UNREADABLE, "test[5] has the label 3, own_data:more_in_test train 3 classes"),
+    ("other_classes", UNREADABLE, "class 1 is 'bee' in own_data:other_classes train and 'cat'"),
+    ("floats", UNREADABLE, "train[0] is float32 [3, 8, 8], not a PIL image, or uint8 [3, H, W]"),
+    ("colours_last", UNREADABLE, "train[0] is uint8 [8, 8, 3], not a PIL image"),
+    ("no_image", UNREADABLE, "train[0] is str, not a PIL image"),
+    ("sizes", UNREADABLE, "train[4] is 9x8, not 8x8: give --image-size 8"),
+    ("false_targets", UNREADABLE, "train[4] has the label 1, which was 2 at the start"),
+    ("damaged", UNREADABLE, "cannot read image own_data:damaged train[4] (RuntimeError: broken on"),
+]
+
+
+@pytest.mark.parametrize("mode", ["memory", "stream"])
+@pytest.mark.parametrize(("name", "code", "words"), BAD)
+def test_what_is_wrong_is_said_in_a_line(name: str, code: int, words: str, mode: str) -> None:
+    with pytest.raises(UserError) as caught:
+        loaded = load(name, mode=mode)
+        assert mode == "stream"
+        loaded.train.images[:]
+        loaded.reader.raise_error()
+    assert words in str(caught.value) and f"own_data:{name}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == code
+
+
+@pytest.mark.parametrize("mode", ["memory", "stream"])
+def test_a_damaged_item_is_replaced_on_request(mode: str) -> None:
+    loaded = load("damaged", mode=mode, skip_corrupt=True)
+    images = loaded.train.images[:]
+    # That of item 1, the other one of its class, stands for it.
+    of_class_1 = images[loaded.train.labels == 1][:, 0, 0, 0]
+    assert of_class_1.tolist() == [20, 20]
+
+
+def test_files_that_are_gone_are_not_replaced(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, train=3, test=1)
+    gone, broken = (folder / f"train/bee/00{number}.png" for number in (0, 2))
+    damage(broken)
+    load("from_files", data_dir=str(folder), skip_corrupt=True)
+    gone.unlink()
+    gone.symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"train\[3\] \(FileNotFoundError"):
+        load("from_files", data_dir=str(folder), skip_corrupt=True)
+
+
+def test_other_sizes_are_cropped_on_request() -> None:
+    assert load("sizes", size=4).train.images.shape == (6, 3, 4, 4)

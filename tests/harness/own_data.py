@@ -1,0 +1,201 @@
+"""Data sets as people make them, for tests of `--dataset package.module:factory`."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from prunex_mpi.data.datasets import FIXED_SEED, Part, load
+
+
+class Own(Dataset):
+    """Images and labels in memory; attributes come on top."""
+
+    def __init__(self, images: Any, labels: Any, /, **attributes: Any) -> None:
+        self.images, self.own = images, labels
+        vars(self).update(attributes)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.images[index], self.own[index]
+
+
+def digits_again(data_dir: str, train: bool) -> Own:
+    """The images of `--dataset digits`, as grey pictures in its order."""
+    ways = {"train_samples": 0, "test_samples": 0, "image_size": 0, "seed": 0}
+    whole = load("digits", data_dir="", part=Part(0, 1), **ways)
+    # The permutation by the seed, undone.
+    half = whole.train if train else whole.test
+    seed = 0 if train else FIXED_SEED
+    order = np.argsort(np.random.default_rng(seed).permutation(len(half.labels)))
+    grey = half.images[torch.from_numpy(order), 0].numpy()
+    labels = half.labels[torch.from_numpy(order)].tolist()
+    names = [str(number) for number in range(10)]
+    pictures = [Image.fromarray(image) for image in grey]
+    return Own(pictures, labels, targets=labels, classes=names, flip=False)
+
+
+def tensors(data_dir: str, train: bool) -> TensorDataset:
+    """Grey images [1, 8, 8] and labels, nothing else: labels are in the items alone."""
+    drawn = load_digits()
+    chosen = slice(100) if train else slice(100, 140)
+    images = torch.from_numpy(drawn.images[chosen] * 15).to(torch.uint8)[:, None]
+    return TensorDataset(images, torch.from_numpy(drawn.target[chosen]))
+
+
+def from_files(data_dir: str, train: bool) -> Own:
+    """Class folders, opened when an item is asked for, as torchvision's ImageFolder does."""
+
+    class Pictures(Own):
+        def __getitem__(self, index: int) -> tuple[Any, Any]:
+            return Image.open(self.images[index]), self.own[index]
+
+    paths = sorted((Path(data_dir) / ("train" if train else "test")).glob("*/*"))
+    names = sorted({path.parent.name for path in paths})
+    labels = [names.index(path.parent.name) for path in paths]
+    return Pictures(paths, labels, targets=torch.tensor(labels), classes=names)
+
+
+# --------------------------------------------------------------------------------------------------
+# Bad ones
+# --------------------------------------------------------------------------------------------------
+
+
+def _few(**attributes: Any) -> Own:
+    images = [np.full((3, 8, 8), 20 * number, dtype=np.uint8) for number in range(6)]
+    return Own(images, [0, 1, 2, 0, 1, 2], **attributes)
+
+
+def _on_rank_1() -> bool:
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+    return next((os.environ[n] for n in names if n in os.environ), "0") == "1"
+
+
+def raising(data_dir: str, train: bool) -> Own:
+    raise FileNotFoundError(2, "No such file", f"{data_dir}/index\n.csv")
+
+
+def raising_on_rank_1(data_dir: str, train: bool) -> Own:
+    if _on_rank_1():
+        raise ValueError("no luck")
+    return _few(targets=[0, 1, 2, 0, 1, 2])
+
+
+def shorter_on_rank_1(data_dir: str, train: bool) -> Own:
+    data = _few()
+    if _on_rank_1():
+        data.images.pop()
+    return data
+
+
+def other_labels_on_rank_1(data_dir: str, train: bool) -> Own:
+    data = _few()
+    if _on_rank_1():
+        data.own.reverse()
+    return data
+
+
+def without_parameters() -> Own:
+    return _few()
+
+
+def nothing(data_dir: str, train: bool) -> None:
+    return None
+
+
+def iterable(data_dir: str, train: bool) -> IterableDataset:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+        def __len__(self) -> int:
+            return 6
+
+    return Stream()
+
+
+def no_items(data_dir: str, train: bool) -> set:
+    return {1, 2, 3}
+
+
+def empty(data_dir: str, train: bool) -> list:
+    return [] if not train else _few()
+
+
+def no_pairs(data_dir: str, train: bool) -> list:
+    return [{"image": 1, "label": 2}] * 6
+
+
+def three_values(data_dir: str, train: bool) -> list:
+    return [(1, 2, 3)] * 6
+
+
+def labels_of_text(data_dir: str, train: bool) -> list:
+    return [(image, "cat") for image in _few().images]
+
+
+def labels_of_floats(data_dir: str, train: bool) -> list:
+    return [(image, torch.tensor(1.0)) for image in _few().images]
+
+
+def labels_of_vectors(data_dir: str, train: bool) -> list:
+    return [(image, torch.tensor([1])) for image in _few().images]
+
+
+def negative(data_dir: str, train: bool) -> Own:
+    return _few(targets=[0, 1, 2, 0, -1, 2])
+
+
+def negative_items(data_dir: str, train: bool) -> list:
+    return [(image, -1) for image in _few().images]
+
+
+def more_in_test(data_dir: str, train: bool) -> Own:
+    return _few(targets=[0, 1, 2, 0, 1, 2 if train else 3])
+
+
+def other_classes(data_dir: str, train: bool) -> Own:
+    return _few(classes=["ant", "bee", "cat"] if train else ["ant", "cat", "dog"])
+
+
+def floats(data_dir: str, train: bool) -> list:
+    return [(torch.zeros(3, 8, 8), 1)] * 6
+
+
+def colours_last(data_dir: str, train: bool) -> list:
+    return [(np.zeros((8, 8, 3), dtype=np.uint8), 1)] * 6
+
+
+def no_image(data_dir: str, train: bool) -> list:
+    return [("path.png", 1)] * 6
+
+
+def sizes(data_dir: str, train: bool) -> Own:
+    data = _few()
+    data.images[4] = np.zeros((3, 8, 9), dtype=np.uint8)
+    return data
+
+
+def false_targets(data_dir: str, train: bool) -> Own:
+    return _few(targets=[0, 1, 2, 0, 2, 2])
+
+
+def damaged(data_dir: str, train: bool) -> Own:
+    """Item 4 raises."""
+
+    class Damaged(Own):
+        def __getitem__(self, index: int) -> tuple[Any, Any]:
+            if index == 4:
+                raise RuntimeError("broken\non purpose")
+            return super().__getitem__(index)
+
+    few = _few()
+    return Damaged(few.images, few.own, targets=few.own)

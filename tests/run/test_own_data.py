@@ -1,0 +1,96 @@
+"""Runs on data sets of the user's: what built-in ones train, and ranks that find other data."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import run_folder, run_job_here
+from nodes import WORLD
+from picture_files import write_folder
+from safetensors.torch import load_file
+from small_runs import PRUNING
+
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.run.finished_run import read_run
+from prunex_mpi.settings.resolve import make
+from prunex_mpi.tools.evaluate.evaluate import evaluate
+from prunex_mpi.tools.evaluate.options import parse
+
+SMALL: dict[str, Any] = {
+    **PRUNING,
+    "model": "odd_models:small",
+    "outer_iterations": 3,
+    "local_steps": 3,
+    "batch_size": 4,
+    "progress": "off",
+}
+
+
+def run(folder: Path, name: str, **changes: Any) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    """Return the metrics and the weights of a run."""
+    assert run_job_here(make(**SMALL, run_dir=str(folder / name), **changes)) == 0
+    WORLD.Barrier()
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    timed = ("seconds", "data_wait_seconds")
+    records = [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
+    return records, load_file(folder / name / "state.safetensors")
+
+
+def assert_same(one: tuple, other: tuple) -> None:
+    assert one[0] == other[0]
+    assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+
+
+@pytest.mark.mpi
+def test_own_digits_train_what_the_built_in_ones_train() -> None:
+    with run_folder() as folder:
+        plain = run(folder, "plain", dataset="digits", val_share=0.1)
+        again = {"dataset": "own_data:digits_again", "val_share": 0.1}
+        assert_same(plain, run(folder, "memory", **again, data_mode="memory", data_workers=1))
+        assert_same(plain, run(folder, "stream", **again, data_mode="stream", data_workers=3))
+        if WORLD.rank == 0:
+            built_in, own = (read_run(folder / name).test for name in ("plain", "stream"))
+            assert torch.equal(built_in.images, own.images)
+            assert torch.equal(built_in.labels, own.labels)
+        WORLD.Barrier()
+
+
+@pytest.mark.mpi
+def test_own_files_train_what_their_folder_trains_and_are_evaluated() -> None:
+    with run_folder() as folder:
+        if WORLD.rank == 0:
+            write_folder(folder / "data")
+        WORLD.Barrier()
+        where = {"data_dir": str(folder / "data"), "image_size": 6, "data_mode": "stream"}
+        plain = run(folder, "plain", dataset="imagefolder", **where)
+        assert_same(plain, run(folder, "own", dataset="own_data:from_files", **where))
+
+        def found(*flags: str) -> dict[str, Any]:
+            argv = ["--json", str(folder / "found.json"), *flags]
+            assert evaluate(WORLD, parse(argv), Heartbeat()) == 0
+            WORLD.Barrier()
+            return json.loads((folder / "found.json").read_text())
+
+        of_folder = found(str(folder / "plain"))
+        assert of_folder == found(str(folder / "own"))
+        assert of_folder == found(str(folder / "plain"), "--dataset", "own_data:from_files")
+        WORLD.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("raising_on_rank_1", UNREADABLE, "raising_on_rank_1 failed with"),
+        ("shorter_on_rank_1", USAGE, "of own_data:shorter_on_rank_1 differ between ranks"),
+        ("other_labels_on_rank_1", USAGE, "of own_data:other_labels_on_rank_1 differ between"),
+    ],
+)
+def test_what_one_rank_finds_ends_all(name: str, code: int, words: str) -> None:
+    with run_folder() as folder, pytest.raises(UserError) as caught:
+        run(folder, "run", dataset=f"own_data:{name}", train_samples=4)
+    assert words in str(caught.value)
+    assert caught.value.exit_code == code
