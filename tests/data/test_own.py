@@ -1,6 +1,7 @@
 """Data sets that a function of the user's makes: the same images, and what is wrong with them."""
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ WHOLE = Part(0, 1)
 
 def load(name: str, size: int = 0, part: Part = WHOLE, data_dir: str = "x", **ways: Any) -> Dataset:
     return datasets.load(
-        name if name in datasets.DATASETS else f"own_data:{name}",
+        name if name in datasets.DATASETS or ":" in name else f"own_data:{name}",
         data_dir=data_dir,
         access=Access(**{"workers": 3, **ways}),
         train_samples=0,
@@ -145,6 +146,21 @@ def test_labels_of_all_kinds(made: Callable[..., Dataset], kind: Callable[[int],
     assert torch.equal(plain.train.labels, found.train.labels)
     assert torch.equal(plain.train.labels, held.train.labels)
     assert plain.train.labels.tolist() != sorted(plain.train.labels.tolist())
+
+
+def test_the_example_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(datasets.__file__).parent / "README.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "mine.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    folder = write_folder(tmp_path, train=4, test=2)
+    for split in ("train", "test"):
+        paths = sorted(path.relative_to(tmp_path) for path in (folder / split).glob("*/*"))
+        lines = [f"{path.parent.name} {path}\n" for path in paths]
+        (tmp_path / f"{split}.txt").write_text("".join(lines))
+    found = load("mine:Pictures", data_dir=str(tmp_path))
+    assert_same(load("imagefolder", data_dir=str(tmp_path)), found)
 
 
 def test_data_sets_of_torch_and_torchvision(made: Callable[..., Dataset]) -> None:
