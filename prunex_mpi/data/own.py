@@ -96,10 +96,9 @@ def make(name: str, data_dir: str, train: bool) -> Any:
 def _labels(name: str, data: Any, going: Callable[[], None]) -> Tensor:
     """Return the labels of all items, int64 [n]."""
     # What transforms labels on their way out gives others than it holds.
-    held = OF_LABELS if getattr(data, "target_transform", None) is None else ()
+    held = OF_LABELS if _attribute(name, data, "target_transform") is None else ()
     for attribute in held:
-        with _told(f"cannot read the {attribute} of {name}", "repair or remove them"):
-            found = _as_labels(getattr(data, attribute, None), len(data))
+        found = _as_labels(_attribute(name, data, attribute), len(data))
         if found is not None:
             break
     else:
@@ -240,7 +239,7 @@ def classes_of(train: Half, test: Half) -> tuple[int, tuple[str, ...]]:
 
 def _names(half: Half) -> tuple[str, ...]:
     """Return the names of the classes, where there are so many as labels, else none."""
-    names = getattr(half.data, "classes", ())
+    names = _attribute(half.name, half.data, "classes")
     if isinstance(names, str) or not isinstance(names, Sequence):
         return ()
     enough = len(names) > int(half.labels.max()) and all(isinstance(name, str) for name in names)
@@ -249,7 +248,7 @@ def _names(half: Half) -> tuple[str, ...]:
 
 def may_be_mirrored(half: Half) -> bool:
     """Say whether mirrored images keep their meaning: unless the data set has `flip = False`."""
-    return getattr(half.data, "flip", True) is not False
+    return _attribute(half.name, half.data, "flip") is not False
 
 
 def describe(name: str, train: Half, test: Half, classes: int) -> str:
@@ -264,6 +263,12 @@ def digest_of(train: Half, test: Half) -> str:
     for half in (train, test):
         digest.update(f"{len(half.labels)} ".encode() + half.labels.numpy().tobytes())
     return digest.hexdigest()
+
+
+def _attribute(name: str, data: Any, attribute: str) -> Any:
+    """Return an attribute of a data set of the user's, None where it has none."""
+    with _told(f"cannot read the attribute {attribute} of {name}", "repair or remove it"):
+        return getattr(data, attribute, None)
 
 
 @contextmanager

@@ -188,6 +188,15 @@ def false_targets(data_dir: str, train: bool) -> Own:
     return _few(targets=[0, 1, 2, 0, 2, 2])
 
 
+def broken_classes(data_dir: str, train: bool) -> Own:
+    class Broken(Own):
+        @property
+        def classes(self) -> list[str]:
+            raise KeyError("ant")
+
+    return Broken(_few().images, _few().own)
+
+
 def damaged(data_dir: str, train: bool) -> Own:
     """Item 4 raises."""
 
