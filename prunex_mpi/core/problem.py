@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from mpi4py import MPI
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import digests_agree, require_same, together, together_while
@@ -29,6 +30,7 @@ from prunex_mpi.data.batches import (
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.mixing import Mixing
 from prunex_mpi.data.reading import Access
+from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.coupling import PLAIN
@@ -176,6 +178,7 @@ def build_problem(
         pad=dataset.pad if settings.augment == "auto" else 0,
         changes=Changes(resized_crop, settings.transforms),
     )
+    together(topology.world, lambda: refuse_parts(settings, stream.batch_size, model))
     loss, objective = together(topology.world, lambda: find_losses(settings, dataset.num_classes))
     draws = settings.seed, topology.world.rank
     mixing = Mixing(settings.mixup, settings.cutmix, dataset.num_classes, draws)
@@ -215,6 +218,21 @@ def broadcast_weights_(world: MPI.Comm, model: torch.nn.Module, transport: Trans
         flat = tensor.detach().reshape(-1).clone()
         bcast_(world, flat.view(torch.uint8), transport)
         tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def refuse_parts(settings: Settings, images: int, model: torch.nn.Module) -> None:
+    """Raise UserError where the `images` of a step can't go through `model` in equal parts."""
+    parts = settings.accumulate
+    if images % parts:
+        raise UserError(
+            f"accumulate {parts} does not divide the {images} images of a step, which are all that "
+            "a rank has; give a number that does"
+        )
+    if parts > 1 and images == parts and batchnorm.find(model):
+        raise UserError(
+            f"accumulate {parts} leaves parts of one image, in which BatchNorm sees no deviation; "
+            "lower it"
+        )
 
 
 def lr_scale_of(settings: Settings, ranks: int) -> float:

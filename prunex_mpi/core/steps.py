@@ -125,10 +125,7 @@ def step_optimizer_(work: Work, decayed: Pairs | None = None) -> None:
 
     `decayed` is what `share_decay_` has returned.
     """
-    state, settings = work.state, work.settings
-    position = state.position
-    total = total_steps(settings, work.problem.steps)
-    rate = rate_at(settings, steps_taken(work), total, position.rollbacks) * work.problem.lr_scale
+    state, settings, rate = work.state, work.settings, rate_now(work)
     state.optimizer.param_groups[0]["lr"] = rate
     if decayed and decayed[0]:
         shrink_(settings, rate, decayed)
@@ -151,6 +148,13 @@ def shrink_(settings: Settings, rate: float, decayed: Pairs) -> None:
         torch._foreach_mul_(values, 1 - rate * settings.weight_decay)
     else:
         torch._foreach_add_(gradients, values, alpha=settings.weight_decay)
+
+
+def rate_now(work: Work) -> float:
+    """Return the learning rate of the local step that comes next."""
+    settings, problem = work.settings, work.problem
+    total, rollbacks = total_steps(settings, problem.steps), work.state.position.rollbacks
+    return rate_at(settings, steps_taken(work), total, rollbacks) * problem.lr_scale
 
 
 def rate_at(settings: Settings, step: int, total: int, rollbacks: int) -> float:

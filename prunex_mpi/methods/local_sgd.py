@@ -89,8 +89,11 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
             yield finish_round(topology, work, this, loss, estimate=estimate)
 
 
-def advice(settings: Settings, steps: int) -> list[str]:
-    """Return a line for each thing that is known to go wrong with `steps` local steps."""
+def advice(settings: Settings, steps: int, lr_scale: float = 1.0) -> list[str]:
+    """Return a line for each thing that is known to go wrong with `steps` local steps.
+
+    `lr_scale` is what the learning rate is multiplied by.
+    """
     lines = []
     kept = settings.method == "diloco" and settings.inner_momentum == "keep" and settings.momentum
     if kept and steps < FEWEST_KEPT:
@@ -99,9 +102,10 @@ def advice(settings: Settings, steps: int) -> list[str]:
             f"below {FEWEST_KEPT} that is stable at very small learning rates alone; give "
             "--inner-momentum reset"
         )
-    if settings.optimizer == "adamw" and settings.lr > HIGH_ADAMW_RATE:
+    rate = settings.lr * lr_scale
+    if settings.optimizer == "adamw" and rate > HIGH_ADAMW_RATE:
         lines.append(
-            f"lr {settings.lr:g} is high for adamw, which moves every weight by about that much at "
+            f"lr {rate:g} is high for adamw, which moves every weight by about that much at "
             "each step; 0.001 is usual"
         )
     return lines

@@ -24,13 +24,19 @@ from prunex_mpi.run.job import assemble_around
 from prunex_mpi.run.start import find_transport, take_places
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.run.tuning import goes_behind_steps, is_left_to_measure, refuse_impossible_exchange
-from prunex_mpi.settings.fields import CROSS_ENTROPY, FIELDS, Settings, key_of
+from prunex_mpi.settings.fields import CROSS_ENTROPY, FIELDS, OF_SECTION, Settings, key_of
 from prunex_mpi.settings.methods import EVERY_RANK_ALONE
+from prunex_mpi.settings.resolve import to_toml
 
-# What the program does beside its outer iterations, or takes from its own data and models.
+# What the program takes from its own models and data, which it normalises and augments as here.
+OF_ITS_OWN = ("model", "stem", "init_from", "init_digest")
+NORMALISED = ("image_mean", "image_std", "normalise_samples", "augment", "transforms")
+# What the outer iterations themselves look at.
+LOOKED_AT = ("divergence_factor", "evaluate_every")
 OF_THE_PROGRAM = (
-    *("model", "stem", "init_from", "dataset", "train_samples", "test_samples", "image_size"),
-    *("val_share", "resume", "checkpoint_every", "time_limit", "tensorboard", "trace", "dry_run"),
+    *OF_ITS_OWN,
+    *(name for name in OF_SECTION["data"] if name not in NORMALISED),
+    *(name for part in ("safety", "output") for name in OF_SECTION[part] if name not in LOOKED_AT),
 )
 
 
@@ -38,8 +44,9 @@ OF_THE_PROGRAM = (
 class Data:
     """This rank's images: those to train on, as many on every rank, and its share of a test set.
 
-    Images are uint8 [n, 3, S, S], labels int64 [n], both on the CPU. `flip` and `pad` say how
-    images are augmented: mirrored, and cropped out of as many more pixels on each side.
+    All ranks have such a share, which may be empty, or none has. Images are uint8 [n, 3, S, S],
+    labels int64 [n], both on the CPU. `flip` and `pad` say how images are augmented: mirrored, and
+    cropped out of as many more pixels on each side.
     """
 
     train: Shard
@@ -73,7 +80,9 @@ class Training:
     def delivered(self) -> nn.Module:
         """Return a copy of the model, on the CPU, with the weights that all ranks agree on.
 
-        What is pruned is zero. Does not communicate; `export.smaller` takes the zeros out.
+        What is pruned is zero. Does not communicate; `export.smaller` takes the zeros out. Meant
+        for the end: while masks are being chosen, with `bn` recalibrate, its BatchNorm statistics
+        are those of the network before pruning.
         """
         state, model = self.work.state, self.work.problem.model
         with weights(state, state.z):
@@ -99,6 +108,11 @@ def training(
     shape = tuple(data.train.images.shape[1:])
     same = f"{len(data.train.labels)} images {shape}, flip {data.flip}, pad {data.pad}"
     require_same(world, "the numbers or sizes of the images to train on", same)
+    # A rank without some of these would leave the others alone in a collective.
+    require_same(
+        world, "the images, which some have without a test set,", str(data.test is not None)
+    )
+    require_same(world, "the settings", to_toml(settings, {}))
     each = 1 if settings.method in EVERY_RANK_ALONE else settings.ranks_per_node
     lanes = settings.leaders_per_node
     with take_places(world, each, settings.device, lanes=lanes) as place:

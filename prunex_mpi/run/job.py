@@ -31,7 +31,7 @@ from prunex_mpi.core.problem import (
     make_model,
 )
 from prunex_mpi.core.state import Work, build_state
-from prunex_mpi.core.steps import rate_at, steps_taken, total_steps
+from prunex_mpi.core.steps import rate_now
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.local_sgd import advice
@@ -69,7 +69,7 @@ from prunex_mpi.run.tuning import (
 )
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import EVERY_RANK_ALONE, LOCAL
+from prunex_mpi.settings.methods import EVERY_RANK_ALONE
 from prunex_mpi.settings.resolve import to_toml
 
 
@@ -245,8 +245,8 @@ def assemble_around(
     state = build_state(model, layout, groups, settings)
     state.memory |= memory_of(settings, layout, state.theta) | memory_of_best(settings, state)
     heartbeat.beat(2)
-    if first and settings.method in LOCAL:
-        for line in advice(settings, problem.steps):
+    if first:
+        for line in advice(settings, problem.steps, problem.lr_scale):
             log.warning("%s", line)
     return Work(state, problem, settings, transport, heartbeat)
 
@@ -293,9 +293,7 @@ def make_longer(files: RunDirectory | None, work: Work) -> None:
     if files is None or not files.former_length:
         return
     telling_disk_errors("config.toml", files.keep_length)
-    settings, position = work.settings, work.state.position
-    total = total_steps(settings, work.problem.steps)
-    rate = rate_at(settings, steps_taken(work), total, position.rollbacks)
+    settings, rate = work.settings, rate_now(work)
     records = files.read_lines("metrics.jsonl")
     after = f" (last: {records[-1]['lr']:.3g})" if records else ""
     log.info(

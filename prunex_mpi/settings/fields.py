@@ -832,6 +832,10 @@ OF_THE_JOB = (
     *ESTIMATED,
 )
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+OF_SECTION = {
+    section: tuple(n for n, field in FIELDS.items() if field.metadata["section"] == section)
+    for section in dict.fromkeys(field.metadata["section"] for field in FIELDS.values())
+}
 
 
 def key_of(name: str) -> str:

@@ -77,6 +77,11 @@ def test_a_part_of_the_ranks_can_train() -> None:
     [
         ({"dataset": "cifar10"}, {}, "dataset means nothing to a run from Python"),
         ({"trace": True}, {}, "trace means nothing to a run from Python"),
+        ({"on_divergence": "rollback"}, {}, "on-divergence means nothing to a run from Python"),
+        ({"run_dir": "somewhere"}, {}, "run-dir means nothing to a run from Python"),
+        ({"timeout": 5}, {}, "timeout means nothing to a run from Python"),
+        ({"preempt_signals": ("TERM",)}, {}, "preempt-signals means nothing"),
+        ({"data_dir": "elsewhere"}, {}, "data-dir means nothing to a run from Python"),
         ({"local_steps": "auto"}, {}, "local-steps auto takes a trial"),
         ({"mixup": 0.2}, {}, "mixup and cutmix are for cross-entropy"),
         ({}, {"images": torch.zeros(4, 3, 8, 8)}, r"images must be uint8 .*, not float32"),
@@ -92,6 +97,40 @@ def test_what_does_not_fit_is_refused_on_every_rank(changes, data, why) -> None:
         train.training(
             WORLD, make(**{**SHORT, **changes}), own_model(), Data(Shard(**given)), focal
         ),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "test", "what"),
+    [
+        ({}, lambda rank: shard(100) if rank == 0 else None, "without a test set, differ"),
+        (lambda rank: {"local_steps": 2 + rank}, lambda rank: None, "the settings differ between"),
+    ],
+)
+def test_ranks_that_would_wait_for_others_for_ever_are_refused(settings, test, what) -> None:
+    if WORLD.size == 1:
+        pytest.skip("there is nobody to differ from")
+    changes = settings(WORLD.rank) if callable(settings) else settings
+    data = Data(shard(WORLD.rank), test=test(WORLD.rank))
+    with (
+        pytest.raises(UserError, match=what),
+        train.training(WORLD, make(**{**SHORT, **changes}), own_model(), data),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"batch_size": 32, "accumulate": 32}, "does not divide the 16 images of a step"),
+        ({"batch_size": 8, "accumulate": 8}, "leaves parts of one image"),
+    ],
+)
+def test_a_step_goes_through_the_network_in_equal_parts(settings, why) -> None:
+    with (
+        pytest.raises(UserError, match=why),
+        train.training(WORLD, make(**{**SHORT, **settings}), own_model(), Data(shard(WORLD.rank))),
     ):
         pass
 

@@ -23,7 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from prunex_mpi.base.errors import UserError, meant, quote
-from prunex_mpi.settings.fields import ESTIMATED, FIELDS, Settings, concerns, key_of, methods_of
+from prunex_mpi.settings.fields import (
+    ESTIMATED,
+    FIELDS,
+    OF_SECTION,
+    Settings,
+    concerns,
+    key_of,
+    methods_of,
+)
 from prunex_mpi.settings.methods import AVERAGING, CONSENSUS, EVERY_RANK_ALONE, METHODS
 from prunex_mpi.settings.resolve import build, from_table
 from prunex_mpi.settings.values import convert
@@ -48,7 +56,7 @@ STAGES = tuple(name for name, field in FIELDS.items() if field.metadata.get("sha
 GRID = "tune-lr"
 # What is alike in all rows: the same images on the same ranks, and one transport.
 SHARED = (
-    *(name for name, field in FIELDS.items() if field.metadata["section"] == "data"),
+    *OF_SECTION["data"],
     *("device", "bucket_mib", "piece_kib", "mpi_buffers", "ranks_per_node", "leaders_per_node"),
     *("timeout", "progress"),
 )
