@@ -6,8 +6,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from prunex_mpi.core.ema import ema_of
 from prunex_mpi.core.metrics import density
-from prunex_mpi.core.state import SHARED, State, Work
+from prunex_mpi.core.state import SHARED, State, Work, in_place_of_z
+from prunex_mpi.models import batchnorm
 from prunex_mpi.settings.fields import Settings
 
 # In the memory of a run: that z, and the BatchNorm means and variances that go with it.
@@ -34,7 +36,7 @@ def keep_best_(work: Work, loss: float, accuracy: float) -> None:
     if is_better(here, state.position.best):
         state.position.best = here
         state.memory[BEST].copy_(state.z)
-        state.memory[BEST_STATS].copy_(_plain_statistics(work))
+        batchnorm.read_plain_(state.bn_modules, state.memory[BEST_STATS])
 
 
 def is_better(here: list[float], best: list[float]) -> bool:
@@ -53,29 +55,19 @@ def best_of(work: Work) -> Iterator[None]:
     Without one nothing changes.
     """
     state = work.state
-    if BEST not in state.memory or not state.position.best:
+    if not _is_kept(state):
         yield
         return
-    last, statistics = state.z.clone(), _plain_statistics(work)
-    state.z.copy_(state.memory[BEST])
-    _put_plain_statistics(work, state.memory[BEST_STATS])
-    try:
+    with in_place_of_z(state, state.memory[BEST], state.memory[BEST_STATS]):
         yield
-    finally:
-        state.z.copy_(last)
-        _put_plain_statistics(work, statistics)
 
 
-def _plain_statistics(work: Work) -> Tensor:
-    """Return the means and variances of all BatchNorm modules as they are, one after the other."""
-    modules = work.state.bn_modules
-    parts = [b for module in modules for b in (module.running_mean, module.running_var)]
-    return torch.cat(parts) if parts else work.state.stats.clone()
+@contextmanager
+def delivered(work: Work) -> Iterator[None]:
+    """Have what is delivered in place of z: the best that was kept, else the average, else z."""
+    with best_of(work) if _is_kept(work.state) else ema_of(work.state):
+        yield
 
 
-def _put_plain_statistics(work: Work, flat: Tensor) -> None:
-    offset = 0
-    for module in work.state.bn_modules:
-        for buffer in (module.running_mean, module.running_var):
-            buffer.copy_(flat[offset : offset + buffer.numel()])
-            offset += buffer.numel()
+def _is_kept(state: State) -> bool:
+    return BEST in state.memory and bool(state.position.best)

@@ -13,10 +13,13 @@ from prunex_mpi.comm.collectives import hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import find_wires, reduce_between_nodes_
 from prunex_mpi.core.best import BEST, keep_best_
+from prunex_mpi.core.ema import ema_of
 from prunex_mpi.core.state import Problem, Work, weights
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.models import batchnorm
 
+# How long BatchNorm statistics that are estimated on z stay: for its evaluation, or for good.
+PASSING, LASTING = "passing", "lasting"
 # Per rank: the statistics of a channel settle within a few thousand activations.
 RECALIBRATION_BATCHES = 8
 EVALUATION_BATCH = 256
@@ -26,12 +29,14 @@ EVALUATION_BATCH = 256
 def evaluate(topology: Topology, work: Work, estimate: bool = False) -> tuple[float, float]:
     """Return (test loss, test accuracy as a fraction) of z over the shares of all ranks.
 
-    Where images are held out for it, those are what it is tested on, and the best z by them is
-    kept. With `estimate` the BatchNorm statistics are estimated on z for as long as this takes.
-    Training does not notice. Collective on `node` and `leader`; every rank receives the same
-    numbers.
+    With `--ema` the average takes the place of z. Where images are held out for it, those are what
+    it is tested on, and the best z by them is kept. With `estimate` the BatchNorm statistics are
+    estimated on z for as long as this takes. Training does not notice. Collective on `node` and
+    `leader`; every rank receives the same numbers.
     """
-    with statistics_of_z(topology, work) if estimate else nullcontext():
+    judged = statistics_of_z(topology, work) if estimate else nullcontext()
+    # Statistics are estimated on what is judged.
+    with ema_of(work.state), judged:
         loss, accuracy = judge(topology, work, work.problem.test)
         if BEST in work.state.memory:
             keep_best_(work, loss, accuracy)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from prunex_mpi.core.ema import add_z_
+from prunex_mpi.core.message import take_over_
 from prunex_mpi.core.state import SHARED, State
 from prunex_mpi.settings.fields import Settings
 
@@ -27,3 +29,13 @@ def outer_step_(state: State, settings: Settings) -> None:
     step = state.scratch.sub_(state.z)
     velocity = state.memory[VELOCITY].mul_(momentum).add_(step)
     state.z.add_(step, alpha=1 - lr).add_(velocity, alpha=-lr * momentum)
+
+
+def arrive_(state: State, settings: Settings, way: str, behind: bool = False) -> None:
+    """Make z what was exchanged for it while training may have gone on `behind` it.
+
+    As `take_over_`, with what follows from a new z.
+    """
+    take_over_(state, way, behind=behind)
+    outer_step_(state, settings)
+    add_z_(state, settings)

@@ -13,7 +13,21 @@ import numpy as np
 
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
-from prunex_mpi.core.evaluation import evaluate, refuse_unreadable
+from prunex_mpi.core.ema import (
+    EMA,
+    add_z_,
+    begin_anew_,
+    ema_of,
+    is_mean_of_several,
+    keep_statistics_,
+)
+from prunex_mpi.core.evaluation import (
+    LASTING,
+    PASSING,
+    estimate_statistics,
+    evaluate,
+    refuse_unreadable,
+)
 from prunex_mpi.core.metrics import iteration_record, layer_records, quality, rank_record
 from prunex_mpi.core.residuals import Residuals
 from prunex_mpi.core.schedule import Stage
@@ -121,26 +135,31 @@ def finish_round(
     *,
     drift: float | None = None,
     residuals: Residuals | None = None,
-    estimate: bool = False,
+    estimate: str = "",
     converged: bool = False,
 ) -> dict[str, Any]:
     """Evaluate z where that is due, and return the record; the next outer iteration can begin.
 
     `drift` is that of the mask unless given. With `estimate` the statistics in force do not fit z:
-    they are estimated for the evaluation, and put back after it. Collective on `world`.
+    they are estimated for the evaluation and put back after it (PASSING), or for good (LASTING).
+    Collective on `world`.
     """
     state = work.state
     position = state.position
+    drift = mask_drift(state.mask, this.mask) if drift is None else drift
     loss_of_z = accuracy_of_z = None
     with phase(work, this, "evaluate"):
+        if estimate == LASTING:
+            estimate_statistics(topology, work)
+        average_z_(topology, work, changed=drift > 0, estimated=estimate == LASTING)
         if evaluates(work, this, converged):
-            loss_of_z, accuracy_of_z = evaluate(topology, work, estimate)
+            loss_of_z, accuracy_of_z = evaluate(topology, work, estimate == PASSING)
             refuse_unreadable(topology, work.problem)
     position.clock.note("iteration", f"outer iteration {this.k}", this.started)
     this.seconds["total"] = time.perf_counter() - this.started + position.clock.earlier
     record = {
         **iteration_record(work, this.k, this.seconds, residuals),
-        "mask_drift": mask_drift(state.mask, this.mask) if drift is None else drift,
+        "mask_drift": drift,
         "train_loss": loss,
         **quality(work, loss_of_z, accuracy_of_z),
         "layers": layer_records(work, this.k, residuals) if topology.world.rank == 0 else [],
@@ -149,3 +168,24 @@ def finish_round(
     }
     next_iteration(position, loss)
     return record
+
+
+def average_z_(topology: Topology, work: Work, changed: bool, estimated: bool) -> None:
+    """Let the average of z take in what z has become; anew where the mask has `changed`.
+
+    Where statistics were `estimated` on z for good they are on the average as well. Collective on
+    `node` and `leader`.
+    """
+    state = work.state
+    if EMA not in state.memory:
+        return
+    if changed:
+        begin_anew_(state)
+    if state.position.under_way:
+        # It is taken in when it arrives; what z still is has been already.
+        return
+    add_z_(state, work.settings)
+    if estimated and is_mean_of_several(state):
+        with ema_of(state):
+            estimate_statistics(topology, work)
+            keep_statistics_(state)

@@ -372,3 +372,17 @@ def weights(state: State, values: Tensor) -> Iterator[None]:
         yield
     finally:
         state.theta.copy_(state.scratch)
+
+
+@contextmanager
+def in_place_of_z(state: State, values: Tensor, statistics: Tensor) -> Iterator[None]:
+    """Have `values` as z, and `statistics` as BatchNorm means and variances, for the block."""
+    last, kept = state.z, torch.empty_like(state.stats)
+    batchnorm.read_plain_(state.bn_modules, kept)
+    state.z = values
+    batchnorm.write_plain(state.bn_modules, statistics)
+    try:
+        yield
+    finally:
+        state.z = last
+        batchnorm.write_plain(state.bn_modules, kept)

@@ -28,11 +28,11 @@ from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
 from prunex_mpi.comm.wire import Wire, Wires, find_wires
-from prunex_mpi.core.evaluation import estimate_statistics, refuse_divergence
+from prunex_mpi.core.evaluation import LASTING, PASSING, refuse_divergence
 from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_locally
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
 from prunex_mpi.core.norms import find_residuals, own_residuals
-from prunex_mpi.core.outer_step import outer_step_
+from prunex_mpi.core.outer_step import arrive_
 from prunex_mpi.core.penalties import update_penalties, update_rho2
 from prunex_mpi.core.residuals import NormSums, Residuals, converges
 from prunex_mpi.core.rounds import (
@@ -340,8 +340,7 @@ def z_arrives(work: Work) -> None:
         work.behind.finish()
         clock.late += time.perf_counter() - started
         clock.note("message", "wait for the helper", started)
-    take_over_(state, state.position.under_way, behind=True)
-    outer_step_(state, work.settings)
+    arrive_(state, work.settings, state.position.under_way, behind=True)
     if starts_from_z(state, work.settings):
         state.theta.add_(state.z).sub_(state.z_node)
     if not state.consensus_sgd:
@@ -385,11 +384,9 @@ def end_iteration(
     state, settings = work.state, work.settings
     note_drift_(state.position, stage, settings, mask_drift(state.mask, this.mask))
     # On the support that theta was trained on, averaged statistics fit z.
-    estimate = settings.bn == "recalibrate" and stage.choose
+    estimate = PASSING if settings.bn == "recalibrate" and stage.choose else ""
     if estimate and (stage.freeze or this.last or converged):
-        estimate = False
-        with phase(work, this, "evaluate"):
-            estimate_statistics(topology, work)
+        estimate = LASTING
     ended = {"residuals": residuals, "estimate": estimate, "converged": converged}
     record = finish_round(topology, work, this, loss, **ended)
     if not state.consensus_sgd:

@@ -17,7 +17,7 @@ from typing import Any
 
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import find_wires
-from prunex_mpi.core.evaluation import estimate_statistics, refuse_divergence
+from prunex_mpi.core.evaluation import LASTING, PASSING, refuse_divergence
 from prunex_mpi.core.norms import mean_loss
 from prunex_mpi.core.outer_step import outer_step_
 from prunex_mpi.core.rounds import finish_round, goes_behind, phase, rounds, split_local
@@ -81,11 +81,12 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
                     outer_step_(state, settings)
 
             # Nobody was trained with z: its statistics are estimated where it is looked at.
-            estimate = recalibrates and settings.method not in PRUNING_ONCE
-            if (prune and recalibrates) or (estimate and this.last):
-                with phase(work, this, "evaluate"):
-                    estimate_statistics(topology, work)
-            estimate = estimate and not this.last
+            once = settings.method in PRUNING_ONCE
+            estimate = ""
+            if recalibrates and (prune if once else this.last):
+                estimate = LASTING
+            elif recalibrates and not once:
+                estimate = PASSING
             yield finish_round(topology, work, this, loss, estimate=estimate)
 
 

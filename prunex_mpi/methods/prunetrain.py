@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core.best import memory_of_best
+from prunex_mpi.core.ema import memory_of_ema
 from prunex_mpi.core.optimizer import momentum_of
 from prunex_mpi.core.state import SHARED, State, Work, build_state
 from prunex_mpi.models.layout import Layout, build_layout
@@ -132,9 +133,10 @@ def sizes_of(state: State, model: nn.Module, mask: np.ndarray) -> dict[str, dict
 def _rebuild(state: State, model: nn.Module, mask: np.ndarray, settings: Settings) -> None:
     """Fill `state` anew for a model of other sizes: from its weights, without momentum."""
     new = build_state(model, build_layout(model), state.groups, settings)
-    # The best z so far was of another size: of smaller networks the first is the best so far.
+    # The best z so far was of another size: of smaller networks the first is the best so far. So
+    # were those of the average.
     new.mask, new.whole = mask, state.whole
-    new.memory = state.memory | memory_of_best(settings, new)
+    new.memory = state.memory | memory_of_best(settings, new) | memory_of_ema(settings, new)
     state.position.best = []
     new.position, new.scaler = state.position, state.scaler
     new.optimizer.param_groups[0]["lr"] = state.optimizer.param_groups[0]["lr"]

@@ -47,13 +47,33 @@ def reset_(modules: list[_BatchNorm], flat: Tensor) -> None:
 
 def write(modules: list[_BatchNorm], flat: Tensor) -> None:
     """Set the running statistics of `modules` from `flat` [numel]."""
+    write_plain(modules, as_plain(modules, flat))
+
+
+def as_plain(modules: list[_BatchNorm], flat: Tensor) -> Tensor:
+    """Return `flat` [numel] with variances in place of second moments."""
+    plain, offset = flat.clone(), 0
+    for m in modules:
+        mean, second = plain[offset : offset + 2 * m.num_features].view(2, -1)
+        # Rounding can push the difference of two large moments below zero.
+        second.sub_(mean.square()).clamp_(min=0)
+        offset += 2 * m.num_features
+    return plain
+
+
+def read_plain_(modules: list[_BatchNorm], flat: Tensor) -> None:
+    """Write means and variances of `modules` as they are into `flat` [numel]."""
+    if modules:
+        torch.cat([b for m in modules for b in (m.running_mean, m.running_var)], out=flat)
+
+
+def write_plain(modules: list[_BatchNorm], flat: Tensor) -> None:
+    """Set means and variances of `modules` from `flat` [numel], as `read_plain_` leaves it."""
     offset = 0
     for m in modules:
-        mean, second = flat[offset : offset + 2 * m.num_features].view(2, -1)
-        m.running_mean.copy_(mean)
-        # Rounding can push the difference of two large moments below zero.
-        m.running_var.copy_((second - mean.square()).clamp_(min=0))
-        offset += 2 * m.num_features
+        for buffer in (m.running_mean, m.running_var):
+            buffer.copy_(flat[offset : offset + m.num_features])
+            offset += m.num_features
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import require_same, together
 from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.best import delivered
 from prunex_mpi.core.objective import Loss
 from prunex_mpi.core.state import Work, weights
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
@@ -80,12 +81,12 @@ class Training:
     def delivered(self) -> nn.Module:
         """Return a copy of the model, on the CPU, with the weights that all ranks agree on.
 
-        What is pruned is zero. Does not communicate; `export.smaller` takes the zeros out. Meant
-        for the end: while masks are being chosen, with `bn` recalibrate, its BatchNorm statistics
-        are those of the network before pruning.
+        With `--ema` their average. What is pruned is zero. Does not communicate; `export.smaller`
+        takes the zeros out. Meant for the end: while masks are being chosen, with `bn` recalibrate,
+        its BatchNorm statistics are those of the network before pruning.
         """
         state, model = self.work.state, self.work.problem.model
-        with weights(state, state.z):
+        with delivered(self.work), weights(state, state.z):
             tensors = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
         copy = deepcopy(model).cpu()
         copy.load_state_dict(tensors)

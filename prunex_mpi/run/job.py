@@ -21,7 +21,8 @@ from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline, stop_agreement
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.best import best_of, memory_of_best
+from prunex_mpi.core.best import best_of, delivered, memory_of_best
+from prunex_mpi.core.ema import memory_of_ema
 from prunex_mpi.core.evaluation import judge
 from prunex_mpi.core.problem import (
     build_problem,
@@ -155,12 +156,12 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                     files.write_summary({"status": status, "reason": stop.reason})
                     log.info("stopped by %s: go on with --resume --run-dir %s", stop.reason, path)
                     return
-                with best_of(work):
-                    delivered = summary.save_model(files.path, work.state, work.problem)
-                delivered["classes"] = list(dataset.class_names)
+                with delivered(work):
+                    model = summary.save_model(files.path, work.state, work.problem)
+                model["classes"] = list(dataset.class_names)
                 records = files.read_lines("metrics.jsonl")
                 totals = summary.summarise(settings, topology, work.state, records, status)
-                totals |= {**results, "delivered": delivered, "initial": read_initial(files.path)}
+                totals |= {**results, "delivered": model, "initial": read_initial(files.path)}
                 totals["seconds_total"] = time.time() - started
                 totals["checkpoints"] = {"count": checkpoints.count, "seconds": checkpoints.seconds}
                 files.write_summary(totals)
@@ -243,7 +244,8 @@ def assemble_around(
         log.info("not pruned: %s", excluded)
     heartbeat.beat(1)
     state = build_state(model, layout, groups, settings)
-    state.memory |= memory_of(settings, layout, state.theta) | memory_of_best(settings, state)
+    state.memory |= memory_of(settings, layout, state.theta)
+    state.memory |= memory_of_best(settings, state) | memory_of_ema(settings, state)
     heartbeat.beat(2)
     if first:
         for line in advice(settings, problem.steps, problem.lr_scale):

@@ -25,9 +25,8 @@ from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_, reduce_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import worker_weight
-from prunex_mpi.core.message import take_over_
 from prunex_mpi.core.optimizer import remembered
-from prunex_mpi.core.outer_step import outer_step_
+from prunex_mpi.core.outer_step import arrive_
 from prunex_mpi.core.penalties import update_rho2
 from prunex_mpi.core.state import (
     OWN,
@@ -297,8 +296,7 @@ def put_common(
     if common["position"]["under_way"]:
         # The last that the old nodes have agreed on.
         _put_message(topology, first[0], state, transport)
-        take_over_(state, common["position"]["under_way"])
-        outer_step_(state, settings)
+        arrive_(state, settings, common["position"]["under_way"])
         if not state.consensus_sgd:
             update_rho2(state, settings)
         common["position"]["under_way"] = ""

@@ -295,6 +295,15 @@ class Settings:
         low=0,
         methods=tuple(method for method in METHODS if method not in OWN_MOMENTUM),
     )
+    ema: float = _setting(
+        _S,
+        "decay per outer iteration of the average of z that is evaluated and delivered, 0 for z "
+        "itself",
+        0.0,
+        before=0.0,
+        low=0,
+        below=1,
+    )
     accumulate: int = _setting(
         _S,
         "parts in which a step's batch goes through the network, for less memory",

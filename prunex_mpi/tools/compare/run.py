@@ -26,6 +26,7 @@ from prunex_mpi.comm.wire import COUNT_BYTES
 from prunex_mpi.compress.chunks import position_bytes
 from prunex_mpi.compress.sparse import POSITION_BYTES
 from prunex_mpi.compress.threshold import divide
+from prunex_mpi.core.best import delivered
 from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.state import Problem, State, Work, every_rank_sends, weights
 from prunex_mpi.data.datasets import Dataset
@@ -81,6 +82,7 @@ def run_one(
             log.info("%s: diverged: %s", name, error)
             return Outcome(row, settings.seed, settings.lr, None, str(error))
         heartbeat.enter("finish")
+        exits.enter_context(delivered(work))
         total_s = time.perf_counter() - started
         forward_s, dense_forward_s = forward_seconds(mine, settings, dataset, state, problem)
         sums = add_up(records)
