@@ -18,6 +18,7 @@ from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, StopAgreement, stop_agreement
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.ema import memory_of_ema
 from prunex_mpi.core.optimizer import remembered
 from prunex_mpi.core.problem import build_problem, load_dataset, make_groups
 from prunex_mpi.core.state import (
@@ -56,7 +57,7 @@ COMMON = {
 }
 RAMP = {"warmup_iterations": 1, "keep_ramp_iterations": 2}
 SCENARIOS = {
-    "recipe": {**RAMP, "freeze_iteration": 4},
+    "recipe": {**RAMP, "freeze_iteration": 4, "ema": 0.75},
     "paper": {
         **RAMP,
         "preset": "paper",
@@ -104,7 +105,12 @@ SCENARIOS = {
     "qsr": {"method": "qsr", "qsr_alpha": 0.07},
     "sparseloco": {"method": "sparseloco", "compress_ratio": 0.01, "node_sync": "outer"},
     "one-shot": {"method": "one-shot", "prune_iteration": 4, "groups": ("coupled",)},
-    "prunetrain": {"method": "prunetrain", "reconfigure_every": 3, "prune_threshold": 0.27},
+    "prunetrain": {
+        "method": "prunetrain",
+        "reconfigure_every": 3,
+        "prune_threshold": 0.27,
+        "ema": 0.5,
+    },
 }
 # Those whose workers alone use what is the same on all of them.
 WORKERS_SHARE = ("dgc", "powersgd", "adacgd")
@@ -123,7 +129,13 @@ FEWER_BITS = {
 }
 OVERLAPPED = {
     "behind": {**RAMP, **BEHIND, "freeze_iteration": 3},
-    "int4 behind": {**FEWER_BITS["int4"], **BEHIND, "freeze_iteration": 3, "overlap_steps": 2},
+    "int4 behind": {
+        **FEWER_BITS["int4"],
+        **BEHIND,
+        "freeze_iteration": 3,
+        "overlap_steps": 2,
+        "ema": 0.75,
+    },
     "paper int8 behind": {
         **RAMP,
         **BEHIND,
@@ -204,7 +216,7 @@ def new_run(
     problem = build_problem(topology, settings, dataset, model, torch.device("cpu"), transport)
     groups = make_groups(settings, model, layout, dataset.image_size)
     state = build_state(model, layout, groups, settings)
-    state.memory |= memory_of(settings, layout, state.theta)
+    state.memory |= memory_of(settings, layout, state.theta) | memory_of_ema(settings, state)
     wanted = settings.overlap_steps != 0
     behind = HELPERS.enter_context(exchanging_behind(topology, wanted, transport))
     work = Work(state, problem, settings, transport, Heartbeat(), behind=behind)

@@ -40,10 +40,10 @@ def focal(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return -((1 - logs.exp()) ** 2 * logs).mean()
 
 
-@pytest.mark.parametrize("loss", [None, focal])
-def test_an_own_model_is_pruned_by_an_own_loop(loss) -> None:
+@pytest.mark.parametrize(("loss", "ema"), [(None, 0.0), (focal, 0.0), (None, 0.75)])
+def test_an_own_model_is_pruned_by_an_own_loop(loss, ema) -> None:
     data = Data(shard(WORLD.rank), test=shard(100))
-    with train.training(WORLD, make(**SHORT), own_model(), data, loss) as run:
+    with train.training(WORLD, make(**SHORT, ema=ema), own_model(), data, loss) as run:
         records = list(run.outer_iterations())
         assert [record["iteration"] for record in records] == [1, 2, 3, 4]
         assert records[-1]["frozen"] and records[-1]["density"] < 0.6
