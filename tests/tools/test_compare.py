@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_bench import assert_sane, column, run
 
 from mpi4py import MPI
@@ -18,6 +19,7 @@ from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import nodes_of
 from prunex_mpi.compress.sparse import kept_per_layer
+from prunex_mpi.core import evaluation
 from prunex_mpi.core.problem import load_dataset
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout, Segment, build_layout
@@ -760,6 +762,27 @@ def test_a_run_that_was_kept_is_not_taken_for_another(quiet, tmp_path):
     WORLD.Barrier()
     assert compare(WORLD, parse(again)) == 0
     assert (Path(place) / "runs" / "local-sgd-0" / "summary.json").exists()
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_what_is_kept_of_a_run_is_what_was_evaluated(quiet, tmp_path, monkeypatch):
+    judged = []
+    real = evaluation.judge
+
+    def judge(topology, work, shard):
+        judged.append(work.state.z.clone())
+        return real(topology, work, shard)
+
+    monkeypatch.setattr(evaluation, "judge", judge)
+    _, place = compared(["--methods", "dense", "--ema=0.75"], tmp_path)
+    tensors = load_file(f"{place}/runs/dense-0/state.safetensors")
+    names = [name for name in tensors if "running" not in name and "num_batches" not in name]
+    assert torch.equal(
+        torch.cat([tensors[n].flatten() for n in names]).sort()[0], judged[1].sort()[0]
+    )
+    assert len(judged) == 2
+    WORLD.Barrier()
 
 
 @pytest.mark.any_mpi
