@@ -103,7 +103,7 @@ class Position:
     vote_next: bool = False
     under_way: str = ""
     first_loss: float | None = None
-    # Of the best z so far by held-out images: outer iteration, density, accuracy, loss.
+    # Of the best z so far by held-out images, as `best.Judged` has it.
     best: list[float] = field(default_factory=list)
     rollbacks: int = 0
 

@@ -21,7 +21,7 @@ from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline, stop_agreement
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.best import best_of, delivered, memory_of_best
+from prunex_mpi.core.best import Judged, best_of, delivered, memory_of_best
 from prunex_mpi.core.ema import memory_of_ema
 from prunex_mpi.core.evaluation import judge
 from prunex_mpi.core.problem import (
@@ -157,10 +157,10 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                     log.info("stopped by %s: go on with --resume --run-dir %s", stop.reason, path)
                     return
                 with delivered(work):
+                    records = files.read_lines("metrics.jsonl")
+                    totals = summary.summarise(settings, topology, work.state, records, status)
                     model = summary.save_model(files.path, work.state, work.problem)
                 model["classes"] = list(dataset.class_names)
-                records = files.read_lines("metrics.jsonl")
-                totals = summary.summarise(settings, topology, work.state, records, status)
                 totals |= {**results, "delivered": model, "initial": read_initial(files.path)}
                 totals["seconds_total"] = time.time() - started
                 totals["checkpoints"] = {"count": checkpoints.count, "seconds": checkpoints.seconds}
@@ -286,7 +286,8 @@ def judge_end(topology: Topology, work: Work) -> dict[str, Any]:
         return {}
     with best_of(work):
         loss, accuracy = judge(topology, work, work.problem.kept_back)
-    held_out = {"iteration": int(best[0]), "accuracy": best[2], "loss": best[3]}
+    found = Judged(*best)
+    held_out = {"iteration": found.iteration, "accuracy": found.accuracy, "loss": found.loss}
     return {"test_loss": loss, "test_accuracy": accuracy, "validation": held_out}
 
 

@@ -45,7 +45,7 @@ def summarise(
     records: list[dict[str, Any]],
     status: str,
 ) -> dict[str, Any]:
-    """Return summary.json: totals over the run and the last iteration's quality."""
+    """Return summary.json: totals over the run, the network in force, the last one's quality."""
     last = records[-1]
     prunable, kept = prunable_and_kept(state)
     sums = add_up(records)
@@ -55,7 +55,7 @@ def summarise(
         "iterations": len(records),
         "test_accuracy": last["test_accuracy"],
         "test_loss": last["test_loss"],
-        "density": last["density"],
+        "density": kept / prunable if prunable else 1.0,
         "parameters": state.whole.layout.numel,
         "parameters_kept": state.whole.layout.numel - prunable + kept,
         "prunable": prunable,

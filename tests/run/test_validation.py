@@ -12,12 +12,18 @@ from safetensors.torch import load_file
 from small_runs import COMMON, PRUNING, small_run
 
 from prunex_mpi.core import evaluation
-from prunex_mpi.core.best import BEST, best_of, is_better
+from prunex_mpi.core.best import BEST, Judged, best_of, is_better, stage_of
+from prunex_mpi.core.metrics import density
 from prunex_mpi.core.state import Work
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.resolve import make
 
+NEVER = {"freeze_iteration": 0, "freeze_drift": -1.0}
+UNFROZEN = {
+    "never frozen": NEVER,
+    "budget": {**NEVER, "groups": ("coupled",), "keep_by": "multiply-adds", "lr": 0.3},
+}
 VAL = {"val_share": 0.25, "train_samples": 80, "test_samples": 16}
 
 
@@ -27,40 +33,67 @@ def settings_of(folder: Path, name: str, **changes: object) -> Any:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("scenario", ["recipe", "dense", "pactrain", "prunetrain", "behind"])
+@pytest.mark.parametrize(
+    "scenario", ["recipe", "dense", "pactrain", "prunetrain", "behind", "never frozen", "budget"]
+)
 def test_the_best_of_what_has_been_evaluated_is_kept(scenario: str) -> None:
     # All that the lasso leaves of a channel is taken out at once.
     changes = {"prune_threshold": 10.0} if scenario == "prunetrain" else {}
+    changes |= UNFROZEN.get(scenario, {})
     changes |= {"outer_iterations": 4, "model": "resnet8-w4", **VAL}
-    seen: list[tuple[list[float], torch.Tensor]] = []
-    with nodes_of(2) as topology, small_run(topology, scenario, **changes) as work:
+    seen: list[tuple[Judged, torch.Tensor]] = []
+    name = "recipe" if scenario in UNFROZEN else scenario
+    with nodes_of(2) as topology, small_run(topology, name, **changes) as work:
+        settings = work.settings
         for record in driver_of(work.settings).outer_iterations(topology, work):
             assert record["test_accuracy"] is None
             if record["val_accuracy"] is not None:
-                names = ("iteration", "density", "val_accuracy", "val_loss")
-                seen.append(([record[n] for n in names], work.state.z.clone()))
+                stage = stage_of(settings, record["iteration"], work.state.frozen)
+                names = ("density", "val_accuracy", "val_loss")
+                found = Judged(record["iteration"], stage, *(record[n] for n in names))
+                seen.append((found, work.state.z.clone()))
+        # Masks of resnet8-w4 by multiply-adds differ in size, which says nothing.
+        by_size = scenario not in ("recipe", "behind", *UNFROZEN)
         best = seen[0]
         for one in seen[1:]:
-            best = one if is_better(one[0], best[0]) else best
-        assert work.state.position.best == best[0]
+            best = one if is_better(one[0], best[0], by_size) else best
+        assert work.state.position.best == list(best[0])
         assert torch.equal(work.state.memory[BEST], best[1])
-        assert best[0][1] == min(found[1] for found, _ in seen)
+        assert best[0].stage == max(found.stage for found, _ in seen)
+        if by_size:
+            assert best[0].density == min(found.density for found, _ in seen)
         last = [t.clone() for t in (work.state.z, *work.problem.model.buffers())]
+        mask = work.state.mask
         with best_of(work):
+            assert density(work.state) == pytest.approx(best[0].density)
             assert torch.equal(work.state.z, best[1])
             found = evaluation.judge(topology, work, work.problem.test)
             # With the statistics that it was evaluated with.
-            assert found == pytest.approx((best[0][3], best[0][2]), rel=1e-6)
+            assert found == pytest.approx((best[0].loss, best[0].accuracy), rel=1e-6)
+        assert work.state.mask is mask
         now = [work.state.z, *work.problem.model.buffers()]
         assert all(torch.equal(a, b) for a, b in zip(last, now, strict=True))
 
 
 def test_smaller_beats_larger_and_of_equal_ones_the_better_counts() -> None:
-    dense, pruned = [1, 1.0, 0.9, 0.1], [2, 0.5, 0.6, 1.0]
-    assert is_better(dense, []) and is_better(pruned, dense) and not is_better(dense, pruned)
-    assert is_better([3, 0.5001, 0.7, 2.0], pruned)
-    assert is_better([3, 0.5, 0.6, 0.9], pruned)
-    assert not is_better([3, 0.5, 0.6, 1.0], pruned)
+    dense, pruned = Judged(1, 0.0, 1.0, 0.9, 0.1), Judged(2, 0.0, 0.5, 0.6, 1.0)
+    assert is_better(pruned, dense, True) and not is_better(dense, pruned, True)
+    assert is_better(Judged(3, 0.0, 0.5001, 0.7, 2.0), pruned, True)
+    for by_size in (False, True):
+        assert is_better(Judged(3, 0.0, 0.5, 0.6, 0.9), pruned, by_size)
+        assert not is_better(Judged(3, 0.0, 0.5, 0.6, 1.0), pruned, by_size)
+
+
+def test_later_stages_beat_earlier_ones_and_in_one_the_size_of_a_budget_says_nothing() -> None:
+    just_pruned, healed = Judged(5, 1.0, 0.49, 0.5, 1.0), Judged(6, 1.0, 0.51, 0.7, 0.8)
+    assert is_better(healed, just_pruned, False) and not is_better(just_pruned, healed, False)
+    frozen = Judged(7, 2.0, 0.52, 0.4, 1.2)
+    for by_size in (False, True):
+        assert is_better(frozen, healed, by_size) and not is_better(healed, frozen, by_size)
+    settings = make(warmup_iterations=2, keep_ramp_iterations=4, freeze_iteration=8)
+    stages = [stage_of(settings, k, k >= 8) for k in range(1, 10)]
+    assert stages[:2] == [0, 0] and stages[5:] == [1, 1, 2, 2] and stages == sorted(stages)
+    assert stage_of(make(method="dense"), 9, False) == 0
 
 
 @pytest.mark.mpi
@@ -88,6 +121,7 @@ def test_a_run_delivers_its_best_and_tests_it_once(monkeypatch: pytest.MonkeyPat
         summary = json.loads((folder / "whole/summary.json").read_text())
         assert summary["validation"]["iteration"] == 4
         assert summary["validation"]["loss"] == records[3]["val_loss"]
+        assert summary["density"] == records[3]["density"] < 1
         assert summary["test_accuracy"] == 0.25 and summary["test_loss"] > 0
         best = load_file(folder / "whole/state.safetensors")
         WORLD.Barrier()
