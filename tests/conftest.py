@@ -38,6 +38,20 @@ def _forget_the_logger():
     log.setLevel(logging.NOTSET)
 
 
+@pytest.fixture
+def failing_instead_of_aborting(monkeypatch):
+    """Have a program that would abort the job fail its test."""
+    from prunex_mpi.run import program
+
+    def end_job(_world):
+        raise AssertionError("the program aborted the job")
+
+    monkeypatch.setattr(program, "end_job", end_job)
+    hook = program.sys.excepthook
+    yield
+    program.sys.excepthook = hook
+
+
 @pytest.fixture(autouse=True)
 def _end_together(request):
     """Let all ranks finish a parallel test before the next one starts its collectives."""

@@ -16,26 +16,15 @@ from prunex_mpi import train
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.core import steps
-from prunex_mpi.run import program
 from prunex_mpi.run.supervision import driver_of
 
+pytestmark = pytest.mark.usefixtures("failing_instead_of_aborting")
 FILES = ["--dataset", "imagefolder"]
 SMALL = [
     *("--model", "odd_models:small", "--batch-size", "8", "--outer-iterations", "6"),
     *("--local-steps", "2", "--evaluate-every", "2"),
     *("--checkpoint-every", "2"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def failing_instead_of_aborting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def end_job(_world: object) -> None:
-        raise AssertionError("the program aborted the job")
-
-    monkeypatch.setattr(program, "end_job", end_job)
-    hook = program.sys.excepthook
-    yield
-    program.sys.excepthook = hook
 
 
 @pytest.fixture

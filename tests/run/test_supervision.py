@@ -5,7 +5,6 @@ import os
 import signal
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -19,25 +18,15 @@ from mpi4py import MPI
 from prunex_mpi import train
 from prunex_mpi.core import evaluation
 from prunex_mpi.data import datasets
-from prunex_mpi.run import program, supervision
+from prunex_mpi.run import supervision
 from prunex_mpi.run.supervision import Checkpoints
 
+pytestmark = pytest.mark.usefixtures("failing_instead_of_aborting")
 SMALL = [
     *("--model", "odd_models:small", "--dataset", "synthetic", "--image-size", "8"),
     *("--train-samples", "64", "--test-samples", "16", "--batch-size", "8"),
     *("--outer-iterations", "6", "--local-steps", "2"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def failing_instead_of_aborting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def end_job(_world: object) -> None:
-        raise AssertionError("the program aborted the job")
-
-    monkeypatch.setattr(program, "end_job", end_job)
-    hook = program.sys.excepthook
-    yield
-    program.sys.excepthook = hook
 
 
 def run(path: Path, *flags: str) -> int:
