@@ -7,6 +7,8 @@ from itertools import islice
 import numpy as np
 import torch
 
+from mpi4py import MPI
+
 from prunex_mpi.base.errors import FAILURE, UNREADABLE, Diverged, UserError
 from prunex_mpi.comm.agreement import raise_together
 from prunex_mpi.comm.collectives import hierarchical_sum_
@@ -31,8 +33,8 @@ def evaluate(topology: Topology, work: Work, estimate: bool = False) -> tuple[fl
 
     With `--ema` the average takes the place of z. Where images are held out for it, those are what
     it is tested on, and the best z by them is kept. With `estimate` the BatchNorm statistics are
-    estimated on z for as long as this takes. Training does not notice. Collective on `node` and
-    `leader`; every rank receives the same numbers.
+    estimated on z for as long as this takes. Training does not notice. Collective on `world`; every
+    rank receives the same numbers, or raises UserError where one could not read an image.
     """
     judged = statistics_of_z(topology, work) if estimate else nullcontext()
     # Statistics are estimated on what is judged.
@@ -61,6 +63,7 @@ def judge(topology: Topology, work: Work, shard: Shard) -> tuple[float, float]:
     with state.position.clock.agreeing(state.theta.device, "sum over all ranks", counted):
         hierarchical_sum_(topology.leader, topology.node, sums)
     state.position.traffic.evaluate += sums.nbytes
+    refuse_unreadable(topology.world, problem)
     if not np.isfinite(sums[0]):
         # Every rank holds the same sums, so every rank raises.
         raise Diverged("the loss on the test set is not finite; check model and data", FAILURE)
@@ -71,7 +74,7 @@ def judge(topology: Topology, work: Work, shard: Shard) -> tuple[float, float]:
 def statistics_of_z(topology: Topology, work: Work) -> Iterator[None]:
     """Estimate the BatchNorm statistics on z for the time of the block.
 
-    Collective on `node` and `leader`.
+    Collective on `world`.
     """
     modules = work.state.bn_modules
     kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
@@ -87,7 +90,8 @@ def estimate_statistics(topology: Topology, work: Work) -> None:
     """Estimate the BatchNorm statistics again on z and average them over all ranks.
 
     Pruning moves z away from the theta whose statistics were averaged. Each rank runs a few batches
-    of its own shard, of equal weight. Collective on `node` and `leader`.
+    of its own shard, of equal weight. Raises UserError on every rank where one could not read an
+    image. Collective on `world`.
     """
     state, problem, position = work.state, work.problem, work.state.position
     if not state.bn_modules:
@@ -98,6 +102,7 @@ def estimate_statistics(topology: Topology, work: Work) -> None:
     images = (images for images, _ in islice(batches, count))
     with weights(state, state.z):
         batchnorm.estimate(problem.model, state.bn_modules, images)
+    refuse_unreadable(topology.world, problem)
     batchnorm.read_(state.bn_modules, state.stats)
     wires = find_wires(topology, False, work.transport, position.traffic, position.clock)
     wires.node.reduce_(state.stats)
@@ -106,13 +111,13 @@ def estimate_statistics(topology: Topology, work: Work) -> None:
     batchnorm.write(state.bn_modules, state.stats)
 
 
-def refuse_unreadable(topology: Topology, problem: Problem) -> None:
+def refuse_unreadable(world: MPI.Comm, problem: Problem) -> None:
     """Raise UserError on every rank if any could not read an image. Collective on `world`.
 
     Where images are no files it returns at once.
     """
     if problem.reader is not None:
-        raise_together(topology.world, problem.reader.error)
+        raise_together(world, problem.reader.error)
 
 
 def refuse_divergence(topology: Topology, work: Work, loss: float) -> None:

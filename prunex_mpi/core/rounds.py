@@ -21,13 +21,7 @@ from prunex_mpi.core.ema import (
     is_mean_of_several,
     keep_statistics_,
 )
-from prunex_mpi.core.evaluation import (
-    LASTING,
-    PASSING,
-    estimate_statistics,
-    evaluate,
-    refuse_unreadable,
-)
+from prunex_mpi.core.evaluation import LASTING, PASSING, estimate_statistics, evaluate
 from prunex_mpi.core.metrics import iteration_record, layer_records, quality, rank_record
 from prunex_mpi.core.residuals import Residuals
 from prunex_mpi.core.schedule import Stage
@@ -154,7 +148,6 @@ def finish_round(
         average_z_(topology, work, changed=drift > 0, estimated=estimate == LASTING)
         if evaluates(work, this, converged):
             loss_of_z, accuracy_of_z = evaluate(topology, work, estimate == PASSING)
-            refuse_unreadable(topology, work.problem)
     position.clock.note("iteration", f"outer iteration {this.k}", this.started)
     this.seconds["total"] = time.perf_counter() - this.started + position.clock.earlier
     record = {

@@ -127,7 +127,7 @@ def iterate(
         if status == "running" and checkpoints.due(topology.world, record["iteration"]):
             write_checkpoint(topology, files, work, checkpoints)
     if work.stop is not None and work.stop.reason:
-        refuse_unreadable(topology, work.problem)
+        refuse_unreadable(topology.world, work.problem)
         write_checkpoint(topology, files, work, checkpoints)
         return "preempted"
     return status

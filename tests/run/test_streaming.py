@@ -16,6 +16,8 @@ from prunex_mpi import train
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.core import steps
+from prunex_mpi.core.evaluation import estimate_statistics
+from prunex_mpi.run.beginning import INITIAL
 from prunex_mpi.run.supervision import driver_of
 
 pytestmark = pytest.mark.usefixtures("failing_instead_of_aborting")
@@ -105,6 +107,28 @@ def test_a_damaged_image_ends_the_run_in_one_line_or_is_replaced(
     assert_same(tmp_path / "run", tmp_path / "other")
 
 
+def test_a_damaged_test_image_is_found_where_test_images_were_kept_back(
+    tmp_path: Path, pictures: Path, run: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody looks at test images before the end then."""
+    victim = damage(sorted((pictures / "test/bee").iterdir())[2])
+    flags = ("--data-mode", "stream", "--normalise-samples", "1", "--val-share", "0.2")
+    assert run("run", *flags) == UNREADABLE
+    assert f"cannot read image {victim}" in capfd.readouterr().err
+    assert not (tmp_path / "run/summary.json").exists()
+
+
+def test_nothing_is_said_of_weights_that_were_judged_on_damaged_images(
+    tmp_path: Path, pictures: Path, run: Callable[..., int]
+) -> None:
+    whole = ("--data-mode", "stream", "--normalise-samples", "1", "--outer-iterations", "1")
+    assert run("first", *whole) == 0
+    damage(sorted((pictures / "test/bee").iterdir())[2])
+    start = ("--init-from", str(tmp_path / "first"))
+    assert run("run", *whole, *start) == UNREADABLE
+    assert not (tmp_path / "run" / INITIAL).exists()
+
+
 # --------------------------------------------------------------------------------------------------
 # Several ranks
 # --------------------------------------------------------------------------------------------------
@@ -165,3 +189,17 @@ def test_ranks_do_not_wait_for_the_end_of_a_long_phase(
         monkeypatch.setattr(steps, "forward", forward)
         assert list(driver_of(work.settings).outer_iterations(topology, work)) == []
         assert work.stop.reason == "an error on some rank"
+
+
+@pytest.mark.mpi
+def test_statistics_of_damaged_images_are_refused_by_all_ranks(shared: Path) -> None:
+    files: dict[str, Any] = {"dataset": "imagefolder", "data_dir": str(shared)}
+    files |= {"data_mode": "stream", "train_samples": 0, "test_samples": 0, "image_size": 0}
+    files |= {"model": "resnet8-w4"}
+    with nodes_of(2) as topology, small_run(topology, "recipe", **files) as work:
+        images = work.problem.train_shard.images
+        if WORLD.rank == WORLD.size - 1:
+            damage(Path(images.files.name(int(images.places[1]))))
+        with pytest.raises(UserError, match="cannot read image") as caught:
+            estimate_statistics(topology, work)
+    assert caught.value.exit_code == UNREADABLE
