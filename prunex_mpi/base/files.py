@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+import socket
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,13 +65,21 @@ def written_record(path: Path) -> FileRecord:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replace `path` by a file of `text` in one atomic step that survives a crash."""
-    temporary = path.with_name(f"{path.name}.partial")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    """Replace `path` by a file of `text` in one atomic step that survives a crash.
+
+    Several processes may do so at a time, on several machines: the last one's stays.
+    """
+    temporary = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        # Nobody else would write it again under this name.
+        temporary.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 

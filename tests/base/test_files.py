@@ -45,3 +45,23 @@ def test_a_file_is_replaced_whole_or_not_at_all(
         telling_disk_errors("the thing", lambda: write_durably(path, "new"))
     assert synced
     assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_several_processes_write_a_file_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One comes while another is between its temporary file and the name."""
+    path, real, others = tmp_path / "file", os.replace, [1, 2]
+
+    def replace(source: Path, target: Path) -> None:
+        if others:
+            number = others.pop()
+            monkeypatch.setattr(files.os, "getpid", lambda: number)
+            write_durably(path, f"of {number}")
+        real(source, target)
+
+    monkeypatch.setattr(files.os, "replace", replace)
+    write_durably(path, "of the first")
+    assert path.read_text() == "of the first"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
