@@ -13,6 +13,7 @@ import struct
 import threading
 import zlib
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import PIL
@@ -30,13 +31,16 @@ FILE_BYTES = 2**30
 FORMAT = 1
 MAGIC = 0x50525831
 HEADER = struct.Struct("<8sII")  # state of the file, checksum of the pixels and it, magic number
+UNKNOWN = bytes(8)  # no file's state
 
 
 def cached(files: Files, folder: str, split: str) -> Files:
     """Return the same images, which are kept below `folder`; raise UserError if it can't be made.
 
-    Images of other names, sizes or another Pillow lie in a folder of their own.
+    Images of other files, sizes or another Pillow lie in a folder of their own. Files are told
+    apart by their paths without links, however they were spelled: two projects may share `folder`.
     """
+    real = lru_cache(maxsize=None)(os.path.realpath)
     names = hashlib.blake2b(digest_size=8)
     about = {
         "format": FORMAT,
@@ -48,7 +52,10 @@ def cached(files: Files, folder: str, split: str) -> Files:
     }
     names.update(repr(about).encode())
     for index in range(len(files.labels)):
-        names.update(os.fsencode(files.name(index)) + b"\0")
+        # Of a file that is a link the state tells: to resolve each would take long on some disks.
+        parent, name = os.path.split(files.path(index))
+        for part in (real(parent), name, files.within(index)):
+            names.update(os.fsencode(part) + b"\0")
     path = Path(folder) / f"{split}-{names.hexdigest()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -69,8 +76,8 @@ class _Cache:
         self.shape = (3, files.side, files.side)
         self.bytes = HEADER.size + 3 * files.side**2
         self.each = max(1, FILE_BYTES // self.bytes)
-        # Whose file is known to be in the state that the record says.
-        self.known = bytearray(len(files.labels))
+        # The state that each file was found in, zeros for none yet.
+        self.states = bytearray(len(UNKNOWN) * len(files.labels))
         self.open: dict[int, int] = {}
         self.lock = threading.Lock()
         self.writes = True
@@ -78,29 +85,33 @@ class _Cache:
     def decode(self, index: int) -> Tensor:
         """Return an image as `Files.decode` does, from its record where there is one."""
         try:
-            state = None if self.known[index] else _state(self.files.path(index))
-        except OSError:
-            # Decoding says what is wrong with the image's file.
-            return self.files.decode(index)
-        try:
             record = os.pread(self._file(index), self.bytes, self._place(index))
         except OSError as error:
             self._write_no_more(error)
             record = b""
+        place = slice(len(UNKNOWN) * index, len(UNKNOWN) * (index + 1))
+        known = bytes(self.states[place])
+        image = None if known == UNKNOWN else self._image(record, known)
+        if image is not None:
+            return image
+        try:
+            state = _state(self.files.path(index))
+        except OSError:
+            # Decoding says what is wrong with the image's file.
+            return self.files.decode(index)
         image = self._image(record, state)
         if image is None:
             image = self.files.decode(index)
-            if state is not None:
-                self._write(index, state, image)
-        self.known[index] = 1
+            self._write(index, state, image)
+        self.states[place] = state
         return image
 
-    def _image(self, record: bytes, state: bytes | None) -> Tensor | None:
-        """Return the image of a record that is whole and, unless that is known, of this state."""
+    def _image(self, record: bytes, state: bytes) -> Tensor | None:
+        """Return the image of a record that is whole and of this state."""
         if len(record) < self.bytes:
             return None
         found, checksum, magic = HEADER.unpack_from(record)
-        if magic != MAGIC or (state is not None and found != state):
+        if magic != MAGIC or found != state:
             return None
         pixels = memoryview(record)[HEADER.size :]
         if zlib.crc32(pixels, zlib.crc32(found)) != checksum:
@@ -147,4 +158,4 @@ def _state(path: str) -> bytes:
     """Return what changes with the content of a file; raise OSError."""
     status = os.stat(path)
     what = f"{status.st_size} {status.st_mtime_ns}".encode()
-    return hashlib.blake2b(what, digest_size=8).digest()
+    return hashlib.blake2b(what, digest_size=len(UNKNOWN)).digest()

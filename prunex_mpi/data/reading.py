@@ -46,7 +46,8 @@ class Files:
 
     `decode(i)` returns image i as uint8 [3, side, side]; it is called by several threads at a time
     and raises UserError (UNREADABLE). `name(i)` is what messages call the image, `path(i)` the file
-    that it is in. `way` says how images come to their size.
+    that it is in, `within(i)` where in it, if there are several. `way` says how images come to
+    their size.
     """
 
     labels: Tensor  # int64 [n]
@@ -55,6 +56,7 @@ class Files:
     name: Callable[[int], str]
     path: Callable[[int], str]
     way: str = ""
+    within: Callable[[int], str] = lambda _: ""
 
 
 class Reader:

@@ -44,6 +44,10 @@ class Members:
         """Return the tar file of a picture."""
         return self.paths[self.file[index]]
 
+    def within(self, index: int) -> str:
+        """Return what tells a picture from all others of its tar file."""
+        return f"{self.names[index]} {self.start[index]} {self.size[index]}"
+
     def content(self, index: int) -> BytesIO:
         """Read a picture's file; raise UserError where that is not possible."""
         try:
@@ -147,7 +151,7 @@ def files_of(members: Members, image_size: int, side: int) -> Files:
 
     way = "fit" if image_size else "as it is"
     labels = torch.from_numpy(members.labels)
-    return Files(labels, side, decode, members.name, members.path, way)
+    return Files(labels, side, decode, members.name, members.path, way, members.within)
 
 
 def side_of_first(members: Members) -> int:

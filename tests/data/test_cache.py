@@ -1,13 +1,15 @@
 """Decoded images on a disk: found again, made anew where anything has changed."""
 
 import os
+import tarfile
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from picture_files import damage, write_folder
+from picture_files import add, damage, write_folder
 from PIL import Image
 
 from prunex_mpi.base.errors import USAGE, UserError
@@ -141,3 +143,65 @@ def test_a_folder_that_cannot_be_is_refused(folder: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match="--data-cache") as caught:
         load(folder, cache=str(tmp_path / "file/kept"))
     assert caught.value.exit_code == USAGE
+
+
+def test_projects_that_share_a_cache_get_their_own_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each calls its folder `data`, and its files are as large and as old as the other's."""
+    found = []
+    for project in ("a", "b"):
+        root = tmp_path / project / "data"
+        for split in ("train", "test"):
+            (root / split / "ant").mkdir(parents=True)
+            file = root / split / "ant/1.png"
+            Image.new("RGB", (8, 8), {"a": (10, 20, 30), "b": (30, 20, 10)}[project]).save(file)
+            os.utime(file, (1, 1))
+        monkeypatch.chdir(tmp_path / project)
+        found.append(load(Path("data"), "stream", cache=str(tmp_path / "kept")))
+        found[-1].train.images[:]
+    sizes = {path.stat().st_size for path in tmp_path.glob("*/data/*/*/*.png")}
+    assert len(sizes) == 1
+    assert [int(part.train.images[:][0, 0, 0, 0]) for part in found] == [10, 30]
+    # However the folder is called.
+    (tmp_path / "link").symlink_to(tmp_path / "a/data")
+    for name in ("link", "b/../a/data"):
+        load(tmp_path / name, cache=str(tmp_path / "kept"))
+    assert len(list((tmp_path / "kept").iterdir())) == 4
+
+
+def test_a_record_is_compared_with_the_state_of_its_file_each_time(
+    folder: Path, tmp_path: Path
+) -> None:
+    kept, file = str(tmp_path / "kept"), folder / "train/ant/000.png"
+    first = load(folder, "stream", cache=kept)
+    before = first.train.images[:]
+    content, status = file.read_bytes(), file.stat()
+    Image.new("RGB", (8, 8), (1, 2, 3)).save(file)
+    # Another job writes what the file is for a while.
+    assert not torch.equal(load(folder, cache=kept).train.images, before)
+    file.write_bytes(content)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert torch.equal(first.train.images[:], before)
+
+
+def test_pictures_of_a_tar_file_are_told_apart_by_their_place(tmp_path: Path) -> None:
+    """A tar file is replaced by one of the same names, size and age."""
+    found = []
+    for colour, note_at in ((40, 0), (90, 2)):
+        members = [("one.ppm", colour), ("one.cls", None)]
+        members.insert(note_at, ("note.txt", None))
+        for split in ("train", "test"):
+            (tmp_path / "t" / split).mkdir(parents=True, exist_ok=True)
+            with tarfile.open(tmp_path / "t" / split / "0.tar", "w") as tar:
+                for name, value in members:
+                    content = BytesIO(b"0")
+                    if value is not None:
+                        Image.new("RGB", (8, 8), (value,) * 3).save(content, "ppm")
+                    add(tar, name, content.getvalue())
+            os.utime(tmp_path / "t" / split / "0.tar", (1, 1))
+        whole = {"train_samples": 0, "test_samples": 0, "image_size": 0, "seed": 3}
+        access = Access(cache=str(tmp_path / "kept"))
+        place = {"data_dir": str(tmp_path / "t"), "access": access, "part": (0, 1)}
+        found.append(int(data.load("webdataset", **place, **whole).train.images[0, 0, 0, 0]))
+    assert found == [40, 90]
