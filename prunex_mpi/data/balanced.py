@@ -15,18 +15,23 @@ def hold_out(order: Tensor, labels: Tensor, share: float) -> tuple[Tensor, Tenso
     """Return which images of `order` are kept and which are held out: `share` of each class.
 
     `order` is int64 [n], indices into `labels`; the first of a class are held out, and at least one
-    image of it stays. What rounding leaves over of a class counts for the next one. Both parts are
-    in the order they were in. Raises UserError where nothing would be held out.
+    image of it stays. What rounding leaves over of a class, half an image at most, counts for the
+    next one. Both parts are in the order they were in. Raises UserError where nothing would be held
+    out.
     """
     of_class = labels[order]
     held = torch.zeros(len(order), dtype=torch.bool)
-    due = 0.0
-    for label in of_class.unique().tolist():
-        places = torch.nonzero(of_class == label).flatten()
-        due += len(places) * share
-        count = min(round(due), len(places) - 1)
-        held[places[:count]] = True
-        due -= count
+    by_class = torch.argsort(of_class, stable=True)
+    due, first = 0.0, 0
+    for size in torch.bincount(of_class).tolist():
+        if size == 0:
+            continue
+        due += size * share
+        count = min(round(due), size - 1)
+        held[by_class[first : first + count]] = True
+        first += size
+        # What a small class may not give is not taken from a large one.
+        due = max(-0.5, min(0.5, due - count))
     if not held.any():
         raise UserError(
             f"val-share {share}: no class has enough of the {len(order)} training images; raise it"

@@ -39,6 +39,11 @@ def test_the_same_share_of_each_class_is_held_out_in_the_order_there_was() -> No
     # Of small classes some have one to hold out.
     labels = torch.arange(10).repeat(2)
     assert labels[hold_out(torch.arange(20), labels, 0.2)[1]].tolist() == [1, 3, 6, 8]
+    # What classes of one image can't give is not taken from others, but for half an image.
+    labels = torch.cat([torch.arange(900), torch.full((100,), 900), torch.tensor([950] * 20)])
+    held = hold_out(torch.arange(1020), labels, 0.1)[1]
+    assert labels[held].bincount().tolist() == [0] * 900 + [10] + [0] * 49 + [2]
+    labels = torch.arange(10).repeat(2)
     order = torch.arange(20)
     with pytest.raises(UserError, match=r"val-share 0\.01"):
         hold_out(order, labels, 0.01)
