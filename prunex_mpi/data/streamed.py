@@ -23,8 +23,8 @@ AHEAD = 4
 class Streamed:
     """The images of a shard, in files: a stand-in for a tensor, uint8 [n, 3, side, side].
 
-    `shape` and indexing by a slice or by int64 [k] are a tensor's; what is returned is decoded then
-    and there.
+    `shape`, `dtype` and indexing by a slice or by int64 [k] are a tensor's; what is returned is
+    decoded then and there. What can't be read is in the reader's `error`.
     """
 
     files: Files
@@ -35,12 +35,16 @@ class Streamed:
     def shape(self) -> torch.Size:
         return torch.Size((len(self.places), 3, self.files.side, self.files.side))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
     def __getitem__(self, index: slice | Tensor) -> Tensor:
         return next(in_turn(self, [index]))
 
     def empty(self, count: int) -> Tensor:
         """Return memory for so many images."""
-        return torch.empty((count, *self.shape[1:]), dtype=torch.uint8)
+        return torch.empty((count, *self.shape[1:]), dtype=self.dtype)
 
     def part(self, index: slice) -> "Streamed":
         """Return some of the images, not decoded."""

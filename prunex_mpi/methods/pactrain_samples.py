@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.wire import Wire
+from prunex_mpi.core.evaluation import refuse_unreadable
 from prunex_mpi.core.state import Work
 from prunex_mpi.data.balanced import class_counts, places_in_draws
 from prunex_mpi.data.batches import Shard
@@ -26,15 +27,18 @@ Batches = list[tuple[Tensor, Tensor]]
 def batches_to_score(everyone: Wire, work: Work) -> Batches:
     """Return this rank's batches for the score grasp; it may have none.
 
-    Collective on `world` with `--grasp-samples`. Raises UserError on every rank where a class has
-    too few images.
+    Collective on `world`. Raises UserError on every rank where a class has too few images, or one
+    can't be read.
     """
     problem, settings = work.problem, work.settings
     if not settings.grasp_samples:
-        return [problem.train.next() for _ in range(settings.grasp_batches)]
+        batches = [problem.train.next() for _ in range(settings.grasp_batches)]
+        refuse_unreadable(everyone.comm, problem)
+        return batches
     drawn = draw_balanced(
         everyone, problem.train_shard, settings.grasp_samples, settings.grasp_batches
     )
+    refuse_unreadable(everyone.comm, problem)
     most = max(1, BATCH_PIXELS // drawn.images[0, 0].numel())
     size = len(drawn.labels) // settings.grasp_batches
     pieces = []

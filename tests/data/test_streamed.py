@@ -66,6 +66,7 @@ def test_a_stream_gives_what_memory_gives(folder: Path, workers: int) -> None:
     assert isinstance(kept.train.images, Tensor)
     assert isinstance(streamed.train.images, Streamed)
     assert streamed.train.images.shape == kept.train.images.shape
+    assert streamed.train.images.dtype == kept.train.images.dtype
     # More than three epochs of three batches, each of another order.
     assert same(batches(stream_of(kept)), batches(stream_of(streamed)))
     for most in (0, 7):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from driving import wires_of
 from nodes import WORLD, nodes_of
 from picture_files import damage, write_folder
 from safetensors.torch import load_file
@@ -17,6 +18,7 @@ from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.core import steps
 from prunex_mpi.core.evaluation import estimate_statistics
+from prunex_mpi.methods.pactrain_samples import batches_to_score
 from prunex_mpi.run.beginning import INITIAL
 from prunex_mpi.run.supervision import driver_of
 
@@ -202,4 +204,32 @@ def test_statistics_of_damaged_images_are_refused_by_all_ranks(shared: Path) -> 
             damage(Path(images.files.name(int(images.places[1]))))
         with pytest.raises(UserError, match="cannot read image") as caught:
             estimate_statistics(topology, work)
+    assert caught.value.exit_code == UNREADABLE
+
+
+GRASP = {"prune_by": "grasp", "keep_ratio": (0.1,), "grasp_batches": 1, "evaluate_every": 3}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("samples", [0, 2])
+def test_a_stream_is_scored_as_memory_is_and_never_by_damaged_images(
+    shared: Path, samples: int
+) -> None:
+    files: dict[str, Any] = {"dataset": "imagefolder", "data_dir": str(shared)}
+    files |= {"train_samples": 0, "test_samples": 0, "image_size": 0, "normalise_samples": 1}
+    found = []
+    for mode in ("memory", "stream"):
+        changes = {**files, **GRASP, "grasp_samples": samples, "data_mode": mode}
+        with nodes_of(2) as topology, small_run(topology, "pactrain", **changes) as work:
+            list(driver_of(work.settings).outer_iterations(topology, work))
+            found.append(work.state.z.clone())
+    assert torch.equal(*found)
+    with nodes_of(2) as topology, small_run(topology, "pactrain", **changes) as work:
+        images = work.problem.train_shard.images
+        if WORLD.rank == 0:
+            # In the first batch, and the first of its class.
+            for place in {int(work.problem.train.order[0]), 0}:
+                damage(Path(images.files.name(int(images.places[place]))))
+        with pytest.raises(UserError, match="cannot read image") as caught:
+            batches_to_score(wires_of(topology).everyone, work)
     assert caught.value.exit_code == UNREADABLE
