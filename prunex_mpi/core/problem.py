@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -43,14 +44,22 @@ from prunex_mpi.settings.resolve import layer_keep_ratios
 
 # More threads wait for the interpreter's lock.
 MOST_DECODING = 16
+CPU = torch.device("cpu")
 
 
 def load_dataset(
-    topology: Topology, settings: Settings, heartbeat: Heartbeat | None = None
+    topology: Topology,
+    settings: Settings,
+    heartbeat: Heartbeat | None = None,
+    device: torch.device = CPU,
 ) -> Dataset:
-    """Load this rank's shards; what any rank cannot read ends the job. Collective on `world`."""
+    """Load this rank's shards, on the CPU; what any rank cannot read ends the job.
+
+    Their training images will be on `device` as well. Collective on `world`.
+    """
     heartbeat = heartbeat or Heartbeat()
     world = topology.world
+    room = free_room(topology, device)
     dataset = together_while(
         world,
         lambda going: load(
@@ -67,7 +76,7 @@ def load_dataset(
             test_samples=settings.test_samples,
             image_size=settings.image_size,
             seed=settings.seed,
-            part=Part(world.rank, world.size, topology.host_size, going, settings.val_share),
+            part=Part(world.rank, world.size, topology.host_size, going, settings.val_share, room),
         ),
         lambda: heartbeat.beat(heartbeat.step + 1),
     )
@@ -83,6 +92,22 @@ def load_dataset(
     elif dataset.found:
         log.info("%s", dataset.found)
     return dataset
+
+
+def free_room(topology: Topology, device: torch.device) -> int | None:
+    """Return the bytes that each rank has free on its GPU, the least of all; None on a CPU.
+
+    Ranks that share a GPU share what is free. Collective on `world`.
+    """
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    # What torch has taken and does not use is free as well.
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    sharers = -(-topology.host_size // torch.cuda.device_count())
+    least = np.array([free // sharers], dtype=np.int64)
+    topology.world.Allreduce(MPI.IN_PLACE, least, op=MPI.MIN)
+    return int(least[0])
 
 
 def decoding_threads(topology: Topology, settings: Settings) -> int:

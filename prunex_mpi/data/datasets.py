@@ -31,13 +31,16 @@ SYNTHETIC_CLASSES, SYNTHETIC_TRAIN, SYNTHETIC_TEST, SYNTHETIC_SIDE = 10, 2048, 5
 # What must not depend on --seed (test sets, generated images) is drawn from this one.
 FIXED_SEED = 20_150_610
 IN_MEMORY = Access()
+# Of a limit, where images stay in memory unasked: a job needs more than them.
+AUTO_SHARE = 0.8
 
 
 class Part(NamedTuple):
     """Which part of the data a rank takes: number `rank` of `size`.
 
     `here` ranks share the memory of this machine. `going` is called as loading goes on. So much as
-    `val_share` of the training images is held out.
+    `val_share` of the training images is held out. Where the training images go to the rank's GPU
+    as well, `room` bytes are free on it.
     """
 
     rank: int
@@ -45,6 +48,7 @@ class Part(NamedTuple):
     here: int = 1
     going: Callable[[], None] = lambda: None
     val_share: float = 0.0
+    room: int | None = None
 
 
 @dataclass(frozen=True)
@@ -200,10 +204,11 @@ def _streams(name: str, source: _Source, mode: str, samples: tuple[int, int], pa
         raise UserError(f"{message}; leave it at auto, or give --dataset imagefolder")
     if mode == "stream":
         return True
+    chooses = mode == "auto" and source.files is not None
     try:
-        _refuse_too_large(source, *samples, part)
+        _refuse_too_large(source, *samples, part, AUTO_SHARE if chooses else 1.0)
     except UserError as error:
-        if source.files is None or mode != "auto":
+        if not chooses:
             raise
         reason, _, _ = str(error).partition(";")
         log.info("images are decoded while training: %s", reason)
@@ -211,17 +216,30 @@ def _streams(name: str, source: _Source, mode: str, samples: tuple[int, int], pa
     return False
 
 
-def _refuse_too_large(source: _Source, train_samples: int, test_samples: int, part: Part) -> None:
-    """Raise UserError when the images of this machine's ranks, or the order of all, can't fit."""
+def _refuse_too_large(
+    source: _Source, train_samples: int, test_samples: int, part: Part, share: float
+) -> None:
+    """Raise UserError when images can't fit into `share` of the memory: here, or on a GPU.
+
+    Here are all images of this machine's ranks, and the order of all.
+    """
+    image = 3 * source.image_size**2
+    train = (train_samples or source.counts[0]) // part.size * image
     images = (train_samples or source.counts[0]) + (test_samples or source.counts[1])
-    one = images // part.size * 3 * source.image_size**2 + 8 * sum(source.counts)
-    needed = part.here * one
+    needed = part.here * (images // part.size * image + 8 * sum(source.counts))
     limit, whose = memory_limit()
-    if needed > limit:
+    most = "" if share == 1 else f", of which they may take {share:.0%}"
+    if needed > share * limit:
         ranks = "one rank" if part.here == 1 else f"{part.here} ranks"
         raise UserError(
-            f"the images of {ranks} take {needed / GIB:.3g} GiB and {whose} {limit / GIB:.3g}; "
-            "lower --train-samples, --test-samples or --image-size, or take more machines"
+            f"the images of {ranks} take {needed / GIB:.3g} GiB and {whose} {limit / GIB:.3g}"
+            f"{most}; lower --train-samples, --test-samples or --image-size, or take more machines"
+        )
+    if part.room is not None and train > share * part.room:
+        raise UserError(
+            f"the training images of one rank take {train / GIB:.3g} GiB and its GPU has "
+            f"{part.room / GIB:.3g} free{most}; lower --train-samples or --image-size, or take "
+            "more GPUs"
         )
 
 

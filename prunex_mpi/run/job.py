@@ -105,7 +105,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
         transport = find_transport(place, settings)
         refuse_impossible_exchange(topology, settings)
         heartbeat.enter("data")
-        dataset = load_dataset(topology, settings, heartbeat)
+        dataset = load_dataset(topology, settings, heartbeat, device)
         reads = not has_checkpoint(world, settings)
         work = assemble(topology, settings, dataset, device, transport, heartbeat, reads)
         log.info("%s", describe_training(work, dataset, world.size))
@@ -184,7 +184,7 @@ def set_up(
 ) -> Work:
     """Load the data, build the model, find what can be pruned. Collective on `world`."""
     heartbeat.enter("data")
-    dataset = load_dataset(topology, settings, heartbeat)
+    dataset = load_dataset(topology, settings, heartbeat, device)
     return assemble(topology, settings, dataset, device, transport, heartbeat)
 
 
@@ -204,12 +204,27 @@ def assemble(
     """
     world = topology.world
     if is_left_to_measure(settings):
-        trial = assemble(topology, trial_of(settings), dataset, device, transport, heartbeat)
-        heartbeat.enter("trial")
-        settings = tuned(topology, trial, settings)
+        settings = try_out(topology, settings, dataset, device, transport, heartbeat)
     heartbeat.enter("model")
     model = together(world, lambda: make_model(settings, dataset.num_classes, dataset.image_size))
     return assemble_around(topology, settings, dataset, model, device, transport, heartbeat, reads)
+
+
+def try_out(
+    topology: Topology,
+    settings: Settings,
+    dataset: Dataset,
+    device: torch.device,
+    transport: Transport,
+    heartbeat: Heartbeat,
+) -> Settings:
+    """Return the settings with what they leave to be measured; nothing of the trial is left.
+
+    Its images on the device, above all. Collective on `world`.
+    """
+    trial = assemble(topology, trial_of(settings), dataset, device, transport, heartbeat)
+    heartbeat.enter("trial")
+    return tuned(topology, trial, settings)
 
 
 def assemble_around(

@@ -6,9 +6,10 @@ import torch
 from nodes import WORLD, nodes_of
 from torch import nn
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.collectives import build_transport, mpi_buffer
 from prunex_mpi.core import problem
-from prunex_mpi.core.problem import build_problem, load_dataset
+from prunex_mpi.core.problem import build_problem, free_room, load_dataset
 from prunex_mpi.settings.resolve import make
 
 CPU = torch.device("cpu")
@@ -46,3 +47,21 @@ def test_all_ranks_begin_with_the_weights_of_rank_0(
     if WORLD.rank == 0:
         after = model.state_dict().values()
         assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+@pytest.mark.mpi
+def test_ranks_share_what_is_free_on_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has 50 bytes of its own, 20 of them in use; other programs have left 1000 or more."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000 + 100 * WORLD.rank, 8000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with nodes_of(2) as topology:
+        assert free_room(topology, torch.device("cuda:0")) == 1030 // topology.host_size
+        assert free_room(topology, CPU) is None
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * WORLD.size)
+        assert free_room(topology, torch.device("cuda:0")) == 1030
+        monkeypatch.setattr(problem, "free_room", lambda *_: 100)
+        settings = make("recipe", dataset="synthetic", train_samples=64, image_size=8)
+        with pytest.raises(UserError, match="its GPU has"):
+            load_dataset(topology, settings)

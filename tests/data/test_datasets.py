@@ -336,6 +336,16 @@ def test_images_of_all_ranks_of_a_machine_must_fit(monkeypatch: pytest.MonkeyPat
     assert caught.value.exit_code == USAGE
 
 
+def test_images_to_train_on_must_fit_on_the_gpu() -> None:
+    options = LOAD | {"train_samples": 1024, "test_samples": 4096, "image_size": 8}
+    needed = 1024 // 4 * 3 * 8**2
+    assert data.load("synthetic", part=data.Part(1, 4, room=needed), **options).train_total == 1024
+    with pytest.raises(UserError) as caught:
+        data.load("synthetic", part=data.Part(1, 4, room=needed - 1), **options)
+    assert "the training images of one rank take 4.58e-05 GiB and its GPU has" in str(caught.value)
+    assert caught.value.exit_code == USAGE
+
+
 def test_imagefolder_takes_val_for_test_and_grey_images(folder: Path) -> None:
     (folder / "test").rename(folder / "val")
     for file in (folder / "val").glob("*/*.png"):

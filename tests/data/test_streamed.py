@@ -201,6 +201,33 @@ def test_auto_streams_what_memory_cannot_hold(
         load(folder, "memory")
 
 
+@pytest.mark.parametrize("mode", ["auto", "memory"])
+@pytest.mark.parametrize("where", ["machine", "gpu"])
+def test_auto_leaves_room_for_the_job(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, where: str, mode: str
+) -> None:
+    """A rank's images may take 80 % of a limit, and all of it where memory is asked for."""
+    needed = 37 * 3 * 8**2 + 8 * 75 if where == "machine" else 30 * 3 * 8**2
+
+    def is_streamed(limit: float) -> bool:
+        if where == "machine":
+            monkeypatch.setattr(data, "memory_limit", lambda: (int(limit), "this machine has"))
+        part = data.Part(0, 2, room=int(limit) if where == "gpu" else None)
+        whole = {"train_samples": 0, "test_samples": 0, "image_size": 0, "seed": 3}
+        place = {"data_dir": str(folder), "access": Access(mode=mode)}
+        return isinstance(
+            data.load("imagefolder", part=part, **place, **whole).train.images, Streamed
+        )
+
+    assert not is_streamed(needed / 0.79)
+    if mode == "auto":
+        assert is_streamed(needed / 0.81)
+    else:
+        assert not is_streamed(needed)
+        with pytest.raises(UserError, match="lower --train-samples"):
+            is_streamed(needed - 1)
+
+
 def test_what_is_no_file_is_not_streamed() -> None:
     sizes = {"train_samples": 8, "test_samples": 8, "image_size": 8, "seed": 0, "part": (0, 1)}
     kept = data.load("synthetic", data_dir="", access=Access(mode="auto"), **sizes)

@@ -1,7 +1,13 @@
 """How often nodes exchange, chosen by what steps and exchanges take."""
 
-import pytest
+import weakref
+from typing import Any
 
+import pytest
+from nodes import nodes_of
+from small_runs import small_run
+
+from prunex_mpi.core import problem
 from prunex_mpi.core.steps import quadratic_rounds, total_steps
 from prunex_mpi.run.tuning import (
     Costs,
@@ -98,3 +104,23 @@ def test_what_has_no_overlap_is_measured_without():
     assert not goes_behind_steps(settings)
     assert trial_of(settings).overlap_steps == 0
     assert not is_left_to_measure(make("thin", method="sparseloco", local_steps=4))
+
+
+@pytest.mark.mpi
+def test_nothing_of_the_trial_is_left_when_the_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU both would hold all images of the rank."""
+    streams: list[weakref.ref] = []
+    left = []
+    real = problem.BatchStream
+
+    def build(*shard: Any, **ways: Any) -> Any:
+        left.append(sum(ref() is not None for ref in streams))
+        stream = real(*shard, **ways)
+        streams.append(weakref.ref(stream))
+        return stream
+
+    monkeypatch.setattr(problem, "BatchStream", build)
+    changes = {"local_steps": "auto", "preset": "thin"}
+    with nodes_of(1) as topology, small_run(topology, "recipe", **changes) as work:
+        assert work.settings.local_steps != AUTO
+    assert left == [0, 0]

@@ -196,7 +196,7 @@ def ddp_turn(
     With `fp16` gradients travel by its hook for that. Without `options` nothing does, until an
     all_reduce averages the parameters after the last step: local SGD.
     """
-    dataset = load_dataset(topology, settings)
+    dataset = load_dataset(topology, settings, device=device)
     model = make_model(settings, dataset.num_classes, dataset.image_size)
     layout = build_layout(model)
     problem: Problem = build_problem(topology, settings, dataset, model, device, transport)

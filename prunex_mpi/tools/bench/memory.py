@@ -200,7 +200,7 @@ def child(
     )
     network = make_model(settings, NUM_CLASSES, IMAGE_SIZE)
     model = StandIn(network, NUM_CLASSES)
-    dataset = load_dataset(topology, settings)
+    dataset = load_dataset(topology, settings, device=device)
     layout = build_layout(model)
     groups = make_groups(settings, model, layout, dataset.image_size)
     problem = build_problem(topology, settings, dataset, model, device, transport)

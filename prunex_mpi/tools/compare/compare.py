@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
+import torch
+
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
@@ -57,6 +59,11 @@ class Bench:
     topology: Topology
     options: Options
     train: Callable[..., Outcome]
+    device: torch.device
+
+    def load(self, settings: Settings) -> Dataset:
+        """Load this rank's data. Collective on `world`."""
+        return load_dataset(self.topology, settings, device=self.device)
 
 
 def compare(world: MPI.Comm, options: Options) -> int:
@@ -119,12 +126,12 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
             transport=find_transport(place, first),
             heartbeat=heartbeat,
         )
-        bench = Bench(world, topology, options, train)
+        bench = Bench(world, topology, options, train, place.device)
         tunings = tune_all(bench, rows)
         rates = {t.row: t.lr for t in tunings}
         outcomes: list[Outcome] = []
         for seed in options.seeds:
-            dataset = load_dataset(topology, settings_of(options.common, rows[0], seed))
+            dataset = bench.load(settings_of(options.common, rows[0], seed))
             for row in rows:
                 outcomes.append(run_row(bench, row, seed, rates, dataset))
                 require_same_work(outcomes)
@@ -222,7 +229,7 @@ def run_equal(
         return ()
     options, found = bench.options, []
     for seed in options.seeds:
-        dataset = load_dataset(bench.topology, settings_of(options.common, rows[0], seed))
+        dataset = bench.load(settings_of(options.common, rows[0], seed))
         for row in rows:
             mine = spent[row.name]
             if mine is None or mine <= spent[reference]:
@@ -257,7 +264,7 @@ def tune_all(bench: Bench, rows: Sequence[Row]) -> list[Tuning]:
     if not wanted:
         return []
     settings = settings_of(options.common, rows[0], options.tune_seed)
-    held_out = hold_out(bench.topology, settings)
+    held_out = hold_out(bench.load, settings)
     return [tune(bench, row, held_out) for row in wanted]
 
 
@@ -278,10 +285,10 @@ def tune(bench: Bench, row: Row, held_out: Dataset) -> Tuning:
     return replace(tuning, chance=chance)
 
 
-def hold_out(topology: Topology, settings: Settings) -> Dataset:
+def hold_out(load: Callable[[Settings], Dataset], settings: Settings) -> Dataset:
     """Return a data set whose test images are a part of the training images.
 
-    Raises UserError where these are too few. Collective on `world`.
+    Raises UserError where these are too few. Collective on `world`, as `load`.
     """
-    dataset = load_dataset(topology, replace(settings, val_share=1 / HELD_OUT))
+    dataset = load(replace(settings, val_share=1 / HELD_OUT))
     return replace(dataset, test=dataset.val, test_total=dataset.val_total, val=None, val_total=0)
