@@ -179,16 +179,10 @@ def build_problem(
 
     Collective on `node`, `leader` and `world`.
     """
-    beating = heartbeat or Heartbeat()
-    moments = together_while(
-        topology.world,
-        lambda going: _moments(dataset, settings, going),
-        lambda: beating.beat(beating.step + 1),
-    ).numpy()
-    hierarchical_sum_(topology.leader, topology.node, moments)
-    mean, std = normalisation(torch.from_numpy(moments))
     if settings.image_mean:
         mean, std = torch.tensor(settings.image_mean), torch.tensor(settings.image_std)
+    else:
+        mean, std = measure_colours(topology, settings, dataset, heartbeat or Heartbeat())
     dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
     look = Look(mean, std, device, dtype, settings.channels_last)
     augment = settings.augment != "off"
@@ -233,6 +227,26 @@ def build_problem(
         kept_back=None if dataset.val is None else dataset.test,
         reader=dataset.reader,
     )
+
+
+def measure_colours(
+    topology: Topology, settings: Settings, dataset: Dataset, heartbeat: Heartbeat
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean and the deviation of the colours of all ranks' images, float32 [3].
+
+    Raises UserError on every rank where one can't be read. Collective on `world`.
+    """
+
+    def measure(going: Callable[[], None]) -> torch.Tensor:
+        moments = channel_moments(dataset.train, settings.normalise_samples, going)
+        if dataset.reader is not None:
+            dataset.reader.raise_error()
+        return moments
+
+    beat = lambda: heartbeat.beat(heartbeat.step + 1)  # noqa: E731
+    moments = together_while(topology.world, measure, beat).numpy()
+    hierarchical_sum_(topology.leader, topology.node, moments)
+    return normalisation(torch.from_numpy(moments))
 
 
 def broadcast_weights_(world: MPI.Comm, model: torch.nn.Module, transport: Transport) -> None:
@@ -280,14 +294,6 @@ def steps_of(settings: Settings, stream: BatchStream) -> int:
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
-
-
-def _moments(dataset: Dataset, settings: Settings, going: Callable[[], None]) -> torch.Tensor:
-    """Return what adds up to the colours' mean and deviation; raise what could not be read."""
-    moments = channel_moments(dataset.train, settings.normalise_samples, going)
-    if dataset.reader is not None:
-        dataset.reader.raise_error()
-    return moments
 
 
 def _digest(model: torch.nn.Module) -> int:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from nodes import WORLD, nodes_of
+from small_runs import small_run
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
@@ -65,3 +66,21 @@ def test_ranks_share_what_is_free_on_their_gpus(monkeypatch: pytest.MonkeyPatch)
         settings = make("recipe", dataset="synthetic", train_samples=64, image_size=8)
         with pytest.raises(UserError, match="its GPU has"):
             load_dataset(topology, settings)
+
+
+@pytest.mark.mpi
+def test_colours_that_are_given_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    real = problem.channel_moments
+
+    def moments(*what: object) -> torch.Tensor:
+        measured.append(1)
+        return real(*what)
+
+    monkeypatch.setattr(problem, "channel_moments", moments)
+    given = {"image_mean": (0.1, 0.2, 0.3), "image_std": (0.4, 0.5, 0.6)}
+    for changes in ({}, given):
+        with nodes_of(2) as topology, small_run(topology, "dense", **changes) as work:
+            assert measured == [1]
+            mean, std = work.problem.mean.tolist(), work.problem.std.tolist()
+    assert mean == pytest.approx(given["image_mean"]) and std == pytest.approx(given["image_std"])
