@@ -112,10 +112,13 @@ def _read_headers(
                         raise ValueError(f"the class of {key} is below 0")
                 # The module remembers all that it has read.
                 tar.members = []
-            # It also takes a damaged header for the end.
+            # It also takes a damaged header, and a file that was cut off, for the end.
             file.seek(tar.offset)
-            if file.read(BLOCK).strip(b"\0"):
+            block = file.read(BLOCK)
+            if block.strip(b"\0"):
                 raise ValueError(f"no header at byte {tar.offset:,}")
+            if len(block) < BLOCK:
+                raise ValueError(f"cut off at byte {tar.offset:,}: no block of zeros ends it")
     except (OSError, ValueError, tarfile.TarError) as error:
         message = f"cannot read tar file {path} ({one_line(error)}): repair or remove it"
         raise UserError(message, UNREADABLE) from error
@@ -134,12 +137,11 @@ def describe(train: Members, test: Members) -> str:
 
 def class_count(train: Members, test: Members) -> int:
     """Return the number of classes; raise UserError where only test images have one."""
-    count = int(train.labels.max()) + 1
-    most = int(test.labels.max()) + 1
-    if most > count:
-        message = f"class {most - 1} of {test.folder} has no image in {train.folder}"
+    odd = np.setdiff1d(test.labels, train.labels)
+    if odd.size:
+        message = f"class {odd[0]} of {test.folder} has no image in {train.folder}"
         raise UserError(f"{message}: give all classes images for training", UNREADABLE)
-    return count
+    return int(train.labels.max()) + 1
 
 
 def files_of(members: Members, image_size: int, side: int) -> Files:

@@ -2,11 +2,13 @@
 
 import tarfile
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 import torch
 from picture_files import CLASSES, add, write_folder, write_tars
+from PIL import Image
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.data import datasets as data
@@ -84,6 +86,12 @@ def flip_header(path: Path) -> None:
     path.write_bytes(content)
 
 
+def cut_behind_a_member(path: Path) -> None:
+    with tarfile.open(path) as tar:
+        start = tar.getmembers()[4].offset
+    path.write_bytes(path.read_bytes()[:start])
+
+
 def append(name: str, content: bytes) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         with tarfile.open(path, "a") as tar:
@@ -96,6 +104,7 @@ def append(name: str, content: bytes) -> Callable[[Path], None]:
     ("change", "words"),
     [
         (flip_header, "no header at byte"),
+        (cut_behind_a_member, "no block of zeros ends it"),
         (lambda path: path.write_bytes(path.read_bytes()[:3000]), "end of data"),
         (lambda path: path.write_bytes(b"no tar file at all" * 100), "cannot read tar file"),
         (append("alone.jpg", b"x"), "alone in {path} lacks a class (.cls)"),
@@ -124,3 +133,19 @@ def test_folders_without_tar_files_are_refused(shards: Path, folder: Path) -> No
     append("new.cls", str(len(CLASSES)).encode())(shards / "test/0000.tar")
     with pytest.raises(UserError, match=r"class 3 of .*/test has no image in"):
         load("webdataset", shards)
+
+
+def test_a_class_of_test_images_alone_is_refused_whatever_its_number(tmp_path: Path) -> None:
+    image = BytesIO()
+    Image.new("RGB", (8, 8)).save(image, "png")
+    for split, labels in (("train", (0, 2)), ("test", (0, 1, 2))):
+        (tmp_path / split).mkdir()
+        with tarfile.open(tmp_path / split / "0.tar", "w") as tar:
+            for label in labels:
+                for copy in range(2):
+                    add(tar, f"{label}{copy}.png", image.getvalue())
+                    add(tar, f"{label}{copy}.cls", str(label).encode())
+    with pytest.raises(UserError, match=r"class 1 of .*/test has no image in"):
+        load("webdataset", tmp_path)
+    (tmp_path / "test/0.tar").write_bytes((tmp_path / "train/0.tar").read_bytes())
+    assert load("webdataset", tmp_path).num_classes == 3
