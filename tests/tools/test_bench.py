@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from picture_files import write_folder
+from picture_files import damage, write_folder
 
 from mpi4py import MPI
 
@@ -355,6 +355,27 @@ def test_data_is_decoded_as_torch_does_and_waited_for(alone, tmp_path, monkeypat
         assert all(torch.equal(images, whole.train.images[:12]) for images in seen)
 
 
+@pytest.mark.parametrize(("size", "words"), [(32, "1024 images, 32 x"), (1, "32 images, 32 x")])
+def test_folders_with_too_few_images_are_refused_before_anything_is_measured(tmp_path, size, words):
+    folder = str(write_folder(tmp_path / "p", train=10))
+    flags = ["all", "data", "--data-dir", folder, "--batch-size", str(size), "--threads=1"]
+    with pytest.raises(UserError) as caught:
+        bench(MPI.COMM_SELF, parse([*flags, "--model", "resnet8"]))
+    assert f"data takes {words} --batch-size, from {folder}/train" in str(caught.value)
+    assert "lower --batch-size" in str(caught.value)
+
+
+def test_damaged_images_are_not_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "BATCHES", 3)
+    monkeypatch.setattr(data, "DataLoader", lambda *_, **__: [])
+    folder = write_folder(tmp_path / "p")
+    for path in (folder / "train/bee").iterdir():
+        damage(path)
+    settings = make(dataset="imagefolder", data_dir=str(folder), batch_size=8, device="cpu")
+    with pytest.raises(UserError, match="cannot read image"):
+        data.decoding(settings, [1], 1)
+
+
 WHOLE = {"train_samples": 0, "test_samples": 1, "image_size": 0, "seed": 0, "part": (0, 1)}
 
 
@@ -424,6 +445,12 @@ def test_sections_fit_the_number_of_ranks():
     assert choose_sections(("checkpoint",), 3) == ("checkpoint",)
     assert choose_sections(("memory",), 1) == ("memory",)
     assert choose_sections(("model",), 2) == ("model",)
+    assert choose_sections(("all",), 4) == choose_sections((), 4)
+    assert choose_sections(("all", "ddp"), 4) == ("collectives", "overhead", "checkpoint", "ddp")
+    asked = parse(["data", "all", "--data-dir", "x"]).sections
+    assert choose_sections(asked, 1) == (*choose_sections((), 1), "data")
+    with pytest.raises(UserError, match="ddp needs 2 or more ranks"):
+        choose_sections(("all", "ddp"), 1)
     for section, ranks in (("kernels", 2), ("model", 1), ("data", 2)):
         with pytest.raises(UserError):
             choose_sections((section,), ranks)

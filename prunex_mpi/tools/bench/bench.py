@@ -8,7 +8,7 @@ from prunex_mpi.comm.agreement import together
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.models.build import build_model
 from prunex_mpi.run.start import Place, find_transport, refuse_lone_singleton, take_places
-from prunex_mpi.tools.bench.options import Options, choose_sections
+from prunex_mpi.tools.bench.options import OF_DATA, Options, choose_sections
 
 
 def bench(world: MPI.Comm, options: Options) -> int:
@@ -25,6 +25,10 @@ def bench(world: MPI.Comm, options: Options) -> int:
         if {"overhead", "ddp", "model"} & set(sections):
             for name in options.train_models:
                 together(world, lambda name=name: build_model(name, num_classes=10, image_size=32))
+        if OF_DATA in sections:
+            from prunex_mpi.tools.bench.data import find_images
+
+            together(world, lambda: find_images(settings).close())
         together(
             world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None
         )

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.problem import MOST_DECODING
 from prunex_mpi.data import own
-from prunex_mpi.data.datasets import load
+from prunex_mpi.data.datasets import Dataset, load
 from prunex_mpi.data.pictures import as_uint8
 from prunex_mpi.data.reading import Access, Reader
 from prunex_mpi.data.streamed import AHEAD, Streamed, in_turn
@@ -105,20 +106,38 @@ def data(
     return [first, second]
 
 
-def decoding(
-    settings: Settings, workers: Sequence[int], repeat: int
-) -> dict[int, tuple[float, float]]:
-    """Return images per second of a stream and of torch's DataLoader by number of workers."""
+def find_images(settings: Settings) -> Dataset:
+    """Return the folder's images, not decoded; raise UserError where they are too few."""
     dataset = load(
         settings.dataset,
         data_dir=settings.data_dir,
         access=Access(mode="stream"),
         train_samples=0,
-        test_samples=1,
+        test_samples=0,
         image_size=settings.image_size,
         seed=0,
         part=(0, 1),
     )
+    size = settings.batch_size
+    halves = (("train", dataset.train_total, BATCHES), ("test", dataset.test_total, 1))
+    where = settings.dataset if ":" in settings.dataset else settings.data_dir
+    for half, count, batches in halves:
+        if count < batches * size:
+            raise UserError(
+                f"data takes {batches * size} {half} images, {batches} x --batch-size, of "
+                f"{where}, which has {count}; lower --batch-size or give more images"
+            )
+    return dataset
+
+
+def decoding(
+    settings: Settings, workers: Sequence[int], repeat: int
+) -> dict[int, tuple[float, float]]:
+    """Return images per second of a stream and of torch's DataLoader by number of workers.
+
+    Raises UserError where images are too few or can't be read.
+    """
+    dataset = find_images(settings)
     files, size = dataset.train.images.files, settings.batch_size
     places = dataset.train.images.places[: BATCHES * size]
     if ":" in settings.dataset:
@@ -149,9 +168,16 @@ def decoding(
 
 
 def _passing(images: Streamed, size: int) -> Callable[[], int]:
-    """Return what decodes all images once."""
+    """Return what decodes all images once, and raises what can't be read."""
     parts = [slice(start, start + size) for start in range(0, len(images.places), size)]
-    return lambda: sum(len(batch) for batch in in_turn(images, parts))
+
+    def decode() -> int:
+        count = sum(len(batch) for batch in in_turn(images, parts))
+        # A black image takes no time.
+        images.reader.raise_error()
+        return count
+
+    return decode
 
 
 def training(

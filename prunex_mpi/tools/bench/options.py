@@ -19,12 +19,14 @@ OF_DATA, FOLDERS = "data", "imagefolder"
 SECTIONS = (*ALONE, *TOGETHER, *ANYWHERE, *ASKED, OF_DATA)
 # They come first, and have flags of their own.
 APART = ("compare", "figure")
+# What fits the number of ranks, beside what is named.
+ALL = "all"
 MAX_COUNT, MAX_THREADS = 10**6, 4096
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure; `sections` empty for everything that fits the number of ranks."""
+    """What to measure; `sections` empty, or with ALL, for everything that fits the ranks."""
 
     sections: tuple[str, ...]
     settings: Settings
@@ -44,8 +46,8 @@ def build_parser() -> Parser:
         "Measure kernels and memory on one rank, collectives and ddp (dense SGD beside torch's) on "
         "several, overhead and checkpoints on any number; data decodes --data-dir beside torch's "
         "DataLoader; model calibrates what train --dry-run --link-gbit estimates.",
-        "Without WHAT: everything that makes sense for the number of ranks, but ddp, model and "
-        "data. "
+        "Without WHAT, and with all: everything that makes sense for the number of ranks, but "
+        "ddp, model and data where they aren't named. "
         "`compare --help` tells how to compare methods of training, `figure --help` how to draw "
         "the paper's figures.",
     )
@@ -54,7 +56,7 @@ def build_parser() -> Parser:
         "what",
         nargs="*",
         metavar="WHAT",
-        help=f"{', '.join(SECTIONS)} or all [all]; or {' or '.join(APART)}, with its own flags",
+        help=f"{', '.join(SECTIONS)} or {ALL} [{ALL}]; or {' or '.join(APART)}, with its own flags",
     )
     add("--model", default="resnet152", metavar="NAME", help="model to measure [resnet152]")
     add(
@@ -99,8 +101,8 @@ def parse(argv: Sequence[str]) -> Options:
     for word in given.what:
         if word in APART:
             raise UserError(f"{word} comes first and alone: its flags are its own")
-        if word not in (*SECTIONS, "all"):
-            names = (*SECTIONS, "all", *APART)
+        if word not in (*SECTIONS, ALL):
+            names = (*SECTIONS, ALL, *APART)
             guess = meant(word, names, f"; there are {', '.join(names)}")
             raise UserError(f"nothing to measure is called {quote(word)}{guess}")
     check_range(given, "steps", 1, MAX_COUNT)
@@ -131,7 +133,7 @@ def parse(argv: Sequence[str]) -> Options:
     for name in ("data_dir", "dataset"):
         if getattr(given, name) and OF_DATA not in given.what:
             raise UserError(f"{key_of(name)} is what data decodes; leave it away, or add data")
-    wanted = tuple(s for s in SECTIONS if s in given.what and "all" not in given.what)
+    wanted = tuple(s for s in (ALL, *SECTIONS) if s in given.what)
     return Options(
         wanted,
         settings,
@@ -154,4 +156,6 @@ def choose_sections(asked: tuple[str, ...], ranks: int) -> tuple[str, ...]:
             )
         if section in (*TOGETHER, *ASKED) and ranks == 1:
             raise UserError(f"{section} needs 2 or more ranks; start it with mpirun or srun")
-    return asked or ((ALONE if ranks == 1 else TOGETHER) + ANYWHERE)
+    if not asked or ALL in asked:
+        asked = (*asked, *(ALONE if ranks == 1 else TOGETHER), *ANYWHERE)
+    return tuple(section for section in SECTIONS if section in asked)
