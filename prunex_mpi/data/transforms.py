@@ -16,11 +16,20 @@ AREA, RATIO, TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
 # Images that get the same draw of a transform of torchvision, which draws once for what it gets.
 GROUP = 8
 
-TRANSFORMS: dict[str, Callable[[], v2.Transform]] = {
+Transform = Callable[[Tensor], Tensor]
+
+
+def on_cpu(transform: Transform) -> Transform:
+    """Return `transform` as it is done on the CPU, whatever the images' device: it draws there."""
+    return lambda images: transform(images.cpu()).to(images.device)
+
+
+TRANSFORMS: dict[str, Callable[[], Transform]] = {
     "trivial-augment": v2.TrivialAugmentWide,
     "rand-augment": v2.RandAugment,
     "auto-augment": v2.AutoAugment,
-    "aug-mix": v2.AugMix,
+    # The others draw on the CPU anyway.
+    "aug-mix": lambda: on_cpu(v2.AugMix()),
     "color-jitter": lambda: v2.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4),
     "grayscale": lambda: v2.RandomGrayscale(p=0.2),
     "gaussian-blur": lambda: v2.GaussianBlur(kernel_size=3),
@@ -76,16 +85,21 @@ def draw_seeds(count: int, generator: torch.Generator) -> Tensor:
     return torch.empty(-(-count // GROUP), dtype=torch.int64).random_(2**62, generator=generator)
 
 
-def transformed(images: Tensor, transforms: Sequence[v2.Transform], seeds: Tensor) -> Tensor:
+def transformed(images: Tensor, transforms: Sequence[Transform], seeds: Tensor) -> Tensor:
     """Apply `transforms` to uint8 images [b, 3, side, side], each group with a draw of its own.
 
-    Torch's own generator is as before afterwards.
+    Torch's own generators are as before afterwards.
     """
     groups = []
-    with torch.random.fork_rng(devices=[]):
+    # That of the CPU alone: torch.manual_seed would seed those of all devices.
+    generator = torch.default_generator
+    before = generator.get_state()
+    try:
         for group, seed in zip(images.split(GROUP), seeds.tolist(), strict=True):
-            torch.manual_seed(seed)
+            generator.manual_seed(seed)
             for transform in transforms:
                 group = transform(group)
             groups.append(group)
+    finally:
+        generator.set_state(before)
     return torch.cat(groups)

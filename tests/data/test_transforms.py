@@ -1,5 +1,7 @@
 """Random changes of images: as torchvision's, drawn anew for each image, the same when repeated."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torchvision.transforms import InterpolationMode, v2
@@ -63,6 +65,22 @@ def test_transforms_follow_their_seeds_and_leave_torch_alone(name: str) -> None:
     torch.rand(1)
     assert torch.equal(transformed(before, chosen, seeds), after)
     assert not torch.equal(transformed(before, chosen, seeds.flip(0)), after)
+
+
+def test_generators_of_devices_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
+    # What torch.manual_seed asks CUDA for, which has not begun here.
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    transformed(images(3), [TRANSFORMS["color-jitter"]()], torch.tensor([1]))
+    assert seeded == []
+
+
+def test_mixed_images_are_drawn_on_the_cpu_and_go_back() -> None:
+    """Nothing can be drawn on the device meta, which stands for a GPU."""
+    there = Mock(device=torch.device("meta"), cpu=lambda: images(4))
+    seeds = torch.tensor([1])
+    mixed = transformed(Mock(split=lambda _: [there]), [TRANSFORMS["aug-mix"]()], seeds)
+    assert (mixed.device.type, mixed.shape) == ("meta", (4, 3, 24, 24))
 
 
 def test_settings_name_what_there_is() -> None:
