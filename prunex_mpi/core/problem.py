@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -30,7 +29,7 @@ from prunex_mpi.data.batches import (
 )
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.mixing import Mixing
-from prunex_mpi.data.reading import Access
+from prunex_mpi.data.reading import Access, decoding_threads
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout
@@ -42,8 +41,6 @@ from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import BY_GROUPS, REMOVING
 from prunex_mpi.settings.resolve import layer_keep_ratios
 
-# More threads wait for the interpreter's lock.
-MOST_DECODING = 16
 CPU = torch.device("cpu")
 
 
@@ -68,7 +65,7 @@ def load_dataset(
             access=Access(
                 settings.download,
                 settings.data_mode,
-                decoding_threads(topology, settings),
+                decoding_threads(topology.core_sharers, settings.data_workers),
                 settings.skip_corrupt,
                 settings.data_cache,
             ),
@@ -108,12 +105,6 @@ def free_room(topology: Topology, device: torch.device) -> int | None:
     least = np.array([free // sharers], dtype=np.int64)
     topology.world.Allreduce(MPI.IN_PLACE, least, op=MPI.MIN)
     return int(least[0])
-
-
-def decoding_threads(topology: Topology, settings: Settings) -> int:
-    """Return how many threads decode images: as given, or the rank's share of the cores."""
-    share = len(os.sched_getaffinity(0)) // topology.core_sharers
-    return settings.data_workers or max(1, min(share, MOST_DECODING))
 
 
 def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.nn.Module:

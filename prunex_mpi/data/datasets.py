@@ -98,7 +98,7 @@ def load(
     *,
     data_dir: str,
     access: Access = IN_MEMORY,
-    train_samples: int,
+    train_samples: int | None,
     test_samples: int,
     image_size: int,
     seed: int,
@@ -110,13 +110,13 @@ def load(
 
     With `access` to stream files, they are decoded by who asks for images.
 
-    Training images: a permutation by `seed` of all of them, cut to `train_samples` (0: all) and to
-    a multiple of `size`; each rank takes one contiguous piece, so the shards are disjoint and of
-    equal size. Test images: the first `test_samples` of a permutation that does not depend on
-    `seed`; rank r takes every `size`-th from r on, which may be none. So it is with the images
-    held out: that share of each class, after the cut to `train_samples`, the same for any number of
-    ranks. `image_size` 0 keeps the
-    data's own size. No communication: every rank calls this with the same arguments but the rank.
+    Training images: a permutation by `seed` of all of them, cut to `train_samples` (0: all, None:
+    none, to test alone) and to a multiple of `size`; each rank takes one contiguous piece, so the
+    shards are disjoint and of equal size. Test images: the first `test_samples` of a permutation
+    that does not depend on `seed`; rank r takes every `size`-th from r on, which may be none. So it
+    is with the images held out: that share of each class, after the cut to `train_samples`, the
+    same for any number of ranks. `image_size` 0 keeps the data's own size. No communication: every
+    rank calls this with the same arguments but the rank.
 
     Raises UserError (USAGE) for unknown names and impossible counts, and UserError (UNREADABLE)
     for missing or corrupt files; the latter can happen on a single rank.
@@ -145,7 +145,7 @@ def load(
     if part.val_share:
         train_order, held_out = hold_out(train_order, source.labels(), part.val_share)
     per_rank = len(train_order) // size
-    if per_rank == 0:
+    if per_rank == 0 and train_samples is not None:
         message = f"{size} ranks are more than the {len(train_order)} training images in use"
         raise UserError(f"{message}: start fewer ranks or raise --train-samples")
     shares = [
@@ -197,12 +197,14 @@ def _shard(
     return Shard(load_all(images, going) if going else images, files.labels[indices])
 
 
-def _streams(name: str, source: _Source, mode: str, samples: tuple[int, int], part: Part) -> bool:
+def _streams(
+    name: str, source: _Source, mode: str, samples: tuple[int | None, int], part: Part
+) -> bool:
     """Say whether images are decoded while training; raise UserError where that can't be."""
     if source.files is None and mode == "stream":
         message = f"data-mode stream: the images of {name} are in memory anyway"
         raise UserError(f"{message}; leave it at auto, or give --dataset imagefolder")
-    if mode == "stream":
+    if mode == "stream" or (mode == "once" and source.files is not None):
         return True
     chooses = mode == "auto" and source.files is not None
     try:
@@ -217,23 +219,24 @@ def _streams(name: str, source: _Source, mode: str, samples: tuple[int, int], pa
 
 
 def _refuse_too_large(
-    source: _Source, train_samples: int, test_samples: int, part: Part, share: float
+    source: _Source, train_samples: int | None, test_samples: int, part: Part, share: float
 ) -> None:
     """Raise UserError when images can't fit into `share` of the memory: here, or on a GPU.
 
     Here are all images of this machine's ranks, and the order of all.
     """
     image = 3 * source.image_size**2
-    train = (train_samples or source.counts[0]) // part.size * image
-    images = (train_samples or source.counts[0]) + (test_samples or source.counts[1])
+    trained = 0 if train_samples is None else train_samples or source.counts[0]
+    train, images = trained // part.size * image, trained + (test_samples or source.counts[1])
     needed = part.here * (images // part.size * image + 8 * sum(source.counts))
     limit, whose = memory_limit()
     most = "" if share == 1 else f", of which they may take {share:.0%}"
     if needed > share * limit:
         ranks = "one rank" if part.here == 1 else f"{part.here} ranks"
+        fewer = "lower --train-samples, --test-samples or --image-size" if trained else "test fewer"
         raise UserError(
             f"the images of {ranks} take {needed / GIB:.3g} GiB and {whose} {limit / GIB:.3g}"
-            f"{most}; lower --train-samples, --test-samples or --image-size, or take more machines"
+            f"{most}; {fewer}, or take more machines"
         )
     if part.room is not None and train > share * part.room:
         raise UserError(
@@ -243,7 +246,9 @@ def _refuse_too_large(
         )
 
 
-def _order(split: str, count: int, wanted: int, seed: int) -> Tensor:
+def _order(split: str, count: int, wanted: int | None, seed: int) -> Tensor:
+    if wanted is None:
+        return torch.zeros(0, dtype=torch.int64)
     if wanted > count:
         raise UserError(f"--{split}-samples {wanted}: there are only {count}; 0 takes all")
     return torch.from_numpy(np.random.default_rng(seed).permutation(count)[: wanted or count])
@@ -376,7 +381,7 @@ def _files(paths: Sequence[str], classes: Sequence[str], image_size: int, side: 
 
 
 def _synthetic(
-    train_samples: int, test_samples: int, image_size: int, going: Callable[[], None]
+    train_samples: int | None, test_samples: int, image_size: int, going: Callable[[], None]
 ) -> _Source:
     """Generate a smooth pattern per class under noise, each image from its own seed."""
     side = image_size or SYNTHETIC_SIDE

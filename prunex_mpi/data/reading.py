@@ -4,6 +4,7 @@ Threads, not processes: Pillow gives up the interpreter's lock while it reads an
 has to be copied between them, and nothing has to be started before MPI.
 """
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,8 @@ from prunex_mpi.base.logs import log
 CHUNK = 8
 # Warnings of single files; after them only doublings of their number are told.
 TOLD = 10
+# More threads wait for the interpreter's lock.
+MOST_DECODING = 16
 
 Finding = tuple[str, str]  # a file that can't be read, and the one in its place
 
@@ -28,9 +31,10 @@ Finding = tuple[str, str]  # a file that can't be read, and the one in its place
 class Access:
     """How a rank comes by its images.
 
-    `mode` is memory, stream, or auto, which streams what memory can't hold; `workers` threads
-    decode. With `skip_corrupt` a damaged image is replaced by the next one of its class. `cache`
-    is a folder of decoded images, "" for none.
+    `mode` is memory, stream, or auto, which streams what memory can't hold, or once, which streams
+    all that are files, since each is looked at once; `workers` threads decode. With `skip_corrupt`
+    a damaged image is replaced by the next one of its class. `cache` is a folder of decoded images,
+    "" for none.
     """
 
     download: bool = False
@@ -161,3 +165,12 @@ def is_damaged(error: UserError) -> bool:
     """Say whether the content of an image is wrong, and not the access to it."""
     cause = error.__cause__
     return cause is not None and getattr(cause, "errno", None) is None
+
+
+def decoding_threads(sharers: int, wanted: int = 0) -> int:
+    """Return how many threads decode images: as wanted, or the rank's share of the cores.
+
+    So many ranks as `sharers` may use the same cores.
+    """
+    share = len(os.sched_getaffinity(0)) // sharers
+    return wanted or max(1, min(share, MOST_DECODING))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
 from prunex_mpi.base.files import STATE, SUMMARY, FileRecord, read_record
 from prunex_mpi.data.batches import Shard
-from prunex_mpi.data.datasets import load
-from prunex_mpi.data.reading import Access
+from prunex_mpi.data.datasets import Dataset, load
+from prunex_mpi.data.reading import Access, Reader, decoding_threads
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe, probe
 from prunex_mpi.run.directory import COMPLETE, read_summary
@@ -30,6 +30,7 @@ SHOWN_LENGTH = 120
 class FinishedRun:
     """A run that ended well: its masked network, on the CPU in evaluation mode, and test images.
 
+    The test images, where they are files, are decoded by `reader` when they are looked at.
     `description` is what `standalone.build` takes; `mean` and `std` are float32 [3].
     """
 
@@ -41,6 +42,12 @@ class FinishedRun:
     test: Shard | None
     mean: Tensor
     std: Tensor
+    reader: Reader | None
+
+    def refuse_unreadable(self) -> None:
+        """Raise UserError where a test image could not be read so far."""
+        if self.reader is not None:
+            self.reader.raise_error()
 
 
 def read_run(path: Path, data_dir: str = "", with_data: bool = True) -> FinishedRun:
@@ -86,13 +93,15 @@ def read_run(path: Path, data_dir: str = "", with_data: bool = True) -> Finished
             f"{apart:.2g}): put its source back as it was",
             UNREADABLE,
         )
+    data = _load_test(settings, len(logits), image_size) if with_data else None
     return FinishedRun(
         path=path,
         settings=settings,
         summary=summary,
+        reader=data.reader if data else None,
         description=describe(settings.model, **what),
         model=model,
-        test=_load_test(settings, len(logits), image_size) if with_data else None,
+        test=data.test if data else None,
         mean=mean,
         std=std,
     )
@@ -147,14 +156,13 @@ def _fill_(model: nn.Module, tensors: dict[str, Tensor], name: str) -> None:
     standalone.fill_(model, tensors)
 
 
-def _load_test(settings: Settings, num_classes: int, image_size: int) -> Shard:
-    """Return all test images of the run."""
+def _load_test(settings: Settings, num_classes: int, image_size: int) -> Dataset:
+    """Return all test images of the run, and none that it was trained on."""
     data = load(
         settings.dataset,
         data_dir=settings.data_dir,
-        access=Access(skip_corrupt=settings.skip_corrupt),
-        # None of them is used, but one has to be there.
-        train_samples=1,
+        access=Access(mode="once", workers=decoding_threads(1), skip_corrupt=settings.skip_corrupt),
+        train_samples=None,
         test_samples=settings.test_samples,
         image_size=settings.image_size,
         seed=settings.seed,
@@ -167,4 +175,4 @@ def _load_test(settings: Settings, num_classes: int, image_size: int) -> Shard:
             "folder by --data-dir",
             UNREADABLE,
         )
-    return data.test
+    return data

@@ -3,16 +3,19 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from jobs import run_folder, run_job_here
 from nodes import WORLD
+from picture_files import damage
 from PIL import Image
-from small_runs import PRUNING
+from small_runs import COMMON, PRUNING
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.data import datasets
 from prunex_mpi.models.standalone import PLAN
 from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.evaluate.evaluate import describe, evaluate, outcome, read_network
@@ -93,6 +96,69 @@ def test_a_run_and_its_export_reach_what_the_run_did_and_name_its_classes() -> N
             found_by(folder / "run", folder, "--dataset", "digits")
         with pytest.raises(UserError, match="give --dataset"):
             found_by(folder / "run/model", folder)
+        WORLD.Barrier()
+
+
+@pytest.mark.mpi
+def test_images_that_a_run_skipped_are_skipped_and_none_to_train_on_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spy = Mock(side_effect=datasets.as_uint8)
+
+    def decoded() -> set[str]:
+        """Return what of the data was decoded since the last call."""
+        found = {str(call.args[0]).partition("/data/")[2] for call in spy.call_args_list}
+        spy.reset_mock()
+        return found
+
+    with run_folder() as folder:
+        if WORLD.rank == 0:
+            make_images(folder / "data")
+            damage(folder / "data/test/bee/0.png")
+        WORLD.Barrier()
+        run, where = folder / "run", str(folder / "data")
+        whole = {"dataset": "imagefolder", "test_samples": 0, "train_samples": 0, "image_size": 0}
+        settings = make(
+            **{**COMMON, **PRUNING, **whole},
+            run_dir=str(run),
+            data_dir=where,
+            skip_corrupt=True,
+            groups=("coupled",),
+            progress="off",
+        )
+        assert run_job_here(settings) == 0
+        summary = json.loads((run / "summary.json").read_text())
+        # More than one image does not fit into memory.
+        monkeypatch.setattr(datasets, "memory_limit", lambda: (8 * 34 + 200, "this machine has"))
+        monkeypatch.setattr(datasets, "as_uint8", spy)
+        found = found_by(run, folder)
+        assert found["images"] == 10
+        assert found["loss"] == pytest.approx(summary["test_loss"], rel=1e-4)
+        assert {name.partition("/")[0] for name in decoded()} == {"test"}
+
+        if WORLD.rank == 0:
+            export.export(options.parse([str(run), "--repeat", "0", "--images", "4"]))
+            seen = decoded()
+            # Of four images at most one is another's substitute.
+            assert 4 <= len(seen) <= 5 and {name.partition("/")[0] for name in seen} == {"test"}
+            config = (run / "config.toml").read_text()
+            skipping = "skip-corrupt = true"
+            assert skipping in config
+            (run / "config.toml").write_text(config.replace(skipping, "skip-corrupt = false"))
+            (run / "model/old").write_text("old")
+            with pytest.raises(UserError, match="cannot read image"):
+                export.export(options.parse([str(run), "--repeat", "0"]))
+            assert (run / "model/old").exists()
+        WORLD.Barrier()
+        flags = "--dataset", "imagefolder", "--data-dir", where
+        for network in (run / "model", run):
+            with pytest.raises(UserError, match=r"cannot read image .*bee/0\.png") as caught:
+                found_by(network, folder, *flags)
+            assert caught.value.exit_code == UNREADABLE
+            assert found_by(network, folder, *flags, "--skip-corrupt")["images"] == 10
+        monkeypatch.undo()
+        with pytest.raises(UserError, match="skip-corrupt is for images in files"):
+            found_by(run, folder, "--dataset", "digits", "--skip-corrupt")
         WORLD.Barrier()
 
 

@@ -14,11 +14,10 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.problem import MOST_DECODING
 from prunex_mpi.data import own
 from prunex_mpi.data.datasets import Dataset, load
 from prunex_mpi.data.pictures import as_uint8
-from prunex_mpi.data.reading import Access, Reader
+from prunex_mpi.data.reading import MOST_DECODING, Access, Reader
 from prunex_mpi.data.streamed import AHEAD, Streamed, in_turn
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.run.job import set_up

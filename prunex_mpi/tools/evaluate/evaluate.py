@@ -1,6 +1,7 @@
 """Test a run's or an exported network on images that the ranks share."""
 
 import json
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,31 @@ from prunex_mpi.base.files import write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import set_up_logging
 from prunex_mpi.base.tables import Table, format_lines, format_table
-from prunex_mpi.comm.agreement import require_same, sum_alike_, together, together_while
+from prunex_mpi.comm.agreement import (
+    raise_together,
+    require_same,
+    sum_alike_,
+    together,
+    together_while,
+)
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset, Part, load
+from prunex_mpi.data.reading import Access, decoding_threads
 from prunex_mpi.models import standalone
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.run.start import refuse_lone_singleton, take_places
 from prunex_mpi.tools.evaluate.options import Options
+
+# Settings of a run that say on what it was tested.
+DATA = ("dataset", "data_dir", "test_samples", "skip_corrupt")
 
 
 @dataclass(frozen=True)
 class Network:
     """A network on the CPU, what it expects of images, and which it was tested on before.
 
-    `classes` are the names of its classes, where they are known; `data` has dataset, data_dir and
-    test_samples, or is empty.
+    `classes` are the names of its classes, where they are known; `data` has dataset, data_dir,
+    test_samples and skip_corrupt, or is empty.
     """
 
     model: nn.Module
@@ -52,9 +63,13 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     network = together(world, lambda: read_network(options.network))
     with take_places(world, 0, options.device) as place:
         heartbeat.enter("data")
+        topology = place.topology
+        threads = decoding_threads(topology.core_sharers)
         dataset = together_while(
             world,
-            lambda going: load_test(network, options, Part(world.rank, world.size, going=going)),
+            lambda going: load_test(
+                network, options, Part(world.rank, world.size, topology.host_size, going), threads
+            ),
             lambda: heartbeat.beat(heartbeat.step + 1),
         )
         seen = repr((dataset.test_total, dataset.digest))
@@ -63,7 +78,12 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
         dtype = next(network.model.parameters()).dtype
         look = Look(network.mean, network.std, place.device, dtype)
         model = network.model.to(place.device).eval()
-        sums = count(model, dataset.test, look, network.num_classes, options.batch_size, heartbeat)
+        with closing(dataset):
+            ways = network.num_classes, options.batch_size, heartbeat
+            sums = count(model, dataset.test, look, *ways)
+        # All ranks have a reader or none.
+        if dataset.reader is not None:
+            raise_together(world, dataset.reader.error)
         sum_alike_(world, sums)
     found = outcome(sums, network.classes or dataset.class_names)
 
@@ -90,7 +110,7 @@ def read_network(path: Path) -> Network:
         classes=tuple(run.summary["delivered"].get("classes", ())),
         mean=run.mean,
         std=run.std,
-        data={name: getattr(settings, name) for name in ("dataset", "data_dir", "test_samples")},
+        data={name: getattr(settings, name) for name in DATA},
     )
 
 
@@ -117,8 +137,11 @@ def _read_exported(path: Path) -> Network:
         ) from None
 
 
-def load_test(network: Network, options: Options, part: Part) -> Dataset:
-    """Return a rank's share of the test images; raise UserError where they don't fit."""
+def load_test(network: Network, options: Options, part: Part, threads: int) -> Dataset:
+    """Return a rank's share of the test images; raise UserError where they don't fit.
+
+    Files are not decoded yet; so many `threads` will do it.
+    """
     given = {"dataset": options.dataset, "data_dir": options.data_dir}
     data = {**network.data, **{key: value for key, value in given.items() if value}}
     if "dataset" not in data:
@@ -128,13 +151,19 @@ def load_test(network: Network, options: Options, part: Part) -> Dataset:
     dataset = load(
         data["dataset"],
         data_dir=data.get("data_dir", "data"),
-        # None of them is used, but each rank has to have one.
-        train_samples=part.size,
+        access=Access(
+            mode="once",
+            workers=threads,
+            skip_corrupt=options.skip_corrupt or data.get("skip_corrupt", False),
+        ),
+        train_samples=None,
         test_samples=data.get("test_samples", 0),
         image_size=network.image_size,
         seed=0,
         part=part,
     )
+    if options.skip_corrupt and dataset.reader is None:
+        raise UserError("skip-corrupt is for images in files; leave it away")
     names = dataset.class_names
     odd = [pair for pair in zip(network.classes, names, strict=False) if pair[0] != pair[1]]
     if dataset.num_classes != network.num_classes or odd:

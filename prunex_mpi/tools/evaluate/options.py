@@ -22,6 +22,7 @@ class Options:
     dataset: str
     data_dir: str
     test_samples: int | None
+    skip_corrupt: bool
     batch_size: int
     device: str
     classes: int
@@ -47,6 +48,11 @@ def build_parser() -> Parser:
     )
     add("--data-dir", default="", metavar="DIR", help="folder of the data [that of the run]")
     add("--test-samples", metavar="N", help="images to use, 0 for all [as many as the run]")
+    add(
+        "--skip-corrupt",
+        action="store_true",
+        help="replace damaged images, as in training [as the run did]",
+    )
     add("--batch-size", type=int, default=BATCH, metavar="N", help=f"images at once [{BATCH}]")
     add("--device", default="auto", help="where to compute: auto, cpu or cuda [auto]")
     add(
@@ -77,6 +83,7 @@ def parse(argv: Sequence[str]) -> Options:
         dataset=convert_flag("dataset", given.dataset) if given.dataset else "",
         data_dir=given.data_dir,
         test_samples=None if samples is None else convert_flag("test_samples", samples),
+        skip_corrupt=given.skip_corrupt,
         batch_size=given.batch_size,
         device=convert_flag("device", given.device),
         classes=given.classes,

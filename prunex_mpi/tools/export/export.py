@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import STATE
 from prunex_mpi.base.tables import format_table
-from prunex_mpi.data.batches import Look, Shard, evaluation_batches
+from prunex_mpi.data.batches import Look, evaluation_batches, part_of
 from prunex_mpi.models import standalone
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
@@ -29,9 +29,10 @@ def export(options: Options) -> None:
         files.require_onnx()
     run = read_run(options.run, options.data_dir)
     count = min(options.images or len(run.test.labels), len(run.test.labels))
-    chosen = Shard(run.test.images[:count], run.test.labels[:count])
+    chosen = part_of(run.test, slice(count))
     look = Look(run.mean, run.std, "cpu", next(p.dtype for p in run.model.parameters()))
     images, _ = next(evaluation_batches(chosen, batch_size=JUDGED_IMAGES, look=look))
+    run.refuse_unreadable()
 
     # Take out what can go.
     coupling, stays = find_channels(run.model, run.description["image_size"])
@@ -56,6 +57,7 @@ def export(options: Options) -> None:
         smaller = standalone.load(folder)
         batches = evaluation_batches(chosen, batch_size=BATCH, look=look)
         proof = prove(run.model, smaller, batches)
+        run.refuse_unreadable()
         lines.append(proof.line())
         if options.onnx:
             apart = files.write_onnx(folder, smaller, images, proof.allowed)
