@@ -11,7 +11,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from prunex_mpi.data.datasets import FIXED_SEED, Part, load
+from prunex_mpi.data.datasets import Part, load
+from prunex_mpi.data.sources import FIXED_SEED
 
 
 class Own(Dataset):
