@@ -13,7 +13,7 @@ from picture_files import add, damage, write_folder
 from PIL import Image
 
 from prunex_mpi.base.errors import USAGE, UserError
-from prunex_mpi.data import cache
+from prunex_mpi.data import cache, sources
 from prunex_mpi.data import datasets as data
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.reading import Access
@@ -29,8 +29,8 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """Return what was decoded since the last call."""
-    spy = Mock(side_effect=data.as_uint8)
-    monkeypatch.setattr(data, "as_uint8", spy)
+    spy = Mock(side_effect=sources.as_uint8)
+    monkeypatch.setattr(sources, "as_uint8", spy)
 
     def names() -> list[str]:
         found = [str(call.args[0]) for call in spy.call_args_list]

@@ -16,7 +16,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
-from prunex_mpi.data import cifar
+from prunex_mpi.data import cifar, sources
 from prunex_mpi.data import datasets as data
 from prunex_mpi.data.batches import (
     Shard,
@@ -253,8 +253,8 @@ def test_imagefolder_reads_classes_and_colours(folder: Path) -> None:
 def test_each_rank_decodes_its_own_files_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spy = Mock(side_effect=data.as_uint8)
-    monkeypatch.setattr(data, "as_uint8", spy)
+    spy = Mock(side_effect=sources.as_uint8)
+    monkeypatch.setattr(sources, "as_uint8", spy)
     for rank in range(3):
         load("imagefolder", data_dir=str(folder), rank=rank, size=3)
         assert spy.call_count == 6 * (rank + 1)

@@ -355,13 +355,13 @@ def test_data_is_decoded_as_torch_does_and_waited_for(alone, tmp_path, monkeypat
         assert all(torch.equal(images, whole.train.images[:12]) for images in seen)
 
 
-@pytest.mark.parametrize(("size", "words"), [(32, "1024 images, 32 x"), (1, "32 images, 32 x")])
+@pytest.mark.parametrize(("size", "words"), [(32, "1024 train images"), (1, "32 train images")])
 def test_folders_with_too_few_images_are_refused_before_anything_is_measured(tmp_path, size, words):
     folder = str(write_folder(tmp_path / "p", train=10))
     flags = ["all", "data", "--data-dir", folder, "--batch-size", str(size), "--threads=1"]
     with pytest.raises(UserError) as caught:
         bench(MPI.COMM_SELF, parse([*flags, "--model", "resnet8"]))
-    assert f"data takes {words} --batch-size, from {folder}/train" in str(caught.value)
+    assert f"data takes {words}, 32 x --batch-size, of {folder}, which has" in str(caught.value)
     assert "lower --batch-size" in str(caught.value)
 
 
