@@ -25,7 +25,7 @@ from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.methods import PER_STEP
 from prunex_mpi.settings.resolve import make
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 DECAY = 0.7
 RUN = {"model": "resnet8-w4", "outer_iterations": 6, "local_steps": 3, "ema": DECAY, "lr": 0.05}

@@ -1,6 +1,6 @@
 """Checkpoints over MPI: bit-exact on the same nodes, a stated rule on others, damage refused."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
@@ -156,7 +156,11 @@ OVERLAPPED["one-shot bf16 behind"] |= {"prune_iteration": 3, "groups": ("coupled
 SCENARIOS |= {**FEWER_BITS, **OVERLAPPED}
 SCENARIOS["qsr int4 behind"] = {**OVERLAPPED["diloco int4 behind"], **SCENARIOS["qsr"]}
 RARELY = ("int8sum", "diloco int4", "behind", "diloco int4 behind", "one-shot bf16 behind")
-OFTEN = [pytest.param(s, marks=pytest.mark.long) if s in RARELY else s for s in SCENARIOS]
+
+
+def seldom(scenarios: Iterable[str]) -> list:
+    """Return scenarios to test, of which some take long and are of kinds that others have too."""
+    return [pytest.param(s, marks=pytest.mark.long) if s in RARELY else s for s in scenarios]
 
 
 @dataclass
@@ -328,7 +332,7 @@ class StopsAt:
         return self.left < 0
 
 
-@pytest.mark.parametrize("scenario", OFTEN)
+@pytest.mark.parametrize("scenario", seldom(SCENARIOS))
 def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario: str) -> None:
     nodes = nodes_of(1 if scenario == "flat" else 2)
     with nodes as topology, run_directory() as files:
@@ -347,7 +351,7 @@ def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario: str) -
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 @pytest.mark.parametrize("call", [3, 4, 14])
-@pytest.mark.parametrize("scenario", OVERLAPPED)
+@pytest.mark.parametrize("scenario", seldom(OVERLAPPED))
 def test_a_run_left_while_z_is_under_way_goes_on_bit_for_bit(
     scenario: str, call: int, ranks_per_node: int
 ) -> None:

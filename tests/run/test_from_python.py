@@ -15,7 +15,7 @@ from prunex_mpi.data.batches import Shard
 from prunex_mpi.run.from_python import Data
 from prunex_mpi.settings.resolve import make
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 SIDE, CLASSES, IMAGES = 8, 3, 16
 SHORT = {"outer_iterations": 4, "local_steps": 2, "batch_size": 4, "warmup_iterations": 0}
 SHORT |= {"keep_ramp_iterations": 0, "freeze_iteration": 3, "groups": ("coupled",), "lr": 0.05}

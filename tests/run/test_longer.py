@@ -22,6 +22,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+pytestmark = pytest.mark.any_mpi
+
 
 def settings_of(folder: Path, name: str, **changes: object) -> Settings:
     run = {"run_dir": str(folder / name), "progress": "off"}

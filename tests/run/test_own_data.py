@@ -19,6 +19,7 @@ from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.evaluate.evaluate import evaluate
 from prunex_mpi.tools.evaluate.options import parse
 
+pytestmark = pytest.mark.any_mpi
 SMALL: dict[str, Any] = {
     **PRUNING,
     "model": "odd_models:small",

@@ -16,6 +16,7 @@ from prunex_mpi.models.build import build_model
 from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.resolve import make, to_toml
 
+pytestmark = pytest.mark.any_mpi
 MODEL = "resnet8-w4"
 PAINTED = {"image_mean": (0.3,) * 3, "image_std": (0.4,) * 3}
 

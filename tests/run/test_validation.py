@@ -19,6 +19,7 @@ from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.resolve import make
 
+pytestmark = pytest.mark.any_mpi
 NEVER = {"freeze_iteration": 0, "freeze_drift": -1.0}
 UNFROZEN = {
     "never frozen": NEVER,
