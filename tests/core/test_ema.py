@@ -49,6 +49,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 BASES = {"union": "recipe", "one-shot": "local sgd", "diloco": "local sgd"}
 BASES["local sgd behind"] = "local sgd"
+# Of kinds that others have too.
+RARELY = ("union", "local sgd behind", "topk", "sparseloco")
 # Those without a mask that changes after the first outer iteration.
 CONSTANT = ("local sgd", "local sgd behind", "diloco", "sparseloco", "dense", "topk")
 
@@ -126,8 +128,13 @@ def oracle(seen: list[Seen], decay: float) -> tuple[Tensor, Tensor, int]:
 
 @pytest.mark.parametrize(
     ("scenario", "ranks_per_node"),
-    # Of flat consensus every rank is a node.
-    [(name, ranks) for name in CHANGES for ranks in (1, 2) if (name, ranks) != (FLAT, 2)],
+    [
+        pytest.param(name, ranks, marks=pytest.mark.long if name in RARELY else ())
+        for name in CHANGES
+        for ranks in (1, 2)
+        # Of flat consensus every rank is a node.
+        if (name, ranks) != (FLAT, 2)
+    ],
 )
 def test_the_average_is_that_of_every_z_since_the_mask_changed(
     scenario: str, ranks_per_node: int
