@@ -28,7 +28,7 @@ class Judged(NamedTuple):
     `stage` says how far pruning had come, `density` how much was left of what can be pruned.
     """
 
-    iteration: float
+    iteration: int
     stage: float
     density: float
     accuracy: float

@@ -167,7 +167,7 @@ def average_z_(topology: Topology, work: Work, changed: bool, estimated: bool) -
     """Let the average of z take in what z has become; anew where the mask has `changed`.
 
     Where statistics were `estimated` on z for good they are on the average as well. Collective on
-    `node` and `leader`.
+    `world`.
     """
     state = work.state
     if EMA not in state.memory:

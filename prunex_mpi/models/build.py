@@ -35,7 +35,7 @@ def build_model(name: str, *, num_classes: int, image_size: int, stem: str = "au
             raise UserError(
                 f"model {name}: the factory returned {kind}, not a torch.nn.Module", USAGE
             )
-        _try_forward(model, num_classes, image_size)
+        try_forward(model, num_classes, image_size)
     except UserError:
         raise
     # A size that does not fit shows as whatever the model's own code raises.
@@ -88,8 +88,12 @@ def _is_torchvision_resnet(name: str) -> bool:
     return torchvision.models.get_model_builder(name).__module__ == "torchvision.models.resnet"
 
 
-def _try_forward(model: nn.Module, num_classes: int, image_size: int) -> None:
-    """Run one blank image; evaluation mode leaves statistics and the generator untouched."""
+def try_forward(model: nn.Module, num_classes: int, image_size: int) -> None:
+    """Run one blank image; raise ValueError unless it gets an output per class.
+
+    Or whatever the model's own code raises. Evaluation mode leaves statistics and the generator
+    untouched.
+    """
     parameter = next(model.parameters(), torch.empty(0))
     blank = torch.zeros(1, 3, image_size, image_size, dtype=parameter.dtype)
     training = model.training

@@ -5,7 +5,7 @@ from typing import Any
 
 from prunex_mpi.base.files import STATE, written_record
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.metrics import prunable_and_kept
+from prunex_mpi.core.metrics import density, prunable_and_kept
 from prunex_mpi.core.state import Problem, State, weights
 from prunex_mpi.methods.prunetrain import sizes_of
 from prunex_mpi.models.build import probe
@@ -55,7 +55,7 @@ def summarise(
         "iterations": len(records),
         "test_accuracy": last["test_accuracy"],
         "test_loss": last["test_loss"],
-        "density": kept / prunable if prunable else 1.0,
+        "density": density(state),
         "parameters": state.whole.layout.numel,
         "parameters_kept": state.whole.layout.numel - prunable + kept,
         "prunable": prunable,

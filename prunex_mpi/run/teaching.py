@@ -22,6 +22,7 @@ from prunex_mpi.core.problem import broadcast_weights_
 from prunex_mpi.core.state import Problem
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models import standalone
+from prunex_mpi.models.build import try_forward
 from prunex_mpi.models.trained import Moments, digest_of, fit_, read_tensors
 from prunex_mpi.run.beginning import SHOWN_DIGITS, refuse_exported, refuse_other_file
 from prunex_mpi.run.finished_run import read_run
@@ -119,20 +120,12 @@ def _build(found: dict[str, Any], model: nn.Module) -> nn.Module:
 def _try_outputs(network: nn.Module, dataset: Dataset, source: str) -> None:
     """Raise UserError unless the teacher has an output per class of the data."""
     side, classes = dataset.image_size, dataset.num_classes
-    dtype = next(network.parameters()).dtype
     try:
-        with torch.no_grad():
-            shape = list(network.eval()(torch.zeros(1, 3, side, side, dtype=dtype)).shape)
+        try_forward(network, classes, side)
     # A size that does not fit shows as whatever the model's own code raises.
     except Exception as error:
         raise UserError(
-            f"--teacher {source} can't be shown images of {side}x{side} ({one_line(error)}): give "
-            "one that was trained on such",
+            f"--teacher {source} does not fit {classes} classes of {side}x{side} images "
+            f"({one_line(error)}): give one that was trained on such",
             USAGE,
         ) from error
-    if shape != [1, classes]:
-        raise UserError(
-            f"--teacher {source} returns {shape} for one image, not [1, {classes}]: give one that "
-            "was trained on the classes of the data",
-            USAGE,
-        )

@@ -1,6 +1,7 @@
 """Runs that learn from a trained network: the same one on every rank, and as it was trained."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from small_runs import COMMON, SCENARIOS, small_run
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.core.steps import forward, next_batch
 from prunex_mpi.models.build import build_model
+from prunex_mpi.run import teaching
 from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.resolve import make, to_toml
 
@@ -130,3 +132,11 @@ def test_what_can_not_teach_ends_the_job_on_every_rank(prepare, reason: str) -> 
         ):
             pass
         WORLD.Barrier()
+
+
+def test_a_network_of_other_classes_is_no_teacher() -> None:
+    network = build_model(MODEL, num_classes=7, image_size=8)
+    data = SimpleNamespace(image_size=8, num_classes=10)
+    with pytest.raises(UserError, match=r"--teacher runs/x does not fit 10 classes of 8x8 images"):
+        teaching._try_outputs(network, data, "runs/x")
+    teaching._try_outputs(network, SimpleNamespace(image_size=8, num_classes=7), "runs/x")

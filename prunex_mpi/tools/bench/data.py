@@ -79,9 +79,8 @@ def data(
     cores = len(os.sched_getaffinity(0))
     workers = sorted({1, 2, min(cores, MOST_DECODING)})
     rates = decoding(settings, workers, repeat)
-    what = settings.dataset if ":" in settings.dataset else settings.data_dir
     first = Table(
-        f"Decoding {what}: images per second, batches of {settings.batch_size}",
+        f"Decoding {place_of(settings)}: images per second, batches of {settings.batch_size}",
         ("workers", "threads of a stream", "torch's DataLoader", "times"),
         tuple((count, *rates[count], rates[count][0] / rates[count][1]) for count in workers),
         (
@@ -105,6 +104,11 @@ def data(
     return [first, second]
 
 
+def place_of(settings: Settings) -> str:
+    """Return what messages call the place that images come from."""
+    return settings.dataset if ":" in settings.dataset else settings.data_dir
+
+
 def find_images(settings: Settings) -> Dataset:
     """Return the folder's images, not decoded; raise UserError where they are too few."""
     dataset = load(
@@ -119,12 +123,11 @@ def find_images(settings: Settings) -> Dataset:
     )
     size = settings.batch_size
     halves = (("train", dataset.train_total, BATCHES), ("test", dataset.test_total, 1))
-    where = settings.dataset if ":" in settings.dataset else settings.data_dir
     for half, count, batches in halves:
         if count < batches * size:
             raise UserError(
                 f"data takes {batches * size} {half} images, {batches} x --batch-size, of "
-                f"{where}, which has {count}; lower --batch-size or give more images"
+                f"{place_of(settings)}, which has {count}; lower --batch-size or give more images"
             )
     return dataset
 
