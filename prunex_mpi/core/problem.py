@@ -34,7 +34,7 @@ from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.coupling import PLAIN
-from prunex_mpi.pruning.find_groups import find_groups
+from prunex_mpi.pruning.find_groups import OfAll, find_groups
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.trial import Rules, find_coupling_by, find_rules
 from prunex_mpi.settings.fields import Settings
@@ -145,6 +145,9 @@ def make_groups(
     coupling = None
     if "coupled" in settings.groups:
         coupling = find_coupling_by(model, image_size, rules)
+    of_all = None
+    if settings.keep_by != "groups":
+        of_all = OfAll(settings.keep_by, settings.round_to, settings.keep_floor)
     return find_groups(
         model,
         layout,
@@ -152,8 +155,7 @@ def make_groups(
         settings.keep_ratio,
         layer_keep_ratios(settings),
         coupling=coupling,
-        keep_by=settings.keep_by,
-        round_to=settings.round_to,
+        of_all=of_all,
     )
 
 

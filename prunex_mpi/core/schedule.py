@@ -15,10 +15,9 @@ ROLLBACK_FACTOR = 0.5
 def learning_rate(
     step: int, total: int, *, base: float, schedule: str, warmup: float, final: float
 ) -> float:
-    """Return the rate of local step `step` (from 0) of `total`.
+    """Return the rate of local step `step` (from 0) of a course of `total`.
 
-    `warmup` is the share of the run with a linear rise, `final` the cosine's end as a share of
-    `base`.
+    `warmup` is the share of it with a linear rise, `final` the cosine's end as a share of `base`.
     """
     warmup_steps = round(warmup * total)
     if step < warmup_steps:

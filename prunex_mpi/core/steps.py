@@ -152,9 +152,23 @@ def shrink_(settings: Settings, rate: float, decayed: Pairs) -> None:
 
 def rate_now(work: Work) -> float:
     """Return the learning rate of the local step that comes next."""
-    settings, problem = work.settings, work.problem
-    total, rollbacks = total_steps(settings, problem.steps), work.state.position.rollbacks
-    return rate_at(settings, steps_taken(work), total, rollbacks) * problem.lr_scale
+    settings, problem, step = work.settings, work.problem, steps_taken(work)
+    total, peak = total_steps(settings, problem.steps), 1.0
+    if settings.lr_restart:
+        # Two courses, each as the only one of a run would be.
+        first = pruning_ends(settings) * problem.steps
+        if step < first:
+            total = first
+        else:
+            step, total, peak = step - first, total - first, settings.lr_restart
+    rate = rate_at(settings, step, total, work.state.position.rollbacks)
+    return rate * peak * problem.lr_scale
+
+
+def pruning_ends(settings: Settings) -> int:
+    """Return the outer iteration at whose end the masks become final, where that is known."""
+    once = settings.method in PRUNING_ONCE
+    return settings.prune_iteration if once else settings.freeze_iteration
 
 
 def rate_at(settings: Settings, step: int, total: int, rollbacks: int) -> float:
@@ -229,9 +243,7 @@ def total_steps(settings: Settings, steps: int) -> int:
     outer, frozen = settings.outer_iterations, settings.frozen_local_steps
     if not frozen:
         return outer * steps
-    until = settings.freeze_iteration
-    if settings.method in PRUNING_ONCE:
-        until = settings.prune_iteration
+    until = pruning_ends(settings)
     return until * steps + (outer - until) * frozen
 
 

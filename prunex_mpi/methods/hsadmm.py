@@ -28,6 +28,7 @@ from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
 from prunex_mpi.comm.wire import Wire, Wires, find_wires
+from prunex_mpi.core.dropped import forget_duals_, start_from_
 from prunex_mpi.core.evaluation import LASTING, PASSING, refuse_divergence
 from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_locally
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
@@ -45,6 +46,7 @@ from prunex_mpi.core.rounds import (
     split_local,
 )
 from prunex_mpi.core.schedule import Stage, find_stage, may_stop, note_drift_
+from prunex_mpi.core.scores import scored, watch_
 from prunex_mpi.core.state import (
     State,
     Work,
@@ -111,6 +113,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
                 moved = inter_node_consensus(wires, work, stage, behind)
             with phase(work, this, "dual"):
                 norms = None if state.consensus_sgd else update_duals(state, moved_node, moved)
+                forget_duals_(state, settings)
                 this.residuals.update(own_residuals(norms, state))
                 residuals, loss = find_residuals(topology.world, state, settings, norms, loss)
 
@@ -138,7 +141,7 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
     """
     state, settings, position = work.state, work.settings, work.state.position
     if position.step == 0 and starts_from_z(state, settings):
-        state.theta.copy_(state.z_node if position.under_way else state.z)
+        start_from_(state, settings, state.z_node if position.under_way else state.z)
     if position.step == 0 and settings.inner_momentum == "reset":
         forget_momentum_(state)
     group = state.optimizer.param_groups[0]
@@ -175,6 +178,7 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
         if averager is not None:
             averager.finish_()
         state.scaler.unscale_(state.optimizer)
+        watch_(work)
         if state.frozen and settings.clip_norm:
             mask_views_(masked, state.factors)
         clip_(work)
@@ -276,12 +280,12 @@ def project(
     """
     round_to = settings.round_to
     if stage.choose:
-        mask = state.mask
+        mask, weighed = state.mask, scored(state, settings, z_tilde)
         if leader.speaks and stage.vote:
             ranks = node.comm.size
-            mask = agree_by_vote(leader, z_tilde, state, stage.strict, round_to, ranks)
+            mask = agree_by_vote(leader, weighed, state, stage.strict, round_to, ranks)
         elif leader.speaks:
-            mask = project_locally(z_tilde, state, stage.strict, round_to)
+            mask = project_locally(weighed, state, stage.strict, round_to)
         mask = node.broadcast_bits(mask)
         if stage.vote:
             change_mask(state, mask)

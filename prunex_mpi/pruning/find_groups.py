@@ -3,7 +3,7 @@
 import fnmatch
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor, nn
@@ -19,6 +19,18 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
+@dataclass(frozen=True)
+class OfAll:
+    """That a keep ratio is of all the model's `what` (parameters | multiply-adds).
+
+    Of each set a multiple of `round_to` channels is kept, at least a fraction `floor` of them.
+    """
+
+    what: str
+    round_to: int = 1
+    floor: float = 0.0
+
+
 def find_groups(
     model: nn.Module,
     layout: Layout,
@@ -27,15 +39,13 @@ def find_groups(
     layer_keep_ratios: Sequence[tuple[str, float]] = (),
     *,
     coupling: Coupling | None = None,
-    keep_by: str = "groups",
-    round_to: int = 1,
+    of_all: OfAll | None = None,
 ) -> Groups:
     """List the groups of `model` and say which slices cannot be pruned and why.
 
     `keep_ratios` holds one ratio per kind, or one for all; `layer_keep_ratios` are (fnmatch pattern
     on the parameter's name, ratio) pairs of which the last match wins. Coupled groups need the
-    model's `coupling`; `keep_by` (groups | parameters | multiply-adds) says what their ratio is of,
-    and `round_to` what numbers of channels a budget can choose from.
+    model's `coupling`; with `of_all` their ratio is not of each set's groups but one of the model.
     Raises UserError when no group can be pruned, when a pattern matches no layer, or when a budget
     can't be met.
     """
@@ -96,9 +106,9 @@ def find_groups(
         if selections:
             by_kind.append(tuple(selections))
     groups = Groups(tuple(layers), tuple(by_kind), start, tuple(excluded), tuple(coupled))
-    if keep_by == "groups":
+    if of_all is None:
         return groups
-    return _with_budget(groups, layout, coupling, ratios[0], keep_by, round_to)
+    return _with_budget(groups, layout, coupling, ratios[0], of_all)
 
 
 def _find_layers(
@@ -176,22 +186,22 @@ def _with_budget(
     layout: Layout,
     coupling: Coupling,
     ratio: float,
-    keep_by: str,
-    round_to: int,
+    of_all: OfAll,
 ) -> Groups:
     """Limit what is kept of all parameters, or of all multiply-adds of weights, to `ratio`."""
     segments = layout.segments
     positions = np.array([coupling.positions.get(s.name, 0) for s in segments], dtype=np.float64)
-    price = np.ones(len(segments)) if keep_by == "parameters" else positions
+    price = np.ones(len(segments)) if of_all.what == "parameters" else positions
     total = float(price @ [s.numel for s in segments])
     mine = [layer.segment for layer in groups.layers]
     fixed = total - float(price[mine] @ [layer.numel for layer in groups.layers])
-    limited = replace(groups, budget=Budget(ratio * total, price[mine], fixed))
-    least = cost(reduce_to(np.zeros(groups.total), limited, groups.total, round_to), limited)
+    limited = replace(groups, budget=Budget(ratio * total, price[mine], fixed, of_all.floor))
+    least = cost(reduce_to(np.zeros(groups.total), limited, groups.total, of_all.round_to), limited)
     if least > ratio * total:
         raise UserError(
-            f"--keep-ratio {ratio:g} of the {keep_by} can't be reached: with as few channels in "
-            f"each set as can be, {least / total:.2g} are left; raise it"
+            f"--keep-ratio {ratio:g} of the {of_all.what} can't be reached: with as few channels "
+            f"in each set as can be, {least / total:.2g} are left; raise it"
+            + (", or lower --keep-floor" if of_all.floor else "")
         )
     return limited
 

@@ -96,11 +96,15 @@ class ScoredSlices:
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit on `price[layer]` per kept weight, summed over all layers, plus what is `fixed`."""
+    """A limit on `price[layer]` per kept weight, summed over all layers, plus what is `fixed`.
+
+    Of each set at least a fraction `floor` of the groups is kept.
+    """
 
     limit: float
     price: np.ndarray
     fixed: float
+    floor: float = 0.0
 
 
 @dataclass(frozen=True)

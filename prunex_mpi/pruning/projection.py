@@ -154,14 +154,18 @@ def _select_within_budget(
 
 
 def reduce_to(scores: np.ndarray, groups: Groups, removed: int, round_to: int) -> np.ndarray:
-    """Return the mask without the `removed` groups of least score, rounded up in every set."""
+    """Return the mask without the `removed` groups of least score.
+
+    Every set rounds up, and keeps its floor.
+    """
     # Of equal scores the higher index goes first.
     order = np.lexsort((-np.arange(scores.size), scores))
     mask = np.ones(scores.size, dtype=bool)
     mask[order[:removed]] = False
     for s in groups.kinds[0]:
         kept = mask[s.start : s.stop]
-        alpha = kept_count(s.count, np.count_nonzero(kept) / s.count, _in_units(round_to, s))
+        share = max(groups.budget.floor, np.count_nonzero(kept) / s.count)
+        alpha = kept_count(s.count, share, _in_units(round_to, s))
         best = np.argsort(-scores[s.start : s.stop], kind="stable")[:alpha]
         kept[best] = True
     return mask

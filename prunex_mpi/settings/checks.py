@@ -19,6 +19,7 @@ from prunex_mpi.settings.methods import (
     BY_GROUPS,
     BY_ITERATION,
     CONSENSUS,
+    PRUNING_ONCE,
     WITH_RESIDUAL,
 )
 from prunex_mpi.settings.values import AUTO
@@ -56,6 +57,11 @@ def check_together(settings: Settings) -> None:
         )
     if s.keep_by != "groups" and s.layer_keep_ratio:
         raise UserError(f"keep-by {s.keep_by} has one ratio for all; leave layer-keep-ratio out")
+    if s.keep_floor and s.keep_by == "groups":
+        raise UserError("keep-floor: a ratio of each layer's groups needs none; give --keep-by")
+    if s.score != "magnitude" and s.amp == "fp16":
+        raise UserError(f"amp fp16: gradients that score {s.score} adds up overflow; use bf16")
+    _check_pruning_is_done(s)
     if s.method not in CONSENSUS:
         return
     target = first_at_target(vars(s))
@@ -87,6 +93,35 @@ def check_together(settings: Settings) -> None:
             raise UserError(
                 f"{key} {rho} must lie between rho-min {s.rho_min} and rho-max {s.rho_max}"
             )
+
+
+def _check_pruning_is_done(settings: Settings) -> None:
+    """Refuse what needs to know when pruning is done, where it can't be known."""
+    s = settings
+    freezes_at = s.freeze_iteration if s.freeze_drift < 0 else 0
+    if s.lr_restart and s.method in CONSENSUS and not freezes_at:
+        raise UserError(
+            "lr-restart needs to know when the masks freeze: give freeze-iteration, and a negative "
+            "freeze-drift"
+        )
+    done = s.prune_iteration if s.method in PRUNING_ONCE else freezes_at
+    if s.lr_restart and done >= s.outer_iterations:
+        raise UserError(
+            f"lr-restart: no local step is left when pruning is done in the last of "
+            f"{s.outer_iterations} outer-iterations; prune earlier, or leave it away"
+        )
+    if s.dropped == "cut":
+        return
+    if s.theta_start != "z":
+        raise UserError(
+            f"dropped {s.dropped}: with theta-start {s.theta_start} nothing is cut from theta; "
+            "leave one of them away"
+        )
+    if s.dropped == "shrink" and not freezes_at:
+        raise UserError(
+            "dropped shrink needs to know when the masks freeze: give freeze-iteration, and a "
+            "negative freeze-drift"
+        )
 
 
 def _check_interval(settings: Settings) -> None:

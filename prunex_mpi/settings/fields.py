@@ -213,6 +213,15 @@ class Settings:
     lr_schedule: str = _setting(_S, "learning rate curve", choices=("constant", "cosine", "step"))
     lr_warmup: float = _setting(_S, "linear warm-up, as a fraction of all steps", low=0, below=1)
     lr_final: float = _setting(_S, "end of the cosine, as a fraction of lr", low=0, high=1)
+    lr_restart: float = _setting(
+        _S,
+        "peak of a second course of the learning rate, once pruning is done, as a fraction of lr; "
+        "0: one course for the whole run",
+        0.0,
+        before=0.0,
+        low=0,
+        methods=(*CONSENSUS, "one-shot"),
+    )
     momentum: float = _setting(
         _S, "momentum of SGD, beta 1 of AdamW", low=0, below=1, methods=WITH_MOMENTUM
     )
@@ -356,6 +365,33 @@ class Settings:
         "groups",
         choices=("groups", "parameters", "multiply-adds"),
         methods=BY_GROUPS,
+    )
+    keep_floor: float = _setting(
+        _S,
+        "least fraction of the groups of each layer or set that a ratio of the model leaves",
+        0.0,
+        before=0.0,
+        low=0,
+        high=1,
+        methods=BY_GROUPS,
+    )
+    score: str = _setting(
+        _S,
+        "what decides which groups are kept: their magnitude, or what training would feel of their "
+        "loss, by gradients squared at each local step (fisher) or added up (taylor)",
+        "magnitude",
+        before="magnitude",
+        choices=("magnitude", "fisher", "taylor"),
+        methods=BY_GROUPS,
+    )
+    dropped: str = _setting(
+        _S,
+        "groups that z drops before the masks freeze: cut from theta at once, kept in it, so that "
+        "they may come back, or shrunk in it to nothing by the freeze",
+        "cut",
+        before="cut",
+        choices=("cut", "keep", "shrink"),
+        methods=("prunex",),
     )
     coupled_through: str = _setting(
         _S,

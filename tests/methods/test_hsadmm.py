@@ -125,6 +125,15 @@ SCENARIOS |= {
     "recipe-int4-two-leaders": {**COUPLED, **TWO, "payload": "int4"},
     "recipe-int8sum-behind-two-leaders": {**COUPLED, **BEHIND, **TWO, "payload": "int8sum"},
 }
+# What z drops stays in theta; with groups that come back, and duals that go on after the freeze.
+KEPT = {**COUPLED, "dropped": "keep", "keep_ramp_iterations": 3, "freeze_iteration": 5}
+SCENARIOS |= {
+    "kept-fisher": {**KEPT, "score": "fisher"},
+    "kept-int4-behind": {**KEPT, **BEHIND, "payload": "int4", "freeze_iteration": 0},
+    "shrunk-admm": {**KEPT, "dropped": "shrink", "after_freeze": "admm", "node_sync": "outer"},
+    "union-taylor": {**UNION, "score": "taylor"},
+    "union-kept": {**UNION, "theta_start": "z", "dropped": "keep"},
+}
 CASES = [(name, torch.float64) for name in SCENARIOS]
 # The same code with messages of half the size.
 CASES += [(name, torch.float32) for name in ("recipe", "paper")]
@@ -141,7 +150,7 @@ RARELY = (
     "admm-adamw",
 )
 # What asks nothing of an MPI that others do not.
-ARITHMETIC = ("composed", "filter-channel", "shape-outer", "adamw")
+ARITHMETIC = ("composed", "filter-channel", "shape-outer", "adamw", "fisher", "shrunk-admm")
 
 
 def marks_of(scenario: str, dtype: torch.dtype) -> list[pytest.MarkDecorator]:

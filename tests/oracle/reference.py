@@ -260,9 +260,15 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
             if s.theta_start == "z" or sgd_only:
                 source = z_node[node_of[ranks.index(r)]] if pending else z
                 for n, p in parameters(r.model).items():
-                    p.data.copy_(source[n])
+                    start_at = source[n]
+                    if n in mask and s.dropped != "cut" and not frozen:
+                        left = s.freeze_iteration - k
+                        share = left / (left + 1) if s.dropped == "shrink" else 1.0
+                        start_at = torch.where(mask[n], source[n], share * p.data)
+                    p.data.copy_(start_at)
             r.model.train()
         losses = [0.0] * total_ranks
+        felt = [{n: torch.zeros_like(x) for n, x in start.items()} for _ in ranks]
         for step in range(s.steps):
             if pending and step == s.overlap_steps:
                 z, pending = arrive(), None
@@ -280,6 +286,9 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                         mean = sum(grads) / len(grads)
                         for g in grads:
                             g.copy_(mean)
+            for j, r in enumerate(ranks):
+                for n, p in parameters(r.model).items():
+                    felt[j][n] += p.grad**2 if s.score == "fisher" else p.grad
             for j, r in enumerate(ranks):
                 for n, p in parameters(r.model).items():
                     shrinks = (s.weight_decay_in == "theta" or sgd_only) and decays(p, s)
@@ -313,12 +322,20 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
         freeze_now = not frozen and k == s.freeze_iteration
         vote = s.mask_agreement == "vote" or freeze_now or k == s.outer_iterations
         node_masks = [mask] * nodes
+        weighed = candidate
+        if s.score != "magnitude":
+            firsts = [felt[node_of.index(i)] for i in range(nodes)]
+            power = 0.5 if s.score == "fisher" else 1
+            weighed = [
+                {n: c[n] * f[n] ** power for n in names}
+                for c, f in zip(candidate, firsts, strict=True)
+            ]
         if not frozen:
             if vote:
-                mask = support(candidate, ratio, node_sizes)
+                mask = support(weighed, ratio, node_sizes)
                 node_masks = [mask] * nodes
             else:
-                node_masks = [support([c], ratio, [1]) for c in candidate]
+                node_masks = [support([c], ratio, [1]) for c in weighed]
                 mask = {n: sum(m[n].int() for m in node_masks) > 0 for n in infos}
                 # What travels is rows times columns of the union, which holds every support.
                 for n in infos:
@@ -401,6 +418,8 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
         if not sgd_only:
             for j, r in enumerate(ranks):
                 r.u = {n: r.u[n] + theta[j][n] - z_node[node_of[j]][n] for n in names}
+                if s.dropped != "cut":
+                    r.u = masked(r.u, mask)
             if not behind:
                 v = [{n: v[i][n] + z_node[i][n] - z[n] for n in names} for i in range(nodes)]
         if not sgd_only and s.penalty == "ramp":

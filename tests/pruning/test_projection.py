@@ -15,7 +15,7 @@ from prunex_mpi.models import layout as layouts
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.find_groups import find_groups
+from prunex_mpi.pruning.find_groups import OfAll, find_groups
 from prunex_mpi.pruning.groups import Groups, gemm_views
 from prunex_mpi.pruning.masks import apply_factors_, build_factors, kept_numel, mask_drift
 from prunex_mpi.pruning.projection import group_energies, kept_count, select
@@ -434,7 +434,7 @@ def test_a_coupled_mask_takes_rows_columns_and_vectors_along() -> None:
 def test_a_budget_is_spent_on_the_groups_of_highest_score(
     keep_by: str, ratio: float, round_to: int
 ) -> None:
-    _, layout, groups = coupled_groups(keep_by=keep_by, ratios=[ratio])
+    _, layout, groups = coupled_groups(of_all=OfAll(keep_by), ratios=[ratio])
     # Of one image of 8x8: the stem at 6x6 positions, 1x1 at 6x6, depthwise at 4x4.
     prices = {"stem.weight": 36, "wide.weight": 36, "depth.weight": 16, "fc.weight": 1}
     if keep_by == "parameters":
@@ -476,4 +476,26 @@ def test_rounding_counts_channels_not_heads() -> None:
 
 def test_a_budget_below_one_channel_per_set_is_refused() -> None:
     with pytest.raises(UserError, match=r"0\.01 of the parameters can't be reached: .* raise it"):
-        coupled_groups(keep_by="parameters", ratios=[0.01])
+        coupled_groups(of_all=OfAll("parameters"), ratios=[0.01])
+
+
+@pytest.mark.parametrize("floor", [0.3, 0.5])
+def test_a_budget_leaves_every_set_its_floor(floor: float) -> None:
+    _, _, groups = coupled_groups(of_all=OfAll("parameters", floor=floor), ratios=[0.72])
+    least = [math.ceil(floor * s.count) for s in groups.kinds[0]]
+    reached = set()
+    for seed in range(20):
+        # The first set is worth next to nothing, or the second.
+        scores = np.random.default_rng(seed).random(groups.total)
+        poor = groups.kinds[0][seed % 2]
+        scores[poor.start : poor.stop] *= 1e-3
+        mask = select(scores, groups.kinds[0], 1.0, 1, groups)
+        kept = [int(mask[s.start : s.stop].sum()) for s in groups.kinds[0]]
+        assert all(k >= n for k, n in zip(kept, least, strict=True))
+        reached |= {i for i in (0, 1) if kept[i] == least[i]}
+    assert reached
+
+
+def test_a_floor_that_a_budget_has_no_room_for_is_refused() -> None:
+    with pytest.raises(UserError, match=r"raise it, or lower --keep-floor"):
+        coupled_groups(of_all=OfAll("parameters", floor=0.9), ratios=[0.5])

@@ -104,7 +104,20 @@ SCENARIOS = {
     # Its fourth round has six steps.
     "qsr": {"method": "qsr", "qsr_alpha": 0.07},
     "sparseloco": {"method": "sparseloco", "compress_ratio": 0.01, "node_sync": "outer"},
-    "one-shot": {"method": "one-shot", "prune_iteration": 4, "groups": ("coupled",)},
+    "one-shot": {
+        "method": "one-shot",
+        "prune_iteration": 4,
+        "groups": ("coupled",),
+        "score": "taylor",
+        "lr_restart": 0.5,
+    },
+    "shrunk": {
+        **RAMP,
+        "groups": ("coupled",),
+        "freeze_iteration": 5,
+        "dropped": "shrink",
+        "score": "fisher",
+    },
     "prunetrain": {
         "method": "prunetrain",
         "reconfigure_every": 3,

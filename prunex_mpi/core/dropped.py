@@ -1,0 +1,40 @@
+"""What becomes, in theta, of groups that z has dropped while the masks may still change.
+
+By `--dropped`:
+
+- `cut`: theta starts each local phase from z, where they are zero. Coupled groups are dead then,
+  since neither what feeds a channel nor what reads it gets a gradient; others may grow again.
+- `keep`: theta goes on from where it was in them, so that they come back where their score says
+  so: masks regrow while theta stays dense (CHEX, Hou et al. 2022).
+- `shrink`: the same, less in equal parts until the masks freeze, when nothing is left of a group
+  that stayed out (as in HESSO, Chen et al. 2024).
+
+Such groups are each node's own, and so they travel only once z has them again. They have no dual:
+u would add up what z does not want to have.
+"""
+
+from torch import Tensor
+
+from prunex_mpi.core.state import State
+from prunex_mpi.pruning.masks import apply_factors_
+from prunex_mpi.settings.fields import Settings
+
+
+def start_from_(state: State, settings: Settings, source: Tensor) -> None:
+    """Let theta start the local steps from `source`, which is on the mask. Uses `scratch`."""
+    if settings.dropped == "cut" or state.frozen:
+        state.theta.copy_(source)
+        return
+    kept = state.scratch.copy_(state.theta)
+    apply_factors_(kept, state.layout, state.groups, state.factors)
+    state.theta.sub_(kept)
+    if settings.dropped == "shrink":
+        left = settings.freeze_iteration - state.position.iteration
+        state.theta.mul_(left / (left + 1))
+    state.theta.add_(source)
+
+
+def forget_duals_(state: State, settings: Settings) -> None:
+    """Set u to zero in groups that z has dropped, where theta still has them."""
+    if settings.dropped != "cut":
+        apply_factors_(state.u, state.layout, state.groups, state.factors)

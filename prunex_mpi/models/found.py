@@ -1,0 +1,59 @@
+"""Build a network of the widths that pruning has found, to be trained from scratch.
+
+    # mine.py, for --model mine:slim
+    from prunex_mpi.models.found import fresh
+
+    def slim(num_classes, image_size):
+        return fresh("runs/slim/model", num_classes, image_size)
+
+What a pruned network is worth shows beside it: the same widths, none of the pruned weights.
+"""
+
+import json
+import math
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.models.standalone import FORMAT, PLAN, build, fill_, resize_
+
+
+def fresh(folder: str | Path, num_classes: int, image_size: int) -> nn.Module:
+    """Return the network that was exported to `folder` with fresh weights, float32 on the CPU.
+
+    They are drawn from torch's global generator for the network of full size and cut; weights are
+    scaled by the root of what is left of their inputs, so that sums vary as much as there. Raises
+    UserError (USAGE) for a folder without a plan, one of other classes or images, and a network
+    that is pruned by other names than it is built by.
+    """
+    path = Path(folder) / PLAN
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read ({error}): name an exported model", USAGE) from None
+    description = plan["model"]
+    wanted = FORMAT, num_classes, image_size
+    if (plan["format"], description["num_classes"], description["image_size"]) != wanted:
+        raise UserError(
+            f"{path} is of {description['num_classes']} classes and images of "
+            f"{description['image_size']} pixels, format {plan['format']}; this run has "
+            f"{num_classes}, {image_size} and {FORMAT}",
+            USAGE,
+        )
+    whole = build(description).state_dict()
+    network = build(description)
+    resize_(network, plan["layers"])
+    left = network.state_dict()
+    if left.keys() != whole.keys():
+        raise UserError(f"{path}: its network has other parameters than the whole one", USAGE)
+    fill_(network, {name: _cut(whole[name], tensor) for name, tensor in left.items()})
+    return network
+
+
+def _cut(whole: Tensor, like: Tensor) -> Tensor:
+    """Return the first slices of `whole`, as many as `like` has, weights scaled by their inputs."""
+    part = whole[tuple(slice(size) for size in like.shape)]
+    if part.dim() > 1:
+        part = part * math.sqrt(math.prod(whole.shape[1:]) / math.prod(part.shape[1:]))
+    return part

@@ -1,0 +1,69 @@
+"""Networks of the widths that an export has found, from scratch."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.models.build import build_model
+from prunex_mpi.models.found import fresh
+
+# As export has it for a resnet8 whose last stage kept 5 of 64 channels inside its block.
+INNER = {"in_channels": 32, "out_channels": 5, "groups": 1}
+LAYERS = {
+    "layer3.0.conv1": INNER,
+    "layer3.0.bn1": {"num_features": 5},
+    "layer3.0.conv2": {"in_channels": 5, "out_channels": 64, "groups": 1},
+}
+MODEL = {"name": "resnet8", "num_classes": 10, "image_size": 32, "stem": ""}
+
+
+def write_plan(folder: Path, **changes: object) -> Path:
+    plan = {"format": 1, "model": MODEL, "layers": LAYERS, **changes}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    return folder
+
+
+def test_fresh_weights_are_those_of_the_whole_network_cut_and_scaled(tmp_path: Path) -> None:
+    write_plan(tmp_path)
+    torch.manual_seed(3)
+    found = fresh(tmp_path, 10, 32)
+    torch.manual_seed(3)
+    whole = build_model("resnet8", num_classes=10, image_size=32).state_dict()
+    left = found.state_dict()
+    changed = {name for name in left if left[name].shape != whole[name].shape}
+    assert {name.rpartition(".")[0] for name in changed} == LAYERS.keys()
+    for name in left.keys() - changed:
+        assert torch.equal(left[name], whole[name])
+    block = whole["layer3.0.conv1.weight"][:5]
+    assert torch.equal(left["layer3.0.conv1.weight"], block)
+    # 64 inputs have become 5.
+    wanted = whole["layer3.0.conv2.weight"][:, :5] * (64 / 5) ** 0.5
+    torch.testing.assert_close(left["layer3.0.conv2.weight"], wanted)
+    assert torch.equal(left["layer3.0.bn1.running_var"], torch.ones(5))
+    assert found.training
+    loss = found(torch.randn(4, 3, 32, 32)).square().mean()
+    loss.backward()
+    assert all(bool(p.grad.isfinite().all()) for p in found.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"format": 7}, "format 7"),
+        ({"model": {**MODEL, "num_classes": 100}}, "is of 100 classes"),
+        ({"model": {**MODEL, "image_size": 28}}, "images of 28 pixels"),
+    ],
+)
+def test_other_classes_or_images_are_refused(
+    tmp_path: Path, changes: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(UserError, match=reason):
+        fresh(write_plan(tmp_path, **changes), 10, 32)
+
+
+def test_a_folder_without_a_plan_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"plan\.json can't be read .* name an exported model"):
+        fresh(tmp_path, 10, 32)
