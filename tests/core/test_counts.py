@@ -14,7 +14,7 @@ from prunex_mpi.core.counts import (
     sum_numbers_,
 )
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 NUMEL = 101
 

@@ -25,7 +25,7 @@ from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.settings.resolve import make
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 BATCH_SIZE = 6
 PARTIAL = 5  # images left over, on every rank

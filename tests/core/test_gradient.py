@@ -52,6 +52,7 @@ def gradient(stream: Batches, wire=None, **settings) -> tuple[torch.Tensor, floa
     return work.state.grad, float(loss)
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_a_batch_in_parts_has_the_same_gradient_on_all_ranks() -> None:
     streams = [Batches(rank) for rank in range(WORLD.size)]

@@ -16,6 +16,7 @@ from prunex_mpi.settings.resolve import make
 CPU = torch.device("cpu")
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize("alike", [True, False])
 def test_all_ranks_begin_with_the_weights_of_rank_0(
@@ -50,6 +51,7 @@ def test_all_ranks_begin_with_the_weights_of_rank_0(
         assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_ranks_share_what_is_free_on_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch has 50 bytes of its own, 20 of them in use; other programs have left 1000 or more."""
@@ -68,6 +70,7 @@ def test_ranks_share_what_is_free_on_their_gpus(monkeypatch: pytest.MonkeyPatch)
             load_dataset(topology, settings)
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_colours_that_are_given_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []

@@ -15,7 +15,7 @@ from reference_flat import simulate_flat
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.settings.resolve import make
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 STEPS = 2
 RECIPE = {

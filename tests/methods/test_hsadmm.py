@@ -148,6 +148,7 @@ RARELY = (
     "pruned-at-once",
     "coupled",
     "admm-adamw",
+    "kept-int4-behind",
 )
 # What asks nothing of an MPI that others do not.
 ARITHMETIC = ("composed", "filter-channel", "shape-outer", "adamw", "fisher", "shrunk-admm")
@@ -176,9 +177,10 @@ def run_driver(world, ranks_per_node, model, stream, settings, loss=F.cross_entr
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("scenario", "dtype"), CASES)
-@pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3])
 def test_program_equals_oracle(ranks_per_node, scenario, dtype):
     world = MPI.COMM_WORLD
+    # One node alone is that of two ranks.
     if ranks_per_node > world.size:
         pytest.skip("covered by a smaller node size: the job has fewer ranks")
     settings = make(**SCENARIOS[scenario])
@@ -370,7 +372,6 @@ def half_squares(outputs, targets):
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-@pytest.mark.any_mpi
 @pytest.mark.parametrize("keep", [1.0, 0.5])
 @pytest.mark.parametrize(
     "ranks_per_node", [2, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 4))]

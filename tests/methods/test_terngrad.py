@@ -23,6 +23,7 @@ def test_scales_by_hand() -> None:
     assert torch.isinf(scales).all()
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_a_gradient_is_right_on_average_and_draws_depend_on_the_step() -> None:
     """Of many steps with the same gradients, the mean is that of the workers, clipped."""

@@ -15,7 +15,7 @@ from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.fields import PAYLOADS
 from prunex_mpi.settings.resolve import make
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 # resnet8 on digits: 75,290 parameters, 480 statistics, 36,864 weights less at a keep ratio of 1/2.
 DENSE = 4 * (75_290 + 480)

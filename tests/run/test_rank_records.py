@@ -20,7 +20,7 @@ from prunex_mpi.methods import hsadmm
 from prunex_mpi.run.rank_records import RankRecords
 from prunex_mpi.run.supervision import driver_of
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 # How long a rank is kept from a phase, what others may seem to work on a busy machine meanwhile,
 # and what they wait at least.

@@ -144,6 +144,7 @@ def shared(tmp_path: Path) -> Iterator[Path]:
     WORLD.Barrier()
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize("scenario", ["recipe", "local sgd", "flat consensus", "dense", "behind"])
 def test_an_image_that_one_rank_cannot_read_ends_all(shared: Path, scenario: str) -> None:
@@ -174,6 +175,7 @@ def test_an_image_that_one_rank_cannot_read_ends_all(shared: Path, scenario: str
     assert work.state.position.iteration == 1
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_ranks_do_not_wait_for_the_end_of_a_long_phase(
     shared: Path, monkeypatch: pytest.MonkeyPatch
@@ -193,6 +195,7 @@ def test_ranks_do_not_wait_for_the_end_of_a_long_phase(
         assert work.stop.reason == "an error on some rank"
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_statistics_of_damaged_images_are_refused_by_all_ranks(shared: Path) -> None:
     files: dict[str, Any] = {"dataset": "imagefolder", "data_dir": str(shared)}
@@ -210,6 +213,7 @@ def test_statistics_of_damaged_images_are_refused_by_all_ranks(shared: Path) -> 
 GRASP = {"prune_by": "grasp", "keep_ratio": (0.1,), "grasp_batches": 1, "evaluate_every": 3}
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize("samples", [0, 2])
 def test_a_stream_is_scored_as_memory_is_and_never_by_damaged_images(

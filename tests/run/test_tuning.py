@@ -106,6 +106,7 @@ def test_what_has_no_overlap_is_measured_without():
     assert not is_left_to_measure(make("thin", method="sparseloco", local_steps=4))
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_nothing_of_the_trial_is_left_when_the_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU both would hold all images of the rank."""

@@ -231,6 +231,13 @@ tune-lr = [0.01]
 """
 
 
+@pytest.mark.parametrize("plan", ["compare_cifar10.toml", "ways_cifar10.toml"])
+def test_the_plans_that_are_shipped_can_be_run(plan):
+    path = Path(__file__).resolve().parents[2] / "batch" / plan
+    options = parse(["--plan", str(path), "--data-dir", "x", "--seeds", "0", "1", "2"])
+    assert len(options.rows) > 10
+
+
 def test_a_plan_has_rows_of_one_method_with_settings_of_their_own(tmp_path):
     (tmp_path / "plan.toml").write_text(PLAN, encoding="utf-8")
     options = parse(["--plan", str(tmp_path / "plan.toml"), "--batch-size", "4", "--tune-lr", "1"])

@@ -45,6 +45,7 @@ def found_by(network: Path, folder: Path, *flags: str) -> dict[str, Any]:
     return json.loads((folder / "found.json").read_text())
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_a_run_and_its_export_reach_what_the_run_did_and_name_its_classes() -> None:
     with run_folder() as folder:
@@ -99,6 +100,7 @@ def test_a_run_and_its_export_reach_what_the_run_did_and_name_its_classes() -> N
         WORLD.Barrier()
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_images_that_a_run_skipped_are_skipped_and_none_to_train_on_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
