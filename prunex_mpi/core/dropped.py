@@ -35,6 +35,6 @@ def start_from_(state: State, settings: Settings, source: Tensor) -> None:
 
 
 def forget_duals_(state: State, settings: Settings) -> None:
-    """Set u to zero in groups that z has dropped, where theta still has them."""
-    if settings.dropped != "cut":
+    """Set u to zero in groups that z has dropped, as long as theta has them."""
+    if settings.dropped != "cut" and not state.frozen:
         apply_factors_(state.u, state.layout, state.groups, state.factors)
