@@ -7,8 +7,8 @@ is added up over a group in place of W^2 is
   al. 2019, equation 8)
 - `taylor`: (sum_t G_t W)^2, the first order of what the mean loss would change by
 
-The gradients are those of the local steps: they cost one more pass over the parameters. Candidates
-of several nodes each count by their own.
+The gradients are those of the local steps: they cost one more pass over the parameters. Each node
+weighs its candidate by gradients of its own.
 """
 
 import torch

@@ -280,7 +280,8 @@ def project(
     """
     round_to = settings.round_to
     if stage.choose:
-        mask, weighed = state.mask, scored(state, settings, z_tilde)
+        mask = state.mask
+        weighed = scored(state, settings, z_tilde) if leader.speaks else z_tilde
         if leader.speaks and stage.vote:
             ranks = node.comm.size
             mask = agree_by_vote(leader, weighed, state, stage.strict, round_to, ranks)
