@@ -35,12 +35,20 @@ class GradientAverager:
     def __init__(self, wire: Wire, model: nn.Module, layout: Layout, grad: Tensor) -> None:
         self.wire = wire
         self.comm = wire.comm
+        self.handles = []
+        self.listen_to(model, layout, grad)
+
+    def listen_to(self, model: nn.Module, layout: Layout, grad: Tensor) -> None:
+        """Average the gradients of `model` from now on, which backward leaves in the flat `grad`.
+
+        The parameters of before may be gone.
+        """
+        self.close()
         self.grad = grad
-        staged = wire.transport.staging is not None
+        staged = self.wire.transport.staging is not None
         self.overlap = self.comm.size > 1 and grad.device.type == "cpu" and not staged
         separate = self.overlap and sends_more_in_place(self.comm)
         self.sums = torch.empty_like(grad) if separate else grad
-        self.handles = []
         self.requests: list[MPI.Request] = []
         self.bounds: list[tuple[int, int]] = []
         self.missing: list[int] = []
@@ -86,6 +94,7 @@ class GradientAverager:
         """Remove the hooks from the model."""
         for handle in self.handles:
             handle.remove()
+        self.handles = []
 
     def _make_hook(self, bucket: int):
         def hook(_parameter: torch.Tensor) -> None:

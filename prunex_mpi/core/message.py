@@ -62,7 +62,7 @@ def fill_message_(lane: Wire, node: Wire, lanes: int, state: State, payload: str
             torch.index_select(state.stats, 0, state.stats_kept, out=statistics)
             statistics.mul_(lane.weight)
     travelling = sum(c.nbytes for c in state.coded) if coded else state.message.nbytes
-    dense = state.layout.numel + state.stats.numel()
+    dense = state.whole.layout.numel + state.whole.stats
     state.position.traffic.dense += dense * state.message.element_size()
     return lane.count(travelling) | node.count(travelling)
 

@@ -17,11 +17,13 @@ from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.core.coded import Coded, whole_blocks
 from prunex_mpi.core.distillation import Teacher
 from prunex_mpi.core.optimizer import build_optimizer, momentum_of
+from prunex_mpi.core.whole import Whole, describe_whole
 from prunex_mpi.data.batches import BatchStream, Shard
 from prunex_mpi.data.mixing import Mixing
 from prunex_mpi.data.reading import Reader
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout, flatten_
+from prunex_mpi.models.standalone import Sizes
 from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.masks import Factors, apply_factors_, build_factors
@@ -108,18 +110,6 @@ class Position:
     rollbacks: int = 0
 
 
-@dataclass(frozen=True)
-class Whole:
-    """The network before anything was taken out of it: what shares and savings are relative to.
-
-    `stats` is the number of BatchNorm statistics, `buffers` holds names and shapes.
-    """
-
-    layout: Layout
-    stats: int
-    buffers: tuple[tuple[str, torch.Size], ...]
-
-
 @dataclass
 class State:
     """Flat vectors of `layout` on one device, host arrays per layer, and the mask in force.
@@ -136,7 +126,8 @@ class State:
     mask. `memory` is what the method remembers from one step to the next, by names that say whose a
     tensor is (OWN, SHARED).
     With `removes`, what the mask lacks has been taken out of the network itself: `groups` and mask
-    are those of the `whole` network, all else is of the one that is left.
+    are those of the `whole` network, all else is of the one that is left, which has the `sizes`
+    where it is smaller.
     """
 
     layout: Layout
@@ -164,6 +155,7 @@ class State:
     whole: Whole
     shrinks: bool = True
     removes: bool = False
+    sizes: Sizes = field(default_factory=dict)
     position: Position = field(default_factory=Position)
     frozen: bool = False
     consensus_sgd: bool = False
@@ -227,9 +219,7 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
         factors=build_factors(mask, groups, theta.device, theta.dtype),
         plan=build_plan(layout, groups, mask, theta.device),
         memory=memory_of_message(settings, theta, stats),
-        whole=Whole(
-            layout, stats.numel(), tuple((name, b.shape) for name, b in model.named_buffers())
-        ),
+        whole=describe_whole(model, layout, groups, settings),
         shrinks=settings.method not in EVERY_RANK_ALONE,
         removes=settings.method in REMOVING,
         consensus_sgd=settings.method not in CONSENSUS,

@@ -35,6 +35,7 @@ from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_
 from prunex_mpi.core.norms import find_residuals, own_residuals
 from prunex_mpi.core.outer_step import arrive_
 from prunex_mpi.core.penalties import update_penalties, update_rho2
+from prunex_mpi.core.removal import remove_dropped_
 from prunex_mpi.core.residuals import NormSums, Residuals, converges
 from prunex_mpi.core.rounds import (
     Round,
@@ -140,10 +141,12 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
     step comes next.
     """
     state, settings, position = work.state, work.settings, work.state.position
-    if position.step == 0 and starts_from_z(state, settings):
-        start_from_(state, settings, state.z_node if position.under_way else state.z)
-    if position.step == 0 and settings.inner_momentum == "reset":
-        forget_momentum_(state)
+    if position.step == 0:
+        remove_dropped_(work, averager)
+        if starts_from_z(state, settings):
+            start_from_(state, settings, state.z_node if position.under_way else state.z)
+        if settings.inner_momentum == "reset":
+            forget_momentum_(state)
     group = state.optimizer.param_groups[0]
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
     decayed = share_decay_(work, settings.weight_decay if in_theta else 0.0)
@@ -163,8 +166,7 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
             rho_by_weight = state.payload[: state.layout.numel]
             fill_(rho_by_weight, state.layout, state.rho1)
     masked = factor_views(state.grad, state.layout, state.groups, state.factors)
-    losses = loss_sums(work)
-    started = time.perf_counter()
+    losses, started = loss_sums(work), time.perf_counter()
     work.problem.model.train()
     steps, arrival = local_steps(work), steps_behind(work)
     while position.step < steps:
@@ -283,8 +285,7 @@ def project(
         mask = state.mask
         weighed = scored(state, settings, z_tilde) if leader.speaks else z_tilde
         if leader.speaks and stage.vote:
-            ranks = node.comm.size
-            mask = agree_by_vote(leader, weighed, state, stage.strict, round_to, ranks)
+            mask = agree_by_vote(leader, weighed, state, stage.strict, round_to, node.comm.size)
         elif leader.speaks:
             mask = project_locally(weighed, state, stage.strict, round_to)
         mask = node.broadcast_bits(mask)

@@ -15,7 +15,6 @@ evaluations, checkpoints and records come at the same places. What a method does
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 from prunex_mpi.comm.gradients import GradientAverager
@@ -54,8 +53,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
     flat = settings.aggregation == "flat"
     wires = find_wires(topology, flat, work.transport, position.traffic, position.clock)
     space = exchanges.module_of(settings.method).allocate(wires.workers, work)
-    with ExitStack() as exits:
-        averager = exits.enter_context(averaging(wire_during_backward(wires, settings), work))
+    with averaging(wire_during_backward(wires, settings), work) as averager:
         for this in rounds(work):
             with phase(work, this, "local"):
                 loss = train_steps(wires, averager, space, work)
@@ -70,10 +68,9 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
             if settings.method in REMOVING:
                 with phase(work, this, "project"):
                     if exchanges.reshape_(wires, space, work, done=this.k):
-                        exits.close()
                         space = exchanges.module_of(settings.method).allocate(wires.workers, work)
-                        wire = wire_during_backward(wires, settings)
-                        averager = exits.enter_context(averaging(wire, work))
+                        if averager is not None:
+                            averager.listen_to(work.problem.model, state.layout, state.grad)
             state.z.copy_(state.theta)
             state.z_node.copy_(state.theta)
             dense = work.problem.steps * state.whole.layout.numel + state.whole.stats

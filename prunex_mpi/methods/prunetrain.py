@@ -5,31 +5,24 @@ differently decide alike. The penalty's gradient is what a step's gradient start
 through the same average.
 """
 
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire, Wires
-from prunex_mpi.core.best import memory_of_best
-from prunex_mpi.core.ema import memory_of_ema
-from prunex_mpi.core.optimizer import momentum_of
-from prunex_mpi.core.state import SHARED, State, Work, build_state
-from prunex_mpi.models.layout import Layout, build_layout
-from prunex_mpi.models.standalone import fill_, resize_
+from prunex_mpi.core.removal import remove_
+from prunex_mpi.core.state import SHARED, Work
+from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.lasso import (
     build_lasso,
     coefficient_for,
-    cut,
     emptied,
     group_norms,
     one_group_per_layer,
-    remaining_coupling,
     write_subgradient_,
 )
-from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors
 from prunex_mpi.settings.fields import Settings
 
 OPERATIONS = (
@@ -48,7 +41,7 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
 def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     """Prepare the penalty of the network as it is now."""
     state = work.state
-    coupling = remaining_coupling(state.layout, state.groups, state.mask)
+    coupling = state.groups.coupling.left(state.mask)
     channels = build_lasso(state.layout, coupling, state.theta.device)
     apart = work.settings.lasso_groups == "layer"
     return {
@@ -94,51 +87,3 @@ def reconfigure_(wires: Wires, space: dict[str, Any], work: Work) -> bool:
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, and what they are."""
     return layout.numel * size, f"{settings.aggregation}; less once channels have been removed"
-
-
-def remove_(state: State, model: nn.Module, removed: np.ndarray, settings: Settings) -> None:
-    """Rebuild `model` and `state` without the groups of `removed`, bool [groups].
-
-    Weights, BatchNorm statistics and momentum of what is left stay bit for bit.
-    """
-    coupling = remaining_coupling(state.layout, state.groups, state.mask)
-    sizes = smaller_sizes(model, coupling, removed)
-    tensors = smaller_tensors(model, coupling, removed)
-    momentum = momentum_of(state.optimizer, state.theta)
-    if momentum is not None:
-        momentum = cut(momentum, state.layout, coupling, removed)
-    resize_(model, sizes)
-    fill_(model, tensors)
-    _rebuild(state, model, state.mask & ~removed, settings)
-    if momentum is not None:
-        momentum_of(state.optimizer, state.theta).copy_(momentum)
-
-
-def resize_to_(state: State, model: nn.Module, mask: np.ndarray, settings: Settings) -> None:
-    """Give `model` and `state` the sizes that `mask` leaves; the caller sets all values afterwards.
-
-    The model may be larger or smaller before.
-    """
-    resize_(model, sizes_of(state, model, mask))
-    _rebuild(state, model, mask, settings)
-
-
-def sizes_of(state: State, model: nn.Module, mask: np.ndarray) -> dict[str, dict[str, int]]:
-    """Return what `standalone.resize_` takes to make a network with the groups of `mask` alone."""
-    everything = np.ones_like(mask)
-    coupling = remaining_coupling(state.layout, state.groups, everything)
-    return smaller_sizes(model, coupling, ~mask)
-
-
-def _rebuild(state: State, model: nn.Module, mask: np.ndarray, settings: Settings) -> None:
-    """Fill `state` anew for a model of other sizes: from its weights, without momentum."""
-    new = build_state(model, build_layout(model), state.groups, settings)
-    # The best z so far was of another size: of smaller networks the first is the best so far. So
-    # were those of the average.
-    new.mask, new.whole = mask, state.whole
-    new.memory = state.memory | memory_of_best(settings, new) | memory_of_ema(settings, new)
-    state.position.best = []
-    new.position, new.scaler = state.position, state.scaler
-    new.optimizer.param_groups[0]["lr"] = state.optimizer.param_groups[0]["lr"]
-    for field in fields(State):
-        setattr(state, field.name, getattr(new, field.name))

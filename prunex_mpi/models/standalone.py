@@ -33,6 +33,9 @@ from prunex_mpi.models.slim import (
     slim_windows,
 )
 
+# What modules of a network count, or the shapes of their parameters, by the names of both.
+Sizes = dict[str, dict[str, int | list[int]]]
+
 FORMAT = 1
 MODEL, PLAN = "model.safetensors", "plan.json"
 # Depth and the channels of the first stage: 16, or W in networks named -wW.
@@ -215,7 +218,7 @@ class SmallVgg(nn.Module):
 # --------------------------------------------------------------------------------------------------
 
 
-def resize_(model: nn.Module, sizes: Mapping[str, Mapping[str, int | list[int]]]) -> None:
+def resize_(model: nn.Module, sizes: Sizes) -> None:
     """Give the modules named in `sizes` the sizes stated there; what had others loses its values.
 
     Convolutions have in_channels, out_channels and groups, linear layers in_features and

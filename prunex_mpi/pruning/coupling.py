@@ -23,7 +23,7 @@ it stops at control flow and knows shapes only after a second pass. Running the 
 TorchFunctionMode needs neither, and what is not known here is pinned, which is safe.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import nn
@@ -80,6 +80,25 @@ class Coupling:
         """Return (dimension, ids) of the parameter `name`, which may have none."""
         found = [(0, self.rows.get(name)), (1, self.columns.get(name)), self.inner.get(name)]
         return [entry for entry in found if entry is not None and entry[1] is not None]
+
+    def left(self, mask: np.ndarray) -> "Coupling":
+        """Return which slices of what is left of the network belong to which group of the whole.
+
+        `mask` says which groups are left.
+        """
+        # The last entry stands for what belongs to no group.
+        stays = np.append(mask, True)
+
+        def of(ids: np.ndarray) -> np.ndarray:
+            return ids[stays[ids]]
+
+        return replace(
+            self,
+            rows={name: of(ids) for name, ids in self.rows.items()},
+            columns={name: of(ids) for name, ids in self.columns.items()},
+            inner={name: (dim, of(ids)) for name, (dim, ids) in self.inner.items()},
+            numbers={key: of(ids) for key, ids in self.numbers.items()},
+        )
 
 
 def find_coupling(

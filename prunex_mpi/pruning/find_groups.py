@@ -105,7 +105,9 @@ def find_groups(
             start += blocks * count
         if selections:
             by_kind.append(tuple(selections))
-    groups = Groups(tuple(layers), tuple(by_kind), start, tuple(excluded), tuple(coupled))
+    groups = Groups(
+        tuple(layers), tuple(by_kind), start, tuple(excluded), tuple(coupled), coupling=coupling
+    )
     if of_all is None:
         return groups
     return _with_budget(groups, layout, coupling, ratios[0], of_all)

@@ -16,13 +16,14 @@ Which of them are kept is chosen in `projection`, what a choice does to vectors 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from torch import Tensor
 
 from prunex_mpi.models.layout import Layout, tile_length
+from prunex_mpi.pruning.coupling import Coupling
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ class Budget:
 class Groups:
     """All groups of a model; a mask is a bool array [total], kind after kind, layer after layer.
 
-    With a `budget` the coupled groups are chosen among all sets at once.
+    With a `budget` the coupled groups are chosen among all sets at once. `coupling` is what coupled
+    groups were found as.
     """
 
     layers: tuple[PrunableLayer, ...]
@@ -120,6 +122,8 @@ class Groups:
     excluded: tuple[str, ...]
     coupled: tuple[CoupledLayer, ...] = ()
     budget: Budget | None = None
+    # No part of what checkpoints know a model's groups by: `coupled` says the same.
+    coupling: Coupling | None = field(default=None, repr=False, compare=False)
 
     @property
     def prunable_numel(self) -> int:
@@ -158,12 +162,14 @@ class Groups:
 
 def gemm_views(flat: Tensor, layout: Layout, groups: Groups) -> list[Tensor]:
     """Return each prunable layer of `flat` as a view [blocks, rows, columns]."""
-    views = []
-    for layer in groups.layers:
-        offset = layout.segments[layer.segment].offset
-        piece = flat[offset : offset + layer.numel]
-        views.append(piece.view(layer.blocks, layer.rows, layer.columns))
-    return views
+    return [gemm_view(flat, layout, layer) for layer in groups.layers]
+
+
+def gemm_view(flat: Tensor, layout: Layout, layer: PrunableLayer) -> Tensor:
+    """Return one prunable layer of `flat` as a view [blocks, rows, columns]."""
+    offset = layout.segments[layer.segment].offset
+    piece = flat[offset : offset + layer.numel]
+    return piece.view(layer.blocks, layer.rows, layer.columns)
 
 
 def cut_view(view: Tensor) -> Iterator[tuple[slice, slice]]:

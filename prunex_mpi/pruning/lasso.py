@@ -27,7 +27,6 @@ from torch import Tensor
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.groups import Groups
-from prunex_mpi.pruning.shrink import slices_left
 
 # As the authors' code has it: of norms far below 1e-4.
 SMOOTHING = 1e-8
@@ -67,24 +66,6 @@ class Lasso:
     members: tuple[Member, ...]
     total: int
     smoothing: float = 0.0
-
-
-def remaining_coupling(layout: Layout, groups: Groups, mask: np.ndarray) -> Coupling:
-    """Return which slices of the parameters that are left belong to which group.
-
-    `groups` are those of the whole network, `mask` says which are left of them. `layout` only gives
-    the names. Positions are unknown.
-    """
-    rows, columns = {}, {}
-    # The last entry stands for what belongs to no group.
-    left = np.append(mask, True)
-    for entry in groups.coupled:
-        layer = groups.layers[entry.layer]
-        name = layout.segments[layer.segment].name
-        for known, ids in ((rows, entry.rows), (columns, entry.columns[:: layer.kernel])):
-            if (ids >= 0).any():
-                known[name] = ids[left[ids]]
-    return Coupling(rows, columns, (), groups.total, {}, groups.excluded)
 
 
 def build_lasso(layout: Layout, coupling: Coupling, device: torch.device) -> Lasso:
@@ -193,14 +174,6 @@ def emptied(
             best = np.where(mask[part], largest[part], -1.0).argmax()
             removed[s.start + best] = False
     return removed
-
-
-def cut(flat: Tensor, layout: Layout, coupling: Coupling, removed: np.ndarray) -> Tensor:
-    """Return the elements of `flat` that stay without the groups of `removed`, in their order."""
-    pieces = []
-    for segment, view in zip(layout.segments, layout.views(flat), strict=True):
-        pieces.append(slices_left(view, coupling.slices(segment.name), removed).reshape(-1))
-    return torch.cat(pieces)
 
 
 def _axes(lasso: Lasso) -> Iterator[tuple[Member, Axis]]:

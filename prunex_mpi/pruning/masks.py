@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.models.layout import Layout
-from prunex_mpi.pruning.groups import Groups, gemm_views
+from prunex_mpi.pruning.groups import Groups, gemm_view
 
 
 class LayerFactors(NamedTuple):
@@ -102,8 +102,7 @@ def apply_factors_(flat: Tensor, layout: Layout, groups: Groups, factors: Factor
 
 def factor_views(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> list[Tensor]:
     """Return the view of `flat` that each entry of `factors` masks, for use with `mask_views_`."""
-    views = gemm_views(flat, layout, groups)
-    return [views[entry.layer] for entry in factors.entries]
+    return [gemm_view(flat, layout, groups.layers[entry.layer]) for entry in factors.entries]
 
 
 def mask_views_(views: list[Tensor], factors: Factors) -> None:

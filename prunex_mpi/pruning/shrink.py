@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from prunex_mpi.models.layout import Layout
 from prunex_mpi.models.slim import (
     ATTENTION_HEADS,
     ATTENTIONS,
@@ -16,7 +17,7 @@ from prunex_mpi.models.slim import (
     SlimAttention,
     self_attention_parts,
 )
-from prunex_mpi.models.standalone import fill_, resize_
+from prunex_mpi.models.standalone import Sizes, fill_, resize_
 from prunex_mpi.pruning.coupling import Coupling
 
 WEIGHT = ".weight"
@@ -31,11 +32,9 @@ def shrink(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> nn.Modu
     return smaller
 
 
-def smaller_sizes(
-    model: nn.Module, coupling: Coupling, removed: np.ndarray
-) -> dict[str, dict[str, int | list[int]]]:
+def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> Sizes:
     """Return what `standalone.resize_` takes: the sizes of every module that can have others."""
-    sizes: dict[str, dict[str, int | list[int]]] = {}
+    sizes: Sizes = {}
 
     def left(known: Mapping[str, np.ndarray], name: str, size: int) -> int:
         return int(kept_slices(known[name], removed).sum()) if name in known else size
@@ -92,7 +91,7 @@ def _add_own_sizes(
     model: nn.Module,
     coupling: Coupling,
     removed: np.ndarray,
-    sizes: dict[str, dict[str, int | list[int]]],
+    sizes: Sizes,
 ) -> None:
     """Add to `sizes` the parameters and the numbers that modules of another kind have."""
     known = sizes.keys() - {n for n, m in model.named_modules() if type(m) in SLIM_WINDOWS}
@@ -136,6 +135,14 @@ def slices_left(
         kept = torch.from_numpy(np.flatnonzero(kept_slices(ids, removed))).to(tensor.device)
         tensor = tensor.index_select(dim, kept)
     return tensor
+
+
+def cut(flat: Tensor, layout: Layout, coupling: Coupling, removed: np.ndarray) -> Tensor:
+    """Return the elements of `flat` that stay without the groups of `removed`, in their order."""
+    pieces = []
+    for segment, view in zip(layout.segments, layout.views(flat), strict=True):
+        pieces.append(slices_left(view, coupling.slices(segment.name), removed).reshape(-1))
+    return torch.cat(pieces)
 
 
 def kept_slices(ids: np.ndarray, removed: np.ndarray) -> np.ndarray:

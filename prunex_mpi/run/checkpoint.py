@@ -15,8 +15,8 @@ from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError
 from prunex_mpi.base.files import FileRecord, telling_disk_errors
 from prunex_mpi.comm.agreement import broadcast_text, gather_text, together
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.removal import resize_to_
 from prunex_mpi.core.state import OWN, Work
-from prunex_mpi.methods.prunetrain import resize_to_
 from prunex_mpi.run import checkpoint_files
 from prunex_mpi.run.directory import RunDirectory, same_run
 from prunex_mpi.run.snapshot import (
@@ -29,6 +29,7 @@ from prunex_mpi.run.snapshot import (
     put_common,
     upgraded,
 )
+from prunex_mpi.settings.methods import REMOVING
 
 
 @dataclass(frozen=True)
@@ -177,13 +178,16 @@ def _read_manifest(
 def _fit_network(left: str, work: Work) -> str:
     """Give a network that becomes smaller the sizes it had; return why that can't be, or ""."""
     state = work.state
-    if not state.removes:
+    if not (state.removes or left):
         return ""
+    if not left and work.settings.method not in REMOVING:
+        left = np.packbits(np.ones_like(state.mask)).tobytes().hex()
     bits = np.frombuffer(bytes.fromhex(left), dtype=np.uint8)
     if bits.size != np.packbits(state.mask).size:
         return "it does not say what was left of the network"
     mask = np.unpackbits(bits, count=state.mask.size).astype(bool)
-    if not np.array_equal(mask, state.mask):
+    as_it_is = np.array_equal(mask, state.mask) if state.removes else mask.all()
+    if not as_it_is:
         resize_to_(state, work.problem.model, mask, work.settings)
     return ""
 

@@ -7,7 +7,6 @@ from prunex_mpi.base.files import STATE, written_record
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.metrics import density, prunable_and_kept
 from prunex_mpi.core.state import Problem, State, weights
-from prunex_mpi.methods.prunetrain import sizes_of
 from prunex_mpi.models.build import probe
 from prunex_mpi.run.checkpoint_files import save_tensors
 from prunex_mpi.run.closing import add_up
@@ -26,7 +25,7 @@ def save_model(path: Path, state: State, problem: Problem) -> dict[str, Any]:
     save_tensors(tensors, path / STATE)
     record = written_record(path / STATE)
     # What a network that became smaller while it was trained is built with.
-    smaller = {"layers": sizes_of(state, model, state.mask)} if state.removes else {}
+    smaller = {"layers": state.sizes} if state.sizes else {}
     return {
         **smaller,
         "bytes": record.size,

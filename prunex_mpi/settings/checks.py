@@ -62,6 +62,7 @@ def check_together(settings: Settings) -> None:
     if s.score != "magnitude" and s.amp == "fp16":
         raise UserError(f"amp fp16: gradients that score {s.score} adds up overflow; use bf16")
     _check_pruning_is_done(s)
+    _check_removal(s)
     if s.method not in CONSENSUS:
         return
     target = first_at_target(vars(s))
@@ -232,6 +233,22 @@ def _check_data(settings: Settings) -> None:
                 f"{key_of(name)} is for image files, which {settings.dataset} has none of; leave "
                 f"it away, or give --dataset {FROM_FILES[0]}"
             )
+
+
+def _check_removal(settings: Settings) -> None:
+    """Refuse to take channels out of the network where that can't be done."""
+    s = settings
+    if not s.remove_dropped:
+        return
+    if s.groups != ("coupled",):
+        raise UserError("remove-dropped is for coupled groups alone; give --groups coupled")
+    if s.compile:
+        raise UserError("compile: remove-dropped changes the model while it runs; leave one away")
+    if s.method in CONSENSUS and s.after_freeze != "local-sgd":
+        raise UserError(
+            f"after-freeze {s.after_freeze}: its duals are of the whole network; leave "
+            "remove-dropped away, or give local-sgd"
+        )
 
 
 def _check_rival(settings: Settings) -> None:

@@ -434,6 +434,14 @@ class Settings:
     after_freeze: str = _setting(
         _S, "training on the fixed support", choices=("local-sgd", "admm"), methods=CONSENSUS
     )
+    remove_dropped: bool = _setting(
+        _S,
+        "take what is dropped out of the network itself once masks are final, so that steps cost "
+        "less from then on (coupled groups)",
+        False,
+        before=False,
+        methods=SHRINKING,
+    )
 
     _S = "consensus"
     theta_start: str = _setting(

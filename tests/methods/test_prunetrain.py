@@ -16,8 +16,8 @@ from reference_prunetrain import simulate_prunetrain, without_dead
 from torchvision.models import VisionTransformer
 
 from prunex_mpi.core.problem import make_groups
+from prunex_mpi.core.removal import remove_
 from prunex_mpi.core.state import build_state
-from prunex_mpi.methods.prunetrain import remove_
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.models.slim import SlimAttention

@@ -17,7 +17,6 @@ from prunex_mpi.pruning.lasso import (
     emptied,
     group_norms,
     one_group_per_layer,
-    remaining_coupling,
     write_subgradient_,
 )
 
@@ -49,10 +48,7 @@ def uneven(model, layout):
 
 
 def traced(model, layout):
-    coupling = find_coupling(model, SIDE, PLAIN)
-    return remaining_coupling(
-        layout, groups_of(model, layout, coupling), np.ones(coupling.total, bool)
-    )
+    return find_coupling(model, SIDE, PLAIN)
 
 
 def groups_of(model, layout, coupling):
@@ -115,8 +111,6 @@ def test_groups_of_each_layer_are_rows_and_columns_of_its_weight(make):
     model = make().double()
     layout, side = build_layout(model), 6 if make is CoupledNet else SIDE
     coupling = find_coupling(model, side, PLAIN)
-    groups = find_groups(model, layout, ("coupled",), (1.0,), coupling=coupling)
-    left = remaining_coupling(layout, groups, np.ones(coupling.total, bool))
     by_hand, count = 0.0, 0
     for name, p in model.named_parameters():
         found = [(0, coupling.rows.get(name)), (1, coupling.columns.get(name))]
@@ -128,7 +122,7 @@ def test_groups_of_each_layer_are_rows_and_columns_of_its_weight(make):
                 count += 1
     assert make is not CoupledNet or "conv4.weight" in coupling.rows
     theta, grad = flatten_(model, layout)
-    lasso = one_group_per_layer(build_lasso(layout, left, CPU))
+    lasso = one_group_per_layer(build_lasso(layout, coupling, CPU))
     norms = group_norms(theta, lasso, torch.empty_like(theta))
     assert norms.numel() == lasso.total == count
     assert float(norms.sum()) == pytest.approx(float(by_hand.detach()), rel=1e-12)

@@ -139,6 +139,16 @@ FEWER_BITS = {
         "payload": "int8sum",
     },
     "diloco int4": {"method": "diloco", "payload": "int4"},
+    # What it has dropped is gone from the fourth iteration on.
+    "removed": {
+        **RAMP,
+        "groups": ("coupled",),
+        "freeze_iteration": 3,
+        "remove_dropped": True,
+        "payload": "int4",
+        "score": "fisher",
+        "ema": 0.75,
+    },
 }
 OVERLAPPED = {
     "behind": {**RAMP, **BEHIND, "freeze_iteration": 3},

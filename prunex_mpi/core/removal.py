@@ -1,0 +1,122 @@
+"""A network that becomes physically smaller while it is trained.
+
+What the mask lacks is taken out of the model and of every vector of the state: from then on steps
+cost what the smaller network costs. Weights, BatchNorm statistics, the optimizer's memory, what has
+not been sent yet, the average of z and the best z stay bit for bit in what is left, and so a run
+goes on as it would with zeros in their place, up to how sums are rounded.
+
+Groups and mask remain those of the whole network.
+"""
+
+from dataclasses import fields
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prunex_mpi.comm.gradients import GradientAverager
+from prunex_mpi.core.best import BEST, BEST_MASK, BEST_STATS, memory_of_best
+from prunex_mpi.core.ema import EMA, EMA_COUNT, EMA_STATS, memory_of_ema
+from prunex_mpi.core.optimizer import remembered
+from prunex_mpi.core.scores import memory_of_scores
+from prunex_mpi.core.state import KNOWN, REST, State, Work, build_state
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.models.standalone import Sizes, fill_, resize_
+from prunex_mpi.pruning.shrink import cut, smaller_sizes, smaller_tensors
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.methods import REMOVING
+
+
+def remove_dropped_(work: Work, averager: GradientAverager | None) -> None:
+    """Take what frozen masks have dropped out of the network, once, if `--remove-dropped` is given.
+
+    Before the local steps of an outer iteration. The averager, if there is one, listens to the
+    smaller network then. Does not communicate.
+    """
+    state, settings = work.state, work.settings
+    if not settings.remove_dropped or not state.frozen or state.removes:
+        return
+    mask, best = state.mask, state.position.best
+    staying = _staying(state, mask)
+    state.mask = np.ones_like(mask)
+    remove_(state, work.problem.model, ~mask, settings)
+    if BEST in staying:
+        state.position.best = best
+    for name, values in staying.items():
+        into = state.memory[name] if name in state.memory else getattr(state, name)
+        into[: values.numel()].copy_(values)
+    if averager is not None:
+        averager.listen_to(work.problem.model, state.layout, state.grad)
+
+
+def remove_(state: State, model: nn.Module, removed: np.ndarray, settings: Settings) -> None:
+    """Rebuild `model` and `state` without the groups of `removed`, bool [groups].
+
+    Weights, BatchNorm statistics and the optimizer's memory stay bit for bit in what is left; z and
+    z_i are theta, and what else the state remembers begins anew.
+    """
+    coupling = state.groups.coupling.left(state.mask)
+    sizes = smaller_sizes(model, coupling, removed)
+    tensors = smaller_tensors(model, coupling, removed)
+    moments = {
+        name: cut(moment, state.layout, coupling, removed) if moment.dim() else moment
+        for name, moment in remembered(state.optimizer, state.theta).items()
+    }
+    resize_(model, sizes)
+    fill_(model, tensors)
+    _rebuild_(state, model, state.mask & ~removed, sizes, settings)
+    for name, moment in remembered(state.optimizer, state.theta).items():
+        moment.copy_(moments[name])
+
+
+def resize_to_(state: State, model: nn.Module, mask: np.ndarray, settings: Settings) -> None:
+    """Give `model` and `state` the sizes that `mask` leaves; the caller sets all values afterwards.
+
+    The model may be larger or smaller before. Sizes are those of the whole network, and masks are
+    in force again, where everything is left and the method does not remove from the beginning.
+    """
+    resize_(model, state.whole.sizes)
+    sizes = smaller_sizes(model, state.groups.coupling, ~mask)
+    resize_(model, sizes)
+    _rebuild_(state, model, mask, sizes, settings)
+    state.removes = settings.method in REMOVING or not mask.all()
+
+
+def _staying(state: State, mask: np.ndarray) -> dict[str, Tensor]:
+    """Return what stays under `mask` of what the model does not hold, by its name in the state."""
+    coupling, memory = state.groups.coupling, state.memory
+    found = {name: getattr(state, name) for name in ("z", "z_node")}
+    statistics = []
+    if EMA in memory:
+        found[EMA] = memory[EMA]
+        statistics.append(EMA_STATS)
+    if BEST in memory and torch.equal(memory[BEST_MASK], torch.from_numpy(mask)):
+        found[BEST] = memory[BEST]
+        statistics.append(BEST_STATS)
+    if KNOWN in memory:
+        statistics.append(KNOWN)
+    found = {name: cut(flat, state.layout, coupling, ~mask) for name, flat in found.items()}
+    found |= {name: memory[name][state.stats_kept] for name in statistics}
+    # What has no size of the network's.
+    found |= {name: memory[name] for name in (EMA_COUNT, BEST_MASK) if name in memory}
+    if REST in memory:
+        # It is as compact as what travels.
+        found[REST] = memory[REST][: state.plan.numel]
+    return found
+
+
+def _rebuild_(
+    state: State, model: nn.Module, mask: np.ndarray, sizes: Sizes, settings: Settings
+) -> None:
+    """Fill `state` anew for a model of other sizes: from its weights, all else as at the start."""
+    new = build_state(model, build_layout(model), state.groups, settings)
+    # The best z so far was of another size, and so were those of the average.
+    new.memory = {**state.memory, **new.memory, **memory_of_scores(settings, new.theta)}
+    new.memory |= memory_of_best(settings, new) | memory_of_ema(settings, new)
+    state.position.best = []
+    for kept in ("whole", "position", "scaler", "rho1", "rho2", "frozen", "consensus_sgd"):
+        setattr(new, kept, getattr(state, kept))
+    new.mask, new.sizes, new.removes = mask, sizes, True
+    new.optimizer.param_groups[0]["lr"] = state.optimizer.param_groups[0]["lr"]
+    for field in fields(State):
+        setattr(state, field.name, getattr(new, field.name))

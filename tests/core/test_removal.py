@@ -1,0 +1,141 @@
+"""A run whose network becomes smaller, beside the same with zeros in place of what has gone."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from driving import run_driver
+from jobs import run_folder, run_job_here
+from nets import CoupledNet, RandomStream
+from nodes import WORLD, nodes_of
+from small_runs import COMMON as RUN_COMMON
+from torch import nn
+from torchvision.models import VisionTransformer
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.models import batchnorm
+from prunex_mpi.pruning.shrink import cut
+from prunex_mpi.run.finished_run import read_run
+from prunex_mpi.settings.resolve import make
+
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
+
+COMMON = {
+    "groups": ("coupled",),
+    "outer_iterations": 7,
+    "lr": 0.05,
+    "lr_schedule": "constant",
+    "lr_warmup": 0.0,
+    "bn": "average",
+}
+PRUNEX = {
+    **{"method": "prunex", "warmup_iterations": 1, "keep_ramp_iterations": 2},
+    **{"freeze_iteration": 3, "rho1": 0.02, "rho2": 0.005, "residuals": "off"},
+}
+ONE_SHOT = {"method": "one-shot", "prune_iteration": 3}
+SCENARIOS = {
+    "prunex": PRUNEX,
+    "outer": {**PRUNEX, "node_sync": "outer", "clip_norm": 0.5, "dropped": "shrink"},
+    "adamw int4": {**PRUNEX, "optimizer": "adamw", "lr": 0.002, "payload": "int4"},
+    "behind": {**PRUNEX, "overlap_steps": 1, "evaluate_every": 7, "payload": "int4"},
+    "one-shot": {**ONE_SHOT, "score": "taylor", "payload": "bf16"},
+}
+
+
+class Attention(nn.Module):
+    """A vision transformer of two heads: LayerNorm, attention and added positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = VisionTransformer(6, 3, 1, 2, 8, 12, num_classes=5)
+
+    def forward(self, images):
+        return self.net(images)
+
+
+def run(settings, ranks_per_node, make_model):
+    """Return (mask, z, momentum, statistics, bytes, loss) of each outer iteration, and the end."""
+    torch.manual_seed(2)
+    found = []
+    with nodes_of(ranks_per_node) as topology:
+        stream = RandomStream(WORLD.rank, torch.float64)
+        model = make_model().double()
+        for record, state in run_driver(topology, settings, model, stream):
+            momentum = next(iter(state.optimizer.state[state.theta].values()))
+            statistics = torch.empty_like(state.stats)
+            batchnorm.read_(state.bn_modules, statistics)
+            kept = state.stats_kept
+            vectors = [state.z.clone(), momentum.clone(), statistics[kept]]
+            found.append((state.mask, vectors, record["bytes"], record["train_loss"]))
+    return found, state
+
+
+@pytest.mark.parametrize(
+    ("scenario", "ranks_per_node", "make_model"),
+    [
+        *((scenario, shape, CoupledNet) for scenario in SCENARIOS for shape in (1, 2)),
+        ("prunex", 3, CoupledNet),
+        ("prunex", 2, Attention),
+    ],
+)
+def test_it_goes_on_as_with_zeros(scenario, ranks_per_node, make_model):
+    settings = {**COMMON, **SCENARIOS[scenario]}
+    whole, state = run(make(**settings), ranks_per_node, make_model)
+    small, smaller = run(make(**settings, remove_dropped=True), ranks_per_node, make_model)
+    assert smaller.theta.numel() < 0.8 * state.theta.numel()
+    assert smaller.removes and smaller.scratch.numel() == smaller.theta.numel()
+    # As it computes in float64, int4 rounds alike but where a value is between two levels.
+    near = {"rtol": 1e-9, "atol": 1e-11}
+    for k, (masked, removed) in enumerate(zip(whole, small, strict=True), 1):
+        assert np.array_equal(masked[0], removed[0])
+        inside = masked[2].pop("intra"), removed[2].pop("intra")
+        # Gradients are averaged in the node: of what is left.
+        assert inside[1] < inside[0] if k > 3 and inside[0] else inside[0] == inside[1]
+        assert masked[2] == removed[2], k
+        assert masked[3] == pytest.approx(removed[3], rel=1e-9)
+        for flat, left in zip(masked[1], removed[1], strict=True):
+            if k > 3 and flat.numel() == state.theta.numel():
+                flat = cut(flat, state.layout, state.groups.coupling, ~masked[0])
+            torch.testing.assert_close(left, flat, **near)
+
+
+RUN = {
+    **RUN_COMMON,
+    **{"model": "resnet8-w4", "groups": ("coupled",), "outer_iterations": 6, "local_steps": 3},
+    **{"freeze_iteration": 3, "warmup_iterations": 0, "keep_ramp_iterations": 2, "lr": 0.05},
+    **{"progress": "off", "val_share": 0.25, "ema": 0.5},
+}
+
+
+def test_what_is_delivered_is_the_smaller_network():
+    logits, parts, tests = [], [], []
+    with run_folder() as folder:
+        for remove in (False, True):
+            run = folder / str(remove)
+            assert run_job_here(make(**RUN, run_dir=str(run), remove_dropped=remove)) == 0
+            WORLD.Barrier()
+            summary = json.loads((run / "summary.json").read_text())
+            logits.append(summary["delivered"]["probe"])
+            assert ("layers" in summary["delivered"]) == remove
+            parts.append([summary[key] for key in ("parameters", "parameters_kept", "density")])
+            tests.append(summary["test_loss"])
+            network = read_run(run, with_data=False).model
+            size = sum(p.numel() for p in network.parameters())
+            assert size == summary["parameters_kept" if remove else "parameters"]
+    assert parts[0] == parts[1]
+    assert tests[1] == pytest.approx(tests[0], rel=1e-4)
+    assert logits[1] == pytest.approx(logits[0], rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"groups": ("channel",)}, "coupled groups alone"),
+        ({"compile": True}, "changes the model"),
+        ({"after_freeze": "admm"}, "duals are of the whole"),
+    ],
+)
+def test_what_cannot_be_removed_is_refused(changes, said):
+    with pytest.raises(UserError, match=said):
+        make(**{"groups": ("coupled",), "remove_dropped": True, **changes})
