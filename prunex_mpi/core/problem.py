@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -148,7 +149,7 @@ def make_groups(
     of_all = None
     if settings.keep_by != "groups":
         of_all = OfAll(settings.keep_by, settings.round_to, settings.keep_floor)
-    return find_groups(
+    found = find_groups(
         model,
         layout,
         settings.groups,
@@ -157,6 +158,7 @@ def make_groups(
         coupling=coupling,
         of_all=of_all,
     )
+    return replace(found, of_loss=settings.score != "magnitude")
 
 
 def build_problem(

@@ -112,8 +112,8 @@ class Budget:
 class Groups:
     """All groups of a model; a mask is a bool array [total], kind after kind, layer after layer.
 
-    With a `budget` the coupled groups are chosen among all sets at once. `coupling` is what coupled
-    groups were found as.
+    With a `budget` the coupled groups are chosen among all sets at once. `of_loss` says that they
+    are scored by what the loss would feel. `coupling` is what coupled groups were found as.
     """
 
     layers: tuple[PrunableLayer, ...]
@@ -122,7 +122,8 @@ class Groups:
     excluded: tuple[str, ...]
     coupled: tuple[CoupledLayer, ...] = ()
     budget: Budget | None = None
-    # No part of what checkpoints know a model's groups by: `coupled` says the same.
+    # These are no part of what checkpoints know a model's groups by.
+    of_loss: bool = field(default=False, repr=False)
     coupling: Coupling | None = field(default=None, repr=False, compare=False)
 
     @property

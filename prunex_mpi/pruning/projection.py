@@ -11,7 +11,8 @@ With W_m[g] the slice of coupled group g in tensor m, of n_m slices, its score i
 over the weights and BatchNorm gammas M_g (both restricted to what belongs to groups): an average
 slice counts 1, whatever the tensor's size, so that scores can be compared over sets. The alpha best
 of a set are their projection in the norm that weighs every tensor like that. Biases and betas go
-with their group and do not score.
+with their group and do not score. What the loss would feel (`core.scores`) has one unit in all
+tensors already: there s_g = sum_m |W_m[g]|^2.
 """
 
 import math
@@ -96,10 +97,13 @@ def _coupled_scores(
     ]
     # One transfer, and float64 for what is added up on the host.
     energies = torch.cat(sums).cpu().numpy().astype(np.float64)[scored.inside]
-    totals = np.bincount(scored.side, energies, len(scored.slices))
-    scale = scored.slices / np.maximum(totals, np.finfo(np.float64).tiny)
-    scores = np.bincount(scored.group, energies * scale[scored.side], groups.total)
-    scores /= np.maximum(scored.members, 1)
+    if groups.of_loss:
+        scores = np.bincount(scored.group, energies, groups.total)
+    else:
+        totals = np.bincount(scored.side, energies, len(scored.slices))
+        scale = scored.slices / np.maximum(totals, np.finfo(np.float64).tiny)
+        scores = np.bincount(scored.group, energies * scale[scored.side], groups.total)
+        scores /= np.maximum(scored.members, 1)
     return torch.from_numpy(scores[start:stop]).to(views[0].dtype)
 
 

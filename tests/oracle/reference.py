@@ -96,11 +96,11 @@ def project(candidates, infos, kinds, ratio, node_weights):
     return masks
 
 
-def project_coupled(candidates, sets, ratio, node_weights):
+def project_coupled(candidates, sets, ratio, node_weights, of_loss):
     """Return {name: element mask} of the channels kept, as `project` does.
 
     A set is (count, members): a member NAME/AXIS has the slices of the set's channels along an axis
-    of a parameter, in order. Biases do not score.
+    of a parameter, in order. Biases do not score. Scores `of_loss` are added up as they are.
     """
     masks = {}
     for count, members in sets:
@@ -110,9 +110,9 @@ def project_coupled(candidates, sets, ratio, node_weights):
         for p, candidate in zip(node_weights, candidates, strict=True):
             for name, axis in scoring:
                 squares = candidate[name].double() ** 2
+                unit = 1.0 if of_loss else float(squares.sum()) * len(scoring) / count
                 for g in range(count):
-                    share = float(squares.select(axis, g).sum() / squares.sum())
-                    scores[g] += p * share * count / len(scoring)
+                    scores[g] += p * float(squares.select(axis, g).sum()) / unit
         order = sorted(range(count), key=lambda g: (-scores[g], g))
         for name, axis in places:
             everything = torch.ones_like(candidates[0][name], dtype=torch.bool)
@@ -178,7 +178,8 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
 
     def support(candidates, ratio, node_weights):
         if s.groups == ("coupled",):
-            return project_coupled(candidates, s.sets, ratio, node_weights)
+            of_loss = s.score != "magnitude"
+            return project_coupled(candidates, s.sets, ratio, node_weights, of_loss)
         return project(candidates, infos, s.groups, ratio, node_weights)
 
     total_ranks, nodes = sum(node_sizes), len(node_sizes)
