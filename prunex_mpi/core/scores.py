@@ -8,7 +8,8 @@ is added up over a group in place of W^2 is
 - `taylor`: (sum_t G_t W)^2, the first order of what the mean loss would change by
 
 The gradients are those of the local steps: they cost one more pass over the parameters. Each node
-weighs its candidate by gradients of its own.
+weighs its candidate by gradients of its own. Both are in the unit of the loss, or its square, in
+every layer, and so a budget of the whole model can choose among all of them.
 """
 
 import torch
