@@ -231,11 +231,14 @@ tune-lr = [0.01]
 """
 
 
-@pytest.mark.parametrize("plan", ["compare_cifar10.toml", "ways_cifar10.toml"])
-def test_the_plans_that_are_shipped_can_be_run(plan):
+@pytest.mark.parametrize(
+    ("plan", "rows"),
+    [("compare_cifar10.toml", 21), ("ways_cifar10.toml", 11), ("pruned_cifar10.toml", 5)],
+)
+def test_the_plans_that_are_shipped_can_be_run(plan, rows):
     path = Path(__file__).resolve().parents[2] / "batch" / plan
     options = parse(["--plan", str(path), "--data-dir", "x", "--seeds", "0", "1", "2"])
-    assert len(options.rows) > 10
+    assert len(options.rows) == rows
 
 
 def test_a_plan_has_rows_of_one_method_with_settings_of_their_own(tmp_path):
@@ -702,6 +705,16 @@ def test_a_directory_that_is_there_is_refused_before_anything_runs(quiet, tmp_pa
     flags = ["--methods", "dense", "topk", "--seeds", "0", "1", f"--dir={place}"]
     with pytest.raises(UserError, match="topk-1 is there already"):
         compare(WORLD, parse([*TINY, *flags]))
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("tuned", [[], ["--tune-lr", "0.1"]])
+def test_a_row_that_can_not_be_is_refused_before_anything_runs(quiet, monkeypatch, tuned):
+    monkeypatch.setattr(bench_compare, "run_one", lambda *_, **__: pytest.fail("it was trained"))
+    flags = ["--methods", "dense", "prunex", "--groups=coupled", "--keep-by=parameters"]
+    with pytest.raises(UserError, match="row prunex: --keep-ratio 1e-05 of the parameters"):
+        compare(WORLD, parse([*TINY, *tuned, *flags, "--keep-ratio=0.00001"]))
 
 
 @pytest.mark.any_mpi

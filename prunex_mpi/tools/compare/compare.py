@@ -22,8 +22,9 @@ from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.base.tables import as_json, format_table
 from prunex_mpi.comm.agreement import broadcast_text, require_same, together
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.problem import load_dataset
+from prunex_mpi.core.problem import load_dataset, make_groups, make_model
 from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run.facts import recorded_versions
 from prunex_mpi.run.program import watched
 from prunex_mpi.run.start import find_transport, heed_findings, refuse_lone_singleton, take_places
@@ -132,6 +133,8 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
         outcomes: list[Outcome] = []
         for seed in options.seeds:
             dataset = bench.load(settings_of(options.common, rows[0], seed))
+            if not outcomes and not tunings:
+                refuse_impossible(bench, rows, dataset)
             for row in rows:
                 outcomes.append(run_row(bench, row, seed, rates, dataset))
                 require_same_work(outcomes)
@@ -188,6 +191,25 @@ def notes_of(bench: Bench, elsewhere: Sequence[str]) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 # Runs
 # --------------------------------------------------------------------------------------------------
+
+
+def refuse_impossible(bench: Bench, rows: Sequence[Row], dataset: Dataset) -> None:
+    """Raise UserError for a row whose network or groups can't be, before any has been trained.
+
+    Collective on `world`.
+    """
+    options = bench.options
+
+    def build() -> None:
+        for row in rows:
+            settings = settings_of(options.common, row, options.seeds[0], length=options.length)
+            try:
+                model = make_model(settings, dataset.num_classes, dataset.image_size)
+                make_groups(settings, model, build_layout(model), dataset.image_size)
+            except UserError as error:
+                raise UserError(f"row {row.name}: {error}", error.exit_code) from None
+
+    together(bench.world, build)
 
 
 def run_row(
@@ -265,6 +287,7 @@ def tune_all(bench: Bench, rows: Sequence[Row]) -> list[Tuning]:
         return []
     settings = settings_of(options.common, rows[0], options.tune_seed)
     held_out = hold_out(bench.load, settings)
+    refuse_impossible(bench, rows, held_out)
     return [tune(bench, row, held_out) for row in wanted]
 
 
