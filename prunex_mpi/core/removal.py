@@ -109,12 +109,12 @@ def _rebuild_(
     state: State, model: nn.Module, mask: np.ndarray, sizes: Sizes, settings: Settings
 ) -> None:
     """Fill `state` anew for a model of other sizes: from its weights, all else as at the start."""
-    new = build_state(model, build_layout(model), state.groups, settings)
+    new = build_state(model, build_layout(model), state.groups, settings, state.whole)
     # The best z so far was of another size, and so were those of the average.
     new.memory = {**state.memory, **new.memory, **memory_of_scores(settings, new.theta)}
     new.memory |= memory_of_best(settings, new) | memory_of_ema(settings, new)
     state.position.best = []
-    for kept in ("whole", "position", "scaler", "rho1", "rho2", "frozen", "consensus_sgd"):
+    for kept in ("position", "scaler", "rho1", "rho2", "frozen", "consensus_sgd"):
         setattr(new, kept, getattr(state, kept))
     new.mask, new.sizes, new.removes = mask, sizes, True
     new.optimizer.param_groups[0]["lr"] = state.optimizer.param_groups[0]["lr"]

@@ -188,8 +188,17 @@ class Work:
     behind: Behind | None = None
 
 
-def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Settings) -> State:
-    """Allocate the variables: consensus starts at the model's parameters, duals at 0."""
+def build_state(
+    model: nn.Module,
+    layout: Layout,
+    groups: Groups,
+    settings: Settings,
+    whole: Whole | None = None,
+) -> State:
+    """Allocate the variables: consensus starts at the model's parameters, duals at 0.
+
+    Without `whole` nothing has been taken out of the model.
+    """
     theta, grad = flatten_(model, layout)
     bn_modules = batchnorm.find(model)
     stats = theta.new_empty(batchnorm.numel(bn_modules))
@@ -219,7 +228,7 @@ def build_state(model: nn.Module, layout: Layout, groups: Groups, settings: Sett
         factors=build_factors(mask, groups, theta.device, theta.dtype),
         plan=build_plan(layout, groups, mask, theta.device),
         memory=memory_of_message(settings, theta, stats),
-        whole=describe_whole(model, layout, groups, settings),
+        whole=whole or describe_whole(model, layout, groups, settings),
         shrinks=settings.method not in EVERY_RANK_ALONE,
         removes=settings.method in REMOVING,
         consensus_sgd=settings.method not in CONSENSUS,

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from nodes import WORLD
+from places import BUFFERS, DEVICE, Moved
 
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.behind import exchanging_behind
@@ -21,7 +22,7 @@ from prunex_mpi.pruning.masks import layer_masks
 from prunex_mpi.run.supervision import driver_of
 
 CPU = torch.device("cpu")
-SMALL_BUCKETS = build_transport(CPU, 2**-10, "host")
+SMALL_BUCKETS = build_transport(DEVICE, 2**-10, BUFFERS)
 STEPS = 3
 STEPS_PER_EPOCH = 2
 COMMON = {"outer_iterations": 2, "lr": 0.05, "lr_schedule": "constant", "lr_warmup": 0.0}
@@ -44,7 +45,10 @@ def make_work(settings, model, stream, steps=STEPS, loss=F.cross_entropy, side=6
     Buckets of 1 KiB: every message is cut.
     """
     layout = build_layout(model)
-    state = build_state(model, layout, make_groups(settings, model, layout, side), settings)
+    groups = make_groups(settings, model, layout, side)
+    state = build_state(model.to(DEVICE), layout, groups, settings)
+    if DEVICE.type != "cpu":
+        stream = Moved(stream)
     state.memory |= memory_of(settings, layout, state.theta)
     nothing = Shard(torch.empty(0), torch.empty(0))
     problem = Problem(model, model, loss, stream, nothing, None, iter, steps, *torch.zeros(2, 3))
@@ -74,8 +78,9 @@ def element_masks(state):
 
 
 def by_name(flat, state):
+    """Return {parameter name: tensor on the CPU}, there of the memory of `flat`."""
     names = [s.name for s in state.layout.segments]
-    return dict(zip(names, state.layout.views(flat), strict=True))
+    return dict(zip(names, state.layout.views(flat.cpu()), strict=True))
 
 
 def difference(mine, reference):
@@ -91,6 +96,7 @@ def node_sizes_of(size, ranks_per_node):
 
 
 def assert_alike_on_all_ranks(tensor):
-    reference = tensor.numpy().copy()
+    mine = tensor.cpu().numpy()
+    reference = mine.copy()
     WORLD.Bcast(reference, root=0)
-    assert np.array_equal(reference, tensor.numpy())
+    assert np.array_equal(reference, mine)

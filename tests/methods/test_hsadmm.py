@@ -238,7 +238,7 @@ def test_program_equals_oracle(ranks_per_node, scenario, dtype):
             assert record["residuals"][level] == pytest.approx(total, rel=large, abs=large * norm)
         expected_here = expected.statistics[r].values()
         for module, statistics in zip(state.bn_modules, expected_here, strict=True):
-            pair = module.running_mean, module.running_var
+            pair = module.running_mean.cpu(), module.running_var.cpu()
             for found, known in zip(pair, statistics, strict=True):
                 torch.testing.assert_close(found, known, rtol=large, atol=large)
     assert count == settings.outer_iterations
@@ -257,14 +257,14 @@ def test_invariants_hold_in_every_iteration(ranks_per_node, scenario):
     stream = RandomStream(world.rank, torch.float64)
     for _, state, _ in run_driver(world, ranks_per_node, model, stream, settings):
         # sum_i P_i v_i = 0 in every coordinate.
-        total = state.v.numpy().copy()
+        total = state.v.cpu().numpy().copy()
         world.Allreduce(MPI.IN_PLACE, total, op=MPI.SUM)
         assert np.abs(total).max() < 1e-12
         # Zero-fill is exact (the oracle checks that the mean it replaces vanishes).
         for name, mask in element_masks(state).items():
             assert torch.all(by_name(state.z, state)[name][~mask] == 0)
         # Masks and z are the same bits on all ranks.
-        for array in (state.mask.astype(np.uint8), state.z.numpy()):
+        for array in (state.mask.astype(np.uint8), state.z.cpu().numpy()):
             reference = array.copy()
             world.Bcast(reference, root=0)
             assert np.array_equal(reference, array)
@@ -322,9 +322,9 @@ def test_z_is_the_same_bits_on_all_ranks(ranks_per_node, payload, overlap_steps)
     torch.manual_seed(3)
     stream = RandomStream(world.rank, torch.float32)
     for _, state, _ in run_driver(world, ranks_per_node, CoupledNet(), stream, settings):
-        reference = state.z.numpy().copy()
+        reference = state.z.cpu().numpy().copy()
         world.Bcast(reference, root=0)
-        assert np.array_equal(reference, state.z.numpy())
+        assert np.array_equal(reference, state.z.cpu().numpy())
         assert state.position.under_way or not state.z[kept_nowhere(state)].any()
 
 

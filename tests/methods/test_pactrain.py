@@ -111,8 +111,8 @@ def test_program_equals_masked_sgd(aggregation, ranks_per_node, changes):
             assert record["frozen"] == bool(masks)
             payloads.append(record["bytes"]["payload"])
             for module, (mean, var) in zip(state.bn_modules, expected.statistics, strict=True):
-                torch.testing.assert_close(module.running_mean, mean, rtol=1e-11, atol=1e-12)
-                torch.testing.assert_close(module.running_var, var, rtol=1e-11, atol=1e-12)
+                torch.testing.assert_close(module.running_mean.cpu(), mean, rtol=1e-11, atol=1e-12)
+                torch.testing.assert_close(module.running_var.cpu(), var, rtol=1e-11, atol=1e-12)
         assert state.memory[STABLE].all()
         if settings.adaptive:
             assert int(state.memory[CHOICE]) in (FULL, COMPACT)

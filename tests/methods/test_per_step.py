@@ -86,8 +86,8 @@ def test_program_equals_oracle(aggregation, ranks_per_node, method):
             assert record["train_loss"] == pytest.approx(expected.loss, rel=1e-11)
             assert record["density"] == 1.0
             for module, (mean, var) in zip(state.bn_modules, expected.statistics, strict=True):
-                torch.testing.assert_close(module.running_mean, mean, rtol=1e-11, atol=1e-12)
-                torch.testing.assert_close(module.running_var, var, rtol=1e-11, atol=1e-12)
+                torch.testing.assert_close(module.running_mean.cpu(), mean, rtol=1e-11, atol=1e-12)
+                torch.testing.assert_close(module.running_var.cpu(), var, rtol=1e-11, atol=1e-12)
     assert record["status"] == "completed"
 
 

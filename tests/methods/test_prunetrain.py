@@ -100,8 +100,12 @@ def test_program_equals_oracle(aggregation, ranks_per_node, groups):
                     without_dead({**expected.z, bias: x}, CoupledNet.SETS, dead)[bias]
                     for x in statistics
                 ]
-                torch.testing.assert_close(module.running_mean, pair[0], rtol=1e-11, atol=1e-12)
-                torch.testing.assert_close(module.running_var, pair[1], rtol=1e-11, atol=1e-12)
+                torch.testing.assert_close(
+                    module.running_mean.cpu(), pair[0], rtol=1e-11, atol=1e-12
+                )
+                torch.testing.assert_close(
+                    module.running_var.cpu(), pair[1], rtol=1e-11, atol=1e-12
+                )
     assert record["status"] == "completed"
 
 

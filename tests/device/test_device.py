@@ -1,0 +1,155 @@
+"""The device path on a GPU that several ranks share, in device memory and in pinned host memory.
+
+`batch/gpu.sh` runs these, and the oracles of all methods with PRUNEX_TEST_DEVICE=cuda.
+"""
+
+import json
+
+import pytest
+import torch
+from jobs import run_folder, run_job_here
+from nodes import NODE_SHAPES, WORLD, nodes_of
+from places import BUFFERS, DEVICE
+from safetensors.torch import load_file
+from small_runs import COMMON
+
+from mpi4py import MPI
+
+from prunex_mpi.comm.behind import exchanging_behind
+from prunex_mpi.comm.collectives import (
+    MPI_TYPES,
+    allreduce_,
+    allreduce_then_bcast_,
+    bcast_,
+    build_transport,
+    reduce_,
+)
+from prunex_mpi.settings.cli import parse
+from prunex_mpi.settings.resolve import make
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.cuda,
+    pytest.mark.skipif(DEVICE.type != "cuda", reason="PRUNEX_TEST_DEVICE is not cuda"),
+]
+
+SIZES = (0, 1, 13, 27, 1000, 1 << 18)
+BUCKET_MIB = 2**-8
+# Sums of a device's atomics and of MPI may be in another order each time.
+CLOSE = {"rel": 1e-4, "abs": 1e-5}
+
+
+def transport():
+    return build_transport(DEVICE, BUCKET_MIB, BUFFERS)
+
+
+def numbers(rank, size, dtype):
+    """Return what a rank holds: small integers, so that every order of summation is exact."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 32, (size,), generator=generator).to(dtype)
+
+
+def total(size, dtype):
+    everyone = [numbers(rank, size, dtype) for rank in range(WORLD.size)]
+    return torch.stack(everyone).sum(0).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", MPI_TYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_collectives_are_those_of_the_cpu(size, dtype):
+    mine, everyone = numbers(WORLD.rank, size, dtype), total(size, dtype)
+    flat = mine.to(DEVICE, copy=True)
+    allreduce_(WORLD, flat, transport())
+    assert torch.equal(flat.cpu(), everyone)
+    flat = mine.to(DEVICE, copy=True)
+    reduce_(WORLD, flat, transport())
+    assert torch.equal(flat.cpu(), everyone if WORLD.rank == 0 else mine)
+    flat = mine.to(DEVICE, copy=True)
+    bcast_(WORLD, flat, transport())
+    assert torch.equal(flat.cpu(), numbers(0, size, dtype))
+
+
+def test_a_union_of_bits_is_that_of_the_cpu():
+    bits = torch.full((1000,), 1 << WORLD.rank % 8, dtype=torch.uint8, device=DEVICE)
+    allreduce_(WORLD, bits, transport(), MPI.BOR)
+    assert bits.cpu().unique().tolist() == [(1 << min(WORLD.size, 8)) - 1]
+
+
+@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_between_nodes_are_those_of_the_cpu(size, ranks_per_node):
+    with nodes_of(ranks_per_node) as topology:
+        flat = numbers(topology.node_index, size, torch.float32).to(DEVICE, copy=True)
+        lane = topology.leader if topology.is_leader else MPI.COMM_NULL
+        allreduce_then_bcast_(lane, topology.node, flat, transport())
+        nodes = [numbers(node, size, torch.float32) for node in range(topology.num_nodes)]
+        assert torch.equal(flat.cpu(), torch.stack(nodes).sum(0))
+
+
+def test_a_helper_thread_sends_what_lies_on_the_device():
+    with nodes_of(1) as topology, exchanging_behind(topology, True, transport()) as behind:
+        flat = numbers(WORLD.rank, 1 << 18, torch.float32).to(DEVICE, copy=True)
+        behind.begin(lambda: allreduce_(behind.between, flat, behind.transport))
+        # The device goes on with other work.
+        torch.ones(512, 512, device=DEVICE).matmul(torch.ones(512, 512, device=DEVICE))
+        behind.finish()
+        assert torch.equal(flat.cpu(), total(1 << 18, torch.float32))
+
+
+RUN = {
+    **COMMON,
+    **{"groups": ("coupled",), "freeze_iteration": 3, "warmup_iterations": 0},
+    **{"keep_ramp_iterations": 2, "outer_iterations": 5, "progress": "off", "model": "resnet8-w4"},
+}
+RUNS = {
+    "recipe": {},
+    "int4": {"payload": "int4", "remove_dropped": True},
+    "behind": {"overlap_steps": 1, "residuals": "off", "evaluate_every": 5},
+    "fp16": {"amp": "fp16"},
+    "bf16, NHWC": {"amp": "bf16", "channels_last": True},
+    "dense": {"method": "dense"},
+}
+
+
+def trained(folder, name, **changes):
+    """Train into a folder of all ranks; return the losses, and the weights that are delivered."""
+    run = folder / name
+    own = changes.pop("method", "prunex")
+    settings = {k: v for k, v in RUN.items() if own == "prunex" or k in {*COMMON, "progress"}}
+    wanted = {**settings, "method": own, **changes, "run_dir": str(run), "checkpoint_every": "2"}
+    assert run_job_here(make(**wanted)) == 0
+    WORLD.Barrier()
+    return losses_of(run), load_file(run / "state.safetensors")
+
+
+def losses_of(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["train_loss"] for line in lines]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_on_the_device_is_that_of_the_cpu(name):
+    with run_folder() as folder:
+        on_cpu, _ = trained(folder, "cpu", device="cpu", **{**RUNS[name], "amp": "off"})
+        where = {"device": DEVICE.type, "mpi_buffers": BUFFERS}
+        found, weights = trained(folder, "cuda", **where, **RUNS[name])
+        again, _ = trained(folder, "again", **where, **RUNS[name])
+        assert again == pytest.approx(found, **CLOSE)
+        exact = "amp" not in RUNS[name]
+        assert found == pytest.approx(on_cpu, rel=0.01 if exact else 0.1)
+        assert all(torch.isfinite(w).all() for w in weights.values())
+
+
+def test_an_interrupted_run_on_the_device_goes_on():
+    with run_folder() as folder:
+        where = {"device": DEVICE.type, "mpi_buffers": BUFFERS}
+        losses, _ = trained(folder, "run", **where)
+        run = folder / "run"
+        if WORLD.rank == 0:
+            newest = sorted((run / "checkpoints").iterdir())[-1]
+            newest.rename(newest.with_name(f"{newest.name}.partial"))
+            (run / "summary.json").unlink()
+        WORLD.Barrier()
+        assert run_job_here(parse(["--resume", "--run-dir", str(run)])) == 0
+        WORLD.Barrier()
+        assert losses_of(run) == pytest.approx(losses, **CLOSE)
