@@ -485,13 +485,36 @@ def test_comparisons_of_different_rows_are_joined():
     assert join([whole]) == whole
 
 
+def test_comparisons_of_other_seeds_are_joined():
+    first, second = (
+        [replace(run, seed=seed) for seed in seeds for run in outcomes("dense", "topk")]
+        for seeds in ((0, 1), (2,))
+    )
+    tunings = tuple(Tuning(run.row, (run,), chance=False) for run in outcomes("dense", "topk"))
+    parts = [
+        comparison(first[::2], tunings=tunings[:1]),
+        comparison(second, tunings=()),
+        comparison(first[1::2], tunings=tunings[1:]),
+    ]
+    joined = join(parts)
+    assert joined == comparison(first + second, tunings=tunings)
+    assert results_table(joined).columns[5:8] == ("seed 0", "seed 1", "seed 2")
+
+
 @pytest.mark.parametrize(
     ("other", "word"),
     [
         (comparison(outcomes("topk"), title="of another model"), "differ in title"),
-        (comparison(outcomes("topk"), seeds=(1,)), "differ in seeds"),
+        (
+            comparison([replace(run, seed=1) for run in outcomes("topk")]),
+            "'dense' has no run with seed 1, as others have",
+        ),
+        (
+            comparison([replace(run, seed=1, lr=0.2) for run in outcomes("dense")]),
+            "'dense' was trained at learning rates of 0.1 and 0.2",
+        ),
         (comparison(outcomes("topk"), machine={"mpi": "another"}), "differ in machine"),
-        (comparison(outcomes("dense")), "row 'dense' is in two"),
+        (comparison(outcomes("dense")), "row 'dense' with seed 0 is in two"),
         (comparison(outcomes("topk", samples=1)), "not trained on the same number of samples"),
         (
             comparison(outcomes("topk"), equal={"bytes": ()}, reference={"bytes": "topk"}),

@@ -153,35 +153,38 @@ def read_comparison(flag: str, path: str) -> Comparison:
 
 
 def join(parts: Sequence[Comparison]) -> Comparison:
-    """Return comparisons of different rows as one, in their order.
+    """Return comparisons of other rows, or of other seeds of the same ones, as one, in their order.
 
     Rows at equal bytes or time are kept of those that have them. Raises UserError unless they are
-    of one title, the same seeds, the same machine and MPI, and no row is in two.
+    of one title, the same machine and MPI, no run is in two, all rows have the same seeds, and a
+    row has one learning rate.
     """
     first = parts[0]
     for part in parts[1:]:
-        for what in ("title", "seeds", "machine"):
+        for what in ("title", "machine"):
             mine, other = getattr(first, what), getattr(part, what)
             if mine != other:
                 raise UserError(f"--from: the files differ in {what}: {mine} and {other}")
-    rows = [row for part in parts for row in part.rows]
-    twice = next((row for row in rows if rows.count(row) > 1), None)
-    if twice is not None:
-        raise UserError(f"--from: row {twice!r} is in two of the files; leave one of them away")
-    outcomes = tuple(run for part in parts for run in part.outcomes)
+    rows = tuple(dict.fromkeys(row for part in parts for row in part.rows))
+    seeds = tuple(dict.fromkeys(seed for part in parts for seed in part.seeds))
+    tunings = {t.row: t for part in reversed(parts) for t in part.tunings}
     references = [part.reference for part in parts if part.equal]
     if any(reference != references[0] for reference in references):
         raise UserError("--from: the files have rows equal to different ones; leave some away")
-    equal: dict[str, tuple[Outcome, ...]] = {}
+    equal: dict[str, list[Outcome]] = {}
     for part in parts:
         for what, runs in part.equal.items():
-            equal[what] = (*equal.get(what, ()), *runs)
+            equal.setdefault(what, []).extend(runs)
+    outcomes = [run for part in parts for run in part.outcomes]
+    _refuse_gaps(outcomes, rows, seeds)
+    outcomes.sort(key=lambda run: seeds.index(run.seed))
     joined = replace(
         first,
-        rows=tuple(rows),
-        tunings=tuple(tuning for part in parts for tuning in part.tunings),
-        outcomes=outcomes,
-        equal=equal,
+        rows=rows,
+        seeds=seeds,
+        tunings=tuple(tunings[row] for row in rows if row in tunings),
+        outcomes=tuple(outcomes),
+        equal={what: tuple(runs) for what, runs in equal.items()},
         reference=references[0] if references else first.reference,
         notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
     )
@@ -190,6 +193,23 @@ def join(parts: Sequence[Comparison]) -> Comparison:
     except RuntimeError as error:
         raise UserError(f"--from: {error}") from None
     return joined
+
+
+def _refuse_gaps(outcomes: Sequence[Outcome], rows: Sequence[str], seeds: Sequence[int]) -> None:
+    """Raise UserError unless each row has one run of each seed, all at one learning rate."""
+    runs = by_row(outcomes)
+    for row in rows:
+        mine = [run.seed for run in runs.get(row, [])]
+        for seed in seeds:
+            if mine.count(seed) > 1:
+                where = f"row {row!r} with seed {seed} is in two of the files"
+                raise UserError(f"--from: {where}; leave one of them away")
+            if seed not in mine:
+                raise UserError(f"--from: row {row!r} has no run with seed {seed}, as others have")
+        rates = sorted({run.lr for run in runs[row]})
+        if len(rates) > 1:
+            text = " and ".join(f"{lr:g}" for lr in rates)
+            raise UserError(f"--from: row {row!r} was trained at learning rates of {text}")
 
 
 def by_row(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
