@@ -125,6 +125,8 @@ def cells(table: Table, method: str) -> dict:
         ("--plan /nowhere/x.toml", ["--plan", "/nowhere/x.toml"]),
         ("--methods dense --equal-bytes dens", ["--equal-bytes", "'dens'", "'dense'"]),
         ("--methods dense --equal-time topk", ["--equal-time", "'topk'"]),
+        ("--methods dense --rows dense", ["--rows", "--plan"]),
+        ("--from x.json --rows dense", ["--rows", "--from"]),
         ("--methods dense --part 1/2", ["--part", "--dir"]),
         ("--methods dense --part 3/2 --dir x", ["--part", "'3/2'"]),
         ("--methods dense --from x.json", ["--methods", "--from"]),
@@ -252,6 +254,23 @@ def test_a_plan_has_rows_of_one_method_with_settings_of_their_own(tmp_path):
     assert (prunex.keep_ratio, prunex.payload, prunex.outer_iterations) == ((0.25,), "fp32", 8)
     assert options.rows[1].folder == "local-sgd-int4-T-=-4"
     assert [row.grid for row in options.rows] == [(), (), (0.01,)]
+
+
+def test_rows_of_a_plan_can_be_chosen(tmp_path):
+    path = tmp_path / "plan.toml"
+    rows = "".join(f"[rows.{x}]\nmethod = '{x}'\n" for x in ("dense", "topk", "prunex"))
+    path.write_text(f"[settings]\ngroups = ['coupled']\n{rows}")
+    flags = ["--plan", str(path), "--rows"]
+    # In the order of the plan; and what it sets for a row that is left out hurts nobody.
+    assert [row.name for row in parse([*flags, "topk", "dense"]).rows] == ["dense", "topk"]
+    for more, culprits in (
+        (["tpok"], ["--rows", "'tpok'", "'topk'"]),
+        (["topk", "topk"], ["--rows", "twice"]),
+        (["dense", "--compress-ratio", "0.1"], ["--compress-ratio", "dense"]),
+    ):
+        with pytest.raises(UserError) as caught:
+            parse([*flags, *more])
+        assert all(culprit in str(caught.value) for culprit in culprits), str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def build_parser() -> Parser:
     add = group.add_argument
     add("--methods", nargs="+", metavar="NAME", help=f"some of {', '.join(METHODS)}")
     add("--plan", metavar="FILE", help="TOML: [settings] and [rows.NAME], in place of --methods")
+    add("--rows", nargs="+", metavar="NAME", help="these rows of the plan alone, in its order")
     add(
         "--from",
         dest="sources",
@@ -131,7 +132,10 @@ def parse(argv: Sequence[str]) -> Options:
     times = _times(given.pop("times", []), places)
     _refuse_what_excludes(given, places)
     rates = given.pop("lr", [])
-    common, rows = _rows(given, rates)
+    wanted = given.pop("rows", [])
+    planned, every = _rows(given, rates)
+    rows = _chosen(wanted, every, "plan" in given)
+    given.pop("plan", None)
     seeds = tuple(_seed("seeds", text) for text in given.pop("seeds", ["0"]))
     _refuse_repeated("seeds", seeds)
     grid = tuple(_rate("--tune-lr", text) for text in given.pop("tune_lr", []))
@@ -162,11 +166,14 @@ def parse(argv: Sequence[str]) -> Options:
         figure=places["figure"],
         sources=places["sources"],
         times=times,
-        common=common | {name: convert_flag(name, text) for name, text in given.items()},
+        common=planned | {name: convert_flag(name, text) for name, text in given.items()},
     )
     if options.resume and not options.folder:
         raise UserError("--resume takes over the runs of --dir; give it")
     if rows:
+        # What the plan gives may be for a row that is not wanted now.
+        refuse_unused([x for x in planned if x not in given], options.common, every)
+        refuse_unused(given, options.common, rows)
         _check_rows(options)
     return options
 
@@ -202,7 +209,7 @@ def _rows(given: dict[str, Any], rates: Sequence[str]) -> tuple[dict[str, Any], 
     if "plan" in given:
         if rates:
             raise UserError("--lr: the rows of a plan have an lr of their own; write it there")
-        return read_plan(given.pop("plan"))
+        return read_plan(given["plan"])
     methods = given.pop("methods", [])
     for word in methods:
         refuse_unknown(word, "--methods")
@@ -210,9 +217,18 @@ def _rows(given: dict[str, Any], rates: Sequence[str]) -> tuple[dict[str, Any], 
     return {}, rows_of(methods, _learning_rates(rates, methods))
 
 
+def _chosen(wanted: Sequence[str], rows: tuple[Row, ...], of_plan: bool) -> tuple[Row, ...]:
+    """Return the wanted ones of a plan's rows, all of them if none is named."""
+    if wanted and not of_plan:
+        raise UserError("--rows chooses among the rows of --plan; give it, or fewer --methods")
+    _refuse_repeated("rows", wanted)
+    for name in wanted:
+        _reference("rows", name, [row.name for row in rows])
+    return tuple(row for row in rows if row.name in wanted) if wanted else rows
+
+
 def _check_rows(options: Options) -> None:
     """Raise UserError unless all runs can be made, and train on as many samples each."""
-    refuse_unused(options.common, options.rows)
     trained = {}
     for row in options.rows:
         found = settings_of(options.common, row, options.seeds[0], length=options.length)

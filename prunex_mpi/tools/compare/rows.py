@@ -16,7 +16,7 @@ A row comes from `--methods`, which names as many rows as methods, or from a pla
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -184,10 +184,10 @@ def meant_for(name: str, row: Row, common: Mapping[str, Any]) -> bool:
     return concerns(name, {**defaults, **common, **row.own, "method": row.method})
 
 
-def refuse_unused(common: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Raise UserError for a common setting that means nothing to any row."""
+def refuse_unused(names: Iterable[str], common: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Raise UserError for one of `names`, settings in `common`, that means nothing to any row."""
     methods = list(dict.fromkeys(row.method for row in rows))
-    for name in common:
+    for name in names:
         if not any(meant_for(name, row, common) for row in rows):
             others = [method for method in methods_of(name) if method not in methods]
             raise UserError(
