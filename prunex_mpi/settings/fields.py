@@ -26,7 +26,7 @@ from prunex_mpi.settings.methods import (
 )
 
 CROSS_ENTROPY = "cross-entropy"
-PRESETS = ("recipe", "paper", "thin", "finetune")
+PRESETS = ("recipe", "paper", "thin", "small", "finetune")
 # From this keep ratio on `--prune-by auto` is magnitude.
 GRASP_BELOW = 0.3
 # As data/transforms.py has them.
@@ -362,14 +362,12 @@ class Settings:
         _S,
         "what --keep-ratio is a fraction of: the groups of each layer or set, or, of coupled "
         "groups, all parameters or multiply-adds of the model",
-        "groups",
         choices=("groups", "parameters", "multiply-adds"),
         methods=BY_GROUPS,
     )
     keep_floor: float = _setting(
         _S,
         "least fraction of the groups of each layer or set that a ratio of the model leaves",
-        0.0,
         before=0.0,
         low=0,
         high=1,
@@ -379,7 +377,6 @@ class Settings:
         _S,
         "what decides which groups are kept: their magnitude, or what training would feel of their "
         "loss, by gradients squared at each local step (fisher) or added up (taylor)",
-        "magnitude",
         before="magnitude",
         choices=("magnitude", "fisher", "taylor"),
         methods=BY_GROUPS,
@@ -438,7 +435,6 @@ class Settings:
         _S,
         "take what is dropped out of the network itself once masks are final, so that steps cost "
         "less from then on (coupled groups)",
-        False,
         before=False,
         methods=SHRINKING,
     )

@@ -691,6 +691,17 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"prunex_mpi {__version__}\n"
 
 
+def test_the_preset_for_small_networks_spends_one_budget_early_and_frees_what_is_dropped():
+    small, thin = make("small"), make("thin")
+    assert (small.groups, small.keep_by, small.score) == (("coupled",), "parameters", "fisher")
+    assert small.remove_dropped and not thin.remove_dropped
+    assert small.freeze_iteration == 28 < thin.freeze_iteration
+    exchange = ("payload", "local_steps", "overlap_steps", "residuals", "evaluate_every")
+    assert all(getattr(small, name) == getattr(thin, name) for name in exchange)
+    once = make("small", method="one-shot")
+    assert once.remove_dropped and once.score == "fisher"
+
+
 def test_the_preset_for_trained_networks_prunes_early_and_one_shot_at_once():
     fine, recipe = make("finetune"), make("recipe")
     assert fine.lr < recipe.lr and fine.outer_iterations < recipe.outer_iterations
