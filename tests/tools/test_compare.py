@@ -43,7 +43,7 @@ from prunex_mpi.tools.compare.outcomes import (
     to_dict,
 )
 from prunex_mpi.tools.compare.rows import read_plan, settings_of
-from prunex_mpi.tools.compare.run import count_zeros, curve_of, operations
+from prunex_mpi.tools.compare.run import count_zeros, curve_of, digest_of, operations
 from prunex_mpi.tools.compare.search import (
     MOST_RATES,
     NOTHING,
@@ -520,6 +520,17 @@ def test_comparisons_of_other_seeds_are_joined():
     assert results_table(joined).columns[5:8] == ("seed 0", "seed 1", "seed 2")
 
 
+def test_a_table_leaves_empty_what_a_seed_has_not_got():
+    first, second = (
+        [replace(run, seed=seed) for run in outcomes("dense", "topk")] for seed in (0, 1)
+    )
+    equal, reference = {"bytes": tuple(second[:1])}, {"bytes": "topk"}
+    joined = join([comparison(first), comparison(second, equal=equal, reference=reference)])
+    table = equal_table(joined, "bytes", joined.equal["bytes"])
+    assert [cells(table, row)["seed 0"] for row in ("topk", "dense")] == [50, None]
+    assert [cells(table, row)["seed 1"] for row in ("topk", "dense")] == [50, 50]
+
+
 @pytest.mark.parametrize(
     ("other", "word"),
     [
@@ -531,6 +542,10 @@ def test_comparisons_of_other_seeds_are_joined():
         (
             comparison([replace(run, seed=1, lr=0.2) for run in outcomes("dense")]),
             "'dense' was trained at learning rates of 0.1 and 0.2",
+        ),
+        (
+            comparison([replace(run, seed=1, settings="b") for run in outcomes("dense")]),
+            "'dense' had other settings",
         ),
         (comparison(outcomes("topk"), machine={"mpi": "another"}), "differ in machine"),
         (comparison(outcomes("dense")), "row 'dense' with seed 0 is in two"),
@@ -544,7 +559,20 @@ def test_comparisons_of_other_seeds_are_joined():
 def test_comparisons_that_differ_in_more_than_rows_are_not_joined(other, word):
     equal = {"equal": {"bytes": ()}, "reference": {"bytes": "dense"}}
     with pytest.raises(UserError, match=word):
-        join([comparison(outcomes("dense"), **equal), other])
+        mine = [replace(run, settings="a") for run in outcomes("dense")]
+        join([comparison(mine, **equal), other])
+
+
+def test_a_digest_tells_settings_apart_that_make_another_row():
+    first = make("recipe", keep_ratio=0.5)
+    same = (
+        replace(first, seed=3, lr=0.4, data_dir="elsewhere", timeout=5.0),
+        # The preset has no say in what it has said.
+        replace(first, preset="thin"),
+    )
+    others = (replace(first, keep_ratio=(0.2,)), replace(first, evaluate_every=2))
+    assert {digest_of(settings) for settings in same} == {digest_of(first)}
+    assert len({digest_of(settings) for settings in (first, *others)}) == 3
 
 
 def test_a_curve_adds_up_what_was_sent_and_leaves_evaluations_out():
@@ -658,6 +686,23 @@ def compared(flags: list[str], folder) -> tuple[dict[str, Table], str]:
         for t in written
     ]
     return {table.title.split()[0]: table for table in tables}, place
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("method", ["prunex", "one-shot"])
+def test_what_was_taken_out_counts_as_zeros(quiet, tmp_path, method):
+    stages = PRUNED_AT_ONCE if method == "prunex" else ["--prune-iteration=1"]
+    found = []
+    for number, more in enumerate(([], ["--remove-dropped"])):
+        flags = ["--methods", method, *stages, "--groups", "coupled", *more]
+        place = compared(flags, tmp_path / str(number))[1]
+        whole = json.loads(Path(f"{place}/tables.json").read_text(encoding="utf-8"))
+        found.append(whole["comparison"]["outcomes"][0]["measured"])
+    masked, smaller = found
+    assert masked["zeros"] > 0.5 * masked["weights"]
+    for name in ("parameters", "parameters_left", "weights", "zeros", "line_zeros"):
+        assert masked[name] == smaller[name], name
 
 
 @pytest.mark.any_mpi

@@ -61,13 +61,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run of a row: `measured` is None where it diverged, and `problem` then says how."""
+    """One run of a row: `measured` is None where it diverged, and `problem` then says how.
+
+    `settings` is a digest of the row's settings; files of before have none.
+    """
 
     row: str
     seed: int
     lr: float
     measured: Measured | None
     problem: str = ""
+    settings: str = ""
 
     @property
     def score(self) -> Score:
@@ -196,7 +200,7 @@ def join(parts: Sequence[Comparison]) -> Comparison:
 
 
 def _refuse_gaps(outcomes: Sequence[Outcome], rows: Sequence[str], seeds: Sequence[int]) -> None:
-    """Raise UserError unless each row has one run of each seed, all at one learning rate."""
+    """Raise UserError unless each row has one run of each seed, all of them with one setup."""
     runs = by_row(outcomes)
     for row in rows:
         mine = [run.seed for run in runs.get(row, [])]
@@ -210,6 +214,8 @@ def _refuse_gaps(outcomes: Sequence[Outcome], rows: Sequence[str], seeds: Sequen
         if len(rates) > 1:
             text = " and ".join(f"{lr:g}" for lr in rates)
             raise UserError(f"--from: row {row!r} was trained at learning rates of {text}")
+        if len({run.settings for run in runs[row]} - {""}) > 1:
+            raise UserError(f"--from: row {row!r} had other settings in one of the files")
 
 
 def by_row(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:

@@ -1,14 +1,16 @@
 """One run of a comparison: train as a run by itself does, and measure what comes of it."""
 
+import hashlib
 import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import MISSING, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +34,7 @@ from prunex_mpi.core.state import Problem, State, Work, every_rank_sends, weight
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.exchanges import operations_of
 from prunex_mpi.models.layout import Layout
+from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.run import summary
 from prunex_mpi.run.closing import add_up
 from prunex_mpi.run.directory import RunDirectory
@@ -39,7 +42,7 @@ from prunex_mpi.run.facts import recorded_versions
 from prunex_mpi.run.job import assemble
 from prunex_mpi.run.supervision import progress_of, recorded
 from prunex_mpi.run.tuning import goes_behind_steps, refuse_impossible_exchange
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.fields import FIELDS, OF_THE_JOB, Settings
 from prunex_mpi.settings.methods import EVERY_RANK_ALONE, WITH_POSITIONS
 from prunex_mpi.settings.resolve import to_toml
 from prunex_mpi.tools.bench.timing import Action, min_seconds
@@ -47,6 +50,8 @@ from prunex_mpi.tools.compare.outcomes import Measured, Outcome, Point
 
 FORWARD_BATCH = 32
 FORWARD_TURNS = 5
+# Of a digest: enough to tell a plan's rows apart.
+DIGITS = 12
 
 
 def run_one(
@@ -70,6 +75,7 @@ def run_one(
     nodes = nodes_of(world, 1) if flat else nullcontext(topology)
     name = f"{row}, seed {settings.seed}, learning rate {settings.lr:g}"
     log.info("%s", name)
+    digest = digest_of(settings)
     with nodes as mine, ExitStack() as exits:
         refuse_impossible_exchange(mine, settings)
         work = assemble(mine, settings, dataset, device, transport, heartbeat)
@@ -80,7 +86,7 @@ def run_one(
             records = train(mine, files, work)
         except Diverged as error:
             log.info("%s: diverged: %s", name, error)
-            return Outcome(row, settings.seed, settings.lr, None, str(error))
+            return Outcome(row, settings.seed, settings.lr, None, str(error), digest)
         heartbeat.enter("finish")
         exits.enter_context(delivered(work))
         total_s = time.perf_counter() - started
@@ -91,7 +97,7 @@ def run_one(
         batches = stream.epoch * stream.steps_per_epoch + stream.position
         of_batch = stream.batch_size * world.size
         steps = state.position.steps_done
-        elements, zeros, line_zeros = count_zeros(state.z, state.layout)
+        elements, zeros, line_zeros = zeros_of(state)
         found = Measured(
             accuracy=records[-1]["test_accuracy"],
             loss=records[-1]["test_loss"],
@@ -106,7 +112,7 @@ def run_one(
             own_s=seconds["project"] + seconds["dual"],
             local_s=seconds["local"],
             train_s=seconds["total"] - seconds["evaluate"],
-            parameters=state.layout.numel,
+            parameters=state.whole.layout.numel,
             parameters_left=int(torch.count_nonzero(state.z)),
             weights=elements,
             zeros=zeros,
@@ -121,7 +127,7 @@ def run_one(
         # Last of all: a run that has a summary is not begun anew.
         together(world, partial(finish, files, settings, mine, state, problem, records, total_s))
     log.info("%s: accuracy %.2f %%", name, 100 * found.accuracy)
-    return Outcome(row, settings.seed, settings.lr, found)
+    return Outcome(row, settings.seed, settings.lr, found, settings=digest)
 
 
 def train(topology: Topology, files: RunDirectory | None, work: Work) -> list[dict[str, Any]]:
@@ -223,6 +229,35 @@ def operations(settings: Settings) -> str:
     """Return what a run calls to send between nodes, in the order of its messages."""
     words = " ".join(operation for _, _, operation, _ in operations_of(settings))
     return ", ".join(dict.fromkeys(re.findall(r"All\w+|Reduce|Bcast", words)))
+
+
+def digest_of(settings: Settings) -> str:
+    """Return what tells rows of other settings apart, whatever their seed and learning rate are.
+
+    A setting that came later, and says what runs did before, changes nothing.
+    """
+    told = {
+        name: str(getattr(settings, name))
+        for name, field in FIELDS.items()
+        if name not in (*OF_THE_JOB, "preset", "seed", "lr")
+        and getattr(settings, name) != field.metadata.get("before", MISSING)
+    }
+    return hashlib.sha256(repr(sorted(told.items())).encode()).hexdigest()[:DIGITS]
+
+
+def zeros_of(state: State) -> tuple[int, int, int]:
+    """Return what `count_zeros` does of the delivered network at full size.
+
+    What has been taken out of it counts as zeros.
+    """
+    found = np.array(count_zeros(state.z, state.layout))
+    if state.layout.numel < state.whole.layout.numel:
+        layout, kept = state.whole.layout, torch.ones(state.whole.layout.numel)
+        factors = build_factors(state.mask, state.groups, kept.device, kept.dtype)
+        apply_factors_(kept, layout, state.groups, factors)
+        weights, *gone = count_zeros(kept, layout)
+        found = np.array([weights, *(found[1:] + gone)])
+    return tuple(map(int, found))
 
 
 def count_zeros(flat: Tensor, layout: Layout) -> tuple[int, int, int]:

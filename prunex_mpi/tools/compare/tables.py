@@ -52,7 +52,7 @@ def results_table(found: Comparison) -> Table:
                 row,
                 places.get(row),
                 runs[0].lr,
-                *_accuracies(runs),
+                *_accuracies(runs, found.seeds),
                 _mean(done, lambda m: m.epochs),
                 done[0].samples if done else None,
                 None if sent is None else sent / MIB,
@@ -116,7 +116,7 @@ def equal_table(found: Comparison, what: str, runs: Sequence[Outcome]) -> Table:
     rows = [
         (
             row,
-            *_accuracies(some),
+            *_accuracies(some, found.seeds),
             _mean(ended(full[row]), lambda m: 100 * m.accuracy),
             _mean(ended(some), lambda m: m.epochs),
             _mean(ended(some), value),
@@ -135,12 +135,14 @@ def _accuracy_columns(found: Comparison) -> tuple[str, ...]:
     return ("mean %", "+-", *(f"seed {seed}" for seed in found.seeds))
 
 
-def _accuracies(runs: Sequence[Outcome]) -> tuple[Cell, ...]:
-    """Return mean, standard deviation and each run's accuracy, in percent."""
+def _accuracies(runs: Sequence[Outcome], seeds: Sequence[int]) -> tuple[Cell, ...]:
+    """Return mean, standard deviation and each seed's accuracy, in percent; None: no such run."""
     found = [100 * m.accuracy for m in ended(runs)]
-    cells = ["diverged" if r.measured is None else 100 * r.measured.accuracy for r in runs]
+    cells: dict[int, Cell] = {
+        r.seed: "diverged" if r.measured is None else 100 * r.measured.accuracy for r in runs
+    }
     spread = stdev(found) if len(found) > 1 else None
-    return (mean(found) if found else None, spread, *cells)
+    return (mean(found) if found else None, spread, *(cells.get(seed) for seed in seeds))
 
 
 def measured_table(outcomes: Sequence[Outcome]) -> Table:
