@@ -37,7 +37,8 @@ from prunex_mpi.settings.values import AUTO
 # Of the trial: local steps per outer iteration, and its outer iterations. The first of a kind warms
 # up or prunes, the one after it is measured.
 STEPS, ITERATIONS, FREEZE = 8, 4, 3
-MEASURED = (2, 4)
+# The last one as well.
+MEASURED = 2
 # z arrives in the first quarter of the steps at the latest: later costs accuracy.
 LATEST = 4
 # A run is at least so many outer iterations, and its stages at least one.
@@ -186,11 +187,14 @@ def _stretched(settings: Settings, before: float, after: float) -> dict[str, int
 
 def trial_of(settings: Settings) -> Settings:
     """Return the settings of the trial of a run."""
+    # The first iteration after the freeze makes the network smaller, and one more warms up.
+    removes = settings.remove_dropped and settings.method in SHRINKING
+    iterations = ITERATIONS + removes
     changes: dict[str, Any] = {
         "local_steps": STEPS,
         "overlap_steps": 0,
-        "outer_iterations": ITERATIONS,
-        "evaluate_every": ITERATIONS,
+        "outer_iterations": iterations,
+        "evaluate_every": iterations,
         "lr": TRIAL_RATE,
         # Which weights they are doesn't change what things cost.
         "init_from": "",
@@ -212,7 +216,7 @@ def measure(topology: Topology, work: Work) -> tuple[Costs, Costs]:
     work = replace(work, problem=replace(work.problem, test=None))
     records = list(driver_of(work.settings).outer_iterations(topology, work))
     rows = []
-    for record in (records[number - 1] for number in MEASURED):
+    for record in (records[MEASURED - 1], records[-1]):
         seconds = record["seconds"]
         rest = sum(seconds[phase] for phase in ("intra", "project", "dual"))
         rows.append([seconds["local"] / STEPS, seconds["inter"], rest])

@@ -93,6 +93,11 @@ def test_the_trial_has_both_kinds_of_iterations(method):
     assert (trial.outer_iterations, trial.overlap_steps, trial.payload) == (4, 0, "int4")
 
 
+def test_the_trial_measures_the_smaller_network_where_it_will_be_there():
+    for method, more in (("prunex", 1), ("one-shot", 1), ("local-sgd", 0), ("diloco", 0)):
+        assert trial_of(make("small", method=method)).outer_iterations == 4 + more
+
+
 def test_the_trial_of_a_growing_interval_has_rounds_of_one_length():
     trial = trial_of(make("thin", method="qsr"))
     assert quadratic_rounds(trial, trial.local_steps) == 4
