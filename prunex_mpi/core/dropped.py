@@ -9,8 +9,8 @@ By `--dropped`:
 - `shrink`: the same, less in equal parts until the masks freeze, when nothing is left of a group
   that stayed out (as in HESSO, Chen et al. 2024).
 
-Such groups are each node's own, and so they travel only once z has them again. They have no dual:
-u would add up what z does not want to have.
+Such groups are each node's own, and so they travel only once z has them again. Their u is zero: it
+would add up what z does not want to have. v stays what it was, and so do residuals see them.
 """
 
 from torch import Tensor

@@ -105,7 +105,8 @@ class Budget:
     limit: float
     price: np.ndarray
     fixed: float
-    floor: float = 0.0
+    # Not shown, as checkpoints know a model's groups by what is.
+    floor: float = field(default=0.0, repr=False)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,11 @@ def begin_from_(world: MPI.Comm, settings: Settings, model: nn.Module, side: int
         digest = digest_of(path)
         refuse_other_file(path, digest, settings.init_digest, "--init-digest")
         log.info("weights of %s, SHA-256 %s...", path, digest[:SHOWN_DIGITS])
-        replaced = fit_(model, read_tensors(path), side, str(path))
+        try:
+            replaced = fit_(model, read_tensors(path), side, str(path))
+        except UserError:
+            _refuse_smaller(settings)
+            raise
         if replaced:
             log.info("%s", replaced)
         found = {"init_digest": digest}
@@ -81,6 +85,17 @@ def refuse_exported(path: Path, flag: str) -> None:
         raise UserError(
             f"{flag} {quote(str(path), 250)} is an exported network, which is smaller than the "
             "model: give the folder of its run",
+            UNREADABLE,
+        )
+
+
+def _refuse_smaller(settings: Settings) -> None:
+    """Raise UserError where the weights of `--init-from` are of a run that changed its network."""
+    path = Path(settings.init_from)
+    if path.is_dir() and read_summary(path)["delivered"].get("layers"):
+        raise UserError(
+            f"--init-from {quote(str(path), 250)}: its network became smaller while it was "
+            "trained; give one of these widths as --model, or a run without remove-dropped",
             UNREADABLE,
         )
 

@@ -118,6 +118,11 @@ def _check_pruning_is_done(settings: Settings) -> None:
         )
     if s.dropped == "cut":
         return
+    if s.penalty == "balance":
+        raise UserError(
+            f"dropped {s.dropped}: what it keeps would pass for a residual; leave penalty balance "
+            "away"
+        )
     if s.theta_start != "z":
         raise UserError(
             f"dropped {s.dropped}: with theta-start {s.theta_start} nothing is cut from theta; "
@@ -242,6 +247,10 @@ def _check_removal(settings: Settings) -> None:
         return
     if s.groups != ("coupled",):
         raise UserError("remove-dropped is for coupled groups alone; give --groups coupled")
+    if s.method in CONSENSUS and not s.freeze_iteration and s.freeze_drift < 0:
+        raise UserError(
+            "remove-dropped needs masks that are final: give freeze-iteration or freeze-drift"
+        )
     if s.compile:
         raise UserError("compile: remove-dropped changes the model while it runs; leave one away")
     if s.method in CONSENSUS and s.after_freeze != "local-sgd":

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +11,10 @@ import pytest
 import torch
 from jobs import metrics_of, run_directory, run_folder, run_job_here
 from nodes import WORLD, nodes_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_runs import COMMON, SCENARIOS, small_run
+
+from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models import batchnorm
@@ -150,6 +152,19 @@ def test_folders_that_are_no_run_are_refused(make_folder, word: str, tmp_path: P
     make_folder(tmp_path)
     with pytest.raises(UserError, match=word):
         beginning.locate(make(init_from=str(tmp_path)))
+
+
+def test_a_run_that_made_its_network_smaller_says_so(tmp_path: Path) -> None:
+    model = build_model("resnet8-w4", num_classes=10, image_size=8)
+    save_file(model.state_dict(), tmp_path / "state.safetensors")
+    delivered = {"mean": [0.5] * 3, "std": [0.2] * 3, "layers": {"conv1": {"out_channels": 4}}}
+    summary = {"status": "completed", "delivered": delivered}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    for name, word in (("resnet8", "became smaller"), ("resnet8-w4", "")):
+        model = build_model(name, num_classes=10, image_size=8)
+        settings = make(init_from=str(tmp_path), model=name)
+        with pytest.raises(UserError, match=word) if word else nullcontext():
+            beginning.begin_from_(MPI.COMM_SELF, settings, model, 8)
 
 
 def test_what_the_run_filled_in_is_no_difference_and_all_else_is() -> None:

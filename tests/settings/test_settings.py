@@ -464,6 +464,8 @@ BAD_FLAGS = [
     ("--dropped shrink --freeze-iteration 0", "give freeze-iteration"),
     ("--dropped shrink --freeze-drift 0.1", "negative freeze-drift"),
     ("--dropped keep --theta-start theta", "leave one of them away"),
+    ("--dropped keep --penalty balance", "leave penalty balance"),
+    ("--groups coupled --remove-dropped --freeze-iteration 0", "masks that are final"),
     ("--method one-shot --dropped keep", "dropped means nothing to method one-shot"),
     ("--lr-restart 0.5 --freeze-iteration 0", "give freeze-iteration"),
     ("--lr-restart 0.5 --freeze-iteration 64", "no local step is left"),
