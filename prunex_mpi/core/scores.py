@@ -8,13 +8,15 @@ is added up over a group in place of W^2 is
 - `taylor`: (sum_t G_t W)^2, the first order of what the mean loss would change by
 
 The gradients are those of the local steps: they cost one more pass over the parameters. Each node
-weighs its candidate by gradients of its own. Both are in the unit of the loss, or its square, in
+weighs its candidate by gradients of its own, which its ranks add up where they have not averaged
+them at each step. Both are in the unit of the loss, or its square, in
 every layer, and so a budget of the whole model can choose among all of them.
 """
 
 import torch
 from torch import Tensor
 
+from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.state import OWN, State, Work
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import PRUNING_ONCE
@@ -46,14 +48,17 @@ def watch_(work: Work) -> None:
         total.add_(state.grad)
 
 
-def scored(state: State, settings: Settings, candidate: Tensor) -> Tensor:
+def scored(node: Wire, state: State, settings: Settings, candidate: Tensor) -> Tensor:
     """Return the vector whose squares are the scores of what `candidate` holds.
 
-    That is the candidate itself, or lies in the memory of `grad`.
+    That is the candidate itself, or lies in the memory of `grad`. Gradients that the node has not
+    averaged at each step are added up first: then collective on `node.comm`.
     """
     if SENSITIVITY not in state.memory:
         return candidate
     total = state.memory[SENSITIVITY]
+    if settings.node_sync == "outer":
+        node.reduce_(total)
     if settings.score == "fisher":
         return torch.sqrt(total, out=state.grad).mul_(candidate)
     return torch.mul(total, candidate, out=state.grad)

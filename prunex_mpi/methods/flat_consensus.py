@@ -30,7 +30,6 @@ from prunex_mpi.core.norms import find_residuals, own_residuals
 from prunex_mpi.core.residuals import converges
 from prunex_mpi.core.rounds import measures_residuals, phase, rounds, split_local
 from prunex_mpi.core.schedule import Stage, find_stage, may_stop
-from prunex_mpi.core.scores import scored
 from prunex_mpi.core.state import State, Work, change_mask, freeze
 from prunex_mpi.core.updates import decay_of_layers, sum_candidate
 from prunex_mpi.methods.hsadmm import end_iteration, local_computation, update_duals
@@ -107,8 +106,7 @@ def project_(wires: Wires, state: State, settings: Settings, stage: Stage) -> np
     mask = state.mask
     if stage.choose:
         if workers.comm.rank == 0:
-            weighed = scored(state, settings, state.z)
-            mask = project_locally(weighed, state, stage.strict, settings.round_to)
+            mask = project_locally(state.z, state, stage.strict, settings.round_to)
         mask = workers.broadcast_bits(mask, kind="mask")
         change_mask(state, mask)
         apply_factors_(state.z, state.layout, state.groups, state.factors)

@@ -380,6 +380,7 @@ class Settings:
         before="magnitude",
         choices=("magnitude", "fisher", "taylor"),
         methods=BY_GROUPS,
+        unless=ONE_LEVEL,
     )
     dropped: str = _setting(
         _S,

@@ -61,4 +61,10 @@ METHOD_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 PRESET_DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     # Trained weights say at once what counts, and all of the run is left to heal.
     ("finetune", "one-shot"): {"prune_iteration": Fraction(1)},
+    # These take nothing out, and choose by what all ranks know.
+    **{
+        ("small", method): {"remove_dropped": False, "score": "magnitude"}
+        for method in METHODS
+        if method not in SHRINKING
+    },
 }

@@ -128,7 +128,7 @@ SCENARIOS |= {
 # What z drops stays in theta; with groups that come back, and duals that go on after the freeze.
 KEPT = {**COUPLED, "dropped": "keep", "keep_ramp_iterations": 3, "freeze_iteration": 5}
 SCENARIOS |= {
-    "kept-fisher": {**KEPT, "score": "fisher"},
+    "kept-fisher": {**KEPT, "score": "fisher", "node_sync": "outer"},
     "kept-int4-behind": {**KEPT, **BEHIND, "payload": "int4", "freeze_iteration": 0},
     "shrunk-admm": {**KEPT, "dropped": "shrink", "after_freeze": "admm", "node_sync": "outer"},
     "union-taylor": {**UNION, "score": "taylor"},

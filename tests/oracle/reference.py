@@ -325,11 +325,16 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
         node_masks = [mask] * nodes
         weighed = candidate
         if s.score != "magnitude":
-            firsts = [felt[node_of.index(i)] for i in range(nodes)]
+            # Gradients averaged at each step are all alike in a node.
+            mine = [
+                [f for f, of in zip(felt, node_of, strict=True) if of == i] for i in range(nodes)
+            ]
+            mine = [some[:1] if s.node_sync == "step" else some for some in mine]
+            sums = [{n: sum(f[n] for f in some) for n in names} for some in mine]
             power = 0.5 if s.score == "fisher" else 1
             weighed = [
                 {n: c[n] * f[n] ** power for n in names}
-                for c, f in zip(candidate, firsts, strict=True)
+                for c, f in zip(candidate, sums, strict=True)
             ]
         if not frozen:
             if vote:

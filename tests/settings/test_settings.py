@@ -460,6 +460,7 @@ BAD_FLAGS = [
     ("--groups coupled --keep-by parameters --keep-floor 1.1", "--keep-floor must be at most 1"),
     ("--score fisher --amp fp16", "use bf16"),
     ("--score hessian", "'hessian'"),
+    ("--method prunex-flat --score fisher", "score means nothing to method prunex-flat"),
     ("--method local-sgd --score fisher", "score means nothing to method local-sgd"),
     ("--dropped shrink --freeze-iteration 0", "give freeze-iteration"),
     ("--dropped shrink --freeze-drift 0.1", "negative freeze-drift"),
@@ -702,6 +703,9 @@ def test_the_preset_for_small_networks_spends_one_budget_early_and_frees_what_is
     assert all(getattr(small, name) == getattr(thin, name) for name in exchange)
     once = make("small", method="one-shot")
     assert once.remove_dropped and once.score == "fisher"
+    for method in {*METHODS} - {"prunex", "one-shot"}:
+        other = make("small", method=method)
+        assert not other.remove_dropped and other.score == "magnitude", method
 
 
 def test_the_preset_for_trained_networks_prunes_early_and_one_shot_at_once():
