@@ -4,6 +4,8 @@ They stand where the others stood and have the names of their parameters.
 """
 
 import copy
+import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -226,6 +228,8 @@ SLIM_WINDOWS = {
     swin.ShiftedWindowAttention: SlimWindowAttention,
     swin.ShiftedWindowAttentionV2: SlimWindowAttentionV2,
 }
+# A subclass of a user's may compute something else.
+WINDOWS = (*SLIM_WINDOWS, *SLIM_WINDOWS.values())
 
 
 def slim_attention(
@@ -240,9 +244,21 @@ def slim_attention(
 def slim_windows(module: nn.Module, num_heads: int, embed_dim: int) -> nn.Module:
     """Return the window attention `module`, made one of other heads or another width if need be."""
     if (num_heads, embed_dim) != (module.num_heads, module.qkv.in_features):
-        module.head_dim = module.proj.in_features // module.num_heads
-        module.num_heads, module.__class__ = num_heads, SLIM_WINDOWS[type(module)]
+        if type(module) in SLIM_WINDOWS:
+            module.head_dim = module.proj.in_features // module.num_heads
+            module.__class__ = SLIM_WINDOWS[type(module)]
+        module.num_heads = num_heads
     return module
+
+
+@dataclass(frozen=True)
+class SelfAttention:
+    """The names of the two linear layers of plain self-attention, and its heads."""
+
+    first: str
+    last: str
+    heads: int
+    head_dim: int
 
 
 class SlimSelfAttention(nn.Module):
@@ -254,9 +270,11 @@ class SlimSelfAttention(nn.Module):
 
     def __init__(self, module: nn.Module, num_heads: int) -> None:
         super().__init__()
-        self.first, self.last, heads = self_attention_parts(module)
-        self.head_dim = module.get_submodule(self.last).in_features // heads
-        self.num_heads = num_heads
+        parts = self_attention_parts(module)
+        if parts is None:
+            raise ValueError(f"a {type(module).__name__} is not plain self-attention")
+        self.first, self.last, self.head_dim = parts.first, parts.last, parts.head_dim
+        self.num_heads, self.training = num_heads, module.training
         for name, child in module.named_children():
             self.add_module(name, child)
 
@@ -269,12 +287,14 @@ class SlimSelfAttention(nn.Module):
 
 
 @torch.no_grad()
-def self_attention_parts(module: nn.Module) -> tuple[str, str, int] | None:
-    """Return the names of the linear layers of plain self-attention, and its number of heads.
+def self_attention_parts(module: nn.Module) -> SelfAttention | None:
+    """Return what plain self-attention is made of, None for all other modules.
 
-    It is one that computes what `SlimSelfAttention` does, which is tried on some numbers in
-    float64. None for all other modules.
+    It is one that computes what `SlimSelfAttention` does, which is tried in float64 on drawn
+    numbers, in place of its weights too: these may be zero, or not numbers.
     """
+    if isinstance(module, SlimSelfAttention):
+        return SelfAttention(module.first, module.last, module.num_heads, module.head_dim)
     layers = [(name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear)]
     if len(layers) != 2 or layers[0][1].out_features != 3 * layers[1][1].in_features:
         return None
@@ -282,6 +302,10 @@ def self_attention_parts(module: nn.Module) -> tuple[str, str, int] | None:
     inner, x = out.in_features, torch.linspace(-3, 3, 10 * into.in_features, dtype=torch.float64)
     x = (x * 7).sin().view(2, 5, -1)
     double = copy.deepcopy(module).eval().double().cpu()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in double.parameters():
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        parameter.copy_(drawn / math.sqrt(math.prod(parameter.shape[1:])))
     try:
         wanted = double(x)
         queries, keys, values = double.get_submodule(first)(x).chunk(3, dim=-1)
@@ -295,7 +319,7 @@ def self_attention_parts(module: nn.Module) -> tuple[str, str, int] | None:
         found = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         found = double.get_submodule(last)(found)
         if found.shape == getattr(wanted, "shape", None) and torch.allclose(found, wanted):
-            return first, last, heads
+            return SelfAttention(first, last, heads, inner // heads)
     return None
 
 

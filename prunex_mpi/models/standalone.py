@@ -26,7 +26,7 @@ from prunex_mpi.models.slim import (
     ATTENTIONS,
     BATCH_NORMS,
     CONVOLUTIONS,
-    SLIM_WINDOWS,
+    WINDOWS,
     SlimLayerNorm,
     SlimSelfAttention,
     slim_attention,
@@ -239,7 +239,7 @@ def resize_(model: nn.Module, sizes: Sizes) -> None:
             module_of_fewer = SlimLayerNorm.fitting(module, **wanted)
         elif ATTENTION_HEADS in wanted:
             module_of_fewer = SlimSelfAttention(module, wanted[ATTENTION_HEADS])
-        elif type(module) in SLIM_WINDOWS:
+        elif type(module) in WINDOWS:
             module_of_fewer = slim_windows(module, **wanted)
         else:
             _resize_alone_(module, wanted)

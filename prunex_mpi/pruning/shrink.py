@@ -13,8 +13,9 @@ from prunex_mpi.models.slim import (
     ATTENTIONS,
     BATCH_NORMS,
     CONVOLUTIONS,
-    SLIM_WINDOWS,
+    WINDOWS,
     SlimAttention,
+    SlimSelfAttention,
     self_attention_parts,
 )
 from prunex_mpi.models.standalone import Sizes, fill_, resize_
@@ -46,16 +47,16 @@ def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> 
             rows = left(coupling.rows, f"{name}.in_proj_weight", 3 * inner)
             width = left(coupling.columns, f"{name}.in_proj_weight", module.embed_dim)
             sizes[name] = {"num_heads": rows // (3 * module.head_dim), "embed_dim": width}
-        elif type(module) in SLIM_WINDOWS:
+        elif type(module) in WINDOWS:
             inner, width = module.proj.in_features, module.qkv.in_features
             heads = left(coupling.columns, f"{name}.proj.weight", inner) * module.num_heads // inner
             width = left(coupling.columns, f"{name}.qkv.weight", width)
             sizes[name] = {"num_heads": heads, "embed_dim": width}
-        elif name in coupling.swapped:
-            _, last, heads = self_attention_parts(module)
-            inner = module.get_submodule(last).in_features
-            left_of = left(coupling.columns, f"{name}.{last}{WEIGHT}", inner)
-            sizes[name] = {ATTENTION_HEADS: left_of * heads // inner}
+        elif name in coupling.swapped or isinstance(module, SlimSelfAttention):
+            parts = self_attention_parts(module)
+            weight = f"{name}.{parts.last}{WEIGHT}"
+            left_of = left(coupling.columns, weight, parts.heads * parts.head_dim)
+            sizes[name] = {ATTENTION_HEADS: left_of // parts.head_dim}
         elif isinstance(module, BATCH_NORMS):
             sizes[name] = {"num_features": left(coupling.rows, weight, module.num_features)}
         elif isinstance(module, nn.GroupNorm) and weight in coupling.rows:
@@ -94,7 +95,7 @@ def _add_own_sizes(
     sizes: Sizes,
 ) -> None:
     """Add to `sizes` the parameters and the numbers that modules of another kind have."""
-    known = sizes.keys() - {n for n, m in model.named_modules() if type(m) in SLIM_WINDOWS}
+    known = sizes.keys() - {n for n, m in model.named_modules() if type(m) in WINDOWS}
     known |= coupling.swapped
     for name in dict.fromkeys((*coupling.rows, *coupling.columns, *coupling.inner)):
         owner, _, attribute = name.rpartition(".")

@@ -3,15 +3,17 @@
 import ast
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from coupled_nets import OwnAttention
 from safetensors.torch import save_file
 from torch import nn
 
 from prunex_mpi.models import standalone
-from prunex_mpi.models.slim import SlimAttention
+from prunex_mpi.models.slim import SlimAttention, SlimSelfAttention, self_attention_parts
 from prunex_mpi.models.standalone import load, resize_
 from prunex_mpi.tools.export.files import loader_source
 
@@ -83,6 +85,19 @@ def test_variants_of_attention_are_refused(options: dict[str, object]) -> None:
     model = nn.Sequential(nn.MultiheadAttention(12, 3, **{"batch_first": True, **options}))
     with pytest.raises(ValueError, match="only attention of one width"):
         resize_(model, {"0": {"num_heads": 2}})
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+@torch.no_grad()
+def test_attention_is_known_whatever_its_weights_are(value: float) -> None:
+    attention = OwnAttention(12, 3)
+    for parameter in attention.parameters():
+        parameter.fill_(value)
+    found = self_attention_parts(attention)
+    assert (found.first, found.last, found.heads, found.head_dim) == ("qkv", "proj", 3, 4)
+    slim = SlimSelfAttention(attention, 2)
+    assert self_attention_parts(slim) == replace(found, heads=2)
+    assert self_attention_parts(nn.Sequential(nn.Linear(4, 12), nn.Linear(4, 4))) is None
 
 
 def test_modules_take_their_sizes() -> None:
