@@ -15,6 +15,7 @@ from prunex_mpi.models.slim import (
     CONVOLUTIONS,
     WINDOWS,
     SlimAttention,
+    SlimLayerNorm,
     SlimSelfAttention,
     self_attention_parts,
 )
@@ -65,7 +66,7 @@ def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> 
                 "num_groups": int(kept.any(axis=1).sum()),
                 "num_channels": int(kept.sum()),
             }
-        elif weight in coupling.norms:
+        elif weight in coupling.norms or isinstance(module, SlimLayerNorm):
             sizes[name] = {"num_features": left(coupling.rows, weight, module.weight.numel())}
         elif isinstance(module, nn.Linear) and attention_of(model, weight) is None:
             sizes[name] = {
@@ -86,6 +87,18 @@ def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> 
             }
     _add_own_sizes(model, coupling, removed, sizes)
     return sizes
+
+
+def sizes_in_all(model: nn.Module, before: Sizes, coupling: Coupling, removed: np.ndarray) -> Sizes:
+    """Return the sizes that make the whole network what `model` is without `removed`.
+
+    `before` made the whole one `model`, by which `coupling` was found: that says nothing of modules
+    that can't become smaller a second time.
+    """
+    sizes = smaller_sizes(model, coupling, removed)
+    # A module is replaced before what is in it gets its sizes.
+    names = [name for name, _ in model.named_modules() if name in before or name in sizes]
+    return {name: {**before.get(name, {}), **sizes.get(name, {})} for name in names}
 
 
 def _add_own_sizes(

@@ -13,9 +13,11 @@ from small_runs import COMMON as RUN_COMMON
 from torch import nn
 from torchvision.models import VisionTransformer
 
+from prunex_mpi import export
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.core import evaluation, steps
 from prunex_mpi.models import batchnorm
+from prunex_mpi.models.standalone import load
 from prunex_mpi.pruning.shrink import cut
 from prunex_mpi.run import supervision
 from prunex_mpi.run.finished_run import read_run
@@ -110,12 +112,18 @@ RUN = {
 }
 
 
-def test_what_is_delivered_is_the_smaller_network():
+# Attention whose code is replaced, where it becomes smaller, by ours.
+REPLACED = ("coupled_nets:swin", "coupled_nets:swin_v2", "coupled_nets:own_attention")
+
+
+@pytest.mark.parametrize("model", ["resnet8-w4", "vit_tiny", *REPLACED])
+def test_what_is_delivered_is_the_smaller_network(model):
     logits, parts, tests = [], [], []
+    settings = {**RUN, "model": model, "image_size": 16 if model in REPLACED else 8}
     with run_folder() as folder:
         for remove in (False, True):
             run = folder / str(remove)
-            assert run_job_here(make(**RUN, run_dir=str(run), remove_dropped=remove)) == 0
+            assert run_job_here(make(**settings, run_dir=str(run), remove_dropped=remove)) == 0
             WORLD.Barrier()
             summary = json.loads((run / "summary.json").read_text())
             logits.append(summary["delivered"]["probe"])
@@ -125,13 +133,18 @@ def test_what_is_delivered_is_the_smaller_network():
             network = read_run(run, with_data=False).model
             size = sum(p.numel() for p in network.parameters())
             assert size == summary["parameters_kept" if remove else "parameters"]
+        if WORLD.rank == 0:
+            assert export.main([str(run), "--repeat", "0"]) == 0
+            found = load(run / "model")
+            # More goes where a channel that is left is constant.
+            assert sum(p.numel() for p in found.parameters()) <= size
+            images = torch.randn(3, 3, settings["image_size"], settings["image_size"])
+            with torch.no_grad():
+                apart = found.double()(images.double()) - network.double()(images.double())
+            assert float(apart.abs().max()) < 1e-9
     assert parts[0] == parts[1]
     assert tests[1] == pytest.approx(tests[0], rel=1e-4)
     assert logits[1] == pytest.approx(logits[0], rel=1e-3, abs=1e-3)
-
-
-# Attention whose code is replaced, where it becomes smaller, by ours.
-REPLACED = ("coupled_nets:swin", "coupled_nets:swin_v2", "coupled_nets:own_attention")
 
 
 @pytest.mark.parametrize("model", REPLACED)

@@ -18,7 +18,7 @@ from prunex_mpi.pruning.find_groups import find_groups
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.pruning.projection import group_energies, select
 from prunex_mpi.pruning.removable import judge
-from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors
+from prunex_mpi.pruning.shrink import sizes_in_all, smaller_sizes, smaller_tensors
 from prunex_mpi.pruning.trial import Rules, find_coupling_by, find_rules
 from prunex_mpi.tools.export.files import write_network
 
@@ -27,15 +27,16 @@ CLASSES = 5
 EXACT = 1e-9
 
 
+def describe(factory) -> dict[str, object]:
+    """Return what a network of `factory` is built by."""
+    name = f"coupled_nets:{factory.__name__}"
+    return {"name": name, "num_classes": CLASSES, "image_size": SIDE, "stem": ""}
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("factory", NETWORKS, ids=lambda f: f.__name__)
 def test_what_is_left_computes_the_same(factory, tmp_path: Path) -> None:
-    description = {
-        "name": f"coupled_nets:{factory.__name__}",
-        "num_classes": CLASSES,
-        "image_size": SIDE,
-        "stem": "",
-    }
+    description = describe(factory)
     torch.manual_seed(0)
     model = standalone.build(description).eval().double()
     coupling = find_coupling_by(model, SIDE, find_rules(model, SIDE))
@@ -63,6 +64,41 @@ def test_what_is_left_computes_the_same(factory, tmp_path: Path) -> None:
         found = smaller(images)
         limit = EXACT * max(1.0, float(wanted.abs().max()))
         torch.testing.assert_close(found, wanted, rtol=0, atol=limit)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("factory", NETWORKS, ids=lambda f: f.__name__)
+def test_what_became_smaller_becomes_smaller_again(factory, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = standalone.build(describe(factory)).eval().double()
+    coupling = find_coupling_by(model, SIDE, find_rules(model, SIDE))
+    randomise_(model)
+    first = np.zeros(coupling.total, dtype=bool)
+    for s in coupling.sets:
+        first[s.start] = True
+    before = json.loads(json.dumps(smaller_sizes(model, coupling, first)))
+    tensors = smaller_tensors(model, coupling, first)
+    standalone.resize_(model, before)
+    standalone.fill_(model, tensors)
+    # What export finds on such a network.
+    coupling = find_coupling_by(model, SIDE, find_rules(model, SIDE))
+    second = np.zeros(coupling.total, dtype=bool)
+    for s in coupling.sets:
+        second[s.start + s.count - 1] = s.count > 1
+    assert second.any()
+    mask_(model, coupling, second)
+    images = torch.randn(3, 3, SIDE, SIDE, dtype=torch.float64)
+    wanted = model(images)
+    sizes = json.loads(json.dumps(sizes_in_all(model, before, coupling, second)))
+    tensors = smaller_tensors(model, coupling, second)
+    write_network(tmp_path, tensors, {"model": describe(factory), "layers": sizes})
+    found = standalone.load(tmp_path).double()(images)
+    limit = EXACT * max(1.0, float(wanted.abs().max()))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=limit)
+    # In place as well.
+    standalone.resize_(model, smaller_sizes(model, coupling, second))
+    standalone.fill_(model, tensors)
+    torch.testing.assert_close(model(images), wanted, rtol=0, atol=limit)
 
 
 @pytest.mark.parametrize("factory", NETWORKS, ids=lambda f: f.__name__)

@@ -10,7 +10,7 @@ from prunex_mpi.data.batches import Look, evaluation_batches, part_of
 from prunex_mpi.models import standalone
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
-from prunex_mpi.pruning.shrink import shrink, smaller_sizes, smaller_tensors
+from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_tensors
 from prunex_mpi.pruning.trial import find_coupling_by, find_rules
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.run.machine import describe_machine, package_versions
@@ -39,11 +39,13 @@ def export(options: Options) -> None:
     verdict = judge(run.model, coupling, images)
     tensors = smaller_tensors(run.model, coupling, verdict.removed)
     versions = package_versions()
+    delivered = run.summary["delivered"]
+    before = delivered.get("layers", {})
     plan = {
         "model": run.description,
-        "layers": smaller_sizes(run.model, coupling, verdict.removed),
+        "layers": sizes_in_all(run.model, before, coupling, verdict.removed),
         "normalisation": {"mean": run.mean.tolist(), "std": run.std.tolist()},
-        "classes": run.summary["delivered"].get("classes", []),
+        "classes": delivered.get("classes", []),
         "test_accuracy": run.summary["test_accuracy"],
         "removed": describe_removed(coupling, verdict.removed),
         "stays": [*verdict.stays, *stays, *zeros_that_stay(tensors)],
