@@ -34,6 +34,7 @@ from prunex_mpi.data.reading import Access, decoding_threads
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout
+from prunex_mpi.models.slim import evaluates_alone
 from prunex_mpi.pruning.coupling import PLAIN
 from prunex_mpi.pruning.find_groups import OfAll, find_groups
 from prunex_mpi.pruning.groups import Groups
@@ -122,7 +123,21 @@ def choose_rules(settings: Settings, model: torch.nn.Module, image_size: int) ->
     if not removing and (settings.method not in BY_GROUPS or "coupled" not in settings.groups):
         return Rules()
     plain = removing or settings.coupled_through == "plain"
-    return find_rules(model, image_size, Rules(plain=PLAIN if plain else frozenset()))
+    rules = find_rules(model, image_size, Rules(plain=PLAIN if plain else frozenset()))
+    if settings.remove_dropped:
+        _refuse_other_training(model, rules)
+    return rules
+
+
+def _refuse_other_training(model: torch.nn.Module, rules: Rules) -> None:
+    """Raise UserError where what stands in for a user's attention would train another way."""
+    for name in evaluates_alone(model, sorted(rules.swapped)):
+        kind = type(model.get_submodule(name)).__name__
+        raise UserError(
+            f"remove-dropped: a smaller {kind} ({name}) would lose what it does in training alone; "
+            "leave remove-dropped away, give coupled-through plain, or let it be nn.Dropout after "
+            "softmax and at its end"
+        )
 
 
 def make_groups(

@@ -16,6 +16,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.models.slim import SlimSelfAttention, evaluates_alone
 from prunex_mpi.models.standalone import FORMAT, PLAN, build, fill_, resize_
 
 
@@ -24,8 +25,8 @@ def fresh(folder: str | Path, num_classes: int, image_size: int) -> nn.Module:
 
     They are drawn from torch's global generator for the network of full size and cut; weights are
     scaled by the root of what is left of their inputs, so that sums vary as much as there. Raises
-    UserError (USAGE) for a folder without a plan, one of other classes or images, and a network
-    that is pruned by other names than it is built by.
+    UserError (USAGE) for a folder without a plan, one of other classes or images, a network that is
+    pruned by other names than it is built by, and one that would be trained another way.
     """
     path = Path(folder) / PLAN
     try:
@@ -44,6 +45,11 @@ def fresh(folder: str | Path, num_classes: int, image_size: int) -> nn.Module:
     whole = build(description).state_dict()
     network = build(description)
     resize_(network, plan["layers"])
+    slim = [
+        name for name, module in network.named_modules() if isinstance(module, SlimSelfAttention)
+    ]
+    if lost := evaluates_alone(network, slim):
+        raise UserError(f"{path}: {lost[0]} would lose what it does in training alone", USAGE)
     left = network.state_dict()
     if left.keys() != whole.keys():
         raise UserError(f"{path}: its network has other parameters than the whole one", USAGE)

@@ -4,8 +4,10 @@ They stand where the others stood and have the names of their parameters.
 """
 
 import copy
+import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -253,19 +255,36 @@ def slim_windows(module: nn.Module, num_heads: int, embed_dim: int) -> nn.Module
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """The names of the two linear layers of plain self-attention, and its heads."""
+    """The names of the two linear layers of plain self-attention, its heads and what drops out.
+
+    `dropouts` are the names of the nn.Dropout of what softmax gives and of the one of the output,
+    "" for none. None where training does something else: only evaluation is known then.
+    """
 
     first: str
     last: str
     heads: int
     head_dim: int
+    dropouts: tuple[str, str] | None = None
+
+
+def self_attend(module: nn.Module, parts: SelfAttention, x: Tensor) -> Tensor:
+    """Map [n, s, c] to the same shape by plain self-attention with the layers of `module`."""
+    projected = module.get_submodule(parts.first)(x).unflatten(-1, (3, -1, parts.head_dim))
+    q, k, v = projected.transpose(1, 3).unbind(2)
+    inside, outside = parts.dropouts or ("", "")
+    dropout = module.get_submodule(inside) if inside else None
+    rate = dropout.p if dropout is not None and dropout.training else 0.0
+    heads = F.scaled_dot_product_attention(q, k, v, dropout_p=rate)
+    out = module.get_submodule(parts.last)(heads.transpose(1, 2).flatten(2))
+    return module.get_submodule(outside)(out) if outside else out
 
 
 class SlimSelfAttention(nn.Module):
     """Attend with fewer heads, or over fewer channels, than the code of a module can have.
 
-    It takes over the two linear layers of the module, the first of which makes queries, keys and
-    values, under their names. There is no dropout.
+    It takes over the modules inside, of which the first linear layer makes queries, keys and
+    values, under their names. What drops out in training goes on to.
     """
 
     def __init__(self, module: nn.Module, num_heads: int) -> None:
@@ -273,28 +292,26 @@ class SlimSelfAttention(nn.Module):
         parts = self_attention_parts(module)
         if parts is None:
             raise ValueError(f"a {type(module).__name__} is not plain self-attention")
-        self.first, self.last, self.head_dim = parts.first, parts.last, parts.head_dim
-        self.num_heads, self.training = num_heads, module.training
+        self.parts, self.training = replace(parts, heads=num_heads), module.training
         for name, child in module.named_children():
             self.add_module(name, child)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [n, s, c] to the same shape."""
-        parts = self.get_submodule(self.first)(x).unflatten(-1, (3, -1, self.head_dim))
-        q, k, v = parts.transpose(1, 3).unbind(2)
-        heads = F.scaled_dot_product_attention(q, k, v)
-        return self.get_submodule(self.last)(heads.transpose(1, 2).flatten(2))
+        """Map [n, s, c] to the same shape; raises RuntimeError in training if that is not known."""
+        if self.training and self.parts.dropouts is None:
+            raise RuntimeError("this attention became smaller for evaluation alone: call eval()")
+        return self_attend(self, self.parts, x)
 
 
 @torch.no_grad()
 def self_attention_parts(module: nn.Module) -> SelfAttention | None:
     """Return what plain self-attention is made of, None for all other modules.
 
-    It is one that computes what `SlimSelfAttention` does, which is tried in float64 on drawn
-    numbers, in place of its weights too: these may be zero, or not numbers.
+    It is one that computes what `self_attend` does, which is tried in float64 on drawn numbers, in
+    place of its weights too: these may be zero, or not numbers.
     """
     if isinstance(module, SlimSelfAttention):
-        return SelfAttention(module.first, module.last, module.num_heads, module.head_dim)
+        return module.parts
     layers = [(name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear)]
     if len(layers) != 2 or layers[0][1].out_features != 3 * layers[1][1].in_features:
         return None
@@ -306,21 +323,47 @@ def self_attention_parts(module: nn.Module) -> SelfAttention | None:
     for parameter in double.parameters():
         drawn = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         parameter.copy_(drawn / math.sqrt(math.prod(parameter.shape[1:])))
-    try:
-        wanted = double(x)
-        queries, keys, values = double.get_submodule(first)(x).chunk(3, dim=-1)
-    # Whatever its code meets.
-    except Exception:
-        return None
     for heads in {v for v in vars(module).values() if type(v) is int and v > 0}:
-        if inner % heads:
-            continue
-        q, k, v = (y.unflatten(-1, (heads, -1)).transpose(1, 2) for y in (queries, keys, values))
-        found = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        found = double.get_submodule(last)(found)
-        if found.shape == getattr(wanted, "shape", None) and torch.allclose(found, wanted):
-            return SelfAttention(first, last, heads, inner // heads)
+        if inner % heads == 0:
+            parts = SelfAttention(first, last, heads, inner // heads)
+            if _computes(double, parts, x):
+                return replace(parts, dropouts=_find_dropouts(double, parts, x))
     return None
+
+
+def _find_dropouts(module: nn.Module, parts: SelfAttention, x: Tensor) -> tuple[str, str] | None:
+    """Return the `dropouts` with which `self_attend` does what `module` does in training."""
+    inside = module.train().named_modules()
+    found = {name: m for name, m in inside if type(m) is nn.Dropout and m.p > 0}
+    # Rates that tell one from the other, and of which something drops out.
+    for number, dropout in enumerate(found.values(), 1):
+        dropout.p = number / (len(found) + 1)
+    for pair in itertools.product(("", *found), repeat=2):
+        if _computes(module, replace(parts, dropouts=pair), x):
+            return pair
+    return None
+
+
+def _computes(module: nn.Module, parts: SelfAttention, x: Tensor) -> bool:
+    """Say whether `self_attend` does what `module` does, which draws the same random numbers."""
+    # The generators of other devices stay as they are.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        try:
+            wanted = module(x)
+            torch.default_generator.manual_seed(0)
+            found = self_attend(module, parts, x)
+        # Whatever its code meets.
+        except Exception:
+            return False
+    alike = getattr(wanted, "shape", None) == found.shape and wanted.dtype == found.dtype
+    return alike and torch.allclose(found, wanted)
+
+
+def evaluates_alone(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return which of these modules, plain self-attention, can't be trained when smaller."""
+    parts = {name: self_attention_parts(model.get_submodule(name)) for name in names}
+    return [name for name, found in parts.items() if found and found.dropouts is None]
 
 
 ATTENTIONS = (nn.MultiheadAttention, SlimAttention)

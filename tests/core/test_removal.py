@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from coupled_nets import dropping_attention, hidden_dropout
 from driving import run_driver
 from jobs import run_folder, run_job_here
 from nets import CoupledNet, RandomStream
@@ -16,7 +17,9 @@ from torchvision.models import VisionTransformer
 from prunex_mpi import export
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.core import evaluation, steps
+from prunex_mpi.core.problem import choose_rules
 from prunex_mpi.models import batchnorm
+from prunex_mpi.models.slim import SlimSelfAttention
 from prunex_mpi.models.standalone import load
 from prunex_mpi.pruning.shrink import cut
 from prunex_mpi.run import supervision
@@ -147,7 +150,7 @@ def test_what_is_delivered_is_the_smaller_network(model):
     assert logits[1] == pytest.approx(logits[0], rel=1e-3, abs=1e-3)
 
 
-@pytest.mark.parametrize("model", REPLACED)
+@pytest.mark.parametrize("model", [*REPLACED, "coupled_nets:dropping_attention"])
 def test_a_divergence_goes_back_to_before_the_removal(model, monkeypatch):
     changes = {"model": model, "image_size": 16, "remove_dropped": True, "overlap_steps": 0}
     changes |= {"on_divergence": "rollback", "checkpoint_every": "3"}
@@ -190,3 +193,29 @@ def test_a_divergence_goes_back_to_before_the_removal(model, monkeypatch):
 def test_what_cannot_be_removed_is_refused(changes, said):
     with pytest.raises(UserError, match=said):
         make(**{"groups": ("coupled",), "remove_dropped": True, **changes})
+
+
+def test_what_drops_out_goes_on_to_after_the_removal():
+    made = []
+
+    def make_model():
+        made.append(dropping_attention(5, 6))
+        return made[0]
+
+    _, state = run(make(**{**COMMON, **PRUNEX}, remove_dropped=True), 2, make_model)
+    assert state.theta.numel() < state.whole.layout.numel
+    (model,) = made
+    assert {type(attention) for attention in model.attentions} == {SlimSelfAttention}
+    images = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    assert not torch.equal(model.train()(images), model(images))
+    assert torch.equal(model.eval()(images), model(images))
+
+
+def test_attention_that_would_lose_its_dropout_is_refused():
+    settings = {"groups": ("coupled",), "model": "coupled_nets:hidden_dropout"}
+    model = hidden_dropout(5, 16)
+    assert choose_rules(make(**settings), model, 16).swapped
+    with pytest.raises(UserError, match=r"HiddenDropout \(attentions\.0\) would lose what"):
+        choose_rules(make(**settings, remove_dropped=True), model, 16)
+    plain = make(**settings, remove_dropped=True, coupled_through="plain")
+    assert not choose_rules(plain, model, 16).swapped

@@ -118,6 +118,35 @@ class OwnAttention(nn.Module):
         return self.proj((attention @ v).transpose(1, 2).reshape(n, s, c))
 
 
+class DroppingAttention(nn.Module):
+    """The same with dropout of what softmax gives and of the output, written out or fused."""
+
+    def __init__(self, width: int, heads: int, inside: float = 0.3, fused: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.proj_drop, self.attn_drop = nn.Dropout(0.2), nn.Dropout(inside)
+        self.heads, self.fused = heads, fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, s, c = x.shape
+        qkv = self.qkv(x).reshape(n, s, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        if self.fused:
+            rate = self.attn_drop.p if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate)
+        else:
+            attention = (q @ k.transpose(-2, -1) * (c // self.heads) ** -0.5).softmax(dim=-1)
+            y = self.attn_drop(attention) @ v
+        return self.proj_drop(self.proj(y.transpose(1, 2).reshape(n, s, c)))
+
+
+class HiddenDropout(OwnAttention):
+    """One whose dropout is no module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.1, self.training)
+
+
 class ApartAttention(nn.Module):
     """Three layers for queries, keys and values, and numbers that the module keeps."""
 
@@ -159,6 +188,14 @@ class OwnTransformer(nn.Module):
 
 def own_attention(num_classes: int, image_size: int) -> nn.Module:
     return OwnTransformer(OwnAttention, num_classes, image_size)
+
+
+def dropping_attention(num_classes: int, image_size: int) -> nn.Module:
+    return OwnTransformer(DroppingAttention, num_classes, image_size)
+
+
+def hidden_dropout(num_classes: int, image_size: int) -> nn.Module:
+    return OwnTransformer(HiddenDropout, num_classes, image_size)
 
 
 def apart_attention(num_classes: int, image_size: int) -> nn.Module:
@@ -265,6 +302,7 @@ NETWORKS: dict[Callable[[int, int], nn.Module], float] = {
     encoder_batch_first: 0.35,
     encoder_norm_first: 0.35,
     own_attention: 0.35,
+    dropping_attention: 0.35,
     apart_attention: 0.35,
     gated: 0.35,
     normed: 0.35,
