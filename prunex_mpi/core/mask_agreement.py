@@ -16,7 +16,7 @@ from prunex_mpi.pruning.projection import group_energies, select
 def project_locally(flat: Tensor, state: State, strict: float, round_to: int) -> np.ndarray:
     """Return the support of the projection of one node's candidate (kinds one after the other).
 
-    `flat` is the candidate. Does not communicate.
+    `flat` is what `scored` made of the candidate. Does not communicate.
     """
     mask = np.ones(state.groups.total, dtype=bool)
     for selections in state.groups.kinds:
@@ -32,8 +32,9 @@ def agree_by_vote(
     """Return the shared mask that keeps the most of sum_i P_i |z~_i,g|^2, alike on every leader.
 
     Per kind of group: Reduce SUM of one float per group to the first leader, which decides alone
-    and broadcasts packed bits, since sums need not have the same bits on every rank. `flat` is this
-    node's candidate, `node_size` is P_i. Collective on `leader.comm`; followers must not call it.
+    and broadcasts packed bits, since sums need not have the same bits on every rank. `flat` is what
+    `scored` made of this node's candidate, `node_size` is P_i. Collective on `leader.comm`;
+    followers must not call it.
     """
     mask = np.ones(state.groups.total, dtype=bool)
     for selections in state.groups.kinds:
@@ -64,6 +65,8 @@ def _keep(mask: np.ndarray, selections: tuple[Selection, ...], chosen: np.ndarra
 def _energies_left(
     flat: Tensor, state: State, selections: tuple[Selection, ...], mask: np.ndarray
 ) -> Tensor:
+    if state.groups.by_gate:
+        return flat.to("cpu", copy=True)
     # Groups of a further kind are chosen among what the kinds before it left.
     first = selections is state.groups.kinds[0]
     factors = None if first else build_factors(mask, state.groups, flat.device, flat.dtype)

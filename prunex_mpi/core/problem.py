@@ -173,7 +173,8 @@ def make_groups(
         coupling=coupling,
         of_all=of_all,
     )
-    return replace(found, of_loss=settings.score != "magnitude")
+    of_loss, by_gate = settings.score != "magnitude", settings.score == "gates"
+    return replace(found, of_loss=of_loss, by_gate=by_gate)
 
 
 def build_problem(

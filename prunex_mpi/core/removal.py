@@ -111,7 +111,7 @@ def _rebuild_(
     """Fill `state` anew for a model of other sizes: from its weights, all else as at the start."""
     new = build_state(model, build_layout(model), state.groups, settings, state.whole)
     # The best z so far was of another size, and so were those of the average.
-    new.memory = {**state.memory, **new.memory, **memory_of_scores(settings, new.theta)}
+    new.memory = {**state.memory, **new.memory, **memory_of_scores(settings, new)}
     new.memory |= memory_of_best(settings, new) | memory_of_ema(settings, new)
     state.position.best = []
     for kept in ("position", "scaler", "rho1", "rho2", "frozen", "consensus_sgd"):

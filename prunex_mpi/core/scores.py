@@ -6,6 +6,9 @@ is added up over a group in place of W^2 is
 - `fisher`: sum_t (G_t W)^2, the diagonal of the Fisher information (Theis et al. 2018; Molchanov et
   al. 2019, equation 8)
 - `taylor`: (sum_t G_t W)^2, the first order of what the mean loss would change by
+- `gates`, of coupled groups alone: one sum_t (sum G_t W)^2 for the whole group, the inner sum being
+  over the weights that read the channel (`pruning/gates.py`): the Fisher information of a factor on
+  it. W is that of theta. Where layers share one budget, a group counts by what it costs of it
 
 The gradients are those of the local steps: they cost one more pass over the parameters. Each node
 weighs its candidate by gradients of its own, which its ranks add up where they have not averaged
@@ -17,17 +20,23 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.state import OWN, State, Work
+from prunex_mpi.core.state import OWN, SHARED, State, Work
+from prunex_mpi.pruning.gates import gate_gradients, places_of
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import PRUNING_ONCE
+from prunex_mpi.settings.methods import BY_GROUPS, PRUNING_ONCE
 
-# The sum of this outer iteration's gradients, or of their squares.
-SENSITIVITY = f"{OWN}sensitivity"
+# The sum of this outer iteration's gradients, or of squares; and where gates add up what.
+SENSITIVITY, PLACES = f"{OWN}sensitivity", f"{SHARED}gate_places"
 
 
-def memory_of_scores(settings: Settings, theta: Tensor) -> dict[str, Tensor]:
+def memory_of_scores(settings: Settings, state: State) -> dict[str, Tensor]:
     """Allocate what gradients are added up in, where the score looks at them."""
-    return {} if settings.score == "magnitude" else {SENSITIVITY: torch.zeros_like(theta)}
+    if settings.method not in BY_GROUPS or settings.score == "magnitude":
+        return {}
+    if settings.score != "gates":
+        return {SENSITIVITY: torch.zeros_like(state.theta)}
+    places = places_of(state.groups).to(state.theta.device)
+    return {SENSITIVITY: state.theta.new_zeros(state.groups.total), PLACES: places}
 
 
 def watch_(work: Work) -> None:
@@ -42,16 +51,21 @@ def watch_(work: Work) -> None:
     total = state.memory[SENSITIVITY]
     if position.step == 0:
         total.zero_()
-    if settings.score == "fisher":
-        total.addcmul_(state.grad, state.grad)
-    else:
-        total.add_(state.grad)
+    match settings.score:
+        case "fisher":
+            total.addcmul_(state.grad, state.grad)
+        case "gates":
+            places, groups = state.memory[PLACES], state.groups
+            total += gate_gradients(state.grad, state.theta, state.layout, groups, places).square_()
+        case _:
+            total.add_(state.grad)
 
 
 def scored(node: Wire, state: State, settings: Settings, candidate: Tensor) -> Tensor:
-    """Return the vector whose squares are the scores of what `candidate` holds.
+    """Return the vector whose squares are the scores of what `candidate` holds, or the scores.
 
-    That is the candidate itself, or lies in the memory of `grad`. Gradients that the node has not
+    That is the candidate itself, or lies in the memory of `grad`; of `gates` the scores of the
+    groups themselves. Gradients that the node has not
     averaged at each step are added up first: then collective on `node.comm`.
     """
     if SENSITIVITY not in state.memory:
@@ -59,6 +73,8 @@ def scored(node: Wire, state: State, settings: Settings, candidate: Tensor) -> T
     total = state.memory[SENSITIVITY]
     if settings.node_sync == "outer":
         node.reduce_(total)
+    if settings.score == "gates":
+        return total
     if settings.score == "fisher":
         return torch.sqrt(total, out=state.grad).mul_(candidate)
     return torch.mul(total, candidate, out=state.grad)

@@ -21,7 +21,6 @@ from torch import Tensor
 from prunex_mpi.comm.wire import Wires
 from prunex_mpi.core.coded import SUMMED
 from prunex_mpi.core.outer_step import outer_memory
-from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import Work
 from prunex_mpi.methods import (
     adacgd,
@@ -107,9 +106,7 @@ def memory_of(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Te
     on the host); all are contiguous. Raises UserError where the method can't work on such a layout.
     """
     match settings.method:
-        case "prunex" | "prunex-flat" | "one-shot":
-            return memory_of_scores(settings, theta)
-        case "local-sgd" | "qsr":
+        case "prunex" | "prunex-flat" | "one-shot" | "local-sgd" | "qsr":
             return {}
         case "diloco":
             return outer_memory(theta)

@@ -114,7 +114,8 @@ class Groups:
     """All groups of a model; a mask is a bool array [total], kind after kind, layer after layer.
 
     With a `budget` the coupled groups are chosen among all sets at once. `of_loss` says that they
-    are scored by what the loss would feel. `coupling` is what coupled groups were found as.
+    are scored by what the loss would feel, `by_gate` that it is asked of each as a whole.
+    `coupling` is what coupled groups were found as.
     """
 
     layers: tuple[PrunableLayer, ...]
@@ -125,6 +126,7 @@ class Groups:
     budget: Budget | None = None
     # These are no part of what checkpoints know a model's groups by.
     of_loss: bool = field(default=False, repr=False)
+    by_gate: bool = field(default=False, repr=False)
     coupling: Coupling | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -160,6 +162,24 @@ class Groups:
             np.array(slices),
             members,
         )
+
+    @cached_property
+    def gate_sides(self) -> tuple[tuple[int, bool], ...]:
+        """Each (layer, by row) where coupled groups have their gates.
+
+        That is the columns that read them, or, of groups that nothing reads, all their rows.
+        """
+        read, sides = np.zeros(self.total, dtype=bool), []
+        for entry in self.coupled:
+            inside = entry.columns[entry.columns >= 0]
+            if entry.scored and inside.size:
+                read[inside] = True
+                sides.append((entry.layer, False))
+        for entry in self.coupled:
+            inside = entry.rows[entry.rows >= 0]
+            if entry.scored and not read[inside].all():
+                sides.append((entry.layer, True))
+        return tuple(sides)
 
 
 def gemm_views(flat: Tensor, layout: Layout, groups: Groups) -> list[Tensor]:

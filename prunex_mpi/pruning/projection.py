@@ -12,7 +12,7 @@ over the weights and BatchNorm gammas M_g (both restricted to what belongs to gr
 slice counts 1, whatever the tensor's size, so that scores can be compared over sets. The alpha best
 of a set are their projection in the norm that weighs every tensor like that. Biases and betas go
 with their group and do not score. What the loss would feel (`core.scores`) has one unit in all
-tensors already: there s_g = sum_m |W_m[g]|^2.
+tensors already: there s_g = sum_m |W_m[g]|^2, or what gates say of the whole group.
 """
 
 import math
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.models.layout import Layout
+from prunex_mpi.pruning.gates import shares_of_budget
 from prunex_mpi.pruning.groups import Groups, Selection, cut_view, gemm_views
 from prunex_mpi.pruning.masks import Factors, LayerFactors, kept_numel
 
@@ -145,6 +146,8 @@ def _select_within_budget(
 
     What is left falls with every group that goes, so the number to remove is found by bisection.
     """
+    if groups.by_gate:
+        scores = scores / shares_of_budget(groups)
     everything = cost(np.ones(groups.total, dtype=bool), groups)
     limit = everything - strictness * (everything - groups.budget.limit)
     low, high = 0, groups.total

@@ -31,6 +31,7 @@ from prunex_mpi.core.problem import (
     make_groups,
     make_model,
 )
+from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.core.steps import rate_now
 from prunex_mpi.data.datasets import Dataset
@@ -261,6 +262,7 @@ def assemble_around(
     state = build_state(model, layout, groups, settings)
     state.memory |= memory_of(settings, layout, state.theta)
     state.memory |= memory_of_best(settings, state) | memory_of_ema(settings, state)
+    state.memory |= memory_of_scores(settings, state)
     heartbeat.beat(2)
     if first:
         for line in advice(settings, problem.steps, problem.lr_scale):

@@ -59,6 +59,8 @@ def check_together(settings: Settings) -> None:
         raise UserError(f"keep-by {s.keep_by} has one ratio for all; leave layer-keep-ratio out")
     if s.keep_floor and s.keep_by == "groups":
         raise UserError("keep-floor: a ratio of each layer's groups needs none; give --keep-by")
+    if s.score == "gates" and s.groups != ("coupled",):
+        raise UserError("score gates is for coupled groups alone; give --groups coupled")
     if s.score != "magnitude" and s.amp == "fp16":
         raise UserError(f"amp fp16: gradients that score {s.score} adds up overflow; use bf16")
     _check_pruning_is_done(s)

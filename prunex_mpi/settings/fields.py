@@ -376,9 +376,10 @@ class Settings:
     score: str = _setting(
         _S,
         "what decides which groups are kept: their magnitude, or what training would feel of their "
-        "loss, by gradients squared at each local step (fisher) or added up (taylor)",
+        "loss, by gradients squared at each local step, of each weight (fisher) or of a factor on "
+        "each channel (gates), or added up (taylor)",
         before="magnitude",
-        choices=("magnitude", "fisher", "taylor"),
+        choices=("magnitude", "fisher", "taylor", "gates"),
         methods=BY_GROUPS,
         unless=ONE_LEVEL,
     )

@@ -14,6 +14,7 @@ from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wire, find_wires
 from prunex_mpi.core.problem import make_groups
+from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import Problem, Work, build_state
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.methods.exchanges import memory_of
@@ -49,7 +50,7 @@ def make_work(settings, model, stream, steps=STEPS, loss=F.cross_entropy, side=6
     state = build_state(model.to(DEVICE), layout, groups, settings)
     if DEVICE.type != "cpu":
         stream = Moved(stream)
-    state.memory |= memory_of(settings, layout, state.theta)
+    state.memory |= memory_of(settings, layout, state.theta) | memory_of_scores(settings, state)
     nothing = Shard(torch.empty(0), torch.empty(0))
     problem = Problem(model, model, loss, stream, nothing, None, iter, steps, *torch.zeros(2, 3))
     return Work(state, problem, settings, SMALL_BUCKETS, Heartbeat())

@@ -130,6 +130,8 @@ KEPT = {**COUPLED, "dropped": "keep", "keep_ramp_iterations": 3, "freeze_iterati
 SCENARIOS |= {
     "kept-fisher": {**KEPT, "score": "fisher", "node_sync": "outer"},
     "kept-int4-behind": {**KEPT, **BEHIND, "payload": "int4", "freeze_iteration": 0},
+    "kept-gates": {**KEPT, "score": "gates"},
+    "gates-outer": {**COUPLED, "score": "gates", "node_sync": "outer"},
     "shrunk-admm": {**KEPT, "dropped": "shrink", "after_freeze": "admm", "node_sync": "outer"},
     "union-taylor": {**UNION, "score": "taylor"},
     "union-kept": {**UNION, "theta_start": "z", "dropped": "keep"},
@@ -151,7 +153,15 @@ RARELY = (
     "kept-int4-behind",
 )
 # What asks nothing of an MPI that others do not.
-ARITHMETIC = ("composed", "filter-channel", "shape-outer", "adamw", "fisher", "shrunk-admm")
+ARITHMETIC = (
+    "composed",
+    "filter-channel",
+    "shape-outer",
+    "adamw",
+    "fisher",
+    "gates",
+    "shrunk-admm",
+)
 
 
 def marks_of(scenario: str, dtype: torch.dtype) -> list[pytest.MarkDecorator]:

@@ -96,26 +96,45 @@ def project(candidates, infos, kinds, ratio, node_weights):
     return masks
 
 
-def project_coupled(candidates, sets, ratio, node_weights, of_loss):
+def gates_of(weights, sets):
+    """Return of each set, per channel, the sum of G W over what reads it: members along axis 1."""
+    found = []
+    for count, members in sets:
+        total = torch.zeros(count, dtype=torch.float64)
+        for member in members.split():
+            name, axis = member.split("/")
+            if axis == "1":
+                products = weights[name].grad.double() * weights[name].data.double()
+                total += products.transpose(0, 1).flatten(1).sum(1)
+        found.append(total)
+    return found
+
+
+def project_coupled(candidates, sets, ratio, node_weights, score, like):
     """Return {name: element mask} of the channels kept, as `project` does.
 
     A set is (count, members): a member NAME/AXIS has the slices of the set's channels along an axis
-    of a parameter, in order. Biases do not score. Scores `of_loss` are added up as they are.
+    of a parameter, in order. Biases do not score. What the loss would feel is added up as it is; of
+    gates the candidates are the scores, per set. Parameters are of the shapes of `like`.
     """
     masks = {}
-    for count, members in sets:
+    for number, (count, members) in enumerate(sets):
         places = [(m.split("/")[0], int(m.split("/")[1])) for m in members.split()]
         scoring = [(name, axis) for name, axis in places if not name.endswith("bias")]
         scores = [0.0] * count
         for p, candidate in zip(node_weights, candidates, strict=True):
+            if score == "gates":
+                scores = [s + p * float(x) for s, x in zip(scores, candidate[number], strict=True)]
+                continue
             for name, axis in scoring:
                 squares = candidate[name].double() ** 2
-                unit = 1.0 if of_loss else float(squares.sum()) * len(scoring) / count
+                magnitude = score == "magnitude"
+                unit = float(squares.sum()) * len(scoring) / count if magnitude else 1.0
                 for g in range(count):
                     scores[g] += p * float(squares.select(axis, g).sum()) / unit
         order = sorted(range(count), key=lambda g: (-scores[g], g))
         for name, axis in places:
-            everything = torch.ones_like(candidates[0][name], dtype=torch.bool)
+            everything = torch.ones_like(like[name], dtype=torch.bool)
             mask = masks.setdefault(name, everything)
             for g in order[keep_of(count, ratio) :]:
                 mask.select(axis, g).zero_()
@@ -178,8 +197,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
 
     def support(candidates, ratio, node_weights):
         if s.groups == ("coupled",):
-            of_loss = s.score != "magnitude"
-            return project_coupled(candidates, s.sets, ratio, node_weights, of_loss)
+            return project_coupled(candidates, s.sets, ratio, node_weights, s.score, start)
         return project(candidates, infos, s.groups, ratio, node_weights)
 
     total_ranks, nodes = sum(node_sizes), len(node_sizes)
@@ -270,6 +288,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
             r.model.train()
         losses = [0.0] * total_ranks
         felt = [{n: torch.zeros_like(x) for n, x in start.items()} for _ in ranks]
+        gates = [[0.0] * len(s.sets) for _ in ranks] if s.score == "gates" else []
         for step in range(s.steps):
             if pending and step == s.overlap_steps:
                 z, pending = arrive(), None
@@ -287,6 +306,9 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                         mean = sum(grads) / len(grads)
                         for g in grads:
                             g.copy_(mean)
+            for mine, r in zip(gates, ranks, strict=False):
+                found = gates_of(parameters(r.model), s.sets)
+                mine[:] = [m + g**2 for m, g in zip(mine, found, strict=True)]
             for j, r in enumerate(ranks):
                 for n, p in parameters(r.model).items():
                     felt[j][n] += p.grad**2 if s.score == "fisher" else p.grad
@@ -326,10 +348,14 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
         weighed = candidate
         if s.score != "magnitude":
             # Gradients averaged at each step are all alike in a node.
+            known = gates if s.score == "gates" else felt
             mine = [
-                [f for f, of in zip(felt, node_of, strict=True) if of == i] for i in range(nodes)
+                [f for f, of in zip(known, node_of, strict=True) if of == i] for i in range(nodes)
             ]
             mine = [some[:1] if s.node_sync == "step" else some for some in mine]
+        if s.score == "gates":
+            weighed = [[sum(f[g] for f in some) for g in range(len(s.sets))] for some in mine]
+        elif s.score != "magnitude":
             sums = [{n: sum(f[n] for f in some) for n in names} for some in mine]
             power = 0.5 if s.score == "fisher" else 1
             weighed = [

@@ -21,6 +21,7 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.ema import memory_of_ema
 from prunex_mpi.core.optimizer import remembered
 from prunex_mpi.core.problem import build_problem, load_dataset, make_groups
+from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import (
     CODED,
     KNOWN,
@@ -116,7 +117,7 @@ SCENARIOS = {
         "groups": ("coupled",),
         "freeze_iteration": 5,
         "dropped": "shrink",
-        "score": "fisher",
+        "score": "gates",
     },
     "prunetrain": {
         "method": "prunetrain",
@@ -244,6 +245,7 @@ def new_run(
     groups = make_groups(settings, model, layout, dataset.image_size)
     state = build_state(model, layout, groups, settings)
     state.memory |= memory_of(settings, layout, state.theta) | memory_of_ema(settings, state)
+    state.memory |= memory_of_scores(settings, state)
     wanted = settings.overlap_steps != 0
     behind = HELPERS.enter_context(exchanging_behind(topology, wanted, transport))
     work = Work(state, problem, settings, transport, Heartbeat(), behind=behind)

@@ -460,6 +460,7 @@ BAD_FLAGS = [
     ("--groups coupled --keep-by parameters --keep-floor 1.1", "--keep-floor must be at most 1"),
     ("--score fisher --amp fp16", "use bf16"),
     ("--score hessian", "'hessian'"),
+    ("--score gates", "give --groups coupled"),
     ("--method prunex-flat --score fisher", "score means nothing to method prunex-flat"),
     ("--method local-sgd --score fisher", "score means nothing to method local-sgd"),
     ("--dropped shrink --freeze-iteration 0", "give freeze-iteration"),
@@ -696,13 +697,13 @@ def test_version(capsys):
 
 def test_the_preset_for_small_networks_spends_one_budget_early_and_frees_what_is_dropped():
     small, thin = make("small"), make("thin")
-    assert (small.groups, small.keep_by, small.score) == (("coupled",), "parameters", "fisher")
+    assert (small.groups, small.keep_by, small.score) == (("coupled",), "parameters", "gates")
     assert small.remove_dropped and not thin.remove_dropped
     assert small.freeze_iteration == 28 < thin.freeze_iteration
     exchange = ("payload", "local_steps", "overlap_steps", "residuals", "evaluate_every")
     assert all(getattr(small, name) == getattr(thin, name) for name in exchange)
     once = make("small", method="one-shot")
-    assert once.remove_dropped and once.score == "fisher"
+    assert once.remove_dropped and once.score == "gates"
     for method in {*METHODS} - {"prunex", "one-shot"}:
         other = make("small", method=method)
         assert not other.remove_dropped and other.score == "magnitude", method
