@@ -10,7 +10,7 @@ By `--dropped`:
   that stayed out (as in HESSO, Chen et al. 2024).
 
 Such groups are each node's own, and so they travel only once z has them again. Their u is zero: it
-would add up what z does not want to have. v stays what it was, and so do residuals see them.
+would add up what z does not want to have. Their v stays what it was, and residuals count them.
 """
 
 from torch import Tensor

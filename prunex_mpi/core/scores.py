@@ -12,8 +12,8 @@ is added up over a group in place of W^2 is
 
 The gradients are those of the local steps: they cost one more pass over the parameters. Each node
 weighs its candidate by gradients of its own, which its ranks add up where they have not averaged
-them at each step. Both are in the unit of the loss, or its square, in
-every layer, and so a budget of the whole model can choose among all of them.
+them at each step. All are in the unit of the loss, or its square, in every layer, and so a budget
+of the whole model can choose among all of them.
 """
 
 import torch
@@ -65,8 +65,8 @@ def scored(node: Wire, state: State, settings: Settings, candidate: Tensor) -> T
     """Return the vector whose squares are the scores of what `candidate` holds, or the scores.
 
     That is the candidate itself, or lies in the memory of `grad`; of `gates` the scores of the
-    groups themselves. Gradients that the node has not
-    averaged at each step are added up first: then collective on `node.comm`.
+    groups themselves. Gradients that the node has not averaged at each step are added up first:
+    then collective on `node.comm`.
     """
     if SENSITIVITY not in state.memory:
         return candidate
