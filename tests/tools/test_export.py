@@ -172,6 +172,10 @@ def test_a_network_that_became_smaller_in_training_is_exported(
     exported(own_run)
     said = capsys.readouterr().out
     assert f"of {sum(widths)} groups of channels" in said
+    # What was gained is told beside the network of the beginning.
+    assert f"removed in training: {748 - sum(parameters)} of 748 parameters" in said
+    assert ["at", "first", "smaller", "times"] in [line.split() for line in said.splitlines()]
+    assert " 748 " in said
     assert f"accuracy {100 * summary['test_accuracy']:.2f} % masked" in said
     full = finished_run.read_run(own_run)
     loaded = standalone.load(own_run / "model").double()

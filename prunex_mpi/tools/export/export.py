@@ -12,11 +12,11 @@ from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
 from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_tensors
 from prunex_mpi.pruning.trial import find_coupling_by, find_rules
-from prunex_mpi.run.finished_run import read_run
+from prunex_mpi.run.finished_run import FinishedRun, read_run
 from prunex_mpi.run.machine import describe_machine, package_versions
 from prunex_mpi.tools.export import files
 from prunex_mpi.tools.export.options import Options
-from prunex_mpi.tools.export.proof import BATCH, compare, prove
+from prunex_mpi.tools.export.proof import BATCH, compare, count_parameters, prove
 
 # On so many images it is measured which channels are constant zero.
 JUDGED_IMAGES = 32
@@ -67,16 +67,34 @@ def export(options: Options) -> None:
         if options.torch_export:
             apart = files.write_torch_export(folder, smaller, images, proof.allowed)
             lines.append(f"{files.TORCH_EXPORT}: outputs differ by at most {apart:.2g}")
-        written = (options.run / STATE, folder / standalone.MODEL)
-        table = compare(run.model, smaller, images, written, devices, options.repeat)
+        name, larger, size = full_size(run)
+        sizes = (size, (folder / standalone.MODEL).stat().st_size)
+        networks = {name: larger, "smaller": smaller}
+        table = compare(networks, images, sizes, devices, options.repeat)
 
     for line in plan["stays"]:
         print(f"stays: {line}")
     gone = int(verdict.removed.sum())
+    if before:
+        at_first, left = count_parameters(larger), count_parameters(run.model)
+        print(f"removed in training: {at_first - left:,} of {at_first:,} parameters")
     print(f"removed: {gone:,} of {coupling.total:,} groups of channels")
     print("\n".join(lines))
     print(f"\n{describe_machine(devices[-1])}\n{format_table(table)}")
     print(f"\nwritten to {options.run / files.FOLDER}", flush=True)
+
+
+def full_size(run: FinishedRun) -> tuple[str, nn.Module, int]:
+    """Return what the network of full size is to be called, itself, and the bytes of its weights.
+
+    Where training has made it smaller, that is a fresh one: its weights are gone.
+    """
+    if not run.summary["delivered"].get("layers"):
+        return "masked", run.model, (run.path / STATE).stat().st_size
+    whole = standalone.build(run.description).eval()
+    whole.to(next(run.model.parameters()).dtype)
+    tensors = whole.state_dict().values()
+    return "at first", whole, sum(t.numel() * t.element_size() for t in tensors)
 
 
 def smaller(model: nn.Module, images: Tensor) -> nn.Module:

@@ -4,9 +4,8 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -140,42 +139,42 @@ def count_multiply_adds(model: nn.Module, images: Tensor) -> int:
 
 
 def compare(
-    masked: nn.Module,
-    smaller: nn.Module,
+    networks: Mapping[str, nn.Module],
     images: Tensor,
-    files: tuple[Path, Path],
+    sizes: tuple[int, int],
     devices: list[torch.device],
     repeat: int,
 ) -> Table:
-    """Return what the two networks take, before and after; leaves them on the last device.
+    """Return what two networks take, by their names; leaves them on the last device.
 
     Times are medians of `repeat` turns, the two in turns; 0 measures none. `images` are normalised
-    and on the CPU, of any number.
+    and on the CPU, of any number; `sizes` are bytes of files.
     """
+    larger, smaller = networks.values()
     rows: list[tuple[Cell, ...]] = []
 
     def add(name: str, before: float, after: float, gain: float) -> None:
         rows.append((name, before, after, float(gain)))
 
-    counts = [count_parameters(m) for m in (masked, smaller)]
+    counts = [count_parameters(m) for m in (larger, smaller)]
     add("parameters", *counts, counts[0] / counts[1])
-    counts = [count_multiply_adds(m, images) for m in (masked, smaller)]
+    counts = [count_multiply_adds(m, images) for m in (larger, smaller)]
     add("multiply-adds per image", *counts, counts[0] / counts[1])
-    sizes = [path.stat().st_size / MIB for path in files]
-    add("MiB of the file", *sizes, sizes[0] / sizes[1])
+    mib = [size / MIB for size in sizes]
+    add("MiB of the file", *mib, mib[0] / mib[1])
     for device in devices if repeat else ():
         for size in BATCHES:
             batch = images[torch.arange(size) % len(images)].to(device)
-            before, after = _seconds(masked.to(device), smaller.to(device), batch, repeat)
+            before, after = _seconds(larger.to(device), smaller.to(device), batch, repeat)
             name = f"{device.type}, batch {size}:"
             add(f"{name} ms", 1e3 * before, 1e3 * after, before / after)
             add(f"{name} images/s", size / before, size / after, before / after)
-    return Table("Full size, masked, and smaller", ("", "masked", "smaller", "times"), tuple(rows))
+    return Table("Full size, and smaller", ("", *networks, "times"), tuple(rows))
 
 
 @torch.no_grad()
 def _seconds(
-    masked: nn.Module, smaller: nn.Module, batch: Tensor, repeat: int
+    larger: nn.Module, smaller: nn.Module, batch: Tensor, repeat: int
 ) -> tuple[float, float]:
     """Return the median seconds of a batch for each network, taken in turns."""
 
@@ -193,10 +192,10 @@ def _seconds(
 
         return run, calls
 
-    (run_masked, masked_calls), (run_smaller, smaller_calls) = repeated(masked), repeated(smaller)
-    actions = {"masked": Action(run_masked), "smaller": Action(run_smaller)}
+    (run_larger, larger_calls), (run_smaller, smaller_calls) = repeated(larger), repeated(smaller)
+    actions = {"larger": Action(run_larger), "smaller": Action(run_smaller)}
     times = wall_times(actions, repeat, batch.device)
     return (
-        statistics.median(times["masked"]) / masked_calls,
+        statistics.median(times["larger"]) / larger_calls,
         statistics.median(times["smaller"]) / smaller_calls,
     )
