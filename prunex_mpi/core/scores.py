@@ -20,23 +20,21 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.state import OWN, SHARED, State, Work
-from prunex_mpi.pruning.gates import gate_gradients, places_of
+from prunex_mpi.core.state import OWN, State, Work
+from prunex_mpi.pruning.gates import gate_gradients
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import BY_GROUPS, PRUNING_ONCE
 
-# The sum of this outer iteration's gradients, or of squares; and where gates add up what.
-SENSITIVITY, PLACES = f"{OWN}sensitivity", f"{SHARED}gate_places"
+# The sum of this outer iteration's gradients, or of squares: of each weight, or of each gate.
+SENSITIVITY = f"{OWN}sensitivity"
 
 
 def memory_of_scores(settings: Settings, state: State) -> dict[str, Tensor]:
     """Allocate what gradients are added up in, where the score looks at them."""
     if settings.method not in BY_GROUPS or settings.score == "magnitude":
         return {}
-    if settings.score != "gates":
-        return {SENSITIVITY: torch.zeros_like(state.theta)}
-    places = places_of(state.groups).to(state.theta.device)
-    return {SENSITIVITY: state.theta.new_zeros(state.groups.total), PLACES: places}
+    size = state.groups.total if settings.score == "gates" else state.layout.numel
+    return {SENSITIVITY: state.theta.new_zeros(size)}
 
 
 def watch_(work: Work) -> None:
@@ -55,24 +53,26 @@ def watch_(work: Work) -> None:
         case "fisher":
             total.addcmul_(state.grad, state.grad)
         case "gates":
-            places, groups = state.memory[PLACES], state.groups
-            total += gate_gradients(state.grad, state.theta, state.layout, groups, places).square_()
+            by_gate = gate_gradients(state.grad, state.theta, state.layout, state.groups)
+            total.add_(by_gate.square_())
         case _:
             total.add_(state.grad)
 
 
-def scored(node: Wire, state: State, settings: Settings, candidate: Tensor) -> Tensor:
+def scored(leader: Wire, node: Wire, state: State, settings: Settings, candidate: Tensor) -> Tensor:
     """Return the vector whose squares are the scores of what `candidate` holds, or the scores.
 
     That is the candidate itself, or lies in the memory of `grad`; of `gates` the scores of the
-    groups themselves. Gradients that the node has not averaged at each step are added up first:
-    then collective on `node.comm`.
+    groups themselves. Those who do not speak get the candidate. Gradients that the node has not
+    averaged at each step are added up first: then collective on `node.comm`.
     """
     if SENSITIVITY not in state.memory:
         return candidate
     total = state.memory[SENSITIVITY]
     if settings.node_sync == "outer":
         node.reduce_(total)
+    if not leader.speaks:
+        return candidate
     if settings.score == "gates":
         return total
     if settings.score == "fisher":

@@ -283,7 +283,7 @@ def project(
     round_to = settings.round_to
     if stage.choose:
         mask = state.mask
-        weighed = scored(node, state, settings, z_tilde)
+        weighed = scored(leader, node, state, settings, z_tilde)
         if leader.speaks and stage.vote:
             mask = agree_by_vote(leader, weighed, state, stage.strict, round_to, node.comm.size)
         elif leader.speaks:

@@ -13,30 +13,16 @@ from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.groups import Groups, cut_view, gemm_views
 
 
-def places_of(groups: Groups) -> Tensor:
-    """Return the group of each row or column of `gate_sides`, int64 on the host; `total`: none."""
-    entries = {entry.layer: entry for entry in groups.coupled}
-    read = [entries[layer].columns for layer, by_row in groups.gate_sides if not by_row]
-    known = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *read]))
-    found = [np.empty(0, dtype=np.int64)]
-    for layer, by_row in groups.gate_sides:
-        ids = entries[layer].rows if by_row else entries[layer].columns
-        outside = (ids < 0) | (by_row & np.isin(ids, known))
-        found.append(np.where(outside, groups.total, ids))
-    return torch.from_numpy(np.concatenate(found))
-
-
-def gate_gradients(
-    grad: Tensor, weights: Tensor, layout: Layout, groups: Groups, places: Tensor
-) -> Tensor:
+def gate_gradients(grad: Tensor, weights: Tensor, layout: Layout, groups: Groups) -> Tensor:
     """Return the loss's derivative by the factor of each group, 1-D like `grad`.
 
-    `grad` and `weights` are flat, `places` is that of `places_of` on their device.
+    `grad` and `weights` are flat.
     """
     mine, theirs = gemm_views(grad, layout, groups), gemm_views(weights, layout, groups)
-    sums = [_sum_products(mine[at], theirs[at], by_row) for at, by_row in groups.gate_sides]
+    sums = [_sum_products(mine[at], theirs[at], by_row) for at, by_row, _ in groups.gates]
+    places = torch.from_numpy(np.concatenate([ids for _, _, ids in groups.gates]))
     found = grad.new_zeros(groups.total + 1)
-    return found.index_add_(0, places, torch.cat(sums))[:-1]
+    return found.index_add_(0, places.to(grad.device), torch.cat(sums))[:-1]
 
 
 def _sum_products(first: Tensor, second: Tensor, by_row: bool) -> Tensor:

@@ -164,22 +164,24 @@ class Groups:
         )
 
     @cached_property
-    def gate_sides(self) -> tuple[tuple[int, bool], ...]:
-        """Each (layer, by row) where coupled groups have their gates.
+    def gates(self) -> tuple[tuple[int, bool, np.ndarray], ...]:
+        """Each (layer, by row, the group of each row or column) that coupled groups' gates are at.
 
-        That is the columns that read them, or, of groups that nothing reads, all their rows.
+        That is the columns that read them, or, of groups that nothing reads, all their rows. Where
+        there is no gate the group is `total`.
         """
-        read, sides = np.zeros(self.total, dtype=bool), []
+        read, found = np.zeros(self.total + 1, dtype=bool), []
         for entry in self.coupled:
-            inside = entry.columns[entry.columns >= 0]
-            if entry.scored and inside.size:
-                read[inside] = True
-                sides.append((entry.layer, False))
+            ids = np.where(entry.columns < 0, self.total, entry.columns)
+            if entry.scored and (ids < self.total).any():
+                read[ids] = True
+                found.append((entry.layer, False, ids))
+        read[self.total] = True
         for entry in self.coupled:
-            inside = entry.rows[entry.rows >= 0]
-            if entry.scored and not read[inside].all():
-                sides.append((entry.layer, True))
-        return tuple(sides)
+            ids = np.where(entry.rows < 0, self.total, entry.rows)
+            if entry.scored and not read[ids].all():
+                found.append((entry.layer, True, np.where(read[ids], self.total, ids)))
+        return tuple(found)
 
 
 def gemm_views(flat: Tensor, layout: Layout, groups: Groups) -> list[Tensor]:

@@ -12,7 +12,7 @@ from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.find_groups import OfAll, find_groups
-from prunex_mpi.pruning.gates import gate_gradients, places_of, shares_of_budget
+from prunex_mpi.pruning.gates import gate_gradients, shares_of_budget
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import cost, select
@@ -73,12 +73,11 @@ def test_gates_are_derivatives_by_factors_on_what_reads_a_channel(name, monkeypa
     F.cross_entropy(model(images), labels).backward()
     grad = torch.cat([p.grad.flatten() for p in model.parameters()])
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    places = places_of(groups)
-    found = gate_gradients(grad, weights, layout, groups, places)
-    assert not any(by_row for _, by_row in groups.gate_sides)
+    found = gate_gradients(grad, weights, layout, groups)
+    assert not any(by_row for _, by_row, _ in groups.gates)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     monkeypatch.setattr("prunex_mpi.models.layout.CPU_TILE", 7)
-    torch.testing.assert_close(gate_gradients(grad, weights, layout, groups, places), found)
+    torch.testing.assert_close(gate_gradients(grad, weights, layout, groups), found)
 
 
 def test_a_channel_that_no_weight_reads_has_its_gate_on_its_rows() -> None:
@@ -88,7 +87,7 @@ def test_a_channel_that_no_weight_reads_has_its_gate_on_its_rows() -> None:
     blind = [replace(entry, columns=np.full_like(entry.columns, -1)) for entry in groups.coupled]
     groups = replace(groups, coupled=tuple(blind))
     grad, weights = torch.randn(2, layout.numel, dtype=torch.float64)
-    found = gate_gradients(grad, weights, layout, groups, places_of(groups))
+    found = gate_gradients(grad, weights, layout, groups)
     expected = torch.zeros(groups.total, dtype=torch.float64)
     for entry in groups.coupled:
         if entry.scored:
@@ -98,7 +97,7 @@ def test_a_channel_that_no_weight_reads_has_its_gate_on_its_rows() -> None:
             inside = entry.rows >= 0
             expected.index_add_(0, torch.from_numpy(entry.rows[inside]), products[inside])
     torch.testing.assert_close(found, expected)
-    assert all(by_row for _, by_row in groups.gate_sides)
+    assert all(by_row for _, by_row, _ in groups.gates)
 
 
 @pytest.mark.parametrize("what", ["parameters", "multiply-adds"])
