@@ -18,6 +18,10 @@ from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import Topology
 
 PROBE_TIMEOUT_S = 60
+# Of glibc's malloc.h, in bytes: what may be free at the end of the heap before it is given back,
+# and the size from which memory is mapped on its own in place of lying on the heap.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+OLDER_GLIBC_MOST = 2**25
 # What a launcher leaves in the environment of its ranks; a probe started with it would believe to
 # be one of them.
 LAUNCHER_PREFIXES = (
@@ -53,6 +57,22 @@ def set_threads(core_sharers: int) -> int:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // core_sharers))
     return torch.get_num_threads()
+
+
+def keep_freed_memory() -> bool:
+    """Let the C library keep what tensors have freed for those that follow; say whether it does.
+
+    Each training step frees and takes the same tens of MiB. Given back to the system in between,
+    every page of them is mapped and zeroed anew: a fifth of a small network's step on the CPU. What
+    the user has set of the allocator (MALLOC_... or GLIBC_TUNABLES) wins; other libraries than
+    glibc are left alone.
+    """
+    asked = any(name.startswith("MALLOC_") for name in os.environ)
+    library = ctypes.CDLL(None)
+    if asked or "malloc" in os.environ.get("GLIBC_TUNABLES", "") or not hasattr(library, "mallopt"):
+        return False
+    on_heap = any(library.mallopt(M_MMAP_THRESHOLD, size) for size in (2**30, OLDER_GLIBC_MOST))
+    return on_heap and bool(library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def claimed_cuda_support() -> bool | None:

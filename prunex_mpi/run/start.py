@@ -24,7 +24,13 @@ from prunex_mpi.core.metrics import prunable_and_kept
 from prunex_mpi.core.state import Work
 from prunex_mpi.core.steps import total_steps
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.run.devices import choose_device, lone_singleton, resolve_mpi_buffers, set_threads
+from prunex_mpi.run.devices import (
+    choose_device,
+    keep_freed_memory,
+    lone_singleton,
+    resolve_mpi_buffers,
+    set_threads,
+)
 from prunex_mpi.run.facts import gather_facts
 from prunex_mpi.run.machine import describe_machine
 from prunex_mpi.settings.fields import Settings
@@ -67,6 +73,8 @@ def take_places(
     with nodes_of(world, ranks_per_node, lanes) as topology:
         chosen = together(world, lambda: choose_device(device, topology.host_rank))
         require_same(world, "the kinds of device (some ranks found no GPU)", chosen.type)
+        if chosen.type == "cpu":
+            keep_freed_memory()
         if threads:
             torch.set_num_threads(threads)
         else:

@@ -1,6 +1,9 @@
 """Device, threads and buffer kind: what is chosen, and what is refused."""
 
+import ctypes
 import os
+import resource
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -76,6 +79,45 @@ def test_omp_num_threads_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     before = torch.get_num_threads()
     assert devices.set_threads(1) == before == torch.get_num_threads()
+
+
+def faults_of_a_tensor_taken_again(environment: dict[str, str], *, keep: bool) -> int:
+    """Return how many pages the system has to map for 10 tensors of 64 MiB, one after the other."""
+    program = (
+        "import resource, torch\n"
+        "from prunex_mpi.run.devices import keep_freed_memory\n"
+        f"assert {keep} is False or print(keep_freed_memory()) is None\n"
+        "torch.ones(2**24)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for _ in range(10): torch.ones(2**24)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
+    )
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env=clean | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    said, faults = (["False", *run.stdout.split()])[-2:]
+    assert said == str(keep and not environment)
+    return int(faults)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this is not glibc")
+def test_memory_that_tensors_have_freed_is_not_mapped_anew() -> None:
+    pages = 2**26 // resource.getpagesize()
+    assert faults_of_a_tensor_taken_again({}, keep=True) < 2 * pages
+    assert faults_of_a_tensor_taken_again({}, keep=False) > 5 * pages
+
+
+@pytest.mark.parametrize(
+    "asked", [{"MALLOC_ARENA_MAX": "4"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=4"}]
+)
+def test_what_the_user_has_set_of_the_allocator_wins(asked: dict[str, str]) -> None:
+    faults_of_a_tensor_taken_again(asked, keep=True)
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
