@@ -16,6 +16,7 @@ MPI, libpmix-dev. One cluster at a time; what a killed one has left is removed b
 import argparse
 import fcntl
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -35,8 +36,11 @@ BRIDGE = "prunexbr"
 NETWORK = "10.78.0"
 LAUNCHERS = ("mpirun", "slurm")
 START_LIMIT_S = 30
-# Bursts of a millisecond at 1 Gbit/s, and a queue so long that TCP has nothing to send again.
-SHAPE = "burst 128kb latency 400ms"
+# A link sends this much at once after a pause, or small messages would pass as over a fast one;
+# and it queues so much that TCP has nothing to send again.
+BURST_S, BURST_LEAST_BYTES, QUEUE = 1e-3, 4096, "latency 400ms"
+RATE = re.compile(r"(\d+)(bit|kbit|mbit|gbit)")
+BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 SLURM_PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "munged")
 
 
@@ -144,13 +148,22 @@ def set_up(made: Cluster, rate: str) -> None:
     agent.chmod(0o755)
 
 
+def burst_bytes(rate: str) -> int:
+    """Return what a link of `rate` (20mbit) sends within BURST_S, two packets at least."""
+    found = RATE.fullmatch(rate)
+    if found is None:
+        raise ValueError(f"{rate} is no rate such as 20mbit or 1gbit")
+    return max(round(int(found[1]) * BITS[found[2]] / 8 * BURST_S), BURST_LEAST_BYTES)
+
+
 def set_rate(made: Cluster, rate: str) -> None:
     """Limit what each host sends to `rate`; "" takes the limit away."""
     for host in made.hosts:
         tc = ["ip", "netns", "exec", host.name, "tc", "qdisc"]
         subprocess.run([*tc, "del", "dev", "eth0", "root"], capture_output=True)
         if rate:
-            run(*tc, "add", "dev", "eth0", "root", "tbf", "rate", rate, *SHAPE.split())
+            shape = f"rate {rate} burst {burst_bytes(rate)} {QUEUE}"
+            run(*tc, "add", "dev", "eth0", "root", "tbf", *shape.split())
 
 
 def tear_down() -> None:
