@@ -10,25 +10,36 @@ stands a table of it, and between
 
     <!-- results/NAME.json: figures --> and <!-- end -->
 
-are sentences whose figures all have to be in one of these tables.
+are sentences whose figures all have to be in one of these tables. `results/NAME_at_20_Mbit.json`
+has the same rows over a link of that rate: a column of the table `seconds` of NAME.
 """
 
 import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
 from prunex_mpi.base.units import MIB
-from prunex_mpi.tools.compare.outcomes import Comparison, Outcome, by_row, comparison_from, ended
+from prunex_mpi.tools.compare.figure import seconds_of
+from prunex_mpi.tools.compare.outcomes import (
+    Comparison,
+    Outcome,
+    by_row,
+    comparison_from,
+    ended,
+    read_comparison,
+)
 from prunex_mpi.tools.compare.tables import ranks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"<!-- (results/\S+\.json): (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 FIGURE = re.compile(r"\d[\d,]*\.\d+")
 FIGURES = "figures"
+RATE = re.compile(r"_at_(\d+)_([MG])bit$")
+MBIT = {"M": 1, "G": 1000}
 
 
 def main() -> int:
@@ -56,7 +67,7 @@ def renewed(text: str, folder: Path) -> tuple[str, list[str]]:
     def replace(match: re.Match[str]) -> str:
         file, kind, body = match.groups()
         whole = json.loads((folder / file).read_text(encoding="utf-8"))
-        tables = tables_of(comparison_from(whole["comparison"]))
+        tables = tables_of(comparison_from(whole["comparison"]), times_beside(folder / file))
         if kind == FIGURES:
             known = set(FIGURE.findall("".join(tables.values())))
             wrong = sorted(set(FIGURE.findall(body)) - known)
@@ -70,8 +81,17 @@ def renewed(text: str, folder: Path) -> tuple[str, list[str]]:
     return BLOCK.sub(replace, text), problems
 
 
-def tables_of(found: Comparison) -> dict[str, str]:
-    """Return the tables of a comparison as Markdown, by name."""
+def times_beside(path: Path) -> dict[str, Comparison]:
+    """Return the comparisons over links of other rates that lie beside one, slowest first."""
+    rates = {}
+    for other in path.parent.glob(f"{path.stem}_at_*.json"):
+        number, unit = RATE.search(other.stem).groups()
+        rates[int(number) * MBIT[unit]] = f"{number} {unit}bit/s", read_comparison("", str(other))
+    return dict(rates[rate] for rate in sorted(rates))
+
+
+def tables_of(found: Comparison, times: Mapping[str, Comparison]) -> dict[str, str]:
+    """Return the tables of a comparison, and of it at the pace of `times`, as Markdown, by name."""
     places = ranks_of(found)
     rows = [
         (name, str(places.get(name, "-")), *_cells(runs), f"{runs[0].lr:g}")
@@ -79,6 +99,13 @@ def tables_of(found: Comparison) -> dict[str, str]:
     ]
     header = ("row", "place", "accuracy %", "sent MiB", "parameters left", "learning rate")
     tables = {"results": markdown(header, rows)}
+    if times:
+        paces = {rate: seconds_of(found, other) for rate, other in times.items()}
+        rows = [
+            (name, *(f"{pace[name]:,.1f}" for pace in paces.values()))
+            for name in by_row(found.outcomes)
+        ]
+        tables["seconds"] = markdown(("row", *paces), rows)
     for what, runs in found.equal.items():
         full = by_row(found.outcomes)
         reference = found.reference[what]

@@ -81,3 +81,21 @@ def test_figures_that_no_table_has_are_found(results: Path) -> None:
     )
     _, problems = readme_tables.renewed(block("equal-time", ""), results)
     assert problems == ["results/a.json has no table equal-time; there are results, equal-bytes"]
+
+
+def test_seconds_are_those_at_the_pace_of_each_link(results: Path) -> None:
+    whole = results / "results" / "a.json"
+    found = json.loads(whole.read_text())
+    for run in found["comparison"]["outcomes"]:
+        if run["measured"]:
+            run["measured"] |= {"steps": 100, "train_s": 50.0}
+    whole.write_text(json.dumps(found))
+    for rate, train_s in (("1_Gbit", 2.0), ("20_Mbit", 30.0)):
+        for run in found["comparison"]["outcomes"]:
+            if run["measured"]:
+                run["measured"] |= {"steps": 10, "train_s": train_s}
+        (results / "results" / f"a_at_{rate}.json").write_text(json.dumps(found))
+    text, problems = readme_tables.renewed(block("seconds", ""), results)
+    assert not problems
+    assert "| row | 20 Mbit/s | 1 Gbit/s |\n" in text
+    assert "| dense | 300.0 | 20.0 |\n" in text

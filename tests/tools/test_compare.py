@@ -29,7 +29,13 @@ from prunex_mpi.settings.resolve import make
 from prunex_mpi.settings.values import AUTO
 from prunex_mpi.tools.compare import compare as bench_compare
 from prunex_mpi.tools.compare.compare import compare, hold_out
-from prunex_mpi.tools.compare.figure import curves_of, draw, refuse_impossible, seconds_of
+from prunex_mpi.tools.compare.figure import (
+    curves_of,
+    draw,
+    make_figure,
+    refuse_impossible,
+    seconds_of,
+)
 from prunex_mpi.tools.compare.options import parse
 from prunex_mpi.tools.compare.outcomes import (
     Comparison,
@@ -53,6 +59,7 @@ from prunex_mpi.tools.compare.search import (
     next_rate,
 )
 from prunex_mpi.tools.compare.tables import equal_table, measured_table, results_table, tuning_table
+from prunex_mpi.tools.drawing import styled
 
 WORLD = MPI.COMM_WORLD
 # Two outer iterations of one step each, on images that cost next to nothing.
@@ -254,6 +261,19 @@ def test_a_plan_has_rows_of_one_method_with_settings_of_their_own(tmp_path):
     assert (prunex.keep_ratio, prunex.payload, prunex.outer_iterations) == ((0.25,), "fp32", 8)
     assert options.rows[1].folder == "local-sgd-int4-T-=-4"
     assert [row.grid for row in options.rows] == [(), (), (0.01,)]
+
+
+def test_flags_that_are_given_twice_add_up():
+    methods = ["--methods", "dense", "topk", "--methods", "prunex"]
+    options = parse([*methods, "--lr", "dense=1", "--lr", "topk=2", "--seeds", "4", "--seeds", "5"])
+    assert [row.name for row in options.rows] == ["dense", "topk", "prunex"]
+    assert [settings_of(options.common, row, 4).lr for row in options.rows[:2]] == [1, 2]
+    assert options.seeds == (4, 5)
+    shown = parse(
+        ["--from", "a", "--from", "b", "--figure", "f.svg", "--times", "x=c", "--times", "y=d"]
+    )
+    assert shown.sources == ("a", "b")
+    assert shown.times == {"x": "c", "y": "d"}
 
 
 def test_rows_of_a_plan_can_be_chosen(tmp_path):
@@ -617,6 +637,17 @@ def test_a_figure_shows_every_row_once_per_panel(tmp_path):
     text = (tmp_path / "figure.svg").read_text(encoding="utf-8")
     for words in ("MiB that left a node", "seconds, 100 Mbit/s", "seconds, 1 Gbit/s", "topk"):
         assert text.count(f"<!-- {words} -->") == 1, words
+    rates = {f"{number} Mbit/s": found for number in range(4)}
+    sizes = []
+    for panels in (3, 4, 5):
+        with styled():
+            figure = make_figure(found, dict(list(rates.items())[: panels - 1]))
+        sizes.append(tuple(figure.get_size_inches()))
+        names = [axes.get_xlabel() for axes in figure.axes]
+        assert names == ["MiB that left a node", *(f"seconds, {x}" for x in rates)][:panels]
+    # One row, then rows of two.
+    assert sizes[0][1] < sizes[1][1] < sizes[2][1]
+    assert sizes[0][0] > sizes[1][0] == sizes[2][0]
     with pytest.raises(UserError, match="nothing to draw"):
         draw(comparison(outcomes("dense", curve=())), {}, str(tmp_path / "none.svg"))
     with pytest.raises(UserError, match="No such file"):

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL_INCHES, HEIGHT_INCHES, LEGEND_INCHES = 4.2, 4.0, 2.6
+# More panels than these would be too small beside each other in a page of text.
+IN_A_ROW = 3
 # From so many decades on, ticks at their ends are enough.
 WIDE = 2.0
 TIMES = "this machine"
@@ -108,13 +110,18 @@ def make_figure(found: Comparison, times: Mapping[str, Comparison]) -> "Figure":
         raise UserError("--figure: no run was evaluated, so there is nothing to draw")
     paces = {name: seconds_of(found, other) for name, other in times.items()}
     paces = paces or {TIMES: {curve.row: curve.train_s for curve in curves}}
-    width = PANEL_INCHES * (1 + len(paces)) + LEGEND_INCHES
-    figure = new_figure(HEIGHT_INCHES, width)
-    panels = figure.subplots(1, 1 + len(paces), sharey=True, squeeze=False)[0]
+    count = 1 + len(paces)
+    columns = count if count <= IN_A_ROW else 2
+    lines = math.ceil(count / columns)
+    figure = new_figure(HEIGHT_INCHES * lines, PANEL_INCHES * columns + LEGEND_INCHES)
+    panels = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
     draw_bytes(panels[0], curves)
-    panels[0].set_ylabel("test accuracy %")
-    for panel, (name, pace) in zip(panels[1:], paces.items(), strict=True):
+    for panel in panels[::columns]:
+        panel.set_ylabel("test accuracy %")
+    for panel, (name, pace) in zip(panels[1:], paces.items(), strict=False):
         draw_seconds(panel, curves, pace, name)
+    for panel in panels[count:]:
+        panel.remove()
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right center")
     return figure

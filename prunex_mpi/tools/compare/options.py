@@ -73,29 +73,31 @@ def build_parser() -> Parser:
         usage="%(prog)s --methods NAME ... | --plan FILE | --from FILE [--FLAG VALUE ...]",
         argument_default=argparse.SUPPRESS,
     )
+    # Given twice, a flag adds to what it was given first.
+    several = {"action": "extend", "nargs": "+"}
     group = parser.add_argument_group("comparison")
     add = group.add_argument
-    add("--methods", nargs="+", metavar="NAME", help=f"some of {', '.join(METHODS)}")
+    add("--methods", **several, metavar="NAME", help=f"some of {', '.join(METHODS)}")
     add("--plan", metavar="FILE", help="TOML: [settings] and [rows.NAME], in place of --methods")
-    add("--rows", nargs="+", metavar="NAME", help="these rows of the plan alone, in its order")
+    add("--rows", **several, metavar="NAME", help="these rows of the plan alone, in its order")
     add(
         "--from",
         dest="sources",
-        nargs="+",
+        **several,
         metavar="FILE",
         help="print what --json wrote, joined where there are several; trains nothing",
     )
-    add("--seeds", nargs="+", metavar="N", help="one run of each row per seed [0]")
+    add("--seeds", **several, metavar="N", help="one run of each row per seed [0]")
     add("--length", metavar="SHARE", help="share of each row's outer iterations to do [1]")
     add(
         "--lr",
-        nargs="+",
+        **several,
         metavar="METHOD=X",
         help="peak learning rate of a method, a bare X for all others [the preset's]",
     )
     add(
         "--tune-lr",
-        nargs="+",
+        **several,
         metavar="X",
         help="search the other learning rates: these first, then on by factors of 2 until the best "
         "lies inside",
@@ -112,7 +114,7 @@ def build_parser() -> Parser:
     add("--figure", metavar="FILE", help="draw accuracy over bytes and time: .svg, .png or .pdf")
     add(
         "--times",
-        nargs="+",
+        **several,
         metavar="NAME=FILE",
         help="with --from and --figure: over the seconds that such a file has of the same rows",
     )
