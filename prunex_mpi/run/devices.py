@@ -63,9 +63,9 @@ def keep_freed_memory() -> bool:
     """Let the C library keep what tensors have freed for those that follow; say whether it does.
 
     Each training step frees and takes the same tens of MiB. Given back to the system in between,
-    every page of them is mapped and zeroed anew: a fifth of a small network's step on the CPU. What
-    the user has set of the allocator (MALLOC_... or GLIBC_TUNABLES) wins; other libraries than
-    glibc are left alone.
+    every page of them is mapped and zeroed anew: up to a fifth of a step of a small network on the
+    CPU. What the user has set of the allocator (MALLOC_... or GLIBC_TUNABLES) wins; other libraries
+    than glibc are left alone.
     """
     asked = any(name.startswith("MALLOC_") for name in os.environ)
     library = ctypes.CDLL(None)

@@ -102,7 +102,7 @@ def tables_of(found: Comparison, times: Mapping[str, Comparison]) -> dict[str, s
     if times:
         paces = {rate: seconds_of(found, other) for rate, other in times.items()}
         rows = [
-            (name, *(f"{pace[name]:,.1f}" for pace in paces.values()))
+            (name, *(f"{pace[name]:,.1f}" if name in pace else "-" for pace in paces.values()))
             for name in by_row(found.outcomes)
         ]
         tables["seconds"] = markdown(("row", *paces), rows)
