@@ -15,7 +15,6 @@ has the same rows over a link of that rate: a column of the table `seconds` of N
 """
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ from prunex_mpi.tools.compare.outcomes import (
     Comparison,
     Outcome,
     by_row,
-    comparison_from,
     ended,
     read_comparison,
 )
@@ -66,8 +64,8 @@ def renewed(text: str, folder: Path) -> tuple[str, list[str]]:
 
     def replace(match: re.Match[str]) -> str:
         file, kind, body = match.groups()
-        whole = json.loads((folder / file).read_text(encoding="utf-8"))
-        tables = tables_of(comparison_from(whole["comparison"]), times_beside(folder / file))
+        path = folder / file
+        tables = tables_of(read_comparison("", str(path)), times_beside(path))
         if kind == FIGURES:
             known = set(FIGURE.findall("".join(tables.values())))
             wrong = sorted(set(FIGURE.findall(body)) - known)
