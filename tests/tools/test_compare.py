@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -60,6 +61,11 @@ from prunex_mpi.tools.compare.search import (
 )
 from prunex_mpi.tools.compare.tables import equal_table, measured_table, results_table, tuning_table
 from prunex_mpi.tools.drawing import styled
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 WORLD = MPI.COMM_WORLD
 # Two outer iterations of one step each, on images that cost next to nothing.
@@ -873,6 +879,25 @@ def test_an_interrupted_comparison_goes_on_and_parts_come_together(quiet, tmp_pa
     if WORLD.rank == 0:
         texts = [(tmp_path / "parts" / f"{name}.txt").read_text() for name in ("tables", "again")]
         assert texts[0] == texts[1]
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_each_seed_of_a_row_can_begin_with_the_network_of_its_own(quiet, tmp_path):
+    _, first = compared(["--methods", "dense", "--seeds", "0", "1"], tmp_path / "first")
+    flags = ["--methods", "local-sgd", "--seeds", "0", "1", "--teacher-share=0.1"]
+    paths = [f"--{name}={first}/runs/dense-{{seed}}" for name in ("init-from", "teacher")]
+    _, second = compared([*flags, *paths], tmp_path / "second")
+    digests = {}
+    for seed in (0, 1):
+        with open(f"{second}/runs/local-sgd-{seed}/config.toml", "rb") as file:
+            found = tomllib.load(file)
+        assert found["init-from"] == found["teacher"] == f"{first}/runs/dense-{seed}"
+        digests[seed] = found["init-digest"]
+    assert digests[0] != digests[1]
+    # Both are of one row, as it stands in the file.
+    shown = parse([f"--from={second}/tables.json", f"--text={second}/again.txt"])
+    assert compare(WORLD, shown) == 0
 
 
 @pytest.mark.any_mpi

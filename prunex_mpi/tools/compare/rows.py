@@ -12,6 +12,10 @@ A row comes from `--methods`, which names as many rows as methods, or from a pla
     [rows.lion]
     method = "lion"
     tune-lr = [0.001]           # where the search of its learning rate begins, if not as others'
+
+    [rows.pretrained]
+    method = "prunex"
+    init-from = "runs/dense-{seed}"     # here and in `teacher`, {seed} is that of the run
 """
 
 import re

@@ -50,6 +50,9 @@ from prunex_mpi.tools.compare.outcomes import Measured, Outcome, Point
 
 FORWARD_BATCH = 32
 FORWARD_TURNS = 5
+# Each seed of a row may begin with a network of its own, or learn from one.
+BY_SEED = ("init_from", "teacher")
+SEED = "{seed}"
 # Of a digest: enough to tell a plan's rows apart.
 DIGITS = 12
 
@@ -76,6 +79,7 @@ def run_one(
     name = f"{row}, seed {settings.seed}, learning rate {settings.lr:g}"
     log.info("%s", name)
     digest = digest_of(settings)
+    settings = name_seed(settings)
     with nodes as mine, ExitStack() as exits:
         refuse_impossible_exchange(mine, settings)
         work = assemble(mine, settings, dataset, device, transport, heartbeat)
@@ -128,6 +132,14 @@ def run_one(
         together(world, partial(finish, files, settings, mine, state, problem, records, total_s))
     log.info("%s: accuracy %.2f %%", name, 100 * found.accuracy)
     return Outcome(row, settings.seed, settings.lr, found, settings=digest)
+
+
+def name_seed(settings: Settings) -> Settings:
+    """Return the settings with the run's seed in the paths that ask for it."""
+    paths = {name: getattr(settings, name) for name in BY_SEED}
+    return replace(
+        settings, **{n: path.replace(SEED, str(settings.seed)) for n, path in paths.items()}
+    )
 
 
 def train(topology: Topology, files: RunDirectory | None, work: Work) -> list[dict[str, Any]]:
