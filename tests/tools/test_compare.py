@@ -248,7 +248,12 @@ tune-lr = [0.01]
 
 @pytest.mark.parametrize(
     ("plan", "rows"),
-    [("compare_cifar10.toml", 22), ("ways_cifar10.toml", 11), ("pruned_cifar10.toml", 7)],
+    [
+        ("compare_cifar10.toml", 22),
+        ("ways_cifar10.toml", 11),
+        ("pruned_cifar10.toml", 7),
+        ("pretrained_cifar10.toml", 4),
+    ],
 )
 def test_the_plans_that_are_shipped_can_be_run(plan, rows):
     path = Path(__file__).resolve().parents[2] / "batch" / plan
