@@ -104,6 +104,7 @@ def tables_of(found: Comparison, times: Mapping[str, Comparison]) -> dict[str, s
             for name in by_row(found.outcomes)
         ]
         tables["seconds"] = markdown(("row", *paces), rows)
+        tables["steps"] = steps_table(found, times)
     for what, runs in found.equal.items():
         full = by_row(found.outcomes)
         reference = found.reference[what]
@@ -112,6 +113,39 @@ def tables_of(found: Comparison, times: Mapping[str, Comparison]) -> dict[str, s
         header = ("row", "accuracy %", "sent MiB", "at full length")
         tables[f"equal-{what}"] = markdown(header, rows)
     return tables
+
+
+def steps_table(found: Comparison, times: Mapping[str, Comparison]) -> str:
+    """Return bytes and seconds of a step late in each run, and how many times faster it is.
+
+    Faster than those of the first row, on the same link.
+    """
+    rates = {rate: by_row(other.outcomes) for rate, other in times.items()}
+    first = found.rows[0]
+    rows = []
+    for name, runs in by_row(found.outcomes).items():
+        cells = []
+        for others in rates.values():
+            mine, against = (late_step(others.get(row, ())) for row in (name, first))
+            known = mine and against
+            cells.append(f"{mine[1]:.2f} ({against[1] / mine[1]:.1f})" if known else "-")
+        step = late_step(runs)
+        rows.append((name, f"{step[0] / MIB:,.1f}" if step else "-", *cells))
+    return markdown(("row", "MiB", *rates), rows)
+
+
+def late_step(runs: Sequence[Outcome]) -> tuple[float, float] | None:
+    """Return what a step between the last two evaluations sent and took, the mean of the runs."""
+    found = []
+    for done in ended(runs):
+        if len(done.curve) < 2:
+            return None
+        before, after = done.curve[-2:]
+        steps = done.steps * (after.iteration - before.iteration) / after.iteration
+        found.append(
+            [(getattr(after, n) - getattr(before, n)) / steps for n in ("sent_bytes", "train_s")]
+        )
+    return tuple(map(mean, zip(*found, strict=True))) if found else None
 
 
 def _cells(runs: Sequence[Outcome]) -> tuple[str, str, str]:

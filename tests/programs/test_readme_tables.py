@@ -99,3 +99,23 @@ def test_seconds_are_those_at_the_pace_of_each_link(results: Path) -> None:
     assert not problems
     assert "| row | 20 Mbit/s | 1 Gbit/s |\n" in text
     assert "| dense | 300.0 | 20.0 |\n" in text
+
+
+def test_steps_are_those_between_the_last_evaluations(results: Path) -> None:
+    whole = results / "results" / "a.json"
+    found = json.loads(whole.read_text())
+    for rate, seconds in (("", (2.0, 1.0)), ("_at_1_Gbit", (4.0, 1.0))):
+        for run in found["comparison"]["outcomes"]:
+            if run["measured"]:
+                took, sent = seconds[run["row"] == "prunex"], 4 * MIB
+                curve = [(1, 100 * MIB, 90.0), (2, 100 * MIB + sent, 90.0 + took)]
+                keys = ("iteration", "sent_bytes", "train_s")
+                points = [dict(zip(keys, point, strict=True), accuracy=0.5) for point in curve]
+                run["measured"] |= {"steps": 4, "curve": points}
+        (results / "results" / f"a{rate}.json").write_text(json.dumps(found))
+    text, problems = readme_tables.renewed(block("steps", ""), results)
+    assert not problems
+    assert "| row | MiB | 1 Gbit/s |\n" in text
+    # Of 4 steps, two lie between both evaluations.
+    assert "| dense | 2.0 | 2.00 (1.0) |\n" in text
+    assert "| prunex | 2.0 | 0.50 (4.0) |\n" in text

@@ -253,6 +253,7 @@ tune-lr = [0.01]
         ("ways_cifar10.toml", 11),
         ("pruned_cifar10.toml", 7),
         ("pretrained_cifar10.toml", 4),
+        ("pace_vgg19.toml", 6),
     ],
 )
 def test_the_plans_that_are_shipped_can_be_run(plan, rows):
