@@ -10,7 +10,7 @@ as much is sent either way, and a second vector would cost a copy.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, cuda, nn
 
 from mpi4py import MPI
 
@@ -26,10 +26,11 @@ SEPARATE_RANKS = 4
 
 
 class GradientAverager:
-    """Average a flat gradient over a wire's ranks, overlapped with backward on the CPU.
+    """Average a flat gradient over a wire's ranks, overlapped with backward.
 
-    With CUDA gradients the reduction follows backward: its kernels are queued asynchronously, so a
-    hook runs long before the gradient it announces exists.
+    Of CUDA gradients a hook runs long before the gradient it announces exists. It marks the place
+    in the device's queue; when all of backward is queued, each bucket is reduced as soon as its
+    mark is reached, by a stream of its own, while the device computes those that come later.
     """
 
     def __init__(self, wire: Wire, model: nn.Module, layout: Layout, grad: Tensor) -> None:
@@ -45,8 +46,9 @@ class GradientAverager:
         """
         self.close()
         self.grad = grad
+        self.queued = self.comm.size > 1 and is_queued(grad)
         staged = self.wire.transport.staging is not None
-        self.overlap = self.comm.size > 1 and grad.device.type == "cpu" and not staged
+        self.overlap = self.comm.size > 1 and not self.queued and not staged
         separate = self.overlap and sends_more_in_place(self.comm)
         self.sums = torch.empty_like(grad) if separate else grad
         self.requests: list[MPI.Request] = []
@@ -54,7 +56,7 @@ class GradientAverager:
         self.missing: list[int] = []
         self.listening = False
         self.members: list[int] = []
-        if not self.overlap:
+        if not (self.overlap or self.queued):
             return
         limit = max(1, BUCKET_BYTES // grad.element_size())
         stop = layout.numel
@@ -66,6 +68,9 @@ class GradientAverager:
                 stop = segment.offset + segment.numel
             bucket_of[number] = len(self.bounds)
         self.bounds.append((0, stop))
+        if self.queued:
+            self.marks = [cuda.Event() for _ in self.bounds]
+            self.stream = cuda.Stream(grad.device)
         self.members = [bucket_of.count(b) for b in range(len(self.bounds))]
         parameters = [p for p in model.parameters() if p.requires_grad]
         for bucket, parameter in zip(bucket_of, parameters, strict=True):
@@ -85,6 +90,8 @@ class GradientAverager:
             self._start(all_of_them=True)
             self.listening = False
             self.wire.wait_(self.requests, self.sums)
+        elif self.queued:
+            self._reduce_marked_()
         else:
             self.wire.reduce_(self.grad)
         if self.comm.size > 1:
@@ -101,9 +108,28 @@ class GradientAverager:
             if not self.listening:
                 return
             self.missing[bucket] -= 1
-            self._start()
+            if not self.queued:
+                self._start()
+            elif self.missing[bucket] == 0:
+                self._mark(bucket)
 
         return hook
+
+    def _mark(self, bucket: int) -> None:
+        self.marks[bucket].record(cuda.current_stream(self.grad.device))
+
+    def _reduce_marked_(self) -> None:
+        """Reduce each bucket when the device has its gradients. Collective on `comm`."""
+        self.listening = False
+        for bucket, missing in enumerate(self.missing):
+            if missing > 0:
+                # Parameters that took no part in the loss fire no hook.
+                self._mark(bucket)
+        parts = [self.grad[start:stop] for start, stop in self.bounds]
+        # What waits for the current stream would wait for all of backward.
+        with cuda.stream(self.stream):
+            self.wire.reduce_parts_(parts, [mark.synchronize for mark in self.marks])
+        cuda.current_stream(self.grad.device).wait_stream(self.stream)
 
     def _start(self, all_of_them: bool = False) -> None:
         while len(self.requests) < len(self.bounds):
@@ -117,6 +143,11 @@ class GradientAverager:
             self.requests.append(self.comm.Iallreduce(mine, total, op=MPI.SUM))
         # MPI advances outstanding reductions only inside its own calls.
         MPI.Request.Testall(self.requests)
+
+
+def is_queued(tensor: Tensor) -> bool:
+    """Say whether what computes `tensor` only queues it, and goes on before it is there."""
+    return tensor.device.type == "cuda"
 
 
 def sends_more_in_place(comm: MPI.Comm) -> bool:

@@ -59,6 +59,20 @@ class Wire:
         with self.clock.exchanging(flat.device, "Allreduce", counted):
             allreduce_(self.comm, flat, self.transport, op)
 
+    def reduce_parts_(self, parts: Sequence[Tensor], ready: Sequence[Callable[[], None]]) -> None:
+        """Reduce the parts of a vector in place, each after its `ready` has returned.
+
+        Counted as one; waiting for messages begins when the last part is there. Collective on
+        `comm`.
+        """
+        counted = self.count(sum(part.nbytes for part in parts)) | {"buckets": len(parts)}
+        for part, wait in zip(parts[:-1], ready, strict=False):
+            wait()
+            allreduce_(self.comm, part, self.transport)
+        ready[-1]()
+        with self.clock.exchanging(parts[-1].device, "rest of Allreduce", counted):
+            allreduce_(self.comm, parts[-1], self.transport)
+
     def reduce_to_first_(self, flat: Tensor, kind: str = "") -> None:
         """Sum `flat` in place on rank 0; the others keep theirs. Collective on `comm`."""
         counted = self.count(flat.nbytes, passes=1, kind=kind)

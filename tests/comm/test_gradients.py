@@ -1,5 +1,8 @@
 """Averaged gradients: right whatever took part in the loss, started while backward runs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch import Tensor, nn
 from mpi4py import MPI
 
 from prunex_mpi.comm import gradients
+from prunex_mpi.comm import wire as wires
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.models.layout import Layout, build_layout, flatten_
@@ -227,3 +231,95 @@ def test_gradients_are_the_mean_over_ranks_that_took_different_branches(
     other, _, gradient = prepare()
     backward(other, WORLD.rank, 9, "left")
     assert torch.equal(grad, gradient)
+
+
+class Queue:
+    """What torch.cuda is to the averager: marks in a queue that nothing runs before it is asked."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+        self.marks = 0
+
+    def Event(self) -> "Mark":
+        self.marks += 1
+        return Mark(self, self.marks - 1)
+
+    def Stream(self, _device: torch.device) -> "Queue":
+        return self
+
+    @contextmanager
+    def stream(self, _stream: "Queue") -> Iterator[None]:
+        self.told.append(("aside", 0))
+        yield
+        self.told.append(("back", 0))
+
+    def current_stream(self, _device: torch.device) -> "Queue":
+        return self
+
+    def wait_stream(self, _stream: "Queue") -> None:
+        self.told.append(("joined", 0))
+
+
+class Mark:
+    def __init__(self, queue: Queue, number: int) -> None:
+        self.queue, self.number = queue, number
+
+    def record(self, _stream: Queue) -> None:
+        self.queue.told.append(("marked", self.number))
+
+    def synchronize(self) -> None:
+        self.queue.told.append(("reached", self.number))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("branch", ["left", "both"])
+def test_what_a_device_queues_is_reduced_bucket_by_bucket_when_its_mark_is_reached(
+    branch: str, staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue()
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(gradients, "is_queued", lambda _: True)
+    monkeypatch.setattr(gradients, "cuda", queue)
+    real = wires.allreduce_
+
+    def noted(comm: MPI.Comm, part: Tensor, *rest: object) -> None:
+        queue.told.append(("reduced", part.numel()))
+        real(comm, part, *rest)
+
+    monkeypatch.setattr(wires, "allreduce_", noted)
+    model, layout, grad = prepare()
+    staging = torch.empty(2, 208, dtype=torch.uint8).unbind() if staged else None
+    mine = wire_of(WORLD, Transport(208, staging), "intra")
+    averager = GradientAverager(mine, model, layout, grad)
+    for step in range(2):
+        everyone = np.zeros(layout.numel)
+        for rank in range(WORLD.size):
+            other, _, gradient = prepare()
+            backward(other, rank, step, branch)
+            everyone += gradient.numpy()
+        queue.told.clear()
+        grad.zero_()
+        averager.begin()
+        backward(model, WORLD.rank, step, branch)
+        before = list(queue.told)
+        averager.finish_()
+        np.testing.assert_allclose(grad.numpy(), everyone / WORLD.size, rtol=1e-12, atol=1e-14)
+        if WORLD.size == 1:
+            assert not queue.told
+            continue
+        # During backward nothing is sent, and what is complete is marked, once.
+        marked = [number for what, number in before if what == "marked"]
+        assert len(before) == len(marked) == len(set(marked)) > 0
+        # The unused module's bucket is marked when all of backward has been queued.
+        late = queue.told[len(before) : queue.told.index(("aside", 0))]
+        assert sorted(marked + [number for _, number in late]) == list(range(len(averager.bounds)))
+        assert late
+        inside = queue.told[queue.told.index(("aside", 0)) + 1 : -2]
+        sizes = [stop - start for start, stop in averager.bounds]
+        assert inside == [
+            told for n, size in enumerate(sizes) for told in (("reached", n), ("reduced", size))
+        ]
+        assert queue.told[-2:] == [("back", 0), ("joined", 0)]
+    assert mine.traffic.intra == (2 * grad.nbytes if WORLD.size > 1 else 0)
+    averager.close()

@@ -7,14 +7,17 @@ import json
 
 import pytest
 import torch
+from driving import wire_of
 from jobs import run_folder, run_job_here
 from nodes import NODE_SHAPES, WORLD, nodes_of
 from places import BUFFERS, DEVICE
 from safetensors.torch import load_file
 from small_runs import COMMON
+from torch import nn
 
 from mpi4py import MPI
 
+from prunex_mpi.comm import gradients
 from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import (
     MPI_TYPES,
@@ -24,6 +27,7 @@ from prunex_mpi.comm.collectives import (
     build_transport,
     reduce_,
 )
+from prunex_mpi.models.layout import build_layout, flatten_
 from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.resolve import make
 
@@ -94,6 +98,28 @@ def test_a_helper_thread_sends_what_lies_on_the_device():
         torch.ones(512, 512, device=DEVICE).matmul(torch.ones(512, 512, device=DEVICE))
         behind.finish()
         assert torch.equal(flat.cpu(), total(1 << 18, torch.float32))
+
+
+def test_gradients_are_averaged_while_the_device_computes_others(monkeypatch):
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 1 << 20)
+    found = {}
+    for device in (torch.device("cpu"), DEVICE):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(12))).to(device)
+        layout = build_layout(model)
+        _, grad = flatten_(model, layout)
+        wire = wire_of(WORLD, build_transport(device, BUCKET_MIB, BUFFERS), "intra")
+        averager = gradients.GradientAverager(wire, model, layout, grad)
+        images = torch.randn(64, 512, generator=torch.Generator().manual_seed(WORLD.rank))
+        for step in range(3):
+            grad.zero_()
+            averager.begin()
+            model((step + 1) * images.to(device)).square().mean().backward()
+            averager.finish_()
+            found.setdefault(device.type, []).append(grad.cpu().clone())
+        averager.close()
+    for mine, cpu in zip(found[DEVICE.type], found["cpu"], strict=True):
+        torch.testing.assert_close(mine, cpu, rtol=1e-3, atol=1e-4 * cpu.abs().max().item())
 
 
 RUN = {
