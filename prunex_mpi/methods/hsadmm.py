@@ -137,17 +137,19 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
     Eq. 8, by the inner optimizer. No communication, unless `averager` averages each step's gradient
     inside the node (then collective on its communicator). Consensus SGD starts from z and has no
     proximal term. Where an exchange is under way the node goes on from its own z_i, and z arrives
-    after some of the steps. Returns None where the ranks agree to stop: `position` then says which
-    step comes next.
+    after some of the steps. Returns None where the ranks agree to stop, before all that belongs to
+    the step at which `position` then is.
     """
     state, settings, position = work.state, work.settings, work.state.position
+    losses, started = loss_sums(work), time.perf_counter()
     if position.step == 0:
+        if stops_here(work, losses, started):
+            return None
         remove_dropped_(work, averager)
         if starts_from_z(state, settings):
             start_from_(state, settings, state.z_node if position.under_way else state.z)
         if settings.inner_momentum == "reset":
             forget_momentum_(state)
-    group = state.optimizer.param_groups[0]
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
     decayed = share_decay_(work, settings.weight_decay if in_theta else 0.0)
     rho_by_weight, pull = None, 0.0
@@ -160,17 +162,16 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
         if alike and settings.optimizer == "adamw":
             pull = float(state.rho1[0])
         elif alike:
-            group["weight_decay"] += float(state.rho1[0])
+            state.optimizer.param_groups[0]["weight_decay"] += float(state.rho1[0])
         else:
             # Nothing is under way in it: penalties that differ come of residuals, and those wait.
             rho_by_weight = state.payload[: state.layout.numel]
             fill_(rho_by_weight, state.layout, state.rho1)
     masked = factor_views(state.grad, state.layout, state.groups, state.factors)
-    losses, started = loss_sums(work), time.perf_counter()
     work.problem.model.train()
     steps, arrival = local_steps(work), steps_behind(work)
     while position.step < steps:
-        if stops_here(work, losses, started):
+        if position.step and stops_here(work, losses, started):
             return None
         work.heartbeat.beat(position.step)
         stepped = time.perf_counter()
@@ -316,8 +317,7 @@ def inter_node_consensus(wires: Wires, work: Work, stage: Stage, behind: bool) -
     helper thread, and z is what it was until `z_arrives`. Returns |z^{k+1} - z^k|^2 per layer where
     it is measured. Collective on the communicators of the workers, the lane and the node.
     """
-    state = work.state
-    leader, node, lane = wires.workers, wires.node, wires.lane
+    state, leader, node, lane = work.state, wires.workers, wires.node, wires.lane
     if stage.union:
         mask = agree_by_or(leader, state.mask) if leader.speaks else state.mask
         change_mask(state, node.broadcast_bits(mask))

@@ -374,6 +374,24 @@ def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario: str) -
         assert len(expected) == (5 if scenario.startswith("qsr") else 6)
 
 
+def test_a_run_left_before_the_first_step_begins_the_phase_once() -> None:
+    """What is dropped is shrunk when the outer iteration begins, not by who leaves there as well.
+
+    Outer iteration 4 is the last with groups that are dropped and still there.
+    """
+    with nodes_of(2) as topology, run_directory() as files:
+        whole = new_run(topology, "shrunk")
+        expected = list(whole.iterate())
+        first = new_run(topology, "shrunk")
+        records = list(first.iterate(StopsAt(9)))
+        assert (first.state.position.iteration, first.state.position.step) == (4, 0)
+        first.save(files)
+        second = new_run(topology, "shrunk")
+        second.restore(files)
+        assert records + list(second.iterate()) == expected
+        assert_same(whole, second)
+
+
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 @pytest.mark.parametrize("call", [3, 4, 14])
 @pytest.mark.parametrize("scenario", seldom(OVERLAPPED))
