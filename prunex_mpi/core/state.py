@@ -358,6 +358,8 @@ def put_mask_back(state: State, mask: np.ndarray, frozen: bool, consensus_sgd: b
     state.frozen, state.consensus_sgd = False, consensus_sgd
     state.payload = new_payload(state.theta, state.layout.numel, state.stats.numel())
     adopt_mask(state, mask)
+    # What is left over of messages lies with one leader then.
+    state.plan_agreed = False
     if frozen:
         freeze(state, consensus_sgd)
 
