@@ -22,6 +22,7 @@ from prunex_mpi.core.coded import MOST_SUMMED, SUMMED
 from prunex_mpi.core.problem import steps_of
 from prunex_mpi.core.state import Work
 from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.settings.checks import known_freeze
 from prunex_mpi.settings.fields import Settings, key_of
 from prunex_mpi.settings.methods import (
     AVERAGING,
@@ -142,16 +143,26 @@ def chosen_by(settings: Settings, nominal: int, before: Costs, after: Costs) -> 
         most = max(1, whole // FEWEST)
         ways = settings.comm_share, settings.overlap_steps, most
         steps = interval(before, *ways)
-        frozen = interval(after, *ways) if settings.method in SHRINKING else steps
-        changes = _stretched(settings, nominal / steps, nominal / frozen)
+        frozen = interval(after, *ways) if _knows_end_of_pruning(settings) else 0
+        changes = _stretched(settings, nominal / steps, nominal / (frozen or steps))
         changes |= {"local_steps": steps}
-        if settings.method in SHRINKING:
+        if frozen:
             changes |= {"frozen_local_steps": frozen}
     elif steps == 0:
         steps = nominal
     if settings.overlap_steps == AUTO:
         changes["overlap_steps"] = behind(before, steps)
+    if changes.get("overlap_steps", settings.overlap_steps) and "evaluate_every" in changes:
+        # Of two exchanges one at least is not waited for.
+        changes["evaluate_every"] = max(2, changes["evaluate_every"])
     return with_overrides(settings, **changes)
+
+
+def _knows_end_of_pruning(settings: Settings) -> bool:
+    """Say whether the payload shrinks in an outer iteration that is known before."""
+    if settings.method in CONSENSUS and not known_freeze(settings):
+        return False
+    return settings.method in SHRINKING
 
 
 def _stretched(settings: Settings, before: float, after: float) -> dict[str, int]:
@@ -162,20 +173,16 @@ def _stretched(settings: Settings, before: float, after: float) -> dict[str, int
 
     outer = settings.outer_iterations
     changes = {"evaluate_every": times(settings.evaluate_every, before)}
-    if settings.method in CONSENSUS and settings.freeze_iteration:
-        split = settings.freeze_iteration
+    if settings.method in CONSENSUS:
+        split = settings.freeze_iteration or outer
         until = times(split, before)
         warmup = times(settings.warmup_iterations, before)
         ramp = times(settings.keep_ramp_iterations, before)
         changes |= {
             "warmup_iterations": min(warmup, until - 1),
             "keep_ramp_iterations": min(ramp, until - min(warmup, until - 1)),
-            "freeze_iteration": until,
+            "freeze_iteration": until if settings.freeze_iteration else 0,
         }
-    elif settings.method in CONSENSUS:
-        split, until = outer, times(outer, before)
-        for name in ("warmup_iterations", "keep_ramp_iterations"):
-            changes[name] = times(getattr(settings, name), before)
     elif settings.method in PRUNING_ONCE:
         split = settings.prune_iteration
         until = changes["prune_iteration"] = times(split, before)

@@ -98,7 +98,7 @@ def check_together(settings: Settings) -> None:
             )
 
 
-def _known_freeze(settings: Settings) -> int:
+def known_freeze(settings: Settings) -> int:
     """Return the outer iteration that freezes the masks, 0 where that is not known before."""
     return settings.freeze_iteration if settings.freeze_drift < 0 else 0
 
@@ -106,7 +106,7 @@ def _known_freeze(settings: Settings) -> int:
 def _check_pruning_is_done(settings: Settings) -> None:
     """Refuse what needs to know when pruning is done, where it can't be known."""
     s = settings
-    freezes_at = _known_freeze(s)
+    freezes_at = known_freeze(s)
     if s.lr_restart and s.method in CONSENSUS and not freezes_at:
         raise UserError(
             "lr-restart needs to know when the masks freeze: give freeze-iteration, and a negative "
@@ -146,7 +146,7 @@ def _check_interval(settings: Settings) -> None:
         raise UserError("local-steps auto needs local-epochs, which say how long the run is")
     if s.local_steps == AUTO and s.frozen_local_steps:
         raise UserError("frozen-local-steps is chosen with local-steps auto; leave it away")
-    freezes_at = _known_freeze(s)
+    freezes_at = known_freeze(s)
     if s.frozen_local_steps and s.method in CONSENSUS and not freezes_at:
         raise UserError(
             "frozen-local-steps needs to know when the masks freeze: give freeze-iteration, and a "

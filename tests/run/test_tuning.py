@@ -78,6 +78,25 @@ def test_what_is_given_is_kept():
     assert chosen_by(settings, 40, SLOW, FAST).overlap_steps == 5
 
 
+def test_where_nobody_knows_when_masks_freeze_the_interval_stays():
+    for freeze, drift in ((0, -1.0), (0, 0.1), (48, 0.1)):
+        settings = make("thin", freeze_iteration=freeze, freeze_drift=drift)
+        chosen = chosen_by(settings, 40, SLOW, FAST)
+        assert chosen.local_steps == interval(SLOW, 0.05, AUTO, 160)
+        assert chosen.frozen_local_steps == 0
+        whole = total_steps(chosen, chosen.local_steps)
+        assert whole == pytest.approx(64 * 40, abs=chosen.local_steps)
+
+
+@pytest.mark.parametrize("nominal", range(4, 60, 5))
+def test_stages_and_evaluations_fit_a_run_of_any_length(nominal):
+    stages = {"warmup_iterations": 12, "keep_ramp_iterations": 52, "freeze_iteration": 0}
+    chosen = chosen_by(make("thin", **stages, evaluate_every=2), nominal, SLOW, SLOW)
+    assert chosen.warmup_iterations + chosen.keep_ramp_iterations <= chosen.outer_iterations
+    # An evaluation waits for the exchange: some are left that none comes after.
+    assert chosen.overlap_steps and chosen.evaluate_every > 1
+
+
 def test_a_run_is_never_cut_to_a_few_outer_iterations():
     slowest = Costs(step=1e-4, exchange=10.0, rest=1.0)
     for method in ("prunex", "prunex-flat", "one-shot", "diloco", "qsr", "sparseloco"):
