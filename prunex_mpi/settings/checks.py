@@ -140,10 +140,10 @@ def _check_pruning_is_done(settings: Settings) -> None:
 def _check_interval(settings: Settings) -> None:
     """Refuse what does not fit together in when and how often nodes exchange."""
     s = settings
-    if s.method not in BY_ITERATION:
-        return
     if s.local_steps == AUTO and not s.local_epochs:
         raise UserError("local-steps auto needs local-epochs, which say how long the run is")
+    if s.method not in BY_ITERATION:
+        return
     if s.local_steps == AUTO and s.frozen_local_steps:
         raise UserError("frozen-local-steps is chosen with local-steps auto; leave it away")
     freezes_at = known_freeze(s)

@@ -592,6 +592,7 @@ BAD_FLAGS = [
     ("--dry-run --link-gbit 1 --step-ms 5", "give --local-steps as a number"),
     ("--dry-run --link-gbit 1 --step-ms 5 --local-steps auto", "give --local-steps as a number"),
     ("--dry-run --link-gbit 1 --method dense", "link-gbit means nothing to method dense"),
+    ("--method dense --preset thin --local-epochs 0", "local-steps auto needs local-epochs"),
     ("--config", "--config"),
     ("--config /no/such/file.toml", "'/no/such/file.toml': No such file"),
     ("--config /", "--config '/'"),
