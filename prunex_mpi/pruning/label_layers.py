@@ -245,6 +245,10 @@ def meet(labels: Labels, result: Tensor, product: bool, *operands: object) -> No
         elif not product and float(operand) != 0:
             # A constant that is added leaves no zero.
             zeros.append(False)
+    if not found:
+        # Single numbers, such as a counter, have no channels.
+        labels.label_pinned([result])
+        return
     if len(found) == 2 and not labels.plain:
         found = _of_channels(labels, found)
     labelled = thin(*(own.expand(result.shape) for own in found))

@@ -89,6 +89,18 @@ class Shared(Plain):
         return self.inner(self.inner(x))
 
 
+class Counting(Plain):
+    """A number that is added to a number has no channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(x) * (self.calls.sign() * 2)
+
+
 class Branching(Plain):
     """What decides is a sum over all channels of the stem, so that all of them must stay."""
 
@@ -113,6 +125,7 @@ STEM, INNER = "stem.0.weight", "middle.inner.0.weight"
         (Squeezed, {STEM: 6, "middle.down.weight": 3}),
         (Depthwise, {STEM: 6}),
         (Shared, {STEM: 6}),
+        (Counting, {STEM: 6, INNER: 6}),
         (Branching, {INNER: 6}),
     ],
 )
