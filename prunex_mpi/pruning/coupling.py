@@ -110,9 +110,21 @@ def find_coupling(
     modules named in `plain` only plain rules hold. Raises UserError when no group can be removed.
     """
     labels = follow_image(model, image_size, plain)
+    _pin_shared(model, labels)
     settle(labels)
     counted = numbers(labels)
     return _collect(labels, counted)
+
+
+def _pin_shared(model: nn.Module, labels: Labels) -> None:
+    """Pin all of the parameters that several modules have: each is made smaller by itself."""
+    reason = "it meets weights that several layers share"
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = labels.names[id(parameter)]
+        modules = {id(model.get_submodule(n.rpartition(".")[0])) for n in (name, first)}
+        if len(modules) > 1:
+            for known in (labels.rows, labels.columns):
+                labels.pin_labels(known.get(first, ()), reason)
 
 
 def _collect(labels: Labels, counted: dict[tuple[str, str], np.ndarray]) -> Coupling:

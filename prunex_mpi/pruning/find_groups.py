@@ -136,7 +136,9 @@ def _find_layers(
     candidates: list[tuple[str, PrunableLayer, list[str]]] = []
     for position, (name, conv) in enumerate(convs):
         if name not in index:
-            excluded += [f"{name} [{kind}]: its weight is not trained" for kind in kinds]
+            # One that other layers have as well is pruned under the name of the first.
+            why = "another layer's" if conv.weight.requires_grad else "not trained"
+            excluded += [f"{name} [{kind}]: its weight is {why}" for kind in kinds]
             continue
         layer = _as_layer(index[name], conv.weight, conv.groups)
         usable = []

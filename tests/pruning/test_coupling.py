@@ -89,6 +89,19 @@ class Shared(Plain):
         return self.inner(self.inner(x))
 
 
+class SharedWeight(nn.Module):
+    """Two convolutions of one weight, each with a bias and channels of its own inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.left, self.right = conv(6, 5), conv(5, 5), conv(5, 5)
+        self.right[0].weight = self.left[0].weight
+        self.wide, self.last = conv(5, 6), conv(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.wide(self.right(self.left(self.narrow(x)))))
+
+
 class Counting(Plain):
     """A number that is added to a number has no channels."""
 
@@ -125,6 +138,7 @@ STEM, INNER = "stem.0.weight", "middle.inner.0.weight"
         (Squeezed, {STEM: 6, "middle.down.weight": 3}),
         (Depthwise, {STEM: 6}),
         (Shared, {STEM: 6}),
+        (SharedWeight, {STEM: 6, "middle.wide.0.weight": 6, "middle.last.0.weight": 6}),
         (Counting, {STEM: 6, INNER: 6}),
         (Branching, {INNER: 6}),
     ],

@@ -308,6 +308,18 @@ def test_every_conv_layer_of_a_classifier_has_groups_or_a_reason(name: str, kind
             assert conv_name not in reasons
 
 
+def test_weights_that_two_layers_share_are_pruned_under_the_first_name() -> None:
+    model = nn.Sequential(*(nn.Conv2d(4, 4, 1) for _ in range(4)))
+    model[2].weight = model[1].weight
+    model[3].weight.requires_grad_(False)
+    layout, groups = prepare(model, ["channel"])
+    assert [layout.segments[layer.segment].name for layer in groups.layers] == ["1.weight"]
+    assert groups.excluded[1:] == (
+        "2.weight [channel]: its weight is another layer's",
+        "3.weight [channel]: its weight is not trained",
+    )
+
+
 def test_compositions_leave_out_a_kind_that_no_layer_has() -> None:
     with torch.device("meta"):
         model = torchvision.models.vit_b_16(num_classes=CLASSES)
