@@ -696,6 +696,11 @@ def test_every_node_opens_what_rank_zero_wrote(tmp_path: Path) -> None:
         assert list(problems.values()) == (
             ["/proc can't be written (No such file or directory)"] if WORLD.rank == 0 else []
         )
+        # Nothing can be removed there either.
+        problems = doctor_folder.try_folder(topology, f"{__file__}/run")
+        assert list(problems.values()) == (
+            [f"{__file__} can't be written (Not a directory)"] if WORLD.rank == 0 else []
+        )
     if WORLD.rank == 0:
         assert not any(tmp_path.iterdir())
 

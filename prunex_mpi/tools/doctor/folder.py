@@ -5,6 +5,7 @@ import os
 import secrets
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from prunex_mpi.comm.agreement import broadcast_text, gather_text
@@ -35,7 +36,9 @@ def try_folder(topology: Topology, run_dir: str) -> dict[str, str]:
         answers = gather_text(world, json.dumps([socket.gethostname(), problem]))
     finally:
         if world.rank == 0:
-            Path(sent["path"]).unlink(missing_ok=True)
+            # Where nothing was written some systems say more than that nothing is there.
+            with suppress(OSError):
+                Path(sent["path"]).unlink()
     return {host: problem for host, problem in map(json.loads, answers) if problem}
 
 
