@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import digests_agree, require_same, together, together_while
@@ -54,7 +54,8 @@ def load_dataset(
 ) -> Dataset:
     """Load this rank's shards, on the CPU; what any rank cannot read ends the job.
 
-    Their training images will be on `device` as well. Collective on `world`.
+    Their training images will be on `device` as well. Raises UserError (UNREADABLE) where all
+    images are of one class. Collective on `world`.
     """
     heartbeat = heartbeat or Heartbeat()
     world = topology.world
@@ -90,6 +91,9 @@ def load_dataset(
         log.warning("%s; left out: %s", dataset.found, dataset.left_out)
     elif dataset.found:
         log.info("%s", dataset.found)
+    if dataset.num_classes == 1:
+        message = f"all images of {settings.dataset} are of one class, so there is nothing to learn"
+        raise UserError(f"{message}: correct --data-dir or the data set", UNREADABLE)
     return dataset
 
 

@@ -7,10 +7,11 @@ from nodes import WORLD, nodes_of
 from small_runs import small_run
 from torch import nn
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.comm.collectives import build_transport, mpi_buffer
 from prunex_mpi.core import problem
 from prunex_mpi.core.problem import build_problem, free_room, load_dataset
+from prunex_mpi.data import sources
 from prunex_mpi.settings.resolve import make
 
 CPU = torch.device("cpu")
@@ -68,6 +69,16 @@ def test_ranks_share_what_is_free_on_their_gpus(monkeypatch: pytest.MonkeyPatch)
         settings = make("recipe", dataset="synthetic", train_samples=64, image_size=8)
         with pytest.raises(UserError, match="its GPU has"):
             load_dataset(topology, settings)
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_images_of_one_class_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "SYNTHETIC_CLASSES", 1)
+    settings = make("recipe", dataset="synthetic", train_samples=16, test_samples=8, image_size=8)
+    with nodes_of(2) as topology, pytest.raises(UserError, match="of one class") as caught:
+        load_dataset(topology, settings)
+    assert caught.value.exit_code == UNREADABLE
 
 
 @pytest.mark.any_mpi
