@@ -28,8 +28,9 @@ def read_cifar(
         half = cifar(data_dir, train=train, download=False)
     except (RuntimeError, OSError) as missing:
         if not download:
-            message = f"no complete {name} in {data_dir}: add --download or correct --data-dir"
-            raise UserError(message, UNREADABLE) from missing
+            # No other program fetches it.
+            advice = "correct --data-dir, or train with --download"
+            raise UserError(f"no complete {name} in {data_dir}: {advice}", UNREADABLE) from missing
         try:
             data_dir.mkdir(parents=True, exist_ok=True)
 

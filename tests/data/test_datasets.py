@@ -207,7 +207,8 @@ def test_cifar_is_downloaded_once_by_whoever_comes_first(
 
 
 def test_missing_cifar_names_the_folder_and_the_flag(tmp_path: Path) -> None:
-    assert f"{tmp_path}: add --download" in refuse("cifar10", UNREADABLE, data_dir=str(tmp_path))
+    said = refuse("cifar10", UNREADABLE, data_dir=str(tmp_path))
+    assert f"{tmp_path}: correct --data-dir, or train with --download" in said
     assert list(tmp_path.iterdir()) == []
 
 
