@@ -66,7 +66,8 @@ def judge(topology: Topology, work: Work, shard: Shard) -> tuple[float, float]:
     refuse_unreadable(topology.world, problem)
     if not np.isfinite(sums[0]):
         # Every rank holds the same sums, so every rank raises.
-        raise Diverged("the loss on the test set is not finite; check model and data", FAILURE)
+        what = "the loss on the test set is not finite"
+        raise Diverged(f"{what}; lower --lr, or check model and data", FAILURE)
     return float(sums[0] / sums[2]), float(sums[1] / sums[2])
 
 

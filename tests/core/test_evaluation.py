@@ -11,6 +11,7 @@ from nodes import NODE_SHAPES, WORLD, nodes_of
 from reference_statistics import of_all_ranks
 from torch import Tensor, nn
 
+from prunex_mpi.base.errors import Diverged
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.evaluation import (
@@ -120,4 +121,8 @@ def test_every_batch_of_an_evaluation_is_progress() -> None:
     heartbeat = Heartbeat()
     with nodes_of(1) as topology:
         evaluate(topology, Work(state, problem, make(), SMALL_BUCKETS, heartbeat))
+        # Weights that are finite may be too large for a test, as after a high learning rate.
+        state.z.fill_(torch.finfo(state.z.dtype).max)
+        with pytest.raises(Diverged, match="test set is not finite; lower --lr"):
+            evaluate(topology, Work(state, problem, make(), SMALL_BUCKETS, Heartbeat()))
     assert (heartbeat.beats, heartbeat.step) == (3, 0)
