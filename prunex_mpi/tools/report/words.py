@@ -49,7 +49,11 @@ def ending(run: Run) -> str:
         case "diverged":
             return f"The run diverged after {of} outer iterations{because}."
         case "running":
-            return f"The run is still going: {of} outer iterations are done so far."
+            # A job that was killed looks as one that goes on, as long as its last sign is fresh.
+            return (
+                "The run is still going, or was broken off within the last minute: "
+                f"{of} outer iterations are done so far."
+            )
         case _:
             return (
                 f"The run ended badly: it was broken off after {of} outer iterations, and says "
