@@ -506,6 +506,7 @@ def test_rows_have_places_but_for_those_tuned_at_chance():
 
 def test_a_table_of_equal_bytes_shows_the_reference_and_names_who_is_cheaper():
     runs = outcomes("dense", accuracy=0.8) + outcomes("prunex", accuracy=0.6) + outcomes("topk")
+    runs += outcomes("dgc", sent_bytes=3 * 2**20)
     again = outcomes("dense", accuracy=0.55, epochs=0.5)
     found = comparison(runs, equal={"bytes": tuple(again)}, reference={"bytes": "prunex"})
     table = equal_table(found, "bytes", again)
@@ -514,7 +515,10 @@ def test_a_table_of_equal_bytes_shows_the_reference_and_names_who_is_cheaper():
     assert column(table, "mean %") == pytest.approx([60, 55])
     assert column(table, "at full length") == pytest.approx([60, 80])
     assert column(table, "epochs") == [2, 0.5]
-    assert table.notes[-1].endswith("prunex: topk")
+    assert table.notes[1:] == (
+        "at full length no dearer than prunex: topk",
+        "dearer, and not trained anew: dgc",
+    )
 
 
 def test_a_comparison_is_the_same_when_it_is_read_back():

@@ -124,10 +124,16 @@ def equal_table(found: Comparison, what: str, runs: Sequence[Outcome]) -> Table:
         for row, some in shown.items()
     ]
     columns = ("row", *_accuracy_columns(found), "at full length", "epochs", unit)
-    cheap = [row for row in full if row not in shown]
+    spent = {row: _mean(ended(some), value) for row, some in full.items() if ended(some)}
+    limit = spent.get(reference, 0)
+    cheap = [row for row in spent if row not in shown and spent[row] <= limit]
+    # Of rows that came from another file.
+    missing = [row for row in spent if row not in shown and spent[row] > limit]
     notes = [f"trained anew, with the whole course of the learning rate, as far as {unit} go"]
     if cheap:
         notes.append(f"at full length no dearer than {reference}: {', '.join(cheap)}")
+    if missing:
+        notes.append(f"dearer, and not trained anew: {', '.join(missing)}")
     return Table(f"With the {what} of {reference}", columns, tuple(rows), tuple(notes))
 
 
