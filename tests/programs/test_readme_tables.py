@@ -94,9 +94,12 @@ def rewrite(folder: Path, name: str, measured: Callable[[str], dict[str, object]
 
 
 def test_seconds_are_those_at_the_pace_of_each_link(results: Path) -> None:
-    rewrite(results, "a.json", lambda _: {"steps": 100, "train_s": 50.0})
-    rewrite(results, "a_at_1_Gbit.json", lambda _: {"steps": 10, "train_s": 2.0})
-    rewrite(results, "a_at_20_Mbit.json", lambda _: {"steps": 10, "train_s": 30.0})
+    def ran_for(steps: int, train_s: float) -> Callable[[str], dict[str, object]]:
+        return lambda _: {"steps": steps, "sent_bytes": steps * MIB, "train_s": train_s}
+
+    rewrite(results, "a.json", ran_for(100, 50.0))
+    rewrite(results, "a_at_1_Gbit.json", ran_for(10, 2.0))
+    rewrite(results, "a_at_20_Mbit.json", ran_for(10, 30.0))
     text, problems = readme_tables.renewed(block("seconds", ""), results)
     assert not problems
     assert "| row | 20 Mbit/s | 1 Gbit/s |\n" in text

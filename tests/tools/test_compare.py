@@ -643,8 +643,11 @@ def test_a_course_is_the_mean_over_seeds_on_bytes_and_on_the_seconds_of_others()
     assert curve.accuracy == pytest.approx((25, 60))
     assert curve.spread == pytest.approx(200**0.5)
     # Half as long, in half the steps, at a fifth of the pace.
-    slow = outcomes("dense", steps=5, train_s=17.5)
+    slow = outcomes("dense", steps=5, sent_bytes=2**19, train_s=17.5)
     assert seconds_of(comparison(runs), comparison(slow)) == {"dense": 35}
+    # What sends another number of bytes in a step has another pace.
+    slow = outcomes("dense", steps=5, sent_bytes=2**20, train_s=17.5)
+    assert seconds_of(comparison(runs), comparison(slow)) == {}
 
 
 def test_a_figure_shows_every_row_once_per_panel(tmp_path):

@@ -30,6 +30,8 @@ IN_A_ROW = 3
 # From so many decades on, ticks at their ends are enough.
 WIDE = 2.0
 TIMES = "this machine"
+# Bytes of a step that differ by no more are those of one method: stages are whole iterations.
+SAME_BYTES = 0.05
 
 
 @dataclass(frozen=True)
@@ -81,17 +83,28 @@ def curves_of(outcomes: Sequence[Outcome]) -> list[Curve]:
 def seconds_of(found: Comparison, times: Comparison) -> dict[str, float]:
     """Return what the runs of `found` take at the pace of `times`, by row.
 
-    The same rows, perhaps shorter: stages that are shares of a run are as large a share of both.
+    The same rows, perhaps shorter: stages that are shares of a run are as large a share of both. A
+    row whose step sends something else there has another pace, and is left out.
     """
-    steps = {
-        row: ended(runs)[0].steps for row, runs in by_row(found.outcomes).items() if ended(runs)
+    whole, paced = _per_step(found), _per_step(times)
+    return {
+        row: paced[row][1] * steps
+        for row, (sent, _, steps) in whole.items()
+        if row in paced and math.isclose(sent, paced[row][0], rel_tol=SAME_BYTES)
     }
-    paces = {
-        row: mean(m.train_s / m.steps for m in ended(runs))
-        for row, runs in by_row(times.outcomes).items()
+
+
+def _per_step(found: Comparison) -> dict[str, tuple[float, float, int]]:
+    """Return of each row that ended bytes and seconds of a step, and its steps."""
+    return {
+        row: (
+            mean(m.sent_bytes / m.steps for m in ended(runs)),
+            mean(m.train_s / m.steps for m in ended(runs)),
+            ended(runs)[0].steps,
+        )
+        for row, runs in by_row(found.outcomes).items()
         if ended(runs)
     }
-    return {row: paces[row] * steps[row] for row in steps if row in paces}
 
 
 def draw(found: Comparison, times: Mapping[str, Comparison], path: str) -> None:
