@@ -220,8 +220,8 @@ def decode(data: Any, index: int, side: int, *, fit: bool, name: str) -> tuple[T
 def classes_of(train: Half, test: Half) -> tuple[int, tuple[str, ...]]:
     """Return how many classes there are, and their names, () where they have none.
 
-    Raises UserError (UNREADABLE) for labels of test images beyond, and for classes of test images
-    that are others than those of the training images.
+    Raises UserError (UNREADABLE) for labels beyond the names, for those of test images beyond the
+    training images', and for classes of test images that are others than those of training images.
     """
     names, others = _names(train), _names(test)
     for label, (name, other) in enumerate(zip(names, others, strict=False)):
@@ -238,12 +238,19 @@ def classes_of(train: Half, test: Half) -> tuple[int, tuple[str, ...]]:
 
 
 def _names(half: Half) -> tuple[str, ...]:
-    """Return the names of the classes, where there are so many as labels, else none."""
+    """Return the names of the classes, none where its attribute `classes` is no list of names."""
     names = _attribute(half.name, half.data, "classes")
     if isinstance(names, str) or not isinstance(names, Sequence):
         return ()
-    enough = len(names) > int(half.labels.max()) and all(isinstance(name, str) for name in names)
-    return tuple(names) if enough else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        return ()
+    place = int(half.labels.argmax())
+    most = int(half.labels[place])
+    if most >= len(names):
+        message = f"image {half.name}[{place}] has the label {most}"
+        advice = "name all, from 0 on, or remove that attribute"
+        raise UserError(f"{message}, its attribute classes {len(names)} names: {advice}", UNREADABLE)
+    return tuple(names)
 
 
 def may_be_mirrored(half: Half) -> bool:

@@ -7,6 +7,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.settings.fields import (
     CROSS_ENTROPY,
     ESTIMATED,
+    FETCHED,
     FIELDS,
     FORMER_DGC,
     FROM_FILES,
@@ -217,7 +218,12 @@ def _check_beginning(settings: Settings) -> None:
 
 
 def _check_data(settings: Settings) -> None:
-    """Refuse what means something to image files alone, where there are none."""
+    """Refuse what means something to other data sets alone."""
+    if settings.download and settings.dataset not in FETCHED:
+        raise UserError(
+            f"download fetches {' and '.join(FETCHED)} alone; leave it away with --dataset "
+            f"{settings.dataset}"
+        )
     if settings.dataset in FROM_FILES:
         return
     # A data set of the user's is read like files, but what its images come from is not known.
@@ -226,11 +232,6 @@ def _check_data(settings: Settings) -> None:
             raise UserError(
                 f"data-cache: nothing tells when an image of {settings.dataset} changes, as the "
                 "time of a file does; leave it away"
-            )
-        if settings.download:
-            raise UserError(
-                f"download fetches cifar10 and cifar100; leave it away, and let "
-                f"{settings.dataset} fetch what it needs"
             )
         return
     for name in OF_FILES:

@@ -854,6 +854,8 @@ class Settings:
 # What means something to image files alone, and the data sets that are such files.
 OF_FILES = ("data_mode", "data_workers", "data_cache", "skip_corrupt")
 FROM_FILES = ("imagefolder", "webdataset")
+# The data sets that --download fetches.
+FETCHED = ("cifar10", "cifar100")
 # What --dry-run alone looks at.
 ESTIMATED = ("link_gbit", "latency_us", "copy_gbs", "nodes", "step_ms")
 # What may change when a run is resumed: it describes the job and the machine, not the run.

@@ -213,7 +213,7 @@ def test_numbers_and_names_of_classes(made: Callable[..., Dataset]) -> None:
 
     assert classes(["a", "b", "c"]) == (3, ("a", "b", "c"))
     assert classes(("a", "b", "c", "d"), ["a", "b", "c"]) == (4, ("a", "b", "c", "d"))
-    for none in ("abc", ["a", "b"], [1, 2, 3], [("a", "b")] * 3, {"a": 0, "b": 1, "c": 2}, 3):
+    for none in ("abc", [], [1, 2, 3], [("a", "b")] * 3, {"a": 0, "b": 1, "c": 2}, 3):
         assert classes(none) == (3, ())
 
 
@@ -266,6 +266,7 @@ BAD = [
     ("negative_items", UNREADABLE, "train[0] has the label -1"),
     ("more_in_test", UNREADABLE, "test[5] has the label 3, own_data:more_in_test train 3 classes"),
     ("other_classes", UNREADABLE, "class 1 is 'bee' in own_data:other_classes train and 'cat'"),
+    ("few_classes", UNREADABLE, "train[2] has the label 2, its attribute classes 2 names: name all"),
     ("broken_classes", UNREADABLE, "cannot read the attribute classes of own_data:broken_classes"),
     ("floats", UNREADABLE, "train[0] is float32 [3, 8, 8], not a PIL image, or uint8 [3, H, W]"),
     ("colours_last", UNREADABLE, "train[0] is uint8 [8, 8, 3], not a PIL image"),

@@ -200,6 +200,8 @@ FLAGS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "--dataset own_data:tensors --data-cache x": (USAGE, ("data-cache", "own_data:tensors")),
     "--dataset own_data:tensors --download": (USAGE, ("download", "own_data:tensors")),
+    "--dataset digits --download": (USAGE, ("download", "cifar10 and cifar100", "digits")),
+    "--dataset imagefolder --download": (USAGE, ("download", "imagefolder")),
     "--local-epochs 1": (USAGE, ("--local-epochs", "--local-steps")),
     "--local-epochs 1/0 --local-steps 0": (USAGE, ("--local-epochs", "fraction", "'1/0'")),
     "--local-epochs 0 --local-steps 0": (USAGE, ("local-epochs", "local-steps", "both 0")),

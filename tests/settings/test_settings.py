@@ -146,8 +146,8 @@ def test_negative_numbers_are_values(text):
 
 
 def test_switches():
-    assert parse(["--download"]).download is True
-    assert parse(["--download", "--no-download"]).download is False
+    assert parse(["--dataset", "cifar10", "--download"]).download is True
+    assert parse(["--dataset", "cifar10", "--download", "--no-download"]).download is False
 
 
 def test_the_stronger_of_epochs_and_steps_counts(tmp_path):
@@ -187,7 +187,8 @@ def test_overrides_are_checked():
         ["--preset", "paper"],
         ["--local-steps", "12", "--groups", "filter", "shape", "--keep-ratio", "0.5", "0.3"],
         ["--local-epochs", "1/3", "--layer-keep-ratio", "*.conv1.weight=0.125", "--rho2", "1e-05"],
-        ["--data-dir", 'a "quoted"\nfolder\\é', "--download", "--freeze-iteration", "0"],
+        ["--data-dir", 'a "quoted"\nfolder\\é', "--freeze-iteration", "0"],
+        ["--dataset", "cifar10", "--download"],
         ["--outer-iterations", "1", "--seed", str(2**63 - 1)],
     ],
 )
