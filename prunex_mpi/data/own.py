@@ -249,7 +249,9 @@ def _names(half: Half) -> tuple[str, ...]:
     if most >= len(names):
         message = f"image {half.name}[{place}] has the label {most}"
         advice = "name all, from 0 on, or remove that attribute"
-        raise UserError(f"{message}, its attribute classes {len(names)} names: {advice}", UNREADABLE)
+        raise UserError(
+            f"{message}, its attribute classes {len(names)} names: {advice}", UNREADABLE
+        )
     return tuple(names)
 
 

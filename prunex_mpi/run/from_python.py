@@ -22,7 +22,7 @@ from prunex_mpi.core.state import Work, weights
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.run.job import assemble_around
-from prunex_mpi.run.start import find_transport, take_places
+from prunex_mpi.run.start import find_transport, take_places, tell_beforehand
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.run.tuning import goes_behind_steps, is_left_to_measure, refuse_impossible_exchange
 from prunex_mpi.settings.fields import CROSS_ENTROPY, FIELDS, OF_SECTION, Settings, key_of
@@ -123,6 +123,7 @@ def training(
         dataset = together(world, lambda: as_dataset(model, data, world.size))
         around = (topology, settings, dataset, model, device, transport)
         work = assemble_around(*around, Heartbeat())
+        tell_beforehand(world, work)
         problem = work.problem
         if loss is not None:
             problem = replace(problem, loss=loss, objective=loss, guess_loss=0.0)

@@ -36,7 +36,6 @@ from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.core.steps import rate_now
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.exchanges import memory_of
-from prunex_mpi.methods.local_sgd import advice
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.trial import rules_of
 from prunex_mpi.run import checkpoint, summary
@@ -57,7 +56,7 @@ from prunex_mpi.run.start import (
     heed_findings,
     refuse_lone_singleton,
     take_places,
-    warn_of_smaller_batches,
+    tell_beforehand,
 )
 from prunex_mpi.run.supervision import Checkpoints, run_to_end, write_last_checkpoint
 from prunex_mpi.run.teaching import find_teacher, taught
@@ -110,8 +109,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
         reads = not has_checkpoint(world, settings)
         work = assemble(topology, settings, dataset, device, transport, heartbeat, reads)
         log.info("%s", describe_training(work, dataset, world.size))
-        if world.rank == 0:
-            warn_of_smaller_batches(work)
+        tell_beforehand(world, work)
         # As asked, and what was left to be measured.
         settings = work.settings
         heartbeat.beat(3)
@@ -256,17 +254,12 @@ def assemble_around(
     problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
     if teacher is not None:
         problem = taught(topology, settings, problem, teacher, transport)
-    for excluded in groups.excluded:
-        log.info("not pruned: %s", excluded)
     heartbeat.beat(1)
     state = build_state(model, layout, groups, settings)
     state.memory |= memory_of(settings, layout, state.theta)
     state.memory |= memory_of_best(settings, state) | memory_of_ema(settings, state)
     state.memory |= memory_of_scores(settings, state)
     heartbeat.beat(2)
-    if first:
-        for line in advice(settings, problem.steps, problem.lr_scale):
-            log.warning("%s", line)
     return Work(state, problem, settings, transport, heartbeat)
 
 

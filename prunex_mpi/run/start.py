@@ -24,6 +24,7 @@ from prunex_mpi.core.metrics import prunable_and_kept
 from prunex_mpi.core.state import Work
 from prunex_mpi.core.steps import total_steps
 from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.methods.local_sgd import advice
 from prunex_mpi.run.devices import (
     choose_device,
     keep_freed_memory,
@@ -128,7 +129,18 @@ def describe_training(work: Work, dataset: Dataset, ranks: int) -> str:
     )
 
 
-def warn_of_smaller_batches(work: Work) -> None:
+def tell_beforehand(world: MPI.Comm, work: Work) -> None:
+    """Say on rank 0 what is not pruned, and warn of what the settings do that was hardly meant."""
+    if world.rank:
+        return
+    for excluded in work.state.groups.excluded:
+        log.info("not pruned: %s", excluded)
+    for line in advice(work.settings, work.problem.steps, work.problem.lr_scale):
+        log.warning("%s", line)
+    _warn_of_smaller_batches(work)
+
+
+def _warn_of_smaller_batches(work: Work) -> None:
     """Say that steps have fewer images than was asked for, since a rank has no more."""
     wanted, images = work.settings.batch_size, work.problem.train.batch_size
     if images < wanted:

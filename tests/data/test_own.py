@@ -266,7 +266,7 @@ BAD = [
     ("negative_items", UNREADABLE, "train[0] has the label -1"),
     ("more_in_test", UNREADABLE, "test[5] has the label 3, own_data:more_in_test train 3 classes"),
     ("other_classes", UNREADABLE, "class 1 is 'bee' in own_data:other_classes train and 'cat'"),
-    ("few_classes", UNREADABLE, "train[2] has the label 2, its attribute classes 2 names: name all"),
+    ("few_classes", UNREADABLE, "train[2] has the label 2, its attribute classes 2 names"),
     ("broken_classes", UNREADABLE, "cannot read the attribute classes of own_data:broken_classes"),
     ("floats", UNREADABLE, "train[0] is float32 [3, 8, 8], not a PIL image, or uint8 [3, H, W]"),
     ("colours_last", UNREADABLE, "train[0] is uint8 [8, 8, 3], not a PIL image"),

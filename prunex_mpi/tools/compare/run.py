@@ -40,6 +40,7 @@ from prunex_mpi.run.closing import add_up
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.facts import recorded_versions
 from prunex_mpi.run.job import assemble
+from prunex_mpi.run.start import tell_beforehand
 from prunex_mpi.run.supervision import progress_of, recorded
 from prunex_mpi.run.tuning import goes_behind_steps, refuse_impossible_exchange
 from prunex_mpi.settings.fields import FIELDS, OF_THE_JOB, Settings
@@ -83,6 +84,7 @@ def run_one(
     with nodes as mine, ExitStack() as exits:
         refuse_impossible_exchange(mine, settings)
         work = assemble(mine, settings, dataset, device, transport, heartbeat)
+        tell_beforehand(world, work)
         state, problem, settings = work.state, work.problem, work.settings
         files = exits.enter_context(directory(world, settings, path))
         started = time.perf_counter()
