@@ -458,6 +458,23 @@ def test_several_runs_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.Mon
     assert [row["run"] for row in rows] == ["x/run"] * 6 + ["y/run"] * 4
 
 
+def test_of_several_runs_those_with_nothing_to_show_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for name in ("one/run", "two/run", "begun/run"):
+        make_run(tmp_path / name, iterations=4)
+    monkeypatch.chdir(tmp_path)
+    Path("begun/run/metrics.jsonl").write_text("")
+    assert program.main(["one/run", "begun/run", "two/run"]) == 0
+    out = capsys.readouterr().out
+    assert "left out: 'begun/run' has no finished outer iteration: " in out
+    text = text_of(tmp_path / "report.html")
+    assert "1: one/run" in text and "2: two/run" in text and "begun" not in text
+    Path("one/run/metrics.jsonl").unlink()
+    code, line = refused(capsys, "one/run", "begun/run")
+    assert code == UNREADABLE and "none of these runs has a finished outer iteration" in line
+
+
 def outcome(row: str, seed: int, accuracy: float | None) -> Outcome:
     """Return a run of a comparison; one without an accuracy diverged."""
     if accuracy is None:

@@ -39,6 +39,10 @@ ENDS = {
 BEGIN = b'{"iteration": '
 
 
+class NothingYet(UserError):
+    """Say of a run that it has nothing to show."""
+
+
 @dataclass(frozen=True)
 class Run:
     """A run as its files tell it.
@@ -234,7 +238,7 @@ def read_metrics(path: Path, status: str, reason: str) -> tuple[dict[str, np.nda
             count += 1
     if not count:
         text = f"{where} has no finished outer iteration: {ENDS.get(status, status)}"
-        raise UserError(f"{text}, {reason}" if reason else text, UNREADABLE)
+        raise NothingYet(f"{text}, {reason}" if reason else text, UNREADABLE)
     # In the order of the run's files, whatever came first.
     order = [*dict.fromkeys([*flattened(record or {"iteration": 0}), *columns])]
     known = [name for name in order if name in columns]

@@ -14,7 +14,7 @@ from prunex_mpi.tools.drawing import MOST_CURVES, styled
 from prunex_mpi.tools.report import comparison, several, single
 from prunex_mpi.tools.report.options import PAGE, Options
 from prunex_mpi.tools.report.page import Page, to_html, write_pngs
-from prunex_mpi.tools.report.reading import Run, read_run, shown
+from prunex_mpi.tools.report.reading import NothingYet, Run, read_run, shown
 
 
 def report(options: Options) -> None:
@@ -60,18 +60,30 @@ def page_of(comparisons: Sequence[Path], runs: Sequence[Run]) -> Page:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Return the runs in these folders, each under a name of its own; raise UserError."""
+    """Return the runs in these folders, each under a name of its own; raise UserError.
+
+    Of several, those that have nothing to show are left out, with a line that says so.
+    """
     whole = [path.resolve() for path in paths]
     for i, path in enumerate(whole):
         if path in whole[:i]:
             raise UserError(f"{quote(shown(paths[i]), 250)} is given twice; give it once")
-    runs = [read_run(path) for path in paths]
+    runs: list[Run] = []
+    for path in paths:
+        try:
+            runs.append(read_run(path))
+        except NothingYet as error:
+            if len(paths) == 1:
+                raise
+            print(f"left out: {error}", flush=True)
+    if not runs:
+        raise UserError("none of these runs has a finished outer iteration to show", UNREADABLE)
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         # As many folders above as it takes to tell them apart.
         most = max(len(path.parts) for path in whole)
         for depth in range(2, most + 1):
-            names = [shown(Path(*path.parts[-depth:])) for path in whole]
+            names = [shown(Path(*run.path.resolve().parts[-depth:])) for run in runs]
             if len(set(names)) == len(names):
                 break
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
