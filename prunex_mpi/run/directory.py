@@ -1,6 +1,7 @@
 """The directory of a run: who holds it, its lines that grow, and how the run ended."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -37,6 +38,30 @@ COMPLETE = ("completed", "converged")
 LENGTH = "outer-iterations"
 
 
+def refuse_early(path: Path, resume: bool) -> None:
+    """Raise UserError for what would be refused once the data are loaded; nothing is made."""
+    try:
+        if not resume and (path / "config.toml").exists():
+            raise _held(path)
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _unusable(path, error) from None
+
+
+def _held(path: Path) -> UserError:
+    return UserError(
+        f"--run-dir {path} already holds a run; --resume goes on with it, or choose another"
+    )
+
+
+def _unusable(path: Path, error: OSError) -> UserError:
+    return UserError(f"--run-dir {path}: {error.strerror}; choose another", USAGE)
+
+
 class RunDirectory:
     """The files of one run, which one job at a time holds; only world rank 0 makes one.
 
@@ -66,10 +91,7 @@ class RunDirectory:
                 self.config = file.read_text(encoding="utf-8")
                 self._lengthen(length)
             elif file.exists():
-                raise UserError(
-                    f"--run-dir {path} already holds a run; --resume goes on with it, or choose "
-                    "another"
-                )
+                raise _held(path)
             elif any((path / name).exists() for name in (*LINES, "checkpoints")):
                 raise UserError(
                     f"--run-dir {path} holds a run without its config.toml; put that back, or "
@@ -81,7 +103,7 @@ class RunDirectory:
         except Timeout:
             raise UserError(f"--run-dir {path} is in use by another job; choose another") from None
         except OSError as error:
-            raise UserError(f"--run-dir {path}: {error.strerror}; choose another", USAGE) from None
+            raise _unusable(path, error) from None
 
     def _lengthen(self, length: int) -> None:
         """Put a larger number of outer iterations into the configuration, not yet into its file."""

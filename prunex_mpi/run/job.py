@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from prunex_mpi.run.beginning import (
 )
 from prunex_mpi.run.board import Board
 from prunex_mpi.run.closing import closing_table
-from prunex_mpi.run.directory import RunDirectory
+from prunex_mpi.run.directory import RunDirectory, refuse_early
 from prunex_mpi.run.dry_run import dry_run
 from prunex_mpi.run.facts import recorded_versions
 from prunex_mpi.run.start import (
@@ -104,6 +105,9 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
         heed_findings(place, settings)
         transport = find_transport(place, settings)
         refuse_impossible_exchange(topology, settings)
+        if settings.run_dir:
+            early = partial(refuse_early, Path(settings.run_dir), settings.resume)
+            together(world, lambda: None if world.rank else early())
         heartbeat.enter("data")
         dataset = load_dataset(topology, settings, heartbeat, device)
         reads = not has_checkpoint(world, settings)

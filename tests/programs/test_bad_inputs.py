@@ -646,7 +646,7 @@ RUNS = [
     Case("checkpoints a file", lambda p: replace(p / "checkpoints", b""), (1, 3), ("checkpoint",)),
     Case("heartbeats a file", lambda p: replace(p / "heartbeats", b""), USAGE, ("heartbeats",)),
     Case("lock a folder", lambda p: replace(p / "lock"), USAGE, ("--run-dir", "directory")),
-    Case("run a file", lambda p: replace(p, b""), USAGE, ("--run-dir", "File exists")),
+    Case("run a file", lambda p: replace(p, b""), USAGE, ("--run-dir", "Not a directory")),
     Case("lr differs", **flag("--lr", "0.5"), words=("--lr 0.5 differs from the run's",)),
     Case("model differs", **flag("--model", "resnet8"), words=("--model resnet8 differs",)),
     Case("preset differs", **flag("--preset", "paper"), words=("--preset paper differs",)),
@@ -680,6 +680,12 @@ def test_run_directory_that_can_not_be_made(tmp_path, place, extra):
     (tmp_path / "file").write_text("")
     ended = run(*SHORT, *SYNTHETIC, *extra, "--run-dir", tmp_path / place)
     assert_refused(ended, USAGE, "--run-dir", "choose another")
+
+
+def test_a_run_directory_is_looked_at_before_the_data_are_read(interrupted):
+    data = ["--dataset", "imagefolder", "--data-dir", interrupted / "nowhere"]
+    ended = run(*SHORT, *data, "--run-dir", interrupted)
+    assert_refused(ended, USAGE, "--run-dir", "already holds a run")
 
 
 def test_run_directory_that_may_not_be_written(interrupted):

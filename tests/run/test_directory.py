@@ -2,13 +2,14 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from prunex_mpi.base import files
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.run.directory import RunDirectory
+from prunex_mpi.run.directory import RunDirectory, refuse_early
 
 
 def test_run_directory_is_made_with_its_configuration_and_grows_by_lines(tmp_path: Path) -> None:
@@ -29,11 +30,28 @@ def test_an_existing_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     assert (tmp_path / "config.toml").read_text(encoding="utf-8") == "seed = 1\n"
 
 
+def test_what_would_be_refused_after_the_data_is_refused_before_and_makes_nothing(
+    tmp_path: Path,
+) -> None:
+    refuse_early(tmp_path / "deep" / "run", False)
+    refuse_early(tmp_path, False)
+    assert not list(tmp_path.iterdir())
+    RunDirectory(tmp_path, "seed = 1\n").close()
+    refuse_early(tmp_path, True)
+    with pytest.raises(UserError, match="already holds a run"):
+        refuse_early(tmp_path, False)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda path: refuse_early(path, True), lambda path: RunDirectory(path, "")]
+)
 @pytest.mark.parametrize("tail", ["file", "file/run", "x" * 300])
-def test_a_path_that_cannot_be_a_directory_is_a_user_error(tail: str, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_a_directory_is_a_user_error(
+    make: Callable[[Path], object], tail: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("in the way", encoding="utf-8")
     with pytest.raises(UserError, match=r"--run-dir .*; choose another") as caught:
-        RunDirectory(tmp_path / tail, "")
+        make(tmp_path / tail)
     assert "\n" not in str(caught.value)
 
 
