@@ -504,6 +504,22 @@ def test_rows_have_places_but_for_those_tuned_at_chance():
     assert any(note.startswith("d: no better than guessing") for note in table.notes)
 
 
+def test_a_row_that_did_better_in_the_short_run_that_tuned_it_is_named():
+    def noted(whole: float, short: float, samples: int) -> bool:
+        runs = [o for row in ("a", "b") for o in outcomes(row, accuracy=whole)]
+        trials = [
+            *outcomes("a", accuracy=short, samples=samples),
+            Outcome("a", 3, 0.2, None, "inf"),
+        ]
+        diverged = Tuning("b", (Outcome("b", 3, 0.1, None, "inf"),), chance=False)
+        tunings = (Tuning("a", tuple(trials), chance=False), diverged)
+        notes = results_table(comparison(runs, tunings=tunings)).notes
+        return any("a: 49.0 % after whole runs, 52.0 % after the shorter" in n for n in notes)
+
+    assert noted(0.49, 0.52, samples=50)
+    assert not noted(0.52, 0.49, samples=50) and not noted(0.49, 0.52, samples=100)
+
+
 def test_a_table_of_equal_bytes_shows_the_reference_and_names_who_is_cheaper():
     runs = outcomes("dense", accuracy=0.8) + outcomes("prunex", accuracy=0.6) + outcomes("topk")
     runs += outcomes("dgc", sent_bytes=3 * 2**20)

@@ -103,7 +103,7 @@ def results_table(found: Comparison) -> Table:
         for run in found.outcomes
         if run.measured is None
     ]
-    notes = (*explained, *found.notes, *chance, *extra, *problems)
+    notes = (*explained, *found.notes, *chance, *_misled(found), *extra, *problems)
     return Table(found.title, columns, tuple(rows), notes)
 
 
@@ -218,6 +218,24 @@ def tuning_table(found: Comparison) -> Table:
     columns = ("row", *(f"{lr:g}" for lr in grid), "chosen", "inside", "at chance")
     notes = ("accuracy % on held-out images; -: not tried", found.notes[0])
     return Table("Learning rates", columns, tuple(rows), notes)
+
+
+def _misled(found: Comparison) -> list[str]:
+    """Return a line for each row that did better in a shorter run, which chose its rate."""
+    lines, methods = [], by_row(found.outcomes)
+    for tuning in found.tunings:
+        chosen = ended([run for run in tuning.runs if run.lr == tuning.lr])
+        done = ended(methods.get(tuning.row, []))
+        if not chosen or not done or chosen[0].samples >= done[0].samples:
+            continue
+        reached, before = mean(m.accuracy for m in done), chosen[0].accuracy
+        if reached < before:
+            lines.append(
+                f"{tuning.row}: {100 * reached:.1f} % after whole runs, {100 * before:.1f} % after "
+                "the shorter one that chose its learning rate, which may be too high for the "
+                "whole: raise --tune-length"
+            )
+    return lines
 
 
 def _cell(accuracy: float) -> Cell:
