@@ -252,7 +252,7 @@ tune-lr = [0.01]
         ("compare_cifar10.toml", 22),
         ("ways_cifar10.toml", 11),
         ("pruned_cifar10.toml", 7),
-        ("pretrained_cifar10.toml", 4),
+        ("pretrained_cifar10.toml", 6),
         ("pace_vgg19.toml", 6),
     ],
 )
