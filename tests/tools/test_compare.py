@@ -871,6 +871,18 @@ def test_a_row_that_can_not_be_is_refused_before_anything_runs(quiet, monkeypatc
 
 
 @pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_a_comparison_is_not_named_by_the_model_of_its_first_row(quiet, tmp_path):
+    plan = Path(broadcast_text(WORLD, str(tmp_path))) / "plan.toml"
+    if WORLD.rank == 0:
+        row = '[rows.{}]\nmethod = "dense"\n'
+        plan.write_text(row.format("narrow") + 'model = "resnet8-w4"\n' + row.format("wide"))
+    WORLD.Barrier()
+    tables, _ = compared([f"--plan={plan}", "--seeds=0"], tmp_path / "runs")
+    assert tables["Comparison:"].title.startswith("Comparison: resnet8, synthetic, ")
+
+
+@pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_an_interrupted_comparison_goes_on_and_parts_come_together(quiet, tmp_path, monkeypatch):
     flags = ["--methods", "dense", "local-sgd", "--tune-lr", "0.1", "--seeds", "0", "1"]

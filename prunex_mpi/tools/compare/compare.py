@@ -28,7 +28,7 @@ from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run.facts import recorded_versions
 from prunex_mpi.run.program import watched
 from prunex_mpi.run.start import find_transport, heed_findings, refuse_lone_singleton, take_places
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.fields import FIELDS, Settings
 from prunex_mpi.tools.compare import store
 from prunex_mpi.tools.compare.figure import draw
 from prunex_mpi.tools.compare.options import Options
@@ -146,8 +146,10 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
             if reference in here
         }
         elsewhere = [name for name in references.values() if name and name not in here]
+        # Not that of the first row, which may have one of its own: parts with others are joined.
+        model = options.common.get("model", FIELDS["model"].default)
         title = (
-            f"Comparison: {first.model}, {first.dataset}, {dataset.train_total:,} training and "
+            f"Comparison: {model}, {first.dataset}, {dataset.train_total:,} training and "
             f"{dataset.test_total:,} test images, {world.size} ranks on {topology.num_nodes} "
             f"nodes, batch {first.batch_size} per rank"
         )
