@@ -251,7 +251,7 @@ tune-lr = [0.01]
     [
         ("compare_cifar10.toml", 22),
         ("ways_cifar10.toml", 11),
-        ("pruned_cifar10.toml", 7),
+        ("pruned_cifar10.toml", 11),
         ("pretrained_cifar10.toml", 6),
         ("pace_vgg19.toml", 6),
     ],
