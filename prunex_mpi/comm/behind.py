@@ -3,14 +3,15 @@
 A non-blocking collective makes no progress while Python computes, so the helper makes blocking
 calls, which give the interpreter's lock back. Its communicators are duplicates: what the main
 thread sends meanwhile over the originals can't be mistaken for the helper's. MPI must allow calls
-from several threads at once (MPI_THREAD_MULTIPLE).
+from several threads at once (MPI_THREAD_MULTIPLE). On a GPU the helper has a stream of its own: in
+that of the main thread it would wait for all the local steps that are queued there.
 """
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-import torch
+from torch import cuda
 
 from mpi4py import MPI
 
@@ -26,19 +27,23 @@ class Behind:
     """The helper thread of one rank, and what it is at.
 
     `between` and `node` are duplicates of the lane and the node of a topology, `transport` has host
-    memory that nobody else writes, `clock` is the thread's own.
+    memory that nobody else writes, `clock` is the thread's own, as is `stream` on a GPU.
     """
 
     def __init__(self, between: MPI.Comm, node: MPI.Comm, transport: Transport) -> None:
         self.between, self.node, self.transport = between, node, transport
         self.clock = Clock()
-        self.pool = ThreadPoolExecutor(1, HELPER, _on_same_gpu())
+        self.stream = cuda.Stream() if cuda.is_initialized() else None
+        self.pool = ThreadPoolExecutor(1, HELPER, cuda.set_stream, (self.stream,))
         self.under_way: Future | None = None
 
     def begin(self, exchange: Callable[[], None]) -> None:
         """Have the helper run `exchange`, which may only use what is the helper's to send with."""
         if self.under_way is not None:
             raise RuntimeError("an exchange is under way already")
+        if self.stream is not None:
+            # What the exchange reads may be queued still.
+            self.stream.wait_stream(cuda.current_stream())
         self.under_way = self.pool.submit(exchange)
 
     @property
@@ -51,14 +56,8 @@ class Behind:
         under_way, self.under_way = self.under_way, None
         if under_way is not None:
             under_way.result()
-
-
-def _on_same_gpu() -> Callable[[], None] | None:
-    """Return what gives a new thread the GPU of this one, None without a GPU."""
-    if not torch.cuda.is_initialized():
-        return None
-    device = torch.cuda.current_device()
-    return lambda: torch.cuda.set_device(device)
+            if self.stream is not None:
+                cuda.current_stream().wait_stream(self.stream)
 
 
 @contextmanager

@@ -120,7 +120,7 @@ class Clock:
 
 
 def now(device: torch.device) -> float:
-    """Return the time at which all that is queued on `device` has been done."""
+    """Return the time at which all that this thread has queued on `device` has been done."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
     return time.perf_counter()

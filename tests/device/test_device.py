@@ -94,10 +94,22 @@ def test_a_helper_thread_sends_what_lies_on_the_device():
     with nodes_of(1) as topology, exchanging_behind(topology, True, transport()) as behind:
         flat = numbers(WORLD.rank, 1 << 18, torch.float32).to(DEVICE, copy=True)
         behind.begin(lambda: allreduce_(behind.between, flat, behind.transport))
-        # The device goes on with other work.
-        torch.ones(512, 512, device=DEVICE).matmul(torch.ones(512, 512, device=DEVICE))
+        # The device goes on with other work, for seconds.
+        torch.cuda._sleep(1 << 33)
         behind.finish()
+        assert not torch.cuda.current_stream().query(), "the helper has waited for the main thread"
         assert torch.equal(flat.cpu(), total(1 << 18, torch.float32))
+
+
+def test_a_helper_thread_sends_what_was_queued_before():
+    with nodes_of(1) as topology, exchanging_behind(topology, True, transport()) as behind:
+        flat = torch.zeros(1 << 18, device=DEVICE)
+        torch.cuda._sleep(1 << 30)
+        flat.copy_(numbers(WORLD.rank, 1 << 18, torch.float32).to(DEVICE))
+        behind.begin(lambda: allreduce_(behind.between, flat, behind.transport))
+        behind.finish()
+        flat.mul_(2)
+        assert torch.equal(flat.cpu(), 2 * total(1 << 18, torch.float32))
 
 
 def test_gradients_are_averaged_while_the_device_computes_others(monkeypatch):
