@@ -15,6 +15,7 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.base.logs import log
+from prunex_mpi.comm.traffic import now
 from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.compress.quantise import integer_type, ternarise_
 from prunex_mpi.compress.support import (
@@ -134,7 +135,7 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
         outside = send_stable_(wire, space, state, settings, way)
         for piece in dense_pieces(state, settings, outside):
             wire.reduce_(piece)
-    space["seconds"][0] = time.perf_counter() - started if trial else 0.0
+    space["seconds"][0] = now(grad.device) - started if trial else 0.0
 
 
 def send_stable_(
@@ -210,6 +211,9 @@ def follow_(wires: Wires, space: dict[str, Any], work: Work) -> None:
     """
     state, settings = work.state, work.settings
     if not state.frozen:
+        return
+    if settings.amp == "fp16" and not torch.isfinite(state.grad).all():
+        # Too large a loss scale, on all ranks alike: no step is taken, and 0 * inf is no gradient.
         return
     tracked, bucket = state.memory, bucket_numel(settings.bucket_mib, state.theta)
     if on_trial(tracked, settings):

@@ -449,6 +449,24 @@ def test_buckets_become_stable_and_unstable_and_stable_again(aggregation, ranks_
         assert job.stable == [True] * 7
 
 
+def test_a_step_that_overflows_in_fp16_says_nothing_of_supports():
+    with nodes_of(1) as topology:
+        job = Exchanger(topology, aggregation="flat", amp="fp16")
+        job.state.theta.fill_(1.0)
+        adopt_pruned_(job.state, every_third(job.state))
+        for _ in range(3):
+            job.step()
+        before = {name: tensor.clone() for name, tensor in job.state.memory.items()}
+        assert job.stable == [True] * 7
+        # Zero times infinity is NaN, where weights are pruned as well.
+        job.state.grad.fill_(torch.inf)
+        job.exchange()
+        follow_(job.wires, job.space, job.work)
+        assert not torch.isfinite(job.state.grad).any()
+        for name, tensor in job.state.memory.items():
+            assert torch.equal(tensor, before[name]), name
+
+
 def test_one_rank_alone_keeps_a_bucket_unstable():
     last = WORLD.rank == WORLD.size - 1
     digests = np.array([7, -7, 2**62, -(2**63)], dtype=np.int64)
