@@ -1,6 +1,7 @@
 """Try collectives on device tensors in a job of its own, which may crash.
 
-`python -m prunex_mpi.run.probe cuda [sum | bcast | bor]`, under a launcher or alone.
+`python -m prunex_mpi.run.probe cuda [sum | bcast | bor | alltoallv | allgather]`, under a launcher
+or alone.
 """
 
 import sys
@@ -42,7 +43,32 @@ def try_bor(world: MPI.Comm, device: str) -> None:
     assert torch.all(union == (1 << min(world.size, 8)) - 1), "Allreduce BOR gave wrong bits"
 
 
-TRIALS = {"sum": try_sum, "bcast": try_bcast, "bor": try_bor}
+def try_alltoallv(world: MPI.Comm, device: str) -> None:
+    """Alltoallv of bytes, as codes go to those who add them up. Collective on `world`."""
+    sent = torch.full((world.size * ELEMENTS,), world.rank + 1, dtype=torch.uint8, device=device)
+    received = torch.zeros_like(sent)
+    parts = [ELEMENTS] * world.size, [rank * ELEMENTS for rank in range(world.size)]
+    world.Alltoallv(*([buffer, parts, kind] for buffer, kind in map(mpi_buffer, (sent, received))))
+    ranks = torch.arange(1, world.size + 1, dtype=torch.uint8, device=device)
+    assert torch.all(received.view(world.size, -1) == ranks[:, None]), "Alltoallv: wrong bytes"
+
+
+def try_allgather(world: MPI.Comm, device: str) -> None:
+    """Allgather of bytes in place, as their sum comes back. Collective on `world`."""
+    shares = torch.zeros((world.size, ELEMENTS), dtype=torch.uint8, device=device)
+    shares[world.rank] = world.rank + 1
+    world.Allgather(MPI.IN_PLACE, mpi_buffer(shares.view(-1)))
+    ranks = torch.arange(1, world.size + 1, dtype=torch.uint8, device=device)
+    assert torch.all(shares == ranks[:, None]), "Allgather gave wrong bytes"
+
+
+TRIALS = {
+    "sum": try_sum,
+    "bcast": try_bcast,
+    "bor": try_bor,
+    "alltoallv": try_alltoallv,
+    "allgather": try_allgather,
+}
 
 
 def main(device: str, *operations: str) -> None:

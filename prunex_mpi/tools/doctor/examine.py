@@ -26,7 +26,13 @@ from prunex_mpi.tools.doctor.options import Options
 
 # Where one process of a job ends with an error, the launcher may end the others.
 SINGLETON_GRACE_S = 5.0
-OPERATIONS = {"sum": "Allreduce SUM", "bcast": "Bcast", "bor": "Allreduce BOR"}
+OPERATIONS = {
+    "sum": "Allreduce SUM",
+    "bcast": "Bcast",
+    "bor": "Allreduce BOR",
+    "alltoallv": "Alltoallv",
+    "allgather": "Allgather",
+}
 
 
 def examine(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
