@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -107,10 +108,23 @@ def free_room(topology: Topology, device: torch.device) -> int | None:
     free, _ = torch.cuda.mem_get_info(device)
     # What torch has taken and does not use is free as well.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    sharers = -(-topology.host_size // torch.cuda.device_count())
-    least = np.array([free // sharers], dtype=np.int64)
+    mine = np.frombuffer(hashlib.sha256(gpu_identity(device).encode()).digest()[:8], np.uint64)
+    everyone = np.empty(topology.world.size, np.uint64)
+    topology.world.Allgather(mine, everyone)
+    least = np.array([free // np.count_nonzero(everyone == mine)], dtype=np.int64)
     topology.world.Allreduce(MPI.IN_PLACE, least, op=MPI.MIN)
     return int(least[0])
+
+
+def gpu_identity(device: torch.device) -> str:
+    """Return what the GPU is known by on all machines.
+
+    The number of a device identifies no GPU where each rank sees only its own.
+    """
+    if uuid := getattr(torch.cuda.get_device_properties(device), "uuid", ""):
+        return str(uuid)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return f"{MPI.Get_processor_name()}/{visible}/{device.index}"
 
 
 def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.nn.Module:

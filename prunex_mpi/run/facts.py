@@ -20,6 +20,7 @@ from prunex_mpi.checks.library import SETTINGS
 from prunex_mpi.checks.ranks import MUST_AGREE
 from prunex_mpi.comm.agreement import gather_text
 from prunex_mpi.comm.topology import Topology, library_name
+from prunex_mpi.core.problem import gpu_identity
 from prunex_mpi.run.machine import package_versions
 
 DEFAULT_RUN_DIR = "runs"
@@ -109,15 +110,10 @@ def thread_level() -> str:
 
 
 def describe_gpu(device: torch.device) -> tuple[str, str]:
-    """Return name and identity of the GPU; both empty for the CPU.
-
-    The number of a device identifies no GPU where each rank sees only its own.
-    """
+    """Return name and identity of the GPU; both empty for the CPU."""
     if device.type != "cuda":
         return "", ""
-    properties = torch.cuda.get_device_properties(device)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return properties.name, str(getattr(properties, "uuid", "") or f"{visible}/{device.index}")
+    return torch.cuda.get_device_name(device), gpu_identity(device)
 
 
 def allocator_settings(environment: Mapping[str, str]) -> str:

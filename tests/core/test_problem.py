@@ -59,11 +59,11 @@ def test_ranks_share_what_is_free_on_their_gpus(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000 + 100 * WORLD.rank, 8000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(problem, "gpu_identity", lambda _: "the only one")
     with nodes_of(2) as topology:
-        assert free_room(topology, torch.device("cuda:0")) == 1030 // topology.host_size
+        assert free_room(topology, torch.device("cuda:0")) == 1030 // WORLD.size
         assert free_room(topology, CPU) is None
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * WORLD.size)
+        monkeypatch.setattr(problem, "gpu_identity", lambda _: f"that of rank {WORLD.rank}")
         assert free_room(topology, torch.device("cuda:0")) == 1030
         monkeypatch.setattr(problem, "free_room", lambda *_: 100)
         settings = make("recipe", dataset="synthetic", train_samples=64, image_size=8)
