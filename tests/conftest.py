@@ -12,6 +12,8 @@ from prunex_mpi.base.logs import log
 # Every rank of a parallel test and the oracle in one process must add in the same order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# Nor may a GPU round to TF32 what the oracle computes in float32.
+torch.backends.cudnn.allow_tf32 = False
 
 
 def pytest_addoption(parser):

@@ -38,14 +38,16 @@ LAUNCHER_PREFIXES = (
 def choose_device(requested: str, host_rank: int) -> torch.device:
     """Return the device of the rank that is number `host_rank` on its machine.
 
-    Several ranks may share one GPU. Raises UserError when CUDA is asked for and absent.
+    Several ranks may share one GPU. From now on this thread computes on a stream of its own: what
+    MPI copies on streams that wait for the default one would else wait for all that is queued.
+    Raises UserError when CUDA is asked for and absent.
     """
     if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no GPU on this machine; use --device cpu")
     device = torch.device("cuda", host_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.Stream(device))
     return device
 
 
@@ -99,7 +101,7 @@ def claimed_cuda_support() -> bool | None:
 
 
 def probe(device: str, operation: str = "") -> str:
-    """Try a collective (sum | bcast | bor, or all) on `device` (cuda | cpu) in a job of its own.
+    """Try a collective of `run/probe.py`, or all, on `device` (cuda | cpu) in a job of its own.
 
     Returns "" when all is right, else what went wrong. A library that cannot take device memory
     ends with a segmentation fault, hence a separate job: of two ranks where there is an mpiexec,

@@ -4,6 +4,7 @@
 """
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from prunex_mpi.comm.collectives import (
     reduce_,
 )
 from prunex_mpi.models.layout import build_layout, flatten_
+from prunex_mpi.run import devices
 from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.resolve import make
 
@@ -43,8 +45,17 @@ BUCKET_MIB = 2**-8
 CLOSE = {"rel": 1e-4, "abs": 1e-5}
 
 
-def transport():
-    return build_transport(DEVICE, BUCKET_MIB, BUFFERS)
+@pytest.fixture(autouse=True, scope="module")
+def _settled():
+    """Let each run find what the first one has found of MPI, and add up in the same order."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "probe", cache(devices.probe))
+        patch.setattr(torch.backends.cudnn, "deterministic", True)
+        yield
+
+
+def transport(bucket_mib=BUCKET_MIB):
+    return build_transport(DEVICE, bucket_mib, BUFFERS)
 
 
 def numbers(rank, size, dtype):
@@ -91,7 +102,12 @@ def test_sums_between_nodes_are_those_of_the_cpu(size, ranks_per_node):
 
 
 def test_a_helper_thread_sends_what_lies_on_the_device():
-    with nodes_of(1) as topology, exchanging_behind(topology, True, transport()) as behind:
+    # As in a job, not on the default stream (`choose_device`).
+    with (
+        torch.cuda.stream(torch.cuda.Stream()),
+        nodes_of(1) as topology,
+        exchanging_behind(topology, True, transport(1.0)) as behind,
+    ):
         flat = numbers(WORLD.rank, 1 << 18, torch.float32).to(DEVICE, copy=True)
         behind.begin(lambda: allreduce_(behind.between, flat, behind.transport))
         # The device goes on with other work, for seconds.
@@ -102,8 +118,8 @@ def test_a_helper_thread_sends_what_lies_on_the_device():
 
 
 def test_a_helper_thread_sends_what_was_queued_before():
+    flat = torch.zeros(1 << 18, device=DEVICE)
     with nodes_of(1) as topology, exchanging_behind(topology, True, transport()) as behind:
-        flat = torch.zeros(1 << 18, device=DEVICE)
         torch.cuda._sleep(1 << 30)
         flat.copy_(numbers(WORLD.rank, 1 << 18, torch.float32).to(DEVICE))
         behind.begin(lambda: allreduce_(behind.between, flat, behind.transport))
@@ -136,12 +152,15 @@ def test_gradients_are_averaged_while_the_device_computes_others(monkeypatch):
 
 RUN = {
     **COMMON,
+    # Codes travel between nodes alone.
+    "ranks_per_node": 1,
     **{"groups": ("coupled",), "freeze_iteration": 3, "warmup_iterations": 0},
     **{"keep_ramp_iterations": 2, "outer_iterations": 5, "progress": "off", "model": "resnet8-w4"},
 }
 RUNS = {
     "recipe": {},
     "int4": {"payload": "int4", "remove_dropped": True},
+    "int8sum": {"payload": "int8sum"},
     "behind": {"overlap_steps": 1, "residuals": "off", "evaluate_every": 5},
     "fp16": {"amp": "fp16"},
     "bf16, NHWC": {"amp": "bf16", "channels_last": True},

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from places import DEVICE
 from reference import batchnorms, conv_shapes, decays, masked, parameters, project, sgd
 
 
@@ -272,9 +273,11 @@ def terngrad(contributions, memory, s):
     total = {n: torch.zeros_like(x) for n, x in contributions[0].items()}
     for rank, c in enumerate(contributions):
         seed = np.random.SeedSequence([s.seed, step, rank]).generate_state(1, np.uint64)[0]
-        generator = torch.Generator().manual_seed(int(seed) // 2)
+        generator = torch.Generator(DEVICE).manual_seed(int(seed) // 2)
         for n, x in c.items():
-            draws = torch.rand(x.numel(), generator=generator, dtype=x.dtype) * scales[n]
+            # A GPU draws other numbers than a CPU.
+            draws = torch.rand(x.numel(), generator=generator, dtype=x.dtype, device=DEVICE)
+            draws = draws.to(x.device) * scales[n]
             signs = torch.where(x.reshape(-1).abs() > draws, x.reshape(-1).sign(), 0.0)
             total[n] += scales[n] * signs.view(x.shape)
     return total

@@ -39,7 +39,8 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.devi
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "set_stream", chosen.append)
     return chosen
 
 
