@@ -197,6 +197,8 @@ def allreduce_then_bcast_(
     except for device memory. Returns the seconds that the broadcasts were waited for.
     """
     leads = lane != MPI.COMM_NULL and lane.size > 1
+    if not leads and node.size == 1:
+        return 0.0
     if flat.device.type == "cuda" and transport.staging is None:
         parts = parts_of(flat, lanes)
         if leads:

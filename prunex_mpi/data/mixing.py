@@ -32,7 +32,7 @@ def mix(images: Tensor, labels: Tensor, mixing: Mixing, step: int) -> tuple[Tens
     cuts = mixing.cutmix > 0 and (mixing.mixup == 0 or rng.random() < 0.5)
     alpha = mixing.cutmix if cuts else mixing.mixup
     share = float(rng.beta(alpha, alpha))
-    partners = torch.from_numpy(rng.permutation(len(labels))).to(labels.device)
+    partners = torch.from_numpy(rng.permutation(len(labels))).to(labels.device, non_blocking=True)
     if cuts:
         height, width = images.shape[-2:]
         rows, columns = _window(rng, share, height), _window(rng, share, width)

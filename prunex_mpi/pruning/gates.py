@@ -22,7 +22,7 @@ def gate_gradients(grad: Tensor, weights: Tensor, layout: Layout, groups: Groups
     sums = [_sum_products(mine[at], theirs[at], by_row) for at, by_row, _ in groups.gates]
     places = torch.from_numpy(np.concatenate([ids for _, _, ids in groups.gates]))
     found = grad.new_zeros(groups.total + 1)
-    return found.index_add_(0, places.to(grad.device), torch.cat(sums))[:-1]
+    return found.index_add_(0, places.to(grad.device, non_blocking=True), torch.cat(sums))[:-1]
 
 
 def _sum_products(first: Tensor, second: Tensor, by_row: bool) -> Tensor:
