@@ -53,12 +53,11 @@ def select_top_(
         start += count
 
 
-def add_sparse_(flat: Tensor, values: Tensor, positions: Tensor) -> None:
-    """Set `flat` to the sum of sparse vectors, `values` and `positions` [vectors, elements].
+def add_sparse_(flat: Tensor, values: Iterable[Tensor], positions: Iterable[Tensor]) -> None:
+    """Add sparse vectors to `flat`: `values` and `positions` [elements] of each.
 
     Vector after vector in their order, so that all who hold the same ones get the same bits.
-    Elements may be rows: `flat` is [rows, n] and `values` [vectors, elements, n] then.
+    Elements may be rows: `flat` is [rows, n] and the values of each are [elements, n] then.
     """
-    flat.zero_()
     for mine, places in zip(values, positions, strict=True):
         flat.index_add_(0, places, mine)

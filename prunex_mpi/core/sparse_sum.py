@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire
+from prunex_mpi.compress.sparse import add_sparse_
+
+KINDS = ("values", "positions")
 
 
 def allocate_sparse(wire: Wire, like: Tensor, count: int) -> dict[str, Any]:
@@ -39,5 +42,40 @@ def add_sparse_parts_(wire: Wire, space: dict[str, Any], count: int, flat: Tenso
         wire.gather_parts_(positions[mine], pieces, space["all_positions"])
         everyone = space["all_positions"], space["all_values"]
         places, addends = (t[: sum(pieces)].split(pieces) for t in everyone)
-        for place, addend in zip(places, addends, strict=True):
-            flat.index_add_(0, place, addend)
+        add_sparse_(flat, addends, places)
+
+
+def allocate_equal(wire: Wire, values: Tensor, positions: Tensor) -> dict[str, Any]:
+    """Return memory for `values` [n] or [n, row] and their `positions` [n] of each worker.
+
+    Those of all workers are held for one bucket at a time.
+    """
+    workers = wire.comm.size
+    rows = min(len(values), max(1, wire.transport.bucket_bytes // (values[:1].nbytes * workers)))
+    return {
+        "values": values,
+        "positions": positions,
+        "all_values": values.new_empty(workers, rows, *values.shape[1:]),
+        "all_positions": positions.new_empty(workers, rows),
+    }
+
+
+def sum_sparse_(wire: Wire, space: dict[str, Any], out: Tensor) -> None:
+    """Set `out` to the sum of what the workers send, which is as much of each.
+
+    As `add_sparse_parts_`, with memory of `allocate_equal`. Collective on `wire.comm`.
+    """
+    out.zero_()
+    rows = space["all_positions"].shape[1]
+    for start in range(0, len(space["positions"]), rows):
+        addends, places = (_gather_part(wire, space, kind, start) for kind in KINDS)
+        add_sparse_(out, addends, places)
+
+
+def _gather_part(wire: Wire, space: dict[str, Any], kind: str, start: int) -> Tensor:
+    """Return the values or positions of all workers from `start` on, as many as there is room."""
+    everyone = space[f"all_{kind}"]
+    mine = space[kind][start : start + everyone.shape[1]]
+    gathered = everyone.view(-1)[: len(everyone) * mine.numel()].view(len(everyone), -1)
+    wire.gather_(mine.view(-1), gathered)
+    return gathered.view(-1, *mine.shape)

@@ -23,7 +23,8 @@ from prunex_mpi.compress.blocks import (
     put_blocks_,
     take_blocks_,
 )
-from prunex_mpi.compress.sparse import POSITION_BYTES, add_sparse_, share_of
+from prunex_mpi.compress.sparse import POSITION_BYTES, share_of
+from prunex_mpi.core.sparse_sum import allocate_equal, sum_sparse_
 from prunex_mpi.core.state import OWN, Work
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
@@ -49,18 +50,13 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     """Return memory for what travels: the largest blocks, or bits for all and as many blocks."""
     if not wire.speaks:
         return {}
-    state, size, workers = work.state, work.settings.block_size, wire.comm.size
+    state, size = work.state, work.settings.block_size
     if work.settings.block_top < 1:
         count = share_of(block_count(state.layout.numel, size), work.settings.block_top)
         blocks = state.theta.new_empty(count, size)
         numbers = torch.empty(count, dtype=torch.int32, device=blocks.device)
-        return {
-            "blocks": blocks,
-            "numbers": numbers,
-            "all_blocks": blocks.new_empty(workers, count, size),
-            "all_numbers": numbers.new_empty(workers, count),
-            "sum": torch.empty_like(state.memory[RESIDUAL]).view(-1, size),
-        }
+        total = torch.empty_like(state.memory[RESIDUAL]).view(-1, size)
+        return {**allocate_equal(wire, blocks, numbers), "sum": total}
     bits = new_bits(state.layout.numel, size, state.theta.device)
     return {
         "bits": bits,
@@ -86,11 +82,8 @@ def send_top_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     grad, residual = work.state.grad, work.state.memory[RESIDUAL]
     residual[: grad.numel()].add_(grad)
     rows = residual.view(-1, work.settings.block_size)
-    move_top_blocks_(rows, space["blocks"], space["numbers"])
-    everyones = space["all_blocks"]
-    wire.gather_(space["blocks"].view(-1), everyones.view(wire.comm.size, -1))
-    wire.gather_(space["numbers"], space["all_numbers"])
-    add_sparse_(space["sum"], everyones, space["all_numbers"])
+    move_top_blocks_(rows, space["values"], space["positions"])
+    sum_sparse_(wire, space, space["sum"])
     grad.copy_(space["sum"].view(-1)[: grad.numel()])
 
 

@@ -8,11 +8,11 @@ from torch import Tensor
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress.sparse import (
     POSITION_BYTES,
-    add_sparse_,
     check_positions,
     kept_per_layer,
     select_top_,
 )
+from prunex_mpi.core.sparse_sum import allocate_equal, sum_sparse_
 from prunex_mpi.core.state import OWN, Work
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
@@ -31,19 +31,13 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
 
 
 def allocate(wire: Wire, work: Work) -> dict[str, Any]:
-    """Return memory for one worker's values and positions, and for those of all."""
+    """Return memory for one worker's values and positions, and for a bucket of those of all."""
     if not wire.speaks:
         return {}
     count = sum(kept_per_layer(work.state.layout.segments, work.settings.compress_ratio))
     values = work.state.theta.new_empty(count)
     positions = torch.empty(count, dtype=torch.int32, device=values.device)
-    workers = wire.comm.size
-    return {
-        "values": values,
-        "positions": positions,
-        "all_values": values.new_empty((workers, count)),
-        "all_positions": positions.new_empty((workers, count)),
-    }
+    return allocate_equal(wire, values, positions)
 
 
 def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
@@ -56,9 +50,7 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     residual = state.memory[RESIDUAL].add_(state.grad)
     counts = kept_per_layer(state.layout.segments, work.settings.compress_ratio)
     select_top_(residual, state.layout, counts, space["values"], space["positions"])
-    wire.gather_(space["values"], space["all_values"])
-    wire.gather_(space["positions"], space["all_positions"])
-    add_sparse_(state.grad, space["all_values"], space["all_positions"])
+    sum_sparse_(wire, space, state.grad)
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:

@@ -55,7 +55,11 @@ def test_the_largest_of_each_layer_move_and_the_rest_stays(ratio: float, dtype) 
 
 def test_sparse_vectors_add_up_where_they_meet() -> None:
     flat = torch.full((6,), 9.0)
+    lists = [[3.0], [4.0, 5.0]], [[1], [0, 1]]
+    vectors = ([torch.tensor(x) for x in kind] for kind in lists)
+    add_sparse_(flat, *vectors)
+    assert flat.tolist() == [13.0, 17.0, 9.0, 9.0, 9.0, 9.0]
     values = torch.tensor([[1.0, 2.0], [10.0, 20.0]])
     positions = torch.tensor([[0, 3], [3, 5]], dtype=torch.int32)
     add_sparse_(flat, values, positions)
-    assert flat.tolist() == [1.0, 0.0, 0.0, 12.0, 0.0, 20.0]
+    assert flat.tolist() == [14.0, 17.0, 9.0, 21.0, 9.0, 29.0]
