@@ -39,6 +39,8 @@ MPI_TYPES = {
 # Bytes for each rank from which what is sent decides, and not the number of messages: less than the
 # scales that int8sum shares have in a piece between nodes.
 LEAST_SHARE_BYTES = 1024
+# Elements from the beginning of a buffer to what a rank sends or receives of it: MPI counts in int.
+FARTHEST = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,17 @@ def for_another_thread(transport: Transport) -> Transport:
         return transport
     first, second = (torch.empty_like(t, pin_memory=True) for t in transport.staging)
     return replace(transport, staging=(first, second))
+
+
+def within_reach(transport: Transport, rows: Tensor) -> Transport:
+    """Return a transport that copies buckets of `rows` [ranks, n] whose last is too far for MPI.
+
+    To and from memory of their own device, if they are not staged anyway.
+    """
+    if transport.staging is not None or rows.numel() <= FARTHEST:
+        return transport
+    first = torch.empty(transport.bucket_bytes, dtype=torch.uint8, device=rows.device)
+    return replace(transport, staging=(first, torch.empty_like(first)))
 
 
 def mpi_buffer(tensor: Tensor) -> list:

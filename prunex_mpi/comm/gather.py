@@ -1,13 +1,14 @@
 """Gather what each rank of a communicator has, of equal or of other lengths, alike on all."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.collectives import Transport, mpi_buffer
+from prunex_mpi.comm.collectives import Transport, mpi_buffer, within_reach
 
 
 def allgather_(comm: MPI.Comm, mine: Tensor, everyone: Tensor, transport: Transport) -> None:
@@ -18,6 +19,7 @@ def allgather_(comm: MPI.Comm, mine: Tensor, everyone: Tensor, transport: Transp
     if comm.size == 1:
         everyone[0].copy_(mine)
         return
+    transport = within_reach(transport, everyone)
     room = max(1, transport.bucket_bytes // (mine.element_size() * comm.size))
     for start in range(0, mine.numel(), room):
         piece = mine[start : start + room]
@@ -33,7 +35,7 @@ def allgather_(comm: MPI.Comm, mine: Tensor, everyone: Tensor, transport: Transp
 
 
 def _allgather_staged_(comm: MPI.Comm, piece: Tensor, target: Tensor, transport: Transport) -> None:
-    """Gather one bucket through host memory."""
+    """Gather one bucket through the memory of the transport."""
     size = piece.element_size()
     sent, received = (
         memory[: n * size].view(piece.dtype)
@@ -63,7 +65,7 @@ def allgatherv_(
     if comm.size == 1:
         target.copy_(mine)
         return
-    places = [sum(counts[:rank]) for rank in range(comm.size)]
+    places = list(accumulate(counts, initial=0))[:-1]
     sent, received = mine, target
     if transport.staging is not None:
         sent, received = (

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.collectives import Transport, mpi_buffer
+from prunex_mpi.comm.collectives import Transport, mpi_buffer, within_reach
 
 
 def deal_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transport) -> None:
@@ -16,6 +16,7 @@ def deal_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transport) 
     if comm.size == 1:
         received.copy_(mine)
         return
+    transport = within_reach(transport, mine)
     room = max(1, transport.bucket_bytes // (mine.element_size() * comm.size))
     for start in range(0, mine.shape[1], room):
         part, target = mine[:, start : start + room], received[:, start : start + room]
@@ -34,6 +35,7 @@ def sum_shares_(comm: MPI.Comm, rows: Tensor, transport: Transport) -> None:
     """
     if comm.size == 1:
         return
+    transport = within_reach(transport, rows)
     room = max(1, transport.bucket_bytes // (rows.element_size() * comm.size))
     carried, mine = rows.view(torch.int16), comm.rank
     for start in range(0, rows.shape[1], room):
@@ -61,12 +63,12 @@ def _rows(rows: Tensor, start: int, width: int) -> list:
 
 
 def _staged(part: Tensor, memory: Tensor) -> Tensor:
-    """Return host memory of a bucket in the shape and type of `part`."""
+    """Return memory for a bucket in the shape and type of `part`."""
     return memory[: part.numel() * part.element_size()].view(part.dtype).view(part.shape)
 
 
 def _deal_staged_(comm: MPI.Comm, part: Tensor, target: Tensor, transport: Transport) -> None:
-    """Deal one bucket through host memory."""
+    """Deal one bucket through the memory of the transport."""
     sent, received = (_staged(part, memory) for memory in transport.staging)
     sent.copy_(part)
     comm.Alltoall(mpi_buffer(sent), mpi_buffer(received))
@@ -74,7 +76,7 @@ def _deal_staged_(comm: MPI.Comm, part: Tensor, target: Tensor, transport: Trans
 
 
 def _spread_staged_(comm: MPI.Comm, part: Tensor, transport: Transport) -> None:
-    """Hand each rank's row of one bucket to all, through host memory."""
+    """Hand each rank's row of one bucket to all, through the memory of the transport."""
     everyone = _staged(part, transport.staging[0])
     everyone[comm.rank].copy_(part[comm.rank])
     comm.Allgather(MPI.IN_PLACE, mpi_buffer(everyone))

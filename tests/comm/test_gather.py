@@ -4,20 +4,23 @@ import pytest
 import torch
 from nodes import WORLD
 
+from prunex_mpi.comm import collectives
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.gather import allgather_, allgatherv_, gather_counts
 
 pytestmark = pytest.mark.mpi
 
 
-@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("way", ["as it lies", "staged", "too far"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32])
 @pytest.mark.parametrize("count", [0, 1, 13, 64])
-def test_every_rank_receives_what_every_rank_gave(count: int, dtype, staged: bool) -> None:
+def test_every_rank_receives_what_every_rank_gave(count: int, dtype, way: str, monkeypatch) -> None:
+    if way == "too far":
+        monkeypatch.setattr(collectives, "FARTHEST", 12)
     room = 8 * 8 * WORLD.size
     staging = (torch.empty(room, dtype=torch.uint8), torch.empty(room, dtype=torch.uint8))
     # Pieces of 8 or 16 elements: 13 and 64 take several.
-    transport = Transport(room, staging if staged else None)
+    transport = Transport(room, staging if way == "staged" else None)
 
     def given(rank: int) -> torch.Tensor:
         return (torch.arange(count) + 1000 * rank).to(dtype)

@@ -5,6 +5,7 @@ import torch
 from driving import assert_alike_on_all_ranks, wire_of
 from nodes import WORLD
 
+from prunex_mpi.comm import collectives
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.shares import deal_, sum_shares_
 from prunex_mpi.comm.traffic import Traffic
@@ -49,6 +50,16 @@ def test_halves_are_added_in_float32_and_rounded_once(width: int, dtype, staged:
         total += addend
     assert torch.equal(rows, total.to(dtype))
     assert_alike_on_all_ranks(rows.float())
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_rows_that_reach_too_far_go_through_buckets(far: bool, monkeypatch) -> None:
+    if far:
+        monkeypatch.setattr(collectives, "FARTHEST", 22)
+    test_rows_go_to_the_ranks_of_their_number(200, False)
+    test_halves_are_added_in_float32_and_rounded_once(77, torch.float16, False)
+    reach = collectives.within_reach(transports()[0], torch.empty(1, 23))
+    assert (reach.staging is not None) == far
 
 
 def test_a_sum_of_halves_counts_as_a_reduction_and_a_deal_as_one_pass() -> None:
