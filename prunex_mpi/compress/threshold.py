@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.compress.sparse import kept_per_layer, share_of
-from prunex_mpi.models.layout import Layout, Segment
+from prunex_mpi.models.layout import Layout, Segment, norm
 
 # A sample holds at least so many of the elements that are to be sent.
 LEAST_ABOVE = 2
@@ -50,8 +50,8 @@ def ratio_at(epoch: int, warmup_epochs: float, final: float) -> float:
 
 def clip_norm_(grad: Tensor, weight: float, largest: float) -> None:
     """Scale `grad`, `weight` times a gradient, where that gradient's 2-norm exceeds `largest`."""
-    norm = torch.linalg.vector_norm(grad) / weight
-    grad.mul_((largest / (norm + 1e-6)).clamp_(max=1.0))
+    length = norm(grad) / weight
+    grad.mul_((largest / (length + 1e-6)).clamp_(max=1.0))
 
 
 def accumulate_(

@@ -14,7 +14,7 @@ from prunex_mpi.core.distillation import distilled
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR, learning_rate, quadratic_interval
 from prunex_mpi.core.state import State, Work
 from prunex_mpi.data.mixing import mix
-from prunex_mpi.models.layout import matrices
+from prunex_mpi.models.layout import matrices, norm
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import PRUNING_ONCE, QUADRATIC
 
@@ -138,7 +138,7 @@ def clip_(work: Work) -> None:
     limit, grad = work.settings.clip_norm, work.state.grad
     if limit:
         # No value of a device is looked at, which would wait for it.
-        grad.mul_((limit / (torch.linalg.vector_norm(grad) + CLIP_EPSILON)).clamp_max(1.0))
+        grad.mul_((limit / (norm(grad) + CLIP_EPSILON)).clamp_max(1.0))
 
 
 def shrink_(settings: Settings, rate: float, decayed: Pairs) -> None:

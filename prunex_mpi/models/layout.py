@@ -20,6 +20,8 @@ from prunex_mpi.base.errors import UserError
 PARAMETER_DTYPES = (torch.float32, torch.float64)
 # An odd number without a pattern.
 DIGEST_FACTOR = 0x9E3779B97F4A7C15
+# Elements whose squares float32 adds up well enough.
+NORM_NUMEL = 2**20
 # Elements: half a dozen vectors of a tile fit into the second-level cache of each core. Elsewhere a
 # kernel is worth starting only for many, and a spare tile must stay small beside the model.
 CPU_TILE, DEVICE_TILE = 2**16, 2**24
@@ -209,6 +211,18 @@ def sum_tile_norms(
         sums[:, tile.layers] += values[start : start + count].reshape(len(sums), -1)
         start += count
     return sums
+
+
+def norm(flat: Tensor) -> Tensor:
+    """Return the 2-norm of `flat`, 0-D, on its device.
+
+    Of parts on the CPU: there torch adds the squares of a long float32 vector to sums that have
+    grown too large for them, and ends 1 % below the norm of 10^8 values, 19 % below that of 10^9.
+    """
+    if flat.device.type != "cpu":
+        return torch.linalg.vector_norm(flat)
+    parts = [torch.linalg.vector_norm(part) for part in flat.split(NORM_NUMEL)]
+    return torch.linalg.vector_norm(torch.stack(parts))
 
 
 def squared_norms(flat: Tensor, layout: Layout) -> np.ndarray:

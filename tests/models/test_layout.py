@@ -207,3 +207,8 @@ def test_rounding_up_here_and_down_there_does_not_cancel() -> None:
         integers[one] -= 1
         integers[other] += 1
     assert bits_digest(flat, spare) == whole
+
+
+def test_the_norm_of_a_long_vector_loses_no_small_squares() -> None:
+    length = layouts.norm(torch.full((2**27,), 0.1))
+    assert length.item() == pytest.approx(0.1 * 2**13.5, rel=1e-3)
