@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from prunex_mpi.base.files import (
     write_durably,
     write_json_durably,
 )
+from prunex_mpi.base.logs import log
 from prunex_mpi.run.board import Board
 from prunex_mpi.run.trace_file import TraceFile
 
@@ -62,6 +64,16 @@ def _unusable(path: Path, error: OSError) -> UserError:
     return UserError(f"--run-dir {path}: {error.strerror}; choose another", USAGE)
 
 
+def _can_lock(file: Path) -> bool:
+    """Say whether the file system has locks; one that has none lets no lock be told from none."""
+    with open(file, "rb") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP)
+    return True
+
+
 class RunDirectory:
     """The files of one run, which one job at a time holds; only world rank 0 makes one.
 
@@ -85,7 +97,10 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
             # FileLock takes any failure to make its file for a lock that is held.
             (path / "lock").touch()
-            self.lock.acquire()
+            if _can_lock(path / "lock"):
+                self.lock.acquire()
+            else:
+                log.warning("there are no locks on the disk of %s: start no second job on it", path)
             file = path / "config.toml"
             if resume and file.exists():
                 self.config = file.read_text(encoding="utf-8")

@@ -1,5 +1,6 @@
 """One training job from its communicators to its last file, in the order in which things happen."""
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -275,8 +276,10 @@ def open_run(
 
     Collective on `world`.
     """
-    chosen = settings.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{settings.model}"
-    path = Path(broadcast_text(world, chosen))
+    # Jobs of an array begin in the same second.
+    job = "".join(f"-{os.environ[name]}" for name in ("SLURM_JOB_ID",) if name in os.environ)
+    new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{settings.model}{job}"
+    path = Path(broadcast_text(world, settings.run_dir or new))
     with ExitStack() as exits:
 
         def take() -> RunDirectory | None:

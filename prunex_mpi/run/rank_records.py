@@ -11,6 +11,8 @@ from prunex_mpi.core.metrics import RANK_PHASES
 from prunex_mpi.core.residuals import RESIDUALS
 
 PARTS = ("work", "exchange")
+# So many ranks have a row in each outer iteration; of N times as many every Nth one has one.
+RANKS_EACH = 64
 # Of seconds behind the point, of residuals all that count.
 DIGITS = 6
 
@@ -23,6 +25,7 @@ class RankRecords:
 
     def __init__(self, topology: Topology) -> None:
         self.world = topology.world
+        self.begins, self.every = True, -(-self.world.size // RANKS_EACH)
         columns = len(PARTS) * len(RANK_PHASES) + 1 + len(RESIDUALS)
         self.mine = np.zeros(columns)
         self.everyone = np.zeros((self.world.size if self.world.rank == 0 else 0, columns))
@@ -37,9 +40,13 @@ class RankRecords:
     def gather(self, iteration: int, rank: dict[str, Any]) -> dict[str, Any] | None:
         """Return the object of an outer iteration on world rank 0, None on the others.
 
-        `rank` is what `rank_record` returns; its residuals are empty on all ranks or on none. The
-        first object also names the hosts. Collective on `world`.
+        None there too where this iteration has none. `rank` is what `rank_record` returns; its
+        residuals are empty on all ranks or on none. The first object also names the hosts.
+        Collective on `world`.
         """
+        if iteration % self.every and not self.begins:
+            return None
+        self.begins = False
         values = [rank[part][phase] for part in PARTS for phase in RANK_PHASES]
         values.append(rank["broadcast"])
         self.mine[: len(values)] = values

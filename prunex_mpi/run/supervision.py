@@ -149,7 +149,7 @@ def recorded(
         if files is not None:
             files.append("metrics.jsonl", [record])
             files.append("layers.jsonl", layers)
-            files.append("ranks.jsonl", [row])
+            files.append("ranks.jsonl", [row] if row else [])
             if files.board is not None:
                 files.board.add(record)
         write_trace(topology.world, files, work)

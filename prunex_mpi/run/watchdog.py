@@ -28,6 +28,8 @@ RECORD_BYTES = 1024
 CHECKS_PER_TIMEOUT = 10
 LONGEST_PAUSE_S = 5.0
 GRACE_S = 3.0
+# For the record of one rank, on a slow file system.
+READING_S = 0.01
 SHARE_LIMIT_S = 10.0
 
 
@@ -125,21 +127,21 @@ class Watchdog:
             idle_s = own.seconds_since_change((self.heartbeat.beats, len(sys.modules)))
             if self.folder is None:
                 if idle_s > self.timeout_s:
-                    self._end(f"rank {self.rank} on {self.host}: {self._stalled(idle_s)}")
+                    self._end(self._own_reason, idle_s)
                 continue
             self._publish()
             successor = read_heartbeat(self.folder, (self.rank + 1) % self.size)
             # A rank that has left takes its record away.
             silent_s = next_one.seconds_since_change(successor.at if successor else time.time())
             if max(idle_s, silent_s) > self.timeout_s:
-                self._end(self._reason(max(idle_s, silent_s)))
+                self._end(self._reason, max(idle_s, silent_s))
 
     def _reason(self, seconds: float) -> str:
         """Name the rank that the others wait for, as well as the records tell."""
         records = [read_heartbeat(self.folder, rank) for rank in range(self.size)]
         found = [record for record in records if record is not None]
         if not found:
-            return f"rank {self.rank} on {self.host}: {self._stalled(seconds)}"
+            return self._own_reason(seconds)
         alive_since = max(record.at for record in found) - self.timeout_s / 2
         late = blame(found, alive_since)
         state = "is stopped or gone" if late.at < alive_since else "hangs"
@@ -148,18 +150,20 @@ class Watchdog:
             f"progress for {seconds:.0f} s (--timeout {self.timeout_s:g})"
         )
 
-    def _stalled(self, seconds: float) -> str:
+    def _own_reason(self, seconds: float) -> str:
         return (
-            f"no progress for {seconds:.0f} s in {self.heartbeat.describe()} "
-            f"({self._frame()[0]}, --timeout {self.timeout_s:g})"
+            f"rank {self.rank} on {self.host}: no progress for {seconds:.0f} s in "
+            f"{self.heartbeat.describe()} ({self._frame()[0]}, --timeout {self.timeout_s:g})"
         )
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: Callable[[float], str], seconds: float) -> None:
+        # One rank alone reads the records of all.
         if self.first_to_report():
-            print(f"prunex_mpi: error: {reason}; the job is ended", file=sys.stderr, flush=True)
+            text = f"prunex_mpi: error: {reason(seconds)}; the job is ended"
+            print(text, file=sys.stderr, flush=True)
         else:
             # Whoever reports should not be cut off.
-            time.sleep(GRACE_S)
+            time.sleep(GRACE_S + self.size * READING_S)
         self.abort()
 
     def _frame(self) -> tuple[str, bool]:

@@ -1,5 +1,7 @@
 """The files of a run directory: held by one job, grown by lines, never half written."""
 
+import errno
+import fcntl
 import json
 import os
 from collections.abc import Callable
@@ -40,6 +42,18 @@ def test_what_would_be_refused_after_the_data_is_refused_before_and_makes_nothin
     refuse_early(tmp_path, True)
     with pytest.raises(UserError, match="already holds a run"):
         refuse_early(tmp_path, False)
+
+
+def test_a_file_system_without_locks_is_said_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for resume in (False, True):
+        RunDirectory(tmp_path, "seed = 1\n", resume).close()
+    assert caplog.text.count("there are no locks on the disk of") == 2
 
 
 @pytest.mark.parametrize(

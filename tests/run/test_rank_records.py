@@ -17,6 +17,7 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.metrics import RANK_PHASES
 from prunex_mpi.core.residuals import RESIDUALS
 from prunex_mpi.methods import hsadmm
+from prunex_mpi.run import rank_records
 from prunex_mpi.run.rank_records import RankRecords
 from prunex_mpi.run.supervision import driver_of
 
@@ -193,3 +194,20 @@ def test_the_hosts_are_those_of_the_nodes(monkeypatch: pytest.MonkeyPatch) -> No
             rows.gather(8, rank)
         WORLD.Barrier()
         assert MPI.COMM_WORLD.size == len(rows.nodes)
+
+
+def test_many_ranks_have_no_row_in_every_outer_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_records, "RANKS_EACH", 1)
+    with nodes_of(2) as topology:
+        rows = RankRecords(topology)
+        rank: dict[str, Any] = {
+            part: dict.fromkeys(RANK_PHASES, 0.0) for part in ("work", "exchange")
+        }
+        rank |= {"broadcast": 0.0, "residuals": {}}
+        found = [rows.gather(iteration, rank) for iteration in range(5, 14)]
+        if WORLD.rank == 0:
+            has = [row["iteration"] for row in found if row]
+            assert has == [5, *(k for k in range(6, 14) if k % WORLD.size == 0)]
+            assert [k for k in range(5, 14) if found[k - 5] and "hosts" in found[k - 5]] == [5]
+        else:
+            assert found == [None] * 9
