@@ -1,7 +1,7 @@
 """What decides which groups are kept, where it is not their magnitude alone: the gradients.
 
-With W a weight of the candidate and G_t its gradient at local step t of the outer iteration, what
-is added up over a group in place of W^2 is
+With W a weight of the candidate and G_t its gradient at local step t of the outer iteration (of the
+last epoch, for methods that choose once), what is added up over a group in place of W^2 is
 
 - `fisher`: sum_t (G_t W)^2, the diagonal of the Fisher information (Theis et al. 2018; Molchanov et
   al. 2019, equation 8)
@@ -11,9 +11,9 @@ is added up over a group in place of W^2 is
   it. W is that of theta. Where layers share one budget, a group counts by what it costs of it
 
 The gradients are those of the local steps: they cost one more pass over the parameters. Each node
-weighs its candidate by gradients of its own, which its ranks add up where they have not averaged
-them at each step. All are in the unit of the loss, or its square, in every layer, and so a budget
-of the whole model can choose among all of them.
+weighs its candidate by gradients of its own; where its ranks have not averaged them at each step it
+takes the mean of their sums. All are in the unit of the loss, or its square, in every layer, and so
+a budget of the whole model can choose among all of them.
 """
 
 import torch
@@ -25,7 +25,7 @@ from prunex_mpi.pruning.gates import gate_gradients
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import BY_GROUPS, PRUNING_ONCE
 
-# The sum of this outer iteration's gradients, or of squares: of each weight, or of each gate.
+# The sum of gradients, or of squares: of each weight, or of each gate.
 SENSITIVITY = f"{OWN}sensitivity"
 
 
@@ -38,16 +38,23 @@ def memory_of_scores(settings: Settings, state: State) -> dict[str, Tensor]:
 
 
 def watch_(work: Work) -> None:
-    """Add up the unscaled gradient in `grad`, in outer iterations that end with a choice."""
+    """Add up the unscaled gradient in `grad`, in outer iterations that end with a choice.
+
+    Where there is one choice in all, in those of the epoch before it.
+    """
     state, settings, position = work.state, work.settings, work.state.position
     if SENSITIVITY not in state.memory or state.frozen:
         return
-    k = position.iteration
-    once = settings.method in PRUNING_ONCE
-    if k != settings.prune_iteration if once else k <= settings.warmup_iterations:
+    k, first, last = position.iteration, settings.warmup_iterations + 1, position.iteration
+    begins = position.step == 0
+    if settings.method in PRUNING_ONCE:
+        last = settings.prune_iteration
+        first = max(1, last + 1 - -(-work.problem.train.steps_per_epoch // work.problem.steps))
+        begins = begins and k == first
+    if not first <= k <= last:
         return
     total = state.memory[SENSITIVITY]
-    if position.step == 0:
+    if begins:
         total.zero_()
     match settings.score:
         case "fisher":
@@ -63,14 +70,15 @@ def scored(leader: Wire, node: Wire, state: State, settings: Settings, candidate
     """Return the vector whose squares are the scores of what `candidate` holds, or the scores.
 
     That is the candidate itself, or lies in the memory of `grad`; of `gates` the scores of the
-    groups themselves. Those who do not speak get the candidate. Gradients that the node has not
-    averaged at each step are added up first: then collective on `node.comm`.
+    groups themselves. Those who do not speak get the candidate. Of gradients that the node has not
+    averaged at each step the sums are averaged first: then collective on `node.comm`.
     """
     if SENSITIVITY not in state.memory:
         return candidate
     total = state.memory[SENSITIVITY]
     if settings.node_sync == "outer":
         node.reduce_(total)
+        total.div_(node.comm.size)
     if not leader.speaks:
         return candidate
     if settings.score == "gates":

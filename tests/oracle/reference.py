@@ -354,9 +354,10 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
             ]
             mine = [some[:1] if s.node_sync == "step" else some for some in mine]
         if s.score == "gates":
-            weighed = [[sum(f[g] for f in some) for g in range(len(s.sets))] for some in mine]
+            sets = range(len(s.sets))
+            weighed = [[sum(f[g] for f in some) / len(some) for g in sets] for some in mine]
         elif s.score != "magnitude":
-            sums = [{n: sum(f[n] for f in some) for n in names} for some in mine]
+            sums = [{n: sum(f[n] for f in some) / len(some) for n in names} for some in mine]
             power = 0.5 if s.score == "fisher" else 1
             weighed = [
                 {n: c[n] * f[n] ** power for n in names}
