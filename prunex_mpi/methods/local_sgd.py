@@ -103,6 +103,11 @@ def advice(settings: Settings, steps: int, lr_scale: float = 1.0) -> list[str]:
             f"below {FEWEST_KEPT} that is stable at very small learning rates alone; give "
             "--inner-momentum reset"
         )
+    if settings.optimizer == "adamw" and settings.inner_momentum == "reset":
+        lines.append(
+            "adamw takes its first steps after each exchange far too short where its first moment "
+            "begins anew; give --inner-momentum keep"
+        )
     rate = settings.lr * lr_scale
     if settings.optimizer == "adamw" and rate > HIGH_ADAMW_RATE:
         lines.append(
