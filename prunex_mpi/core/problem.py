@@ -85,7 +85,7 @@ def load_dataset(
     # Ranks with other numbers of steps would wait for each other for ever.
     require_same(
         world,
-        f"the numbers, labels or sizes of the images of {settings.dataset}",
+        f"the numbers, names, labels or sizes of the images of {settings.dataset}",
         repr((totals, dataset.digest)),
     )
     if world.rank == 0 and dataset.left_out:
@@ -255,6 +255,7 @@ def build_problem(
         lr_scale=lr_scale_of(settings, topology.world_size),
         kept_back=None if dataset.val is None else dataset.test,
         reader=dataset.reader,
+        digest=dataset.digest,
     )
 
 

@@ -61,7 +61,7 @@ class Problem:
     known: no smaller loss is a divergence. `objective` is what training minimises, where that is
     not `loss`, `mixing` how batches are mixed, and `lr_scale` what multiplies the learning rate.
     `reader` decodes images that are files; all ranks have one or none. Where there is a `teacher`,
-    training minimises what it asks for as well.
+    training minimises what it asks for as well. `digest` tells other data sets apart.
     """
 
     model: nn.Module
@@ -81,6 +81,7 @@ class Problem:
     kept_back: Shard | None = None
     reader: Reader | None = None
     teacher: Teacher | None = None
+    digest: str = ""
 
 
 @dataclass

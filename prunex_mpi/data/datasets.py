@@ -58,7 +58,7 @@ class Dataset:
     val_total: int = 0
     class_names: tuple[str, ...] = ()  # in the order of the labels, where they have any
     reader: Reader | None = None  # what decodes the images, where they are files
-    digest: str = ""  # of the labels, where the user's code gives them and ranks could differ
+    digest: str = ""  # of names or labels, where ranks and later jobs could find others
 
     def close(self) -> None:
         """End the threads that decode."""

@@ -266,9 +266,9 @@ def describe(name: str, train: Half, test: Half, classes: int) -> str:
     return f"{counts} in {name}, {classes:,} classes"
 
 
-def digest_of(train: Half, test: Half) -> str:
-    """Return what tells data sets of other labels apart."""
-    digest = hashlib.blake2b(digest_size=8)
+def digest_of(train: Half, test: Half, names: Sequence[str] = ()) -> str:
+    """Return what tells data sets of other labels, or other names of classes, apart."""
+    digest = hashlib.blake2b("\0".join(names).encode(errors="surrogateescape"), digest_size=8)
     for half in (train, test):
         digest.update(f"{len(half.labels)} ".encode() + half.labels.numpy().tobytes())
     return digest.hexdigest()

@@ -1,7 +1,8 @@
 """Where the images of data sets come from: who they are, and how they are read."""
 
+import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,7 +151,10 @@ def _imagefolder(data_dir: Path, image_size: int, going: Callable[[], None]) -> 
     halves = {"train": train, "test": test}
     files = {split: _files(paths, classes, image_size, side) for split, paths in halves.items()}
     counts, found = (len(train), len(test)), describe(*listings)
-    named = {"found": found, "class_names": tuple(classes), "files": files}
+    # Below the folder alone, which may be elsewhere on another host, or later.
+    root = len(str(data_dir))
+    digest = digest_of_names(*([path[root:] for path in half] for half in (train, test)))
+    named = {"found": found, "class_names": tuple(classes), "files": files, "digest": digest}
     return Source(
         counts, None, lambda: files["train"].labels, len(classes), side, True, side // 8, **named
     )
@@ -162,7 +166,8 @@ def _webdataset(data_dir: Path, image_size: int, going: Callable[[], None]) -> S
     side, classes = image_size or tars.side_of_first(halves[0]), tars.class_count(*halves)
     train, test = (tars.files_of(half, image_size, side) for half in halves)
     counts, files = (len(train.labels), len(test.labels)), {"train": train, "test": test}
-    named = {"found": (tars.describe(*halves), ""), "files": files}
+    digest = digest_of_names(*(half.identities() for half in halves))
+    named = {"found": (tars.describe(*halves), ""), "files": files, "digest": digest}
     pad = side // 8
     return Source(counts, None, lambda: train.labels, classes, side, True, pad, **named)
 
@@ -178,9 +183,17 @@ def _own(name: str, data_dir: str, image_size: int, going: Callable[[], None]) -
         "found": (own.describe(name, *halves, classes), ""),
         "class_names": class_names,
         "files": {"train": train, "test": test},
-        "digest": own.digest_of(*halves),
+        "digest": own.digest_of(*halves, class_names),
     }
     return Source(counts, None, lambda: train.labels, classes, side, flip, side // 8, **named)
+
+
+def digest_of_names(train: Iterable[str], test: Iterable[str]) -> str:
+    """Return what tells data sets of other images, or in another order, apart."""
+    digest = hashlib.blake2b(digest_size=8)
+    for half in (train, test):
+        digest.update(os.fsencode("\0".join(half)) + b"\n")
+    return digest.hexdigest()
 
 
 def _halves(data_dir: Path) -> tuple[Path, Path]:

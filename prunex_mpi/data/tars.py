@@ -5,7 +5,7 @@ pictures by the rank that they go to, when they are needed.
 """
 
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -39,6 +39,11 @@ class Members:
     def name(self, index: int) -> str:
         """Return what messages call a picture."""
         return f"{self.path(index)}:{self.names[index]}"
+
+    def identities(self) -> Iterator[str]:
+        """Yield what tells each picture from others, wherever the folder is: name, bytes, class."""
+        for name, size, label in zip(self.names, self.size, self.labels, strict=True):
+            yield f"{name} {size} {label}"
 
     def path(self, index: int) -> str:
         """Return the tar file of a picture."""

@@ -88,6 +88,7 @@ def save(topology: Topology, run: RunDirectory | None, work: Work) -> None:
                 "ranks": records.tolist(),
                 "config": run.config,
                 "model": model_digest(state),
+                "data": work.problem.digest,
                 # What is left of a network that becomes smaller, to build it before it is filled.
                 "left": np.packbits(state.mask).tobytes().hex() if state.removes else "",
                 "files": run.sizes(),
@@ -122,7 +123,8 @@ def restore(topology: Topology, run: RunDirectory | None, work: Work) -> Restore
     listed = together(world, list_names)
     refused: list[str] = []
     for name in filter(None, broadcast_text(world, listed).split("/")):
-        path, manifest, reason = _read_manifest(world, run, name, model_digest(state))
+        digests = {"model": model_digest(state), "data": work.problem.digest}
+        path, manifest, reason = _read_manifest(world, run, name, digests)
         if not reason:
             reason = together(world, partial(_fit_network, manifest["left"], work))
         if not reason:
@@ -154,7 +156,7 @@ def restore(topology: Topology, run: RunDirectory | None, work: Work) -> Restore
 
 
 def _read_manifest(
-    world: MPI.Comm, run: RunDirectory | None, name: str, model: str
+    world: MPI.Comm, run: RunDirectory | None, name: str, digests: dict[str, str]
 ) -> tuple[Path, dict[str, Any], str]:
     """Return the run's path, the manifest that rank 0 read, and why it can't be used."""
     text = reason = path = ""
@@ -165,8 +167,11 @@ def _read_manifest(
             run.check(manifest["files"])
             if not same_run(manifest["config"], run.config):
                 raise DamagedCheckpoint("it was written under another config.toml")
-            if manifest["model"] != model:
+            if manifest["model"] != digests["model"]:
                 raise DamagedCheckpoint("the model's parameters were of other names or shapes then")
+            # Earlier versions did not note it.
+            if manifest.get("data", digests["data"]) != digests["data"]:
+                raise DamagedCheckpoint("the images, their labels or classes were others then")
             text = json.dumps(manifest)
         except DamagedCheckpoint as damage:
             reason = str(damage)

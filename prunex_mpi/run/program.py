@@ -1,5 +1,6 @@
 """What every program of the package does around its work: flags, start of MPI, the way it ends."""
 
+import io
 import os
 import signal
 import socket
@@ -39,6 +40,9 @@ def run_program(
     MPI starts only after parsing, so that --help needs none; a mistake in the flags is still
     reported through it, by one rank. A UserError must reach this point on every rank alike.
     """
+    # A class may have a name that the terminal does not know.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     options, error = None, None
     try:
         options = parse(sys.argv[1:] if argv is None else argv)

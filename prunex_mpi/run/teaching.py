@@ -3,6 +3,7 @@
 import json
 from copy import deepcopy
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.files import STATE
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text, together
@@ -47,6 +48,7 @@ def find_teacher(
 
     def build() -> nn.Module:
         built = network or _build(found, model)
+        _refuse_other_classes(found["classes"], dataset, settings.teacher)
         _try_outputs(built, dataset, settings.teacher)
         return built
 
@@ -88,13 +90,14 @@ def taught(
 def _read(settings: Settings, model: nn.Module, side: int) -> tuple[nn.Module, str]:
     """Return the network of `--teacher` with its weights, and as JSON what others need of it."""
     path = Path(settings.teacher)
-    found: dict[str, Any] = {"description": None, "layers": {}, "look": None}
+    found: dict[str, Any] = {"description": None, "layers": {}, "look": None, "classes": []}
     if path.is_dir():
         refuse_exported(path, "--teacher")
         run = read_run(path, with_data=False)
         network, name = run.model, run.settings.model
         found |= {"description": run.description, "look": (run.mean.tolist(), run.std.tolist())}
         found["layers"] = run.summary["delivered"].get("layers", {})
+        found["classes"] = run.summary["delivered"].get("classes", [])
         path = path / STATE
     else:
         network, name = deepcopy(model), settings.model
@@ -115,6 +118,18 @@ def _build(found: dict[str, Any], model: nn.Module) -> nn.Module:
     network = standalone.build(found["description"])
     standalone.resize_(network, found["layers"])
     return network
+
+
+def _refuse_other_classes(known: list[str], dataset: Dataset, source: str) -> None:
+    """Raise UserError where both have names of classes, and others or in another order."""
+    names = list(dataset.class_names)
+    if known and names and known != names:
+        mine, theirs = next(pair for pair in zip_longest(names, known) if pair[0] != pair[1])
+        raise UserError(
+            f"--teacher {source} knows other classes: {quote(theirs)} where the data have "
+            f"{quote(mine)}; give one that was trained on these",
+            USAGE,
+        )
 
 
 def _try_outputs(network: nn.Module, dataset: Dataset, source: str) -> None:

@@ -149,3 +149,19 @@ def test_a_class_of_test_images_alone_is_refused_whatever_its_number(tmp_path: P
         load("webdataset", tmp_path)
     (tmp_path / "test/0.tar").write_bytes((tmp_path / "train/0.tar").read_bytes())
     assert load("webdataset", tmp_path).num_classes == 3
+
+
+def test_other_images_or_classes_are_told_apart_and_another_place_is_not(tmp_path: Path) -> None:
+    first, copy = (write_folder(tmp_path / name, 3, 1) for name in ("first", "copy"))
+    packed = [write_tars(tmp_path / name, folder) for name, folder in (("a", first), ("b", copy))]
+    kinds = ("imagefolder", first, copy), ("webdataset", *packed)
+    for name, here, there in kinds:
+        assert load(name, here).digest == load(name, there).digest != ""
+    before = load("imagefolder", first).digest
+    for split in ("train", "test"):
+        (first / split / "cat").rename(first / split / "dog")
+    assert load("imagefolder", first).digest != before
+    (copy / "train/ant/000.png").rename(copy / "train/ant/100.png")
+    assert load("imagefolder", copy).digest != before
+    other = write_tars(tmp_path / "c", copy)
+    assert load("webdataset", other).digest != load("webdataset", packed[0]).digest

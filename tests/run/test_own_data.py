@@ -15,6 +15,7 @@ from small_runs import PRUNING
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.run.finished_run import read_run
+from prunex_mpi.settings.cli import parse as resume
 from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.evaluate.evaluate import evaluate
 from prunex_mpi.tools.evaluate.options import parse
@@ -78,6 +79,24 @@ def test_own_files_train_what_their_folder_trains_and_are_evaluated() -> None:
         of_folder = found(str(folder / "plain"))
         assert of_folder == found(str(folder / "own"))
         assert of_folder == found(str(folder / "plain"), "--dataset", "own_data:from_files")
+        WORLD.Barrier()
+
+
+@pytest.mark.mpi
+def test_a_run_goes_on_with_the_images_it_began_with_alone() -> None:
+    with run_folder() as folder:
+        if WORLD.rank == 0:
+            write_folder(folder / "data")
+        WORLD.Barrier()
+        where = {"data_dir": str(folder / "data"), "image_size": 6, "dataset": "imagefolder"}
+        run(folder, "run", **where, checkpoint_every="2")
+        longer = resume(["--resume", "--run-dir", str(folder / "run"), "--outer-iterations", "4"])
+        if WORLD.rank == 0:
+            first = folder / "data/train/ant/000.png"
+            first.rename(first.with_name("020.png"))
+        WORLD.Barrier()
+        with pytest.raises(UserError, match="the images, their labels or classes were others then"):
+            run_job_here(longer)
         WORLD.Barrier()
 
 

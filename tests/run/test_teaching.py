@@ -140,3 +140,14 @@ def test_a_network_of_other_classes_is_no_teacher() -> None:
     with pytest.raises(UserError, match=r"--teacher runs/x does not fit 10 classes of 8x8 images"):
         teaching._try_outputs(network, data, "runs/x")
     teaching._try_outputs(network, SimpleNamespace(image_size=8, num_classes=7), "runs/x")
+
+
+def test_a_teacher_of_other_classes_by_name_is_refused() -> None:
+    data = SimpleNamespace(class_names=("ant", "bee"))
+    for known in ([], ["ant", "bee"]):
+        teaching._refuse_other_classes(known, data, "runs/x")
+    teaching._refuse_other_classes(["ant"], SimpleNamespace(class_names=()), "runs/x")
+    with pytest.raises(
+        UserError, match="runs/x knows other classes: 'cat' where the data have 'bee'"
+    ):
+        teaching._refuse_other_classes(["ant", "cat"], data, "runs/x")
