@@ -134,13 +134,24 @@ def find_torchvision_file(model: str) -> tuple[Path, Moments]:
     return path, (tuple(map(float, look.mean)), tuple(map(float, look.std)))
 
 
-def fit_(model: nn.Module, tensors: Mapping[str, Tensor], image_size: int, where: str) -> str:
+def fit_(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    image_size: int,
+    where: str,
+    others: bool = False,
+) -> str:
     """Put trained weights and BatchNorm statistics into `model`; return what was not taken, or "".
 
-    The layer that makes the classes keeps its fresh weights where the file has other classes.
-    Raises UserError (UNREADABLE) that names the first few where anything else differs.
+    The layer that makes the classes keeps its fresh weights where the file has another number of
+    classes, or `others`. Raises UserError (UNREADABLE) that names the first few where anything else
+    differs.
     """
     mine = model.state_dict()
+    for prefix in PREFIXES:
+        # The model's own, not that of a module around it.
+        if all(key.startswith(prefix) for key in mine):
+            tensors = {f"{prefix}{key.removeprefix(prefix)}": t for key, t in tensors.items()}
     theirs = {DENSENET.sub(r"\1\2", key): value for key, value in tensors.items()}
     if not any(key.startswith(AUXILIARY) for key in mine):
         theirs = {key: t for key, t in theirs.items() if not key.startswith(AUXILIARY)}
@@ -148,13 +159,14 @@ def fit_(model: nn.Module, tensors: Mapping[str, Tensor], image_size: int, where
     weight = f"{head}.weight"
     if head and weight in theirs and theirs[weight].dim() == mine[weight].dim():
         here, there = list(mine[weight].shape), list(theirs[weight].shape)
-        if here[0] != there[0] and here[1:] == there[1:]:
+        if (others or here[0] != there[0]) and here[1:] == there[1:]:
             own = {key for key in mine if key.startswith(f"{head}.")}
             theirs = {key: t for key, t in theirs.items() if key not in own}
             theirs |= {key: mine[key] for key in own}
-            replaced = (
-                f"{where} has {there[0]} classes and the data {here[0]}: layer {head} begins anew"
-            )
+            than = "other classes than the data"
+            if here[0] != there[0]:
+                than = f"{there[0]} classes and the data {here[0]}"
+            replaced = f"{where} has {than}: layer {head} begins anew"
     # Old files lack the counters, which nothing here looks at.
     counters = {key: t for key, t in mine.items() if key.endswith("num_batches_tracked")}
     theirs = {**counters, **theirs}

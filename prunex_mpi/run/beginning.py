@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,19 @@ INITIAL = "initial.json"
 SHOWN_DIGITS = 12
 
 
-def begin_from_(world: MPI.Comm, settings: Settings, model: nn.Module, side: int) -> Settings:
+def begin_from_(
+    world: MPI.Comm,
+    settings: Settings,
+    model: nn.Module,
+    side: int,
+    classes: Sequence[str] = (),
+) -> Settings:
     """Give `model` the weights of `--init-from`; return the settings with what came to light.
 
     World rank 0 alone reads: its weights become everyone's when the problem is built. The settings
     then name the digest of the file and the normalisation that goes with its weights. `side` is
-    that of an image. Raises UserError on every rank. Collective on `world`.
+    that of an image, `classes` are those of the data by name, where they have names. Raises
+    UserError on every rank. Collective on `world`.
     """
 
     def read() -> str:
@@ -54,7 +62,8 @@ def begin_from_(world: MPI.Comm, settings: Settings, model: nn.Module, side: int
         refuse_other_file(path, digest, settings.init_digest, "--init-digest")
         log.info("weights of %s, SHA-256 %s...", path, digest[:SHOWN_DIGITS])
         try:
-            replaced = fit_(model, read_tensors(path), side, str(path))
+            others = _knows_others(settings, classes)
+            replaced = fit_(model, read_tensors(path), side, str(path), others)
         except UserError:
             _refuse_smaller(settings)
             raise
@@ -67,6 +76,13 @@ def begin_from_(world: MPI.Comm, settings: Settings, model: nn.Module, side: int
 
     found = json.loads(broadcast_text(world, together(world, read)))
     return replace(settings, **{k: tuple(v) if type(v) is list else v for k, v in found.items()})
+
+
+def _knows_others(settings: Settings, classes: Sequence[str]) -> bool:
+    """Say whether the run of `--init-from`, if it is one, has named other classes than these."""
+    path = Path(settings.init_from)
+    known = read_summary(path)["delivered"].get("classes", []) if path.is_dir() else []
+    return bool(known and classes) and known != list(classes)
 
 
 def refuse_other_file(path: Path, digest: str, wanted: str, flag: str) -> None:

@@ -251,7 +251,7 @@ def assemble_around(
     tried = together(world, lambda: choose_rules(settings, model, side).text() if first else "")
     rules = rules_of(broadcast_text(world, tried))
     if settings.init_from and reads:
-        settings = begin_from_(world, settings, model, side)
+        settings = begin_from_(world, settings, model, side, dataset.class_names)
     teacher = None
     if settings.teacher:
         settings, *teacher = find_teacher(world, settings, model, dataset)

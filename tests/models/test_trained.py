@@ -78,6 +78,24 @@ def test_a_head_of_other_classes_begins_anew() -> None:
         assert torch.equal(tensor, fresh[key] if key.startswith("fc.") else theirs[key])
 
 
+def test_as_many_other_classes_begin_anew_as_well() -> None:
+    model, theirs = resnet(10), trained(10).state_dict()
+    said = fit_(model, theirs, SIDE, "digits.pt", others=True)
+    assert said == "digits.pt has other classes than the data: layer fc begins anew"
+    assert not torch.equal(model.fc.weight, theirs["fc.weight"])
+    assert torch.equal(model.conv1.weight, theirs["conv1.weight"])
+
+
+def test_a_model_whose_own_names_begin_like_those_of_a_wrapper(tmp_path: Path) -> None:
+    theirs, model = (torch.nn.ModuleDict({"module": resnet()}) for _ in range(2))
+    theirs.forward = model.forward = lambda images: model["module"](images)
+    torch.save(theirs.state_dict(), tmp_path / "weights.pt")
+    for p in model.parameters():
+        p.data.zero_()
+    assert fit_(model, read_tensors(tmp_path / "weights.pt"), SIDE, "it") == ""
+    assert all(torch.equal(t, model.state_dict()[k]) for k, t in theirs.state_dict().items())
+
+
 @pytest.mark.parametrize(
     ("name", "head"),
     [

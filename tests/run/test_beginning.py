@@ -1,6 +1,7 @@
 """Runs that begin with trained weights: the same everywhere, and without the file later."""
 
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,6 +18,7 @@ from small_runs import COMMON, SCENARIOS, small_run
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.logs import log
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.run import beginning
@@ -152,6 +154,22 @@ def test_folders_that_are_no_run_are_refused(make_folder, word: str, tmp_path: P
     make_folder(tmp_path)
     with pytest.raises(UserError, match=word):
         beginning.locate(make(init_from=str(tmp_path)))
+
+
+def test_the_classes_of_another_run_are_compared_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build_model(MODEL, num_classes=2, image_size=8)
+    save_file(model.state_dict(), tmp_path / "state.safetensors")
+    delivered = {"mean": [0.5] * 3, "std": [0.2] * 3, "classes": ["ant", "bee"]}
+    summary = {"status": "completed", "delivered": delivered}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    settings = make(init_from=str(tmp_path), model=MODEL)
+    caplog.set_level(logging.INFO, log.name)
+    for names, anew in (((), 0), (("ant", "bee"), 0), (("bee", "ant"), 1)):
+        caplog.clear()
+        beginning.begin_from_(MPI.COMM_SELF, settings, model, 8, names)
+        assert caplog.text.count("has other classes than the data: layer") == anew
 
 
 def test_a_run_that_made_its_network_smaller_says_so(tmp_path: Path) -> None:
