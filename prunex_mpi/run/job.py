@@ -277,8 +277,8 @@ def open_run(
     Collective on `world`.
     """
     # Jobs of an array begin in the same second.
-    job = "".join(f"-{os.environ[name]}" for name in ("SLURM_JOB_ID",) if name in os.environ)
-    new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{settings.model}{job}"
+    parts = time.strftime("%Y%m%d-%H%M%S"), settings.model, os.environ.get("SLURM_JOB_ID", "")
+    new = f"runs/{'-'.join(filter(None, parts))}"
     path = Path(broadcast_text(world, settings.run_dir or new))
     with ExitStack() as exits:
 
