@@ -97,7 +97,7 @@ def load(
     part = Part(*part)
     rank, size = part.rank, part.size
     source = find_source(
-        name, data_dir, access.download, (train_samples, test_samples), image_size, part.going
+        name, data_dir, access, (train_samples, test_samples), image_size, part.going
     )
     streams = _streams(name, source, access.mode, (train_samples, test_samples), part)
     train_order = _order("train", source.counts[0], train_samples, seed)
@@ -105,6 +105,7 @@ def load(
     held_out = train_order[:0]
     if part.val_share:
         train_order, held_out = hold_out(train_order, source.labels(), part.val_share)
+        source = _apart(source, held_out)
     per_rank = len(train_order) // size
     if per_rank == 0 and train_samples is not None:
         message = f"{size} ranks are more than the {len(train_order)} training images in use"
@@ -141,6 +142,16 @@ def load(
         reader=reader,
         digest=source.digest,
     )
+
+
+def _apart(source: Source, held_out: Tensor) -> Source:
+    """Return the same source, whose files know which training images are held out."""
+    if not source.files:
+        return source
+    train = source.files["train"]
+    apart = torch.zeros(len(train.labels), dtype=torch.bool)
+    apart[held_out] = True
+    return replace(source, files={**source.files, "train": replace(train, held_out=apart)})
 
 
 def _shard(

@@ -182,10 +182,10 @@ def to_picture(image: Any, name: str) -> Image.Image:
     raise UserError(f"image {name} is {found}, not {IMAGES}: {advice}", UNREADABLE)
 
 
-def side_of_first(half: Half) -> int:
-    """Return the shorter side of the first image."""
-    image, _ = read_item(half.data, 0, half.name)
-    return min(to_picture(image, f"{half.name}[0]").size)
+def side_of(half: Half, index: int) -> int:
+    """Return the shorter side of an image."""
+    image, _ = read_item(half.data, index, half.name)
+    return min(to_picture(image, f"{half.name}[{index}]").size)
 
 
 def files_of(half: Half, image_size: int, side: int) -> Files:

@@ -51,7 +51,7 @@ class Files:
     `decode(i)` returns image i as uint8 [3, side, side]; it is called by several threads at a time
     and raises UserError (UNREADABLE). `name(i)` is what messages call the image, `path(i)` the file
     that it is in, `within(i)` where in it, if there are several. `way` says how images come to
-    their size.
+    their size. Those `held_out` and all others never stand in for each other.
     """
 
     labels: Tensor  # int64 [n]
@@ -61,6 +61,7 @@ class Files:
     path: Callable[[int], str]
     way: str = ""
     within: Callable[[int], str] = lambda _: ""
+    held_out: Tensor | None = None  # bool [n], None for none
 
 
 class Reader:
@@ -137,8 +138,14 @@ class Reader:
         return found
 
     def _substitute(self, files: Files, index: int, target: np.ndarray) -> int:
-        """Fill `target` with the next readable image of the same class in the split."""
-        alike = torch.nonzero(files.labels == files.labels[index]).flatten().tolist()
+        """Fill `target` with the next readable image of the same class in the split.
+
+        An image of those to train on must not be judged by as well, and the other way round.
+        """
+        may = files.labels == files.labels[index]
+        if files.held_out is not None:
+            may &= files.held_out == files.held_out[index]
+        alike = torch.nonzero(may).flatten().tolist()
         place = alike.index(index)
         for other in alike[place + 1 :] + alike[:place]:
             try:
@@ -147,7 +154,10 @@ class Reader:
             except UserError as error:
                 if not is_damaged(error):
                     raise
-        message = f"image {files.name(index)} is damaged and so are all others of its class"
+        others = "all others of its class"
+        if files.held_out is not None:
+            others += f" that are{'' if files.held_out[index] else ' not'} held out"
+        message = f"image {files.name(index)} is damaged and so are {others}"
         raise UserError(f"{message}: repair them or remove the class", UNREADABLE)
 
     def _tell(self, name: str, other: str) -> None:
@@ -159,6 +169,21 @@ class Reader:
             log.warning("damaged image %s is replaced by %s (%d so far)", name, other, count)
         elif count & (count - 1) == 0:
             log.warning("%d damaged images are replaced so far", count)
+
+
+def side_of_first(count: int, side: Callable[[int], int], skip_corrupt: bool) -> int:
+    """Return the `side` of the first of `count` images; with `skip_corrupt` the first readable.
+
+    Raises UserError (UNREADABLE) where there is none.
+    """
+    for index in range(count):
+        try:
+            return side(index)
+        except UserError as error:
+            last = index == count - 1
+            if not skip_corrupt or last or not is_damaged(error):
+                raise
+    raise ValueError("no images")
 
 
 def is_damaged(error: UserError) -> bool:

@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from prunex_mpi.data.batches import CHUNK_IMAGES, Shard
 from prunex_mpi.data.cifar import read_cifar
 from prunex_mpi.data.folders import describe, list_images
 from prunex_mpi.data.pictures import as_uint8, open_rgb
-from prunex_mpi.data.reading import Files
+from prunex_mpi.data.reading import Access, Files, side_of_first
 
 DATASETS = ("digits", "cifar10", "cifar100", "imagefolder", "webdataset", "synthetic")
 DIGITS_TEST_SHARE = 0.2
@@ -47,7 +48,7 @@ class Source:
 def find_source(
     name: str,
     data_dir: str,
-    download: bool,
+    access: Access,
     samples: tuple[int | None, int],
     image_size: int,
     going: Callable[[], None],
@@ -61,15 +62,15 @@ def find_source(
         case "digits":
             return _digits(image_size, going)
         case "cifar10" | "cifar100":
-            return _cifar(name, Path(data_dir), download, image_size, going)
+            return _cifar(name, Path(data_dir), access.download, image_size, going)
         case "imagefolder":
-            return _imagefolder(Path(data_dir), image_size, going)
+            return _imagefolder(Path(data_dir), image_size, access.skip_corrupt, going)
         case "webdataset":
-            return _webdataset(Path(data_dir), image_size, going)
+            return _webdataset(Path(data_dir), image_size, access.skip_corrupt, going)
         case "synthetic":
             return _synthetic(*samples, image_size, going)
         case _ if ":" in name:
-            return _own(name, data_dir, image_size, going)
+            return _own(name, data_dir, image_size, access.skip_corrupt, going)
         case _:
             raise UserError(f"unknown data set {name!r}{meant(name, DATASETS)}")
 
@@ -138,7 +139,9 @@ def _resize(images: Tensor, side: int) -> Tensor:
     return scaled.round_().clamp_(0, 255).to(torch.uint8)
 
 
-def _imagefolder(data_dir: Path, image_size: int, going: Callable[[], None]) -> Source:
+def _imagefolder(
+    data_dir: Path, image_size: int, skip_corrupt: bool, going: Callable[[], None]
+) -> Source:
     """List train/<class>/* and test/<class>/*; files are decoded only by the rank they go to."""
     listings = [list_images(folder, going) for folder in _halves(data_dir)]
     train, test = (listing.images for listing in listings)
@@ -147,7 +150,9 @@ def _imagefolder(data_dir: Path, image_size: int, going: Callable[[], None]) -> 
     if odd:
         message = f"class {odd[0]!r} of {data_dir} must have images for training and for testing"
         raise UserError(message, UNREADABLE)
-    side = image_size or min(open_rgb(train[0]).size)
+    side = image_size or side_of_first(
+        len(train), lambda index: min(open_rgb(train[index]).size), skip_corrupt
+    )
     halves = {"train": train, "test": test}
     files = {split: _files(paths, classes, image_size, side) for split, paths in halves.items()}
     counts, found = (len(train), len(test)), describe(*listings)
@@ -160,23 +165,29 @@ def _imagefolder(data_dir: Path, image_size: int, going: Callable[[], None]) -> 
     )
 
 
-def _webdataset(data_dir: Path, image_size: int, going: Callable[[], None]) -> Source:
+def _webdataset(
+    data_dir: Path, image_size: int, skip_corrupt: bool, going: Callable[[], None]
+) -> Source:
     """List the pictures in train/*.tar and test/*.tar."""
     halves = [tars.list_members(folder, going) for folder in _halves(data_dir)]
-    side, classes = image_size or tars.side_of_first(halves[0]), tars.class_count(*halves)
+    first, classes = halves[0], tars.class_count(*halves)
+    side = image_size or side_of_first(len(first.names), partial(tars.side_of, first), skip_corrupt)
     train, test = (tars.files_of(half, image_size, side) for half in halves)
     counts, files = (len(train.labels), len(test.labels)), {"train": train, "test": test}
     digest = digest_of_names(*(half.identities() for half in halves))
-    named = {"found": (tars.describe(*halves), ""), "files": files, "digest": digest}
+    named = {"found": tars.describe(*halves), "files": files, "digest": digest}
     pad = side // 8
     return Source(counts, None, lambda: train.labels, classes, side, True, pad, **named)
 
 
-def _own(name: str, data_dir: str, image_size: int, going: Callable[[], None]) -> Source:
+def _own(
+    name: str, data_dir: str, image_size: int, skip_corrupt: bool, going: Callable[[], None]
+) -> Source:
     """Have a function of the user's make both halves."""
     halves = own.make_halves(name, data_dir, going)
     classes, class_names = own.classes_of(*halves)
-    side = image_size or own.side_of_first(halves[0])
+    first = halves[0]
+    side = image_size or side_of_first(len(first.labels), partial(own.side_of, first), skip_corrupt)
     train, test = (own.files_of(half, image_size, side) for half in halves)
     counts, flip = (len(train.labels), len(test.labels)), own.may_be_mirrored(halves[0])
     named = {

@@ -1,7 +1,8 @@
 """Images in tar files, laid out as WebDataset does: KEY.jpg and KEY.cls one behind the other.
 
 KEY.cls holds the number of the class. The headers of all tar files are read at the start, the
-pictures by the rank that they go to, when they are needed.
+pictures by the rank that they go to, when they are needed. A key ends at the first dot of a name,
+as in WebDataset: KEY.seg.jpg is no picture here, and such members are left out and told of.
 """
 
 import tarfile
@@ -35,6 +36,7 @@ class Members:
     size: np.ndarray  # int64 [n], bytes
     labels: np.ndarray  # int64 [n]
     names: list[str]
+    dotted: tuple[int, str]  # members whose last ending alone is a picture's or class's, the first
 
     def name(self, index: int) -> str:
         """Return what messages call a picture."""
@@ -73,9 +75,11 @@ def list_members(folder: Path, going: Callable[[], None]) -> Members:
     class. `going` is called as it goes on.
     """
     paths = sorted(str(path) for path in folder.glob("*.tar"))
-    rows, names = [], []
+    rows, names, dotted = [], [], (0, "")
     for number, path in enumerate(paths):
-        pictures, classes = _read_headers(path, going)
+        pictures, classes, others = _read_headers(path, going)
+        first = dotted[1] or (f"{path}:{others[0]}" if others else "")
+        dotted = dotted[0] + len(others), first
         odd = sorted(pictures.keys() ^ classes.keys())
         if odd:
             lacks = "a class (.cls)" if odd[0] in pictures else "a picture"
@@ -85,17 +89,22 @@ def list_members(folder: Path, going: Callable[[], None]) -> Members:
             names.append(f"{key}.{ending}")
     if not rows:
         message = f"no picture in {folder}/*.tar: --data-dir must hold train/*.tar and test/*.tar"
-        raise UserError(f"{message} of KEY.jpg and KEY.cls, not compressed", UNREADABLE)
+        message += " of KEY.jpg and KEY.cls, not compressed"
+        raise UserError("; left out: ".join([message, *left_out(dotted)]), UNREADABLE)
     table = np.array(rows, dtype=np.int64)
-    return Members(str(folder), paths, *table.T.copy(), names)
+    return Members(str(folder), paths, *table.T.copy(), names, dotted)
 
 
 def _read_headers(
     path: str, going: Callable[[], None]
-) -> tuple[dict[str, tuple[str, int, int]], dict[str, int]]:
-    """Return (ending, start, size) of each picture of a tar file by its key, and each class."""
+) -> tuple[dict[str, tuple[str, int, int]], dict[str, int], list[str]]:
+    """Return (ending, start, size) of each picture of a tar file by its key, and each class.
+
+    And the names of those members that would be either, were it not for a dot in their keys.
+    """
     pictures: dict[str, tuple[str, int, int]] = {}
     classes: dict[str, int] = {}
+    dotted: list[str] = []
     try:
         with tarfile.open(path, "r:") as tar, open(path, "rb") as file:
             for number, member in enumerate(tar):
@@ -115,6 +124,8 @@ def _read_headers(
                     classes[key] = int(file.read(member.size))
                     if classes[key] < 0:
                         raise ValueError(f"the class of {key} is below 0")
+                elif f".{ending.rpartition('.')[2].lower()}" in (*IMG_EXTENSIONS, ".cls"):
+                    dotted.append(member.name)
                 # The module remembers all that it has read.
                 tar.members = []
             # It also takes a damaged header, and a file that was cut off, for the end.
@@ -127,17 +138,27 @@ def _read_headers(
     except (OSError, ValueError, tarfile.TarError) as error:
         message = f"cannot read tar file {path} ({one_line(error)}): repair or remove it"
         raise UserError(message, UNREADABLE) from error
-    return pictures, classes
+    return pictures, classes, dotted
 
 
-def describe(train: Members, test: Members) -> str:
-    """Say in a line what was found."""
+def left_out(dotted: tuple[int, str]) -> list[str]:
+    """Say what is not read for its name, given as in `Members`."""
+    count, first = dotted
+    if not count:
+        return []
+    number = "1 member" if count == 1 else f"{count:,} members"
+    return [f"{number} with more than one dot in the name, such as {first}"]
+
+
+def describe(train: Members, test: Members) -> tuple[str, str]:
+    """Say in a line what was found, and what was left out, "" for nothing."""
     halves = (
         f"{len(half.names):,} images in {len(half.paths):,} tar file{'s' * (len(half.paths) > 1)} "
         f"in {half.folder}"
         for half in (train, test)
     )
-    return ", ".join((*halves, f"{class_count(train, test):,} classes"))
+    found = ", ".join((*halves, f"{class_count(train, test):,} classes"))
+    return found, "; ".join([*left_out(train.dotted), *left_out(test.dotted)])
 
 
 def class_count(train: Members, test: Members) -> int:
@@ -161,6 +182,6 @@ def files_of(members: Members, image_size: int, side: int) -> Files:
     return Files(labels, side, decode, members.name, members.path, way, members.within)
 
 
-def side_of_first(members: Members) -> int:
-    """Return the shorter side of the first picture."""
-    return min(open_rgb(members.content(0), name=members.name(0)).size)
+def side_of(members: Members, index: int) -> int:
+    """Return the shorter side of a picture."""
+    return min(open_rgb(members.content(index), name=members.name(index)).size)

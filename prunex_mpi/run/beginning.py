@@ -12,7 +12,7 @@ from torch import nn
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, quote
+from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError, quote
 from prunex_mpi.base.files import STATE, SUMMARY, telling_disk_errors, write_json_durably
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text, together
@@ -28,7 +28,7 @@ from prunex_mpi.models.trained import (
     fit_,
     read_tensors,
 )
-from prunex_mpi.run.checkpoint_files import valid_names
+from prunex_mpi.run.checkpoint_files import read_manifest, valid_names
 from prunex_mpi.run.directory import RunDirectory, read_summary
 from prunex_mpi.settings.fields import Settings
 
@@ -116,14 +116,32 @@ def _refuse_smaller(settings: Settings) -> None:
         )
 
 
-def has_checkpoint(world: MPI.Comm, settings: Settings) -> bool:
-    """Say whether the run goes on from a checkpoint, which has all weights. Collective."""
+def look_at_checkpoints(world: MPI.Comm, settings: Settings) -> tuple[Settings, bool]:
+    """Say whether the run goes on from a checkpoint, which has all weights.
+
+    The settings that are returned have the normalisation of its images: other ranks would measure
+    another, on other images. Collective on `world`.
+    """
     found = ""
     if world.rank == 0 and settings.resume:
         # What can't be read is told where the run is restored.
         with contextlib.suppress(OSError):
-            found = " ".join(valid_names(Path(settings.run_dir)))
-    return bool(broadcast_text(world, found))
+            names = valid_names(Path(settings.run_dir))
+            found = json.dumps(_first_colours(Path(settings.run_dir), names)) if names else ""
+    found = broadcast_text(world, found)
+    if found and (colours := json.loads(found)) and not settings.image_mean:
+        mean, std = map(tuple, colours)
+        settings = replace(settings, image_mean=mean, image_std=std)
+    return settings, bool(found)
+
+
+def _first_colours(run: Path, names: Sequence[str]) -> list[list[float]]:
+    """Return mean and deviation of the colours by the first of the checkpoints that is whole."""
+    for name in names:
+        with contextlib.suppress(DamagedCheckpoint):
+            # Earlier versions did not note them.
+            return read_manifest(run, name).get("colours", [])
+    return []
 
 
 def judge_beginning(topology: Topology, files: RunDirectory | None, work: Work) -> None:

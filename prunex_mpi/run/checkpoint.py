@@ -89,6 +89,7 @@ def save(topology: Topology, run: RunDirectory | None, work: Work) -> None:
                 "config": run.config,
                 "model": model_digest(state),
                 "data": work.problem.digest,
+                "colours": [work.problem.mean.tolist(), work.problem.std.tolist()],
                 # What is left of a network that becomes smaller, to build it before it is filled.
                 "left": np.packbits(state.mask).tobytes().hex() if state.removes else "",
                 "files": run.sizes(),

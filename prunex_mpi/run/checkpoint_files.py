@@ -154,11 +154,18 @@ def _check_shape(manifest: dict[str, Any]) -> None:
             isinstance(v, list) and len(v) == 2 and all(map(count, v)) for v in values
         )
 
+    def colours(value: object) -> bool:
+        pair = isinstance(value, list) and len(value) in (0, 2)
+        return pair and all(
+            isinstance(v, list) and len(v) == 3 and all(type(x) is float for x in v) for v in value
+        )
+
     sizes, ranks, files = (manifest[key] for key in ("node_sizes", "ranks", "files"))
     if not (
         isinstance(manifest["config"], str)
         and isinstance(manifest["model"], str)
         and bytes.fromhex(manifest["left"]) is not None
+        and colours(manifest.get("colours", []))
         and isinstance(sizes, list)
         and sizes
         and all(count(size, 1) for size in sizes)

@@ -43,8 +43,8 @@ from prunex_mpi.pruning.trial import rules_of
 from prunex_mpi.run import checkpoint, summary
 from prunex_mpi.run.beginning import (
     begin_from_,
-    has_checkpoint,
     judge_beginning,
+    look_at_checkpoints,
     read_initial,
 )
 from prunex_mpi.run.board import Board
@@ -111,8 +111,8 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             together(world, lambda: None if world.rank else early())
         heartbeat.enter("data")
         dataset = load_dataset(topology, settings, heartbeat, device)
-        reads = not has_checkpoint(world, settings)
-        work = assemble(topology, settings, dataset, device, transport, heartbeat, reads)
+        settings, restores = look_at_checkpoints(world, settings)
+        work = assemble(topology, settings, dataset, device, transport, heartbeat, not restores)
         log.info("%s", describe_training(work, dataset, world.size))
         tell_beforehand(world, work)
         # As asked, and what was left to be measured.

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from picture_files import damage, write_folder
+from PIL import Image
 from torch import Tensor
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
@@ -164,6 +165,43 @@ def test_the_next_image_of_its_class_stands_in_for_a_damaged_one(
     lines = [record.getMessage() for record in caplog.records]
     assert sum("is replaced by" in line for line in lines) == 3 * len(victims)
     assert any(f"{victims[0]} is replaced by {ants[6]} (1 so far)" in line for line in lines)
+
+
+def test_images_held_out_and_those_to_train_on_never_stand_in_for_each_other(folder: Path) -> None:
+    ways = {"train_samples": 0, "test_samples": 0, "image_size": 0, "seed": 3}
+    ways["part"] = data.Part(0, 1, val_share=0.4)
+
+    def load_held(**access: object) -> Dataset:
+        return data.load("imagefolder", data_dir=str(folder), access=Access(**access), **ways)
+
+    whole = load_held(mode="stream")
+    paths = [
+        [part.images.files.name(i) for i in part.images.places] for part in (whole.train, whole.val)
+    ]
+    for half in paths:
+        for victim in [path for path in half if "/ant/" in path][1:]:
+            damage(Path(victim))
+    loaded = load_held(mode="memory", skip_corrupt=True)
+    found = loaded.reader.replaced
+    for half in paths:
+        ants = [path for path in half if "/ant/" in path]
+        assert len(ants) > 2 and all(found[victim] == ants[0] for victim in ants[1:])
+    damage(Path(next(path for path in paths[1] if "/ant/" in path)))
+    with pytest.raises(UserError, match="so are all others of its class that are held out"):
+        load_held(mode="memory", skip_corrupt=True)
+
+
+def test_the_size_is_that_of_the_first_image_that_is_not_damaged(folder: Path) -> None:
+    first, second = sorted((folder / "train/ant").iterdir())[:2]
+    damage(first)
+    with pytest.raises(UserError, match=first.name):
+        load(folder, "stream")
+    dataset = load(folder, "memory", skip_corrupt=True)
+    assert dataset.image_size == min(Image.open(second).size)
+    second.unlink()
+    second.symlink_to(folder / "nowhere.jpg")
+    with pytest.raises(UserError, match=second.name):
+        load(folder, "memory", skip_corrupt=True)
 
 
 def test_what_is_not_damaged_but_gone_is_not_replaced(folder: Path) -> None:

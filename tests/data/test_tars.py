@@ -126,6 +126,25 @@ def test_what_is_wrong_with_a_tar_file_is_said(
     assert caught.value.exit_code == UNREADABLE
 
 
+def test_members_with_a_dot_in_their_keys_are_left_out_and_told_of(shards: Path) -> None:
+    whole = load("webdataset", shards)
+    assert whole.left_out == ""
+    for name in ("ant_001.seg.PNG", "ant_001.meta.json", "new.1.jpg", "new.1.cls"):
+        append(name, b"1")(shards / "train/0000.tar")
+    dotted = load("webdataset", shards)
+    assert dotted.left_out == (
+        "3 members with more than one dot in the name, such as "
+        f"{shards}/train/0000.tar:ant_001.seg.PNG"
+    )
+    assert torch.equal(dotted.train.images, whole.train.images)
+    for path in (shards / "train").glob("*.tar"):
+        path.unlink()
+    with tarfile.open(shards / "train/0.tar", "w") as tar:
+        add(tar, "n01.99.jpg", b"x")
+    with pytest.raises(UserError, match=r"left out: 1 member with .*0\.tar:n01\.99\.jpg"):
+        load("webdataset", shards)
+
+
 def test_folders_without_tar_files_are_refused(shards: Path, folder: Path) -> None:
     with pytest.raises(UserError, match=r"no picture in .*/train/\*\.tar"):
         load("webdataset", folder)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from small_runs import small_run
 from prunex_mpi import train
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.comm.agreement import broadcast_text
-from prunex_mpi.core import steps
+from prunex_mpi.core import problem, steps
 from prunex_mpi.core.evaluation import estimate_statistics
 from prunex_mpi.methods.pactrain_samples import batches_to_score
+from prunex_mpi.run import checkpoint_files
 from prunex_mpi.run.beginning import INITIAL
 from prunex_mpi.run.supervision import driver_of
 
@@ -82,6 +84,21 @@ def test_a_stream_that_was_left_goes_on_exactly(tmp_path: Path, run: Callable[..
     # With another number of threads, too.
     assert train.main([*again, "--data-workers", "1"]) == 0
     assert_same(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_run_that_goes_on_has_the_colours_it_began_with(
+    tmp_path: Path, run: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks would measure others, on other images."""
+    assert run("run", "--normalise-samples", "2", "--time-limit", "1") == 75
+    names = checkpoint_files.valid_names(tmp_path / "run")
+    mean, std = checkpoint_files.read_manifest(tmp_path / "run", names[0])["colours"]
+    monkeypatch.setattr(problem, "measure_colours", Mock(side_effect=AssertionError))
+    again = ["--resume", "--run-dir", str(tmp_path / "run"), "--time-limit", "0"]
+    assert train.main(again) == 0
+    delivered = json.loads((tmp_path / "run/summary.json").read_text())["delivered"]
+    assert (delivered["mean"], delivered["std"]) == (mean, std)
+    assert len(mean) == len(std) == 3
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
