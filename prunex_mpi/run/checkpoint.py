@@ -18,6 +18,7 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.removal import resize_to_
 from prunex_mpi.core.state import OWN, Work
 from prunex_mpi.run import checkpoint_files
+from prunex_mpi.run.copies import read_with_copies, without_copies
 from prunex_mpi.run.directory import RunDirectory, same_run
 from prunex_mpi.run.snapshot import (
     Numbers,
@@ -71,11 +72,11 @@ def save(topology: Topology, run: RunDirectory | None, work: Work) -> None:
         return str(checkpoint_files.begin(run.path, position.iteration, position.step))
 
     def write() -> FileRecord:
-        tensors, numbers = contents(topology, state, work.problem)
-        return checkpoint_files.write_rank_file(folder, world.rank, tensors, numbers)
+        return checkpoint_files.write_rank_file(folder, world.rank, *mine)
 
     what = "the checkpoint"
     folder = Path(broadcast_text(world, together(world, lambda: telling_disk_errors(what, begin))))
+    mine = without_copies(topology, *contents(topology, state, work.problem))
     record = together(world, lambda: telling_disk_errors(what, write))
     records = np.empty((world.size, 2), dtype=np.int64)
     world.Gather(np.array([record.size, record.crc32], dtype=np.int64), records, root=0)
@@ -207,13 +208,11 @@ def _read_parts(
     work: Work,
 ) -> Iterator[tuple[Tensors, Numbers]]:
     """Read this rank's file, or on other nodes its share of all files."""
-    world, records = topology.world, manifest["ranks"]
-    mine = range(world.rank, len(records), world.size) if other_nodes else [world.rank]
+    world = topology.world
+    mine = range(world.rank, len(manifest["ranks"]), world.size) if other_nodes else [world.rank]
     leaders = np.cumsum([0, *manifest["node_sizes"]])
     for rank in mine:
-        size, crc32 = records[rank]
-        record = FileRecord(size, crc32)
-        tensors, numbers = checkpoint_files.read_rank_file(run, name, rank, record)
+        tensors, numbers = read_with_copies(run, name, manifest, rank)
         numbers = upgraded(numbers)
         reason = misfit(
             tensors,

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import zlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ from prunex_mpi.base.files import (
 )
 from prunex_mpi.base.units import MIB
 
-FORMAT = 1
+FORMAT = 2
+# In the first one every rank wrote all that it held.
+READABLE = (1, 2)
 KEEP = 2
 PARTIAL = ".partial"
 NAME = re.compile(r"(\d{6,12})-iteration-(\d{1,12})-step-(\d{1,12})")
@@ -132,14 +135,15 @@ def read_manifest(run: Path, name: str) -> dict[str, Any]:
             raise DamagedCheckpoint(f"the checksum of {MANIFEST} is wrong")
         manifest = json.loads(body)
         form = manifest["format"]
-        if form == FORMAT:
+        if form in READABLE:
             _check_shape(manifest)
     except OSError as error:
         raise DamagedCheckpoint(f"{MANIFEST}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DamagedCheckpoint(f"{MANIFEST} is not what was written") from None
-    if form != FORMAT:
-        raise DamagedCheckpoint(f"it has format {form}, this version reads {FORMAT}")
+    if form not in READABLE:
+        versions = " and ".join(map(str, READABLE))
+        raise DamagedCheckpoint(f"it has format {form}, this version reads {versions}")
     return manifest
 
 
@@ -178,9 +182,12 @@ def _check_shape(manifest: dict[str, Any]) -> None:
 
 
 def read_rank_file(
-    run: Path, name: str, rank: int, record: FileRecord
+    run: Path, name: str, rank: int, record: FileRecord, keys: Sequence[str] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what one rank wrote; raise DamagedCheckpoint unless every bit is as written."""
+    """Return what one rank wrote; raise DamagedCheckpoint unless every bit is as written.
+
+    Of its tensors those that `keys` name, or all of them.
+    """
     path = rank_file(run / "checkpoints" / name, rank)
     _require_file(path)
     try:
@@ -191,7 +198,8 @@ def read_rank_file(
             raise DamagedCheckpoint(f"the checksum of {path.name} is wrong")
         with safe_open(path, framework="pt") as file:
             # Copies: the file is mapped, and may be removed while the run goes on.
-            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+            chosen = file.keys() if keys is None else keys
+            tensors = {key: file.get_tensor(key).clone() for key in chosen}
             return tensors, json.loads((file.metadata() or {})["numbers"])
     except OSError as error:
         raise DamagedCheckpoint(f"{path.name}: {error.strerror or error}") from None

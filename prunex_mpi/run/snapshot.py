@@ -1,8 +1,8 @@
 """What a checkpoint holds of one rank, whether it fits a run, and how it is put back.
 
-Rank r's file holds theta, u, momentum, the model's buffers, its place in the data and its random
-generators; node leaders' files also z_i and v_i, world rank 0's also z, mask and penalties, and
-what has been exchanged but is no part of z yet. On the same nodes a restored run goes on bit for
+Of rank r it holds theta, u, momentum, the model's buffers, its place in the data and its random
+generators; of node leaders also z_i and v_i, of world rank 0 also z, mask and penalties, and what
+has been exchanged but is no part of z yet. On the same nodes a restored run goes on bit for
 bit (on the CPU). On other nodes it goes on from what the ranks have in common: z with all that has
 been exchanged, mask, penalties, the means of momentum and of BatchNorm statistics; theta and z_i
 start from z, the duals from 0, so that sum_i P_i v_i = 0, the data are shuffled anew from the first

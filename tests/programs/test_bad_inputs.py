@@ -838,7 +838,7 @@ CHECKPOINTS = [
         f"checksum of {MANIFEST}",
     ),
     both("both absent", lambda p: empty(p), PLAIN),
-    Case("other format", says("format", 2), UNREADABLE, (*BOTH_REFUSED, "format 2")),
+    Case("other format", says("format", 3), UNREADABLE, (*BOTH_REFUSED, "format 3")),
     Case("format a list", says("format", [1]), UNREADABLE, BOTH_REFUSED),
     *(
         Case(f"manifest without {key}", lacks(key), UNREADABLE, BOTH_REFUSED)
@@ -924,7 +924,7 @@ JSON = st.recursive(
 @PROPERTY
 @given(st.sampled_from(["format", "ranks", "node_sizes", "files", "config"]), JSON)
 def test_drawn_manifests_of_right_checksum(finished, key, value):
-    if (key, value) in (("format", 1), ("node_sizes", [1])):
+    if (key, value) in (("format", 1), ("format", 2), ("node_sizes", [1])):
         return
     with tempfile.TemporaryDirectory() as name:
         folder = interrupt(finished, Path(name) / "run")
@@ -1088,6 +1088,20 @@ def as_of_two_ranks(folder: Path) -> None:
     rewrite_manifest(folder, lambda m: m.update(node_sizes=[2], ranks=records))
 
 
+def as_copies(folder: Path, copies: Any, rank: int = 1) -> None:
+    """Have a rank say that its leader wrote these for it, and leave out those there are."""
+    path = checkpoint_files.rank_file(folder, rank)
+    with safe_open(path, framework="pt") as file:
+        tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+        numbers = json.loads(file.metadata()["numbers"])
+    if isinstance(copies, list):
+        tensors = {key: tensor for key, tensor in tensors.items() if key not in copies}
+    path.unlink()
+    checkpoint_files.write_rank_file(folder, rank, tensors, {**numbers, "as_leader": copies})
+    records = [record_of(folder / name) for name in (RANK_0, RANK_1)]
+    rewrite_manifest(folder, lambda m: m.update(ranks=records))
+
+
 def swap(folder: Path, with_records: bool = False) -> None:
     (folder / RANK_0).rename(folder / "x")
     (folder / RANK_1).rename(folder / RANK_0)
@@ -1104,6 +1118,12 @@ TWO_RANKS = [
     both("second cut", lambda p: cut(p / RANK_1, 500), RANK_1),
     both("second flipped", lambda p: flip(p / RANK_1, 20_000, 7), RANK_1),
     both("second a link", lambda p: replace(p / RANK_1, link=RANK_0), RANK_1, PLAIN),
+    *(
+        both(f"copies {copies!r}", lambda p, c=copies: as_copies(p, c), "rank 1: ")
+        for copies in (3, None, "theta", [1], {"theta": 1})
+    ),
+    both("copies of nothing", lambda p: as_copies(p, ["nothing"]), "nothing"),
+    both("copies of one's own", lambda p: as_copies(p, ["theta"], 0), "rank 0: "),
     both("one record", lambda p: rewrite_manifest(p, lambda m: drop(m["ranks"], 0))),
     both("three records", lambda p: rewrite_manifest(p, lambda m: m["ranks"].append([1, 1]))),
 ]
@@ -1116,8 +1136,10 @@ def test_bad_checkpoints_of_two_ranks(interrupted, case):
     assert_refused(resume(interrupted), case.code, "no checkpoint can be used", *case.words)
 
 
-def test_a_whole_checkpoint_of_two_ranks_is_taken(interrupted):
+@pytest.mark.parametrize("copies", [[], ["theta", "u", "momentum"]])
+def test_a_whole_checkpoint_of_two_ranks_is_taken(interrupted, copies):
     in_both(as_of_two_ranks)(interrupted)
+    in_both(lambda folder: as_copies(folder, copies))(interrupted)
     ended = resume(interrupted)
     assert (ended.code, ended.lines) == (0, [])
     assert any(f"going on from checkpoint {NEWEST} on other nodes" in s for s in ended.records)

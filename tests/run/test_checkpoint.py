@@ -1,5 +1,6 @@
 """Checkpoints over MPI: bit-exact on the same nodes, a stated rule on others, damage refused."""
 
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -9,6 +10,7 @@ import pytest
 import torch
 from jobs import NoisyNet, run_directory
 from nodes import NODE_SHAPES, WORLD, nodes_of
+from safetensors import safe_open
 
 from mpi4py import MPI
 
@@ -718,6 +720,27 @@ def test_a_checkpoint_brings_back_channels_that_went_after_it() -> None:
         assert run.restore(files).name == "000003-iteration-3-step-0"
         assert run.state.theta.numel() == sizes[1]
         assert next(run.iterate())["density"] < 1
+
+
+@pytest.mark.parametrize(("scenario", "once"), [("recipe", True), ("paper", False)])
+def test_what_ranks_of_a_node_hold_alike_is_written_once(scenario: str, once: bool) -> None:
+    """Gradients averaged at each step keep them alike, one average per iteration does not."""
+    with nodes_of(2) as topology, run_directory() as files:
+        run = new_run(topology, scenario)
+        next(run.iterate())
+        run.save(files)
+        for rank in range(WORLD.size) if files is not None else ():
+            path = files.path / "checkpoints" / checkpoint_files.valid_names(files.path)[0]
+            with safe_open(checkpoint_files.rank_file(path, rank), framework="pt") as file:
+                keys, numbers = set(file.keys()), json.loads(file.metadata()["numbers"])
+            alike = {"theta", "u", "momentum"}
+            follows = rank % 2 == 1
+            assert ("as_leader" in numbers) == follows
+            assert keys >= {"order", "generator.data"}
+            assert not keys & alike if follows and once else keys >= alike
+            if follows:
+                assert alike <= set(numbers["as_leader"]) or not once
+                assert keys.isdisjoint(numbers["as_leader"])
 
 
 @pytest.mark.parametrize("victim", ["first", "last", "manifest"])

@@ -49,7 +49,8 @@ def checkpoints(
     )
     work = set_up(topology, settings, device, transport, Heartbeat())
     state = work.state
-    # No disk shall gain from zeros.
+    # No disk shall gain from zeros; ranks of a node hold the same, as they do with node-sync step.
+    torch.manual_seed(topology.node_index)
     for flat in (state.u, state.v, momentum_of(state.optimizer, state.theta)):
         flat.normal_()
 
