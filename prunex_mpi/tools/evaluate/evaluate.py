@@ -89,9 +89,9 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
 
     def tell() -> None:
         if world.rank == 0:
-            print(describe(found, options), flush=True)
             if options.json_file:
                 write_json(options.json_file, found)
+            print(describe(found, options), flush=True)
 
     together(world, tell)
     return 0
@@ -219,7 +219,7 @@ def describe(found: dict[str, Any], options: Options) -> str:
     lines = [
         ("network", str(options.network)),
         ("images", f"{found['images']:,}"),
-        ("loss", f"{found['loss']:.4f}"),
+        ("cross-entropy", f"{found['loss']:.4f}"),
         ("accuracy", f"{100 * found['accuracy']:.2f} %"),
     ]
     judged = [one for one in found["classes"] if one["images"]]
@@ -228,5 +228,6 @@ def describe(found: dict[str, Any], options: Options) -> str:
         return format_lines(lines)
     rows = tuple((c["class"], c["images"], 100 * c["accuracy"], c["loss"]) for c in shown)
     title = "Classes" if len(shown) == len(judged) else f"Lowest {len(shown)} of {len(judged)}"
-    table = Table(f"{title}, by accuracy", ("class", "images", "accuracy %", "loss"), rows)
+    columns = ("class", "images", "accuracy %", "cross-entropy")
+    table = Table(f"{title}, by accuracy", columns, rows)
     return f"{format_lines(lines)}\n\n{format_table(table)}"

@@ -47,7 +47,11 @@ def build_parser() -> Parser:
         help="images to test on [those of the run]",
     )
     add("--data-dir", default="", metavar="DIR", help="folder of the data [that of the run]")
-    add("--test-samples", metavar="N", help="images to use, 0 for all [as many as the run]")
+    add(
+        "--test-samples",
+        metavar="N",
+        help="images to use, 0 for all [of its own data as many as the run, of others all]",
+    )
     add(
         "--skip-corrupt",
         action="store_true",
