@@ -78,15 +78,18 @@ def save(topology: Topology, run: RunDirectory | None, work: Work) -> None:
     folder = Path(broadcast_text(world, together(world, lambda: telling_disk_errors(what, begin))))
     mine = without_copies(topology, *contents(topology, state, work.problem))
     record = together(world, lambda: telling_disk_errors(what, write))
-    records = np.empty((world.size, 2), dtype=np.int64)
-    world.Gather(np.array([record.size, record.crc32], dtype=np.int64), records, root=0)
+    records = np.empty((world.size, 3), dtype=np.int64)
+    row = record.size, record.crc32, topology.node_index
+    world.Gather(np.array(row, dtype=np.int64), records, root=0)
 
     def publish() -> None:
         if run is not None:
             manifest = {
                 "format": checkpoint_files.FORMAT,
                 "node_sizes": list(topology.node_sizes),
-                "ranks": records.tolist(),
+                # Nodes need not be made of consecutive ranks.
+                "nodes": records[:, 2].tolist(),
+                "ranks": records[:, :2].tolist(),
                 "config": run.config,
                 "model": model_digest(state),
                 "data": work.problem.digest,
@@ -122,6 +125,8 @@ def restore(topology: Topology, run: RunDirectory | None, work: Work) -> Restore
             for line in refused:
                 checkpoint_files.set_aside(run.path, line.partition(":")[0])
 
+    nodes = np.empty(world.size, dtype=np.int64)
+    world.Allgather(np.array([topology.node_index], dtype=np.int64), nodes)
     listed = together(world, list_names)
     refused: list[str] = []
     for name in filter(None, broadcast_text(world, listed).split("/")):
@@ -130,7 +135,7 @@ def restore(topology: Topology, run: RunDirectory | None, work: Work) -> Restore
         if not reason:
             reason = together(world, partial(_fit_network, manifest["left"], work))
         if not reason:
-            other = manifest["node_sizes"] != list(topology.node_sizes)
+            other = checkpoint_files.nodes_in(manifest) != nodes.tolist()
             part, mine = None, ""
             parts = partial(_read_parts, topology, path, name, manifest, other, work)
             try:
@@ -210,7 +215,7 @@ def _read_parts(
     """Read this rank's file, or on other nodes its share of all files."""
     world = topology.world
     mine = range(world.rank, len(manifest["ranks"]), world.size) if other_nodes else [world.rank]
-    leaders = np.cumsum([0, *manifest["node_sizes"]])
+    leaders = checkpoint_files.leaders_in(manifest)
     for rank in mine:
         tensors, numbers = read_with_copies(run, name, manifest, rank)
         numbers = upgraded(numbers)
@@ -219,7 +224,7 @@ def _read_parts(
             numbers,
             work.state,
             work.problem,
-            leader=rank in leaders,
+            leader=rank == leaders[rank],
             first=rank == 0,
             same_nodes=not other_nodes,
         )

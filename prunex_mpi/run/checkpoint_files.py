@@ -175,10 +175,27 @@ def _check_shape(manifest: dict[str, Any]) -> None:
         and all(count(size, 1) for size in sizes)
         and pairs(ranks)
         and len(ranks) == sum(sizes)
+        and isinstance(nodes := nodes_in(manifest), list)
+        and len(nodes) == len(ranks)
+        and [nodes.count(n) for n in range(len(sizes))] == sizes
         and set(FIRST_LINES) <= files.keys() <= set(LINES)
         and pairs(list(files.values()))
     ):
         raise ValueError
+
+
+def nodes_in(manifest: dict[str, Any]) -> list[int]:
+    """Return the number of each rank's node; earlier versions took them for consecutive ranks."""
+    consecutive = [n for n, size in enumerate(manifest["node_sizes"]) for _ in range(size)]
+    return manifest.get("nodes", consecutive)
+
+
+def leaders_in(manifest: dict[str, Any]) -> list[int]:
+    """Return which rank led each rank's node: the first one of it."""
+    nodes, first = nodes_in(manifest), {}
+    for rank, node in enumerate(nodes):
+        first.setdefault(node, rank)
+    return [first[node] for node in nodes]
 
 
 def read_rank_file(

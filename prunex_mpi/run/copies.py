@@ -6,7 +6,6 @@ duals. A rank's numbers name the tensors that stand in the file of its leader al
 
 import hashlib
 import json
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from prunex_mpi.base.errors import DamagedCheckpoint
 from prunex_mpi.base.files import FileRecord
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.run.checkpoint_files import read_rank_file
+from prunex_mpi.run.checkpoint_files import leaders_in, read_rank_file
 
 AS_LEADER = "as_leader"
 
@@ -48,8 +47,7 @@ def read_with_copies(
     copies = numbers.pop(AS_LEADER, []) if isinstance(numbers, dict) else []
     if copies == []:
         return tensors, numbers
-    firsts = accumulate(manifest["node_sizes"], initial=0)
-    leader = max(first for first in firsts if first <= rank)
+    leader = leaders_in(manifest)[rank]
     named = isinstance(copies, list) and all(isinstance(copy, str) for copy in copies)
     if rank == leader or not named:
         raise DamagedCheckpoint(f"rank {rank}: {AS_LEADER} is not what was written")

@@ -1085,7 +1085,7 @@ def as_of_two_ranks(folder: Path) -> None:
         del tensors[key]
     checkpoint_files.write_rank_file(folder, 1, tensors, numbers)
     records = [record_of(folder / name) for name in (RANK_0, RANK_1)]
-    rewrite_manifest(folder, lambda m: m.update(node_sizes=[2], ranks=records))
+    rewrite_manifest(folder, lambda m: m.update(node_sizes=[2], nodes=[0, 0], ranks=records))
 
 
 def as_copies(folder: Path, copies: Any, rank: int = 1) -> None:
@@ -1124,6 +1124,9 @@ TWO_RANKS = [
     ),
     both("copies of nothing", lambda p: as_copies(p, ["nothing"]), "nothing"),
     both("copies of one's own", lambda p: as_copies(p, ["theta"], 0), "rank 0: "),
+    both("nodes of other sizes", lambda p: rewrite_manifest(p, lambda m: m.update(nodes=[0, 1]))),
+    both("nodes no list", lambda p: rewrite_manifest(p, lambda m: m.update(nodes=3))),
+    both("three nodes", lambda p: rewrite_manifest(p, lambda m: m.update(nodes=[0, 0, 0]))),
     both("one record", lambda p: rewrite_manifest(p, lambda m: drop(m["ranks"], 0))),
     both("three records", lambda p: rewrite_manifest(p, lambda m: m["ranks"].append([1, 1]))),
 ]

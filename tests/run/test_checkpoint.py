@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, StopAgreement, stop_agreement
-from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.topology import Topology, free_topology
 from prunex_mpi.core.ema import memory_of_ema
 from prunex_mpi.core.optimizer import remembered
 from prunex_mpi.core.problem import build_problem, load_dataset, make_groups
@@ -720,6 +721,42 @@ def test_a_checkpoint_brings_back_channels_that_went_after_it() -> None:
         assert run.restore(files).name == "000003-iteration-3-step-0"
         assert run.state.theta.numel() == sizes[1]
         assert next(run.iterate())["density"] < 1
+
+
+@contextmanager
+def dealt_out_in_turn() -> Iterator[Topology]:
+    """Make two nodes as of real hosts when ranks are placed cyclically: of every other rank."""
+    world = WORLD.Dup()
+    node = world.Split(world.rank % 2, key=world.rank)
+    leader = world.Split(0 if node.rank == 0 else MPI.UNDEFINED, key=world.rank)
+    sizes = (world.size - world.size // 2, world.size // 2)
+    here = node.rank, node.size, 1
+    topology = Topology(world, node, leader, leader, 1, world.rank % 2, sizes, *here)
+    try:
+        yield topology
+    finally:
+        free_topology(topology)
+
+
+@pytest.mark.parametrize("scenario", ["recipe", "paper"])
+def test_nodes_need_not_be_of_consecutive_ranks(scenario: str) -> None:
+    if WORLD.size < 4:
+        pytest.skip("consecutive ranks anyway")
+    with run_directory() as files:
+        with dealt_out_in_turn() as topology:
+            whole = new_run(topology, scenario)
+            expected = list(whole.iterate())
+            first = new_run(topology, scenario)
+            records = list(islice(first.iterate(), 3))
+            first.save(files)
+            second = new_run(topology, scenario)
+            restored = second.restore(files)
+            assert (restored.refused, restored.other_nodes) == ((), False)
+            assert_same(first, second)
+            assert records + list(second.iterate()) == expected
+            assert_same(whole, second)
+        with nodes_of(2) as topology:
+            assert new_run(topology, scenario).restore(files).other_nodes
 
 
 @pytest.mark.parametrize(("scenario", "once"), [("recipe", True), ("paper", False)])
