@@ -112,13 +112,15 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
         heartbeat.enter("data")
         dataset = load_dataset(topology, settings, heartbeat, device)
         settings, restores = look_at_checkpoints(world, settings)
+        wanted = settings
         work = assemble(topology, settings, dataset, device, transport, heartbeat, not restores)
         log.info("%s", describe_training(work, dataset, world.size))
         tell_beforehand(world, work)
         # As asked, and what was left to be measured.
         settings = work.settings
         heartbeat.beat(3)
-        with closing(dataset), open_run(world, settings, to_toml(settings, versions)) as opened:
+        config = to_toml(settings, versions, wanted)
+        with closing(dataset), open_run(world, settings, config) as opened:
             path, files = opened
             together(world, lambda: watchdog.share(path / "heartbeats", world.size))
             if settings.resume:

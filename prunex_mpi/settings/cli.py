@@ -43,7 +43,7 @@ def parse(argv: Sequence[str]) -> Settings:
             raise UserError("--resume needs --run-dir, the folder of the run that goes on")
         # os.path says no where Path.exists raises; the run directory then says what is wrong.
         if os.path.exists(Path(given["run_dir"]) / "config.toml"):
-            return resumed(read_saved(given["run_dir"]), given)
+            return resumed(read_saved(given["run_dir"]), given, read_asked(given["run_dir"]))
     default = FIELDS["preset"].default
     preset = flag_values.get("preset", file_values.get("preset", default))
     return build(preset, [file_values, flag_values])
@@ -69,16 +69,30 @@ def read_saved(run_dir: str) -> dict[str, Any]:
     return saved
 
 
+def read_asked(run_dir: str) -> dict[str, Any]:
+    """Read what of a run's settings had been asked for otherwise, {} for nothing."""
+    path = str(Path(run_dir) / "config.toml")
+    where = quote(path, 250)
+    try:
+        asked = _load_toml(path, where).get("asked", {})
+        return from_table(asked if isinstance(asked, dict) else {}, where)
+    except UserError as error:
+        raise UserError(str(error), UNREADABLE) from None
+
+
 def _read_toml(path: str, where: str) -> dict[str, Any]:
+    return from_table(_load_toml(path, where), where)
+
+
+def _load_toml(path: str, where: str) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
-            table = tomllib.load(file)
+            return tomllib.load(file)
     except OSError as error:
         raise UserError(f"cannot read {where}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{where} is not a TOML file: {reason}") from None
-    return from_table(table, where)
 
 
 def build_parser() -> Parser:

@@ -41,6 +41,11 @@ def preset_values(preset: str) -> dict[str, Any]:
     return from_table(tomllib.loads(file.read_text("utf-8")), f"preset {preset}")
 
 
+# What stands beside the settings in the file that a run has written: the versions of the software,
+# and the settings as they were asked for, where another value was measured or found.
+OF_A_RUN = ("versions", "asked")
+
+
 def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Convert a TOML table to values by field name.
 
@@ -54,7 +59,7 @@ def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
         names |= {rule["former"]: name for name, rule in rules.items() if "former" in rule}
     values = {}
     for key, value in table.items():
-        if key == "versions" and isinstance(value, dict):
+        if key in OF_A_RUN and isinstance(value, dict):
             continue
         if key not in names:
             guess = meant(key, names, "; train --help names them")
@@ -145,14 +150,19 @@ def check_saved(saved: Mapping[str, Any], where: str) -> Settings:
         raise UserError(f"{where}: {error}") from None
 
 
-def resumed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
+def resumed(
+    saved: Mapping[str, Any], given: Mapping[str, Any], asked: Mapping[str, Any] | None = None
+) -> Settings:
     """Return the settings of a run that goes on: those `saved` in its config.toml, by field name.
 
-    What is `given` beside them may only repeat them, except for OF_THE_JOB, where it counts, and
-    for more outer iterations than before; what stands as a share of them stays at the iteration
-    where it was. Raises UserError that names the first difference.
+    What is `given` beside them may only repeat them, or what was `asked` for where that was
+    something else, except for OF_THE_JOB, where it counts, and for more outer iterations than
+    before; what stands as a share of them stays at the iteration where it was. Raises UserError
+    that names the first difference.
     """
     whole = _of_its_method({**_whole(saved), "resume": True})
+    if asked:
+        given = _without_repeated({**whole, **asked}, given)
     before, after = _resolve(dict(whole)), whole
     # What was measured or found when the run began is kept.
     _lay_over(after, {k: v for k, v in given.items() if not to_be_found(FIELDS[k], v)})
@@ -173,6 +183,20 @@ def resumed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
     if length > before.outer_iterations:
         return _resolve({**vars(settings), "outer_iterations": length})
     return settings
+
+
+def _without_repeated(asked: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is `given` beyond what was `asked` for when the run began."""
+    before, again = _resolve(dict(asked)), dict(asked)
+    _lay_over(again, given)
+    again["outer_iterations"] = before.outer_iterations
+    after = _resolve(again)
+    return {
+        name: value
+        for name, value in given.items()
+        if getattr(after, name) != getattr(before, name)
+        or (name == "outer_iterations" and value != before.outer_iterations)
+    }
 
 
 def first_difference(saved: Mapping[str, Any], settings: Settings) -> str | None:
@@ -221,21 +245,27 @@ def layer_keep_ratios(settings: Settings) -> tuple[tuple[str, float], ...]:
     return tuple(split_layer_keep_ratio(item) for item in settings.layer_keep_ratio)
 
 
-def to_toml(settings: Settings, extra: Mapping[str, object]) -> str:
+def to_toml(settings: Settings, extra: Mapping[str, object], asked: Settings | None = None) -> str:
     """Write settings as TOML text that `--config` reads back to an equal Settings.
 
-    `extra` (the versions of the software) becomes the table `[versions]`, which is not read back.
+    `extra` (the versions of the software) becomes the table `[versions]`, which is not read back,
+    and what of `asked` was something else the table `[asked]`, for `resumed`.
     """
-    table: dict[str, Any] = {}
-    for name in FIELDS:
-        value = getattr(settings, name)
-        if isinstance(value, Fraction):
-            value = int(value) if value.denominator == 1 else str(value)
-        if left_open(FIELDS[name], value):
-            value = "auto"
-        table[key_of(name)] = list(value) if isinstance(value, tuple) else value
+    table: dict[str, Any] = {key_of(name): _to_toml_value(name, settings) for name in FIELDS}
     table["versions"] = {key: str(value) for key, value in extra.items()}
+    others = [n for n in FIELDS if asked and getattr(asked, n) != getattr(settings, n)]
+    if asked and others:
+        table["asked"] = {key_of(name): _to_toml_value(name, asked) for name in others}
     return tomli_w.dumps(table)
+
+
+def _to_toml_value(name: str, settings: Settings) -> Any:
+    value = getattr(settings, name)
+    if isinstance(value, Fraction):
+        value = int(value) if value.denominator == 1 else str(value)
+    if left_open(FIELDS[name], value):
+        value = "auto"
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _convert_all(values: Mapping[str, object]) -> dict[str, Any]:
@@ -254,7 +284,7 @@ def _lay_over(values: dict[str, Any], layer: Mapping[str, Any]) -> None:
     if epochs and steps > 0:
         raise UserError("local-epochs and local-steps are both given; keep one of them")
     values.update(layer)
-    if epochs and steps != AUTO:
+    if epochs and values.get("local_steps") != AUTO:
         values["local_steps"] = 0
 
 

@@ -347,6 +347,31 @@ def test_a_resumed_run_keeps_what_was_measured_and_refuses_all_else():
         resumed(on, {"freeze_drift": -1.0})
 
 
+def test_a_resumed_run_may_be_given_what_was_asked_for_and_measured_otherwise(tmp_path):
+    flags = ["--preset", "thin", "--local-epochs", "1/2", "--freeze-iteration", "12/16"]
+    flags += ["--evaluate-every", "8", "--outer-iterations", "64"]
+    asked = parse(flags)
+    assert (asked.local_steps, asked.local_epochs) == (AUTO, Fraction(1, 2))
+    for length in (300, 40):
+        changes = {"local_steps": 12, "outer_iterations": length, "evaluate_every": 38}
+        changes |= {"freeze_iteration": 30, "warmup_iterations": 2, "keep_ramp_iterations": 8}
+        measured = with_overrides(asked, overlap_steps=0, **changes)
+        (tmp_path / "config.toml").write_text(to_toml(measured, {}, asked), encoding="utf-8")
+        again = ["--resume", "--run-dir", str(tmp_path)]
+        goes_on = dataclasses.replace(measured, resume=True, run_dir=str(tmp_path))
+        assert parse([*again, *flags]) == parse(again) == goes_on
+        assert parse([*again, "--local-steps", "12"]) == goes_on
+        longer = [*again, *flags[:-1], "400"]
+        assert parse(longer) == dataclasses.replace(goes_on, outer_iterations=400)
+        for other, words in (
+            (["--evaluate-every", "9"], "--evaluate-every 9 differs from the run's 38"),
+            (["--local-steps", "13"], "--local-steps 13 differs from the run's 12"),
+            (["--local-epochs", "1"], "--local-epochs"),
+            (["--outer-iterations", "39"], "39 is fewer than the run's"),
+        ):
+            assert_refused(lambda given=(*again, *other): parse([*given]), words)
+
+
 def test_defaults_may_depend_on_the_method(tmp_path):
     assert make(method="one-shot").prune_iteration == 32
     assert make(method="one-shot", outer_iterations=1).prune_iteration == 1

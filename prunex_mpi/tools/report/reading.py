@@ -144,6 +144,8 @@ def read_run(path: Path) -> Run:
     columns, cut = read_metrics(path, status, reason)
     notes = [f"The last line of {METRICS} is not complete and is left out."] if cut else []
     versions = table.pop("versions", {})
+    # The settings that stand there are those that the run had.
+    table.pop("asked", None)
     return Run(
         path=path,
         name=shown(path.resolve().name) or where,
