@@ -97,7 +97,7 @@ run_mpi() {
     # In the foreground, Ctrl-C reaches the launcher, which ends its ranks.
     timeout --foreground -k 15 "$limit_s" "${LAUNCHER[@]}" -n "$ranks" "$@" </dev/null || status=$?
     if [[ $status == 124 || $status == 137 ]]; then
-        echo "error: a job of $ranks ranks was stopped after $limit_s s" >&2
+        echo "error: a job of $ranks ranks was stopped after $limit_s s (RUN_TIMEOUT_S)" >&2
     fi
     return "$status"
 }

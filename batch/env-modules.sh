@@ -12,7 +12,7 @@ export PATH=${PRUNEX_VENV:-$PRUNEX_HOME/.venv}/bin:$PATH
 
 # pmix for Open MPI, pmi2 for MPICH and Intel MPI, cray_shasta for Cray MPICH; empty: the cluster's
 # own default. `srun --mpi=list` says what there is.
-PRUNEX_SRUN_MPI=${PRUNEX_SRUN_MPI:-pmix}
+PRUNEX_SRUN_MPI=${PRUNEX_SRUN_MPI-pmix}
 
 # The interconnect, where the default of the MPI is not it. Nothing of this concerns the program.
 # export OMPI_MCA_pml=ucx

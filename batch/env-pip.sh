@@ -11,6 +11,6 @@ export PATH=$PRUNEX_VENV/bin:$PATH
 
 # What the MPI in it speaks to srun: `srun --mpi=list` must name it.
 case $(mpirun --version 2>&1) in
-    *"Open MPI"*) PRUNEX_SRUN_MPI=${PRUNEX_SRUN_MPI:-pmix} ;;
-    *) PRUNEX_SRUN_MPI=${PRUNEX_SRUN_MPI:-pmi2} ;;
+    *"Open MPI"*) PRUNEX_SRUN_MPI=${PRUNEX_SRUN_MPI-pmix} ;;
+    *) PRUNEX_SRUN_MPI=${PRUNEX_SRUN_MPI-pmi2} ;;
 esac

@@ -23,6 +23,9 @@ if ! "$PYTHON" -c 'import torch; raise SystemExit(not torch.cuda.is_available())
     echo "error: torch of $PYTHON sees no GPU here; set PYTHON to one that does" >&2
     exit 2
 fi
+# What an earlier call has left must not pass for results of this one.
+rm -rf "$OUT"/run-host "$OUT"/run-device
+rm -f "$OUT"/results.json "$OUT"/doctor.json "$OUT"/kernels-*.json
 : >"$OUT/parts.tsv"
 
 # Run a part: its name, its limit in seconds, its command.

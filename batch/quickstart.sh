@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Install into .venv and train: 4 ranks on 2 virtual nodes, real images, no network after that.
 #   bash batch/quickstart.sh [flags of prunex_mpi.train]
-# PYTHON and PRUNEX_MPI choose Python and MPI, see _install.sh.
+# PYTHON and PRUNEX_MPI choose Python and MPI, see _install.sh. After RUN_TIMEOUT_S (900) seconds
+# the training is ended.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_install.sh"
 

@@ -102,7 +102,8 @@ def _coupled_scores(
         scores = np.bincount(scored.group, energies, groups.total)
     else:
         totals = np.bincount(scored.side, energies, len(scored.slices))
-        scale = scored.slices / np.maximum(totals, np.finfo(np.float64).tiny)
+        # What is zero everywhere tells nothing of its groups.
+        scale = np.divide(scored.slices, totals, out=np.zeros_like(totals), where=totals > 1e-300)
         scores = np.bincount(scored.group, energies * scale[scored.side], groups.total)
         scores /= np.maximum(scored.members, 1)
     return torch.from_numpy(scores[start:stop]).to(views[0].dtype)

@@ -70,7 +70,7 @@ def _can_lock(file: Path) -> bool:
         try:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
-            return error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP)
+            return error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
     return True
 
 

@@ -29,6 +29,7 @@ from prunex_mpi.settings.methods import (
     QUADRATIC,
     SPARSE,
 )
+from prunex_mpi.settings.values import AUTO
 
 CIFAR, CIFAR_SIDE = ("cifar10", "cifar100"), 32
 
@@ -113,7 +114,7 @@ def _payload_rows(
     """
     outer, many = _rounds(settings)
     quality = _quality(settings, groups)
-    each, over_the_run = "payload per outer iteration", f"payload over {many} outer iterations"
+    each, over_the_run = "payload per outer iteration", f"payload over {many}"
     whole = _size_of(dense)
     whole_run = _size_of(dense * outer)
     if settings.payload == "fp32":
@@ -140,12 +141,13 @@ def _rounds(settings: Settings) -> tuple[int, str]:
     Where the interval follows from the learning rate, the steps must be known.
     """
     outer = settings.outer_iterations
-    if settings.method not in QUADRATIC:
-        return outer, str(outer)
-    if settings.local_steps <= 0:
-        return outer, f"at most {outer}"
-    outer = quadratic_rounds(settings, settings.local_steps)
-    return outer, str(outer)
+    if settings.local_steps == AUTO:
+        return outer, f"{outer} outer iterations as asked; auto chooses another number"
+    if settings.method in QUADRATIC:
+        if settings.local_steps <= 0:
+            return outer, f"at most {outer} outer iterations"
+        outer = quadratic_rounds(settings, settings.local_steps)
+    return outer, f"{outer} outer iterations"
 
 
 def _dry_run_sparse(

@@ -30,7 +30,8 @@ LONGEST_PAUSE_S = 5.0
 GRACE_S = 3.0
 # For the record of one rank, on a slow file system.
 READING_S = 0.01
-SHARE_LIMIT_S = 10.0
+# NFS believes for up to a minute that what was not there is not there.
+SHARE_LIMIT_S = 90.0
 
 
 @dataclass(frozen=True)

@@ -259,7 +259,12 @@ def run_equal(
             if mine is None or mine <= spent[reference]:
                 continue
             share = Fraction(spent[reference]) / Fraction(mine) * options.length
-            settings = settings_of(options.common, row, seed, rates.get(row.name), share)
+            try:
+                settings = settings_of(options.common, row, seed, rates.get(row.name), share)
+            except UserError as error:
+                # What all others have reached must not be lost for it.
+                log.warning("%s can't be trained so much shorter: %s", row.name, error)
+                continue
             found.append(train(bench, row, settings, dataset, store.run_name(row, seed, what)))
     return tuple(found)
 

@@ -3,7 +3,7 @@
 import hashlib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import MISSING, replace
 from functools import partial
@@ -92,6 +92,8 @@ def run_one(
             records = train(mine, files, work)
         except Diverged as error:
             log.info("%s: diverged: %s", name, error)
+            if files is not None:
+                files.note_divergence(str(error))
             return Outcome(row, settings.seed, settings.lr, None, str(error), digest)
         heartbeat.enter("finish")
         exits.enter_context(delivered(work))
@@ -131,7 +133,9 @@ def run_one(
             curve=curve_of(records),
         )
         # Last of all: a run that has a summary is not begun anew.
-        together(world, partial(finish, files, settings, mine, state, problem, records, total_s))
+        names = dataset.class_names
+        done = partial(finish, files, settings, mine, state, problem, records, total_s, names)
+        together(world, done)
     log.info("%s: accuracy %.2f %%", name, 100 * found.accuracy)
     return Outcome(row, settings.seed, settings.lr, found, settings=digest)
 
@@ -185,6 +189,7 @@ def finish(
     problem: Problem,
     records: list[dict[str, Any]],
     total_s: float,
+    class_names: Sequence[str],
 ) -> None:
     """Leave in the run's directory what a run by itself leaves there."""
     if files is None:
@@ -192,6 +197,7 @@ def finish(
 
     def write() -> None:
         delivered = summary.save_model(files.path, state, problem)
+        delivered["classes"] = list(class_names)
         totals = summary.summarise(settings, topology, state, records, "completed")
         files.write_summary({**totals, "delivered": delivered, "seconds_total": total_s})
 
