@@ -2,8 +2,9 @@
 
 By `--dropped`:
 
-- `cut`: theta starts each local phase from z, where they are zero. Coupled groups are dead then,
-  since neither what feeds a channel nor what reads it gets a gradient; others may grow again.
+- `cut`: theta starts each local phase from z, where they are zero. Neither what feeds a channel of
+  a coupled group nor what reads it gets a gradient then, so it moves again only by what momentum
+  and duals hold of it, which are masked from the freeze on.
 - `keep`: theta goes on from where it was in them, so that they come back where their score says
   so: masks regrow while theta stays dense (CHEX, Hou et al. 2022).
 - `shrink`: the same, less in equal parts until the masks freeze, when nothing is left of a group
