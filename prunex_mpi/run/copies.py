@@ -4,21 +4,28 @@ With gradients averaged at every step all ranks of a node hold the same paramete
 duals. A rank's numbers name the tensors that stand in the file of its leader alone.
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from mpi4py import MPI
+
 from prunex_mpi.base.errors import DamagedCheckpoint
 from prunex_mpi.base.files import FileRecord
+from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.run.checkpoint_files import leaders_in, read_rank_file
 
 AS_LEADER = "as_leader"
+# Many and small, and most of them each rank's own.
+NOT_COMPARED = ("buffer.", "generator.")
+# What is compared at a time stays in the cache of a core.
+CHUNK = MIB
 
 
 def without_copies(
@@ -26,17 +33,46 @@ def without_copies(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what this rank has to write of its tensors, CPU, and numbers that name the rest.
 
-    Collective on `node`.
+    The leader's values travel to its node, where each rank compares them with its own: that takes
+    a fraction of the time of writing them. Collective on `node`.
     """
-    digests: dict[str, str] = {}
-    if topology.node_size > 1:
-        digests = {name: _digest(tensor) for name, tensor in tensors.items()}
-    leaders = json.loads(broadcast_text(topology.node, json.dumps(digests)))
+    if topology.node_size == 1:
+        return tensors, numbers
+    kinds = {
+        name: [tensor.nbytes, str(tensor.dtype), *tensor.shape]
+        for name, tensor in tensors.items()
+        if not name.startswith(NOT_COMPARED)
+    }
+    leaders = json.loads(broadcast_text(topology.node, json.dumps(kinds)))
+    copies = []
+    for name, kind in leaders.items():
+        mine = _bytes_of(tensors[name]) if kinds.get(name) == kind else None
+        if _is_leaders(topology.node, mine, kind[0]):
+            copies.append(name)
     if topology.is_leader:
         return tensors, numbers
-    copies = [name for name, digest in digests.items() if leaders.get(name) == digest]
     mine = {name: tensor for name, tensor in tensors.items() if name not in copies}
     return mine, {**numbers, AS_LEADER: copies}
+
+
+def _is_leaders(node: MPI.Comm, mine: np.ndarray | None, length: int) -> bool:
+    """Say whether the bytes of this rank are the leader's, which has so many. Collective."""
+    same, room = mine is not None, np.empty(min(CHUNK, length), dtype=np.uint8)
+    for start in range(0, length, CHUNK):
+        part = slice(start, min(start + CHUNK, length))
+        theirs = mine[part] if node.rank == 0 else room[: part.stop - start]
+        node.Bcast(theirs, root=0)
+        same = same and np.array_equal(mine[part], theirs)
+        if start == 0:
+            alike = np.array([same and node.rank > 0], dtype=np.int32)
+            node.Allreduce(MPI.IN_PLACE, alike, op=MPI.MAX)
+            if not alike[0]:
+                return False
+    return same
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def read_with_copies(
@@ -54,10 +90,3 @@ def read_with_copies(
     record = FileRecord(*manifest["ranks"][leader])
     shared, _ = read_rank_file(run, name, leader, record, copies)
     return tensors | shared, numbers
-
-
-def _digest(tensor: Tensor) -> str:
-    """Return what differs when the values, shape or type of a tensor do."""
-    digest = hashlib.sha256(repr((tensor.dtype, tensor.shape)).encode())
-    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
