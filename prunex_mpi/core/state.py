@@ -125,7 +125,7 @@ class State:
     the payload has shrunk to what travels, or the method has none. `plan_agreed` says that the
     leaders have compared the plan in force. With `shrinks` off everything travels, whatever the
     mask. `memory` is what the method remembers from one step to the next, by names that say whose a
-    tensor is (OWN, SHARED).
+    tensor is (OWN, SHARED). `sound` has room for the statistics that a step in float16 began with.
     With `removes`, what the mask lacks has been taken out of the network itself: `groups` and mask
     are those of the `whole` network, all else is of the one that is left, which has the `sizes`
     where it is smaller.
@@ -162,6 +162,7 @@ class State:
     consensus_sgd: bool = False
     plan_agreed: bool = False
     coded: tuple[Coded, Coded] | None = None
+    sound: Tensor | None = None
 
     @property
     def message(self) -> Tensor:
@@ -233,6 +234,7 @@ def build_state(
         shrinks=settings.method not in EVERY_RANK_ALONE,
         removes=settings.method in REMOVING,
         consensus_sgd=settings.method not in CONSENSUS,
+        sound=torch.empty_like(stats) if settings.amp == "fp16" else None,
     )
 
 

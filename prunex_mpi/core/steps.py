@@ -14,6 +14,7 @@ from prunex_mpi.core.distillation import distilled
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR, learning_rate, quadratic_interval
 from prunex_mpi.core.state import State, Work
 from prunex_mpi.data.mixing import mix
+from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import matrices, norm
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import PRUNING_ONCE, QUADRATIC
@@ -43,12 +44,19 @@ def averaging(wire: Wire | None, work: Work) -> Iterator[GradientAverager | None
         averager.close()
 
 
+def remember_statistics_(state: State) -> None:
+    """Keep the BatchNorm statistics of before a step, which one in float16 can spoil."""
+    if state.sound is not None:
+        batchnorm.read_plain_(state.bn_modules, state.sound)
+
+
 def forward_backward(work: Work, averager: GradientAverager | None) -> Tensor:
     """Leave the (scaled) gradient of the next batch in `grad`; return the loss, detached.
 
     The averager, if there is one, has begun then to send the gradient.
     """
     batch = next_batch(work)
+    remember_statistics_(work.state)
     loss = forward(work, batch[0])
     work.state.grad.zero_()
     return backward(work, averager, batch, loss)
@@ -123,7 +131,8 @@ def weight_pairs(state: State) -> Pairs:
 def step_optimizer_(work: Work, decayed: Pairs | None = None) -> None:
     """Move theta along the unscaled gradient, at the learning rate of this step of the run.
 
-    `decayed` is what `share_decay_` has returned.
+    `decayed` is what `share_decay_` has returned. A step that overflowed in float16 is left out;
+    BatchNorm statistics that it has left infinite or no numbers are undone.
     """
     state, settings, rate = work.state, work.settings, rate_now(work)
     state.optimizer.param_groups[0]["lr"] = rate
@@ -131,6 +140,8 @@ def step_optimizer_(work: Work, decayed: Pairs | None = None) -> None:
         shrink_(settings, rate, decayed)
     state.scaler.step(state.optimizer)
     state.scaler.update()
+    if state.sound is not None:
+        batchnorm.mend_(state.bn_modules, state.sound)
 
 
 def clip_(work: Work) -> None:

@@ -32,6 +32,7 @@ from prunex_mpi.core.steps import (
     forward,
     loss_sums,
     next_batch,
+    remember_statistics_,
     share_decay_,
     step_optimizer_,
     stops_here,
@@ -114,6 +115,7 @@ def train_steps(
         work.heartbeat.beat(position.step)
         stepped = time.perf_counter()
         batch = next_batch(work)
+        remember_statistics_(state)
         loss = forward(work, batch[0])
         exchanges.start_gradient_(wires, space, work, loss)
         loss = backward(work, averager, batch, loss)

@@ -67,6 +67,19 @@ def read_plain_(modules: list[_BatchNorm], flat: Tensor) -> None:
         torch.cat([b for m in modules for b in (m.running_mean, m.running_var)], out=flat)
 
 
+def mend_(modules: list[_BatchNorm], last: Tensor) -> None:
+    """Set running statistics that are not finite to what `read_plain_` has left in `last` [numel].
+
+    Waits for no device.
+    """
+    offset = 0
+    for m in modules:
+        for buffer in (m.running_mean, m.running_var):
+            before = last[offset : offset + m.num_features]
+            torch.where(torch.isfinite(buffer), buffer, before, out=buffer)
+            offset += m.num_features
+
+
 def write_plain(modules: list[_BatchNorm], flat: Tensor) -> None:
     """Set means and variances of `modules` from `flat` [numel], as `read_plain_` leaves it."""
     offset = 0

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from nodes import WORLD
 from places import BUFFERS, DEVICE, Moved
 
+from mpi4py import MPI
+
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import build_transport
@@ -97,7 +99,8 @@ def node_sizes_of(size, ranks_per_node):
 
 
 def assert_alike_on_all_ranks(tensor):
+    """Fail on every rank, so that none waits, where a tensor differs from that of rank 0."""
     mine = tensor.cpu().numpy()
     reference = mine.copy()
     WORLD.Bcast(reference, root=0)
-    assert np.array_equal(reference, mine)
+    assert WORLD.allreduce(np.array_equal(reference, mine), MPI.LAND)
