@@ -246,7 +246,7 @@ def build_problem(
         train_shard=dataset.train,
         test=dataset.test if dataset.val is None else dataset.val,
         batches=partial(evaluation_batches, look=look),
-        steps=steps_of(settings, stream),
+        steps=steps_of(settings, stream.steps_per_epoch),
         mean=mean,
         std=std,
         guess_loss=math.log(dataset.num_classes) if loss is F.cross_entropy else 0.0,
@@ -315,11 +315,11 @@ def lr_scale_of(settings: Settings, ranks: int) -> float:
             return 1.0
 
 
-def steps_of(settings: Settings, stream: BatchStream) -> int:
+def steps_of(settings: Settings, steps_per_epoch: int) -> int:
     """Return the local steps per outer iteration: as given, or by epochs."""
     if settings.local_steps > 0:
         return settings.local_steps
-    return max(1, round(settings.local_epochs * stream.steps_per_epoch))
+    return max(1, round(settings.local_epochs * steps_per_epoch))
 
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:

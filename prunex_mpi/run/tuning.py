@@ -90,7 +90,7 @@ def tuned(topology: Topology, trial: Work, settings: Settings) -> Settings:
     The trial's state is of no use afterwards. Collective on `world`.
     """
     before, after = measure(topology, trial)
-    nominal = steps_of(settings, trial.problem.train)
+    nominal = steps_of(settings, trial.problem.train.steps_per_epoch)
     chosen = together(topology.world, lambda: chosen_by(settings, nominal, before, after))
     log.info("%s", describe_choice(chosen, before, after))
     return chosen

@@ -215,7 +215,7 @@ def test_stages_given_as_counts_are_as_large_a_part_of_a_shorter_run():
 
 
 def test_a_shorter_run_still_has_exchanges_behind_its_steps():
-    options = parse(["--methods", "local-sgd", "dense", "--preset=thin", "--evaluate-every=8"])
+    options = parse(["--methods", "local-sgd", "dense", "--preset=thin", "--local-steps=4"])
     local, dense = (
         settings_of(options.common, row, 0, length=Fraction(1, 16)) for row in options.rows
     )
@@ -322,6 +322,7 @@ def test_rows_of_a_plan_can_be_chosen(tmp_path):
         ("lr = 0.5", "lrr = 0.5", ["'lrr'", "'lr'"]),
         ('model = "resnet8"', "lr = 1", ["lr", "[settings]"]),
         ("local-steps = 4", "local-steps = 8", ["as many samples", "local-sgd int4, T = 4"]),
+        ("local-steps = 4", 'local-epochs = "1/4"\nlocal-steps = "auto"', ["auto", "T = 4"]),
         ("[rows.prunex]", '[rows."local-sgd int4 T = 4"]', ["two rows", "local-sgd-int4-T-=-4"]),
         ("[settings]", "settings = 1\n[rest]", ["'rest'"]),
         ("[settings]", "[settings", ["not TOML"]),
@@ -880,6 +881,23 @@ def test_a_comparison_is_not_named_by_the_model_of_its_first_row(quiet, tmp_path
     WORLD.Barrier()
     tables, _ = compared([f"--plan={plan}", "--seeds=0"], tmp_path / "runs")
     assert tables["Comparison:"].title.startswith("Comparison: resnet8, synthetic, ")
+
+
+@pytest.mark.mpi
+def test_rows_by_epochs_that_round_to_other_steps_are_refused_before_they_train(
+    quiet, tmp_path, monkeypatch
+):
+    plan = Path(broadcast_text(WORLD, str(tmp_path))) / "plan.toml"
+    rows = '[rows.{}]\nmethod = "dense"\nlocal-epochs = "{}"\nouter-iterations = {}\n'
+    if WORLD.rank == 0:
+        # 15 steps an epoch: a quarter is 4, a half 8.
+        plan.write_text(rows.format("often", "1/4", 8) + rows.format("whole", "1", 2))
+    WORLD.Barrier()
+    monkeypatch.setattr(bench_compare, "run_one", pytest.fail)
+    flags = [*TINY[:5], f"--train-samples={60 * WORLD.size}", "--ranks-per-node=1"]
+    options = parse([f"--plan={plan}", *flags, "--seeds=0"])
+    with pytest.raises(UserError, match="whole has 120 and often 128"):
+        compare(WORLD, options)
 
 
 @pytest.mark.any_mpi

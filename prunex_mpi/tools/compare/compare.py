@@ -22,7 +22,8 @@ from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.base.tables import as_json, format_table
 from prunex_mpi.comm.agreement import broadcast_text, require_same, together
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.problem import load_dataset, make_groups, make_model
+from prunex_mpi.core.problem import load_dataset, make_groups, make_model, steps_of
+from prunex_mpi.core.steps import total_steps
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run.facts import recorded_versions
@@ -31,7 +32,7 @@ from prunex_mpi.run.start import find_transport, heed_findings, refuse_lone_sing
 from prunex_mpi.settings.fields import FIELDS, Settings
 from prunex_mpi.tools.compare import store
 from prunex_mpi.tools.compare.figure import draw
-from prunex_mpi.tools.compare.options import Options
+from prunex_mpi.tools.compare.options import Options, refuse_unequal
 from prunex_mpi.tools.compare.outcomes import (
     Comparison,
     Outcome,
@@ -128,6 +129,7 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
             heartbeat=heartbeat,
         )
         bench = Bench(world, topology, options, train, place.device)
+        refuse_unequal_work(bench)
         tunings = tune_all(bench, rows)
         rates = {t.row: t.lr for t in tunings}
         outcomes: list[Outcome] = []
@@ -212,6 +214,32 @@ def refuse_impossible(bench: Bench, rows: Sequence[Row], dataset: Dataset) -> No
                 raise UserError(f"row {row.name}: {error}", error.exit_code) from None
 
     together(bench.world, build)
+
+
+def refuse_unequal_work(bench: Bench) -> None:
+    """Raise UserError where rows with steps by --local-epochs train less long than others.
+
+    How many whole steps that makes is known with the data alone. Collective on `world`.
+    """
+    options = bench.options
+    found = {
+        row.name: settings_of(options.common, row, options.seeds[0], length=options.length)
+        for row in options.rows
+    }
+    known = (s.local_steps > 0 and not s.frozen_local_steps for s in found.values())
+    if len(found) == 1 or all(known):
+        return
+    images = len(bench.load(next(iter(found.values()))).train.labels)
+
+    def check() -> None:
+        trained = {}
+        for name, settings in found.items():
+            batch = min(settings.batch_size, images)
+            steps = steps_of(settings, max(1, images // batch))
+            trained[name] = total_steps(settings, steps) * batch
+        refuse_unequal(trained)
+
+    together(bench.world, check)
 
 
 def run_row(

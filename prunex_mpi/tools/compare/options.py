@@ -11,7 +11,7 @@ from prunex_mpi.settings.cli import add_settings, convert_flag, join_negative_nu
 from prunex_mpi.settings.fields import FIELDS, key_of
 from prunex_mpi.settings.methods import METHODS
 from prunex_mpi.settings.parser import Parser, program_parser
-from prunex_mpi.settings.values import convert
+from prunex_mpi.settings.values import AUTO, convert
 from prunex_mpi.tools.compare.rows import (
     COMMON,
     Row,
@@ -238,21 +238,32 @@ def _check_rows(options: Options) -> None:
             raise UserError(
                 "val-share: a comparison holds images out for --tune-lr alone; leave it away"
             )
+        if found.local_steps == AUTO and len(options.rows) > 1:
+            raise UserError(
+                f"row {row.name}: local-steps auto takes as many as the link asks for, other rows "
+                "take others; give the rows local-steps"
+            )
         steps = found.outer_iterations * found.local_steps
         if found.local_steps > 0 and not found.frozen_local_steps:
             trained[row.name] = steps * found.batch_size
-    if len(set(trained.values())) > 1:
-        least, most = min(trained, key=trained.get), max(trained, key=trained.get)
-        raise UserError(
-            f"rows must be trained on as many samples: {least} has {trained[least]:,} and {most} "
-            f"{trained[most]:,} per rank; change outer-iterations or local-steps of one"
-        )
+    refuse_unequal(trained)
     for row in options.tuned:
         try:
             length = options.length * options.tune_length
             settings_of(options.common, row, options.tune_seed, options.grid[0], length)
         except UserError as error:
             raise UserError(f"with --tune-length {options.tune_length}: {error}") from None
+
+
+def refuse_unequal(trained: Mapping[str, int]) -> None:
+    """Raise UserError unless all rows are `trained` on as many samples per rank."""
+    if len(set(trained.values())) > 1:
+        least, most = min(trained, key=trained.get), max(trained, key=trained.get)
+        raise UserError(
+            f"rows must be trained on as many samples: {least} has {trained[least]:,} and {most} "
+            f"{trained[most]:,} per rank; change outer-iterations, local-steps or local-epochs of "
+            "one"
+        )
 
 
 def _refuse_repeated(flag: str, values: Sequence[object]) -> None:
