@@ -249,7 +249,7 @@ tune-lr = [0.01]
 @pytest.mark.parametrize(
     ("plan", "rows"),
     [
-        ("compare_cifar10.toml", 22),
+        ("compare_cifar10.toml", 23),
         ("ways_cifar10.toml", 11),
         ("pruned_cifar10.toml", 11),
         ("pretrained_cifar10.toml", 6),
