@@ -900,6 +900,14 @@ def test_rows_by_epochs_that_round_to_other_steps_are_refused_before_they_train(
         compare(WORLD, options)
 
 
+@pytest.mark.parametrize(
+    ("iterations", "spent", "allowed", "left"),
+    [(392, 1802, 23, 5), (392, 1802, 22, 4), (392, 1802, 1, 1), (3, 10, 9, 2)],
+)
+def test_a_row_at_equal_bytes_spends_no_more(iterations, spent, allowed, left):
+    assert bench_compare.affordable(iterations, spent, allowed) * iterations == left
+
+
 @pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_an_interrupted_comparison_goes_on_and_parts_come_together(quiet, tmp_path, monkeypatch):

@@ -286,7 +286,8 @@ def run_equal(
             mine = spent[row.name]
             if mine is None or mine <= spent[reference]:
                 continue
-            share = Fraction(spent[reference]) / Fraction(mine) * options.length
+            whole = settings_of(options.common, row, seed, rates.get(row.name), options.length)
+            share = affordable(whole.outer_iterations, mine, spent[reference]) * options.length
             try:
                 settings = settings_of(options.common, row, seed, rates.get(row.name), share)
             except UserError as error:
@@ -295,6 +296,14 @@ def run_equal(
                 continue
             found.append(train(bench, row, settings, dataset, store.run_name(row, seed, what)))
     return tuple(found)
+
+
+def affordable(iterations: int, spent: int, allowed: int) -> Fraction:
+    """Return the largest share of whole iterations that spends no more than `allowed`, or of one.
+
+    All of them have spent `spent`, in the same unit.
+    """
+    return Fraction(max(1, iterations * allowed // spent), iterations)
 
 
 def spending(bench: Bench, what: str, runs: Sequence[Outcome]) -> int | None:
