@@ -177,9 +177,8 @@ def test_ratios_have_the_spread_of_their_seeds(tmp_path: Path) -> None:
     runs = []
     for number, (ratio, last) in enumerate(((0.5, 0.8), (0.5, 0.9), (0.25, 0.7))):
         path = make_run(tmp_path / str(number), iterations=4, keep_ratio=[ratio], seed=number)
-        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        lines[-1]["test_accuracy"] = last
-        (path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        summary = json.loads((path / "summary.json").read_text())
+        (path / "summary.json").write_text(json.dumps(summary | {"test_accuracy": last}))
         runs.append(read_run(path))
     dense = make_run(tmp_path / "dense", iterations=4, method="dense")
     with styled():
@@ -187,6 +186,29 @@ def test_ratios_have_the_spread_of_their_seeds(tmp_path: Path) -> None:
     assert found["prunex, channel, keep 0.5"] == ("85.00 ± 7.07 % (2 runs)", "81.39 %")
     assert found["prunex, channel, keep 0.25"] == ("70.00 % (1 run)", "-")
     assert found["dense, keep 1"][1] == "85.96 %"
+
+
+def test_runs_of_other_settings_are_curves_of_their_own(tmp_path: Path) -> None:
+    given = (
+        *({"payload": "int8"}, {"payload": "int4"}, {"payload": "int4", "keep_ratio": [0.25]}),
+        *({"method": "topk"}, {"method": "pactrain", "keep_ratio": [0.3]}),
+    )
+    runs = [
+        read_run(make_run(tmp_path / str(number), iterations=4, seed=number, **settings))
+        for number, settings in enumerate(given)
+    ]
+    with styled():
+        found = below(ratios.ratios(runs))
+    assert list(found) == [
+        "prunex, channel, payload int8, keep 0.5",
+        "prunex, channel, payload int4, keep 0.25",
+        "prunex, channel, payload int4, keep 0.5",
+        "topk, keep 1",
+        "pactrain, channel, keep 0.3",
+    ]
+    removing = read_run(make_run(tmp_path / "removing", iterations=8, method="prunetrain"))
+    with pytest.raises(UserError, match="keep ratio: prunetrain has none"):
+        ratios.ratios([*runs, removing])
 
 
 def test_patterns_are_those_of_the_weights(run: Path) -> None:

@@ -26,7 +26,7 @@ from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.tools import drawing
 from prunex_mpi.tools.compare.outcomes import Comparison, Measured, Outcome, Point, to_dict
-from prunex_mpi.tools.report import pictures, reading, single
+from prunex_mpi.tools.report import pictures, reading, several, single
 from prunex_mpi.tools.report import report as writing
 from prunex_mpi.tools.report.page import Page
 from prunex_mpi.tools.report.reading import read_layers, read_run
@@ -304,6 +304,15 @@ def test_a_run_with_images_held_out_shows_what_it_reached_on_those(tmp_path: Pat
     assert lower.get_ylabel() == "held-out accuracy %"
     assert set(lower.lines[0].get_ydata()) == {75.0}
     assert len(upper.lines) > 1
+    # Beside others: along the way what it was judged on, in the end the test images.
+    other = make_run(tmp_path / "other")
+    both = [read_run(path), read_run(other)]
+    _, lower = several.learned(both, "iterations").axes
+    assert lower.get_ylabel() == "test or held-out accuracy %"
+    assert all(len(line.get_ydata()) for line in lower.lines)
+    table = several.table_of(both)
+    assert table.rows[0][4] == table.rows[1][4] == 100 * both[1].final_accuracy
+    assert "--val-share" in table.notes[1]
 
 
 def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from prunex_mpi.tools.report import pictures
 from prunex_mpi.tools.report.blame import roles_of
 from prunex_mpi.tools.report.pictures import along, axis_unit, plot, trained_seconds
 from prunex_mpi.tools.report.reading import RANKS, Run, read_ranks, shown
-from prunex_mpi.tools.report.several import label, last, look_and_label
+from prunex_mpi.tools.report.several import HELD_OUT, judged_on, label, last, look_and_label
 from prunex_mpi.tools.report.words import duration_words, size_words
 
 OF_METHOD = {
@@ -57,7 +57,7 @@ def paper_of(run: Run, number: str) -> str:
 def accuracy(runs: Sequence[Run]) -> Drawn:
     """Draw figure 5: accuracy against time and against bytes between nodes."""
     for run in runs:
-        if not run.has("test_accuracy"):
+        if not np.isfinite(run.accuracy).any():
             raise lacking("5", run, "an accuracy (train with --evaluate-every)")
     figure = new_figure(3.4, 7.6)
     panels = figure.subplots(1, 2, sharey=True)
@@ -66,22 +66,23 @@ def accuracy(runs: Sequence[Run]) -> Drawn:
         for number, run in enumerate(runs):
             look = look_and_label(number, run)
             x = along(run, axis) / size
-            plot(panel, x, 100 * run.column("test_accuracy"), marker_of(number), **look)
+            plot(panel, x, 100 * run.accuracy, marker_of(number), **look)
         panel.set_xlabel(word)
-    panels[0].set_ylabel("test accuracy %")
+    panels[0].set_ylabel(f"{judged_on(runs)} accuracy %")
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper center", ncols=3)
     rows = [
         Beside(
             label(number, run),
-            f"{last(run, 'test_accuracy') * 100:.1f} % in "
+            f"{run.final_accuracy * 100:.1f} % in "
             f"{duration_words(float(trained_seconds(run)[-1]))}",
             paper_of(run, "5"),
             setup_words(run, ranks_of(run)) if paper_of(run, "5") != NONE else "",
         )
         for number, run in enumerate(runs)
     ]
-    return Drawn(figure, rows, unequal(runs))
+    held_out = [HELD_OUT] if any(run.judged_on[0] == "val" for run in runs) else []
+    return Drawn(figure, rows, [*held_out, *unequal(runs)])
 
 
 def payload(runs: Sequence[Run]) -> Drawn:

@@ -6,26 +6,30 @@ from statistics import mean, stdev
 import numpy as np
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.settings.fields import methods_of
+from prunex_mpi.settings.methods import REMOVING
 from prunex_mpi.tools.drawing import legend_above, look_of, marker_of, new_figure, plain
 from prunex_mpi.tools.figures.beside import Beside, Drawn, setup_words, unequal
 from prunex_mpi.tools.figures.costs import lacking, ranks_of
 from prunex_mpi.tools.report.reading import Run
-from prunex_mpi.tools.report.several import last
+from prunex_mpi.tools.report.several import differing
 
 PAPER = {1.0: "85.96 %", 0.5: "81.39 %"}
-# Methods that prune nothing.
-DENSE = ("dense", "local-sgd", "diloco", "qsr")
+# What makes a curve of its own where runs of a method differ in it at one keep ratio.
+TOLD_APART = (
+    *("model", "dataset", "train-samples", "batch-size", "outer-iterations", "local-steps"),
+    *("local-epochs", "lr", "payload", "score", "keep-by", "teacher", "init-from"),
+)
 
 
 def ratios(runs: Sequence[Run]) -> Drawn:
     """Draw figure 12 from runs with different keep ratios."""
-    found: dict[str, dict[float, list[Run]]] = {}
     for run in runs:
-        if np.isnan(last(run, "test_accuracy")):
+        if np.isnan(run.final_accuracy):
             raise lacking("12", run, "an accuracy")
         if not run.complete:
             raise lacking("12", run, "an end: it is not complete")
-        found.setdefault(series_of(run), {}).setdefault(ratio_of(run), []).append(run)
+    found = curves(runs)
     known = {ratio for series in found.values() for ratio in series}
     if len(known) < 2:
         raise UserError("figure 12 needs runs with two or more keep ratios (--keep-ratio)")
@@ -34,7 +38,7 @@ def ratios(runs: Sequence[Run]) -> Drawn:
     rows = []
     for number, (name, series) in enumerate(found.items()):
         ordered = sorted(series)
-        seeds = {x: [100 * last(run, "test_accuracy") for run in series[x]] for x in ordered}
+        seeds = {x: [100 * run.final_accuracy for run in series[x]] for x in ordered}
         spread = [stdev(seeds[x]) if len(seeds[x]) > 1 else 0.0 for x in ordered]
         look = look_of(number)
         means = [mean(seeds[x]) for x in ordered]
@@ -63,7 +67,7 @@ def ratios(runs: Sequence[Run]) -> Drawn:
             )
     panel.set_xlim(0, 1.05)
     panel.set_xlabel("keep ratio: share of the groups that is kept")
-    panel.set_ylabel("test accuracy %")
+    panel.set_ylabel("test accuracy % at the end")
     legend_above(panel, 3)
     single = [x for series in found.values() for x in series if len(series[x]) == 1]
     notes = ["Bars: standard deviation over seeds; dashes: each run."]
@@ -72,9 +76,28 @@ def ratios(runs: Sequence[Run]) -> Drawn:
     return Drawn(figure, rows, [*notes, *unequal(runs)])
 
 
+def curves(runs: Sequence[Run]) -> dict[str, dict[float, list[Run]]]:
+    """Return the runs of each curve by keep ratio, those of one point alike but for the seed."""
+    points: dict[tuple[str, float], list[Run]] = {}
+    for run in runs:
+        points.setdefault((series_of(run), ratio_of(run)), []).append(run)
+    apart: dict[str, dict[str, None]] = {}
+    for (series, _), some in points.items():
+        apart.setdefault(series, {}).update(dict.fromkeys(differing(some, TOLD_APART)))
+    found: dict[str, dict[float, list[Run]]] = {}
+    for (series, ratio), some in points.items():
+        for run in some:
+            own = [f"{key} {run.setting(key)}" for key in apart[series]]
+            found.setdefault(", ".join([series, *own]), {}).setdefault(ratio, []).append(run)
+    return found
+
+
 def ratio_of(run: Run) -> float:
     """Return the keep ratio of a run, 1 where it prunes nothing."""
-    if run.setting("method") in DENSE:
+    method = run.setting("method")
+    if method in REMOVING:
+        raise lacking("12", run, f"a keep ratio: {method} has none")
+    if method not in methods_of("keep_ratio"):
         return 1.0
     ratio = run.setting("keep-ratio", [1.0])
     try:
@@ -86,7 +109,7 @@ def ratio_of(run: Run) -> float:
 def series_of(run: Run) -> str:
     """Return what runs of one curve have in common."""
     method = str(run.setting("method"))
-    if method in DENSE:
+    if method not in methods_of("keep_ratio"):
         return method
     groups = run.setting("groups", [])
     kinds = " ".join(map(str, groups)) if isinstance(groups, list) else str(groups)

@@ -85,6 +85,23 @@ class Run:
         """Which images the run was evaluated on as it went: how columns begin, and in words."""
         return ("val", "held-out") if self.has("val_loss") else ("test", "test")
 
+    @property
+    def accuracy(self) -> np.ndarray:
+        """The accuracy as it went, a fraction of the images in `judged_on`; NaN: not evaluated."""
+        return self.column(f"{self.judged_on[0]}_accuracy")
+
+    @property
+    def final_accuracy(self) -> float:
+        """The last accuracy, on the test images where it was tested on them; NaN if there is none.
+
+        A run with held-out images tests its best network when it ends.
+        """
+        tested = self.summary.get("test_accuracy")
+        if isinstance(tested, int | float):
+            return float(tested)
+        known = self.accuracy[np.isfinite(self.accuracy)]
+        return float(known[-1]) if len(known) else float("nan")
+
     def names_under(self, key: str) -> list[str]:
         """Return what a nested key holds: phases for "seconds"."""
         return [n.partition(".")[2] for n in self.columns if n.startswith(f"{key}.")]

@@ -56,6 +56,10 @@ def page_of(runs: Sequence[Run]) -> Page:
     return Page(f"{len(runs)} runs", source, lead(runs), sections, [*bad, *notes])
 
 
+HELD_OUT = (
+    "Runs with held-out images (--val-share) were evaluated on those as they went; their accuracy "
+    "at the end is that of their best network on the test images."
+)
 MEAN = "Means over the outer iterations of a run, as rank 0 took them."
 
 
@@ -81,7 +85,7 @@ def lead(runs: Sequence[Run]) -> list[str]:
     text = [f"{len(runs)} runs, {whole} of them complete{of_these}."]
     # What was broken off early has cost little.
     judged = [run for run in runs if run.complete] or runs
-    accuracy = {run.name: last(run, "test_accuracy") for run in judged}
+    accuracy = {run.name: run.final_accuracy for run in judged}
     sizes = {run.name: float(pictures.sent_bytes(run)[-1]) for run in judged}
     seconds = {run.name: float(pictures.trained_seconds(run)[-1]) for run in judged}
     known = {name: value for name, value in accuracy.items() if np.isfinite(value)}
@@ -104,6 +108,11 @@ def last(run: Run, name: str) -> float:
     return float(known[-1]) if len(known) else float("nan")
 
 
+def judged_on(runs: Sequence[Run]) -> str:
+    """Return which images the accuracies of runs as they went are of, in words."""
+    return " or ".join(sorted({run.judged_on[1] for run in runs}, reverse=True))
+
+
 def density(run: Run) -> np.ndarray:
     """Return the density of a run."""
     return run.column("density")
@@ -111,7 +120,7 @@ def density(run: Run) -> np.ndarray:
 
 def learned(runs: Sequence[Run], axis: str) -> "Figure | None":
     """Draw loss and accuracy of all runs along one axis."""
-    if not any(run.has("train_loss") or run.has("test_accuracy") for run in runs):
+    if not any(run.has("train_loss") or np.isfinite(run.accuracy).any() for run in runs):
         return None
     figure = new_figure(4.6 + 0.18 * ((len(runs) + 2) // 3))
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -120,10 +129,10 @@ def learned(runs: Sequence[Run], axis: str) -> "Figure | None":
         look = look_and_label(number, run)
         x = along(run, axis) / size
         plot(upper, x, run.column("train_loss"), marker_of(number), **look)
-        plot(lower, x, 100 * run.column("test_accuracy"), marker_of(number), **look)
+        plot(lower, x, 100 * run.accuracy, marker_of(number), **look)
     widen(upper, [run.column("train_loss") for run in runs])
     upper.set_ylabel("training loss")
-    lower.set_ylabel("test accuracy %")
+    lower.set_ylabel(f"{judged_on(runs)} accuracy %")
     if axis == "iterations":
         pictures.count_iterations(lower)
     lower.set_xlabel(word)
@@ -200,7 +209,7 @@ def table_of(runs: Sequence[Run]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for number, run in enumerate(runs):
         blame = find_blame(read_ranks(run.path), run.leaders)
-        accuracy, dense = last(run, "test_accuracy"), np.nansum(run.column("bytes.dense"))
+        accuracy, dense = run.final_accuracy, np.nansum(run.column("bytes.dense"))
         sent = np.nansum(run.column("bytes.payload"))
         rows.append(
             (
@@ -220,8 +229,10 @@ def table_of(runs: Sequence[Run]) -> Table:
         *("run", "status", "method", "iterations", "accuracy %", "density"),
         *("payload MiB", "of dense %", "seconds", "held up most by"),
     )
-    note = "accuracy and density: the last; payload: what a leader handed over between nodes"
-    return Table("", columns, tuple(rows), (note,))
+    notes = ["accuracy and density: the last; payload: what a leader handed over between nodes"]
+    if any(run.judged_on[0] == "val" for run in runs):
+        notes.append(HELD_OUT)
+    return Table("", columns, tuple(rows), tuple(notes))
 
 
 def _cell(number: float) -> float | None:

@@ -177,8 +177,9 @@ def suspects_table(blame: Blame) -> Table:
         )
         for number, suspect in enumerate(blame.suspects[:5], 1)
     ]
-    columns = ("suspect", "phase", "rank", "host", "lost in all", "per iteration", "in iterations")
-    return Table("Suspects", columns, tuple(rows))
+    columns = ("suspect", "phase", "rank", "host", "lost", "per iteration", "in iterations")
+    title = f"Suspects, in {blame.iterations:,} recorded outer iterations"
+    return Table(title, columns, tuple(rows))
 
 
 def phases_table(blame: Blame) -> Table:

@@ -64,8 +64,8 @@ def ending(run: Run) -> str:
 def quality(run: Run) -> str:
     """Say what loss and accuracy came to, and whether they still moved at the end."""
     text = []
-    which, images = run.judged_on
-    accuracy = run.column(f"{which}_accuracy")
+    _, images = run.judged_on
+    accuracy = run.accuracy
     known = np.flatnonzero(np.isfinite(accuracy))
     if len(known):
         best = known[np.argmax(accuracy[known])]
@@ -151,7 +151,8 @@ def suspect_words(suspect: Suspect, blame: Blame) -> str:
     each = suspect.seconds / blame.iterations
     return (
         f"rank {suspect.rank}{host} in {PHASE_PLACES[suspect.phase]} ("
-        f"{duration_words(suspect.seconds)} in all, {duration_words(each)} per outer iteration)"
+        f"{duration_words(suspect.seconds)} in {blame.iterations:,} recorded outer iterations, "
+        f"{duration_words(each)} in each)"
     )
 
 
@@ -175,7 +176,8 @@ def what_was_pruned(run: Run) -> str:
         text = f"Of the weights that can be pruned {100 * (1 - known[-1]):.1f} % are gone"
     first = freeze_iteration(run)
     if first is None:
-        return f"{text} (density {known[-1]:.3f}); the masks were not fixed yet."
+        yet = "" if run.complete else " yet"
+        return f"{text} (density {known[-1]:.3f}); the masks were not fixed{yet}."
     return f"{text} (density {known[-1]:.3f}); the masks are fixed since iteration {int(first)}."
 
 
