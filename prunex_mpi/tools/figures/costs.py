@@ -12,7 +12,7 @@ from prunex_mpi.tools.report import pictures
 from prunex_mpi.tools.report.blame import roles_of
 from prunex_mpi.tools.report.pictures import along, axis_unit, plot, trained_seconds
 from prunex_mpi.tools.report.reading import RANKS, Run, read_ranks, shown
-from prunex_mpi.tools.report.several import HELD_OUT, judged_on, label, last, look_and_label
+from prunex_mpi.tools.report.several import held_out, judged_on, label, last, look_and_label
 from prunex_mpi.tools.report.words import duration_words, size_words
 
 OF_METHOD = {
@@ -81,8 +81,7 @@ def accuracy(runs: Sequence[Run]) -> Drawn:
         )
         for number, run in enumerate(runs)
     ]
-    held_out = [HELD_OUT] if any(run.judged_on[0] == "val" for run in runs) else []
-    return Drawn(figure, rows, [*held_out, *unequal(runs)])
+    return Drawn(figure, rows, [*held_out(runs), *unequal(runs)])
 
 
 def payload(runs: Sequence[Run]) -> Drawn:

@@ -113,6 +113,11 @@ def judged_on(runs: Sequence[Run]) -> str:
     return " or ".join(sorted({run.judged_on[1] for run in runs}, reverse=True))
 
 
+def held_out(runs: Sequence[Run]) -> list[str]:
+    """Return a note on accuracies where any run was judged on held-out images."""
+    return [HELD_OUT] if any(run.judged_on[0] == "val" for run in runs) else []
+
+
 def density(run: Run) -> np.ndarray:
     """Return the density of a run."""
     return run.column("density")
@@ -229,10 +234,8 @@ def table_of(runs: Sequence[Run]) -> Table:
         *("run", "status", "method", "iterations", "accuracy %", "density"),
         *("payload MiB", "of dense %", "seconds", "held up most by"),
     )
-    notes = ["accuracy and density: the last; payload: what a leader handed over between nodes"]
-    if any(run.judged_on[0] == "val" for run in runs):
-        notes.append(HELD_OUT)
-    return Table("", columns, tuple(rows), tuple(notes))
+    note = "accuracy and density: the last; payload: what a leader handed over between nodes"
+    return Table("", columns, tuple(rows), (note, *held_out(runs)))
 
 
 def _cell(number: float) -> float | None:
