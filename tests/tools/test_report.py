@@ -267,6 +267,8 @@ def test_a_run_that_was_broken_off_says_so(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", status="")
     file = path / "metrics.jsonl"
     file.write_bytes(file.read_bytes()[:-30])
+    old = time.time() - 2 * reading.ALIVE_S
+    os.utime(file, (old, old))
     found = read_run(path)
     assert (found.status, len(found.iterations)) == ("broken off", 19)
     assert "last line" in found.notes[0]
@@ -280,11 +282,17 @@ def test_a_run_that_is_going_says_so(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", status="")
     (path / "heartbeats").mkdir()
     (path / "heartbeats/0").write_text("")
+    old = time.time() - 2 * reading.ALIVE_S
+    os.utime(path / "metrics.jsonl", (old, old))
     assert read_run(path).status == "running"
     assert "still going, or was broken off within the last minute" in words_of(path)
-    old = time.time() - 2 * reading.ALIVE_S
     os.utime(path / "heartbeats/0", (old, old))
     assert read_run(path).status == "broken off"
+
+
+def test_a_row_of_a_comparison_that_still_trains_is_not_broken_off(tmp_path: Path) -> None:
+    # It has no heartbeats.
+    assert read_run(make_run(tmp_path / "run", status="")).status == "running"
 
 
 def test_a_run_that_was_preempted_says_so(tmp_path: Path) -> None:
@@ -455,7 +463,9 @@ def test_a_page_that_cant_be_written_is_one_line(
 
 def test_several_runs_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path / "x/run", iterations=6, delay=Delay(3, "local", 50))
-    make_run(tmp_path / "y/run", iterations=4, status="", ranks=False, method="dense")
+    broken_off = make_run(tmp_path / "y/run", iterations=4, status="", ranks=False, method="dense")
+    old = time.time() - 2 * reading.ALIVE_S
+    os.utime(broken_off / "metrics.jsonl", (old, old))
     monkeypatch.chdir(tmp_path)
     assert program.main(["x/run", "y/run", "--csv", "both.csv"]) == 0
     text = text_of(tmp_path / "report.html")

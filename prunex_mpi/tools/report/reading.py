@@ -4,6 +4,7 @@ Nothing is held but columns of numbers. What a job is writing just now may end i
 other line that can't be read is refused.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -187,12 +188,19 @@ def how_it_ended(path: Path, summary: Mapping[str, Any]) -> tuple[str, str]:
         pass
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "diverged", ""
-    try:
-        signs = [entry.stat().st_mtime for entry in os.scandir(path / "heartbeats")]
-    except OSError:
-        signs = []
-    alive = bool(signs) and time.time() - max(signs) < ALIVE_S
-    return ("running" if alive else "broken off"), ""
+    return ("running" if time.time() - last_sign(path) < ALIVE_S else "broken off"), ""
+
+
+def last_sign(path: Path) -> float:
+    """Return when a run without an end last wrote of itself, in seconds since 1970; 0 for never.
+
+    A row of a comparison has no heartbeats: of it the last line counts.
+    """
+    signs = [0.0]
+    with contextlib.suppress(OSError):
+        signs.append((path / METRICS).stat().st_mtime)
+        signs += [entry.stat().st_mtime for entry in os.scandir(path / "heartbeats")]
+    return max(signs)
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
