@@ -125,7 +125,8 @@ def refuse_divergence(topology: Topology, work: Work, loss: float) -> None:
     """Raise Diverged on every rank if any rank's loss or weights say that training went wrong.
 
     Not finite, or a mean loss of many times the first outer iteration's; where that is less than
-    what guessing costs, as with a network that was trained before, of many times the latter. Comes
+    what guessing costs, as with a network that was trained before, of many times the latter. A loss
+    of the user's own that begins at 0 or below has no such bound. Comes
     before phase 2, so that nothing of it enters a consensus, nor of images that could not be read.
     Collective on `world`.
     """
@@ -135,7 +136,7 @@ def refuse_divergence(topology: Topology, work: Work, loss: float) -> None:
     normal = max(first or 0.0, work.problem.guess_loss)
     if not np.isfinite(loss) or not bool(torch.isfinite(torch.linalg.vector_norm(state.theta))):
         problem = "the loss or the weights are not finite"
-    elif first is not None and factor and loss > factor * normal:
+    elif first is not None and factor and 0 < factor * normal < loss:
         whose = "the first iteration's" if normal == first else "that of guessing"
         problem = f"the loss {loss:.3g} is {factor:g} times {whose} or more (--divergence-factor)"
     error = UserError(

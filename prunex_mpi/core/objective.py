@@ -36,7 +36,7 @@ def find_losses(settings: Settings, classes: int) -> tuple[Loss, Loss]:
             f"labels [{TRIED_IMAGES}] ({one_line(error)})",
             USAGE,
         ) from error
-    if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
+    if not isinstance(found, Tensor) or found.dim() or not found.requires_grad:
         kind = (
             f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         )

@@ -1,0 +1,29 @@
+"""Losses of the user's own are tried before they are trained with."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.core.objective import find_losses
+from prunex_mpi.settings.resolve import make
+
+
+def scalar(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, labels)
+
+
+def vector(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, labels)[None]
+
+
+def test_a_loss_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"scalar": scalar, "vector": vector}
+    monkeypatch.setattr(
+        "prunex_mpi.core.objective.import_function", lambda _, name, *__: own[name[4:]]
+    )
+    settings = make(dataset="synthetic", train_samples=64, test_samples=16, loss="own:scalar")
+    assert find_losses(settings, 3) == (scalar, scalar)
+    settings = make(dataset="synthetic", train_samples=64, test_samples=16, loss="own:vector")
+    with pytest.raises(UserError, match=r"must return one number .*a tensor \[1\]"):
+        find_losses(settings, 3)
