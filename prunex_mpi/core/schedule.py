@@ -26,7 +26,7 @@ def learning_rate(
         return base
     if schedule == "step":
         return base * 0.1 ** sum(step >= m * total for m in STEP_MILESTONES)
-    progress = (step - warmup_steps) / max(1, total - warmup_steps)
+    progress = min(1.0, (step - warmup_steps) / max(1, total - warmup_steps))
     return base * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 

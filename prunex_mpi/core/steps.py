@@ -12,7 +12,7 @@ from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress.whole import pieces_of
 from prunex_mpi.core.distillation import distilled
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR, learning_rate, quadratic_interval
-from prunex_mpi.core.state import State, Work
+from prunex_mpi.core.state import Position, State, Work
 from prunex_mpi.data.mixing import mix
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import matrices, norm
@@ -256,6 +256,19 @@ def total_steps(settings: Settings, steps: int) -> int:
         return outer * steps
     until = pruning_ends(settings)
     return until * steps + (outer - until) * frozen
+
+
+def recount_steps_(position: Position, settings: Settings, before: int, now: int) -> None:
+    """Let the steps done be the same share of the run when an outer iteration has others.
+
+    Where intervals are epochs, a rank takes `before` steps for one on the old nodes and `now` on
+    the new ones; learning rate and length of the run go by the steps. Those after the masks were
+    frozen may have a number of their own, which stays.
+    """
+    done = position.steps_done
+    until = pruning_ends(settings) * before if settings.frozen_local_steps else done
+    by_epochs = min(done, until)
+    position.steps_done = round(by_epochs * now / before) + done - by_epochs
 
 
 def steps_behind(work: Work) -> int:

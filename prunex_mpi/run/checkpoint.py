@@ -20,6 +20,7 @@ from prunex_mpi.core.state import OWN, Work
 from prunex_mpi.run import checkpoint_files
 from prunex_mpi.run.copies import read_with_copies, without_copies
 from prunex_mpi.run.directory import RunDirectory, same_run
+from prunex_mpi.run.older import upgraded
 from prunex_mpi.run.snapshot import (
     Numbers,
     Tensors,
@@ -28,7 +29,6 @@ from prunex_mpi.run.snapshot import (
     model_digest,
     put_all,
     put_common,
-    upgraded,
 )
 from prunex_mpi.settings.methods import REMOVING
 

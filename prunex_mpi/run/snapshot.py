@@ -2,12 +2,12 @@
 
 Of rank r it holds theta, u, momentum, the model's buffers, its place in the data and its random
 generators; of node leaders also z_i and v_i, of world rank 0 also z, mask and penalties, and what
-has been exchanged but is no part of z yet. On the same nodes a restored run goes on bit for
-bit (on the CPU). On other nodes it goes on from what the ranks have in common: z with all that has
-been exchanged, mask, penalties, the means of momentum and of BatchNorm statistics; theta and z_i
-start from z, the duals from 0, so that sum_i P_i v_i = 0, the data are shuffled anew from the first
-step of the outer iteration, and of a method's memory the `own.` tensors, parts of a sum over ranks,
-are added up and dealt out by the new ranks' weights.
+has been exchanged but is no part of z yet. On the same nodes a restored run goes on bit for bit (on
+the CPU). Parameters that are not trained are of rank 0. On other nodes it goes on from what the
+ranks have in common: z with all that has been exchanged, mask, penalties, the means of momentum and
+of BatchNorm statistics; theta and z_i start from z, the duals from 0, so that sum_i P_i v_i = 0,
+the data are shuffled anew from the first step of the outer iteration, and of a method's memory the
+`own.` tensors, parts of a sum over ranks, are added up and dealt out by the new ranks' weights.
 """
 
 import hashlib
@@ -28,6 +28,7 @@ from prunex_mpi.comm.wire import worker_weight
 from prunex_mpi.core.optimizer import remembered
 from prunex_mpi.core.outer_step import arrive_
 from prunex_mpi.core.penalties import update_rho2
+from prunex_mpi.core.problem import steps_of
 from prunex_mpi.core.state import (
     OWN,
     REST,
@@ -39,10 +40,13 @@ from prunex_mpi.core.state import (
     every_rank_sends,
     put_mask_back,
 )
+from prunex_mpi.core.steps import recount_steps_
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.models import batchnorm
+from prunex_mpi.run.older import UNKNOWN
 
-UNKNOWN = -1
+FIXED = "fixed."
+OF_THE_MODEL = ("buffer.", FIXED)
 
 Tensors = dict[str, Tensor]
 Numbers = dict[str, Any]
@@ -79,12 +83,19 @@ def contents(topology: Topology, state: State, problem: Problem) -> tuple[Tensor
         tensors["z"] = state.z
         tensors["mask"] = torch.from_numpy(np.packbits(state.mask))
         tensors["rho1"], tensors["rho2"] = map(torch.from_numpy, (state.rho1, state.rho2))
+        tensors |= _fixed(problem)
     numbers = _numbers(state, stream, state.position)
-    # Buffers of a model may share memory or lie in another order.
+    # What is the model's own may share memory or lie in another order.
     return {
-        k: t.detach().cpu().contiguous().clone() if k.startswith("buffer.") else t.cpu()
+        k: t.detach().cpu().contiguous().clone() if k.startswith(OF_THE_MODEL) else t.cpu()
         for k, t in tensors.items()
     }, numbers
+
+
+def _fixed(problem: Problem) -> Tensors:
+    """Return the parameters that are not trained, by the names that a checkpoint gives them."""
+    parameters = problem.model.named_parameters()
+    return {f"{FIXED}{name}": p.detach() for name, p in parameters if not p.requires_grad}
 
 
 def _numbers(state: State, stream: BatchStream, position: Position) -> Numbers:
@@ -197,6 +208,7 @@ def _expected(
     if first:
         wanted["mask"] = ((-(-state.groups.total // 8),), torch.uint8)
         wanted["rho1"] = wanted["rho2"] = (state.rho1.shape, torch.float64)
+        wanted |= {key: (tuple(t.shape), t.dtype) for key, t in _fixed(problem).items()}
     return wanted
 
 
@@ -210,6 +222,7 @@ def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, work: Work) 
     state, problem, transport = work.state, work.problem, work.transport
     frozen, retired = numbers["stage"]
     _put_shared(topology, tensors, frozen, retired, state, transport)
+    _put_fixed(topology, tensors, problem, transport)
     state.theta.copy_(tensors["theta"])
     for key, flat in (("u", state.u), ("v", state.v), ("z_node", state.z_node)):
         if key in tensors:
@@ -236,7 +249,7 @@ def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, work: Work) 
         state.stats.copy_(tensors["stats"])
         _put_message(topology, tensors, state, transport)
     _put_position(state.position, numbers["position"])
-    _count_steps_(state.position, problem)
+    _count_steps_(state.position, problem.steps)
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(numbers["scaler"])
     stream = problem.train
@@ -281,9 +294,11 @@ def put_common(
         allreduce_(world, moment.view(-1), transport)
         moment.div_(old_size)
     allreduce_(world, stats, transport)
-    common = json.loads(broadcast_text(world, json.dumps(first[1])))
+    images = len(first[0]["order"]) if first[0] else 0
+    common = json.loads(broadcast_text(world, json.dumps({**first[1], "images": images})))
     frozen, retired = common["stage"]
     _put_shared(topology, first[0], frozen, retired, state, transport)
+    _put_fixed(topology, first[0], problem, transport)
     state.u.zero_()
     state.v.zero_()
     for key in own:
@@ -306,18 +321,34 @@ def put_common(
         for name, buffer in problem.model.named_buffers():
             buffer.copy_(first[0][f"buffer.{name}"])
     for buffer in problem.model.buffers():
-        # A copy where the memory is not in order; as bytes, since counters travel as well.
-        flat = buffer.detach().reshape(-1).clone()
-        bcast_(world, flat.view(torch.uint8), transport)
-        buffer.copy_(flat.view(buffer.shape))
+        _bcast_bytes(topology, buffer, transport)
     batchnorm.write(state.bn_modules, stats.div_(old_size))
     _put_position(state.position, common["position"])
-    _count_steps_(state.position, problem)
+    before = steps_of(settings, max(1, common["images"] // problem.train.batch_size))
+    _count_steps_(state.position, before)
+    recount_steps_(state.position, settings, before, problem.steps)
     begin_iteration(state.position)
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(common["scaler"])
     problem.train.reshuffle([settings.seed, world.rank, state.position.iteration])
     torch.manual_seed((settings.seed + state.position.iteration) * world.size + world.rank)
+
+
+def _put_fixed(
+    topology: Topology, tensors: Tensors, problem: Problem, transport: Transport
+) -> None:
+    """Give every rank the parameters that are not trained of world rank 0, which holds them."""
+    for key, values in _fixed(problem).items():
+        if topology.world.rank == 0:
+            values.copy_(tensors[key])
+        _bcast_bytes(topology, values, transport)
+
+
+def _bcast_bytes(topology: Topology, tensor: Tensor, transport: Transport) -> None:
+    """Give every rank a tensor of world rank 0, of any dtype and in any order of its memory."""
+    flat = tensor.detach().reshape(-1).clone()
+    bcast_(topology.world, flat.view(torch.uint8), transport)
+    tensor.copy_(flat.view(tensor.shape))
 
 
 def _bcast_shared_memory(topology: Topology, state: State, transport: Transport) -> None:
@@ -363,35 +394,7 @@ def _put_position(position: Position, values: dict[str, Any]) -> None:
             setattr(position, name, value)
 
 
-def _count_steps_(position: Position, problem: Problem) -> None:
-    """Fill in the steps of an older checkpoint, which was of a run that took as many each time."""
+def _count_steps_(position: Position, steps: int) -> None:
+    """Fill in the steps of an older checkpoint, of a run that took so many each time."""
     if position.steps_done == UNKNOWN:
-        position.steps_done = (position.iteration - 1) * problem.steps
-
-
-def upgraded(numbers: Any) -> Any:
-    """Return the numbers of a checkpoint in the form that is written now.
-
-    In older ones nothing is under way, and in still older ones a position holds the bytes and
-    seconds of an interrupted phase 1 one by one.
-    """
-    position = numbers.get("position") if isinstance(numbers, dict) else None
-    if not isinstance(position, dict):
-        return numbers
-    new = asdict(Position(steps_done=UNKNOWN))
-    clock, traffic = position.get("clock"), position.get("traffic")
-    if isinstance(clock, dict) and isinstance(traffic, dict):
-        unknown = {"under_way": "", "steps_done": UNKNOWN, "best": []}
-        parts = {
-            "clock": {**new["clock"], **clock},
-            "traffic": {**new["traffic"], **traffic},
-        }
-        return {**numbers, "position": {**unknown, **position, **parts}}
-    if "local_seconds" not in position:
-        return numbers
-    old = {**position}
-    for kind in ("payload", "sent", "mask", "intra"):
-        new["traffic"][kind] = old.pop(f"{kind}_bytes", 0)
-    for part, name in (("earlier", "local"), ("method", "method"), ("exchange", "exchange")):
-        new["clock"][part] = old.pop(f"{name}_seconds", 0.0)
-    return {**numbers, "position": {**new, **old}}
+        position.steps_done = (position.iteration - 1) * steps

@@ -35,6 +35,9 @@ def test_cosine_runs_from_the_base_to_the_final_share() -> None:
     # One step past the run would be the end itself.
     end = learning_rate(100, 100, base=0.2, schedule="cosine", warmup=0.05, final=0.01)
     assert end == pytest.approx(0.002)
+    # The rate does not rise again after it.
+    past = learning_rate(150, 100, base=0.2, schedule="cosine", warmup=0.05, final=0.01)
+    assert past == end
     assert found[-1] == pytest.approx(0.002, rel=0.05)
 
 

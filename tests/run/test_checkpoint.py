@@ -1,7 +1,7 @@
 """Checkpoints over MPI: bit-exact on the same nodes, a stated rule on others, damage refused."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -42,7 +42,8 @@ from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.masks import apply_factors_
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.snapshot import contents, misfit, upgraded
+from prunex_mpi.run.older import upgraded
+from prunex_mpi.run.snapshot import contents, misfit
 from prunex_mpi.run.supervision import Checkpoints, driver_of, write_checkpoint
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import make
@@ -234,13 +235,19 @@ def helpers_end() -> Iterator[None]:
 
 
 def new_run(
-    topology: Topology, scenario: str, dtype: torch.dtype = torch.float32, **changes: object
+    topology: Topology,
+    scenario: str,
+    dtype: torch.dtype = torch.float32,
+    fixed: Sequence[str] = (),
+    **changes: object,
 ) -> Run:
-    """Build a run as the program does, from the same seeds each time."""
+    """Build a run as the program does, from the same seeds each time; some weights may be fixed."""
     settings = make(**{**COMMON, **SCENARIOS[scenario], **changes})
     torch.manual_seed(0)
     np.random.seed(topology.world.rank)
     model = NoisyNet().to(dtype)
+    for name in fixed:
+        model.get_parameter(name).requires_grad_(False)
     layout = build_layout(model)
     transport = build_transport(torch.device("cpu"), 2**-10, "host")
     dataset = load_dataset(topology, settings)
@@ -497,6 +504,26 @@ def test_a_checkpoint_without_what_is_under_way_is_refused() -> None:
             less = {name: tensor for name, tensor in tensors.items() if name != key}
             found = misfit(less, numbers, run.state, run.problem, **whose)
             assert reason in found if first or key == "stats" else found == ""
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_weights_that_are_not_trained_come_back(after: int) -> None:
+    fixed = [name for name, _ in NoisyNet().named_parameters()][:1]
+    with run_directory() as files:
+        with nodes_of(1) as topology:
+            first = new_run(topology, "recipe", fixed=fixed)
+            with torch.no_grad():
+                for name in fixed:
+                    first.problem.model.get_parameter(name).fill_(0.25)
+            list(first.iterate(StopsAt(4)))
+            first.save(files)
+        with nodes_of(after) as topology:
+            second = new_run(topology, "recipe", fixed=fixed)
+            second.restore(files)
+            for name in fixed:
+                parameter = second.problem.model.get_parameter(name)
+                assert torch.equal(parameter, torch.full_like(parameter, 0.25))
+                assert not parameter.requires_grad
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (3, 2)])
