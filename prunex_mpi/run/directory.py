@@ -239,6 +239,25 @@ class RunDirectory:
         write_json_durably(self.path / SUMMARY, summary)
 
 
+def new_folder(name: str) -> str:
+    """Make a folder for a run and return its path: `name`, with a number where that is taken.
+
+    Runs may begin in the same second.
+    """
+    path, number = name, 1
+    while True:
+        try:
+            Path(path).mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            path = f"{name}-{number}"
+        except OSError:
+            # Who opens the run says why.
+            return path
+        else:
+            return path
+
+
 def same_run(config: str, later: str) -> bool:
     """Say whether two texts of config.toml are of the same run, which may have become longer."""
     if config == later:

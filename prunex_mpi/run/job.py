@@ -1,6 +1,7 @@
 """One training job from its communicators to its last file, in the order in which things happen."""
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -49,7 +50,7 @@ from prunex_mpi.run.beginning import (
 )
 from prunex_mpi.run.board import Board
 from prunex_mpi.run.closing import closing_table
-from prunex_mpi.run.directory import RunDirectory, refuse_early
+from prunex_mpi.run.directory import RunDirectory, new_folder, refuse_early
 from prunex_mpi.run.dry_run import dry_run
 from prunex_mpi.run.facts import recorded_versions
 from prunex_mpi.run.start import (
@@ -155,13 +156,13 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
 
             results = judge_end(topology, work) if status != "preempted" else {}
 
-            def finish() -> None:
+            def finish() -> str:
                 if files is None:
-                    return
+                    return ""
                 if status == "preempted":
                     files.write_summary({"status": status, "reason": stop.reason})
                     log.info("stopped by %s: go on with --resume --run-dir %s", stop.reason, path)
-                    return
+                    return ""
                 with delivered(work):
                     records = files.read_lines("metrics.jsonl")
                     totals = summary.summarise(settings, topology, work.state, records, status)
@@ -171,14 +172,26 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                 totals["seconds_total"] = time.time() - started
                 totals["checkpoints"] = {"count": checkpoints.count, "seconds": checkpoints.seconds}
                 files.write_summary(totals)
-                print(closing_table(totals, files.path), flush=True)
+                return closing_table(totals, files.path)
 
-            together(world, lambda: telling_disk_errors("the results", finish))
+            table = together(world, lambda: telling_disk_errors("the results", finish))
             if status != "preempted":
                 write_last_checkpoint(topology, files, work, checkpoints)
+            if table:
+                say(table)
             # Nobody leaves while another may still need the job.
             world.Barrier()
             return PREEMPTED if status == "preempted" else 0
+
+
+def say(text: str) -> None:
+    """Print what a complete run ends with; that it can't be printed makes no failure of it."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        log.warning("the results can't be printed: %s", error.strerror)
+        # Python would try once more, and fail, when it ends.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def set_up(
@@ -280,7 +293,8 @@ def open_run(
     """
     # Jobs of an array begin in the same second.
     parts = time.strftime("%Y%m%d-%H%M%S"), settings.model, os.environ.get("SLURM_JOB_ID", "")
-    new = f"runs/{'-'.join(filter(None, parts))}"
+    name = f"runs/{'-'.join(filter(None, parts))}"
+    new = "" if settings.run_dir or world.rank else new_folder(name)
     path = Path(broadcast_text(world, settings.run_dir or new))
     with ExitStack() as exits:
 

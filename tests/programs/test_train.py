@@ -28,6 +28,7 @@ else:
 pytestmark = pytest.mark.jobs
 
 QUICK = ["--model", "resnet8", "--outer-iterations", "8", "--ranks-per-node", "2"]
+FULL = Path("/dev/full")
 RECORD = {
     "iteration",
     "seconds",
@@ -357,3 +358,24 @@ def test_digits_train_above_95_percent(tmp_path):
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["test_accuracy"] > 0.95
     assert summary["density"] == 0.5
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+def test_a_terminal_that_is_gone_makes_no_failure_of_a_complete_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "prunex_mpi.train", "--model", "resnet8-w4"]
+    command += ["--outer-iterations", "2", "--checkpoint-every", "2", "--run-dir", "run"]
+    with open(FULL, "w") as full:
+        result = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert result.returncode == 0, result.stderr
+    assert "the results can't be printed: No space left on device" in result.stderr
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "completed"
+    assert list((tmp_path / "run/checkpoints").iterdir())

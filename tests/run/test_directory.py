@@ -11,7 +11,7 @@ import pytest
 
 from prunex_mpi.base import files
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.run.directory import RunDirectory, refuse_early
+from prunex_mpi.run.directory import RunDirectory, new_folder, refuse_early
 
 
 def test_run_directory_is_made_with_its_configuration_and_grows_by_lines(tmp_path: Path) -> None:
@@ -23,6 +23,16 @@ def test_run_directory_is_made_with_its_configuration_and_grows_by_lines(tmp_pat
     lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3]
     assert not (path / "summary.json").exists()
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    name = str(tmp_path / "runs" / "20260101-000000-resnet20")
+    found = [new_folder(name) for _ in range(3)]
+    assert found == [name, f"{name}-2", f"{name}-3"]
+    for path in found:
+        RunDirectory(Path(path), "").close()
+    (tmp_path / "file").touch()
+    assert new_folder(str(tmp_path / "file" / "run")) == str(tmp_path / "file" / "run")
 
 
 def test_an_existing_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
