@@ -126,9 +126,8 @@ def refuse_divergence(topology: Topology, work: Work, loss: float) -> None:
 
     Not finite, or a mean loss of many times the first outer iteration's; where that is less than
     what guessing costs, as with a network that was trained before, of many times the latter. A loss
-    of the user's own that begins at 0 or below has no such bound. Comes
-    before phase 2, so that nothing of it enters a consensus, nor of images that could not be read.
-    Collective on `world`.
+    of the user's own that begins at 0 or below has no such bound. Comes before phase 2, so that
+    nothing of it enters a consensus, nor of images that could not be read. Collective on `world`.
     """
     state, problem, factor = work.state, "", work.settings.divergence_factor
     reader = work.problem.reader

@@ -291,7 +291,12 @@ def test_a_run_that_is_going_says_so(tmp_path: Path) -> None:
 
 
 def test_a_row_of_a_comparison_that_still_trains_is_not_broken_off(tmp_path: Path) -> None:
-    # It has no heartbeats.
+    # It has no heartbeats. A run that has just begun has nothing else.
+    begun = make_run(tmp_path / "begun", status="")
+    (begun / "metrics.jsonl").unlink()
+    (begun / "heartbeats").mkdir()
+    (begun / "heartbeats/0").write_text("")
+    assert reading.how_it_ended(begun, {}) == ("running", "")
     assert read_run(make_run(tmp_path / "run", status="")).status == "running"
 
 

@@ -199,6 +199,7 @@ def last_sign(path: Path) -> float:
     signs = [0.0]
     with contextlib.suppress(OSError):
         signs.append((path / METRICS).stat().st_mtime)
+    with contextlib.suppress(OSError):
         signs += [entry.stat().st_mtime for entry in os.scandir(path / "heartbeats")]
     return max(signs)
 
