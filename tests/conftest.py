@@ -41,6 +41,17 @@ def _forget_the_logger():
 
 
 @pytest.fixture
+def leaving_early(monkeypatch):
+    """Have any --time-limit end a run when its ranks agree for the second time."""
+    from prunex_mpi.comm.preemption import TIME_LIMIT, StopAgreement
+
+    def wanted(stop):
+        return TIME_LIMIT if stop.deadline is not None and stop.went_on else 0
+
+    monkeypatch.setattr(StopAgreement, "_wanted", wanted)
+
+
+@pytest.fixture
 def failing_instead_of_aborting(monkeypatch):
     """Have a program that would abort the job fail its test."""
     from prunex_mpi.run import program

@@ -83,13 +83,18 @@ class StopAgreement:
         self.reason = ""
         self.failed = False
         self.interval, self.calls = 1, 0
+        self.went_on = False
         self.last = time.perf_counter()
         self.longest_s = 0.0
         self.mine, self.all = np.zeros(2), np.zeros(2)
         self.request: MPI.Request | None = None
 
     def reached(self) -> bool:
-        """Say whether all ranks stop here. Call at the same steps on every rank."""
+        """Say whether all ranks stop here. Call at the same steps on every rank.
+
+        Raises UserError on every rank where the time limit was too near from the beginning: the
+        next job of the same length would get no further.
+        """
         self.calls += 1
         if self.calls < self.interval:
             return False
@@ -100,6 +105,9 @@ class StopAgreement:
             self.request.Wait()
             self.request = None
             request, seconds_per_call = int(self.all[0]), float(self.all[1])
+            if request == TIME_LIMIT and not self.went_on:
+                raise UserError(self._too_late())
+            self.went_on = True
             if request:
                 self.reason = REASONS.get(request) or signal.Signals(request).name
                 return True
@@ -116,9 +124,18 @@ class StopAgreement:
             return FAILED
         if self.deadline is None or self.received.number:
             return self.received.number
+        return TIME_LIMIT if time.time() + self._needed() > self.deadline else 0
+
+    def _needed(self) -> float:
         # Two safe points from now the phases between them may lie in the way.
-        needed = MARGIN_S + 2 * max(self.longest_s, PERIOD_S) + self.reserve_s
-        return TIME_LIMIT if time.time() + needed > self.deadline else 0
+        return MARGIN_S + 2 * max(self.longest_s, PERIOD_S) + self.reserve_s
+
+    def _too_late(self) -> str:
+        return (
+            f"the time limit leaves no time to train: {self._needed():.0f} s of it are kept for "
+            "leaving with a checkpoint, and no more was left after what comes before training; "
+            "give the job more time (--time-limit, or that of Slurm)"
+        )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import pytest
 
 from mpi4py import MPI
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm import preemption
 from prunex_mpi.comm.preemption import ReceivedSignal, catching, find_deadline, stop_agreement
 
@@ -63,7 +64,24 @@ def test_without_a_request_nothing_stops() -> None:
 def test_the_time_limit_leaves_time_for_the_checkpoint() -> None:
     limit = time.time() + preemption.MARGIN_S + 60
     assert agreed(ReceivedSignal(), limit) == ""
-    assert agreed(ReceivedSignal(), limit, reserve_s=70) == "the time limit"
+    with stop_agreement(MPI.COMM_SELF, ReceivedSignal(), limit) as stop:
+        assert not stop.reached()
+        assert not stop.reached()
+        stop.reserve_s = 70
+        assert any(stop.reached() for _ in range(30))
+        assert stop.reason == "the time limit"
+
+
+def test_a_limit_that_leaves_no_time_to_train_is_refused() -> None:
+    """A job that left after its first step with "go on" would do so for ever."""
+    with pytest.raises(UserError, match="no time to train: 12 s of it are kept for leaving"):
+        agreed(ReceivedSignal(), time.time() + 10)
+    near = time.time() + preemption.MARGIN_S + 60
+    with pytest.raises(UserError, match="82 s of it are kept"):
+        agreed(ReceivedSignal(), near, reserve_s=70)
+    received = ReceivedSignal()
+    received.number = signal.SIGUSR1
+    assert agreed(received, time.time() + 10) == "SIGUSR1"
 
 
 def test_the_deadline_is_the_flag_s_or_slurm_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,7 @@ def test_a_stream_trains_what_memory_trains(
     )
 
 
+@pytest.mark.usefixtures("leaving_early")
 def test_a_stream_that_was_left_goes_on_exactly(tmp_path: Path, run: Callable[..., int]) -> None:
     assert run("whole", "--data-mode", "memory") == 0
     assert run("run", "--data-mode", "stream", "--time-limit", "1") == 75
@@ -86,6 +87,7 @@ def test_a_stream_that_was_left_goes_on_exactly(tmp_path: Path, run: Callable[..
     assert_same(tmp_path / "whole", tmp_path / "run")
 
 
+@pytest.mark.usefixtures("leaving_early")
 def test_a_run_that_goes_on_has_the_colours_it_began_with(
     tmp_path: Path, run: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

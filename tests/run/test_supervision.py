@@ -199,6 +199,7 @@ def test_files_of_a_run_have_the_rights_of_the_umask(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.usefixtures("leaving_early")
 def test_a_time_limit_leaves_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
     assert run(tmp_path / "whole") == 0
     assert run(tmp_path / "run", "--time-limit", "1", "--trace") == 75
@@ -220,6 +221,7 @@ def test_a_time_limit_leaves_and_the_run_goes_on_exactly(tmp_path: Path) -> None
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.usefixtures("leaving_early")
 def test_a_run_from_before_ranks_were_recorded_goes_on(tmp_path: Path) -> None:
     assert run(tmp_path, "--time-limit", "1", "--checkpoint-every", "1") == 75
     manifests = sorted(tmp_path.glob("checkpoints/*/manifest.json"))
