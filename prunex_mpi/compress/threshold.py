@@ -21,6 +21,8 @@ from prunex_mpi.models.layout import Layout, Segment, norm
 
 # A sample holds at least so many of the elements that are to be sent.
 LEAST_ABOVE = 2
+# The warm-up of the paper is 4 epochs; where it is shorter, it falls as often.
+LEAST_PARTS = 4
 # Where the threshold lets more than UPPER times the share pass, the largest of these are sent;
 # where it lets less than LOWER times the share pass, it is multiplied by LOWER, so often at most.
 UPPER, LOWER, MOST_ADAPTATIONS = 1.3, 0.8, 10
@@ -37,15 +39,18 @@ def divide(layout: Layout, ratio: float) -> tuple[list[Segment], list[Segment]]:
     return parts
 
 
-def ratio_at(epoch: int, warmup_epochs: float, final: float) -> float:
-    """Return the share of a layer that travels in an epoch, counted from 0.
+def parts_of(warmup_epochs: float) -> int:
+    """Return in how many equal parts the share falls: the epochs, but 4 where they are fewer."""
+    return max(LEAST_PARTS, math.ceil(warmup_epochs)) if warmup_epochs else 0
 
-    In E epochs of warm-up it falls by the same factor each, the last step being the first epoch
-    after them: final^(1/(E+1)), final^(2/(E+1)), ... (1/4, 1/16, ... for 4 epochs and 0.001).
+
+def ratio_in(part: int, parts: int, final: float) -> float:
+    """Return the share of a layer that travels in a part of the warm-up, counted from 0.
+
+    In each of E parts it falls by the same factor, once more after the last: final^(1/(E+1)),
+    final^(2/(E+1)), ... (about 1/4, 1/16, ... for 4 parts and 0.001).
     """
-    if epoch >= warmup_epochs:
-        return final
-    return max(final, final ** float((epoch + 1) / (warmup_epochs + 1)))
+    return final if part >= parts else max(final, final ** ((part + 1) / (parts + 1)))
 
 
 def clip_norm_(grad: Tensor, weight: float, largest: float) -> None:

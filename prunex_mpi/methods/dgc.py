@@ -18,7 +18,8 @@ from prunex_mpi.compress.threshold import (
     clip_norm_,
     divide,
     forget_sent_,
-    ratio_at,
+    parts_of,
+    ratio_in,
     select_above_,
 )
 from prunex_mpi.compress.whole import move_whole_, pieces_of
@@ -53,7 +54,7 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
         return {}
     theta, settings = work.state.theta, work.settings
     compressed, whole = divide(work.state.layout, settings.compress_ratio)
-    largest = ratio_at(0, settings.dgc_warmup_epochs, settings.compress_ratio)
+    largest = ratio_in(0, parts_of(settings.dgc_warmup_epochs), settings.compress_ratio)
     return {
         **allocate_sparse(wire, theta, sum(kept_per_layer(compressed, largest))),
         "whole": theta.new_empty(sum(s.numel for s in whole)),
@@ -87,11 +88,13 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
 
 def ratio_of(work: Work) -> float:
     """Return the share of a layer that travels in this step."""
-    settings, train = work.settings, work.problem.train
-    epoch, warmup = steps_taken(work) // train.steps_per_epoch, settings.dgc_warmup_epochs
-    if steps_taken(work) >= round(warmup * train.steps_per_epoch):
-        return settings.compress_ratio
-    return ratio_at(epoch, warmup, settings.compress_ratio)
+    settings, step = work.settings, steps_taken(work)
+    epochs, final = settings.dgc_warmup_epochs, settings.compress_ratio
+    steps = round(epochs * work.problem.train.steps_per_epoch)
+    if step >= steps:
+        return final
+    parts = parts_of(epochs)
+    return ratio_in(step * parts // steps, parts, final)
 
 
 def add_common_(space: dict[str, Any], work: Work) -> None:

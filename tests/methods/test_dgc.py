@@ -33,15 +33,15 @@ def test_sending_everything_is_sgd_with_momentum(aggregation, ranks_per_node) ->
 
 
 def test_the_warm_up_sends_more_and_then_the_share() -> None:
-    """Two epochs of two steps: 0.001 to the power of 1/3 and 2/3, 0.1 and 0.01, then the share."""
+    """Two epochs of two steps: 0.001 to the power of 1/5, 2/5, 3/5 and 4/5."""
     with nodes_of(1) as topology:
         sample = {"dgc_sample": 1.0, "compress_ratio": 0.001, "dgc_warmup_epochs": 2}
         records, _ = run(topology, method="dgc", **sample)
     # Per step all 69 biases, gammas and betas, and what is told: how many elements there are.
     rest = 8 * 69 + 8
-    # Of 216, 288, 72, 96 and 60 weights.
-    tenth, hundredth, least = 22 + 29 + 8 + 10 + 6, 3 + 3 + 1 + 1 + 1, 5
-    counts = [tenth, tenth, hundredth, hundredth, least, least]
+    # Of 216, 288, 72, 96 and 60 weights 25.1, 6.3, 1.6 and 0.4 %, then the share.
+    counts = [55 + 73 + 19 + 25 + 16, 14 + 19 + 5 + 7 + 4, 4 + 5 + 2 + 2 + 1, 1 + 2 + 1 + 1 + 1]
+    counts += [5, 5]
     for record, mine in zip(records, (counts[:STEPS], counts[STEPS:]), strict=True):
         statistics = 8 * 2 * (8 + 8 + 12)
         assert record["bytes"]["payload"] == sum(12 * c + rest for c in mine) + statistics
