@@ -5,6 +5,10 @@ sum of the estimates h. A worker sends what the coarsest level that is good enou
 its gradient less its estimate, and nothing where the estimate is good enough as it is
 (`compress/three_point.py`). The first gradients travel whole. Nothing is left over for later: the
 estimates follow (EF21), and the step takes their sum.
+
+With `--ada-average` a below 1 the worker's own average of gradients, x = (1 - a) y + a g, stands
+for the gradient, y being the average of the step before (EF21-SGDM, Fatkhullin et al. 2023): that
+of a batch is mostly noise, which no estimate can follow.
 """
 
 from typing import Any
@@ -65,6 +69,8 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
         wire.reduce_(grad)
         total.copy_(grad)
         return
+    if work.settings.ada_average < 1:
+        grad.lerp_(last, 1 - work.settings.ada_average)
     change = torch.linalg.vector_norm(last.sub_(grad), dtype=torch.float64).square()
     last.copy_(grad)
     difference = torch.sub(grad, estimate, out=state.scratch)

@@ -615,6 +615,15 @@ class Settings:
         low=0,
         methods=("adacgd",),
     )
+    ada_average: float = _setting(
+        _S,
+        "weight of a new gradient in the average that a worker compresses; 1: the gradient alone",
+        1.0,
+        before=1.0,
+        above=0,
+        high=1,
+        methods=("adacgd",),
+    )
     outer_lr: float = _setting(
         _S,
         "learning rate of the step between nodes (sparseloco: 1)",

@@ -52,6 +52,7 @@ METHODS = {
     "terngrad, unbounded": {"clip_sigma": 0.0},
     # The learning rate is that of all here, a hundredth of it on the scale of SGD.
     "adacgd": {"ada_levels": (0.1, 0.3, 0.6), "ada_zeta": 0.5},
+    "adacgd, averaged": {"ada_levels": (0.1, 0.3, 0.6), "ada_zeta": 0.5, "ada_average": 0.3},
     "lion": {"weight_decay": 0.1, "lr": 0.0005},
 }
 AGGREGATIONS = ("flat", "hierarchical")

@@ -125,9 +125,11 @@ def dgc(contributions, memory, s):
     """
     step, final, warmup = memory.setdefault("step", 0), s.compress_ratio, s.dgc_warmup_epochs
     memory["step"] += 1
-    ratio, epoch = final, step // s.steps_per_epoch
-    if epoch < warmup:
-        ratio = max((final ** (1 / (warmup + 1))) ** (epoch + 1), final)
+    ratio = final
+    if step < warmup * s.steps_per_epoch:
+        parts = max(4, math.ceil(warmup))
+        falls = 1 + int(step / (warmup * s.steps_per_epoch) * parts)
+        ratio = final ** (falls / (parts + 1))
     if s.dgc_clip:
         clipped = []
         for c, weight in zip(contributions, memory["shares"], strict=True):
@@ -227,7 +229,9 @@ def adacgd(contributions, memory, s):
         memory["estimates"], memory["before"] = [r.clone() for r in rows], [r.clone() for r in rows]
         memory["levels"] = set()
         return dense(contributions, memory, s)
-    for h, x, y in zip(memory["estimates"], rows, memory["before"], strict=True):
+    for h, g, y in zip(memory["estimates"], rows, memory["before"], strict=True):
+        # EF21-SGDM compresses an average of the gradients; 1 is the gradient itself.
+        x = y + s.ada_average * (g - y)
         bound = s.ada_zeta * float(((x - y) ** 2).sum())
         order = sorted(range(len(x)), key=lambda i: -abs(float(x[i] - h[i])))
         for level in (0, *s.ada_levels):

@@ -249,7 +249,8 @@ tune-lr = [0.01]
 @pytest.mark.parametrize(
     ("plan", "rows"),
     [
-        ("compare_cifar10.toml", 23),
+        ("compare_cifar10.toml", 24),
+        ("compare_resnet20.toml", 6),
         ("ways_cifar10.toml", 11),
         ("pruned_cifar10.toml", 11),
         ("pretrained_cifar10.toml", 6),
