@@ -16,6 +16,21 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 TRIED_IMAGES = 2
 
 
+def refuse_several(outputs: object, loss: Loss) -> None:
+    """Raise UserError where cross-entropy would get more than one tensor of outputs.
+
+    Some models return others while they train (deep supervision), of which a function of the user's
+    can make a loss.
+    """
+    ours = loss.func if isinstance(loss, partial) else loss
+    if ours is F.cross_entropy and not isinstance(outputs, Tensor):
+        raise UserError(
+            f"the model returns {type(outputs).__name__} while it trains, of which cross-entropy "
+            "can't be taken; let it return one tensor [b, classes], or give --loss a function that "
+            "takes both"
+        )
+
+
 def find_losses(settings: Settings, classes: int) -> tuple[Loss, Loss]:
     """Return what the test set is measured by, and what training minimises.
 

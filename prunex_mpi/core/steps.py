@@ -11,6 +11,7 @@ from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress.whole import pieces_of
 from prunex_mpi.core.distillation import distilled
+from prunex_mpi.core.objective import refuse_several
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR, learning_rate, quadratic_interval
 from prunex_mpi.core.state import Position, State, Work
 from prunex_mpi.data.mixing import mix
@@ -89,7 +90,9 @@ def forward(work: Work, part: tuple[Tensor, Tensor]) -> Tensor:
     images, labels = part
     with torch.autocast(device_type, amp_dtype, enabled=amp != "off"):
         outputs = problem.forward(images)
-        loss = (problem.objective or problem.loss)(outputs, labels)
+        objective = problem.objective or problem.loss
+        refuse_several(outputs, objective)
+        loss = objective(outputs, labels)
         return distilled(problem.teacher, images, outputs, loss) if problem.teacher else loss
 
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import require_same, together
 from prunex_mpi.comm.behind import exchanging_behind
+from prunex_mpi.comm.gather import gather_counts
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.best import delivered
 from prunex_mpi.core.objective import Loss
@@ -120,7 +121,8 @@ def training(
         topology, device = place.topology, place.device
         transport = find_transport(place, settings)
         refuse_impossible_exchange(topology, settings)
-        dataset = together(world, lambda: as_dataset(model, data, world.size))
+        tests = sum(gather_counts(world, len(data.test.labels) if data.test is not None else 0))
+        dataset = together(world, lambda: as_dataset(model, data, world.size, tests))
         around = (topology, settings, dataset, model, device, transport)
         work = assemble_around(*around, Heartbeat())
         tell_beforehand(world, work)
@@ -162,15 +164,18 @@ def refuse_odd(shard: Shard) -> None:
         raise UserError(f"labels must be int64 [{len(images)}], not {_kind(labels)}")
 
 
-def as_dataset(model: nn.Module, data: Data, ranks: int) -> Dataset:
-    """Return the images as a loaded data set has them; raise UserError for labels beyond it."""
+def as_dataset(model: nn.Module, data: Data, ranks: int, tests: int) -> Dataset:
+    """Return the images as a loaded data set has them, `tests` on all ranks together.
+
+    Raises UserError for images that there are none of, or that the model does not fit, and for
+    labels beyond its outputs.
+    """
+    if not len(data.train.labels):
+        raise UserError("there is no image to train on")
+    if data.test is not None and not tests:
+        raise UserError("the test set is empty on all ranks; leave test away where there is none")
     side = data.train.images.shape[-1]
-    dtype = next(p.dtype for p in model.parameters())
-    training = model.training
-    with torch.no_grad():
-        outputs = model.eval()(torch.zeros(1, 3, side, side, dtype=dtype))
-    model.train(training)
-    classes = outputs.shape[1]
+    classes = find_classes(model, side)
     test = data.test or Shard(data.train.images[:0], data.train.labels[:0])
     for labels in (data.train.labels, test.labels):
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
@@ -181,10 +186,29 @@ def as_dataset(model: nn.Module, data: Data, ranks: int) -> Dataset:
         num_classes=classes,
         image_size=side,
         train_total=len(data.train.labels) * ranks,
-        test_total=len(test.labels),
+        test_total=tests,
         flip=data.flip,
         pad=data.pad,
     )
+
+
+def find_classes(model: nn.Module, side: int) -> int:
+    """Return how many outputs the model has; raise UserError where it can't take such images."""
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    training = model.training
+    try:
+        with torch.no_grad():
+            outputs = model.eval()(torch.zeros(1, 3, side, side, dtype=dtype))
+    # The user's model can raise anything.
+    except Exception as error:
+        raise UserError(
+            f"the model can't take images of {side}x{side} ({one_line(error)})"
+        ) from error
+    model.train(training)
+    if not isinstance(outputs, Tensor) or outputs.dim() != 2 or len(outputs) != 1:
+        found = _kind(outputs) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise UserError(f"the model returns {found} for one image, not [1, classes]")
+    return outputs.shape[1]
 
 
 def _kind(tensor: Tensor) -> str:

@@ -15,7 +15,7 @@ import torch
 from mpi4py import MPI
 
 from prunex_mpi.base.alone import require_packages
-from prunex_mpi.base.errors import PREEMPTED
+from prunex_mpi.base.errors import PREEMPTED, UserError
 from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log, set_up_logging
@@ -194,6 +194,16 @@ def say(text: str) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
+def refuse_extra_state(model: torch.nn.Module) -> None:
+    """Raise UserError where a model keeps what is no tensor, which no file of a run can hold."""
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise UserError(
+                f"the model's state_dict() holds {name}, a {type(value).__name__}; it may hold "
+                "tensors alone: leave get_extra_state away"
+            )
+
+
 def set_up(
     topology: Topology,
     settings: Settings,
@@ -258,6 +268,7 @@ def assemble_around(
 ) -> Work:
     """Do the rest of `assemble` with a model, which is on the CPU. Collective on `world`."""
     world = topology.world
+    together(world, lambda: refuse_extra_state(model))
     layout = together(world, lambda: build_layout(model))
     tensors = [(name, t.shape, t.dtype) for name, t in model.state_dict().items()]
     require_same(world, "the parameters of the model", repr((layout, tensors)))

@@ -99,6 +99,22 @@ def check_together(settings: Settings) -> None:
             )
 
 
+def check_given(settings: Settings, usual: Mapping[str, Any]) -> None:
+    """Refuse values, other than the `usual` ones, that another setting makes meaningless."""
+    s = settings
+    means_nothing = (
+        ("lr_final", "lr_schedule", s.lr_schedule != "cosine"),
+        ("freeze_window", "freeze_drift", s.freeze_drift < 0),
+        *((name, "penalty", s.penalty == "fixed") for name in ("rho_factor", "rho_min", "rho_max")),
+    )
+    for name, other, idle in means_nothing:
+        if idle and getattr(s, name) != usual[name]:
+            raise UserError(
+                f"{key_of(name)} means nothing with {key_of(other)} {getattr(s, other)}; leave it "
+                "away"
+            )
+
+
 def known_freeze(settings: Settings) -> int:
     """Return the outer iteration that freezes the masks, 0 where that is not known before."""
     return settings.freeze_iteration if settings.freeze_drift < 0 else 0

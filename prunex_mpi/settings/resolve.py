@@ -10,7 +10,7 @@ from typing import Any
 import tomli_w
 
 from prunex_mpi.base.errors import UserError, meant, quote
-from prunex_mpi.settings.checks import check_together, first_at_target
+from prunex_mpi.settings.checks import check_given, check_together, first_at_target
 from prunex_mpi.settings.fields import (
     FIELDS,
     GRASP_BELOW,
@@ -84,10 +84,13 @@ def _joined(saved: Mapping[str, Any]) -> dict[str, Any]:
 def build(preset: str, layers: Sequence[Mapping[str, Any]]) -> Settings:
     """Lay converted values over a preset, the later the stronger; resolve and check the result."""
     method = next((x["method"] for x in reversed(layers) if "method" in x), "prunex")
-    values = _defaults(preset, method)
+    usual = _defaults(preset, method)
+    values = dict(usual)
     for layer in layers:
         _lay_over(values, _given_to(method, preset, layer))
-    return _resolve({**values, "preset": preset})
+    settings = _resolve({**values, "preset": preset})
+    check_given(settings, usual)
+    return settings
 
 
 def _given_to(method: str, preset: str, layer: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Losses of the user's own are tried before they are trained with."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.core.objective import find_losses
+from prunex_mpi.core.objective import find_losses, refuse_several
 from prunex_mpi.settings.resolve import make
 
 
@@ -27,3 +29,13 @@ def test_a_loss_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = make(dataset="synthetic", train_samples=64, test_samples=16, loss="own:vector")
     with pytest.raises(UserError, match=r"must return one number .*a tensor \[1\]"):
         find_losses(settings, 3)
+
+
+def test_several_outputs_are_for_a_loss_of_one_s_own() -> None:
+    outputs = torch.zeros(2, 3), torch.zeros(2, 3)
+    smoothed = partial(F.cross_entropy, label_smoothing=0.1)
+    for loss in (F.cross_entropy, smoothed):
+        refuse_several(outputs[0], loss)
+        with pytest.raises(UserError, match="returns tuple while it trains"):
+            refuse_several(outputs, loss)
+    refuse_several(outputs, lambda pair, labels: F.cross_entropy(pair[0], labels))

@@ -31,6 +31,34 @@ def small(num_classes: int, image_size: int) -> nn.Module:
     )
 
 
+class _MoreWhileTraining(nn.Module):
+    """Return a second output while it trains, as networks with auxiliary classifiers do."""
+
+    def __init__(self, body: nn.Module):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        outputs = self.body(x)
+        return (outputs, outputs) if self.training else outputs
+
+
+def more_while_training(num_classes: int, image_size: int) -> nn.Module:
+    return _MoreWhileTraining(small(num_classes, image_size))
+
+
+class _Noting(nn.Identity):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+def extra_state(num_classes: int, image_size: int) -> nn.Module:
+    return nn.Sequential(_Noting(), small(num_classes, image_size))
+
+
 def small_double(num_classes: int, image_size: int) -> nn.Module:
     return small(num_classes, image_size).double()
 

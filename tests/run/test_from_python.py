@@ -88,6 +88,12 @@ def test_a_part_of_the_ranks_can_train() -> None:
         ({}, {"images": torch.zeros(4, 1, 8, 8).byte()}, r"not uint8 \[4, 1, 8, 8\]"),
         ({}, {"labels": torch.zeros(3).long()}, r"labels must be int64 \[4\], not int64 \[3\]"),
         ({}, {"labels": torch.full((4,), 7)}, "labels must be from 0 to 2"),
+        ({}, {"images": torch.zeros(4, 3, 2, 2).byte()}, "the model can't take images of 2x2"),
+        (
+            {},
+            {"images": torch.zeros(0, 3, 8, 8).byte(), "labels": torch.zeros(0).long()},
+            "there is no image to train on",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_on_every_rank(changes, data, why) -> None:
@@ -97,6 +103,33 @@ def test_what_does_not_fit_is_refused_on_every_rank(changes, data, why) -> None:
         train.training(
             WORLD, make(**{**SHORT, **changes}), own_model(), Data(Shard(**given)), focal
         ),
+    ):
+        pass
+
+
+def test_a_test_set_without_images_is_refused_and_a_share_without_is_not() -> None:
+    settings = make(method="dense", outer_iterations=1, local_steps=1, batch_size=4)
+    with (
+        pytest.raises(UserError, match="the test set is empty on all ranks"),
+        train.training(WORLD, settings, own_model(), Data(shard(WORLD.rank), shard(100, 0))),
+    ):
+        pass
+    share = shard(100, IMAGES if WORLD.rank == 0 else 0)
+    with train.training(WORLD, settings, own_model(), Data(shard(WORLD.rank), share)) as run:
+        (record,) = run.outer_iterations()
+    assert 0 <= record["test_accuracy"] <= 1
+
+
+@pytest.mark.parametrize("output", [torch.zeros(1, 3, 4), torch.zeros(3), (torch.zeros(1, 3),)])
+def test_a_model_that_returns_something_else_is_refused(output) -> None:
+    class Odd(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return output
+
+    settings = make(method="dense", outer_iterations=1, local_steps=1, batch_size=4)
+    with (
+        pytest.raises(UserError, match=r"for one image, not \[1, classes\]"),
+        train.training(WORLD, settings, Odd(3, 3), Data(shard(WORLD.rank))),
     ):
         pass
 
