@@ -15,6 +15,12 @@ from prunex_mpi.base.errors import USAGE, UserError
 T = TypeVar("T")
 
 POLL_S = 0.005
+# What a rank tells of an action that takes long; 0 while it goes on. The least of all counts.
+DONE, FAILED = 1, -1
+
+
+class _FailedElsewhere(Exception):
+    """End what a rank does, as another one has failed."""
 
 
 def gather_text(world: MPI.Comm, text: str) -> list[str]:
@@ -92,9 +98,10 @@ def together_while(
 
     The action takes long and calls `going()` as it goes on. `beat` is called then; and where a
     rank is done sooner, as often as all others have gone on, so that only a rank that hangs looks
-    like one. Rounds of Iallreduce tell, in which nobody waits.
+    like one. Where one has failed the others are stopped in `going()`. Rounds of Iallreduce tell,
+    in which nobody waits.
     """
-    mine, everyone = np.zeros(1, dtype=np.uint8), np.zeros(1, dtype=np.uint8)
+    mine, everyone = np.zeros(1, dtype=np.int8), np.zeros(1, dtype=np.int8)
     request: MPI.Request | None = None
 
     def round_ended() -> bool:
@@ -108,21 +115,26 @@ def together_while(
 
     def going() -> None:
         beat()
-        round_ended()
+        if round_ended() and everyone[0] == FAILED:
+            raise _FailedElsewhere
 
     result, error = None, None
     try:
         result = action(going)
     except UserError as caught:
         error = caught
+    except _FailedElsewhere:
+        raise_together(world, None)
     if request is not None:
         # Its operand is still read; it ends as soon as the others go on.
         while not request.Test():
             time.sleep(POLL_S)
         request = None
         beat()
-    mine[0] = 1
-    # What a round has not ended yet may hold anything.
+        if everyone[0] == FAILED:
+            raise_together(world, error)
+    mine[0] = FAILED if error else DONE
+    # What a round has not ended yet may hold anything; a round is the last one on all ranks alike.
     while not (round_ended() and everyone[0]):
         if request is None:
             beat()

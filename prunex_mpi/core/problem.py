@@ -237,7 +237,7 @@ def build_problem(
     if not agreed:
         broadcast_weights_(topology.world, model, transport)
     # From here on the ranks' random numbers differ (dropout); the shards' order has its own.
-    torch.manual_seed(settings.seed * topology.world_size + topology.world.rank)
+    torch.manual_seed((settings.seed * topology.world_size + topology.world.rank) % 2**63)
     return Problem(
         model=model,
         forward=torch.compile(model) if settings.compile else model,

@@ -56,3 +56,33 @@ def test_what_goes_wrong_on_one_rank_ends_all() -> None:
     with pytest.raises(UserError, match="no such file") as caught:
         together_while(WORLD, fails, lambda: None)
     assert caught.value.exit_code == 3
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_others_are_stopped_where_one_fails() -> None:
+    """Two steps in, while they have hundreds before them and rank 0 is done."""
+    steps = []
+
+    def fails(going) -> None:
+        WORLD.Barrier()
+        for step in range(500 if WORLD.rank else 0):
+            time.sleep(STEP_S)
+            going()
+            steps.append(step)
+            if WORLD.rank == LAST and step == 1:
+                raise UserError("damaged", 3)
+
+    with pytest.raises(UserError, match="damaged"):
+        together_while(WORLD, fails, lambda: None)
+    assert len(steps) < 250
+    # Nothing is left of it that what comes next could meet.
+    assert together_while(WORLD, work, lambda: None) == WORLD.rank
+
+
+def test_all_may_fail_at_once() -> None:
+    def fails(going) -> None:
+        going()
+        raise UserError("damaged", 3)
+
+    with pytest.raises(UserError, match="damaged"):
+        together_while(WORLD, fails, lambda: None)
