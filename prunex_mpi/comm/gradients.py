@@ -14,6 +14,7 @@ from torch import Tensor, cuda, nn
 
 from mpi4py import MPI
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.collectives import mpi_buffer
 from prunex_mpi.comm.topology import library_name
 from prunex_mpi.comm.wire import Wire
@@ -81,17 +82,23 @@ class GradientAverager:
         """Forget the last step; call before backward, that of a batch's last part."""
         self.listening = True
         self.missing = list(self.members)
+        self.late = False
         self.requests = []
 
     def finish_(self) -> None:
-        """Leave the mean over `comm` in the gradient. Collective on `comm`; call after backward."""
+        """Leave the mean over `comm` in the gradient. Collective on `comm`; call after backward.
+
+        Raises UserError where a parameter got several gradients, one after the other.
+        """
         if self.overlap:
             # Parameters that took no part in the loss fire no hook.
             self._start(all_of_them=True)
             self.listening = False
             self.wire.wait_(self.requests, self.sums)
+            self._refuse_late()
         elif self.queued:
             self._reduce_marked_()
+            self._refuse_late()
         else:
             self.wire.reduce_(self.grad)
         if self.comm.size > 1:
@@ -108,12 +115,21 @@ class GradientAverager:
             if not self.listening:
                 return
             self.missing[bucket] -= 1
+            self.late |= self.missing[bucket] < 0
             if not self.queued:
                 self._start()
             elif self.missing[bucket] == 0:
                 self._mark(bucket)
 
         return hook
+
+    def _refuse_late(self) -> None:
+        # What came last may have been added to a sum that was on its way.
+        if self.late:
+            raise UserError(
+                "the model uses a part of its own several times by reentrant checkpointing, which "
+                "adds up gradients in several passes; give checkpoint use_reentrant=False"
+            )
 
     def _mark(self, bucket: int) -> None:
         self.marks[bucket].record(cuda.current_stream(self.grad.device))

@@ -1,5 +1,6 @@
 """Evaluate what is delivered, the masked z with the consensus BatchNorm statistics; guard it."""
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -10,7 +11,7 @@ import torch
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, UNREADABLE, Diverged, UserError
-from prunex_mpi.comm.agreement import raise_together
+from prunex_mpi.comm.agreement import digests_agree, raise_together
 from prunex_mpi.comm.collectives import hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import find_wires, reduce_between_nodes_
@@ -36,6 +37,7 @@ def evaluate(topology: Topology, work: Work, estimate: bool = False) -> tuple[fl
     estimated on z for as long as this takes. Training does not notice. Collective on `world`; every
     rank receives the same numbers, or raises UserError where one could not read an image.
     """
+    average_other_buffers_(topology, work)
     judged = statistics_of_z(topology, work) if estimate else nullcontext()
     # Statistics are estimated on what is judged.
     with ema_of(work.state), judged:
@@ -43,6 +45,30 @@ def evaluate(topology: Topology, work: Work, estimate: bool = False) -> tuple[fl
         if BEST in work.state.memory:
             keep_best_(work, loss, accuracy)
     return loss, accuracy
+
+
+def average_other_buffers_(topology: Topology, work: Work) -> None:
+    """Average what floating-point buffers, BatchNorm's apart, are not the same on all ranks.
+
+    Norms of other kinds keep running statistics as well, each rank of its own images; the network
+    that is delivered has those of one rank. Collective on `world`.
+    """
+    state, world = work.state, topology.world
+    model = work.problem.model
+    ours = {id(b) for m in state.bn_modules for b in m.buffers()}
+    for buffer in model.buffers():
+        if id(buffer) in ours or not buffer.is_floating_point() or not buffer.numel():
+            continue
+        data = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        if digests_agree(world, zlib.crc32(data)):
+            continue
+        position = state.position
+        wires = find_wires(topology, False, work.transport, position.traffic, position.clock)
+        flat = buffer.detach().to(state.theta.dtype, copy=True).view(-1)
+        wires.node.reduce_(flat)
+        flat.div_(topology.world_size)
+        reduce_between_nodes_(wires.workers, wires.node, flat, kind="evaluate")
+        buffer.copy_(flat.view(buffer.shape))
 
 
 @torch.no_grad()

@@ -93,18 +93,25 @@ def write_plain(modules: list[_BatchNorm], flat: Tensor) -> None:
 def estimate(model: nn.Module, modules: list[_BatchNorm], batches: Iterable[Tensor]) -> None:
     """Replace the running statistics by their plain average over `batches` of images.
 
-    Only the BatchNorm modules run in training mode, so that dropout stays off.
+    Only the BatchNorm modules run in training mode, so that dropout stays off. Those that stay in
+    evaluation mode when the model trains keep theirs, and so do those that no image reaches.
     """
     modes = [(m, m.training) for m in model.modules()]
-    momenta = [m.momentum for m in modules]
+    # Where a user has frozen some, the model's own train() says so, or theirs.
+    model.train()
+    moving = [m for m in modules if m.training]
+    before = [(m.momentum, [b.clone() for b in m.buffers()]) for m in moving]
     model.eval()
-    for m in modules:
+    for m in moving:
         m.reset_running_stats()
         m.momentum = None
-        m.train()
+        m.training = True
     for images in batches:
         model(images)
-    for m, momentum in zip(modules, momenta, strict=True):
+    for m, (momentum, buffers) in zip(moving, before, strict=True):
         m.momentum = momentum
+        if not m.num_batches_tracked:
+            for buffer, value in zip(m.buffers(), buffers, strict=True):
+                buffer.copy_(value)
     for m, training in modes:
         m.training = training

@@ -106,6 +106,15 @@ def try_forward(model: nn.Module, num_classes: int, image_size: int) -> None:
         raise ValueError(f"it returns {found} for one image, not [1, {num_classes}]")
 
 
+def settle(model: nn.Module, image_size: int) -> None:
+    """Run a blank image in evaluation mode: what modules keep of it knows no gradient."""
+    parameter = next(model.parameters(), torch.empty(0))
+    training = model.training
+    with torch.no_grad():
+        model.eval()(parameter.new_zeros(1, 3, image_size, image_size))
+    model.train(training)
+
+
 @torch.no_grad()
 def probe(model: nn.Module, image_size: int) -> list[float]:
     """Return the logits of a fixed image in evaluation mode: they tell networks apart."""

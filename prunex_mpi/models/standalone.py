@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 import torchvision
 from safetensors.torch import load_file
@@ -82,8 +83,14 @@ def fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
+def _waits_for_an_image(model: nn.Module) -> bool:
+    return any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers()))
+
+
 def build(description: Mapping[str, Any]) -> nn.Module:
     """Return a network of full size with fresh weights, on the CPU, in training mode.
+
+    Modules that take their sizes from the first image have seen one.
 
     `description` holds name, num_classes, image_size and stem ("cifar", "imagenet", or "" for
     networks that have but one).
@@ -93,7 +100,13 @@ def build(description: Mapping[str, Any]) -> nn.Module:
     if ":" in name:
         module, _, factory = name.partition(":")
         make = getattr(importlib.import_module(module), factory)
-        return make(num_classes=classes, image_size=side)
+        model = make(num_classes=classes, image_size=side)
+        if isinstance(model, nn.Module) and _waits_for_an_image(model):
+            training = model.training
+            with torch.no_grad():
+                model.eval()(torch.zeros(1, 3, side, side))
+            model.train(training)
+        return model
     if name in CIFAR_FAMILY:
         return CifarResNet(*CIFAR_FAMILY[name], classes)
     if name == SMALL_VGG:

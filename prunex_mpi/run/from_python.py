@@ -22,6 +22,7 @@ from prunex_mpi.core.objective import Loss
 from prunex_mpi.core.state import Work, weights
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.models.build import settle
 from prunex_mpi.run.job import assemble_around
 from prunex_mpi.run.start import find_transport, take_places, tell_beforehand
 from prunex_mpi.run.supervision import driver_of
@@ -73,9 +74,10 @@ class Training:
         yield from driver_of(self.work.settings).outer_iterations(self.topology, self.work)
 
     def normalised(self, images: Tensor) -> Tensor:
-        """Return uint8 images [n, 3, S, S] as the model sees them, float32, on the CPU."""
+        """Return uint8 images [n, 3, S, S] as the model sees them, of its dtype, on the CPU."""
         problem = self.work.problem
-        look = Look(problem.mean, problem.std, "cpu")
+        dtype = next(p.dtype for p in problem.model.parameters())
+        look = Look(problem.mean, problem.std, "cpu", dtype)
         shard = Shard(images, torch.zeros(len(images), dtype=torch.int64))
         return next(evaluation_batches(shard, batch_size=len(images), look=look))[0]
 
@@ -89,6 +91,9 @@ class Training:
         state, model = self.work.state, self.work.problem.model
         with delivered(self.work), weights(state, state.z):
             tensors = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
+        side = self.work.problem.train_shard.images.shape[-1]
+        # Some modules keep a result of the last batch, which has no copy with its gradient.
+        settle(model, side)
         copy = deepcopy(model).cpu()
         copy.load_state_dict(tensors)
         for parameter in copy.parameters():

@@ -33,6 +33,7 @@ from prunex_mpi.core.problem import (
     load_dataset,
     make_groups,
     make_model,
+    refuse_drawn,
 )
 from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import Work, build_state
@@ -194,13 +195,18 @@ def say(text: str) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
-def refuse_extra_state(model: torch.nn.Module) -> None:
-    """Raise UserError where a model keeps what is no tensor, which no file of a run can hold."""
+def refuse_odd_state(model: torch.nn.Module) -> None:
+    """Raise UserError where a model keeps what no file of a run can hold."""
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise UserError(
                 f"the model's state_dict() holds {name}, a {type(value).__name__}; it may hold "
                 "tensors alone: leave get_extra_state away"
+            )
+        if value.layout != torch.strided or value.device.type != "cpu":
+            kind = value.device.type if value.layout == torch.strided else value.layout
+            raise UserError(
+                f"{name} of the model is {kind}; build it of dense tensors on the CPU, with values"
             )
 
 
@@ -235,7 +241,12 @@ def assemble(
     if is_left_to_measure(settings):
         settings = try_out(topology, settings, dataset, device, transport, heartbeat)
     heartbeat.enter("model")
-    model = together(world, lambda: make_model(settings, dataset.num_classes, dataset.image_size))
+    sizes = dataset.num_classes, dataset.image_size
+    model = together(world, lambda: make_model(settings, *sizes))
+    together(world, lambda: refuse_odd_state(model))
+    if ":" in settings.model:
+        first = world.rank == 0
+        together(world, lambda: refuse_drawn(settings, model, *sizes) if first else None)
     return assemble_around(topology, settings, dataset, model, device, transport, heartbeat, reads)
 
 
@@ -268,7 +279,7 @@ def assemble_around(
 ) -> Work:
     """Do the rest of `assemble` with a model, which is on the CPU. Collective on `world`."""
     world = topology.world
-    together(world, lambda: refuse_extra_state(model))
+    together(world, lambda: refuse_odd_state(model))
     layout = together(world, lambda: build_layout(model))
     tensors = [(name, t.shape, t.dtype) for name, t in model.state_dict().items()]
     require_same(world, "the parameters of the model", repr((layout, tensors)))

@@ -8,9 +8,11 @@ import pytest
 import torch
 from driving import wire_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mpi4py import MPI
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm import gradients
 from prunex_mpi.comm import wire as wires
 from prunex_mpi.comm.collectives import Transport
@@ -323,3 +325,24 @@ def test_what_a_device_queues_is_reduced_bucket_by_bucket_when_its_mark_is_reach
         assert queue.told[-2:] == [("back", 0), ("joined", 0)]
     assert mine.traffic.intra == (2 * grad.nbytes if WORLD.size > 1 else 0)
     averager.close()
+
+
+def test_gradients_that_come_in_several_passes_are_refused() -> None:
+    """Reentrant checkpointing hands on a shared module's gradient once for each use."""
+    block = nn.Linear(6, 6)
+    model = nn.Sequential(nn.Linear(4, 6), block, nn.Linear(6, 2))
+    layout = build_layout(model)
+    _, grad = flatten_(model, layout)
+    averager = GradientAverager(wire_of(Recorder(), Transport(2**20)), model, layout, grad)
+    for reentrant in (False, True):
+        grad.zero_()
+        averager.begin()
+        hidden = model[0](torch.ones(3, 4))
+        for _ in range(3):
+            hidden = checkpoint(block, hidden, use_reentrant=reentrant)
+        model[2](hidden).sum().backward()
+        if reentrant:
+            with pytest.raises(UserError, match="use_reentrant=False"):
+                averager.finish_()
+        else:
+            averager.finish_()

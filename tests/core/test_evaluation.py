@@ -110,6 +110,33 @@ def test_estimated_statistics_equal_the_oracle(ranks_per_node: int, batches: int
     assert torch.equal(state.theta, theta)
 
 
+class OwnNorm(nn.Module):
+    """Keep a running mean that is no BatchNorm's, and a constant."""
+
+    def __init__(self, mean: float) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.full((), mean))
+        self.register_buffer("third", torch.full((2, 2), 1 / 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.mean
+
+
+@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
+def test_statistics_of_other_norms_are_averaged(ranks_per_node: int) -> None:
+    model = nn.Sequential(OwnNorm(float(WORLD.rank**2)), *build_model())
+    state = build_state(model, build_layout(model), Groups((), (), 0, ()), make())
+    shard = Shard(images_of(0, 1), torch.zeros(BATCH_SIZE + PARTIAL).long())
+    batches_of = partial(evaluation_batches, look=Look(MEAN, STD, CPU, torch.float64))
+    problem = Problem(model, model, F.cross_entropy, None, shard, shard, batches_of, 1, MEAN, STD)
+    with nodes_of(ranks_per_node) as topology:
+        evaluate(topology, Work(state, problem, make(), SMALL_BUCKETS, Heartbeat()))
+    assert float(model[0].mean) == pytest.approx(sum(r**2 for r in range(WORLD.size)) / WORLD.size)
+    assert_alike_on_all_ranks(model[0].mean.double().view(1))
+    # Not even rounded where all hold the same.
+    assert torch.equal(model[0].third, torch.full((2, 2), 1 / 3))
+
+
 def test_every_batch_of_an_evaluation_is_progress() -> None:
     model = build_model()
     state = build_state(model, build_layout(model), Groups((), (), 0, ()), make())

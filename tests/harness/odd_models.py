@@ -3,8 +3,10 @@
 import os
 import time
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import weight_norm
 
 from prunex_mpi.models.build import build_model
 
@@ -45,6 +47,58 @@ class _MoreWhileTraining(nn.Module):
 
 def more_while_training(num_classes: int, image_size: int) -> nn.Module:
     return _MoreWhileTraining(small(num_classes, image_size))
+
+
+class _Shuffled(nn.Module):
+    """Put channels into an order that no state dict holds."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.order = np.random.permutation(channels).tolist()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, self.order]
+
+
+def draws(num_classes: int, image_size: int) -> nn.Module:
+    first = nn.Conv2d(3, 8, 3)
+    return nn.Sequential(first, _Shuffled(8), small_after(8, num_classes))
+
+
+def small_after(channels: int, num_classes: int) -> nn.Module:
+    pool = nn.AdaptiveAvgPool2d(1)
+    return nn.Sequential(nn.Conv2d(channels, 8, 3), pool, nn.Flatten(), nn.Linear(8, num_classes))
+
+
+class _Blank(nn.Module):
+    """Return zeros, whatever it holds."""
+
+    def __init__(self, held: nn.Module, classes: int):
+        super().__init__()
+        self.add_module("0", held)
+        self.classes = classes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(len(x), self.classes)
+
+
+def without_values(num_classes: int, image_size: int) -> nn.Module:
+    return _Blank(nn.Conv2d(3, 8, 3, device="meta"), num_classes)
+
+
+def sizes_from_the_first_image(num_classes: int, image_size: int) -> nn.Module:
+    body = (nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+    return nn.Sequential(*body, nn.Flatten(), nn.LazyLinear(num_classes))
+
+
+def old_weight_norm(num_classes: int, image_size: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        weight_norm(nn.Conv2d(8, 8, 3, padding=1)),
+        nn.ReLU(),
+        small_after(8, num_classes),
+    )
 
 
 class _Noting(nn.Identity):

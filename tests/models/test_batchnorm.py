@@ -133,3 +133,36 @@ def test_estimate_restores_momentum_and_mode_and_leaves_weights_alone(training: 
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
         assert parameter.grad is None
+
+
+class Frozen(nn.BatchNorm2d):
+    """What users make of BatchNorm that is not to move when they train on."""
+
+    def train(self, mode: bool = True) -> "Frozen":
+        return super().train(False)
+
+
+class Fork(nn.Sequential):
+    """Leave the last module out in evaluation, as early exits do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else self[:-1](x)
+
+
+def test_estimating_leaves_what_is_frozen_and_what_no_image_reaches() -> None:
+    torch.manual_seed(2)
+    model = Fork(nn.BatchNorm2d(3), Frozen(3), nn.BatchNorm2d(3)).train()
+    modules = batchnorm.find(model)
+    for module in modules:
+        module.running_mean.normal_()
+        module.running_var.uniform_(0.5, 2)
+        module.num_batches_tracked.fill_(7)
+    before = [[b.clone() for b in m.buffers()] for m in modules]
+    batchnorm.estimate(model, modules, [torch.randn(8, 3, 4, 4)])
+    same = [
+        all(torch.equal(a, b) for a, b in zip(m.buffers(), kept, strict=True))
+        for m, kept in zip(modules, before, strict=True)
+    ]
+    assert same == [False, True, True]
+    assert [m.training for m in modules] == [True, False, True]
+    assert modules[0].momentum == modules[2].momentum == 0.1

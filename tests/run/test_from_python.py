@@ -62,6 +62,24 @@ def test_an_own_model_is_pruned_by_an_own_loop(loss, ema) -> None:
     assert torch.allclose(small(images), outputs, atol=1e-4)
 
 
+class Remembering(nn.Module):
+    """Keep what came of the last batch, which has a gradient after training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = 2 * x
+        return self.last
+
+
+def test_a_model_of_float64_that_keeps_a_result_is_delivered() -> None:
+    model = nn.Sequential(*own_model(), Remembering()).double()
+    with train.training(WORLD, make(**SHORT), model, Data(shard(WORLD.rank))) as run:
+        assert len(list(run.outer_iterations())) == 4
+        delivered, images = run.delivered(), run.normalised(shard(100).images)
+    assert images.dtype == torch.float64
+    small = export.smaller(delivered, images)
+    assert torch.allclose(small(images), delivered(images))
+
+
 def test_a_part_of_the_ranks_can_train() -> None:
     half = WORLD.Split(WORLD.rank % 2)
     settings = make(method="dense", outer_iterations=1, local_steps=1, batch_size=4)

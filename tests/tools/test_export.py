@@ -25,6 +25,7 @@ from prunex_mpi.run import finished_run
 from prunex_mpi.tools.export import files as export_files
 from prunex_mpi.tools.export.proof import EXACT, ROUNDINGS, count_multiply_adds, prove
 
+OUR_OWN = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "harness")]
 FACTORY = """
 from torch import nn
 def net(*, num_classes, image_size):
@@ -82,13 +83,23 @@ def train(folder: Path, flags: list[str]) -> Path:
     result = subprocess.run(
         [sys.executable, "-m", "prunex_mpi.train", *flags],
         cwd=folder,
-        env=environment(PYTHONPATH=os.pathsep.join([str(folder), str(Path(__file__).parents[2])])),
+        env=environment(PYTHONPATH=os.pathsep.join([str(folder), *OUR_OWN])),
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert result.returncode == 0, result.stderr
     return folder / "run"
+
+
+@pytest.mark.parametrize("model", ["sizes_from_the_first_image", "old_weight_norm"])
+def test_what_takes_shape_or_keeps_results_as_it_runs_is_exported(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lazy modules have no weights before the first image; a tensor with a gradient has no copy."""
+    flags = ["--model", f"odd_models:{model}", "--groups", "channel", "--image-size", "8"]
+    exported(train(tmp_path, flags))
+    assert "outputs differ by at most" in capsys.readouterr().out
 
 
 @pytest.fixture(params=["run"])

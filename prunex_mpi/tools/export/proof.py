@@ -74,7 +74,7 @@ def prove(masked: nn.Module, smaller: nn.Module, batches: Iterator[tuple[Tensor,
     or of 1; in their own dtype, on all of them, by ROUNDINGS times what that dtype costs the masked
     network. Then answers can differ only where two classes are that close.
     """
-    doubles = [copy.deepcopy(network).double() for network in (masked, smaller)]
+    doubles: list[nn.Module] = []
     images = masked_right = smaller_right = answers_differ = 0
     difference = exact = rounding = scale = 0.0
     for number, (inputs, labels) in enumerate(batches):
@@ -82,6 +82,8 @@ def prove(masked: nn.Module, smaller: nn.Module, batches: Iterator[tuple[Tensor,
         images += len(labels)
         difference = max(difference, _apart(wanted, found))
         scale = max(scale, float(wanted.abs().max()))
+        # Not before they have run without gradients: some keep a result, which can be copied then.
+        doubles = doubles or [copy.deepcopy(network).double() for network in (masked, smaller)]
         if number < EXACT_BATCHES:
             wanted_exactly, found_exactly = (_in_double(network, inputs) for network in doubles)
             exact = max(exact, _apart(wanted_exactly, found_exactly))
