@@ -38,7 +38,7 @@ from prunex_mpi.models.build import build_model, probe
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.models.slim import evaluates_alone
 from prunex_mpi.pruning.coupling import PLAIN
-from prunex_mpi.pruning.find_groups import OfAll, find_groups
+from prunex_mpi.pruning.find_groups import OfAll, find_ends, find_groups
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.trial import Rules, find_coupling_by, find_rules
 from prunex_mpi.settings.fields import Settings
@@ -217,6 +217,7 @@ def make_groups(
         layer_keep_ratios(settings),
         coupling=coupling,
         of_all=of_all,
+        ends=None if settings.groups == ("coupled",) else find_ends(model, image_size),
     )
     of_loss, by_gate = settings.score != "magnitude", settings.score == "gates"
     return replace(found, of_loss=of_loss, by_gate=by_gate)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.slim import norm_dim
 from prunex_mpi.pruning import label_attention, label_layers
 from prunex_mpi.pruning.label_shapes import shape
-from prunex_mpi.pruning.labels import PINNED, Counted, Labels, tensors_in
+from prunex_mpi.pruning.labels import PINNED, Counted, Labels, by_position, tensors_in
 
 # Element-wise, and zero where their input is zero.
 ZERO_PRESERVING = {
@@ -62,7 +63,15 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if any(True for _ in tensors_in([result])):
-            self.follow(result, func, args, kwargs)
+            args, kwargs = by_position(args, kwargs)
+            try:
+                self.follow(result, func, args, kwargs)
+            except UserError:
+                raise
+            # Called in a way that nobody has thought of, so that nothing is known of it.
+            except Exception:
+                self.labels.pin([args, kwargs], f"{_plain_name(func)} mixes it with others")
+                self.labels.label_pinned([result])
         return result
 
     def follow(self, result: object, func, args: tuple, kwargs: dict) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -31,6 +32,51 @@ class OfAll:
     floor: float = 0.0
 
 
+@dataclass(frozen=True)
+class Ends:
+    """The convolutions that read the image, and the layer that makes the classes, by weight."""
+
+    stems: frozenset[str]
+    head: str
+
+
+@torch.no_grad()
+def find_ends(model: nn.Module, image_size: int) -> Ends:
+    """Run a blank image through `model`, on the CPU, and see where it begins and ends.
+
+    The convolution that runs first may get the image in another form; others read the image if
+    they get it as it is. The last layer with an output per class makes the classes.
+    """
+    parameter = next(model.parameters())
+    image = torch.zeros(1, 3, image_size, image_size, dtype=parameter.dtype)
+    ran: list[tuple[str, nn.Module, bool]] = []
+
+    def listen(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        def note(module: nn.Module, args: tuple) -> None:
+            given = args[0] if args and isinstance(args[0], Tensor) else None
+            ran.append((name, module, given is not None and given.data_ptr() == image.data_ptr()))
+
+        return module.register_forward_pre_hook(note)
+
+    handles = [
+        listen(f"{name}.weight" if name else "weight", module)
+        for name, module in model.named_modules()
+        if isinstance(module, (*CONVOLUTIONS, nn.Linear))
+    ]
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        classes = model.eval()(image).shape[-1]
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in modes:
+            module.training = mode
+    convs = [(name, reads) for name, module, reads in ran if isinstance(module, CONVOLUTIONS)]
+    stems = {name for name, reads in convs if reads} | {name for name, _ in convs[:1]}
+    heads = [name for name, module, _ in ran if module.weight.shape[0] == classes]
+    return Ends(frozenset(stems), heads[-1] if heads else "")
+
+
 def find_groups(
     model: nn.Module,
     layout: Layout,
@@ -40,18 +86,22 @@ def find_groups(
     *,
     coupling: Coupling | None = None,
     of_all: OfAll | None = None,
+    ends: Ends | None = None,
 ) -> Groups:
     """List the groups of `model` and say which slices cannot be pruned and why.
 
     `keep_ratios` holds one ratio per kind, or one for all; `layer_keep_ratios` are (fnmatch pattern
     on the parameter's name, ratio) pairs of which the last match wins. Coupled groups need the
     model's `coupling`; with `of_all` their ratio is not of each set's groups but one of the model.
+    Without `ends` the model begins and ends with the layers that are its first and its last.
     Raises UserError when no group can be pruned, when a pattern matches no layer, or when a budget
     can't be met.
     """
     ratios = list(keep_ratios) * (len(kinds) if len(keep_ratios) == 1 else 1)
     index = {s.name: i for i, s in enumerate(layout.segments)}
-    candidates, excluded = _find_layers(model, index, [k for k in kinds if k != "coupled"])
+    candidates, excluded = _find_layers(
+        model, index, [k for k in kinds if k != "coupled"], ends or Ends(frozenset(), "")
+    )
     names = [name for name, _, _ in candidates]
     layers = [layer for _, layer, _ in candidates]
     if coupling is not None:
@@ -114,7 +164,7 @@ def find_groups(
 
 
 def _find_layers(
-    model: nn.Module, index: dict[str, int], kinds: Sequence[str]
+    model: nn.Module, index: dict[str, int], kinds: Sequence[str], ends: Ends
 ) -> tuple[list[tuple[str, PrunableLayer, list[str]]], list[str]]:
     """Return (name, layer, usable kinds) of the convolutions, and what cannot be pruned and why."""
     if not kinds:
@@ -127,14 +177,15 @@ def _find_layers(
     convs = [(name, module) for name, module in weighted if isinstance(module, CONVOLUTIONS)]
     if not convs:
         raise UserError("the model has no convolution layer to prune; choose a convolutional model")
-    classifier = weighted[-1][0]
+    classifier = ends.head or weighted[-1][0]
+    stems = ends.stems or {convs[0][0]}
     excluded = [
         f"{name}.weight: transposed convolutions are not pruned"
         for name, module in model.named_modules()
         if isinstance(module, TRANSPOSED)
     ]
     candidates: list[tuple[str, PrunableLayer, list[str]]] = []
-    for position, (name, conv) in enumerate(convs):
+    for name, conv in convs:
         if name not in index:
             # One that other layers have as well is pruned under the name of the first.
             why = "another layer's" if conv.weight.requires_grad else "not trained"
@@ -143,7 +194,7 @@ def _find_layers(
         layer = _as_layer(index[name], conv.weight, conv.groups)
         usable = []
         for kind in kinds:
-            reason = _why_not(layer, kind, position == 0, name == classifier)
+            reason = _why_not(layer, kind, name in stems, name == classifier)
             if reason:
                 excluded.append(f"{name} [{kind}]: {reason}")
             else:

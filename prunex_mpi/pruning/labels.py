@@ -203,3 +203,15 @@ def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
             yield from tensors_in(value)
         elif isinstance(value, dict):
             yield from tensors_in(value.values())
+
+
+def by_position(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Return the arguments of a function with operands by position and `dim` by that name."""
+    given = dict(kwargs)
+    if "axis" in given:
+        given["dim"] = given.pop("axis")
+    for position, names in enumerate((("input", "tensors", "self"), ("other",))):
+        name = next((n for n in names if n in given), "")
+        if name and len(args) == position:
+            args = (*args, given.pop(name))
+    return args, given

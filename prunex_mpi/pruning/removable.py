@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from prunex_mpi.pruning.coupling import ChannelSet, Coupling
+from prunex_mpi.pruning.labels import by_position
 from prunex_mpi.pruning.shrink import WEIGHT, attention_of
 
 # What reads a weight's columns, or all channels, and along which dimension.
@@ -114,14 +115,14 @@ class Activity(TorchFunctionMode):
         self.coupling = coupling
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        operands, named = by_position(args, kwargs or {})
         if name in READERS:
-            self.look(args[0], (*args, *kwargs.values()), READERS[name])
+            self.look(operands[0], (*operands, *named.values()), READERS[name])
         elif name == "multi_head_attention_forward":
-            for x in args[:3]:
-                self.look(x, args[5:6], -1)
-        return func(*args, **kwargs)
+            for x in operands[:3]:
+                self.look(x, operands[5:6], -1)
+        return func(*args, **(kwargs or {}))
 
     def look(self, x: Tensor, arguments: Iterable[object], dim: int) -> None:
         """Note which groups are in `x`, which a weight among `arguments` reads along `dim`."""

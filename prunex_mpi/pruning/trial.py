@@ -60,7 +60,12 @@ def find_rules(model: nn.Module, image_size: int, rules: Rules = Rules()) -> Rul
     group can be removed, and where the model does not work without some by plain rules either.
     """
     while True:
-        failure = attempt(model, find_coupling_by(model, image_size, rules), image_size)
+        coupling = find_coupling_by(model, image_size, rules)
+        attempts = (
+            attempt(model, coupling, removed, image_size)
+            for removed in (_some_of_each(coupling), _drawn_of_each(coupling))
+        )
+        failure = next((failure for failure in attempts if failure is not None), None)
         if failure is None:
             return rules
         if rules.plain >= PLAIN:
@@ -90,12 +95,13 @@ def _alike(model: nn.Module, name: str | None) -> frozenset[str]:
 
 
 @torch.no_grad()
-def attempt(model: nn.Module, coupling: Coupling, image_size: int) -> Failure | None:
-    """Compare a network with some groups of each set at zero and the one without; None if equal.
+def attempt(
+    model: nn.Module, coupling: Coupling, removed: np.ndarray, image_size: int
+) -> Failure | None:
+    """Compare a network with the groups of `removed` at zero and the one without; None if equal.
 
     Copies of `model`, on the CPU, in float64, or in its own dtype where it does not run in that.
     """
-    removed = _some_of_each(coupling)
     generator = torch.Generator().manual_seed(0)
     image = torch.rand(1, 3, image_size, image_size, generator=generator, dtype=torch.float64)
     masked, allowed = _masked_copy(model, coupling, removed).double(), EXACT
@@ -125,6 +131,16 @@ def _some_of_each(coupling: Coupling) -> np.ndarray:
         places = np.arange(s.count)
         gone = (places % 2 == 1, places % 3 == 1, places % 3 > 0)[number % 3]
         removed[s.start : s.start + s.count] = gone
+    return removed
+
+
+def _drawn_of_each(coupling: Coupling) -> np.ndarray:
+    """Remove a share of each set that is its own, as masks do: some sizes are odd ones."""
+    removed = np.zeros(coupling.total, dtype=bool)
+    rng = np.random.default_rng(0)
+    for s in coupling.sets:
+        count = rng.integers(1, s.count) if s.count > 1 else 0
+        removed[s.start + rng.permutation(s.count)[:count]] = True
     return removed
 
 

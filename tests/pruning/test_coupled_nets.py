@@ -6,20 +6,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from coupled_nets import NETWORKS, SIDE, OwnAttention, OwnTransformer, encoder_norm_first
+from coupled_nets import (
+    NETWORKS,
+    SIDE,
+    DroppingAttention,
+    OwnAttention,
+    OwnTransformer,
+    encoder_norm_first,
+)
 from masking import draw, mask_
 from odd_models import randomise_
 from torch import nn
 
 from prunex_mpi.models import standalone
 from prunex_mpi.models.layout import build_layout
+from prunex_mpi.pruning import channel_labels
 from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
 from prunex_mpi.pruning.find_groups import find_groups
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.pruning.projection import group_energies, select
 from prunex_mpi.pruning.removable import judge
 from prunex_mpi.pruning.shrink import sizes_in_all, smaller_sizes, smaller_tensors
-from prunex_mpi.pruning.trial import Rules, find_coupling_by, find_rules
+from prunex_mpi.pruning.trial import Rules, attempt, find_coupling_by, find_rules
 from prunex_mpi.tools.export.files import write_network
 
 CLASSES = 5
@@ -208,3 +216,56 @@ def test_what_only_a_norm_reads_stays() -> None:
     assert coupling.rows["patch.weight"][0] == 0
     images = torch.randn(2, 3, SIDE, SIDE)
     assert not judge(model, coupling, images).removed.any()
+
+
+class Bottleneck(nn.Module):
+    """A residual block of convolutions before attention: sets of channels in another order."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 4, 4)
+        self.inside = nn.Sequential(nn.Conv2d(width, 16, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 1, 1))
+        self.out, self.norm = nn.Conv2d(16, width, 1), nn.LayerNorm(width)
+        self.attention = DroppingAttention(width, heads)
+        self.last = nn.Linear(width, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        x = torch.relu(x + self.out(torch.relu(self.inside(x)))).flatten(2).transpose(1, 2)
+        return self.last((x + self.attention(self.norm(x))).mean(dim=1))
+
+
+def test_whatever_is_removed_the_code_runs() -> None:
+    """Of the width and of the heads the same share goes in the first trial."""
+    model = Bottleneck(48, 4).eval()
+    rules = find_rules(model, SIDE)
+    assert rules.swapped == {"attention"}
+    coupling = find_coupling_by(model, SIDE, rules)
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        removed = rng.random(coupling.total) < 0.5
+        for s in coupling.sets:
+            removed[s.start + rng.integers(s.count)] = False
+        assert attempt(model, coupling, removed, SIDE) is None
+
+
+def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stumble(*_: object) -> None:
+        raise KeyError("dim")
+
+    monkeypatch.setattr(channel_labels.label_layers, "reduce", stumble)
+    first, last = nn.Conv2d(3, 8, 3), nn.Linear(8, CLASSES)
+
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.middle, self.last = first, nn.Conv2d(8, 8, 3), last
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.middle(self.first(x)).mean((2, 3)))
+
+    coupling = find_coupling_by(Averaged(), SIDE, Rules())
+    assert [s.name for s in coupling.sets] == ["first.weight"]
+    assert any("mean mixes it with others" in line for line in coupling.excluded)
