@@ -198,6 +198,38 @@ def test_sbatch_requeues_a_preempted_job_which_goes_on(
     assert records(run) == records(whole)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [[], ["--signal=USR1"]])
+def test_a_cancelled_job_stays_ended_and_one_whose_time_is_over_does_not(
+    hosts: Cluster, slurm: dict[str, str], tmp_path: Path, flags: list[str]
+) -> None:
+    words = ["sbatch", "--parsable", "--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1"]
+    words += ["--output=job.out", str(ROOT / "batch" / "train.sbatch"), *LONGER]
+    folder = Path(sys.executable).parent.parent
+    places = {"PRUNEX_HOME": str(ROOT), "PRUNEX_VENV": str(folder)}
+    done = run_on(hosts, words, tmp_path, LIMIT_S, **slurm, **places)
+    require(done)
+    number = done.stdout.strip()
+    run = tmp_path / "runs" / f"prunex-{number}"
+
+    def log() -> str:
+        path = tmp_path / "job.out"
+        return path.read_text() if path.exists() else "no output"
+
+    def state() -> str:
+        answer = run_on(hosts, ["squeue", "-h", "-j", number, "-o", "%T"], tmp_path, 30, **slurm)
+        return answer.stdout.strip()
+
+    wait_for(lambda: (run / "metrics.jsonl").exists() and records(run), log=log)
+    require(run_on(hosts, ["scancel", *flags, number], tmp_path, 30, **slurm))
+    wait_for(lambda: summary(run).get("status") == "preempted", log=log)
+    wait_for(lambda: state() == ("PENDING" if flags else ""), log=log)
+    assert ("is queued again" in log()) == bool(flags)
+    assert ("stopped after a checkpoint" in log()) != bool(flags)
+    if flags:
+        require(run_on(hosts, ["scancel", number], tmp_path, 30, **slurm))
+
+
 def wait_for(condition, job: subprocess.Popen | None = None, log=lambda: "") -> None:
     """Wait until `condition()`; fail when `job` ends before, or nothing happens for long."""
     end = time.monotonic() + LIMIT_S

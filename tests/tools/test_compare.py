@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file
 from test_bench import assert_sane, column, run
 
@@ -990,8 +992,21 @@ def test_a_run_that_was_kept_is_not_taken_for_another(quiet, tmp_path):
     WORLD.Barrier()
     with pytest.raises(UserError, match="does not know"):
         compare(WORLD, parse(again))
+    run = Path(place) / "runs" / "local-sgd-0"
     if WORLD.rank == 0:
-        (tmp_path / "runs" / "local-sgd-0" / "summary.json").unlink()
+        (run / "summary.json").unlink()
+        (run / "checkpoints" / "000001").mkdir(parents=True)
+    WORLD.Barrier()
+    with pytest.raises(UserError, match="holds a run with checkpoints"):
+        compare(WORLD, parse(again))
+    held = FileLock(run / "lock")
+    if WORLD.rank == 0:
+        shutil.rmtree(run / "checkpoints")
+        held.acquire()
+    WORLD.Barrier()
+    with pytest.raises(UserError, match="is being trained by another job"):
+        compare(WORLD, parse(again))
+    held.release()
     WORLD.Barrier()
     assert compare(WORLD, parse(again)) == 0
     assert (Path(place) / "runs" / "local-sgd-0" / "summary.json").exists()

@@ -62,10 +62,12 @@ class Bench:
     options: Options
     train: Callable[..., Outcome]
     device: torch.device
+    heartbeat: Heartbeat
 
     def load(self, settings: Settings) -> Dataset:
         """Load this rank's data. Collective on `world`."""
-        return load_dataset(self.topology, settings, device=self.device)
+        self.heartbeat.enter("data")
+        return load_dataset(self.topology, settings, self.heartbeat, self.device)
 
 
 def compare(world: MPI.Comm, options: Options) -> int:
@@ -128,7 +130,7 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
             transport=find_transport(place, first),
             heartbeat=heartbeat,
         )
-        bench = Bench(world, topology, options, train, place.device)
+        bench = Bench(world, topology, options, train, place.device, heartbeat)
         refuse_unequal_work(bench)
         tunings = tune_all(bench, rows)
         rates = {t.row: t.lr for t in tunings}

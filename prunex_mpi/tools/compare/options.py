@@ -238,10 +238,10 @@ def _check_rows(options: Options) -> None:
             raise UserError(
                 "val-share: a comparison holds images out for --tune-lr alone; leave it away"
             )
-        if found.local_steps == AUTO and len(options.rows) > 1:
+        if found.local_steps == AUTO and len(options.rows) * len(options.seeds) > 1:
             raise UserError(
                 f"row {row.name}: local-steps auto takes as many as the link asks for, other rows "
-                "take others; give the rows local-steps"
+                "and other seeds take others; give the rows local-steps"
             )
         steps = found.outer_iterations * found.local_steps
         if found.local_steps > 0 and not found.frozen_local_steps:

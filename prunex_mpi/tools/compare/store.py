@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
@@ -125,5 +127,18 @@ def _forget(run: Path) -> None:
             f"{quote(str(run), 250)} holds a run that this comparison does not know; move it, or "
             "choose another --dir"
         )
-    if (run / "config.toml").exists():
-        shutil.rmtree(run)
+    if not (run / "config.toml").exists():
+        return
+    if any(run.glob("checkpoints/*")):
+        raise UserError(
+            f"{quote(str(run), 250)} holds a run with checkpoints, which no comparison writes; "
+            "move it, or choose another --dir"
+        )
+    try:
+        with FileLock(run / "lock", timeout=0):
+            shutil.rmtree(run)
+    except Timeout:
+        raise UserError(
+            f"{quote(str(run), 250)} is being trained by another job; wait for its end, or choose "
+            "another --dir"
+        ) from None
