@@ -161,17 +161,22 @@ def test_srun_finds_four_hosts(hosts: Cluster, slurm: dict[str, str], tmp_path: 
     assert complete(tmp_path / "run", 4)
 
 
+def submit(hosts: Cluster, slurm: dict[str, str], folder: Path, nodes: int) -> str:
+    """Hand batch/train.sbatch to Slurm, two tasks on each of `nodes`; return the job's number."""
+    words = ["sbatch", "--parsable", f"--nodes={nodes}", "--ntasks-per-node=2"]
+    words += ["--cpus-per-task=1", "--output=job.out", str(ROOT / "batch" / "train.sbatch")]
+    environment = Path(sys.executable).parent.parent
+    places = {"PRUNEX_HOME": str(ROOT), "PRUNEX_VENV": str(environment)}
+    done = run_on(hosts, [*words, *LONGER], folder, LIMIT_S, **slurm, **places)
+    require(done)
+    return done.stdout.strip()
+
+
 @pytest.mark.long
 def test_sbatch_requeues_a_preempted_job_which_goes_on(
     hosts: Cluster, slurm: dict[str, str], whole: Path, tmp_path: Path
 ) -> None:
-    words = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"]
-    words += ["--output=job.out", str(ROOT / "batch" / "train.sbatch"), *LONGER]
-    folder = Path(sys.executable).parent.parent
-    places = {"PRUNEX_HOME": str(ROOT), "PRUNEX_VENV": str(folder)}
-    done = run_on(hosts, words, tmp_path, LIMIT_S, **slurm, **places)
-    require(done)
-    number = done.stdout.strip()
+    number = submit(hosts, slurm, tmp_path, 2)
     run = tmp_path / "runs" / f"prunex-{number}"
     metrics = run / "metrics.jsonl"
 
@@ -203,13 +208,7 @@ def test_sbatch_requeues_a_preempted_job_which_goes_on(
 def test_a_cancelled_job_stays_ended_and_one_whose_time_is_over_does_not(
     hosts: Cluster, slurm: dict[str, str], tmp_path: Path, flags: list[str]
 ) -> None:
-    words = ["sbatch", "--parsable", "--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1"]
-    words += ["--output=job.out", str(ROOT / "batch" / "train.sbatch"), *LONGER]
-    folder = Path(sys.executable).parent.parent
-    places = {"PRUNEX_HOME": str(ROOT), "PRUNEX_VENV": str(folder)}
-    done = run_on(hosts, words, tmp_path, LIMIT_S, **slurm, **places)
-    require(done)
-    number = done.stdout.strip()
+    number = submit(hosts, slurm, tmp_path, 1)
     run = tmp_path / "runs" / f"prunex-{number}"
 
     def log() -> str:
