@@ -90,18 +90,25 @@ def write_json_durably(path: Path, value: Any) -> None:
 
 def write_json(path: str, value: Any) -> None:
     """Write `value` in JSON to the file that a user named, which may be no plain file."""
+    # What can't be written in JSON leaves the file as it was.
+    text = json.dumps(value, indent=2) + "\n"
     with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
+        file.write(text)
 
 
 def prepare_file(flag: str, path: str) -> None:
-    """Raise UserError unless the file that `--flag` names can be written; "" names none."""
+    """Raise UserError unless the file that `--flag` names can be written; "" names none.
+
+    A file that was not there is not there afterwards: an empty one would look like a result.
+    """
     if not path:
         return
     try:
+        new = not os.path.lexists(path)
         with open(path, "a", encoding="utf-8"):
             pass
+        if new:
+            os.unlink(path)
     except OSError as error:
         raise UserError(f"--{flag} {quote(path, 250)}: {error.strerror}; choose another") from None
 

@@ -470,7 +470,7 @@ def test_tables_hold_means_over_seeds_and_say_what_diverged():
     assert (dense["sent MiB"], dense["of dense %"]) == (2, 100)
     assert (topk["sent MiB"], topk["of dense %"]) == (1, 50)
     assert (dense["sync ms/step"], dense["own ms/step"], dense["own %"]) == (200, 100, 25)
-    assert (topk["seed 1"], topk["mean %"], topk["+-"]) == ("diverged", 50, None)
+    assert (topk["seed 1"], topk["mean %"], topk["+-"]) == ("diverged", None, None)
     # Who diverged has no place.
     assert (dense["place"], topk["place"]) == (1, None)
     assert table.notes[-3] == "note"
@@ -539,6 +539,9 @@ def test_a_table_of_equal_bytes_shows_the_reference_and_names_who_is_cheaper():
         "at full length no dearer than prunex: topk",
         "dearer, and not trained anew: dgc",
     )
+    dear = [replace(run, measured=replace(RAN, sent_bytes=2**20 + 1)) for run in again]
+    notes = equal_table(replace(found, equal={"bytes": tuple(dear)}), "bytes", dear).notes
+    assert notes[-1] == "more than prunex nevertheless, by whole iterations: dense"
 
 
 def test_a_comparison_is_the_same_when_it_is_read_back():
@@ -573,6 +576,13 @@ def test_comparisons_of_other_seeds_are_joined():
     ]
     joined = join(parts)
     assert joined == comparison(first + second, tunings=tunings)
+    # Another job, on other hosts of the kind.
+    layouts = [f"2 nodes: node 0 = 1 ranks on {host} (cpu)" for host in "abc"]
+    apart = [
+        replace(part, machine={"ranks": text}) for part, text in zip(parts, layouts, strict=True)
+    ]
+    assert join(apart).machine == {"ranks": "2 nodes: node 0 = 1 ranks (cpu)"}
+    assert join(apart[:1]).machine == {"ranks": layouts[0]}
     assert results_table(joined).columns[5:8] == ("seed 0", "seed 1", "seed 2")
 
 
@@ -585,6 +595,7 @@ def test_a_table_leaves_empty_what_a_seed_has_not_got():
     table = equal_table(joined, "bytes", joined.equal["bytes"])
     assert [cells(table, row)["seed 0"] for row in ("topk", "dense")] == [50, None]
     assert [cells(table, row)["seed 1"] for row in ("topk", "dense")] == [50, 50]
+    assert "of fewer seeds than topk: dense" in table.notes
 
 
 @pytest.mark.parametrize(
@@ -609,6 +620,14 @@ def test_a_table_leaves_empty_what_a_seed_has_not_got():
         (
             comparison(outcomes("topk"), equal={"bytes": ()}, reference={"bytes": "topk"}),
             "equal to different ones",
+        ),
+        (
+            comparison(
+                outcomes("topk"),
+                equal={"bytes": tuple(outcomes("half", "half"))},
+                reference={"bytes": "dense"},
+            ),
+            "row 'half' with seed 0 is in two",
         ),
     ],
 )
@@ -662,6 +681,9 @@ def test_a_course_is_the_mean_over_seeds_on_bytes_and_on_the_seconds_of_others()
     assert (curve.row, curve.sent_mib, curve.share) == ("dense", (0.5, 1), (3 / 7, 1))
     assert curve.accuracy == pytest.approx((25, 60))
     assert curve.spread == pytest.approx(200**0.5)
+    # One was evaluated less often: what both have is drawn.
+    (ends,) = curves_of([runs[0], replace(runs[1], measured=replace(other, curve=other.curve[1:]))])
+    assert (ends.sent_mib, ends.accuracy) == ((1,), pytest.approx((60,)))
     # Half as long, in half the steps, at a fifth of the pace.
     slow = outcomes("dense", steps=5, sent_bytes=2**19, train_s=17.5)
     assert seconds_of(comparison(runs), comparison(slow)) == {"dense": 35}
@@ -952,6 +974,28 @@ def test_an_interrupted_comparison_goes_on_and_parts_come_together(quiet, tmp_pa
 
 
 @pytest.mark.any_mpi
+@pytest.mark.mpi(min_size=2)
+def test_one_more_seed_changes_nothing_about_rows_of_equal_bytes(quiet, tmp_path, monkeypatch):
+    flags = ["--methods", "dense", "local-sgd", "--outer-iterations=4", "--local-steps=2"]
+    flags += ["--evaluate-every=2", "--equal-bytes=local-sgd"]
+    real = bench_compare.run_one
+
+    def uneven(topology, settings, *rest, **more):
+        found = real(topology, settings, *rest, **more)
+        sent = found.measured.sent_bytes
+        if settings.method == "local-sgd":
+            sent //= 1 + settings.seed
+        return replace(found, measured=replace(found.measured, sent_bytes=sent))
+
+    monkeypatch.setattr(bench_compare, "run_one", uneven)
+    before, _ = compared([*flags, "--seeds=0"], tmp_path)
+    after, _ = compared([*flags, "--seeds", "0", "1", "--resume"], tmp_path)
+    first, both = (cells(tables["With"], "dense") for tables in (before, after))
+    assert first["seed 0"] == both["seed 0"]
+    assert first["epochs"] > both["epochs"]
+
+
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_each_seed_of_a_row_can_begin_with_the_network_of_its_own(quiet, tmp_path):
     _, first = compared(["--methods", "dense", "--seeds", "0", "1"], tmp_path / "first")
@@ -979,6 +1023,17 @@ def test_a_run_that_was_kept_is_not_taken_for_another(quiet, tmp_path):
     again = [*TINY, f"--train-samples={8 * WORLD.size}", *flags, f"--dir={place}/runs", "--resume"]
     with pytest.raises(UserError, match="another momentum"):
         compare(WORLD, parse([*again, "--momentum=0.5"]))
+    outcome = Path(place) / "runs" / "outcomes" / "local-sgd-0.json"
+    if WORLD.rank == 0:
+        kept = outcome.read_text(encoding="utf-8")
+        wrong = {**json.loads(kept), "place": {"ranks on nodes": "9 9"}}
+        outcome.write_text(json.dumps(wrong), encoding="utf-8")
+    WORLD.Barrier()
+    with pytest.raises(UserError, match="other ranks on nodes \\('9 9'; here"):
+        compare(WORLD, parse(again))
+    if WORLD.rank == 0:
+        outcome.write_text(kept, encoding="utf-8")
+    WORLD.Barrier()
     with pytest.raises(UserError, match="is there already; --resume"):
         compare(WORLD, parse([word for word in again if word != "--resume"]))
     if WORLD.rank == 0:
@@ -1077,6 +1132,10 @@ def test_a_file_that_holds_no_comparison_is_refused(tmp_path, content):
 @pytest.mark.parametrize("file", ["json", "text", "figure"])
 def test_what_can_not_be_written_is_refused_before_anything_runs(tmp_path, file):
     place = broadcast_text(WORLD, str(tmp_path))
+    if file != "figure":
+        both = [f"--{file}={place}/x.svg", f"--figure={place}/../{Path(place).name}/x.svg"]
+        with pytest.raises(UserError, match=f"--{file} and --figure name one file"):
+            compare(WORLD, parse(["--methods=dense", *both]))
     if WORLD.rank == 0:
         whole = {"comparison": to_dict(comparison(outcomes("dense")))}
         (tmp_path / "tables.json").write_text(json.dumps(whole), encoding="utf-8")

@@ -206,6 +206,17 @@ def test_runs_of_other_settings_are_curves_of_their_own(tmp_path: Path) -> None:
         "topk, keep 1",
         "pactrain, channel, keep 0.3",
     ]
+    other = [
+        read_run(make_run(tmp_path / f"other{n}", iterations=4, seed=n, momentum=0.5 * n))
+        for n in (0, 1)
+    ]
+    pretrained = [
+        read_run(make_run(tmp_path / f"pre{n}", iterations=4, seed=n, init_from=f"runs/dense-{n}"))
+        for n in (0, 1)
+    ]
+    with styled():
+        assert len(below(ratios.ratios([*runs[2:3], *other]))) == 3
+        assert len(below(ratios.ratios([*runs[2:3], *pretrained]))) == 2
     removing = read_run(make_run(tmp_path / "removing", iterations=8, method="prunetrain"))
     with pytest.raises(UserError, match="keep ratio: prunetrain has none"):
         ratios.ratios([*runs, removing])

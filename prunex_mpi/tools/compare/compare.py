@@ -4,6 +4,7 @@ Seeds are the outer loop and rows the inner one, so that a machine which changes
 course of hours meets all rows alike. A run that diverges is a row that says so.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -94,13 +95,14 @@ def show_again(options: Options) -> None:
 def show(options: Options, found: Comparison, times: dict[str, Comparison]) -> None:
     """Print, write and draw; raise UserError."""
     tables = tables_of(found)
+    # First of all: who reads the text through a pipe may close it.
+    if options.json_file:
+        whole = as_json(dict(found.machine), tables) | {"comparison": to_dict(found)}
+        write_json(options.json_file, whole)
     text = "\n\n".join(["\n".join(found.machine.values()), *map(format_table, tables)])
     print(text, flush=True)
     if options.text_file:
         Path(options.text_file).write_text(text + "\n", encoding="utf-8")
-    if options.json_file:
-        whole = as_json(dict(found.machine), tables) | {"comparison": to_dict(found)}
-        write_json(options.json_file, whole)
     if options.figure:
         draw(found, times, options.figure)
 
@@ -150,12 +152,13 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
             if reference in here
         }
         elsewhere = [name for name in references.values() if name and name not in here]
-        # Not that of the first row, which may have one of its own: parts with others are joined.
+        # Not those of the first row, which may have its own: parts with others are joined.
         model = options.common.get("model", FIELDS["model"].default)
+        batch = options.common.get("batch_size", first.batch_size)
         title = (
             f"Comparison: {model}, {first.dataset}, {dataset.train_total:,} training and "
             f"{dataset.test_total:,} test images, {world.size} ranks on {topology.num_nodes} "
-            f"nodes, batch {first.batch_size} per rank"
+            f"nodes, batch {batch} per rank"
         )
         return Comparison(
             title=title,
@@ -263,7 +266,12 @@ def train(
     folder = bench.options.folder
     path = Path(folder) / name if folder and keep else None
     run = partial(bench.train, settings, dataset, row=row.name, path=path)
-    return store.kept(bench.world, folder, name, settings, run)
+    place = {
+        "ranks on nodes": " ".join(map(str, bench.topology.node_sizes)),
+        "versions": ", ".join(f"{key} {value}" for key, value in recorded_versions().items()),
+        "data": f"{dataset.train_total} and {dataset.test_total} images {dataset.digest}".strip(),
+    }
+    return store.kept(bench.world, folder, name, settings, place, run)
 
 
 def run_equal(
@@ -276,20 +284,33 @@ def run_equal(
 ) -> tuple[Outcome, ...]:
     """Train what has spent more than `reference` once more, only as far as that goes.
 
-    The learning rate's course fits the shorter run. Collective on `world`.
+    What a run may spend is decided by that of `reference` with the same seed, so that more seeds
+    change nothing about these. The learning rate's course fits the shorter run. Collective on
+    `world`.
     """
-    spent = {name: spending(bench, what, runs) for name, runs in by_row(outcomes).items()}
-    if spent.get(reference) is None:
+    spent = spending(bench, what, outcomes)
+    means = {
+        name: mean(spent[name, run.seed] for run in runs if run.measured is not None)
+        for name, runs in by_row(outcomes).items()
+        if ended(runs)
+    }
+    if reference not in means:
         return ()
     options, found = bench.options, []
     for seed in options.seeds:
         dataset = bench.load(settings_of(options.common, rows[0], seed))
         for row in rows:
-            mine = spent[row.name]
-            if mine is None or mine <= spent[reference]:
+            if means.get(row.name, 0) <= means[reference]:
+                continue
+            mine, allowed = spent.get((row.name, seed)), spent.get((reference, seed))
+            if mine is None or allowed is None:
+                log.warning("%s, seed %d: none of equal %s, as one diverged", row.name, seed, what)
+                continue
+            if mine <= allowed:
+                found += [run for run in outcomes if (run.row, run.seed) == (row.name, seed)]
                 continue
             whole = settings_of(options.common, row, seed, rates.get(row.name), options.length)
-            share = affordable(whole.outer_iterations, mine, spent[reference]) * options.length
+            share = affordable(whole.outer_iterations, mine, allowed) * options.length
             try:
                 settings = settings_of(options.common, row, seed, rates.get(row.name), share)
             except UserError as error:
@@ -308,16 +329,16 @@ def affordable(iterations: int, spent: int, allowed: int) -> Fraction:
     return Fraction(max(1, iterations * allowed // spent), iterations)
 
 
-def spending(bench: Bench, what: str, runs: Sequence[Outcome]) -> int | None:
-    """Return the bytes or microseconds that a row's runs took, None where all diverged.
+def spending(bench: Bench, what: str, runs: Sequence[Outcome]) -> dict[tuple[str, int], int]:
+    """Return the bytes or microseconds that runs took, by row and seed, of those that ended.
 
     As world rank 0 saw it. Collective on `world`.
     """
-    done = ended(runs)
-    if not done:
-        return None
+    done = [run for run in runs if run.measured is not None]
     value = (lambda m: m.sent_bytes) if what == "bytes" else (lambda m: 1e6 * m.train_s)
-    return int(broadcast_text(bench.world, str(round(mean(map(value, done))))))
+    took = [max(1, round(value(m))) for m in ended(done)]
+    agreed = json.loads(broadcast_text(bench.world, json.dumps(took)))
+    return {(run.row, run.seed): spent for run, spent in zip(done, agreed, strict=True)}
 
 
 # --------------------------------------------------------------------------------------------------

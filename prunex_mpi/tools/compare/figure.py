@@ -64,7 +64,12 @@ def curves_of(outcomes: Sequence[Outcome]) -> list[Curve]:
         done = [m for m in ended(runs) if m.curve]
         if not done:
             continue
-        points = list(zip(*(m.curve for m in done), strict=True))
+        # Where all seeds were evaluated: one may have ended sooner than the others.
+        places = [{point.iteration: point for point in m.curve} for m in done]
+        shared = sorted(set.intersection(*map(set, places)))
+        if not shared:
+            continue
+        points = [[of[iteration] for of in places] for iteration in shared]
         train_s = mean(m.train_s for m in done)
         ends = [100 * m.curve[-1].accuracy for m in done]
         found.append(

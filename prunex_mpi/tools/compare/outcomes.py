@@ -1,6 +1,7 @@
 """What runs of a comparison measured, and the whole of it as JSON, of which tables are made."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -161,8 +162,10 @@ def join(parts: Sequence[Comparison]) -> Comparison:
 
     Rows at equal bytes or time are kept of those that have them. Raises UserError unless they are
     of one title, the same machine and MPI, no run is in two, all rows have the same seeds, and a
-    row has one learning rate.
+    row has one learning rate. Hosts may be others, and are then left out.
     """
+    if len({part.machine.get("ranks") for part in parts}) > 1:
+        parts = [replace(part, machine=_without_hosts(part.machine)) for part in parts]
     first = parts[0]
     for part in parts[1:]:
         for what in ("title", "machine"):
@@ -181,6 +184,8 @@ def join(parts: Sequence[Comparison]) -> Comparison:
             equal.setdefault(what, []).extend(runs)
     outcomes = [run for part in parts for run in part.outcomes]
     _refuse_gaps(outcomes, rows, seeds)
+    for runs in equal.values():
+        _refuse_mixtures(by_row(runs), seeds)
     outcomes.sort(key=lambda run: seeds.index(run.seed))
     joined = replace(
         first,
@@ -202,20 +207,32 @@ def join(parts: Sequence[Comparison]) -> Comparison:
 def _refuse_gaps(outcomes: Sequence[Outcome], rows: Sequence[str], seeds: Sequence[int]) -> None:
     """Raise UserError unless each row has one run of each seed, all of them with one setup."""
     runs = by_row(outcomes)
+    _refuse_mixtures(runs, seeds)
     for row in rows:
         mine = [run.seed for run in runs.get(row, [])]
         for seed in seeds:
-            if mine.count(seed) > 1:
-                where = f"row {row!r} with seed {seed} is in two of the files"
-                raise UserError(f"--from: {where}; leave one of them away")
             if seed not in mine:
                 raise UserError(f"--from: row {row!r} has no run with seed {seed}, as others have")
-        rates = sorted({run.lr for run in runs[row]})
+        if len({run.settings for run in runs[row]} - {""}) > 1:
+            raise UserError(f"--from: row {row!r} had other settings in one of the files")
+
+
+def _refuse_mixtures(runs: Mapping[str, Sequence[Outcome]], seeds: Sequence[int]) -> None:
+    """Raise UserError where a row has two runs of a seed, or runs of two learning rates."""
+    for row, some in runs.items():
+        for seed in seeds:
+            if sum(run.seed == seed for run in some) > 1:
+                where = f"row {row!r} with seed {seed} is in two of the files"
+                raise UserError(f"--from: {where}; leave one of them away")
+        rates = sorted({run.lr for run in some})
         if len(rates) > 1:
             text = " and ".join(f"{lr:g}" for lr in rates)
             raise UserError(f"--from: row {row!r} was trained at learning rates of {text}")
-        if len({run.settings for run in runs[row]} - {""}) > 1:
-            raise UserError(f"--from: row {row!r} had other settings in one of the files")
+
+
+def _without_hosts(machine: Mapping[str, str]) -> dict[str, str]:
+    """Return what a comparison names its machine by, but for the names of hosts."""
+    return {**machine, "ranks": re.sub(r" ranks on [^ ]+ \(", " ranks (", machine.get("ranks", ""))}
 
 
 def by_row(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:

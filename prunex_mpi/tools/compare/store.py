@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ def prepare(options: Options) -> None:
 
     Hours later would be late. Runs that are there already are taken over or refused.
     """
+    _refuse_one_file_for_two(options)
     prepare_file("json", options.json_file)
     prepare_file("text", options.text_file)
     refuse_impossible(options.figure)
@@ -71,28 +72,51 @@ def prepare(options: Options) -> None:
             )
 
 
+def _refuse_one_file_for_two(options: Options) -> None:
+    """Raise UserError where one of two flags would overwrite what the other has written."""
+    named = {"json": options.json_file, "text": options.text_file, "figure": options.figure}
+    seen: dict[Path, str] = {}
+    for flag, path in named.items():
+        # Devices and pipes take all that comes.
+        if not path or (Path(path).exists() and not Path(path).is_file()):
+            continue
+        first = seen.setdefault(Path(path).resolve(), flag)
+        if first != flag:
+            raise UserError(f"--{first} and --{flag} name one file; choose another for one of them")
+
+
 def _files(folder: Path) -> list[Path]:
     return sorted((folder / OUTCOMES).glob("*.json"))
 
 
 def kept(
-    world: MPI.Comm, folder: str, name: str, settings: Settings, run: Callable[[], Outcome]
+    world: MPI.Comm,
+    folder: str,
+    name: str,
+    settings: Settings,
+    place: Mapping[str, str],
+    run: Callable[[], Outcome],
 ) -> Outcome:
     """Return the outcome that is kept under `name`; else that of `run()`, which is then kept.
 
-    Without `folder` nothing is kept. Raises UserError where it was another run that has the name.
-    Collective on `world`.
+    Without `folder` nothing is kept. `place` says in a few words of each what runs of one
+    comparison have in common beside their settings. Raises UserError where it was another run, or
+    one of another place, that has the name. Collective on `world`.
     """
     if not folder:
         return run()
     file = Path(folder) / OUTCOMES / f"{name}.json"
-    found = together(world, lambda: _read(file, settings) if world.rank == 0 else None)
+    found = together(world, lambda: _read(file, settings, place) if world.rank == 0 else None)
     text = broadcast_text(world, json.dumps(found and to_dict(found)))
     if json.loads(text):
         return outcome_from(json.loads(text))
     together(world, lambda: _forget(Path(folder) / name) if world.rank == 0 else None)
     outcome = run()
-    whole = {"config": to_toml(settings, {}), "outcome": to_dict(outcome)}
+    whole = {
+        "config": to_toml(settings, {}),
+        "place": dict(place),
+        "outcome": to_dict(outcome),
+    }
 
     def write() -> None:
         if world.rank == 0:
@@ -102,14 +126,16 @@ def kept(
     return outcome
 
 
-def _read(file: Path, settings: Settings) -> Outcome | None:
+def _read(file: Path, settings: Settings, place: Mapping[str, str]) -> Outcome | None:
     if not file.exists():
         return None
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         outcome = outcome_from(found["outcome"])
         other = first_difference(from_table(tomllib.loads(found["config"]), str(file)), settings)
-    except (OSError, ValueError, KeyError, TypeError, UserError):
+        # Files of before do not say where they come from.
+        before = {key: str(value) for key, value in found.get("place", {}).items()}
+    except (AttributeError, OSError, ValueError, KeyError, TypeError, UserError):
         raise UserError(
             f"{file} can't be read; remove it to do its run again", UNREADABLE
         ) from None
@@ -117,6 +143,12 @@ def _read(file: Path, settings: Settings) -> Outcome | None:
         raise UserError(
             f"{file} is of a run with another {other}; remove it, or choose another --dir"
         )
+    for key, value in before.items():
+        if value != place.get(key, value):
+            raise UserError(
+                f"{file} is of a run with other {key} ({quote(value, 250)}; here "
+                f"{quote(place[key], 250)}); remove it, or choose another --dir"
+            )
     return outcome
 
 

@@ -134,6 +134,12 @@ def equal_table(found: Comparison, what: str, runs: Sequence[Outcome]) -> Table:
         notes.append(f"at full length no dearer than {reference}: {', '.join(cheap)}")
     if missing:
         notes.append(f"dearer, and not trained anew: {', '.join(missing)}")
+    over = [row for row, some in by_row(runs).items() if (_mean(ended(some), value) or 0) > limit]
+    if over:
+        notes.append(f"more than {reference} nevertheless, by whole iterations: {', '.join(over)}")
+    fewer = [row for row, some in by_row(runs).items() if len(some) < len(full[reference])]
+    if fewer:
+        notes.append(f"of fewer seeds than {reference}: {', '.join(fewer)}")
     return Table(f"With the {what} of {reference}", columns, tuple(rows), tuple(notes))
 
 
@@ -142,13 +148,17 @@ def _accuracy_columns(found: Comparison) -> tuple[str, ...]:
 
 
 def _accuracies(runs: Sequence[Outcome], seeds: Sequence[int]) -> tuple[Cell, ...]:
-    """Return mean, standard deviation and each seed's accuracy, in percent; None: no such run."""
+    """Return mean, standard deviation and each seed's accuracy, in percent; None: no such run.
+
+    Where one diverged there is no mean, which would be of the better ones.
+    """
     found = [100 * m.accuracy for m in ended(runs)]
     cells: dict[int, Cell] = {
         r.seed: "diverged" if r.measured is None else 100 * r.measured.accuracy for r in runs
     }
-    spread = stdev(found) if len(found) > 1 else None
-    return (mean(found) if found else None, spread, *(cells.get(seed) for seed in seeds))
+    whole = len(found) == len(runs)
+    spread = stdev(found) if whole and len(found) > 1 else None
+    return (mean(found) if whole and found else None, spread, *(cells.get(seed) for seed in seeds))
 
 
 def measured_table(outcomes: Sequence[Outcome]) -> Table:

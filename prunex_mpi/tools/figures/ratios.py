@@ -1,24 +1,26 @@
 """Figure 12: accuracy against the keep ratio, with the spread over seeds."""
 
+import re
 from collections.abc import Sequence
 from statistics import mean, stdev
 
 import numpy as np
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.settings.fields import methods_of
+from prunex_mpi.settings.fields import FIELDS, OF_THE_JOB, key_of, methods_of
 from prunex_mpi.settings.methods import REMOVING
 from prunex_mpi.tools.drawing import legend_above, look_of, marker_of, new_figure, plain
 from prunex_mpi.tools.figures.beside import Beside, Drawn, setup_words, unequal
 from prunex_mpi.tools.figures.costs import lacking, ranks_of
 from prunex_mpi.tools.report.reading import Run
-from prunex_mpi.tools.report.several import differing
 
 PAPER = {1.0: "85.96 %", 0.5: "81.39 %"}
-# What makes a curve of its own where runs of a method differ in it at one keep ratio.
-TOLD_APART = (
-    *("model", "dataset", "train-samples", "batch-size", "outer-iterations", "local-steps"),
-    *("local-epochs", "lr", "payload", "score", "keep-by", "teacher", "init-from"),
+# What makes a curve of its own where runs of a method differ in it at one keep ratio: all but the
+# seed, and what follows from other settings.
+TOLD_APART = tuple(
+    key_of(name)
+    for name in FIELDS
+    if name not in (*OF_THE_JOB, "preset", "method", "groups", "keep_ratio", "seed")
 )
 
 
@@ -83,13 +85,27 @@ def curves(runs: Sequence[Run]) -> dict[str, dict[float, list[Run]]]:
         points.setdefault((series_of(run), ratio_of(run)), []).append(run)
     apart: dict[str, dict[str, None]] = {}
     for (series, _), some in points.items():
-        apart.setdefault(series, {}).update(dict.fromkeys(differing(some, TOLD_APART)))
+        apart.setdefault(series, {}).update(dict.fromkeys(_differing(some)))
     found: dict[str, dict[float, list[Run]]] = {}
     for (series, ratio), some in points.items():
         for run in some:
-            own = [f"{key} {run.setting(key)}" for key in apart[series]]
+            own = [f"{key} {_value(run, key)}" for key in apart[series]]
             found.setdefault(", ".join([series, *own]), {}).setdefault(ratio, []).append(run)
     return found
+
+
+def _differing(runs: Sequence[Run]) -> list[str]:
+    """Return in which settings runs differ; what a run of before does not know tells nothing."""
+    known = {key: [_value(run, key) for run in runs if key in run.config] for key in TOLD_APART}
+    return [key for key, values in known.items() if len(set(values)) > 1]
+
+
+def _value(run: Run, key: str) -> str:
+    """Return a setting in words; in paths the run's seed, which stands for any, as {seed}."""
+    value = str(run.setting(key))
+    if key not in ("init-from", "teacher"):
+        return value
+    return re.sub(rf"(?<!\d){run.setting('seed')}(?!\d)", "{seed}", value)
 
 
 def ratio_of(run: Run) -> float:
