@@ -15,6 +15,8 @@ torch.set_num_threads(1)
 # Nor may a GPU round to TF32 what the oracle computes in float32.
 torch.backends.cudnn.allow_tf32 = False
 
+_FAILED = pytest.StashKey[bool]()
+
 
 def pytest_addoption(parser):
     parser.addoption("--fault-trials", type=int, default=0, help="number of faults to draw")
@@ -65,11 +67,22 @@ def failing_instead_of_aborting(monkeypatch):
     program.sys.excepthook = hook
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:
+        item.stash[_FAILED] = True
+    return report
+
+
 @pytest.fixture(autouse=True)
 def _end_together(request):
-    """Let all ranks finish a parallel test before the next one starts its collectives."""
+    """Let all ranks finish a parallel test before the next one starts its collectives.
+
+    A rank whose test has failed does not wait for those that wait for it: it ends the job (-x).
+    """
     yield
-    if request.node.get_closest_marker("mpi"):
+    if request.node.get_closest_marker("mpi") and _FAILED not in request.node.stash:
         from mpi4py import MPI
 
         gc.collect()

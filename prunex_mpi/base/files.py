@@ -6,6 +6,7 @@ import os
 import socket
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,14 +101,19 @@ def prepare_file(flag: str, path: str) -> None:
     """Raise UserError unless the file that `--flag` names can be written; "" names none.
 
     A file that was not there is not there afterwards: an empty one would look like a result.
+    Several processes may ask at a time for one file: who has made it removes it, and to the others
+    it may be there or not.
     """
     if not path:
         return
     try:
-        new = not os.path.lexists(path)
-        with open(path, "a", encoding="utf-8"):
-            pass
-        if new:
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        except FileExistsError:
+            # A link to what is not there is told of by whoever writes through it.
+            with suppress(FileNotFoundError):
+                os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
+        else:
             os.unlink(path)
     except OSError as error:
         raise UserError(f"--{flag} {quote(path, 250)}: {error.strerror}; choose another") from None

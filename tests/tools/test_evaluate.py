@@ -186,13 +186,19 @@ def test_classes_without_an_image_have_no_accuracy_and_the_lowest_are_shown() ->
         (["run", "--batch-size", "0"], "--batch-size must be from 1"),
         (["run", "--classes", "-1"], "--classes must be from 0"),
         (["run", "--device", "tpu"], "--device: unknown value 'tpu'"),
-        (["run", "--json", "none/x.json"], "--json 'none/x.json': No such file"),
         ([], "required: RUN"),
     ],
 )
 def test_wrong_flags_are_named(words: list[str], why: str) -> None:
     with pytest.raises(UserError, match=why):
         parse(words)
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_a_file_that_rank_0_cannot_write_ends_all_ranks() -> None:
+    with pytest.raises(UserError, match=r"--json 'none/x.json': No such file"):
+        evaluate(WORLD, parse(["run", "--json", "none/x.json"]), Heartbeat())
 
 
 def test_what_is_no_network_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
-from prunex_mpi.base.files import write_json
+from prunex_mpi.base.files import prepare_file, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import set_up_logging
 from prunex_mpi.base.tables import Table, format_lines, format_table
@@ -61,6 +61,7 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     set_up_logging(world.rank, world.size)
     refuse_lone_singleton(world)
     require_same(world, "the flags", repr(options))
+    together(world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None)
     network = together(world, lambda: read_network(options.network))
     with take_places(world, 0, options.device) as place:
         heartbeat.enter("data")

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.files import prepare_file
 from prunex_mpi.settings.cli import convert_flag
 from prunex_mpi.settings.fields import FIELDS
 from prunex_mpi.settings.parser import Parser, check_range, program_parser
@@ -80,7 +79,6 @@ def parse(argv: Sequence[str]) -> Options:
     check_range(given, "classes", 0, MAX_COUNT)
     if not 1 <= given.batch_size <= MAX_COUNT:
         raise UserError(f"--batch-size must be from 1 to {MAX_COUNT}, not {given.batch_size}")
-    prepare_file("json", given.json)
     samples = given.test_samples
     return Options(
         network=Path(given.network),
