@@ -2,15 +2,15 @@
 
     python tests/harness/readme_tables.py [--check]
 
-What `bench compare --json` wrote is kept in `results/` beside a README. Between
+What `bench compare --json` wrote is kept in `prunex_mpi/methods/results`. Between
 
-    <!-- results/NAME.json: TABLE --> and <!-- end -->
+    <!-- NAME.json: TABLE --> and <!-- end -->
 
-stands a table of it, and between
+with the file's path from the README stands a table of it, and between
 
-    <!-- results/NAME.json: figures --> and <!-- end -->
+    <!-- NAME.json: figures --> and <!-- end -->
 
-are sentences whose figures all have to be in one of these tables. `results/NAME_at_20_Mbit.json`
+are sentences whose figures all have to be in one of these tables; settings stand in backticks. `NAME_at_20_Mbit.json`
 has the same rows over a link of that rate: a column of the table `seconds` of NAME.
 """
 
@@ -33,8 +33,9 @@ from prunex_mpi.tools.compare.outcomes import (
 from prunex_mpi.tools.compare.tables import ranks_of
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCK = re.compile(r"<!-- (results/\S+\.json): (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
+BLOCK = re.compile(r"<!-- (\S+\.json): (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 FIGURE = re.compile(r"\d[\d,]*\.\d+")
+SPAN = re.compile(r"`[^`]*`")
 FIGURES = "figures"
 RATE = re.compile(r"_at_(\d+)_([MG])bit$")
 MBIT = {"M": 1, "G": 1000}
@@ -46,7 +47,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing, fail on differences")
     check = parser.parse_args().check
     problems = []
-    for path in sorted((ROOT / "prunex_mpi").rglob("README.md")):
+    for path in (ROOT / "README.md", *sorted((ROOT / "prunex_mpi").rglob("README.md"))):
         old = path.read_text(encoding="utf-8")
         new, found = renewed(old, path.parent)
         problems += [f"{path.relative_to(ROOT)}: {text}" for text in found]
@@ -68,7 +69,7 @@ def renewed(text: str, folder: Path) -> tuple[str, list[str]]:
         tables = tables_of(read_comparison("", str(path)), times_beside(path))
         if kind == FIGURES:
             known = set(FIGURE.findall("".join(tables.values())))
-            wrong = sorted(set(FIGURE.findall(body)) - known)
+            wrong = sorted(set(FIGURE.findall(SPAN.sub("", body))) - known)
             problems.extend(f"{figure} is in no table of {file}" for figure in wrong)
         elif kind in tables:
             body = tables[kind]

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "prunex_mpi"
 FOLDERS = (".", "batch", "tests", "prunex_mpi")
 FOLDERS += tuple(f"prunex_mpi/{name}" for name in ("data", "methods", "models", "run", "tools"))
+FOLDERS += ("prunex_mpi/methods/results",)
 READMES = [ROOT / folder / "README.md" for folder in FOLDERS]
 LONGEST, MOST_WORDS = 150, 2000
 
