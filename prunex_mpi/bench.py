@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prunex_mpi.base.alone import run_alone
-from prunex_mpi.run.program import run_program
+from prunex_mpi.run.program import run_program, watched
 from prunex_mpi.tools.bench import options as bench_options
 from prunex_mpi.tools.compare import options as compare_options
 from prunex_mpi.tools.figures import options as figure_options
@@ -31,10 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bench(world: "MPI.Comm", options: bench_options.Options) -> int:
-    """Measure and print. Collective on `world`."""
-    from prunex_mpi.tools.bench.bench import bench
+    """Measure and print under the eyes of a watchdog. Collective on `world`."""
+    with watched(world, options.settings.timeout) as watchdog:
+        from prunex_mpi.tools.bench.bench import bench
 
-    return bench(world, options)
+        return bench(world, options, watchdog.heartbeat)
 
 
 def compare(world: "MPI.Comm", options: compare_options.Options) -> int:

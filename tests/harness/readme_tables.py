@@ -10,8 +10,12 @@ with the file's path from the README stands a table of it, and between
 
     <!-- NAME.json: figures --> and <!-- end -->
 
-are sentences whose figures all have to be in one of these tables; settings stand in backticks. `NAME_at_20_Mbit.json`
-has the same rows over a link of that rate: a column of the table `seconds` of NAME.
+are sentences whose figures all have to be in one of these tables: every number with a decimal
+point; and every whole number with a thousands separator or before MiB, %, s or parameters, which
+may be a figure of a table rounded as well. Other whole numbers (4 bits, T = 16) and settings, which
+stand in backticks, need not be measured, and what is worked out from figures is written in words
+(half, a fifteenth) or outside of the block. `NAME_at_20_Mbit.json` has the same rows over a link of
+that rate: a column of the table `seconds` of NAME.
 """
 
 import argparse
@@ -33,8 +37,14 @@ from prunex_mpi.tools.compare.outcomes import (
 from prunex_mpi.tools.compare.tables import ranks_of
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCK = re.compile(r"<!-- (\S+\.json): (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
+COMMENT = re.compile(r"<!--.*?(?:-->|$)", re.DOTALL)
+# No comment is inside, so that a block that is not closed ends where the next one begins.
+BLOCK = re.compile(r"<!-- (\S+\.json): (\S+) -->\n((?:(?!<!--).)*)<!-- end -->", re.DOTALL)
 FIGURE = re.compile(r"\d[\d,]*\.\d+")
+CELL = re.compile(r"(?<=\| )\d[\d,]*(?= \|)")
+WHOLE = re.compile(
+    r"(?<![\d.,/])(?:\d{1,3}(?:,\d{3})+|\d+(?=\s+(?:MiB|%|s|parameters)(?!\w)))(?!\.?\d)"
+)
 SPAN = re.compile(r"`[^`]*`")
 FIGURES = "figures"
 RATE = re.compile(r"_at_(\d+)_([MG])bit$")
@@ -68,8 +78,7 @@ def renewed(text: str, folder: Path) -> tuple[str, list[str]]:
         path = folder / file
         tables = tables_of(read_comparison("", str(path)), times_beside(path))
         if kind == FIGURES:
-            known = set(FIGURE.findall("".join(tables.values())))
-            wrong = sorted(set(FIGURE.findall(SPAN.sub("", body))) - known)
+            wrong = unknown_figures(body, "".join(tables.values()))
             problems.extend(f"{figure} is in no table of {file}" for figure in wrong)
         elif kind in tables:
             body = tables[kind]
@@ -77,7 +86,25 @@ def renewed(text: str, folder: Path) -> tuple[str, list[str]]:
             problems.append(f"{file} has no table {kind}; there are {', '.join(tables)}")
         return f"<!-- {file}: {kind} -->\n{body}<!-- end -->"
 
-    return BLOCK.sub(replace, text), problems
+    new = BLOCK.sub(replace, text)
+    for comment in COMMENT.findall(BLOCK.sub("", text)):
+        first = comment.split("\n", 1)[0]
+        problems.append(
+            f"{first} begins or ends no block: <!-- NAME.json: TABLE --> does, "
+            "on a line of its own, and <!-- end --> closes it"
+        )
+    return new, problems
+
+
+def unknown_figures(body: str, tables: str) -> list[str]:
+    """Return the figures of sentences that no table has, as the rule above says."""
+    known = set(FIGURE.findall(tables))
+    whole = {number.replace(",", "") for number in CELL.findall(tables)}
+    whole |= {f"{float(figure.replace(',', '')):.0f}" for figure in known}
+    body = SPAN.sub("", body)
+    rest = FIGURE.sub("x", body)
+    wrong = [number for number in WHOLE.findall(rest) if number.replace(",", "") not in whole]
+    return sorted({*FIGURE.findall(body)} - known) + sorted(set(wrong))
 
 
 def times_beside(path: Path) -> dict[str, Comparison]:

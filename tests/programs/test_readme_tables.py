@@ -80,8 +80,42 @@ def test_figures_that_no_table_has_are_found(results: Path) -> None:
         wrong,
         ["65.6 is in no table of results/a.json"],
     )
+    # Of whole numbers those that were measured, rounded or not; of others nothing is known.
+    right = (
+        "1,000 parameters, 250 parameters, 2,048 MiB, 64 % (66 % rounded) in 17 epochs of 4 bits\n"
+    )
+    right = block("figures", right)
+    assert readme_tables.renewed(right, results) == (right, [])
+    wrong = block("figures", "1,001 of all, 2,049 MiB, 251 parameters, 63 %\nand 77\ns\n")
+    assert readme_tables.renewed(wrong, results)[1] == [
+        f"{figure} is in no table of results/a.json"
+        for figure in ("1,001", "2,049", "251", "63", "77")
+    ]
     _, problems = readme_tables.renewed(block("equal-time", ""), results)
     assert problems == ["results/a.json has no table equal-time; there are results, equal-bytes"]
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        "<!-- results/a.json: figures -->",
+        "<!-- results/a.json: results -->",
+        "<!-- result/a.json: results -->",
+        "<!-- end -->",
+        "<!-- results/a.json",
+    ],
+)
+def test_a_block_that_is_not_closed_is_found_and_swallows_nothing(
+    results: Path, opening: str
+) -> None:
+    whole, _ = readme_tables.renewed(block("results", "old\n"), results)
+    between = f"{opening}\n99.9 % of all\n"
+    text, problems = readme_tables.renewed(between + block("results", "old\n"), results)
+    assert text == between + whole
+    assert len(problems) == 1 and problems[0].startswith(f"{opening} begins or ends no block")
+    # Nor at the end.
+    text, problems = readme_tables.renewed(whole + between, results)
+    assert text == whole + between and len(problems) == 1
 
 
 def rewrite(folder: Path, name: str, measured: Callable[[str], dict[str, object]]) -> None:

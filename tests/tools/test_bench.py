@@ -4,6 +4,8 @@ import json
 import math
 import subprocess
 import sys
+import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,16 +14,18 @@ from picture_files import damage, write_folder
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.base.errors import FAILURE, USAGE, UserError
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table, format_table
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import build_topology, free_topology, nodes_of
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.data.datasets import load
+from prunex_mpi.run.start import Place
 from prunex_mpi.settings import cli
 from prunex_mpi.settings.fields import PAYLOADS
 from prunex_mpi.settings.resolve import make
-from prunex_mpi.tools.bench import data
+from prunex_mpi.tools.bench import data, possible
 from prunex_mpi.tools.bench.bench import bench
 from prunex_mpi.tools.bench.block_codes import block_codes
 from prunex_mpi.tools.bench.checkpoint import checkpoints
@@ -70,7 +74,9 @@ def run(*flags: str, code: str = "") -> subprocess.CompletedProcess:
 
 
 def test_kernels_time_every_step_against_a_copy_of_the_stated_bytes(alone):
-    steps, parts, stages = kernels(alone, SMALL, build_transport(CPU, 32.0, "host"), CPU, 2)
+    steps, parts, stages = kernels(
+        alone, SMALL, build_transport(CPU, 32.0, "host"), CPU, 2, Heartbeat()
+    )
     for table in (steps, parts, stages):
         assert_sane(table)
         assert all(
@@ -101,7 +107,7 @@ def test_kernels_time_every_step_against_a_copy_of_the_stated_bytes(alone):
 
 
 def test_codes_by_blocks_are_timed_against_a_copy_of_the_vector():
-    table = block_codes(CPU, 2, 300 * 128)
+    table = block_codes(CPU, 2, Heartbeat(), 300 * 128)
     assert_sane(table)
     steps = list(zip(column(table, "payload"), column(table, "step"), strict=True))
     assert steps[:3] == [("fp32", "encode"), ("fp32", "decode"), ("fp32", "add")]
@@ -140,9 +146,9 @@ def test_stand_alone_steps_do_what_the_driver_does(alone):
 
 def test_overhead_trains_with_the_driver_before_and_after_the_freeze(alone):
     transport = build_transport(CPU, 32.0, "host")
-    records = train(alone, SMALL, transport, CPU, "resnet8", 1)
+    records = train(alone, SMALL, transport, CPU, "resnet8", 1, Heartbeat())
     assert [r["frozen"] for r in records] == [False] * (1 + MEASURED) + [True] * (1 + MEASURED)
-    (table,) = overhead(alone, SMALL, transport, CPU, ("resnet8",), 1)
+    (table,) = overhead(alone, SMALL, transport, CPU, ("resnet8",), 1, Heartbeat())
     assert_sane(table)
     assert column(table, "freeze") == ["before", "after"]
     for row in table.rows:
@@ -158,7 +164,7 @@ def test_memory_subtracts_processes_of_their_own(monkeypatch):
     # Only the job of one rank: a launcher cannot start inside another.
     monkeypatch.setattr("prunex_mpi.tools.bench.memory.shutil.which", lambda *_, **__: None)
     # Large enough for a process's own ups and downs not to count.
-    (table,) = memory(make(model="resnet18"), CPU, 1)
+    (table,) = memory(make(model="resnet18"), CPU, 1, Heartbeat())
     assert_sane(table)
     assert column(table, "preset") == ["recipe", "paper"]
     for row in table.rows:
@@ -168,7 +174,8 @@ def test_memory_subtracts_processes_of_their_own(monkeypatch):
 
 
 def test_memory_child_runs_the_driver_and_reports_its_peak(alone):
-    answer = json.loads(child(alone, SMALL, build_transport(CPU, 32.0, "host"), CPU, "recipe"))
+    transport = build_transport(CPU, 32.0, "host")
+    answer = json.loads(child(alone, SMALL, transport, CPU, "recipe", Heartbeat()))
     state = make_state(SMALL, CPU)
     assert answer["model_bytes"] == 4 * state.layout.numel
     assert answer["ranks"] == 1
@@ -180,7 +187,7 @@ def test_memory_child_runs_the_driver_and_reports_its_peak(alone):
 def test_collectives_are_timed_alike_on_every_rank(ranks_per_node):
     world = MPI.COMM_WORLD
     topology = build_topology(world, ranks_per_node)
-    tables = collectives(topology, SMALL, Transport(2**20), CPU, 1)
+    tables = collectives(topology, SMALL, Transport(2**20), CPU, 1, Heartbeat())
     transfers, agreement, rival = tables
     many_nodes, big_nodes = topology.num_nodes > 1, max(topology.node_sizes) > 1
     free_topology(topology)
@@ -206,7 +213,7 @@ def test_collectives_are_timed_alike_on_every_rank(ranks_per_node):
 def test_phase_2_is_timed_with_parameters_to_send_and_without():
     with nodes_of(MPI.COMM_WORLD) as topology:
         transport = build_transport(CPU, 32.0, "host")
-        (table,) = inside_nodes(topology, SMALL, transport, CPU, ("resnet8",), 2)
+        (table,) = inside_nodes(topology, SMALL, transport, CPU, ("resnet8",), 2, Heartbeat())
     assert_sane(table)
     assert column(table, "freeze") == ["before", "after"]
     for row in table.rows:
@@ -222,11 +229,8 @@ def test_dense_and_ddp_take_the_same_steps():
         transport = build_transport(CPU, 32.0, "host")
         # In float64: the two add gradients in another order.
         models = ("odd_models:resnet8_double",)
-        (table,) = compare_with_ddp(topology, settings, transport, CPU, models, 2, 2)
-        with pytest.raises(UserError, match="--device cpu"):
-            compare_with_ddp(
-                topology, settings, transport, torch.device("cuda"), ("resnet8",), 1, 1
-            )
+        where = topology, settings, transport, CPU
+        (table,) = compare_with_ddp(*where, models, 2, 2, Heartbeat())
     assert_sane(table)
     (row,) = table.rows
     named = dict(zip(table.columns, row, strict=True))
@@ -243,7 +247,7 @@ def test_intervals_are_timed_beside_those_of_torch(ranks_per_node: int):
     settings = make(model="resnet8", batch_size=2, device="cpu", keep_ratio=[0.5])
     with nodes_of(MPI.COMM_WORLD, ranks_per_node) as topology:
         transport = build_transport(CPU, 32.0, "host")
-        table = intervals(topology, settings, transport, CPU, ("resnet8",), 2, 2)
+        table = intervals(topology, settings, transport, CPU, ("resnet8",), 2, 2, Heartbeat())
     rows = {row[1]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
     ours = ["local-sgd", "local-sgd int4", "prunex", "prunex int4"]
     assert list(rows) == ["no exchange", *ours, "gloo local SGD", "DDP", "DDP fp16"]
@@ -276,7 +280,8 @@ def test_the_cost_model_is_calibrated_and_tried(monkeypatch):
     monkeypatch.setattr(f"{module}.MESSAGES", (2**12, 2**20))
     transport = build_transport(CPU, 32.0, "host")
     with nodes_of(MPI.COMM_WORLD, 1) as topology:
-        constants, predictions = model(topology, SMALL, transport, CPU, ("resnet8",), 1)
+        where = topology, SMALL, transport, CPU
+        constants, predictions = model(*where, ("resnet8",), 1, Heartbeat())
     assert_sane(constants)
     assert_sane(predictions)
     assert list(column(predictions, "payload")) == list(PAYLOADS)
@@ -296,17 +301,6 @@ def test_the_cost_model_is_calibrated_and_tried(monkeypatch):
     assert all(other == titles[0] for other in titles)
 
 
-@pytest.mark.any_mpi
-@pytest.mark.mpi(min_size=2)
-def test_the_cost_model_needs_several_nodes():
-    transport = build_transport(CPU, 32.0, "host")
-    with (
-        nodes_of(MPI.COMM_WORLD, MPI.COMM_WORLD.size) as topology,
-        pytest.raises(UserError, match="--ranks-per-node 1"),
-    ):
-        model(topology, SMALL, transport, CPU, ("resnet8",), 1)
-
-
 def test_factors_are_fitted_and_never_below_zero():
     columns = [(1.0, 2.0), (1.0, 5.0), (2.0, 1.0)]
     assert fit(columns, [3 * a + 4 * b for a, b in columns]) == pytest.approx([3.0, 4.0])
@@ -315,7 +309,8 @@ def test_factors_are_fitted_and_never_below_zero():
 
 
 def test_checkpoints_are_timed_against_dd_and_leave_nothing(alone, tmp_path):
-    (table,) = checkpoints(alone, SMALL, build_transport(CPU, 1, "host"), CPU, 1, str(tmp_path))
+    transport = build_transport(CPU, 1, "host")
+    (table,) = checkpoints(alone, SMALL, transport, CPU, 1, str(tmp_path), Heartbeat())
     assert_sane(table)
     # theta, u, momentum, v, z_node and z of resnet8, and little else.
     assert column(table, "MiB in all")[0] == pytest.approx(6 * 4 * 75_290 / 2**20, rel=0.05)
@@ -341,7 +336,7 @@ def test_data_is_decoded_as_torch_does_and_waited_for(alone, tmp_path, monkeypat
     folder = str(write_folder(tmp_path / "p"))
     settings = make(dataset=name, data_dir=folder, batch_size=4, device="cpu")
     transport = build_transport(CPU, 32.0, "host")
-    decoded, trained = data.data(alone, settings, transport, CPU, ("resnet8",), 2)
+    decoded, trained = data.data(alone, settings, transport, CPU, ("resnet8",), 2, Heartbeat())
     for table in (decoded, trained):
         assert_sane(table)
     assert f"Decoding {name if ':' in name else folder}: images" in decoded.title
@@ -360,7 +355,7 @@ def test_folders_with_too_few_images_are_refused_before_anything_is_measured(tmp
     folder = str(write_folder(tmp_path / "p", train=10))
     flags = ["all", "data", "--data-dir", folder, "--batch-size", str(size), "--threads=1"]
     with pytest.raises(UserError) as caught:
-        bench(MPI.COMM_SELF, parse([*flags, "--model", "resnet8"]))
+        bench(MPI.COMM_SELF, parse([*flags, "--model", "resnet8"]), Heartbeat())
     assert f"data takes {words}, 32 x --batch-size, of {folder}, which has" in str(caught.value)
     assert "lower --batch-size" in str(caught.value)
 
@@ -373,7 +368,7 @@ def test_damaged_images_are_not_timed(tmp_path, monkeypatch):
         damage(path)
     settings = make(dataset="imagefolder", data_dir=str(folder), batch_size=8, device="cpu")
     with pytest.raises(UserError, match="cannot read image"):
-        data.decoding(settings, [1], 1)
+        data.decoding(settings, [1], 1, Heartbeat())
 
 
 WHOLE = {"train_samples": 0, "test_samples": 1, "image_size": 0, "seed": 0, "part": (0, 1)}
@@ -434,9 +429,90 @@ def test_user_errors_end_with_code_2_and_one_line(flags, culprit):
 def test_what_cannot_be_measured_is_refused(flags, culprit):
     threads = torch.get_num_threads()
     with pytest.raises(UserError) as caught:
-        bench(MPI.COMM_SELF, parse([*flags, f"--threads={threads}"]))
+        bench(MPI.COMM_SELF, parse([*flags, f"--threads={threads}"]), Heartbeat())
     assert caught.value.exit_code == USAGE
     assert culprit in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "culprit"),
+    [
+        ("all --groups coupled", "give other --groups"),
+        ("kernels checkpoint --dir /nowhere", "--dir /nowhere: No such file"),
+        ("kernels overhead --models resnet8 resnet21", "resnet21"),
+        ("kernels data --data-dir PICTURES --batch-size 1 --models resnet8 resnet21", "resnet21"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is(
+    tmp_path, monkeypatch, flags, culprit
+):
+    monkeypatch.setattr("prunex_mpi.tools.bench.bench.measure", pytest.fail)
+    folder = write_folder(tmp_path / "p", train=20)
+    words = [str(folder) if word == "PICTURES" else word for word in flags.split()]
+    with pytest.raises(UserError) as caught:
+        bench(MPI.COMM_SELF, parse([*words, "--model=resnet8", "--threads=1"]), Heartbeat())
+    assert caught.value.exit_code == USAGE
+    assert culprit in str(caught.value)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("flags", "culprit"),
+    [
+        ("all model --ranks-per-node RANKS", "--ranks-per-node 1"),
+        (
+            "collectives ddp --models odd_models:no_convolution",
+            "no_convolution: no coupled channels",
+        ),
+    ],
+)
+def test_every_rank_refuses_what_cannot_be_measured_before_anything_is(monkeypatch, flags, culprit):
+    monkeypatch.setattr("prunex_mpi.tools.bench.bench.measure", pytest.fail)
+    threads = torch.get_num_threads()
+    words = flags.replace("RANKS", str(MPI.COMM_WORLD.size)).split()
+    options = parse([*words, "--model=resnet8", f"--threads={threads}"])
+    with pytest.raises(UserError, match=culprit):
+        bench(MPI.COMM_WORLD, options, Heartbeat())
+
+
+def test_gpus_are_not_measured_beside_gloo():
+    place = Place(None, torch.device("cuda"), 1, "")
+    with pytest.raises(UserError, match="--device cpu"):
+        possible.refuse("ddp", place, parse([]))
+
+
+def test_a_section_that_hangs_ends_the_job():
+    code = (
+        "import time\n"
+        "from prunex_mpi import bench\n"
+        "from prunex_mpi.tools.bench import kernels\n"
+        "kernels.make_state = lambda *_: time.sleep(100)\n"
+        "bench.main(['kernels', '--model=resnet8', '--threads=1', '--timeout=5'])\n"
+    )
+    done = run(code=code)
+    assert done.returncode == FAILURE
+    assert "no progress for 5 s in phase kernels" in done.stderr
+
+
+def test_who_waits_for_a_child_is_alive(monkeypatch):
+    module = "prunex_mpi.tools.bench.memory"
+    monkeypatch.setattr(f"{module}.BEAT_S", 0.01)
+    seen = []
+
+    def run_separately(command, *_):
+        seen.extend(command)
+        time.sleep(0.5)
+        return subprocess.CompletedProcess(command, 1, "", "why")
+
+    monkeypatch.setattr(f"{module}.run_separately", run_separately)
+    heartbeat = Heartbeat()
+    with pytest.raises(UserError, match="ended with code 1: why"):
+        memory(replace(SMALL, timeout=7.0), CPU, 1, heartbeat)
+    assert heartbeat.beats > 5
+    # The child watches itself.
+    assert "--timeout=7.0" in seen
 
 
 def test_sections_fit_the_number_of_ranks():
@@ -473,6 +549,9 @@ def test_actions_take_turns_and_the_first_turn_is_not_counted():
         "a": Action(lambda: order.append("a"), lambda: order.append("prepare")),
         "b": Action(lambda: order.append("b")),
     }
-    best = min_seconds(actions, 2, CPU)
+    heartbeat = Heartbeat()
+    best = min_seconds(actions, 2, CPU, heartbeat)
     assert order == ["prepare", "a", "b"] * 3
+    # A long section is no rank that hangs.
+    assert heartbeat.beats == 6
     assert all(0 <= seconds < 1 for seconds in best.values())

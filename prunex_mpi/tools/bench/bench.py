@@ -3,42 +3,43 @@
 from mpi4py import MPI
 
 from prunex_mpi.base.files import prepare_file, write_json
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table, as_json, format_table
 from prunex_mpi.comm.agreement import together
 from prunex_mpi.comm.collectives import Transport
-from prunex_mpi.models.build import build_model
 from prunex_mpi.run.start import Place, find_transport, refuse_lone_singleton, take_places
-from prunex_mpi.tools.bench.options import OF_DATA, Options, choose_sections
+from prunex_mpi.tools.bench.options import Options, choose_sections
 
 
-def bench(world: MPI.Comm, options: Options) -> int:
-    """Measure and print; only world rank 0 prints and writes. Collective on `world`."""
+def bench(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
+    """Measure and print, and beat as that goes on; only world rank 0 prints and writes.
+
+    Collective on `world`.
+    """
     refuse_lone_singleton(world)
     settings = options.settings
     sections = choose_sections(options.sections, world.size) if not options.child else ()
     with take_places(world, settings.ranks_per_node, settings.device, options.threads) as place:
         transport = find_transport(place, settings)
         if options.child:
-            run_child(place, transport, options)
+            run_child(place, transport, options, heartbeat)
             return 0
-        # Refuse what cannot end well before minutes are spent on the rest.
-        if {"overhead", "ddp", "model"} & set(sections):
-            for name in options.train_models:
-                together(world, lambda name=name: build_model(name, num_classes=10, image_size=32))
-        if OF_DATA in sections:
-            from prunex_mpi.tools.bench.data import find_images
+        # A process whose memory is measured loads nothing more.
+        from prunex_mpi.tools.bench.possible import refuse_impossible
 
-            together(world, lambda: find_images(settings).close())
         together(
             world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None
         )
+        heartbeat.enter("model")
+        refuse_impossible(place, sections, options, heartbeat)
 
         machine = place.describe()
         if world.rank == 0:
             print("\n".join(machine.values()), flush=True)
         tables = []
         for section in sections:
-            found = measure(section, place, transport, options)
+            heartbeat.enter(section)
+            found = measure(section, place, transport, options, heartbeat)
             tables += found
             for table in found if world.rank == 0 else ():
                 print(f"\n{format_table(table)}", flush=True)
@@ -47,60 +48,63 @@ def bench(world: MPI.Comm, options: Options) -> int:
     return 0
 
 
-def run_child(place: Place, transport: Transport, options: Options) -> None:
+def run_child(place: Place, transport: Transport, options: Options, heartbeat: Heartbeat) -> None:
     """Do what `memory` has started this job for; rank 0 prints the answer. Collective."""
     from prunex_mpi.tools.bench.memory import child
 
     topology, settings = place.topology, options.settings
     answer = together(
         topology.world,
-        lambda: child(topology, settings, transport, place.device, options.child),
+        lambda: child(topology, settings, transport, place.device, options.child, heartbeat),
     )
     if topology.world.rank == 0:
         print(answer, flush=True)
 
 
-def measure(section: str, place: Place, transport: Transport, options: Options) -> list[Table]:
+def measure(
+    section: str, place: Place, transport: Transport, options: Options, heartbeat: Heartbeat
+) -> list[Table]:
     """Return the tables of one section. Collective on `world`."""
     topology, device, settings = place.topology, place.device, options.settings
     models, steps, repeat = options.train_models, options.steps, options.repeat
+    where = topology, settings, transport, device
     # Imported one by one: `memory` measures what a process takes that has loaded nothing more.
     match section:
         case "kernels":
             from prunex_mpi.tools.bench.block_codes import block_codes
             from prunex_mpi.tools.bench.kernels import kernels
 
-            tables = kernels(topology, settings, transport, device, repeat)
-            return [*tables, block_codes(device, repeat)]
+            tables = kernels(*where, repeat, heartbeat)
+            return [*tables, block_codes(device, repeat, heartbeat)]
         case "overhead":
             from prunex_mpi.tools.bench.overhead import inside_nodes, overhead
 
             if topology.world_size > 1:
-                return inside_nodes(topology, settings, transport, device, models, repeat)
-            return overhead(topology, settings, transport, device, models, steps)
+                return inside_nodes(*where, models, repeat, heartbeat)
+            return overhead(*where, models, steps, heartbeat)
         case "memory":
             from prunex_mpi.tools.bench.memory import memory
 
-            return memory(settings, device, place.threads)
+            return memory(settings, device, place.threads, heartbeat)
         case "data":
             from prunex_mpi.tools.bench.data import data
 
-            return data(topology, settings, transport, device, models, repeat)
+            return data(*where, models, repeat, heartbeat)
         case "collectives":
             from prunex_mpi.tools.bench.collectives import collectives
 
-            return collectives(topology, settings, transport, device, repeat)
+            return collectives(*where, repeat, heartbeat)
         case "checkpoint":
             from prunex_mpi.tools.bench.checkpoint import checkpoints
 
-            return checkpoints(topology, settings, transport, device, repeat, options.folder)
+            return checkpoints(*where, repeat, options.folder, heartbeat)
         case "model":
             from prunex_mpi.tools.bench.model import model
 
-            return model(topology, settings, transport, device, models, repeat)
+            return model(*where, models, repeat, heartbeat)
         case _:
             from prunex_mpi.tools.bench.ddp import compare_with_ddp
             from prunex_mpi.tools.bench.intervals import intervals
 
-            what = topology, settings, transport, device, models, steps, repeat
+            what = *where, models, steps, repeat, heartbeat
             return [*compare_with_ddp(*what), intervals(*what)]

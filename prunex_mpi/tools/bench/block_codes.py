@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.compress.block_codes import (
@@ -25,7 +26,9 @@ VALUES = 8 * 2**20
 WORKERS = 2
 
 
-def block_codes(device: torch.device, repeat: int, values: int = VALUES) -> Table:
+def block_codes(
+    device: torch.device, repeat: int, heartbeat: Heartbeat, values: int = VALUES
+) -> Table:
     """Return the table of encoding and decoding so many float32 `values`, a multiple of 128."""
     source = torch.randn(values, device=device)
     vector, target = torch.empty_like(source), torch.empty_like(source)
@@ -39,7 +42,7 @@ def block_codes(device: torch.device, repeat: int, values: int = VALUES) -> Tabl
         actions = {"copy": copy}
         for step, run in steps.items():
             actions[step] = Action(run, lambda: vector.copy_(source))
-        best = min_seconds(actions, repeat, device)
+        best = min_seconds(actions, repeat, device, heartbeat)
         first = best.pop("copy")
         for step, seconds in best.items():
             rows.append((name, step, size, 1e3 * first, 1e3 * seconds, seconds / first, AIM))

@@ -26,6 +26,7 @@ from prunex_mpi.settings.resolve import with_overrides
 from prunex_mpi.tools.bench.timing import Action, min_seconds
 
 AIM_TIMES_DD = 1.5
+IMAGE_SIZE = 8
 
 
 def checkpoints(
@@ -35,19 +36,21 @@ def checkpoints(
     device: torch.device,
     repeat: int,
     folder: str,
+    heartbeat: Heartbeat,
 ) -> list[Table]:
     """Write and read checkpoints of a fresh run in `folder`. Collective on `world`."""
     world = topology.world
-    path = Path(broadcast_text(world, together(world, lambda: _make_folder(world.rank, folder))))
+    made = together(world, lambda: "" if world.rank else make_folder(folder))
+    path = Path(broadcast_text(world, made))
     files = RunDirectory(path, "bench") if world.rank == 0 else None
     settings = with_overrides(
         settings,
         dataset="synthetic",
-        image_size=8,
+        image_size=IMAGE_SIZE,
         train_samples=settings.batch_size * world.size,
         test_samples=world.size,
     )
-    work = set_up(topology, settings, device, transport, Heartbeat())
+    work = set_up(topology, settings, device, transport, heartbeat)
     state = work.state
     # No disk shall gain from zeros; ranks of a node hold the same, as they do with node-sync step.
     torch.manual_seed(topology.node_index)
@@ -86,8 +89,8 @@ def checkpoints(
     # Reading apart: in turns of three, dd alone would follow an action that has just freed as many
     # pages as it takes, which a virtual machine takes again at a third of the cost of others.
     writing = {"write": Action(save, settle), "dd": Action(copy_with_dd, forget_copy)}
-    seconds = min_seconds(writing, repeat, device)
-    seconds |= min_seconds({"read": Action(read, settle)}, repeat, device)
+    seconds = min_seconds(writing, repeat, device, heartbeat)
+    seconds |= min_seconds({"read": Action(read, settle)}, repeat, device, heartbeat)
     world.Barrier()
     if files is not None:
         files.close()
@@ -114,8 +117,9 @@ def checkpoints(
     ]
 
 
-def _make_folder(rank: int, folder: str) -> str:
+def make_folder(folder: str) -> str:
+    """Return a new folder in `folder`; raise UserError where there can't be one."""
     try:
-        return tempfile.mkdtemp(prefix="bench-checkpoint-", dir=folder) if rank == 0 else ""
+        return tempfile.mkdtemp(prefix="bench-checkpoint-", dir=folder)
     except OSError as error:
         raise UserError(f"--dir {folder}: {error.strerror}; choose another") from None

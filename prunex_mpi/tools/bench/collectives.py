@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mpi4py import MPI
 
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.collectives import (
@@ -35,7 +36,12 @@ SMALL_BYTES = 16 * MIB
 
 
 def collectives(
-    topology: Topology, settings: Settings, transport: Transport, device: torch.device, repeat: int
+    topology: Topology,
+    settings: Settings,
+    transport: Transport,
+    device: torch.device,
+    repeat: int,
+    heartbeat: Heartbeat,
 ) -> list[Table]:
     """Return the tables of collectives and of mask agreement, the same on every rank.
 
@@ -43,10 +49,10 @@ def collectives(
     Whether an entry is left out depends only on the node sizes, which all ranks know.
     """
     state = make_state(settings, device)
-    tables = [_transfers(topology, state, transport, repeat)]
-    tables.append(_mask_agreement(topology, state, settings, transport, repeat))
+    tables = [_transfers(topology, state, transport, repeat, heartbeat)]
+    tables.append(_mask_agreement(topology, state, settings, transport, repeat, heartbeat))
     if device.type == "cpu":
-        tables.append(_rival(topology, state, transport, repeat))
+        tables.append(_rival(topology, state, transport, repeat, heartbeat))
     return tables
 
 
@@ -55,6 +61,7 @@ def slowest_of_ranks(
     run: Callable[[], object],
     repeat: int,
     device: torch.device,
+    heartbeat: Heartbeat,
     prepare: Callable[[], object] = lambda: None,
 ) -> float:
     """Return the shortest of `repeat` times until the last rank has finished `run`, in seconds.
@@ -64,6 +71,7 @@ def slowest_of_ranks(
     """
     times = np.empty(repeat + 1)
     for turn in range(repeat + 1):
+        heartbeat.beat(heartbeat.step + 1)
         prepare()
         synchronize(device)
         world.Barrier()
@@ -75,7 +83,9 @@ def slowest_of_ranks(
     return float(times[1:].min())
 
 
-def _transfers(topology: Topology, state: State, transport: Transport, repeat: int) -> Table:
+def _transfers(
+    topology: Topology, state: State, transport: Transport, repeat: int, heartbeat: Heartbeat
+) -> Table:
     world, node, leader = topology.world, topology.node, topology.leader
     device = state.theta.device
     element_size = state.theta.element_size()
@@ -120,14 +130,14 @@ def _transfers(topology: Topology, state: State, transport: Transport, repeat: i
             o.copy_(f)
 
         # Ranks that copy at once share the memory's bandwidth: leaders alone have more of it each.
-        bounds = {"all": slowest_of_ranks(world, copy, repeat, device)}
-        bounds["leader"] = slowest_of_ranks(world, on_leaders(copy), repeat, device)
+        bounds = {"all": slowest_of_ranks(world, copy, repeat, device, heartbeat)}
+        bounds["leader"] = slowest_of_ranks(world, on_leaders(copy), repeat, device, heartbeat)
         for who, bound in bounds.items():
             rows.append((f"copy ({who})", "none", size / MIB, 1e3 * bound, size / bound / 1e6, 1.0))
         for name, where, wanted, run in candidates:
             if not wanted:
                 continue
-            seconds = slowest_of_ranks(world, run, repeat, device)
+            seconds = slowest_of_ranks(world, run, repeat, device, heartbeat)
             bound = bounds.get(where, bounds["all"]) if one_host or where == "node" else None
             rows.append(
                 (
@@ -154,7 +164,12 @@ def _transfers(topology: Topology, state: State, transport: Transport, repeat: i
 
 
 def _mask_agreement(
-    topology: Topology, state: State, settings: Settings, transport: Transport, repeat: int
+    topology: Topology,
+    state: State,
+    settings: Settings,
+    transport: Transport,
+    repeat: int,
+    heartbeat: Heartbeat,
 ) -> Table:
     candidate = state.theta
     mask = np.zeros(state.groups.total, dtype=bool)
@@ -187,7 +202,7 @@ def _mask_agreement(
         ("energies and selection alone, for comparison", alone),
     ):
         begin_iteration(state.position)
-        seconds = slowest_of_ranks(topology.world, run, repeat, state.theta.device)
+        seconds = slowest_of_ranks(topology.world, run, repeat, state.theta.device, heartbeat)
         # Rank 0 is a leader: what it counted is what one leader hands to MPI.
         rows.append((name, 1e3 * seconds, traffic.mask, traffic.intra))
     return Table(
@@ -198,7 +213,9 @@ def _mask_agreement(
     )
 
 
-def _rival(topology: Topology, state: State, transport: Transport, repeat: int) -> Table:
+def _rival(
+    topology: Topology, state: State, transport: Transport, repeat: int, heartbeat: Heartbeat
+) -> Table:
     """Compare a dense synchronisation with what DistributedDataParallel does over gloo."""
     world = topology.world
     flat = torch.zeros_like(state.theta)
@@ -212,11 +229,10 @@ def _rival(topology: Topology, state: State, transport: Transport, repeat: int) 
         for work in works:
             work.wait()
 
-    seconds = {"leaders, then nodes, over MPI": slowest_of_ranks(world, ours, repeat, flat.device)}
+    how = repeat, flat.device, heartbeat
+    seconds = {"leaders, then nodes, over MPI": slowest_of_ranks(world, ours, *how)}
     with gloo_group(world):
-        seconds["all ranks, over gloo, as DDP does"] = slowest_of_ranks(
-            world, gloo, repeat, flat.device
-        )
+        seconds["all ranks, over gloo, as DDP does"] = slowest_of_ranks(world, gloo, *how)
     size = flat.numel() * flat.element_size()
     return Table(
         f"One dense synchronisation: {size / MIB:.1f} MiB",

@@ -70,6 +70,7 @@ def data(
     device: torch.device,
     models: tuple[str, ...],
     repeat: int,
+    heartbeat: Heartbeat,
 ) -> list[Table]:
     """Return images per second of both, and the share of the time that training waits.
 
@@ -78,7 +79,7 @@ def data(
     """
     cores = len(os.sched_getaffinity(0))
     workers = sorted({1, 2, min(cores, MOST_DECODING)})
-    rates = decoding(settings, workers, repeat)
+    rates = decoding(settings, workers, repeat, heartbeat)
     first = Table(
         f"Decoding {place_of(settings)}: images per second, batches of {settings.batch_size}",
         ("workers", "threads of a stream", "torch's DataLoader", "times"),
@@ -89,7 +90,7 @@ def data(
             f"DataLoader: processes, {AHEAD} batches ahead of each",
         ),
     )
-    rows = [training(alone, settings, transport, device, name) for name in models]
+    rows = [training(alone, settings, transport, device, name, heartbeat) for name in models]
     second = Table(
         f"Training while images are decoded: batches of {settings.batch_size} on {device}",
         ("model", "images/s from memory", "images/s from a stream", "waits %", "aim %"),
@@ -133,7 +134,7 @@ def find_images(settings: Settings) -> Dataset:
 
 
 def decoding(
-    settings: Settings, workers: Sequence[int], repeat: int
+    settings: Settings, workers: Sequence[int], repeat: int, heartbeat: Heartbeat
 ) -> dict[int, tuple[float, float]]:
     """Return images per second of a stream and of torch's DataLoader by number of workers.
 
@@ -164,7 +165,7 @@ def decoding(
             "loader": Action(lambda loader=loader: sum(len(batch) for batch in loader)),
         }
         with closing(reader):
-            times = wall_times(ways, repeat, torch.device("cpu"))
+            times = wall_times(ways, repeat, torch.device("cpu"), heartbeat)
         found[count] = (len(places) / min(times["stream"]), len(places) / min(times["loader"]))
     return found
 
@@ -183,12 +184,17 @@ def _passing(images: Streamed, size: int) -> Callable[[], int]:
 
 
 def training(
-    alone: Topology, settings: Settings, transport: Transport, device: torch.device, name: str
+    alone: Topology,
+    settings: Settings,
+    transport: Transport,
+    device: torch.device,
+    name: str,
+    heartbeat: Heartbeat,
 ) -> tuple[str, float, float, float, float]:
     """Return a row: images per second from memory and from a stream, and how much it waits."""
     rates, waits = [], 0.0
     for mode in ("memory", "stream"):
-        records = _train(alone, settings, transport, device, name, mode)
+        records = _train(alone, settings, transport, device, name, mode, heartbeat)
         seconds = [record["seconds"]["local"] for record in records]
         rates.append(BATCHES * settings.batch_size / min(seconds))
         waits = 100 * sum(record["data_wait_seconds"] for record in records) / sum(seconds)
@@ -202,6 +208,7 @@ def _train(
     device: torch.device,
     name: str,
     mode: str,
+    heartbeat: Heartbeat,
 ) -> list[dict[str, Any]]:
     """Return the metrics of a few outer iterations, without the first."""
     settings = with_overrides(
@@ -220,5 +227,5 @@ def _train(
         freeze_iteration=0,
         freeze_drift=-1.0,
     )
-    work = set_up(alone, settings, device, transport, Heartbeat())
+    work = set_up(alone, settings, device, transport, heartbeat)
     return list(hsadmm.outer_iterations(alone, work))[1:]

@@ -56,13 +56,15 @@ def intervals(
     models: tuple[str, ...],
     steps: int,
     repeat: int,
+    heartbeat: Heartbeat,
 ) -> Table:
     """Return the table of seconds per step, the same on every rank. Collective on `world`."""
     rows: list[tuple[str, str, float, float, float, float]] = []
     for name in models:
         given = steps_settings(topology, settings, name, steps, repeat)
         with ExitStack() as exits:
-            turns = _programs(topology, given, settings.keep_ratio, transport, device, exits)
+            where = topology, given, transport, device, heartbeat
+            turns = _programs(*where, settings.keep_ratio, exits)
             runs = {program: turn for program, (turn, _) in turns.items()}
             taken = slowest_turns(topology.world, runs, repeat)
             sent = {program: tell() for program, (_, tell) in turns.items()}
@@ -98,13 +100,14 @@ Turn = tuple[Callable[[], None], Callable[[], float]]
 def _programs(
     topology: Topology,
     settings: Settings,
-    keep_ratio: tuple[float, ...],
     transport: Transport,
     device: torch.device,
+    heartbeat: Heartbeat,
+    keep_ratio: tuple[float, ...],
     exits: ExitStack,
 ) -> dict[str, Turn]:
     """Return what takes one turn of each program, and what tells the bytes it hands over."""
-    where = topology, settings, transport, device
+    where = topology, settings, transport, device, heartbeat
     alone, _ = dense_turn(*where, exits, exchange=False)
     turns: dict[str, Turn] = {"no exchange": (alone, lambda: 0.0)}
     for name, changes in OURS.items():
@@ -128,6 +131,7 @@ def _ours(
     settings: Settings,
     transport: Transport,
     device: torch.device,
+    heartbeat: Heartbeat,
     changes: dict[str, Any],
     exits: ExitStack,
 ) -> Turn:
@@ -142,7 +146,7 @@ def _ours(
     given |= {"lr_schedule": "constant", "lr_warmup": 0.0}
     given |= {"outer_iterations": count, "evaluate_every": count}
     mine = make(**given, **changes)
-    work = set_up(topology, mine, device, transport, Heartbeat())
+    work = set_up(topology, mine, device, transport, heartbeat)
     iterations = driver_of(mine).outer_iterations(topology, work)
     exits.callback(iterations.close)
     sent = [0.0]

@@ -56,7 +56,12 @@ def wires_of(topology: Topology, state: State, transport: Transport) -> Wires:
 
 
 def kernels(
-    alone: Topology, settings: Settings, transport: Transport, device: torch.device, repeat: int
+    alone: Topology,
+    settings: Settings,
+    transport: Transport,
+    device: torch.device,
+    repeat: int,
+    heartbeat: Heartbeat,
 ) -> list[Table]:
     """Return the tables of steps, of the parts of the projection and of whole phases.
 
@@ -65,9 +70,9 @@ def kernels(
     state = make_state(settings, device)
     adopt_mask(state, project_alone(state, settings))
     return [
-        _steps(alone, state, settings, transport, repeat),
-        _projection_parts(state, settings, repeat),
-        _stages(alone, state, settings, transport, repeat),
+        _steps(alone, state, settings, transport, repeat, heartbeat),
+        _projection_parts(state, settings, repeat, heartbeat),
+        _stages(alone, state, settings, transport, repeat, heartbeat),
     ]
 
 
@@ -80,7 +85,12 @@ def project_alone(state: State, settings: Settings) -> np.ndarray:
 
 
 def _steps(
-    alone: Topology, state: State, settings: Settings, transport: Transport, repeat: int
+    alone: Topology,
+    state: State,
+    settings: Settings,
+    transport: Transport,
+    repeat: int,
+    heartbeat: Heartbeat,
 ) -> Table:
     theta, payload = state.theta, state.payload[: state.plan.numel]
     target = torch.empty_like(theta)
@@ -135,7 +145,7 @@ def _steps(
     for name, _, sources, action in steps:
         actions[f"copy for {name}"] = Action(lambda sources=sources: _copy(sources, target))
         actions[name] = action
-    best = min_seconds(actions, repeat, theta.device)
+    best = min_seconds(actions, repeat, theta.device, heartbeat)
     rows = []
     for name, what, sources, _ in steps:
         copy = best[f"copy for {name}"]
@@ -163,7 +173,12 @@ def _copy(sources: tuple[Tensor, ...], target: Tensor) -> None:
 
 
 def _stages(
-    alone: Topology, state: State, settings: Settings, transport: Transport, repeat: int
+    alone: Topology,
+    state: State,
+    settings: Settings,
+    transport: Transport,
+    repeat: int,
+    heartbeat: Heartbeat,
 ) -> Table:
     """Time phases 2 to 5 as the driver runs them at each stage of a run; ends frozen."""
     everything = np.ones_like(state.mask)
@@ -172,15 +187,12 @@ def _stages(
         for measured in (False, True):
             adopt_mask(state, everything)
             stage = Stage(strict, choose=strict > 0, vote=True, freeze=False, measured=measured)
-            rows.append((name, *_phases(alone, state, settings, transport, stage, repeat)))
+            times = _phases(alone, state, settings, transport, stage, repeat, heartbeat)
+            rows.append((name, *times))
     freeze(state, True)
     stage = Stage(1.0, choose=False, vote=True, freeze=False, measured=False)
-    rows.append(
-        (
-            "consensus SGD after the freeze",
-            *_phases(alone, state, settings, transport, stage, repeat),
-        )
-    )
+    times = _phases(alone, state, settings, transport, stage, repeat, heartbeat)
+    rows.append(("consensus SGD after the freeze", *times))
     return Table(
         "Phases 2 to 5 as the driver runs them on one rank: times a copy of the model",
         ("stage", "residuals", "copy ms", *PHASES, "2 to 5 in all", "aim"),
@@ -200,13 +212,14 @@ def _phases(
     transport: Transport,
     stage: Stage,
     repeat: int,
+    heartbeat: Heartbeat,
 ) -> tuple[str, float, float, float, float, float, float, float]:
     """Return whether residuals are measured, a copy's ms, the phases in copies, the aim."""
     target = torch.empty_like(state.theta)
     wires = wires_of(alone, state, transport)
     leader, node = wires.workers, wires.node
     # Phase 4 looks at no data.
-    work = Work(state, None, settings, transport, Heartbeat())
+    work = Work(state, None, settings, transport, heartbeat)
     seen: dict[str, Any] = {}
 
     def intra() -> None:
@@ -234,13 +247,14 @@ def _phases(
         },
         repeat,
         state.theta.device,
+        heartbeat,
     )
     copy = best.pop("copy")
     times = [seconds / copy for seconds in best.values()]
     return "measured" if stage.measured else "-", 1e3 * copy, *times, sum(times), AIM_IN_ALL
 
 
-def _projection_parts(state: State, settings: Settings, repeat: int) -> Table:
+def _projection_parts(state: State, settings: Settings, repeat: int, heartbeat: Heartbeat) -> Table:
     device, dtype = state.theta.device, state.theta.dtype
     groups, layout = state.groups, state.layout
     flat = state.scratch
@@ -264,6 +278,7 @@ def _projection_parts(state: State, settings: Settings, repeat: int) -> Table:
         },
         repeat,
         device,
+        heartbeat,
     )
     copy = best.pop("copy")
     return Table(

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from prunex_mpi.tools.bench.kernels import IMAGE_SIZE, NUM_CLASSES
 
 AIM_MODELS = 7
 CHILD_TIMEOUT_S = 900
+# While a child runs, which has its own watchdog, its parent looks alive so often.
+BEAT_S = 1.0
 OUTER_ITERATIONS = 4
 # (rank layout, ranks, ranks per node)
 LAYOUTS = (("1 rank", 1, 0), ("2 nodes x 1", 2, 1), ("1 node x 2", 2, 2))
@@ -57,19 +60,17 @@ class StandIn(nn.Module):
         return images.mean(dim=(1, 2, 3))[:, None] * weight.reshape(-1)[: self.num_classes]
 
 
-def memory(settings: Settings, device: torch.device, threads: int) -> list[Table]:
+def memory(
+    settings: Settings, device: torch.device, threads: int, heartbeat: Heartbeat
+) -> list[Table]:
     """Run the children and return their table. Does not communicate; for a job of one rank.
 
-    Raises UserError for coupled groups.
+    Not for coupled groups, which are read from the forward pass that it replaces.
     """
-    if "coupled" in settings.groups:
-        raise UserError(
-            "bench memory replaces the network's forward pass, which coupled groups are read from; "
-            "give other --groups"
-        )
     launcher = shutil.which(
         "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     )
+    how = settings, device, threads, heartbeat
     plain: dict[int, dict[str, Any]] = {}
     rows, notes = [], []
     for name, ranks, ranks_per_node in LAYOUTS:
@@ -78,10 +79,8 @@ def memory(settings: Settings, device: torch.device, threads: int) -> list[Table
                 continue
             try:
                 if ranks not in plain:
-                    plain[ranks] = run_child("plain", settings, device, threads, launcher, ranks, 0)
-                grown = run_child(
-                    preset, settings, device, threads, launcher, ranks, ranks_per_node
-                )
+                    plain[ranks] = run_child("plain", *how, launcher, ranks, 0)
+                grown = run_child(preset, *how, launcher, ranks, ranks_per_node)
             except UserError as error:
                 if ranks == 1:
                     raise
@@ -132,6 +131,7 @@ def run_child(
     settings: Settings,
     device: torch.device,
     threads: int,
+    heartbeat: Heartbeat,
     launcher: str | None,
     ranks: int,
     ranks_per_node: int,
@@ -148,13 +148,18 @@ def run_child(
         "bucket-mib": settings.bucket_mib,
         "mpi-buffers": settings.mpi_buffers,
         "ranks-per-node": ranks_per_node,
+        "timeout": settings.timeout,
     }
     for flag, value in flags.items():
         command.append(f"--{flag}={value}")
     command += ["--groups", *settings.groups]
     command += ["--keep-ratio", *map(str, settings.keep_ratio)]
     try:
-        done = run_separately(command, ranks, launcher, CHILD_TIMEOUT_S)
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(run_separately, command, ranks, launcher, CHILD_TIMEOUT_S)
+            while not wait([job], BEAT_S).done:
+                heartbeat.beat(heartbeat.step + 1)
+        done = job.result()
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"the child job did not end: {type(error).__name__}", FAILURE) from None
     answers = [line for line in done.stdout.splitlines() if line.startswith('{"peak_bytes"')]
@@ -169,7 +174,12 @@ def run_child(
 
 
 def child(
-    topology: Topology, settings: Settings, transport: Transport, device: torch.device, kind: str
+    topology: Topology,
+    settings: Settings,
+    transport: Transport,
+    device: torch.device,
+    kind: str,
+    heartbeat: Heartbeat,
 ) -> str:
     """Train as `kind` (plain | recipe | paper) says; return the answer as JSON text.
 
@@ -200,7 +210,7 @@ def child(
     )
     network = make_model(settings, NUM_CLASSES, IMAGE_SIZE)
     model = StandIn(network, NUM_CLASSES)
-    dataset = load_dataset(topology, settings, device=device)
+    dataset = load_dataset(topology, settings, heartbeat, device)
     layout = build_layout(model)
     groups = make_groups(settings, model, layout, dataset.image_size)
     problem = build_problem(topology, settings, dataset, model, device, transport)
@@ -216,7 +226,7 @@ def child(
         element_size = theta.element_size()
     else:
         state = build_state(model, layout, groups, settings)
-        work = Work(state, problem, settings, transport, Heartbeat())
+        work = Work(state, problem, settings, transport, heartbeat)
         for _ in hsadmm.outer_iterations(topology, work):
             pass
         element_size = state.theta.element_size()

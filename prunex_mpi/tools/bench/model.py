@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.collectives import Transport, allreduce_, between_nodes
@@ -48,13 +48,14 @@ class Bench:
     transport: Transport
     device: torch.device
     repeat: int
+    heartbeat: Heartbeat
 
     def seconds(
         self, run: Callable[[], object], prepare: Callable[[], object] = lambda: None
     ) -> float:
         """Return what `run` takes the slowest rank. Collective on `world`."""
         world = self.topology.world
-        return slowest_of_ranks(world, run, self.repeat, self.device, prepare)
+        return slowest_of_ranks(world, run, self.repeat, self.device, self.heartbeat, prepare)
 
 
 def model(
@@ -64,16 +65,15 @@ def model(
     device: torch.device,
     models: Sequence[str],
     repeat: int,
+    heartbeat: Heartbeat,
 ) -> list[Table]:
     """Return the tables of constants and of predictions, the same on every rank.
 
     Packing is measured on the model of `settings` and two small ones; predicted is the exchange of
     `models`.
-    Collective on `world`, `node` and `leader`. Raises UserError where there is one node.
+    For two or more nodes. Collective on `world`, `node` and `leader`.
     """
-    if topology.num_nodes == 1:
-        raise UserError("model needs 2 or more nodes; on one machine give --ranks-per-node 1")
-    bench = Bench(topology, transport, device, repeat)
+    bench = Bench(topology, transport, device, repeat, heartbeat)
     link = measure_link(bench)
     copy_gbs, kernels = measure_kernels(bench, link, settings)
     piece_us = kernels["int8"].piece_us

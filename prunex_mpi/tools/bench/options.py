@@ -22,6 +22,8 @@ APART = ("compare", "figure")
 # What fits the number of ranks, beside what is named.
 ALL = "all"
 MAX_COUNT, MAX_THREADS = 10**6, 4096
+# One turn of a large model may take minutes.
+TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,13 @@ def build_parser() -> Parser:
     )
     add("--image-size", type=int, default=0, metavar="N", help="to which size, 0 for its own [0]")
     add("--json", default="", metavar="FILE", dest="json_file", help="write the tables there too")
+    add(
+        "--timeout",
+        type=float,
+        default=TIMEOUT_S,
+        metavar="X",
+        help=f"seconds without progress before the job is ended [{TIMEOUT_S:g}]",
+    )
     # What memory starts: one measured job.
     add("--child", default="", help=argparse.SUPPRESS)
     return parser
@@ -129,6 +138,7 @@ def parse(argv: Sequence[str]) -> Options:
         ranks_per_node=given.ranks_per_node,
         bucket_mib=given.bucket_mib,
         mpi_buffers=given.mpi_buffers,
+        timeout=given.timeout,
     )
     for name in ("data_dir", "dataset"):
         if getattr(given, name) and OF_DATA not in given.what:

@@ -31,6 +31,7 @@ def overhead(
     device: torch.device,
     models: tuple[str, ...],
     steps: int,
+    heartbeat: Heartbeat,
 ) -> list[Table]:
     """Train each of `models` for a few outer iterations and return the share of phases 2 to 5.
 
@@ -39,7 +40,7 @@ def overhead(
     """
     rows = []
     for name in models:
-        records = train(alone, settings, transport, device, name, steps)
+        records = train(alone, settings, transport, device, name, steps, heartbeat)
         # The first iteration warms up; the one that freezes does the work of both kinds.
         stages = {
             "before": records[1 : 1 + MEASURED],
@@ -91,6 +92,7 @@ def train(
     device: torch.device,
     model_name: str,
     steps: int,
+    heartbeat: Heartbeat,
 ) -> list[dict[str, Any]]:
     """Run the driver on synthetic images and return its metrics, one record per outer iteration."""
     settings = with_overrides(
@@ -112,7 +114,6 @@ def train(
         freeze_iteration=2 + MEASURED,
         evaluate_every=2 + 2 * MEASURED,
     )
-    heartbeat = Heartbeat()
     work = set_up(alone, settings, device, transport, heartbeat)
     return list(hsadmm.outer_iterations(alone, work))
 
@@ -124,6 +125,7 @@ def inside_nodes(
     device: torch.device,
     models: tuple[str, ...],
     repeat: int,
+    heartbeat: Heartbeat,
 ) -> list[Table]:
     """Return what phase 2 takes on several ranks, with parameters to send and without.
 
@@ -136,7 +138,7 @@ def inside_nodes(
             phases = [phase_2(topology, way, transport, device, freeze) for way in ways]
             # In turns, so that whatever else the machine does hits both alike.
             times = [
-                [slowest_of_ranks(topology.world, run, 1, device) for run in phases]
+                [slowest_of_ranks(topology.world, run, 1, device, heartbeat) for run in phases]
                 for _ in range(repeat)
             ]
             outer, step = (min(taken) for taken in zip(*times, strict=True))

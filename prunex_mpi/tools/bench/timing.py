@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from prunex_mpi.base.heartbeat import Heartbeat
+
 
 class Action(NamedTuple):
     """What is timed, and what prepares it without being timed."""
@@ -14,13 +16,16 @@ class Action(NamedTuple):
     prepare: Callable[[], object] = lambda: None
 
 
-def min_seconds(actions: dict[str, Action], repeat: int, device: torch.device) -> dict[str, float]:
+def min_seconds(
+    actions: dict[str, Action], repeat: int, device: torch.device, heartbeat: Heartbeat
+) -> dict[str, float]:
     """Return the shortest of `repeat` wall times of each action, in seconds; see `wall_times`."""
-    return {name: min(times) for name, times in wall_times(actions, repeat, device).items()}
+    times = wall_times(actions, repeat, device, heartbeat)
+    return {name: min(taken) for name, taken in times.items()}
 
 
 def wall_times(
-    actions: dict[str, Action], repeat: int, device: torch.device
+    actions: dict[str, Action], repeat: int, device: torch.device, heartbeat: Heartbeat
 ) -> dict[str, list[float]]:
     """Return `repeat` wall times of each action, in seconds.
 
@@ -30,6 +35,7 @@ def wall_times(
     times: dict[str, list[float]] = {name: [] for name in actions}
     for turn in range(repeat + 1):
         for name, action in actions.items():
+            heartbeat.beat(heartbeat.step + 1)
             action.prepare()
             synchronize(device)
             start = time.perf_counter()

@@ -98,7 +98,7 @@ def run_one(
         heartbeat.enter("finish")
         exits.enter_context(delivered(work))
         total_s = time.perf_counter() - started
-        forward_s, dense_forward_s = forward_seconds(mine, settings, dataset, state, problem)
+        forward_s, dense_forward_s = forward_seconds(mine, dataset, work)
         sums = add_up(records)
         seconds, counted = sums["seconds"], sums["bytes"]
         stream = problem.train
@@ -209,13 +209,12 @@ def finish(
 # --------------------------------------------------------------------------------------------------
 
 
-def forward_seconds(
-    topology: Topology, settings: Settings, dataset: Dataset, state: State, problem: Problem
-) -> tuple[float, float]:
+def forward_seconds(topology: Topology, dataset: Dataset, work: Work) -> tuple[float, float]:
     """Return the seconds of a forward pass of the delivered network and of a dense one, in turns.
 
     All ranks do the same at the same time, as in training. Collective on `world`.
     """
+    state, problem, settings = work.state, work.problem, work.settings
     dense = make_model(settings, dataset.num_classes, dataset.image_size).to(state.theta.device)
     size = min(FORWARD_BATCH, len(dataset.train.labels))
     images, _ = next(problem.batches(dataset.train, batch_size=size))
@@ -230,6 +229,7 @@ def forward_seconds(
             },
             FORWARD_TURNS,
             state.theta.device,
+            work.heartbeat,
         )
     return best["delivered"], best["dense"]
 

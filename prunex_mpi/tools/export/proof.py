@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from prunex_mpi.base.errors import FAILURE, UserError, one_line
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.tools.bench.timing import Action, synchronize, wall_times
@@ -206,7 +207,7 @@ def _seconds(
 
     (run_larger, larger_calls), (run_smaller, smaller_calls) = repeated(larger), repeated(smaller)
     actions = {"larger": Action(run_larger), "smaller": Action(run_smaller)}
-    times = wall_times(actions, repeat, batch.device)
+    times = wall_times(actions, repeat, batch.device, Heartbeat())
     return (
         statistics.median(times["larger"]) / larger_calls,
         statistics.median(times["smaller"]) / smaller_calls,
