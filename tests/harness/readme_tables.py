@@ -119,9 +119,10 @@ def times_beside(path: Path) -> dict[str, Comparison]:
 def tables_of(found: Comparison, times: Mapping[str, Comparison]) -> dict[str, str]:
     """Return the tables of a comparison, and of it at the pace of `times`, as Markdown, by name."""
     places = ranks_of(found)
+    runs_of = by_row(found.outcomes)
     rows = [
-        (name, str(places.get(name, "-")), *_cells(runs), f"{runs[0].lr:g}")
-        for name, runs in by_row(found.outcomes).items()
+        (name, str(places.get(name, "-")), *_cells(runs_of[name]), f"{runs_of[name][0].lr:g}")
+        for name in sorted(runs_of, key=lambda name: places.get(name, len(runs_of) + 1))
     ]
     header = ("row", "place", "accuracy %", "sent MiB", "parameters left", "learning rate")
     tables = {"results": markdown(header, rows)}
