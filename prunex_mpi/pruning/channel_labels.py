@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.models.blank import blank_image, evaluating
 from prunex_mpi.models.slim import norm_dim
 from prunex_mpi.pruning import label_attention, label_layers
 from prunex_mpi.pruning.label_shapes import shape
@@ -135,7 +136,6 @@ class Trace(TorchFunctionMode):
         return True
 
 
-@torch.no_grad()
 def follow_image(model: nn.Module, image_size: int, plain: frozenset[str]) -> Labels:
     """Return the labels that one blank image leaves in `model`, on the CPU, in evaluation mode.
 
@@ -148,18 +148,12 @@ def follow_image(model: nn.Module, image_size: int, plain: frozenset[str]) -> La
         for name, module in model.named_modules()
         if isinstance(module, nn.LayerNorm) and norm_dim(module) is not None
     }
-    parameter = next(model.parameters())
-    image = torch.zeros(1, 3, image_size, image_size, dtype=parameter.dtype)
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with _numbers_named(model), _plain_within(model, labels, plain), Trace(labels):
-            labels.label(image, torch.full(image.shape, PINNED))
-            output = model(image)
-        labels.pin([output], "its outputs are the classes")
-    finally:
-        for module, mode in training:
-            module.training = mode
+    image = blank_image(model, image_size)
+    labels.label(image, torch.full(image.shape, PINNED))
+    numbers, rules = _numbers_named(model), _plain_within(model, labels, plain)
+    with evaluating(model), numbers, rules, Trace(labels):
+        output = model(image)
+    labels.pin([output], "its outputs are the classes")
     return labels
 
 

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from prunex_mpi.models.blank import evaluating
 from prunex_mpi.pruning.coupling import ChannelSet, Coupling
 from prunex_mpi.pruning.labels import by_position
 from prunex_mpi.pruning.shrink import WEIGHT, attention_of
@@ -137,17 +137,11 @@ class Activity(TorchFunctionMode):
                 self.found[name] = before | _carried(ids, marks, self.coupling.total)
 
 
-@torch.no_grad()
 def _activity(model: nn.Module, coupling: Coupling, images: Tensor) -> dict[str, np.ndarray]:
     """Return by the reader's name which groups arrive at it as anything but zero, bool [groups]."""
     activity = Activity(model, coupling)
-    training = [(module, module.training) for module in model.modules()]
-    try:
-        with activity:
-            model.eval()(images)
-    finally:
-        for module, mode in training:
-            module.training = mode
+    with evaluating(model), activity:
+        model(images)
     found = activity.found
     for name in coupling.positions.keys() & coupling.columns.keys():
         ids, attention = coupling.columns[name], attention_of(model, name)
