@@ -184,8 +184,7 @@ def _find_layers(
     candidates: list[tuple[str, PrunableLayer, list[str]]] = []
     for name, conv in convs:
         if name not in index:
-            # One that other layers have as well is pruned under the name of the first.
-            why = "another layer's" if conv.weight.requires_grad else "not trained"
+            why = _why_not_trained(conv.weight)
             excluded += [f"{name} [{kind}]: its weight is {why}" for kind in kinds]
             continue
         layer = _as_layer(index[name], conv.weight, conv.groups)
@@ -199,6 +198,14 @@ def _find_layers(
         if usable:
             candidates.append((name, layer, usable))
     return candidates, excluded
+
+
+def _why_not_trained(weight: Tensor) -> str:
+    """Say why the weight of a layer is none of the parameters that are trained."""
+    if not isinstance(weight, nn.Parameter):
+        return "computed from other parameters"
+    # One that other layers have as well is pruned under the name of the first.
+    return "another layer's" if weight.requires_grad else "not trained"
 
 
 def _as_layer(segment: int, weight: Tensor, conv_groups: int = 1) -> PrunableLayer:
