@@ -59,6 +59,11 @@ def find_rules(model: nn.Module, image_size: int, rules: Rules = Rules()) -> Rul
     replaced by ours, and in other modules of its kind plain rules hold. Raises UserError when no
     group can be removed, and where the model does not work without some by plain rules either.
     """
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise UserError(
+            "coupled groups: what torch.jit has compiled can't be followed; give the model as it "
+            "was before, or choose other --groups"
+        )
     while True:
         coupling = find_coupling_by(model, image_size, rules)
         attempts = (
@@ -122,6 +127,32 @@ def attempt(
     if not apart <= allowed * max(1.0, float(wanted.abs().max())):
         return Failure(f"the outputs differ by {apart:.2g}")
     return None
+
+
+@torch.no_grad()
+def training_failure(model: nn.Module, coupling: Coupling, image_size: int) -> str:
+    """Return why a smaller network can't be trained where the whole one can, "" where it can.
+
+    What a model does in training alone is not followed: it may read channels that nothing else
+    reads. Copies of `model` run on the CPU, whose generator is left as it was.
+    """
+    parameter, generator = next(model.parameters()), torch.Generator().manual_seed(0)
+    # Of a single image BatchNorm may have a single value per channel.
+    images = torch.rand(2, 3, image_size, image_size, generator=generator).to(parameter.dtype)
+    # The generators of other devices stay as they are.
+    with torch.random.fork_rng(devices=[]):
+        try:
+            copy.deepcopy(model).train()(images)
+        # It will say so itself.
+        except Exception:
+            return ""
+        for removed in (_some_of_each(coupling), _drawn_of_each(coupling)):
+            try:
+                shrink(model, coupling, removed).train()(images)
+            # Whatever the model's own code meets at other sizes.
+            except Exception as error:
+                return one_line(error)
+    return ""
 
 
 def _some_of_each(coupling: Coupling) -> np.ndarray:
