@@ -16,6 +16,7 @@ from prunex_mpi.models.slim import norm_dim
 from prunex_mpi.pruning import label_attention, label_layers
 from prunex_mpi.pruning.label_shapes import shape
 from prunex_mpi.pruning.labels import PINNED, Counted, Labels, by_position, tensors_in
+from prunex_mpi.pruning.places import Places, following
 
 # Element-wise, and zero where their input is zero.
 ZERO_PRESERVING = {
@@ -33,7 +34,7 @@ SHAPING = {
     *("__getitem__", "swapaxes", "narrow", "select", "t", "tensor_split", "broadcast_to"),
 }
 # The same, but not with plain rules; `zeros_like` and `zero_` leave what is zero so.
-MORE_ZERO_PRESERVING = {"normalize", "zeros_like", "zero_", "type_as"}
+MORE_ZERO_PRESERVING = {"zeros_like", "zero_", "type_as"}
 MORE_ELEMENTWISE = {"clamp", "clamp_", "masked_fill", "masked_fill_", "ones_like", "full_like"}
 MORE_SHAPING = {"roll", "flip", "mT", "T", "repeat", "tile", "moveaxis", "swapdims", "view_as"}
 # New tensors, which have nothing of the one they are made like.
@@ -56,9 +57,9 @@ MATRICES = {"matmul", "__matmul__", "bmm"}
 class Trace(TorchFunctionMode):
     """Give labels to all that a forward pass makes."""
 
-    def __init__(self, labels: Labels) -> None:
+    def __init__(self, labels: Labels, places: Places) -> None:
         super().__init__()
-        self.labels = labels
+        self.labels, self.places = labels, places
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -115,6 +116,8 @@ class Trace(TorchFunctionMode):
             label_layers.normalise_groups(labels, result, *args, **kwargs)
         elif name == "instance_norm":
             label_layers.normalise_each(labels, result, *args, **kwargs)
+        elif name == "normalize":
+            label_layers.normalise_length(labels, result, self.places.module, *args, **kwargs)
         elif name in ("prelu", "_prelu_kernel"):
             label_layers.bend(labels, result, *args, **kwargs)
         elif name == "scaled_dot_product_attention":
@@ -151,7 +154,8 @@ def follow_image(model: nn.Module, image_size: int, plain: frozenset[str]) -> La
     image = blank_image(model, image_size)
     labels.label(image, torch.full(image.shape, PINNED))
     numbers, rules = _numbers_named(model), _plain_within(model, labels, plain)
-    with evaluating(model), numbers, rules, Trace(labels):
+    places = Places()
+    with evaluating(model), numbers, rules, following(model, places), Trace(labels, places):
         output = model(image)
     labels.pin([output], "its outputs are the classes")
     return labels

@@ -61,6 +61,8 @@ class Labels:
         self.free: dict[str, Tensor] = {}
         self.positions: dict[str, int] = {}
         self.norms: set[str] = set()
+        # What is divided by its length along a dimension, and the module whose code does it.
+        self.lengths: list[tuple[str, Tensor, int]] = []
         self.cuts: list[Cut] = []
         self.uses: list[Use] = []
         # With plain rules, channels meet in convolutions, linear layers and BatchNorm alone.

@@ -3,8 +3,6 @@
 import copy
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +13,7 @@ from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.models.slim import self_attention_parts
 from prunex_mpi.pruning.channel_labels import is_own
 from prunex_mpi.pruning.coupling import PLAIN, Coupling, find_coupling
+from prunex_mpi.pruning.places import Places, following
 from prunex_mpi.pruning.shrink import kept_slices, shrink
 
 # Of the largest output, or of 1, for sums in another order: in float64, and in a dtype of less.
@@ -115,14 +114,15 @@ def attempt(
         masked, allowed = _masked_copy(model, coupling, removed), TOLERANCE
         image = image.to(next(masked.parameters()).dtype)
         wanted = masked(image)
-    inside: list[str] = []
+    places = Places()
     try:
         smaller = shrink(masked, coupling, removed)
-        with _following(smaller, inside):
+        with following(smaller, places):
             found = smaller(image)
     # Whatever the model's own code meets at other sizes.
     except Exception as error:
-        return Failure(one_line(error), inside[-1] if inside else None)
+        own = [name for name in places.inside if is_own(model.get_submodule(name))]
+        return Failure(one_line(error), own[-1] if own else None)
     apart = float((found - wanted).abs().max()) if found.shape == wanted.shape else math.inf
     if not apart <= allowed * max(1.0, float(wanted.abs().max())):
         return Failure(f"the outputs differ by {apart:.2g}")
@@ -173,25 +173,6 @@ def _drawn_of_each(coupling: Coupling) -> np.ndarray:
         count = rng.integers(1, s.count) if s.count > 1 else 0
         removed[s.start + rng.permutation(s.count)[:count]] = True
     return removed
-
-
-@contextmanager
-def _following(model: nn.Module, inside: list[str]) -> Iterator[None]:
-    """Let `inside` hold the names of the modules, not torch's own, whose code is running."""
-
-    def leave(*_: object) -> None:
-        inside.pop()
-
-    handles = []
-    for name, module in model.named_modules():
-        if is_own(module):
-            enter = module.register_forward_pre_hook(lambda *_, name=name: inside.append(name))
-            handles += [enter, module.register_forward_hook(leave)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _masked_copy(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> nn.Module:
