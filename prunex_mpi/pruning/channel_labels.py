@@ -16,7 +16,7 @@ from prunex_mpi.models.slim import norm_dim
 from prunex_mpi.pruning import label_attention, label_layers
 from prunex_mpi.pruning.label_shapes import shape
 from prunex_mpi.pruning.labels import PINNED, Counted, Labels, by_position, tensors_in
-from prunex_mpi.pruning.places import Places, following
+from prunex_mpi.pruning.places import Pins, Places, following
 
 # Element-wise, and zero where their input is zero.
 ZERO_PRESERVING = {
@@ -57,14 +57,21 @@ MATRICES = {"matmul", "__matmul__", "bmm"}
 class Trace(TorchFunctionMode):
     """Give labels to all that a forward pass makes."""
 
-    def __init__(self, labels: Labels, places: Places) -> None:
+    def __init__(self, labels: Labels, places: Places, pins: Pins) -> None:
         super().__init__()
-        self.labels, self.places = labels, places
+        self.labels, self.places, self.pins = labels, places, pins
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        kwargs, call = kwargs or {}, self.places.count()
+        if call in self.pins.all_before:
+            self.labels.pin_all(f"{_plain_name(func)} counts them")
         result = func(*args, **kwargs)
-        if any(True for _ in tensors_in([result])):
+        if call in self.pins.arguments:
+            self.labels.pin([args, kwargs], f"{_plain_name(func)} counts its channels")
+        if result is None and getattr(func, "__name__", "") != "__get__":
+            # Such as an assignment to a part of a tensor.
+            self._keep(args, args, kwargs, f"{_plain_name(func)} mixes it with others")
+        elif any(True for _ in tensors_in([result])):
             args, kwargs = by_position(args, kwargs)
             try:
                 self.follow(result, func, args, kwargs)
@@ -72,9 +79,13 @@ class Trace(TorchFunctionMode):
                 raise
             # Called in a way that nobody has thought of, so that nothing is known of it.
             except Exception:
-                self.labels.pin([args, kwargs], f"{_plain_name(func)} mixes it with others")
-                self.labels.label_pinned([result])
+                self._keep(result, args, kwargs, f"{_plain_name(func)} mixes it with others")
         return result
+
+    def _keep(self, result: object, args: tuple, kwargs: dict, reason: str) -> None:
+        """Pin what a call gets and what it gives, of which nothing is known."""
+        self.labels.pin([args, kwargs], reason)
+        self.labels.label_pinned([result])
 
     def follow(self, result: object, func, args: tuple, kwargs: dict) -> None:
         """Label what `func` has made."""
@@ -104,8 +115,7 @@ class Trace(TorchFunctionMode):
         elif name in SHAPING:
             shape(labels, result, func, args, kwargs)
         elif labels.plain or not self._follow_more(result, name, func, args, kwargs):
-            labels.pin([args, kwargs], f"{_plain_name(func)} mixes it with others")
-            labels.label_pinned([result])
+            self._keep(result, args, kwargs, f"{_plain_name(func)} mixes it with others")
 
     def _follow_more(self, result: object, name: str, func, args: tuple, kwargs: dict) -> bool:
         """Do what plain rules do not have; say whether that is known."""
@@ -139,10 +149,11 @@ class Trace(TorchFunctionMode):
         return True
 
 
-def follow_image(model: nn.Module, image_size: int, plain: frozenset[str]) -> Labels:
+def follow_image(model: nn.Module, image_size: int, plain: frozenset[str], pins: Pins) -> Labels:
     """Return the labels that one blank image leaves in `model`, on the CPU, in evaluation mode.
 
     Modules named in `plain`, and those inside of them, go by plain rules; "" is the whole model.
+    What calls of `pins` touch stays.
     The model is unchanged afterwards.
     """
     labels = Labels(model)
@@ -155,7 +166,8 @@ def follow_image(model: nn.Module, image_size: int, plain: frozenset[str]) -> La
     labels.label(image, torch.full(image.shape, PINNED))
     numbers, rules = _numbers_named(model), _plain_within(model, labels, plain)
     places = Places()
-    with evaluating(model), numbers, rules, following(model, places), Trace(labels, places):
+    trace = Trace(labels, places, pins)
+    with evaluating(model), numbers, rules, following(model, places), trace:
         output = model(image)
     labels.pin([output], "its outputs are the classes")
     return labels

@@ -32,6 +32,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.pruning.channel_labels import follow_image
 from prunex_mpi.pruning.label_shapes import numbers, settle
 from prunex_mpi.pruning.labels import PINNED, Labels, varying
+from prunex_mpi.pruning.places import NO_PINS, Pins
 
 # Plain rules everywhere: channels meet in convolutions, linear layers and BatchNorm alone.
 PLAIN = frozenset([""])
@@ -106,14 +107,15 @@ class Coupling:
 
 
 def find_coupling(
-    model: nn.Module, image_size: int, plain: frozenset[str] = frozenset()
+    model: nn.Module, image_size: int, plain: frozenset[str] = frozenset(), pins: Pins = NO_PINS
 ) -> Coupling:
     """Find the coupled groups of `model`, a classifier of [n, 3, image_size, image_size] images.
 
     Runs one blank image on the CPU in evaluation mode; the model is unchanged afterwards. In the
-    modules named in `plain` only plain rules hold. Raises UserError when no group can be removed.
+    modules named in `plain` only plain rules hold; what calls of `pins` touch stays. Raises
+    UserError when no group can be removed.
     """
-    labels = follow_image(model, image_size, plain)
+    labels = follow_image(model, image_size, plain, pins)
     _pin_shared(model, labels)
     settle(labels)
     counted = numbers(labels)

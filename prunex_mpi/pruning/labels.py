@@ -143,6 +143,10 @@ class Labels:
         found = [thin(self.of(t)[0])[0].unique().tolist() for t in tensors_in(tensors)]
         return any([self.pin_labels(labels, reason) for labels in found])
 
+    def pin_all(self, reason: str) -> None:
+        """Never remove any group that there is so far."""
+        self.pin_labels(range(PINNED + 1, len(self.parent)), reason)
+
     def pin_labels(self, labels: Iterable[int], reason: str) -> bool:
         """Never remove the groups of `labels`; say whether anything changed."""
         before = len(self.reasons)
