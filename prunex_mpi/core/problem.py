@@ -40,7 +40,7 @@ from prunex_mpi.models.slim import evaluates_alone
 from prunex_mpi.pruning.coupling import PLAIN
 from prunex_mpi.pruning.find_groups import OfAll, find_ends, find_groups
 from prunex_mpi.pruning.groups import Groups
-from prunex_mpi.pruning.trial import Rules, find_coupling_by, find_rules
+from prunex_mpi.pruning.trial import Rules, find_coupling_by, find_rules, training_failure
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import BY_GROUPS, REMOVING
 from prunex_mpi.settings.resolve import layer_keep_ratios
@@ -170,11 +170,21 @@ def choose_rules(settings: Settings, model: torch.nn.Module, image_size: int) ->
     plain = removing or settings.coupled_through == "plain"
     rules = find_rules(model, image_size, Rules(plain=PLAIN if plain else frozenset()))
     if settings.remove_dropped:
-        _refuse_other_training(model, rules)
+        _refuse_other_attention(model, rules)
+    if settings.remove_dropped or removing:
+        reason = training_failure(model, find_coupling_by(model, image_size, rules), image_size)
+        what, instead = "remove-dropped", "leave remove-dropped away"
+        if removing:
+            what, instead = f"method {settings.method}", "choose another method"
+        if reason:
+            raise UserError(
+                f"{what}: a smaller network could not be trained, since the model reads channels "
+                f"in training alone ({reason}); {instead}"
+            )
     return rules
 
 
-def _refuse_other_training(model: torch.nn.Module, rules: Rules) -> None:
+def _refuse_other_attention(model: torch.nn.Module, rules: Rules) -> None:
     """Raise UserError where what stands in for a user's attention would train another way."""
     for name in evaluates_alone(model, sorted(rules.swapped)):
         kind = type(model.get_submodule(name)).__name__

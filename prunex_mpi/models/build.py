@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import USAGE, UserError, meant, one_line
 from prunex_mpi.base.named import import_function
+from prunex_mpi.models.blank import blank_image, evaluating
 from prunex_mpi.models.standalone import CIFAR_FAMILY, SMALL_VGG, SMALL_VIT, build
 
 CIFAR_STEM_MAX_SIDE = 64  # "auto" gives images up to this side the stem that keeps their resolution
@@ -91,16 +92,10 @@ def _is_torchvision_resnet(name: str) -> bool:
 def try_forward(model: nn.Module, num_classes: int, image_size: int) -> None:
     """Run one blank image; raise ValueError unless it gets an output per class.
 
-    Or whatever the model's own code raises. Evaluation mode leaves statistics and the generator
-    untouched.
+    Or whatever the model's own code raises.
     """
-    parameter = next(model.parameters(), torch.empty(0))
-    blank = torch.zeros(1, 3, image_size, image_size, dtype=parameter.dtype)
-    training = model.training
-    model.eval()
-    with torch.no_grad():
-        output = model(blank.to(parameter.device))
-    model.train(training)
+    with evaluating(model):
+        output = model(blank_image(model, image_size))
     if not isinstance(output, Tensor) or output.shape != (1, num_classes):
         found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(f"it returns {found} for one image, not [1, {num_classes}]")
@@ -108,20 +103,14 @@ def try_forward(model: nn.Module, num_classes: int, image_size: int) -> None:
 
 def settle(model: nn.Module, image_size: int) -> None:
     """Run a blank image in evaluation mode: what modules keep of it knows no gradient."""
-    parameter = next(model.parameters(), torch.empty(0))
-    training = model.training
-    with torch.no_grad():
-        model.eval()(parameter.new_zeros(1, 3, image_size, image_size))
-    model.train(training)
+    with evaluating(model):
+        model(blank_image(model, image_size))
 
 
-@torch.no_grad()
 def probe(model: nn.Module, image_size: int) -> list[float]:
     """Return the logits of a fixed image in evaluation mode: they tell networks apart."""
     parameter = next(model.parameters())
     ramp = torch.linspace(-1, 1, 3 * image_size**2, dtype=parameter.dtype)
-    training = model.training
-    model.eval()
-    logits = model(ramp.view(1, 3, image_size, image_size).to(parameter.device))
-    model.train(training)
+    with evaluating(model):
+        logits = model(ramp.view(1, 3, image_size, image_size).to(parameter.device))
     return logits[0].tolist()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.files import CHUNK_BYTES
+from prunex_mpi.models.blank import blank_image, evaluating
 from prunex_mpi.models.standalone import WITH_AUXILIARY_HEADS, fill_
 
 # What a file may hold the state dict under, and what wrappers put before each of its names.
@@ -198,7 +199,6 @@ def _few(items: Iterable[str]) -> str:
     return "; ".join([*every[:SHOWN], *more])
 
 
-@torch.no_grad()
 def find_head(model: nn.Module, image_size: int) -> str:
     """Return the name of the layer that runs last of those that make the classes, "" for none.
 
@@ -212,11 +212,10 @@ def find_head(model: nn.Module, image_size: int) -> str:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | nn.Conv2d)
     ]
-    parameter, training = next(model.parameters()), model.training
-    blank = torch.zeros(1, 3, image_size, image_size, dtype=parameter.dtype)
-    model.eval()
-    classes = model(blank.to(parameter.device)).shape[-1]
-    model.train(training)
-    for hook in hooks:
-        hook.remove()
+    try:
+        with evaluating(model):
+            classes = model(blank_image(model, image_size)).shape[-1]
+    finally:
+        for hook in hooks:
+            hook.remove()
     return next((name for name, outputs in reversed(ran) if outputs == classes), "")

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.models.blank import blank_image, evaluating
 from prunex_mpi.models.slim import norm_dim
 from prunex_mpi.pruning import label_attention, label_layers
 from prunex_mpi.pruning.label_shapes import shape
 from prunex_mpi.pruning.labels import PINNED, Counted, Labels, by_position, tensors_in
+from prunex_mpi.pruning.places import Pins, Places, following
 
 # Element-wise, and zero where their input is zero.
 ZERO_PRESERVING = {
@@ -32,7 +34,7 @@ SHAPING = {
     *("__getitem__", "swapaxes", "narrow", "select", "t", "tensor_split", "broadcast_to"),
 }
 # The same, but not with plain rules; `zeros_like` and `zero_` leave what is zero so.
-MORE_ZERO_PRESERVING = {"normalize", "zeros_like", "zero_", "type_as"}
+MORE_ZERO_PRESERVING = {"zeros_like", "zero_", "type_as"}
 MORE_ELEMENTWISE = {"clamp", "clamp_", "masked_fill", "masked_fill_", "ones_like", "full_like"}
 MORE_SHAPING = {"roll", "flip", "mT", "T", "repeat", "tile", "moveaxis", "swapdims", "view_as"}
 # New tensors, which have nothing of the one they are made like.
@@ -55,14 +57,21 @@ MATRICES = {"matmul", "__matmul__", "bmm"}
 class Trace(TorchFunctionMode):
     """Give labels to all that a forward pass makes."""
 
-    def __init__(self, labels: Labels) -> None:
+    def __init__(self, labels: Labels, places: Places, pins: Pins) -> None:
         super().__init__()
-        self.labels = labels
+        self.labels, self.places, self.pins = labels, places, pins
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        kwargs, call = kwargs or {}, self.places.count()
+        if call in self.pins.all_before:
+            self.labels.pin_all(f"{_plain_name(func)} counts them")
         result = func(*args, **kwargs)
-        if any(True for _ in tensors_in([result])):
+        if call in self.pins.arguments:
+            self.labels.pin([args, kwargs], f"{_plain_name(func)} counts its channels")
+        if result is None and getattr(func, "__name__", "") != "__get__":
+            # Such as an assignment to a part of a tensor.
+            self._keep(args, args, kwargs, f"{_plain_name(func)} mixes it with others")
+        elif any(True for _ in tensors_in([result])):
             args, kwargs = by_position(args, kwargs)
             try:
                 self.follow(result, func, args, kwargs)
@@ -70,9 +79,13 @@ class Trace(TorchFunctionMode):
                 raise
             # Called in a way that nobody has thought of, so that nothing is known of it.
             except Exception:
-                self.labels.pin([args, kwargs], f"{_plain_name(func)} mixes it with others")
-                self.labels.label_pinned([result])
+                self._keep(result, args, kwargs, f"{_plain_name(func)} mixes it with others")
         return result
+
+    def _keep(self, result: object, args: tuple, kwargs: dict, reason: str) -> None:
+        """Pin what a call gets and what it gives, of which nothing is known."""
+        self.labels.pin([args, kwargs], reason)
+        self.labels.label_pinned([result])
 
     def follow(self, result: object, func, args: tuple, kwargs: dict) -> None:
         """Label what `func` has made."""
@@ -102,8 +115,7 @@ class Trace(TorchFunctionMode):
         elif name in SHAPING:
             shape(labels, result, func, args, kwargs)
         elif labels.plain or not self._follow_more(result, name, func, args, kwargs):
-            labels.pin([args, kwargs], f"{_plain_name(func)} mixes it with others")
-            labels.label_pinned([result])
+            self._keep(result, args, kwargs, f"{_plain_name(func)} mixes it with others")
 
     def _follow_more(self, result: object, name: str, func, args: tuple, kwargs: dict) -> bool:
         """Do what plain rules do not have; say whether that is known."""
@@ -114,6 +126,8 @@ class Trace(TorchFunctionMode):
             label_layers.normalise_groups(labels, result, *args, **kwargs)
         elif name == "instance_norm":
             label_layers.normalise_each(labels, result, *args, **kwargs)
+        elif name == "normalize":
+            label_layers.normalise_length(labels, result, self.places.module, *args, **kwargs)
         elif name in ("prelu", "_prelu_kernel"):
             label_layers.bend(labels, result, *args, **kwargs)
         elif name == "scaled_dot_product_attention":
@@ -135,11 +149,11 @@ class Trace(TorchFunctionMode):
         return True
 
 
-@torch.no_grad()
-def follow_image(model: nn.Module, image_size: int, plain: frozenset[str]) -> Labels:
+def follow_image(model: nn.Module, image_size: int, plain: frozenset[str], pins: Pins) -> Labels:
     """Return the labels that one blank image leaves in `model`, on the CPU, in evaluation mode.
 
     Modules named in `plain`, and those inside of them, go by plain rules; "" is the whole model.
+    What calls of `pins` touch stays.
     The model is unchanged afterwards.
     """
     labels = Labels(model)
@@ -148,18 +162,14 @@ def follow_image(model: nn.Module, image_size: int, plain: frozenset[str]) -> La
         for name, module in model.named_modules()
         if isinstance(module, nn.LayerNorm) and norm_dim(module) is not None
     }
-    parameter = next(model.parameters())
-    image = torch.zeros(1, 3, image_size, image_size, dtype=parameter.dtype)
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with _numbers_named(model), _plain_within(model, labels, plain), Trace(labels):
-            labels.label(image, torch.full(image.shape, PINNED))
-            output = model(image)
-        labels.pin([output], "its outputs are the classes")
-    finally:
-        for module, mode in training:
-            module.training = mode
+    image = blank_image(model, image_size)
+    labels.label(image, torch.full(image.shape, PINNED))
+    numbers, rules = _numbers_named(model), _plain_within(model, labels, plain)
+    places = Places()
+    trace = Trace(labels, places, pins)
+    with evaluating(model), numbers, rules, following(model, places), trace:
+        output = model(image)
+    labels.pin([output], "its outputs are the classes")
     return labels
 
 

@@ -32,6 +32,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.pruning.channel_labels import follow_image
 from prunex_mpi.pruning.label_shapes import numbers, settle
 from prunex_mpi.pruning.labels import PINNED, Labels, varying
+from prunex_mpi.pruning.places import NO_PINS, Pins
 
 # Plain rules everywhere: channels meet in convolutions, linear layers and BatchNorm alone.
 PLAIN = frozenset([""])
@@ -61,7 +62,9 @@ class Coupling:
 
     Parameters that are added or multiplied as they are may have groups along another dimension:
     `inner` holds it and the ids. `numbers` holds ids of what a module counts in an attribute, by
-    (module, attribute). `norms` are the weights of LayerNorm, which reads all channels. Modules of
+    (module, attribute). `norms` are the weights of LayerNorm, which reads all channels, and
+    `lengths` the ids of what F.normalize divides by the length of all, by the module that does it.
+    Modules of
     `swapped` are attention whose code needs the width of all heads, and are replaced when smaller.
     """
 
@@ -74,6 +77,7 @@ class Coupling:
     inner: dict[str, tuple[int, np.ndarray]] = field(default_factory=dict)
     numbers: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
     norms: frozenset[str] = frozenset()
+    lengths: dict[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
     swapped: frozenset[str] = frozenset()
 
     def slices(self, name: str) -> list[tuple[int, np.ndarray]]:
@@ -98,18 +102,20 @@ class Coupling:
             columns={name: of(ids) for name, ids in self.columns.items()},
             inner={name: (dim, of(ids)) for name, (dim, ids) in self.inner.items()},
             numbers={key: of(ids) for key, ids in self.numbers.items()},
+            lengths={name: tuple(map(of, every)) for name, every in self.lengths.items()},
         )
 
 
 def find_coupling(
-    model: nn.Module, image_size: int, plain: frozenset[str] = frozenset()
+    model: nn.Module, image_size: int, plain: frozenset[str] = frozenset(), pins: Pins = NO_PINS
 ) -> Coupling:
     """Find the coupled groups of `model`, a classifier of [n, 3, image_size, image_size] images.
 
     Runs one blank image on the CPU in evaluation mode; the model is unchanged afterwards. In the
-    modules named in `plain` only plain rules hold. Raises UserError when no group can be removed.
+    modules named in `plain` only plain rules hold; what calls of `pins` touch stays. Raises
+    UserError when no group can be removed.
     """
-    labels = follow_image(model, image_size, plain)
+    labels = follow_image(model, image_size, plain, pins)
     _pin_shared(model, labels)
     settle(labels)
     counted = numbers(labels)
@@ -193,6 +199,7 @@ def _collect(labels: Labels, counted: dict[tuple[str, str], np.ndarray]) -> Coup
         inner,
         translate_all(counted),
         frozenset(labels.norms & rows.keys()),
+        {name: tuple(map(translate, every)) for name, every in _lengths(labels).items()},
     )
 
 
@@ -208,6 +215,18 @@ def _find_places(
         if root != PINNED and root not in labels.reasons:
             at = places.setdefault(root, {})
             at[place] = at.get(place, 0) + 1
+
+
+def _lengths(labels: Labels) -> dict[str, list[np.ndarray]]:
+    """Return by the module the labels of channels that are divided by the length of all."""
+    found: dict[str, list[np.ndarray]] = {}
+    for module, own, dim in labels.lengths:
+        roots = labels.roots(own)
+        # Otherwise one of a single channel is divided, or of one group.
+        if dim in varying(roots):
+            one = roots.movedim(dim, 0).reshape(roots.shape[dim], -1)[:, 0]
+            found.setdefault(module, []).append(one.numpy())
+    return found
 
 
 def _along_one_dimension(labels: Labels) -> dict[str, tuple[int, np.ndarray]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.models.blank import blank_image, evaluating
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.groups import Budget, CoupledLayer, Groups, PrunableLayer, Selection
@@ -40,15 +41,13 @@ class Ends:
     head: str
 
 
-@torch.no_grad()
 def find_ends(model: nn.Module, image_size: int) -> Ends:
     """Run a blank image through `model`, on the CPU, and see where it begins and ends.
 
     The convolution that runs first may get the image in another form; others read the image if
     they get it as it is. The last layer with an output per class makes the classes.
     """
-    parameter = next(model.parameters())
-    image = torch.zeros(1, 3, image_size, image_size, dtype=parameter.dtype)
+    image = blank_image(model, image_size)
     ran: list[tuple[str, nn.Module, bool]] = []
 
     def listen(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
@@ -63,14 +62,12 @@ def find_ends(model: nn.Module, image_size: int) -> Ends:
         for name, module in model.named_modules()
         if isinstance(module, (*CONVOLUTIONS, nn.Linear))
     ]
-    modes = [(module, module.training) for module in model.modules()]
     try:
-        classes = model.eval()(image).shape[-1]
+        with evaluating(model):
+            classes = model(image).shape[-1]
     finally:
         for handle in handles:
             handle.remove()
-        for module, mode in modes:
-            module.training = mode
     convs = [(name, reads) for name, module, reads in ran if isinstance(module, CONVOLUTIONS)]
     stems = {name for name, reads in convs if reads} | {name for name, _ in convs[:1]}
     heads = [name for name, module, _ in ran if module.weight.shape[0] == classes]
@@ -187,8 +184,7 @@ def _find_layers(
     candidates: list[tuple[str, PrunableLayer, list[str]]] = []
     for name, conv in convs:
         if name not in index:
-            # One that other layers have as well is pruned under the name of the first.
-            why = "another layer's" if conv.weight.requires_grad else "not trained"
+            why = _why_not_trained(conv.weight)
             excluded += [f"{name} [{kind}]: its weight is {why}" for kind in kinds]
             continue
         layer = _as_layer(index[name], conv.weight, conv.groups)
@@ -202,6 +198,14 @@ def _find_layers(
         if usable:
             candidates.append((name, layer, usable))
     return candidates, excluded
+
+
+def _why_not_trained(weight: Tensor) -> str:
+    """Say why the weight of a layer is none of the parameters that are trained."""
+    if not isinstance(weight, nn.Parameter):
+        return "computed from other parameters"
+    # One that other layers have as well is pruned under the name of the first.
+    return "another layer's" if weight.requires_grad else "not trained"
 
 
 def _as_layer(segment: int, weight: Tensor, conv_groups: int = 1) -> PrunableLayer:

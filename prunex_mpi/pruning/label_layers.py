@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.pruning.labels import PINNED, VOID, Labels, thin, varying
+from prunex_mpi.pruning.labels import PINNED, VOID, Cut, Labels, thin, varying
 
 
 def read(labels: Labels, tensor: Tensor, dim: int, reader: str) -> np.ndarray:
@@ -232,6 +232,28 @@ def normalise_layer(
     labels.note(labels.rows, weight, along)
     labels.note(labels.rows, bias, along)
     labels.label(result, found)
+
+
+def normalise_length(
+    labels: Labels,
+    result: Tensor,
+    module: str,
+    x: Tensor,
+    p: float = 2.0,
+    dim: int = 1,
+    *rest: object,
+    **options: object,
+) -> None:
+    """Let channels that are divided by the length of all of them stay what they are.
+
+    Zeros add nothing to it. All others do, whoever reads them: that is noted for `module`.
+    """
+    found, zero = labels.of(x)
+    own = thin(found)[0]
+    labels.lengths.append((module, own, dim % x.dim()))
+    if len(varying(own)) > 1:
+        labels.cuts.append(Cut(own))
+    labels.label(result, found, zero)
 
 
 def meet(labels: Labels, result: Tensor, product: bool, *operands: object) -> None:

@@ -34,8 +34,14 @@ def shape(
 ) -> None:
     """Do to the labels what `func` does to the data."""
     name = func.__name__
-    operands = list(tensors_in([args, kwargs]))
+    # Indices have no channels.
+    operands = [t for t in tensors_in([args, kwargs]) if labels.plain or t.is_floating_point()]
+    if not operands:
+        labels.label_pinned([result])
+        return
     zero = all(labels.of(t)[1] for t in operands)
+    if not zero and not labels.plain:
+        zero = _keep_apart(labels, name, operands)
     if name in JOINING and not labels.plain:
         _align(labels, [labels.of(t)[0] for t in operands], args, kwargs, name == "stack")
     whole = distinct(labels.of(t)[0] for t in operands)
@@ -82,6 +88,16 @@ def _inside(labels: Labels, value: object, solid: bool) -> object:
     if isinstance(value, dict):
         return {k: _inside(labels, v, solid) for k, v in value.items()}
     return value
+
+
+def _keep_apart(labels: Labels, name: str, operands: Sequence[Tensor]) -> bool:
+    """Pin what isn't zero beside what is, for whose readers it is not; say whether all is zero."""
+    zeros = [labels.of(t)[1] for t in operands]
+    if not any(zeros):
+        return False
+    others = [t for t, zero in zip(operands, zeros, strict=True) if not zero]
+    labels.pin(others, f"{name} puts what isn't zero without it beside what is")
+    return True
 
 
 def _align(

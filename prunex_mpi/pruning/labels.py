@@ -61,6 +61,8 @@ class Labels:
         self.free: dict[str, Tensor] = {}
         self.positions: dict[str, int] = {}
         self.norms: set[str] = set()
+        # What is divided by its length along a dimension, and the module whose code does it.
+        self.lengths: list[tuple[str, Tensor, int]] = []
         self.cuts: list[Cut] = []
         self.uses: list[Use] = []
         # With plain rules, channels meet in convolutions, linear layers and BatchNorm alone.
@@ -140,6 +142,10 @@ class Labels:
         """Never remove what appears in `tensors`; say whether anything changed."""
         found = [thin(self.of(t)[0])[0].unique().tolist() for t in tensors_in(tensors)]
         return any([self.pin_labels(labels, reason) for labels in found])
+
+    def pin_all(self, reason: str) -> None:
+        """Never remove any group that there is so far."""
+        self.pin_labels(range(PINNED + 1, len(self.parent)), reason)
 
     def pin_labels(self, labels: Iterable[int], reason: str) -> bool:
         """Never remove the groups of `labels`; say whether anything changed."""

@@ -15,12 +15,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from prunex_mpi.models.blank import evaluating
 from prunex_mpi.pruning.coupling import ChannelSet, Coupling
 from prunex_mpi.pruning.labels import by_position
+from prunex_mpi.pruning.places import Places, following
 from prunex_mpi.pruning.shrink import WEIGHT, attention_of
 
 # What reads a weight's columns, or all channels, and along which dimension.
@@ -52,17 +53,16 @@ def judge(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
         for name, ids in coupling.columns.items()
         if name in coupling.positions
     }
-    # LayerNorm reads all channels.
-    felt = {
-        name: _carried(coupling.rows[name], np.ones(len(coupling.rows[name]), bool), coupling.total)
-        for name in coupling.norms
-    }
+    # LayerNorm reads all channels, and so does F.normalize.
+    together = [coupling.rows[name] for name in coupling.norms]
+    together += [ids for every in coupling.lengths.values() for ids in every]
+    felt = np.isin(np.arange(coupling.total), np.concatenate([*together, [-1]]))
     active = _activity(model, coupling, images)
     nothing = np.zeros(coupling.total, dtype=bool)
     is_written, is_read, is_active = (
-        np.logical_or.reduce([*found.values(), nothing]) for found in (written, read | felt, active)
+        np.logical_or.reduce([*found.values(), nothing]) for found in (written, read, active)
     )
-    removed = ~is_read | (~is_written & ~is_active)
+    removed = ~(is_read | felt) | (~is_written & ~is_active)
     lines = []
     for s in coupling.sets:
         part = slice(s.start, s.start + s.count)
@@ -83,7 +83,12 @@ def judge(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
                 f"{_channels(s, partly.sum())}: the filters are zero in some but not all of "
                 f"{_carriers(coupling.rows, written, s)}"
             )
-        unread = stays & is_written[part] & _some_idle(coupling.columns, read, part)
+        normed = stays & ~is_read[part]
+        if normed.any():
+            lines.append(
+                f"{_channels(s, normed.sum())}: read by no weight, but by a norm of all channels"
+            )
+        unread = stays & is_read[part] & is_written[part] & _some_idle(coupling.columns, read, part)
         if unread.any():
             lines.append(
                 f"{_channels(s, unread.sum())}: ignored by some but not all of "
@@ -108,8 +113,9 @@ def _carried(ids: np.ndarray, marks: np.ndarray, total: int) -> np.ndarray:
 class Activity(TorchFunctionMode):
     """Which groups arrive as anything but zero at each weight that reads them, bool [groups]."""
 
-    def __init__(self, model: nn.Module, coupling: Coupling) -> None:
+    def __init__(self, model: nn.Module, coupling: Coupling, places: Places) -> None:
         super().__init__()
+        self.places = places
         self.found: dict[str, np.ndarray] = {}
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.coupling = coupling
@@ -122,6 +128,10 @@ class Activity(TorchFunctionMode):
         elif name == "multi_head_attention_forward":
             for x in operands[:3]:
                 self.look(x, operands[5:6], -1)
+        elif name == "normalize":
+            dim = named.get("dim", operands[2] if len(operands) > 2 else 1)
+            for ids in self.coupling.lengths.get(self.places.module, ()):
+                self.note(length_of(self.places.module), operands[0], ids, dim)
         return func(*args, **(kwargs or {}))
 
     def look(self, x: Tensor, arguments: Iterable[object], dim: int) -> None:
@@ -129,25 +139,29 @@ class Activity(TorchFunctionMode):
         names = [self.names.get(id(a)) for a in arguments if isinstance(a, nn.Parameter)]
         for name in names:
             known = self.coupling.rows if name in self.coupling.norms else self.coupling.columns
-            ids = known.get(name)
-            # A convolution in groups reads as many inputs of each as it has columns.
-            if ids is not None and x.shape[dim] % len(ids) == 0:
-                marks = ~_zero_slices(x, dim).reshape(-1, len(ids)).all(axis=0)
-                before = self.found.get(name, np.zeros(self.coupling.total, dtype=bool))
-                self.found[name] = before | _carried(ids, marks, self.coupling.total)
+            if (ids := known.get(name)) is not None:
+                self.note(name, x, ids, dim)
+
+    def note(self, name: str, x: Tensor, ids: np.ndarray, dim: int) -> None:
+        """Note which groups are in `x`, which `name` reads along `dim`, where `ids` are."""
+        # A convolution in groups reads as many inputs of each as it has columns.
+        if x.shape[dim] % len(ids) == 0:
+            marks = ~_zero_slices(x, dim).reshape(-1, len(ids)).all(axis=0)
+            before = self.found.get(name, np.zeros(self.coupling.total, dtype=bool))
+            self.found[name] = before | _carried(ids, marks, self.coupling.total)
 
 
-@torch.no_grad()
+def length_of(module: str) -> str:
+    """Return what F.normalize in the code of `module` is called."""
+    return f"{module}.normalize".removeprefix(".")
+
+
 def _activity(model: nn.Module, coupling: Coupling, images: Tensor) -> dict[str, np.ndarray]:
     """Return by the reader's name which groups arrive at it as anything but zero, bool [groups]."""
-    activity = Activity(model, coupling)
-    training = [(module, module.training) for module in model.modules()]
-    try:
-        with activity:
-            model.eval()(images)
-    finally:
-        for module, mode in training:
-            module.training = mode
+    places = Places()
+    activity = Activity(model, coupling, places)
+    with evaluating(model), following(model, places), activity:
+        model(images)
     found = activity.found
     for name in coupling.positions.keys() & coupling.columns.keys():
         ids, attention = coupling.columns[name], attention_of(model, name)
@@ -159,6 +173,10 @@ def _activity(model: nn.Module, coupling: Coupling, images: Tensor) -> dict[str,
             found[name] = _carried(ids, marks, coupling.total)
         elif name not in found:
             found[name] = _carried(ids, np.ones(len(ids), dtype=bool), coupling.total)
+    for module, every in coupling.lengths.items():
+        if length_of(module) not in found:
+            ids = np.concatenate(every)
+            found[length_of(module)] = _carried(ids, np.ones(len(ids), bool), coupling.total)
     return found
 
 

@@ -22,6 +22,7 @@ from prunex_mpi.core.objective import Loss
 from prunex_mpi.core.state import Work, weights
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.models.blank import blank_image, evaluating
 from prunex_mpi.models.build import settle
 from prunex_mpi.run.job import assemble_around
 from prunex_mpi.run.start import find_transport, take_places, tell_beforehand
@@ -199,17 +200,14 @@ def as_dataset(model: nn.Module, data: Data, ranks: int, tests: int) -> Dataset:
 
 def find_classes(model: nn.Module, side: int) -> int:
     """Return how many outputs the model has; raise UserError where it can't take such images."""
-    dtype = next((p.dtype for p in model.parameters()), torch.float32)
-    training = model.training
     try:
-        with torch.no_grad():
-            outputs = model.eval()(torch.zeros(1, 3, side, side, dtype=dtype))
+        with evaluating(model):
+            outputs = model(blank_image(model, side))
     # The user's model can raise anything.
     except Exception as error:
         raise UserError(
             f"the model can't take images of {side}x{side} ({one_line(error)})"
         ) from error
-    model.train(training)
     if not isinstance(outputs, Tensor) or outputs.dim() != 2 or len(outputs) != 1:
         found = _kind(outputs) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise UserError(f"the model returns {found} for one image, not [1, classes]")

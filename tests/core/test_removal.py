@@ -22,6 +22,7 @@ from prunex_mpi.models import batchnorm
 from prunex_mpi.models.slim import SlimSelfAttention
 from prunex_mpi.models.standalone import load
 from prunex_mpi.pruning.shrink import cut
+from prunex_mpi.pruning.trial import Rules
 from prunex_mpi.run import supervision
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.settings.resolve import make
@@ -219,3 +220,37 @@ def test_attention_that_would_lose_its_dropout_is_refused():
         choose_rules(make(**settings, remove_dropped=True), model, 16)
     plain = make(**settings, remove_dropped=True, coupled_through="plain")
     assert not choose_rules(plain, model, 16).swapped
+
+
+class AuxiliaryHead(nn.Module):
+    """A second head, whose outputs count while the network trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.head, self.other = nn.BatchNorm2d(8), nn.Linear(8, 5), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        found = self.head(torch.relu(self.second(x)).mean((2, 3)))
+        return found + 0.3 * self.other(x.mean((2, 3))) if self.training else found
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"groups": ("coupled",), "remove_dropped": True}, "leave remove-dropped away"),
+        ({"method": "prunetrain"}, "method prunetrain: .* choose another method"),
+    ],
+    ids=["remove-dropped", "prunetrain"],
+)
+def test_channels_that_training_alone_reads_are_refused_at_the_beginning(settings, says):
+    model = AuxiliaryHead()
+    before = torch.get_rng_state()
+    with pytest.raises(UserError, match=says) as caught:
+        choose_rules(make(**settings), model, 8)
+    assert "in training alone (RuntimeError: mat1 and mat2 shapes cannot" in str(caught.value)
+    assert model.training and not model.norm.num_batches_tracked
+    assert torch.equal(torch.get_rng_state(), before)
+    # With zeros in their place they stay, and by evaluation alone all is well.
+    assert choose_rules(make(groups=("coupled",)), model, 8) == Rules()

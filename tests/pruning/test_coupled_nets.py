@@ -18,6 +18,7 @@ from masking import draw, mask_
 from odd_models import randomise_
 from torch import nn
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.models import standalone
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning import channel_labels
@@ -269,3 +270,16 @@ def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(
     coupling = find_coupling_by(Averaged(), SIDE, Rules())
     assert [s.name for s in coupling.sets] == ["first.weight"]
     assert any("mean mixes it with others" in line for line in coupling.excluded)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_torch_has_compiled_is_refused_in_one_line(whole: bool) -> None:
+    body = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU())
+    ends = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES)
+    if whole:
+        model = torch.jit.script(nn.Sequential(nn.Conv2d(3, 8, 1), body, *ends))
+    else:
+        model = nn.Sequential(nn.Conv2d(3, 8, 1), torch.jit.script(body), *ends)
+    with pytest.raises(UserError, match=r"torch\.jit has compiled"):
+        find_rules(model, 4)

@@ -61,6 +61,20 @@ class Concatenated(nn.Module):
         return torch.cat([self.left(x), self.right(x)], 1)
 
 
+class OneNotZero(Concatenated):
+    """A branch that is zero without its inputs beside one that is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([torch.sigmoid(self.left(x)), self.right(x)], 1)
+
+
+class OneUnknown(Concatenated):
+    """A branch beside one that goes through what nothing is known of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([torch.cos(self.left(x)), self.right(x)], 1)
+
+
 class Squeezed(nn.Module):
     """Squeeze-and-excitation: a sigmoid is not zero at zero, its product with zero is."""
 
@@ -135,6 +149,8 @@ STEM, INNER = "stem.0.weight", "middle.inner.0.weight"
         (Residual, {STEM: 6}),
         (InPlace, {STEM: 6}),
         (Concatenated, {STEM: 6, "middle.left.0.weight": 2, "middle.right.0.weight": 4}),
+        (OneNotZero, {STEM: 6, "middle.right.0.weight": 4}),
+        (OneUnknown, {STEM: 6, "middle.right.0.weight": 4}),
         (Squeezed, {STEM: 6, "middle.down.weight": 3}),
         (Depthwise, {STEM: 6}),
         (Shared, {STEM: 6}),

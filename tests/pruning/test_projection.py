@@ -10,6 +10,7 @@ import pytest
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models import layout as layouts
@@ -312,11 +313,13 @@ def test_weights_that_two_layers_share_are_pruned_under_the_first_name() -> None
     model = nn.Sequential(*(nn.Conv2d(4, 4, 1) for _ in range(4)))
     model[2].weight = model[1].weight
     model[3].weight.requires_grad_(False)
+    model.append(weight_norm(nn.Conv2d(4, 4, 1)))
     layout, groups = prepare(model, ["channel"])
     assert [layout.segments[layer.segment].name for layer in groups.layers] == ["1.weight"]
     assert groups.excluded[1:] == (
         "2.weight [channel]: its weight is another layer's",
         "3.weight [channel]: its weight is not trained",
+        "4.weight [channel]: its weight is computed from other parameters",
     )
 
 

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from odd_models import randomise_
 from torch import nn
 
@@ -193,3 +194,44 @@ def test_a_head_of_zero_filters_goes_without_a_bias(bias: float, gone: list[int]
     assert (
         len(verdict.stays) == 1 and verdict.stays[0].startswith("1 group of 64 channels of ")
     ) == bool(bias)
+
+
+class Divided(nn.Module):
+    """Four channels are divided by their length at each place before a ReLU and another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Linear(4, 2)
+        randomise_(self)
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.normalize(self.norm(self.first(x)), dim=1)
+        return self.last(torch.relu(x).mean(dim=(2, 3)))
+
+
+@torch.no_grad()
+def test_a_channel_that_no_weight_reads_stays_where_all_are_divided_by_their_length() -> None:
+    model = Divided()
+    model.last.weight[:, 2] = 0
+    gone, stays, _ = judged(model)
+    assert gone == []
+    assert stays == ("1 channel of first: read by no weight, but by a norm of all channels",)
+    model.first.weight[2] = model.first.bias[2] = 0
+    model.norm.weight[2] = model.norm.bias[2] = 0
+    gone, stays, _ = judged(model)
+    assert (gone, stays) == ([2], ())
+
+
+@torch.no_grad()
+def test_a_constant_that_only_a_length_is_made_of_stays() -> None:
+    model = Divided()
+    model.first.weight[1] = model.first.bias[1] = model.norm.running_mean[1] = 0
+    # Nothing of it is left behind the ReLU.
+    model.norm.bias[1] = -3
+    gone, stays, _ = judged(model)
+    assert gone == []
+    assert stays == (
+        "1 channel of first: the filters are zero, but BatchNorm or a bias passes a constant to "
+        "normalize",
+    )

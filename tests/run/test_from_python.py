@@ -12,7 +12,7 @@ from mpi4py import MPI
 from prunex_mpi import export, train
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.data.batches import Shard
-from prunex_mpi.run.from_python import Data
+from prunex_mpi.run.from_python import Data, find_classes
 from prunex_mpi.settings.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
@@ -196,3 +196,12 @@ def test_ranks_with_more_images_than_others_are_refused() -> None:
     ):
         pass
     assert MPI.COMM_WORLD.size == WORLD.size
+
+
+def test_finding_the_classes_leaves_every_module_in_its_mode() -> None:
+    model = own_model()
+    model[1].eval()
+    assert find_classes(model, SIDE) == CLASSES
+    with pytest.raises(UserError, match="can't take images of 2x2"):
+        find_classes(model, 2)
+    assert [m.training for m in model] == [n != 1 for n in range(len(model))]
