@@ -31,6 +31,7 @@ from prunex_mpi.settings.methods import METHODS
 from prunex_mpi.settings.resolve import make
 from prunex_mpi.settings.values import AUTO
 from prunex_mpi.tools.compare import compare as bench_compare
+from prunex_mpi.tools.compare import store
 from prunex_mpi.tools.compare.compare import compare, hold_out
 from prunex_mpi.tools.compare.figure import (
     curves_of,
@@ -894,6 +895,61 @@ def test_a_row_that_can_not_be_is_refused_before_anything_runs(quiet, monkeypatc
     flags = ["--methods", "dense", "prunex", "--groups=coupled", "--keep-by=parameters"]
     with pytest.raises(UserError, match="row prunex: --keep-ratio 1e-05 of the parameters"):
         compare(WORLD, parse([*TINY, *tuned, *flags, "--keep-ratio=0.00001"]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [
+        ("--methods dense local-sgd --init-from=RUNS/dense-{seed} --seeds 0 1", "dense, seed 1"),
+        ("--methods dense --teacher=RUNS/none-{seed} --init-from=RUNS/dense-0", "dense, seed 0"),
+        ("--methods dense --teacher=RUNS/none-{seed} --teacher-share=0.5", "/none-0'"),
+        # The seed that tunes, of a row that is tuned.
+        ("--methods dense --init-from=RUNS/dense-{seed} --tune-lr 0.1", "dense, seed 1"),
+        ("--methods dense --init-from=RUNS/dense-{seed} --lr 0.1", ""),
+        ("--methods dense --init-from=RUNS/half-{seed}", "nor the folder of a complete run"),
+        ("--methods dense --init-from=torchvision", ""),
+        # What is kept needs none.
+        ("--methods dense --init-from=RUNS/none-{seed} --dir=RUNS --resume", ""),
+    ],
+)
+def test_networks_to_begin_with_are_looked_for_before_anything_runs(tmp_path, flags, missing):
+    for name in ("dense-0", "half-0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.safetensors").touch()
+    (tmp_path / "dense-0" / "summary.json").touch()
+    (tmp_path / "outcomes").mkdir()
+    (tmp_path / "outcomes" / "dense-0.json").touch()
+    options = parse([*TINY, *flags.replace("RUNS", str(tmp_path)).split()])
+    if not missing:
+        store.refuse_missing(options, options.rows)
+        return
+    with pytest.raises(UserError, match=missing) as caught:
+        store.refuse_missing(options, options.rows)
+    assert "\n" not in str(caught.value)
+
+
+def test_networks_that_an_earlier_run_leaves_are_not_missed(tmp_path):
+    plan = tmp_path / "plan.toml"
+    later = f'[rows.later]\nmethod = "topk"\ninit-from = "{tmp_path}/runs/dense-{{seed}}"\n'
+    flags = [f"--plan={plan}", "--seeds", "0", "1", f"--dir={tmp_path}/runs"]
+    plan.write_text(f'[rows.dense]\nmethod = "dense"\n{later}')
+    options = parse(flags)
+    store.refuse_missing(options, options.rows)
+    plan.write_text(f'{later}[rows.dense]\nmethod = "dense"\n')
+    options = parse(flags)
+    with pytest.raises(UserError, match="row later, seed 0: --init-from"):
+        store.refuse_missing(options, options.rows)
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_a_network_that_is_not_there_is_missed_on_every_rank(quiet, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_compare, "take_places", pytest.fail)
+    place = broadcast_text(WORLD, str(tmp_path))
+    with pytest.raises(UserError, match=f"row dense, seed 3: --init-from '{place}/x-3' is neither"):
+        compare(
+            WORLD, parse([*TINY, "--methods=dense", "--seeds=3", f"--init-from={place}/x-{{seed}}"])
+        )
 
 
 @pytest.mark.any_mpi

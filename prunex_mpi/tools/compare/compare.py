@@ -117,6 +117,7 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
     rows = options.rows[options.part[0] :: options.part[1]]
     if not rows:
         raise UserError(f"--part: there are only {len(options.rows)} rows")
+    together(world, lambda: store.refuse_missing(options, rows) if world.rank == 0 else None)
     first = settings_of(options.common, rows[0], options.seeds[0])
     ranks_per_node = options.common.get("ranks_per_node", 0)
     lanes = options.common.get("leaders_per_node", 1)

@@ -3,7 +3,8 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,20 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.files import (
+    STATE,
     SUMMARY,
     prepare_file,
     telling_disk_errors,
     write_json_durably,
 )
 from prunex_mpi.comm.agreement import broadcast_text, together
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.run.beginning import TORCHVISION
+from prunex_mpi.settings.fields import Settings, key_of
 from prunex_mpi.settings.resolve import first_difference, from_table, to_toml
 from prunex_mpi.tools.compare.figure import refuse_impossible
 from prunex_mpi.tools.compare.options import Options
 from prunex_mpi.tools.compare.outcomes import Outcome, outcome_from, to_dict
-from prunex_mpi.tools.compare.rows import Row
+from prunex_mpi.tools.compare.rows import BY_SEED, Row, name_seed, settings_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -69,6 +72,43 @@ def prepare(options: Options) -> None:
             raise UserError(
                 f"--dir {quote(options.folder, 250)}: {place.name} is there already; --resume "
                 "goes on with it, or choose another"
+            )
+
+
+def refuse_missing(options: Options, rows: Sequence[Row]) -> None:
+    """Raise UserError where a network is not there that a run of `rows` begins with or learns from.
+
+    Hours later would be late. Runs that are kept need none, and what an earlier run leaves comes.
+    """
+    folder, seeds = Path(options.folder), options.seeds
+    kept = {file.stem for file in _files(folder)} if options.folder else set()
+    for row in options.tuned:
+        tunes = tuning_name(row, 0).removesuffix("0")
+        if row in rows and not any(name.startswith(tunes) for name in kept):
+            _refuse_missing(options, row, options.tune_seed, set())
+    to_come: set[Path] = set()
+    for seed, row in product(seeds, rows):
+        name = run_name(row, seed)
+        if name not in kept:
+            _refuse_missing(options, row, seed, to_come)
+        if options.folder:
+            to_come.add((folder / name).resolve())
+
+
+def _refuse_missing(options: Options, row: Row, seed: int, to_come: Container[Path]) -> None:
+    settings = name_seed(settings_of(options.common, row, seed))
+    for name in BY_SEED:
+        source = getattr(settings, name)
+        path = Path(source)
+        if source in ("", TORCHVISION) or path.resolve() in to_come:
+            continue
+        # What a run that ended well has.
+        parts = [path / STATE, path / SUMMARY] if path.is_dir() else [path]
+        if not all(part.exists() for part in parts):
+            raise UserError(
+                f"row {row.name}, seed {seed}: --{key_of(name)} {quote(source, 250)} is neither a "
+                "file nor the folder of a complete run; train it first, or correct the path",
+                UNREADABLE,
             )
 
 
