@@ -35,6 +35,7 @@ from prunex_mpi.tools.compare import store
 from prunex_mpi.tools.compare.figure import draw
 from prunex_mpi.tools.compare.options import Options, refuse_unequal
 from prunex_mpi.tools.compare.outcomes import (
+    OF_RATES,
     Comparison,
     Outcome,
     Tuning,
@@ -179,12 +180,12 @@ def notes_of(bench: Bench, elsewhere: Sequence[str]) -> list[str]:
 
     `elsewhere` are rows of other parts that this one was to be compared with.
     """
-    options, notes = bench.options, ["learning rates: as given, else the preset's; not tuned"]
+    options, notes = bench.options, [f"{OF_RATES}as given, else the preset's; not tuned"]
     if options.grid:
         given = [f"{row.name} {row.lr:g}" for row in options.rows if row.lr is not None]
         given += [f"{row.name} from {row.grid[0]:g} on" for row in options.tuned if row.grid]
         notes = [
-            f"learning rates: from {', '.join(f'{lr:g}' for lr in options.grid)} on by factors of "
+            f"{OF_RATES}from {', '.join(f'{lr:g}' for lr in options.grid)} on by factors of "
             "2 until the best lies inside, the one of highest accuracy (then lowest loss) on a "
             f"held-out fifth of the training images, seed {options.tune_seed}, "
             f"{options.tune_length} of the length"
