@@ -155,6 +155,8 @@ def cells(table: Table, method: str) -> dict:
         ("--methods dense --compress-ratio 2", ["--compress-ratio", "2"]),
         ("--methods dense --seed 3", ["--seed", "--seeds"]),
         ("--methods dense --resume", ["--resume", "--dir"]),
+        ("--methods dense --dir=x --known=y.json", ["--known", "--resume"]),
+        ("--from x.json --known=y.json", ["--known", "--from"]),
         (
             "--methods prunex --warmup-iterations 40 --keep-ramp-iterations 0 --tune-lr 0.1 "
             "--tune-length 1/64",
@@ -1049,6 +1051,46 @@ def test_an_interrupted_comparison_goes_on_and_parts_come_together(quiet, tmp_pa
     if WORLD.rank == 0:
         texts = [(tmp_path / "parts" / f"{name}.txt").read_text() for name in ("tables", "again")]
         assert texts[0] == texts[1]
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi(min_size=2)
+def test_what_is_missing_can_be_added_to_the_file_of_a_comparison(quiet, tmp_path, monkeypatch):
+    flags = ["--methods", "dense", "local-sgd", "--tune-lr", "0.1", "--seeds", "0", "1"]
+    flags += ["--outer-iterations=4", "--local-steps=2", "--evaluate-every=2"]
+    before, first = compared(flags, tmp_path / "first")
+    trained: list[str] = []
+    real = bench_compare.run_one
+
+    def noted(topology, settings, *rest, **more):
+        trained.append(settings.method)
+        return real(topology, settings, *rest, **more)
+
+    monkeypatch.setattr(bench_compare, "run_one", noted)
+    more = ["--equal-bytes=local-sgd", "--resume"]
+    known = f"--known={first}/tables.json"
+    after, second = compared([*flags, *more, known], tmp_path / "second")
+    assert trained == ["dense", "dense"]
+    for row in ("dense", "local-sgd"):
+        assert cells(before["Comparison:"], row) == cells(after["Comparison:"], row)
+    # What was taken over is kept, and rows at equal bytes of a file count too.
+    compared([*flags, *more], tmp_path / "second")
+    compared([*flags, *more, f"--known={second}/tables.json"], tmp_path / "third")
+    assert len(trained) == 2
+    for other, words in (
+        ("--momentum=0.5", "dense-0 was trained with another seed, learning rate or other"),
+        ("--tune-seed=7", "dense-tune-0.1 was trained with another seed"),
+        (f"--train-samples={16 * WORLD.size}", "--known: another title"),
+    ):
+        with pytest.raises(UserError, match=words):
+            compared([*flags, *more, known, other], tmp_path / "other")
+    if WORLD.rank == 0:
+        file = tmp_path / "first" / "tables.json"
+        file.write_text(file.read_text(encoding="utf-8").replace('"mpi": "', '"mpi": "Other '))
+    WORLD.Barrier()
+    with pytest.raises(UserError, match="--known: another machine"):
+        compared([*flags, *more, known], tmp_path / "other")
+    assert len(trained) == 2
 
 
 @pytest.mark.any_mpi

@@ -5,7 +5,7 @@ course of hours meets all rows alike. A run that diverges is a row that says so.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -65,6 +65,7 @@ class Bench:
     train: Callable[..., Outcome]
     device: torch.device
     heartbeat: Heartbeat
+    known: Mapping[str, Outcome]
 
     def load(self, settings: Settings) -> Dataset:
         """Load this rank's data. Collective on `world`."""
@@ -134,7 +135,11 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
             transport=find_transport(place, first),
             heartbeat=heartbeat,
         )
-        bench = Bench(world, topology, options, train, place.device, heartbeat)
+        bench = Bench(world, topology, options, train, place.device, heartbeat, {})
+        if options.known:
+            title = title_of(bench, bench.load(first))
+            known = store.take_over(world, options, title, place.describe())
+            bench = replace(bench, known=known)
         refuse_unequal_work(bench)
         tunings = tune_all(bench, rows)
         rates = {t.row: t.lr for t in tunings}
@@ -154,16 +159,8 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
             if reference in here
         }
         elsewhere = [name for name in references.values() if name and name not in here]
-        # Not those of the first row, which may have its own: parts with others are joined.
-        model = options.common.get("model", FIELDS["model"].default)
-        batch = options.common.get("batch_size", first.batch_size)
-        title = (
-            f"Comparison: {model}, {first.dataset}, {dataset.train_total:,} training and "
-            f"{dataset.test_total:,} test images, {world.size} ranks on {topology.num_nodes} "
-            f"nodes, batch {batch} per rank"
-        )
         return Comparison(
-            title=title,
+            title=title_of(bench, dataset),
             machine=place.describe(),
             rows=tuple(row.name for row in rows),
             seeds=options.seeds,
@@ -173,6 +170,20 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
             reference=references,
             notes=tuple(notes_of(bench, elsewhere)),
         )
+
+
+def title_of(bench: Bench, dataset: Dataset) -> str:
+    """Return what a comparison is of."""
+    options, topology = bench.options, bench.topology
+    # Not those of the first row, which may have its own: parts with others are joined.
+    first = settings_of(options.common, options.rows[0], options.seeds[0])
+    model = options.common.get("model", FIELDS["model"].default)
+    batch = options.common.get("batch_size", first.batch_size)
+    return (
+        f"Comparison: {model}, {first.dataset}, {dataset.train_total:,} training and "
+        f"{dataset.test_total:,} test images, {topology.world_size} ranks on "
+        f"{topology.num_nodes} nodes, batch {batch} per rank"
+    )
 
 
 def notes_of(bench: Bench, elsewhere: Sequence[str]) -> list[str]:
@@ -273,7 +284,7 @@ def train(
         "versions": ", ".join(f"{key} {value}" for key, value in recorded_versions().items()),
         "data": f"{dataset.train_total} and {dataset.test_total} images {dataset.digest}".strip(),
     }
-    return store.kept(bench.world, folder, name, settings, place, run)
+    return store.kept(bench.world, folder, name, settings, place, run, bench.known.get(name))
 
 
 def run_equal(

@@ -171,7 +171,7 @@ def join(parts: Sequence[Comparison]) -> Comparison:
     row has one learning rate. Hosts may be others, and are then left out.
     """
     if len({part.machine.get("ranks") for part in parts}) > 1:
-        parts = [replace(part, machine=_without_hosts(part.machine)) for part in parts]
+        parts = [replace(part, machine=without_hosts(part.machine)) for part in parts]
     first = parts[0]
     for part in parts[1:]:
         for what in ("title", "machine"):
@@ -254,7 +254,7 @@ def _refuse_mixtures(runs: Mapping[str, Sequence[Outcome]], seeds: Sequence[int]
             raise UserError(f"--from: row {row!r} was trained at learning rates of {text}")
 
 
-def _without_hosts(machine: Mapping[str, str]) -> dict[str, str]:
+def without_hosts(machine: Mapping[str, str]) -> dict[str, str]:
     """Return what a comparison names its machine by, but for the names of hosts."""
     return {**machine, "ranks": re.sub(r" ranks on [^ ]+ \(", " ranks (", machine.get("ranks", ""))}
 
