@@ -25,6 +25,15 @@ def _setup_row(seconds: dict[str, float], sent: dict[str, int]) -> list[tuple[st
     return [("set-up of the method", f"{seconds['setup']:.2f} s, {sent['setup'] / MIB:.2f} MiB")]
 
 
+def _in_all(summary: dict[str, Any]) -> str:
+    """Say how long a run took; of earlier jobs the records have the outer iterations alone."""
+    last = f"{summary['seconds_total']:.1f}"
+    if not summary.get("resumed"):
+        return last
+    trained = f"{summary['seconds']['total']:.1f} in the outer iterations of all jobs"
+    return f"{trained}; {last} in the last job, its start and end included"
+
+
 def closing_table(summary: dict[str, Any], run_dir: Path) -> str:
     """Return the table that ends a run."""
     return format_lines([*closing_rows(summary), ("results", str(run_dir))])
@@ -75,5 +84,5 @@ def closing_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         *_setup_row(seconds, sent),
         ("bytes inside a node per leader", f"{sent['intra'] / MIB:.2f} MiB"),
         ("seconds per phase", phases),
-        ("seconds in all", f"{summary['seconds_total']:.1f}"),
+        ("seconds in all", _in_all(summary)),
     ]

@@ -170,7 +170,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                     model = summary.save_model(files.path, work.state, work.problem)
                 model["classes"] = list(dataset.class_names)
                 totals |= {**results, "delivered": model, "initial": read_initial(files.path)}
-                totals["seconds_total"] = time.time() - started
+                totals |= {"seconds_total": time.time() - started, "resumed": restores}
                 totals["checkpoints"] = {"count": checkpoints.count, "seconds": checkpoints.seconds}
                 files.write_summary(totals)
                 return closing_table(totals, files.path)

@@ -36,11 +36,20 @@ def longer(folder: Path, name: str, length: int) -> Settings:
 
 
 @pytest.mark.mpi
-def test_a_complete_run_becomes_the_one_that_was_longer_from_the_start() -> None:
+def test_a_complete_run_becomes_the_one_that_was_longer_from_the_start(
+    capfd: pytest.CaptureFixture,
+) -> None:
     with run_folder() as folder:
         assert run_job_here(settings_of(folder, "whole", method="dense", outer_iterations=4)) == 0
         assert run_job_here(settings_of(folder, "run", method="dense", outer_iterations=2)) == 0
+        before = capfd.readouterr().out
         assert run_job_here(longer(folder, "run", 4)) == 0
+        if WORLD.rank == 0:
+            # The last job knows the others' outer iterations alone.
+            records = (folder / "run/metrics.jsonl").read_text().splitlines()
+            seconds = sum(json.loads(line)["seconds"]["total"] for line in records)
+            words = f"{seconds:.1f} in the outer iterations of all jobs; "
+            assert words in capfd.readouterr().out and "of all jobs" not in before
         assert metrics_of(folder / "run/metrics.jsonl") == metrics_of(
             folder / "whole/metrics.jsonl"
         )

@@ -31,6 +31,7 @@ from prunex_mpi.settings.methods import METHODS
 from prunex_mpi.settings.resolve import make
 from prunex_mpi.settings.values import AUTO
 from prunex_mpi.tools.compare import compare as bench_compare
+from prunex_mpi.tools.compare import store
 from prunex_mpi.tools.compare.compare import compare, hold_out
 from prunex_mpi.tools.compare.figure import (
     curves_of,
@@ -154,6 +155,8 @@ def cells(table: Table, method: str) -> dict:
         ("--methods dense --compress-ratio 2", ["--compress-ratio", "2"]),
         ("--methods dense --seed 3", ["--seed", "--seeds"]),
         ("--methods dense --resume", ["--resume", "--dir"]),
+        ("--methods dense --dir=x --known=y.json", ["--known", "--resume"]),
+        ("--from x.json --known=y.json", ["--known", "--from"]),
         (
             "--methods prunex --warmup-iterations 40 --keep-ramp-iterations 0 --tune-lr 0.1 "
             "--tune-length 1/64",
@@ -559,8 +562,30 @@ def test_comparisons_of_different_rows_are_joined():
     whole = comparison(runs, tunings=tunings, equal=equal, reference=reference)
     first = comparison(runs[:1], tunings=tunings[:1], notes=("note", "one more"))
     second = comparison(runs[1:], tunings=tunings[1:], equal=equal, reference=reference)
-    assert join([first, second]) == replace(whole, notes=("note", "one more"))
+    assert join([first, second]) == replace(whole, notes=("note", "one more (of dense)"))
     assert join([whole]) == whole
+
+
+def test_joined_notes_say_of_which_rows_they_are():
+    runs = outcomes("dense", "topk", "prunex")
+    rates = [f"learning rates: {way}" for way in ("given", "tuned")]
+    again = [replace(run, seed=1) for run in runs]
+    parts = [
+        comparison(runs[:2], notes=(rates[0], "1/4 of each")),
+        comparison(runs[2:], notes=(rates[1], "1/4 of each")),
+    ]
+    named = (f"{rates[0]} (of dense, topk)", "1/4 of each", f"{rates[1]} (of prunex)")
+    joined = join(parts)
+    assert joined.notes == named
+    # Once more: what says whose it is needs no more.
+    assert join([joined, comparison(again, notes=("other",))]).notes == (
+        named[0],
+        "1/4 of each (of dense, topk, prunex; seed 0)",
+        named[2],
+        "other (of dense, topk, prunex; seed 1)",
+    )
+    tuned = replace(joined, tunings=(Tuning("dense", tuple(runs[:1]), chance=False),))
+    assert tuning_table(tuned).notes[1:] == (named[0], named[2])
 
 
 def test_comparisons_of_other_seeds_are_joined():
@@ -896,6 +921,61 @@ def test_a_row_that_can_not_be_is_refused_before_anything_runs(quiet, monkeypatc
         compare(WORLD, parse([*TINY, *tuned, *flags, "--keep-ratio=0.00001"]))
 
 
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [
+        ("--methods dense local-sgd --init-from=RUNS/dense-{seed} --seeds 0 1", "dense, seed 1"),
+        ("--methods dense --teacher=RUNS/none-{seed} --init-from=RUNS/dense-0", "dense, seed 0"),
+        ("--methods dense --teacher=RUNS/none-{seed} --teacher-share=0.5", "/none-0'"),
+        # The seed that tunes, of a row that is tuned.
+        ("--methods dense --init-from=RUNS/dense-{seed} --tune-lr 0.1", "dense, seed 1"),
+        ("--methods dense --init-from=RUNS/dense-{seed} --lr 0.1", ""),
+        ("--methods dense --init-from=RUNS/half-{seed}", "nor the folder of a complete run"),
+        ("--methods dense --init-from=torchvision", ""),
+        # What is kept needs none.
+        ("--methods dense --init-from=RUNS/none-{seed} --dir=RUNS --resume", ""),
+    ],
+)
+def test_networks_to_begin_with_are_looked_for_before_anything_runs(tmp_path, flags, missing):
+    for name in ("dense-0", "half-0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.safetensors").touch()
+    (tmp_path / "dense-0" / "summary.json").touch()
+    (tmp_path / "outcomes").mkdir()
+    (tmp_path / "outcomes" / "dense-0.json").touch()
+    options = parse([*TINY, *flags.replace("RUNS", str(tmp_path)).split()])
+    if not missing:
+        store.refuse_missing(options, options.rows)
+        return
+    with pytest.raises(UserError, match=missing) as caught:
+        store.refuse_missing(options, options.rows)
+    assert "\n" not in str(caught.value)
+
+
+def test_networks_that_an_earlier_run_leaves_are_not_missed(tmp_path):
+    plan = tmp_path / "plan.toml"
+    later = f'[rows.later]\nmethod = "topk"\ninit-from = "{tmp_path}/runs/dense-{{seed}}"\n'
+    flags = [f"--plan={plan}", "--seeds", "0", "1", f"--dir={tmp_path}/runs"]
+    plan.write_text(f'[rows.dense]\nmethod = "dense"\n{later}')
+    options = parse(flags)
+    store.refuse_missing(options, options.rows)
+    plan.write_text(f'{later}[rows.dense]\nmethod = "dense"\n')
+    options = parse(flags)
+    with pytest.raises(UserError, match="row later, seed 0: --init-from"):
+        store.refuse_missing(options, options.rows)
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_a_network_that_is_not_there_is_missed_on_every_rank(quiet, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_compare, "take_places", pytest.fail)
+    place = broadcast_text(WORLD, str(tmp_path))
+    with pytest.raises(UserError, match=f"row dense, seed 3: --init-from '{place}/x-3' is neither"):
+        compare(
+            WORLD, parse([*TINY, "--methods=dense", "--seeds=3", f"--init-from={place}/x-{{seed}}"])
+        )
+
+
 @pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_a_comparison_is_not_named_by_the_model_of_its_first_row(quiet, tmp_path):
@@ -971,6 +1051,46 @@ def test_an_interrupted_comparison_goes_on_and_parts_come_together(quiet, tmp_pa
     if WORLD.rank == 0:
         texts = [(tmp_path / "parts" / f"{name}.txt").read_text() for name in ("tables", "again")]
         assert texts[0] == texts[1]
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi(min_size=2)
+def test_what_is_missing_can_be_added_to_the_file_of_a_comparison(quiet, tmp_path, monkeypatch):
+    flags = ["--methods", "dense", "local-sgd", "--tune-lr", "0.1", "--seeds", "0", "1"]
+    flags += ["--outer-iterations=4", "--local-steps=2", "--evaluate-every=2"]
+    before, first = compared(flags, tmp_path / "first")
+    trained: list[str] = []
+    real = bench_compare.run_one
+
+    def noted(topology, settings, *rest, **more):
+        trained.append(settings.method)
+        return real(topology, settings, *rest, **more)
+
+    monkeypatch.setattr(bench_compare, "run_one", noted)
+    more = ["--equal-bytes=local-sgd", "--resume"]
+    known = f"--known={first}/tables.json"
+    after, second = compared([*flags, *more, known], tmp_path / "second")
+    assert trained == ["dense", "dense"]
+    for row in ("dense", "local-sgd"):
+        assert cells(before["Comparison:"], row) == cells(after["Comparison:"], row)
+    # What was taken over is kept, and rows at equal bytes of a file count too.
+    compared([*flags, *more], tmp_path / "second")
+    compared([*flags, *more, f"--known={second}/tables.json"], tmp_path / "third")
+    assert len(trained) == 2
+    for other, words in (
+        ("--momentum=0.5", "dense-0 was trained with another seed, learning rate or other"),
+        ("--tune-seed=7", "dense-tune-0.1 was trained with another seed"),
+        (f"--train-samples={16 * WORLD.size}", "--known: another title"),
+    ):
+        with pytest.raises(UserError, match=words):
+            compared([*flags, *more, known, other], tmp_path / "other")
+    if WORLD.rank == 0:
+        file = tmp_path / "first" / "tables.json"
+        file.write_text(file.read_text(encoding="utf-8").replace('"mpi": "', '"mpi": "Other '))
+    WORLD.Barrier()
+    with pytest.raises(UserError, match="--known: another machine"):
+        compared([*flags, *more, known], tmp_path / "other")
+    assert len(trained) == 2
 
 
 @pytest.mark.any_mpi

@@ -158,6 +158,26 @@ def test_scaling_counts_images_where_steps_are_counted(tmp_path: Path) -> None:
     assert drawn.rows[0].here.startswith("2.00 on 2 times")
 
 
+def test_runs_of_other_work_are_no_points_of_one_curve(tmp_path: Path) -> None:
+    given = (
+        *((1, {}), (4, {"lr": 0.3, "batch_size": 8, "outer_iterations": 9}), (2, {"seed": 1})),
+        *((4, {"payload": "int4"}), (4, {"train_samples": 100})),
+    )
+    runs = [
+        read_run(scaled(tmp_path / str(number), ranks, 6.0 / ranks, **settings))
+        for number, (ranks, settings) in enumerate(given)
+    ]
+    with styled():
+        drawn = scaling.scaling(runs, 0, 50, 7)
+        alone = scaling.scaling(runs[:3], 0, 50, 7)
+    whole = "prunex resnet20 digits, train-samples 0, payload fp32"
+    assert list(below(drawn)) == [whole]
+    assert below(drawn)[whole][0].startswith("4.00 on 4 times")
+    assert list(below(alone)) == ["prunex resnet20 digits"]
+    with pytest.raises(UserError, match="payload fp32; prunex resnet20 digits, payload int4"):
+        scaling.scaling([runs[0], runs[3]], 0, 50, 7)
+
+
 def test_scaling_beyond_is_modelled_apart(tmp_path: Path) -> None:
     paths = [scaled(tmp_path / str(n), n, 6.0 / n) for n in (1, 2)]
     runs = [read_run(path) for path in paths]

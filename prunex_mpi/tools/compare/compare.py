@@ -5,7 +5,7 @@ course of hours meets all rows alike. A run that diverges is a row that says so.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -35,6 +35,7 @@ from prunex_mpi.tools.compare import store
 from prunex_mpi.tools.compare.figure import draw
 from prunex_mpi.tools.compare.options import Options, refuse_unequal
 from prunex_mpi.tools.compare.outcomes import (
+    OF_RATES,
     Comparison,
     Outcome,
     Tuning,
@@ -64,6 +65,7 @@ class Bench:
     train: Callable[..., Outcome]
     device: torch.device
     heartbeat: Heartbeat
+    known: Mapping[str, Outcome]
 
     def load(self, settings: Settings) -> Dataset:
         """Load this rank's data. Collective on `world`."""
@@ -117,6 +119,7 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
     rows = options.rows[options.part[0] :: options.part[1]]
     if not rows:
         raise UserError(f"--part: there are only {len(options.rows)} rows")
+    together(world, lambda: store.refuse_missing(options, rows) if world.rank == 0 else None)
     first = settings_of(options.common, rows[0], options.seeds[0])
     ranks_per_node = options.common.get("ranks_per_node", 0)
     lanes = options.common.get("leaders_per_node", 1)
@@ -132,7 +135,11 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
             transport=find_transport(place, first),
             heartbeat=heartbeat,
         )
-        bench = Bench(world, topology, options, train, place.device, heartbeat)
+        bench = Bench(world, topology, options, train, place.device, heartbeat, {})
+        if options.known:
+            title = title_of(bench, bench.load(first))
+            known = store.take_over(world, options, title, place.describe())
+            bench = replace(bench, known=known)
         refuse_unequal_work(bench)
         tunings = tune_all(bench, rows)
         rates = {t.row: t.lr for t in tunings}
@@ -152,16 +159,8 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
             if reference in here
         }
         elsewhere = [name for name in references.values() if name and name not in here]
-        # Not those of the first row, which may have its own: parts with others are joined.
-        model = options.common.get("model", FIELDS["model"].default)
-        batch = options.common.get("batch_size", first.batch_size)
-        title = (
-            f"Comparison: {model}, {first.dataset}, {dataset.train_total:,} training and "
-            f"{dataset.test_total:,} test images, {world.size} ranks on {topology.num_nodes} "
-            f"nodes, batch {batch} per rank"
-        )
         return Comparison(
-            title=title,
+            title=title_of(bench, dataset),
             machine=place.describe(),
             rows=tuple(row.name for row in rows),
             seeds=options.seeds,
@@ -173,17 +172,31 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
         )
 
 
+def title_of(bench: Bench, dataset: Dataset) -> str:
+    """Return what a comparison is of."""
+    options, topology = bench.options, bench.topology
+    # Not those of the first row, which may have its own: parts with others are joined.
+    first = settings_of(options.common, options.rows[0], options.seeds[0])
+    model = options.common.get("model", FIELDS["model"].default)
+    batch = options.common.get("batch_size", first.batch_size)
+    return (
+        f"Comparison: {model}, {first.dataset}, {dataset.train_total:,} training and "
+        f"{dataset.test_total:,} test images, {topology.world_size} ranks on "
+        f"{topology.num_nodes} nodes, batch {batch} per rank"
+    )
+
+
 def notes_of(bench: Bench, elsewhere: Sequence[str]) -> list[str]:
     """Return what tables say of learning rates and of the part that was done.
 
     `elsewhere` are rows of other parts that this one was to be compared with.
     """
-    options, notes = bench.options, ["learning rates: as given, else the preset's; not tuned"]
+    options, notes = bench.options, [f"{OF_RATES}as given, else the preset's; not tuned"]
     if options.grid:
         given = [f"{row.name} {row.lr:g}" for row in options.rows if row.lr is not None]
         given += [f"{row.name} from {row.grid[0]:g} on" for row in options.tuned if row.grid]
         notes = [
-            f"learning rates: from {', '.join(f'{lr:g}' for lr in options.grid)} on by factors of "
+            f"{OF_RATES}from {', '.join(f'{lr:g}' for lr in options.grid)} on by factors of "
             "2 until the best lies inside, the one of highest accuracy (then lowest loss) on a "
             f"held-out fifth of the training images, seed {options.tune_seed}, "
             f"{options.tune_length} of the length"
@@ -271,7 +284,7 @@ def train(
         "versions": ", ".join(f"{key} {value}" for key, value in recorded_versions().items()),
         "data": f"{dataset.train_total} and {dataset.test_total} images {dataset.digest}".strip(),
     }
-    return store.kept(bench.world, folder, name, settings, place, run)
+    return store.kept(bench.world, folder, name, settings, place, run, bench.known.get(name))
 
 
 def run_equal(

@@ -50,6 +50,7 @@ class Options:
     equal_time: str
     folder: str
     resume: bool
+    known: str
     json_file: str
     text_file: str
     figure: str
@@ -109,6 +110,7 @@ def build_parser() -> Parser:
     add("--part", metavar="K/N", help="do each Nth row, from the Kth on; needs --dir")
     add("--dir", metavar="DIR", help="keep each run's directory, named ROW-SEED, in DIR")
     add("--resume", action="store_true", help="take over the runs that --dir has already")
+    add("--known", metavar="FILE", help="what --json wrote: its runs count as those of --dir")
     add("--json", metavar="FILE", help="write all there is to know there")
     add("--text", metavar="FILE", help="write what is printed there too")
     add("--figure", metavar="FILE", help="draw accuracy over bytes and time: .svg, .png or .pdf")
@@ -129,7 +131,7 @@ def parse(argv: Sequence[str]) -> Options:
     `--help` prints and exits.
     """
     given = vars(build_parser().parse_all(join_negative_numbers(argv)))
-    places = {key: given.pop(key, "") for key in ("dir", "json", "text", "figure")}
+    places = {key: given.pop(key, "") for key in ("dir", "known", "json", "text", "figure")}
     places["sources"] = tuple(given.pop("sources", ()))
     times = _times(given.pop("times", []), places)
     _refuse_what_excludes(given, places)
@@ -163,6 +165,7 @@ def parse(argv: Sequence[str]) -> Options:
         equal_time=_reference("equal-time", given.pop("equal_time", ""), names),
         folder=places["dir"],
         resume=given.pop("resume", False),
+        known=places["known"],
         json_file=places["json"],
         text_file=places["text"],
         figure=places["figure"],
@@ -172,6 +175,8 @@ def parse(argv: Sequence[str]) -> Options:
     )
     if options.resume and not options.folder:
         raise UserError("--resume takes over the runs of --dir; give it")
+    if options.known and not options.resume:
+        raise UserError("--known adds to the runs that --resume takes over of --dir; give both")
     if rows:
         # What the plan gives may be for a row that is not wanted now.
         refuse_unused([x for x in planned if x not in given], options.common, every)
@@ -183,7 +188,7 @@ def parse(argv: Sequence[str]) -> Options:
 def _refuse_what_excludes(given: Mapping[str, Any], places: Mapping[str, str]) -> None:
     """Raise UserError unless exactly one source of rows is given."""
     if places["sources"]:
-        others = [*given, *(["dir"] if places["dir"] else [])]
+        others = [*given, *(key for key in ("dir", "known") if places[key])]
         if others:
             flag = key_of(others[0])
             raise UserError(f"--{flag} means nothing with --from, which trains nothing")

@@ -10,6 +10,11 @@ from typing import Any
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.tools.compare.search import NOTHING, Score, best_rate
 
+# How a note ends that is not of all rows.
+OF_ROWS = re.compile(r" \(of .*\)$")
+# How one begins that says how learning rates were chosen.
+OF_RATES = "learning rates: "
+
 
 @dataclass(frozen=True)
 class Point:
@@ -104,7 +109,8 @@ class Comparison:
     """All that tables and figures are made of.
 
     `outcomes` are of rows as they are given, `equal` of those cut to the "bytes" or the "time" that
-    the row `reference` names for it has spent. `notes` say first how learning rates were chosen.
+    the row `reference` names for it has spent. `notes` say first how learning rates were chosen;
+    where files were joined, one of some rows alone ends with their names.
     """
 
     title: str
@@ -165,7 +171,7 @@ def join(parts: Sequence[Comparison]) -> Comparison:
     row has one learning rate. Hosts may be others, and are then left out.
     """
     if len({part.machine.get("ranks") for part in parts}) > 1:
-        parts = [replace(part, machine=_without_hosts(part.machine)) for part in parts]
+        parts = [replace(part, machine=without_hosts(part.machine)) for part in parts]
     first = parts[0]
     for part in parts[1:]:
         for what in ("title", "machine"):
@@ -195,13 +201,31 @@ def join(parts: Sequence[Comparison]) -> Comparison:
         outcomes=tuple(outcomes),
         equal={what: tuple(runs) for what, runs in equal.items()},
         reference=references[0] if references else first.reference,
-        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+        notes=_join_notes(parts),
     )
     try:
         require_same_work(outcomes)
     except RuntimeError as error:
         raise UserError(f"--from: {error}") from None
     return joined
+
+
+def _join_notes(parts: Sequence[Comparison]) -> tuple[str, ...]:
+    """Return the notes of all; those of some of them say of which rows, and seeds, they are."""
+    found = []
+    for note in dict.fromkeys(note for part in parts for note in part.notes):
+        some = [part for part in parts if note in part.notes]
+        others = [part for part in parts if note not in part.notes]
+        rows, elsewhere = (dict.fromkeys(r for p in of for r in p.rows) for of in (some, others))
+        # Joined files may have been joined before.
+        if others and not OF_ROWS.search(note):
+            note += f" (of {', '.join(rows)}"
+            if any(row in elsewhere for row in rows):
+                seeds = dict.fromkeys(str(seed) for part in some for seed in part.seeds)
+                note += f"; seed {', '.join(seeds)}"
+            note += ")"
+        found.append(note)
+    return tuple(found)
 
 
 def _refuse_gaps(outcomes: Sequence[Outcome], rows: Sequence[str], seeds: Sequence[int]) -> None:
@@ -230,7 +254,7 @@ def _refuse_mixtures(runs: Mapping[str, Sequence[Outcome]], seeds: Sequence[int]
             raise UserError(f"--from: row {row!r} was trained at learning rates of {text}")
 
 
-def _without_hosts(machine: Mapping[str, str]) -> dict[str, str]:
+def without_hosts(machine: Mapping[str, str]) -> dict[str, str]:
     """Return what a comparison names its machine by, but for the names of hosts."""
     return {**machine, "ranks": re.sub(r" ranks on [^ ]+ \(", " ranks (", machine.get("ranks", ""))}
 

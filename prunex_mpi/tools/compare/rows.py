@@ -21,7 +21,7 @@ A row comes from `--methods`, which names as many rows as methods, or from a pla
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,9 @@ COUNTING_ITERATIONS = ("outer_iterations", "evaluate_every", "reconfigure_every"
 STAGES = tuple(name for name, field in FIELDS.items() if field.metadata.get("share"))
 # The key of a row that begins the search elsewhere.
 GRID = "tune-lr"
+# Each seed of a row may begin with a network of its own, or learn from one.
+BY_SEED = ("init_from", "teacher")
+SEED = "{seed}"
 # What is alike in all rows: the same images on the same ranks, and one transport.
 SHARED = (
     *OF_SECTION["data"],
@@ -177,6 +180,14 @@ def settings_of(
     if concerns("dgc_warmup_epochs", values):
         values["dgc_warmup_epochs"] = settings.dgc_warmup_epochs * length
     return build(preset, [values])
+
+
+def name_seed(settings: Settings) -> Settings:
+    """Return the settings with the run's seed in the paths that ask for it."""
+    paths = {name: getattr(settings, name) for name in BY_SEED}
+    return replace(
+        settings, **{n: path.replace(SEED, str(settings.seed)) for n, path in paths.items()}
+    )
 
 
 def meant_for(name: str, row: Row, common: Mapping[str, Any]) -> bool:

@@ -48,12 +48,10 @@ from prunex_mpi.settings.methods import EVERY_RANK_ALONE, WITH_POSITIONS
 from prunex_mpi.settings.resolve import to_toml
 from prunex_mpi.tools.bench.timing import Action, min_seconds
 from prunex_mpi.tools.compare.outcomes import Measured, Outcome, Point
+from prunex_mpi.tools.compare.rows import name_seed
 
 FORWARD_BATCH = 32
 FORWARD_TURNS = 5
-# Each seed of a row may begin with a network of its own, or learn from one.
-BY_SEED = ("init_from", "teacher")
-SEED = "{seed}"
 # Of a digest: enough to tell a plan's rows apart.
 DIGITS = 12
 
@@ -138,14 +136,6 @@ def run_one(
         together(world, done)
     log.info("%s: accuracy %.2f %%", name, 100 * found.accuracy)
     return Outcome(row, settings.seed, settings.lr, found, settings=digest)
-
-
-def name_seed(settings: Settings) -> Settings:
-    """Return the settings with the run's seed in the paths that ask for it."""
-    paths = {name: getattr(settings, name) for name in BY_SEED}
-    return replace(
-        settings, **{n: path.replace(SEED, str(settings.seed)) for n, path in paths.items()}
-    )
 
 
 def train(topology: Topology, files: RunDirectory | None, work: Work) -> list[dict[str, Any]]:

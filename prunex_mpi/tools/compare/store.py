@@ -3,7 +3,8 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,28 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.files import (
+    STATE,
     SUMMARY,
     prepare_file,
     telling_disk_errors,
     write_json_durably,
 )
 from prunex_mpi.comm.agreement import broadcast_text, together
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.run.beginning import TORCHVISION
+from prunex_mpi.settings.fields import Settings, key_of
 from prunex_mpi.settings.resolve import first_difference, from_table, to_toml
 from prunex_mpi.tools.compare.figure import refuse_impossible
 from prunex_mpi.tools.compare.options import Options
-from prunex_mpi.tools.compare.outcomes import Outcome, outcome_from, to_dict
-from prunex_mpi.tools.compare.rows import Row
+from prunex_mpi.tools.compare.outcomes import (
+    Outcome,
+    comparison_from,
+    outcome_from,
+    read_comparison,
+    to_dict,
+    without_hosts,
+)
+from prunex_mpi.tools.compare.rows import BY_SEED, Row, name_seed, settings_of
+from prunex_mpi.tools.compare.run import digest_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -72,6 +83,43 @@ def prepare(options: Options) -> None:
             )
 
 
+def refuse_missing(options: Options, rows: Sequence[Row]) -> None:
+    """Raise UserError where a network is not there that a run of `rows` begins with or learns from.
+
+    Hours later would be late. Runs that are kept need none, and what an earlier run leaves comes.
+    """
+    folder, seeds = Path(options.folder), options.seeds
+    kept = {file.stem for file in _files(folder)} if options.folder else set()
+    for row in options.tuned:
+        tunes = tuning_name(row, 0).removesuffix("0")
+        if row in rows and not any(name.startswith(tunes) for name in kept):
+            _refuse_missing(options, row, options.tune_seed, set())
+    to_come: set[Path] = set()
+    for seed, row in product(seeds, rows):
+        name = run_name(row, seed)
+        if name not in kept:
+            _refuse_missing(options, row, seed, to_come)
+        if options.folder:
+            to_come.add((folder / name).resolve())
+
+
+def _refuse_missing(options: Options, row: Row, seed: int, to_come: Container[Path]) -> None:
+    settings = name_seed(settings_of(options.common, row, seed))
+    for name in BY_SEED:
+        source = getattr(settings, name)
+        path = Path(source)
+        if source in ("", TORCHVISION) or path.resolve() in to_come:
+            continue
+        # What a run that ended well has.
+        parts = [path / STATE, path / SUMMARY] if path.is_dir() else [path]
+        if not all(part.exists() for part in parts):
+            raise UserError(
+                f"row {row.name}, seed {seed}: --{key_of(name)} {quote(source, 250)} is neither a "
+                "file nor the folder of a complete run; train it first, or correct the path",
+                UNREADABLE,
+            )
+
+
 def _refuse_one_file_for_two(options: Options) -> None:
     """Raise UserError where one of two flags would overwrite what the other has written."""
     named = {"json": options.json_file, "text": options.text_file, "figure": options.figure}
@@ -89,6 +137,47 @@ def _files(folder: Path) -> list[Path]:
     return sorted((folder / OUTCOMES).glob("*.json"))
 
 
+def take_over(
+    world: MPI.Comm, options: Options, title: str, machine: Mapping[str, str]
+) -> dict[str, Outcome]:
+    """Return the runs that the file of --known has, by the names under which they are kept.
+
+    Raises UserError where its title or its machine is another one (`machine` is that of world rank
+    0). Rows at equal bytes or time count if their reference is that of `options`. Collective on
+    `world`.
+    """
+
+    def read() -> str:
+        if world.rank:
+            return ""
+        found = read_comparison("--known", options.known)
+        mine = {"title": title, "machine": without_hosts(machine)}
+        its = {"title": found.title, "machine": without_hosts(found.machine)}
+        for what in mine:
+            if mine[what] != its[what]:
+                raise UserError(f"--known: another {what}: {its[what]}, not {mine[what]}")
+        return json.dumps(to_dict(found))
+
+    known = comparison_from(json.loads(broadcast_text(world, together(world, read))))
+    rows = {row.name: row for row in options.rows}
+    runs = {run_name(rows[r.row], r.seed): r for r in known.outcomes if r.row in rows}
+    for name, run in runs.items():
+        row = rows[run.row]
+        lr = run.lr if row in options.tuned else None
+        # A row without any rate that trains has no run, whose settings it could tell.
+        if run.settings or run.measured:
+            whole = settings_of(options.common, row, run.seed, lr, options.length)
+            _refuse_other(name, run, whole)
+    for tuning in known.tunings:
+        if tuning.row in rows:
+            runs |= {tuning_name(rows[tuning.row], r.lr): r for r in tuning.runs}
+    for what, reference in {"bytes": options.equal_bytes, "time": options.equal_time}.items():
+        if known.reference.get(what) == reference:
+            cut = [r for r in known.equal.get(what, ()) if r.row in rows]
+            runs |= {run_name(rows[r.row], r.seed, what): r for r in cut}
+    return runs
+
+
 def kept(
     world: MPI.Comm,
     folder: str,
@@ -96,8 +185,11 @@ def kept(
     settings: Settings,
     place: Mapping[str, str],
     run: Callable[[], Outcome],
+    known: Outcome | None,
 ) -> Outcome:
     """Return the outcome that is kept under `name`; else that of `run()`, which is then kept.
+
+    With `known`, what --known has under that name, there is nothing to run.
 
     Without `folder` nothing is kept. `place` says in a few words of each what runs of one
     comparison have in common beside their settings. Raises UserError where it was another run, or
@@ -110,8 +202,10 @@ def kept(
     text = broadcast_text(world, json.dumps(found and to_dict(found)))
     if json.loads(text):
         return outcome_from(json.loads(text))
+    if known is not None:
+        _refuse_other(name, known, settings)
     together(world, lambda: _forget(Path(folder) / name) if world.rank == 0 else None)
-    outcome = run()
+    outcome = known or run()
     whole = {
         "config": to_toml(settings, {}),
         "place": dict(place),
@@ -150,6 +244,16 @@ def _read(file: Path, settings: Settings, place: Mapping[str, str]) -> Outcome |
                 f"{quote(place[key], 250)}); remove it, or choose another --dir"
             )
     return outcome
+
+
+def _refuse_other(name: str, known: Outcome, settings: Settings) -> None:
+    """Raise UserError unless what --known has under a name is what would be trained."""
+    given = (settings.seed, settings.lr, digest_of(settings))
+    if (known.seed, known.lr, known.settings) != given:
+        raise UserError(
+            f"--known: {name} was trained with another seed, learning rate or other settings than "
+            "it would be here; give the flags of its comparison, or leave --known away"
+        )
 
 
 def _forget(run: Path) -> None:

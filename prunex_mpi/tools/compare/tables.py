@@ -5,7 +5,14 @@ from statistics import mean, stdev
 
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.base.units import MIB
-from prunex_mpi.tools.compare.outcomes import Comparison, Measured, Outcome, by_row, ended
+from prunex_mpi.tools.compare.outcomes import (
+    OF_RATES,
+    Comparison,
+    Measured,
+    Outcome,
+    by_row,
+    ended,
+)
 from prunex_mpi.tools.compare.search import NOTHING, lies_inside
 
 UNITS: dict[str, tuple[str, Callable[[Measured], float]]] = {
@@ -226,7 +233,8 @@ def tuning_table(found: Comparison) -> Table:
         inside = "yes" if lies_inside(scores) else "no"
         rows.append((tuning.row, *cells, tuning.lr, inside, "yes" if tuning.chance else "no"))
     columns = ("row", *(f"{lr:g}" for lr in grid), "chosen", "inside", "at chance")
-    notes = ("accuracy % on held-out images; -: not tried", found.notes[0])
+    chosen = [note for note in found.notes if note.startswith(OF_RATES)]
+    notes = ("accuracy % on held-out images; -: not tried", *chosen)
     return Table("Learning rates", columns, tuple(rows), notes)
 
 

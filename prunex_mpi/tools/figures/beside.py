@@ -1,5 +1,6 @@
 """The paper's values beside those of runs: a few lines below each figure."""
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from prunex_mpi.base.tables import Table
 from prunex_mpi.tools.drawing import plain
+from prunex_mpi.tools.report import several
 from prunex_mpi.tools.report.reading import Run
-from prunex_mpi.tools.report.several import differing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,7 +85,7 @@ def _wrapped(text: str, width: float) -> list[str]:
 def unequal(runs: Sequence[Run]) -> list[str]:
     """Return a note on what runs differ in that should be alike where they are compared."""
     keys = ("model", "dataset", "outer-iterations", "batch-size", "train-samples")
-    named = differing(runs, keys)
+    named = several.differing(runs, keys)
     return [f"The runs differ in {', '.join(named)} as well."] if named else []
 
 
@@ -93,3 +94,17 @@ def setup_words(run: Run, ranks: int) -> str:
     model, dataset = run.setting("model", "?"), run.setting("dataset", "?")
     many = f"{ranks} rank{'s' if ranks != 1 else ''}" if ranks else "unknown ranks"
     return f"{model} on {dataset} with {many}, not ResNet-152 on CIFAR-10 with 64 GPUs"
+
+
+def differing(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
+    """Return in which settings runs differ; what a run of before does not know tells nothing."""
+    known = {key: [value_of(run, key) for run in runs if key in run.config] for key in keys}
+    return [key for key, values in known.items() if len(set(values)) > 1]
+
+
+def value_of(run: Run, key: str) -> str:
+    """Return a setting in words; in paths the run's seed, which stands for any, as {seed}."""
+    value = str(run.setting(key))
+    if key not in ("init-from", "teacher"):
+        return value
+    return re.sub(rf"(?<!\d){run.setting('seed')}(?!\d)", "{seed}", value)

@@ -1,6 +1,5 @@
 """Figure 12: accuracy against the keep ratio, with the spread over seeds."""
 
-import re
 from collections.abc import Sequence
 from statistics import mean, stdev
 
@@ -10,7 +9,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.settings.fields import FIELDS, OF_THE_JOB, key_of, methods_of
 from prunex_mpi.settings.methods import REMOVING
 from prunex_mpi.tools.drawing import legend_above, look_of, marker_of, new_figure, plain
-from prunex_mpi.tools.figures.beside import Beside, Drawn, setup_words, unequal
+from prunex_mpi.tools.figures.beside import Beside, Drawn, differing, setup_words, unequal, value_of
 from prunex_mpi.tools.figures.costs import lacking, ranks_of
 from prunex_mpi.tools.report.reading import Run
 
@@ -85,27 +84,13 @@ def curves(runs: Sequence[Run]) -> dict[str, dict[float, list[Run]]]:
         points.setdefault((series_of(run), ratio_of(run)), []).append(run)
     apart: dict[str, dict[str, None]] = {}
     for (series, _), some in points.items():
-        apart.setdefault(series, {}).update(dict.fromkeys(_differing(some)))
+        apart.setdefault(series, {}).update(dict.fromkeys(differing(some, TOLD_APART)))
     found: dict[str, dict[float, list[Run]]] = {}
     for (series, ratio), some in points.items():
         for run in some:
-            own = [f"{key} {_value(run, key)}" for key in apart[series]]
+            own = [f"{key} {value_of(run, key)}" for key in apart[series]]
             found.setdefault(", ".join([series, *own]), {}).setdefault(ratio, []).append(run)
     return found
-
-
-def _differing(runs: Sequence[Run]) -> list[str]:
-    """Return in which settings runs differ; what a run of before does not know tells nothing."""
-    known = {key: [_value(run, key) for run in runs if key in run.config] for key in TOLD_APART}
-    return [key for key, values in known.items() if len(set(values)) > 1]
-
-
-def _value(run: Run, key: str) -> str:
-    """Return a setting in words; in paths the run's seed, which stands for any, as {seed}."""
-    value = str(run.setting(key))
-    if key not in ("init-from", "teacher"):
-        return value
-    return re.sub(rf"(?<!\d){run.setting('seed')}(?!\d)", "{seed}", value)
 
 
 def ratio_of(run: Run) -> float:

@@ -9,10 +9,10 @@ import numpy as np
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.units import KIB
 from prunex_mpi.run.cost import Exchange, Link, exchange_s, kernels_of
-from prunex_mpi.settings.fields import PAYLOADS
+from prunex_mpi.settings.fields import FIELDS, OF_THE_JOB, PAYLOADS, key_of
 from prunex_mpi.settings.methods import PER_STEP
 from prunex_mpi.tools.drawing import legend_above, look_of, marker_of, new_figure, plain
-from prunex_mpi.tools.figures.beside import NONE, Beside, Drawn
+from prunex_mpi.tools.figures.beside import NONE, Beside, Drawn, differing, value_of
 from prunex_mpi.tools.figures.costs import lacking, ranks_of
 from prunex_mpi.tools.report.reading import Run, read_layers
 
@@ -22,6 +22,19 @@ BEYOND = 16
 # Of a value in a message.
 BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int8sum": 8, "int4": 4, "int2": 2}
 OTHERS = ("intra", "project", "dual", "setup")
+# What runs of one curve may differ in: how long they are, where their stages lie, what goes with
+# the number of ranks, and what changes no work.
+OF_ONE_CURVE = (
+    *OF_THE_JOB,
+    *("preset", "method", "model", "dataset", "seed", "init_from", "init_digest"),
+    *("teacher_digest", "outer_iterations", "local_epochs", "local_steps", "frozen_local_steps"),
+    *("comm_share", "batch_size", "accumulate", "lr", "lr_schedule", "lr_warmup", "lr_final"),
+    *("lr_restart", "lr_scaling", "image_mean", "image_std", "normalise_samples", "test_samples"),
+    *("warmup_iterations", "keep_ramp_iterations", "freeze_iteration", "prune_iteration"),
+    *("dgc_warmup_epochs", "reconfigure_every", "evaluate_every"),
+    *("ranks_per_node", "leaders_per_node"),
+)
+TOLD_APART = tuple(key_of(name) for name in FIELDS if name not in OF_ONE_CURVE)
 
 
 @dataclass(frozen=True)
@@ -42,18 +55,17 @@ class Measured:
 
 def scaling(runs: Sequence[Run], link_gbit: float, latency_us: float, copy_gbs: float) -> Drawn:
     """Draw figure 9 from runs with different numbers of ranks; with a link also the model."""
-    found: dict[str, list[Measured]] = {}
-    for run in runs:
-        found.setdefault(series_of(run), []).append(measure(run))
+    found = {
+        name: sorted(map(measure, some), key=lambda p: p.ranks)
+        for name, some in curves(runs).items()
+    }
     series = {
-        name: sorted(points, key=lambda p: p.ranks)
-        for name, points in found.items()
-        if len({point.ranks for point in points}) > 1
+        name: points for name, points in found.items() if len({point.ranks for point in points}) > 1
     }
     if not series:
         raise UserError(
-            "figure 9 needs runs of one method and one amount of work with different numbers of "
-            "ranks; these have none"
+            "figure 9 needs runs of one method and of one work with different numbers of ranks; "
+            f"these are {'; '.join(found)}"
         )
     figure = new_figure(4.0)
     panel = figure.subplots()
@@ -120,6 +132,20 @@ def notes(link_gbit: float, latency_us: float) -> list[str]:
         f"smallest run, the exchange by run/cost.py for {link_gbit:g} Gbit/s and {latency_us:g} us "
         "a message.",
     ]
+
+
+def curves(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Return the runs of each curve, by what tells them from those of others."""
+    alike: dict[str, list[Run]] = {}
+    for run in runs:
+        alike.setdefault(series_of(run), []).append(run)
+    found: dict[str, list[Run]] = {}
+    for name, some in alike.items():
+        apart = differing(some, TOLD_APART)
+        for run in some:
+            own = [f"{key} {value_of(run, key)}" for key in apart]
+            found.setdefault(", ".join([name, *own]), []).append(run)
+    return found
 
 
 def series_of(run: Run) -> str:
