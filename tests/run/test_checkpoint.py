@@ -1,10 +1,13 @@
 """Checkpoints over MPI: bit-exact on the same nodes, a stated rule on others, damage refused."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +18,9 @@ from safetensors import safe_open
 
 from mpi4py import MPI
 
+from prunex_mpi.base import files as base_files
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.files import FileRecord
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import build_transport
@@ -40,7 +45,7 @@ from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.hsadmm import z_arrives
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.masks import apply_factors_
-from prunex_mpi.run import checkpoint, checkpoint_files
+from prunex_mpi.run import checkpoint, checkpoint_files, tensor_file
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.older import upgraded
 from prunex_mpi.run.snapshot import contents, misfit
@@ -858,6 +863,63 @@ def test_a_rank_that_cannot_write_ends_all_and_leaves_the_last(monkeypatch) -> N
         if files is not None:
             assert checkpoint_files.valid_names(files.path) == ["000001-iteration-1-step-0"]
         assert new_run(topology, "recipe").restore(files).name == "000001-iteration-1-step-0"
+
+
+class Noted(Heartbeat):
+    """Keeps when the rank went on, and the longest time for which it did not."""
+
+    last = longest = 0.0
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "beats":
+            now = time.monotonic()
+            self.longest = max(self.longest, now - self.last if self.last else 0.0)
+            self.last = now
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_a_slow_disk_of_one_rank_is_no_standstill(
+    ranks_per_node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing and reading take long on the last rank; all go on meanwhile."""
+    slow = WORLD.rank == WORLD.size - 1
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 1024)
+    monkeypatch.setattr(tensor_file, "SYNC_BYTES", 1024)
+    monkeypatch.setattr(base_files, "CHUNK_BYTES", 1024)
+    fsync, record_of = os.fsync, base_files.read_record
+
+    def slow_sync(descriptor: int) -> None:
+        time.sleep(0.05 if slow else 0)
+        fsync(descriptor)
+
+    def slow_record(path: Path, size: int | None = None, going=lambda: None) -> FileRecord:
+        def later() -> None:
+            time.sleep(0.05 if slow else 0)
+            going()
+
+        return record_of(path, size, later)
+
+    def timed(action: Callable[[], object]) -> None:
+        started = heartbeat.last = time.monotonic()
+        heartbeat.longest = 0.0
+        action()
+        heartbeat.beats += 1
+        took = time.monotonic() - started
+        assert took > 0.5 and heartbeat.longest < took / 2, (took, heartbeat.longest)
+
+    heartbeat = Noted()
+    with nodes_of(1) as topology, run_directory() as files:
+        run = new_run(topology, "recipe")
+        run.work = replace(run.work, heartbeat=heartbeat)
+        monkeypatch.setattr(os, "fsync", slow_sync)
+        timed(lambda: run.save(files))
+        monkeypatch.setattr(os, "fsync", fsync)
+        with nodes_of(ranks_per_node) as mine:
+            second = new_run(mine, "recipe")
+            second.work = replace(second.work, heartbeat=heartbeat)
+            monkeypatch.setattr(checkpoint_files, "read_record", slow_record)
+            timed(lambda: second.restore(files))
 
 
 def test_ranks_agree_on_where_to_stop() -> None:
