@@ -20,7 +20,7 @@ from prunex_mpi.core.state import OWN, Work
 from prunex_mpi.run import checkpoint_files
 from prunex_mpi.run.copies import read_with_copies, without_copies
 from prunex_mpi.run.directory import RunDirectory, same_run
-from prunex_mpi.run.older import upgraded
+from prunex_mpi.run.older import renamed, upgraded
 from prunex_mpi.run.snapshot import (
     Numbers,
     Parts,
@@ -217,7 +217,7 @@ def _read_parts(
     leaders = checkpoint_files.leaders_in(manifest)
     for rank in mine:
         tensors, numbers = read_with_copies(run, name, manifest, rank, going)
-        numbers = upgraded(numbers)
+        tensors, numbers = renamed(tensors), upgraded(numbers)
         reason = misfit(
             tensors,
             numbers,

@@ -7,7 +7,8 @@ the CPU). Parameters that are not trained are of rank 0. On other nodes it goes 
 ranks have in common: z with all that has been exchanged, mask, penalties, the means of momentum and
 of BatchNorm statistics; theta and z_i start from z, the duals from 0, so that sum_i P_i v_i = 0,
 the data are shuffled anew from the first step of the outer iteration, and of a method's memory the
-`own.` tensors, parts of a sum over ranks, are added up and dealt out by the new ranks' weights.
+`own.` tensors, parts of a sum over ranks, are added up and dealt out by the new ranks' weights, and
+of `each.` tensors there is the mean.
 """
 
 import hashlib
@@ -30,6 +31,7 @@ from prunex_mpi.core.outer_step import arrive_
 from prunex_mpi.core.penalties import update_rho2
 from prunex_mpi.core.problem import steps_of
 from prunex_mpi.core.state import (
+    EACH,
     OWN,
     REST,
     Position,
@@ -117,7 +119,12 @@ def _numbers(state: State, stream: BatchStream, position: Position) -> Numbers:
 
 def _memory_keys(state: State, first: bool) -> list[str]:
     """Return the names in `state.memory` that a rank, the `first` of all or another, writes."""
-    return [key for key in state.memory if first or key.startswith(OWN)]
+    return [key for key in state.memory if first or key.startswith((OWN, EACH))]
+
+
+def _shared_keys(state: State) -> list[str]:
+    """Return the names in `state.memory` of what all ranks hold alike."""
+    return [key for key in state.memory if not key.startswith((OWN, EACH))]
 
 
 def model_digest(state: State) -> str:
@@ -252,10 +259,11 @@ def put_common(topology: Topology, parts: Parts, old_size: int, work: Work) -> N
     """Restore what ranks on other nodes have in common. Collective on `world` and `node`."""
     world, settings, transport = topology.world, work.settings, work.transport
     state, problem = work.state, work.problem
-    moments = remembered(state.optimizer, state.theta)
+    means = remembered(state.optimizer, state.theta)
+    means |= {key: tensor for key, tensor in state.memory.items() if key.startswith(EACH)}
     stats = torch.zeros_like(state.stats)
-    for moment in moments.values():
-        moment.zero_()
+    for mean in means.values():
+        mean.zero_()
     own = [key for key in state.memory if key.startswith(OWN)]
     for key in own:
         state.memory[key].zero_()
@@ -269,16 +277,16 @@ def put_common(topology: Topology, parts: Parts, old_size: int, work: Work) -> N
                 buffer.copy_(tensors[f"buffer.{name}"])
             batchnorm.read_(state.bn_modules, state.stats)
             stats.add_(state.stats)
-            for name, moment in moments.items():
-                moment.add_(tensors[name].to(moment.device))
+            for name, mean in means.items():
+                mean.add_(tensors[name].to(mean.device))
             for key in own:
                 state.memory[key].add_(tensors[key].to(state.theta.device))
         return first
 
     first = together_while(world, add_up, work.heartbeat.go_on)
-    for moment in moments.values():
-        allreduce_(world, moment.view(-1), transport)
-        moment.div_(old_size)
+    for mean in means.values():
+        allreduce_(world, mean.view(-1), transport)
+        mean.div_(old_size)
     allreduce_(world, stats, transport)
     images = len(first[0]["order"]) if first[0] else 0
     common = json.loads(broadcast_text(world, json.dumps({**first[1], "images": images})))
@@ -291,7 +299,7 @@ def put_common(topology: Topology, parts: Parts, old_size: int, work: Work) -> N
         allreduce_(world, state.memory[key].view(-1), transport)
         state.memory[key].mul_(worker_weight(topology, every_rank_sends(settings)))
     if world.rank == 0:
-        for key in state.memory.keys() - own:
+        for key in _shared_keys(state):
             state.memory[key].copy_(first[0][key])
     _bcast_shared_memory(topology, state, transport)
     if common["position"]["under_way"]:
@@ -338,9 +346,8 @@ def _bcast_bytes(topology: Topology, tensor: Tensor, transport: Transport) -> No
 
 
 def _bcast_shared_memory(topology: Topology, state: State, transport: Transport) -> None:
-    for key, tensor in state.memory.items():
-        if not key.startswith(OWN):
-            bcast_(topology.world, tensor.view(-1).view(torch.uint8), transport)
+    for key in _shared_keys(state):
+        bcast_(topology.world, state.memory[key].view(-1).view(torch.uint8), transport)
 
 
 def _put_message(topology: Topology, tensors: Tensors, state: State, transport: Transport) -> None:

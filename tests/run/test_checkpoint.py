@@ -29,7 +29,7 @@ from prunex_mpi.comm.topology import Topology, free_topology
 from prunex_mpi.core.ema import memory_of_ema
 from prunex_mpi.core.optimizer import remembered
 from prunex_mpi.core.problem import build_problem, load_dataset, make_groups
-from prunex_mpi.core.scores import memory_of_scores
+from prunex_mpi.core.scores import SENSITIVITY, memory_of_scores
 from prunex_mpi.core.state import (
     CODED,
     KNOWN,
@@ -47,7 +47,7 @@ from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.masks import apply_factors_
 from prunex_mpi.run import checkpoint, checkpoint_files, tensor_file
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.older import upgraded
+from prunex_mpi.run.older import renamed, upgraded
 from prunex_mpi.run.snapshot import contents, misfit
 from prunex_mpi.run.supervision import Checkpoints, driver_of, write_checkpoint
 from prunex_mpi.settings.fields import Settings
@@ -703,6 +703,33 @@ def test_the_moments_of_adamw_go_to_other_nodes_as_means() -> None:
 
 # By the fourth iteration the supports are stable and measurements have chosen how they travel.
 ADAPTIVE = {"adaptive": True, "ternary": False, "prune_iteration": 0}
+
+
+@pytest.mark.parametrize("node_sync", ["step", "outer"])
+def test_what_gradients_have_told_of_groups_goes_to_other_nodes_as_a_mean(node_sync: str) -> None:
+    """Steps before and after count alike in a score, whatever the nodes then and now."""
+    if WORLD.size == 1:
+        pytest.skip("one rank makes one kind of node")
+    changes = {"score": "fisher", "node_sync": node_sync}
+    with run_directory() as files:
+        with nodes_of(1) as topology:
+            first = new_run(topology, "one-shot", torch.float64, **changes)
+            list(first.iterate(StopsAt(11)))
+            first.save(files)
+            mean = WORLD.allreduce(first.state.memory[SENSITIVITY].numpy()) / WORLD.size
+        assert mean.any()
+        for ranks_per_node in (2, WORLD.size):
+            with nodes_of(ranks_per_node) as topology:
+                second = new_run(topology, "one-shot", torch.float64, **changes)
+                (text,) = second.restore(files).describe()
+                assert "on other nodes" in text and "dealt out" not in text
+                found = second.state.memory[SENSITIVITY]
+                np.testing.assert_allclose(found, mean, rtol=1e-12, atol=1e-15)
+
+
+def test_a_tensor_of_another_name_before_is_found() -> None:
+    tensors = {"theta": torch.ones(2), "own.sensitivity": torch.zeros(3)}
+    assert list(renamed(tensors)) == ["theta", SENSITIVITY]
 
 
 @pytest.mark.parametrize(("scenario", "changes"), [("diloco", {}), ("pactrain", ADAPTIVE)])
