@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
-from prunex_mpi.settings.fields import FIELDS, Settings, key_of
+from prunex_mpi.settings.fields import FIELDS, Settings, key_of, methods_of
+from prunex_mpi.settings.methods import METHOD_DEFAULTS
 from prunex_mpi.settings.parser import Parser, program_parser
 from prunex_mpi.settings.resolve import build, check_saved, from_table, preset_values, resumed
-from prunex_mpi.settings.values import AUTO, choices_shown, convert
+from prunex_mpi.settings.values import AUTO, choices_shown, convert, left_open
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -120,7 +121,11 @@ def add_settings(parser: Parser, names: Iterable[str]) -> None:
         section = field.metadata["section"]
         group = sections.get(section) or parser.add_argument_group(section)
         sections[section] = group
-        text = f"{field.metadata['help']} [{_show(defaults[name])}]"
+        default = defaults[name]
+        if len(methods_of(name)) == 1:
+            default = METHOD_DEFAULTS.get(methods_of(name)[0], {}).get(name, default)
+        shown = "auto" if left_open(field, default) else _show(default)
+        text = f"{field.metadata['help']} [{shown}]"
         options = _action(field.type, field.metadata, text)
         group.add_argument(f"--{key_of(name)}", dest=name, **options)
 
@@ -136,7 +141,7 @@ def _action(kind: Any, rules: Mapping[str, Any], text: str) -> dict[str, Any]:
         metavar = "{" + ",".join(choices_shown(rules)) + "}"
     metavar = "N|P/Q" if rules.get("share") else metavar
     metavar = "|".join(["N", *rules["words"]]) if "words" in rules else metavar
-    metavar = "N|auto" if rules.get("auto") else metavar
+    metavar = f"{metavar}|auto" if rules.get("auto") else metavar
     many = {"nargs": "+", "action": "extend"} if get_args(kind) else {}
     return {"metavar": metavar, "help": text, **many}
 
