@@ -202,6 +202,30 @@ def test_round_trip_through_the_file_of_a_run(tmp_path, flags):
     assert parse(["--config", write(tmp_path, text)]) == settings
 
 
+def test_the_file_of_a_run_repeats_it_elsewhere(tmp_path):
+    """Else who repeats a run writes into its folder, or makes it longer."""
+    settings = parse(["--run-dir", str(tmp_path), "--resume", "--seed", "3"])
+    assert (settings.run_dir, settings.resume) == (str(tmp_path), True)
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(settings, {"torch": "2.4"}), encoding="utf-8")
+    lines = []
+    again = parse(["--config", str(path), "--outer-iterations", "100"], lines.append)
+    assert (again.run_dir, again.resume, again.seed) == ("", False, 3)
+    (line,) = lines
+    assert str(path) in line and "another folder, without its run-dir and resume" in line
+    # Who says where it shall lie need not be told, and a run is gone on with by its folder.
+    other = parse(["--config", str(path), "--run-dir", "other"], lines.append)
+    assert (other.run_dir, other.resume) == ("other", False)
+    assert len(lines) == 1
+    with pytest.raises(UserError, match="--resume needs --run-dir"):
+        parse(["--config", str(path), "--resume"])
+    assert parse(["--config", str(path), "--run-dir", str(tmp_path), "--resume"]) == settings
+    # A file that was not written by a run says what it likes.
+    mine = write(tmp_path, f"run-dir = '{tmp_path}/new'\nresume = true")
+    assert parse(["--config", mine], lines.append).resume
+    assert len(lines) == 1
+
+
 # ---------------------------------------------------------------------------------------------
 # methods
 # ---------------------------------------------------------------------------------------------
