@@ -7,6 +7,7 @@ MPI or loads torch is imported before the flags are parsed.
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prunex_mpi.run.program import run_program, watched
@@ -24,11 +25,15 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code, the same on every rank."""
-    return run_program("prunex_mpi.train", parse, train, argv)
+    lines: list[str] = []
+    read, work = partial(parse, tell=lines.append), partial(train, lines=lines)
+    return run_program("prunex_mpi.train", read, work, argv)
 
 
-def train(world: "MPI.Comm", settings: Settings) -> int:
-    """Train under the eyes of a watchdog. Collective on `world`."""
+def train(world: "MPI.Comm", settings: Settings, lines: Sequence[str] = ()) -> int:
+    """Train under the eyes of a watchdog, once rank 0 has said `lines`. Collective on `world`."""
+    for line in lines if world.rank == 0 else ():
+        print(f"prunex_mpi: {line}", file=sys.stderr, flush=True)
     with watched(world, settings.timeout) as watchdog:
         from prunex_mpi.comm.preemption import catching
         from prunex_mpi.run.job import run

@@ -1,7 +1,6 @@
 """Write files, some of which survive a crash, and tell whether they did."""
 
 import json
-import mmap
 import os
 import socket
 import zlib
@@ -37,8 +36,13 @@ class FileRecord:
         return FileRecord(self.size + len(data), zlib.crc32(data, self.crc32))
 
 
-def read_record(path: Path, size: int | None = None) -> FileRecord:
-    """Return the record of a file, or of its first `size` bytes; raise OSError."""
+def read_record(
+    path: Path, size: int | None = None, going: Callable[[], None] = lambda: None
+) -> FileRecord:
+    """Return the record of a file, or of its first `size` bytes; raise OSError.
+
+    `going` is called for each piece that is read.
+    """
     buffer = memoryview(bytearray(CHUNK_BYTES))
     crc32, done = 0, 0
     with open(path, "rb", buffering=0) as file:
@@ -48,21 +52,8 @@ def read_record(path: Path, size: int | None = None) -> FileRecord:
                 break
             crc32 = zlib.crc32(buffer[:count], crc32)
             done += count
+            going()
     return FileRecord(done, crc32)
-
-
-def written_record(path: Path) -> FileRecord:
-    """Return the record of a file just written, in half the time; raise OSError.
-
-    It is mapped, not copied out of the page cache. Where the disk fails to read, a map ends the
-    process with SIGBUS, so what was written some time ago goes through `read_record`.
-    """
-    with open(path, "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size == 0:
-            return FileRecord()
-        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
-            return FileRecord(size, zlib.crc32(content))
 
 
 def write_durably(path: Path, text: str) -> None:

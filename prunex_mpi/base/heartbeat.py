@@ -32,6 +32,10 @@ class Heartbeat:
         self.step = step
         self.beats += 1
 
+    def go_on(self) -> None:
+        """Say that the phase goes on, where it has no steps of its own to count."""
+        self.beat(self.step + 1)
+
     def describe(self) -> str:
         """Return where the rank is, in words."""
         place = f"phase {self.phase}"

@@ -4,7 +4,7 @@ By `--dropped`:
 
 - `cut`: theta starts each local phase from z, where they are zero. Neither what feeds a channel of
   a coupled group nor what reads it gets a gradient then, so it moves again only by what momentum
-  and duals hold of it, which are masked from the freeze on.
+  and duals hold of it, which are masked from the freeze on. A few come back by that.
 - `keep`: theta goes on from where it was in them, so that they come back where their score says
   so: masks regrow while theta stays dense (CHEX, Hou et al. 2022).
 - `shrink`: the same, less in equal parts until the masks freeze, when nothing is left of a group

@@ -82,7 +82,7 @@ def load_dataset(
             seed=settings.seed,
             part=Part(world.rank, world.size, topology.host_size, going, settings.val_share, room),
         ),
-        lambda: heartbeat.beat(heartbeat.step + 1),
+        heartbeat.go_on,
     )
     totals = dataset.train_total, dataset.test_total, dataset.num_classes, dataset.image_size
     # Ranks with other numbers of steps would wait for each other for ever.
@@ -311,8 +311,7 @@ def measure_colours(
             dataset.reader.raise_error()
         return moments
 
-    beat = lambda: heartbeat.beat(heartbeat.step + 1)  # noqa: E731
-    moments = together_while(topology.world, measure, beat).numpy()
+    moments = together_while(topology.world, measure, heartbeat.go_on).numpy()
     hierarchical_sum_(topology.leader, topology.node, moments)
     return normalisation(torch.from_numpy(moments))
 

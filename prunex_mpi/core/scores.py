@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.state import OWN, State, Work
+from prunex_mpi.core.state import EACH, State, Work
 from prunex_mpi.pruning.gates import gate_gradients
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import BY_GROUPS, PRUNING_ONCE
 
 # The sum of gradients, or of squares: of each weight, or of each gate.
-SENSITIVITY = f"{OWN}sensitivity"
+SENSITIVITY = f"{EACH}sensitivity"
 
 
 def memory_of_scores(settings: Settings, state: State) -> dict[str, Tensor]:

@@ -39,8 +39,10 @@ from prunex_mpi.settings.methods import (
 
 # `own.` tensors of a method's memory are each rank's: parts of a vector whose sum over all ranks is
 # what counts, such as the gradient that has not been sent yet; on other nodes the sum is dealt out
-# anew by the ranks' weights. `shared.` tensors are the same on all ranks that use them.
-OWN, SHARED = "own.", "shared."
+# anew by the ranks' weights. `each.` tensors are what each rank has seen of what all look at, such
+# as squares of gradients: other nodes go on from their mean. `shared.` tensors are the same on all
+# ranks that use them.
+OWN, EACH, SHARED = "own.", "each.", "shared."
 # What a payload of fewer bits remembers: what rounding has left over, in the order of the message
 # and as heavy as this worker's contribution; and, where statistics travel as differences, the
 # BatchNorm statistics that all ranks know.
@@ -125,7 +127,8 @@ class State:
     the payload has shrunk to what travels, or the method has none. `plan_agreed` says that the
     leaders have compared the plan in force. With `shrinks` off everything travels, whatever the
     mask. `memory` is what the method remembers from one step to the next, by names that say whose a
-    tensor is (OWN, SHARED). `sound` has room for the statistics that a step in float16 began with.
+    tensor is (OWN, EACH, SHARED). `sound` has room for the statistics that a step in float16 began
+    with.
     With `removes`, what the mask lacks has been taken out of the network itself: `groups` and mask
     are those of the `whole` network, all else is of the one that is left, which has the `sizes`
     where it is smaller.

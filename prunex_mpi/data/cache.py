@@ -27,6 +27,8 @@ from prunex_mpi.data.reading import Files
 
 # Of a file of many records.
 FILE_BYTES = 2**30
+# A process may have 1,024 open files by default on most systems, and there are two splits.
+MOST_OPEN = 256
 # Of the decoder and of this file: what it writes anew is not found under the older number.
 FORMAT = 1
 MAGIC = 0x50525831
@@ -78,14 +80,15 @@ class _Cache:
         self.each = max(1, FILE_BYTES // self.bytes)
         # The state that each file was found in, zeros for none yet.
         self.states = bytearray(len(UNKNOWN) * len(files.labels))
-        self.open: dict[int, int] = {}
+        # Those last used stand last.
+        self.open: dict[int, _Opened] = {}
         self.lock = threading.Lock()
         self.writes = True
 
     def decode(self, index: int) -> Tensor:
         """Return an image as `Files.decode` does, from its record where there is one."""
         try:
-            record = os.pread(self._file(index), self.bytes, self._place(index))
+            record = self._file(index).read(self.bytes, self._place(index))
         except OSError as error:
             self._write_no_more(error)
             record = b""
@@ -125,7 +128,7 @@ class _Cache:
         pixels = image.contiguous().numpy().tobytes()
         header = HEADER.pack(state, zlib.crc32(pixels, zlib.crc32(state)), MAGIC)
         try:
-            os.pwrite(self._file(index), header + pixels, self._place(index))
+            self._file(index).write(header + pixels, self._place(index))
         except OSError as error:
             self._write_no_more(error)
 
@@ -138,20 +141,41 @@ class _Cache:
     def _place(self, index: int) -> int:
         return index % self.each * self.bytes
 
-    def _file(self, index: int) -> int:
-        """Return the descriptor of an image's file, which is made where there is none."""
+    def _file(self, index: int) -> "_Opened":
+        """Return an image's file, which is made where there is none."""
         number = index // self.each
         with self.lock:
-            if number not in self.open:
-                path = self.path / f"{number:05}.u8"
-                try:
-                    self.open[number] = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-                except OSError as error:
-                    if error.errno not in (errno.EACCES, errno.EROFS):
-                        raise
-                    # Somebody else's, which may be read.
-                    self.open[number] = os.open(path, os.O_RDONLY)
-            return self.open[number]
+            file = self.open.pop(number, None) or _Opened(self.path / f"{number:05}.u8")
+            self.open[number] = file
+            if len(self.open) > MOST_OPEN:
+                del self.open[next(iter(self.open))]
+            return file
+
+
+class _Opened:
+    """An open file, which is closed once no thread holds it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = -1
+        try:
+            self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EROFS):
+                raise
+            # Somebody else's, which may be read.
+            self.descriptor = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+    def read(self, size: int, place: int) -> bytes:
+        """Return what stands there, less than asked for at the end; raise OSError."""
+        return os.pread(self.descriptor, size, place)
+
+    def write(self, data: bytes, place: int) -> None:
+        """Write there; raise OSError."""
+        os.pwrite(self.descriptor, data, place)
 
 
 def _state(path: str) -> bytes:

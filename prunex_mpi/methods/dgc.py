@@ -6,6 +6,7 @@ added after the exchange with a momentum of its own, which nobody sends (dgc/opt
 accumulates on the workers are gradients alone.
 """
 
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ from prunex_mpi.compress.threshold import (
 from prunex_mpi.compress.whole import move_whole_, pieces_of
 from prunex_mpi.core.sparse_sum import add_sparse_parts_, allocate_sparse
 from prunex_mpi.core.state import OWN, SHARED, Work
-from prunex_mpi.core.steps import steps_taken
+from prunex_mpi.core.steps import steps_taken, total_steps
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.values import AUTO
 
 OPERATIONS = (
     ("tensors of one dimension", "workers", "Allreduce SUM", "dense"),
@@ -37,6 +39,9 @@ OPERATIONS = (
 MOMENTUM, RESIDUAL = f"{OWN}momentum", f"{OWN}residual"
 # The momentum of what is not accumulated on the workers: weight decay, and tensors sent whole.
 COMMON = f"{SHARED}momentum"
+# The warm-up by itself: the paper's, but no larger part of a shorter run than the 5 epochs of 200
+# that it is in the authors' code.
+WARMUP_EPOCHS, WARMUP_SHARE = 4, Fraction(1, 40)
 
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
@@ -54,7 +59,7 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
         return {}
     theta, settings = work.state.theta, work.settings
     compressed, whole = divide(work.state.layout, settings.compress_ratio)
-    largest = ratio_in(0, parts_of(settings.dgc_warmup_epochs), settings.compress_ratio)
+    largest = ratio_in(0, warmup_parts(settings), settings.compress_ratio)
     return {
         **allocate_sparse(wire, theta, sum(kept_per_layer(compressed, largest))),
         "whole": theta.new_empty(sum(s.numel for s in whole)),
@@ -89,12 +94,27 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
 def ratio_of(work: Work) -> float:
     """Return the share of a layer that travels in this step."""
     settings, step = work.settings, steps_taken(work)
-    epochs, final = settings.dgc_warmup_epochs, settings.compress_ratio
-    steps = round(epochs * work.problem.train.steps_per_epoch)
+    steps, final = warmup_steps(work), settings.compress_ratio
     if step >= steps:
         return final
-    parts = parts_of(epochs)
+    parts = warmup_parts(settings)
     return ratio_in(step * parts // steps, parts, final)
+
+
+def warmup_steps(work: Work) -> int:
+    """Return how many steps the warm-up takes."""
+    settings, problem = work.settings, work.problem
+    per_epoch = problem.train.steps_per_epoch
+    if settings.dgc_warmup_epochs != AUTO:
+        return round(settings.dgc_warmup_epochs * per_epoch)
+    run = total_steps(settings, problem.steps)
+    return min(WARMUP_EPOCHS * per_epoch, round(WARMUP_SHARE * run))
+
+
+def warmup_parts(settings: Settings) -> int:
+    """Return in how many equal parts the share falls in the warm-up."""
+    epochs = settings.dgc_warmup_epochs
+    return parts_of(WARMUP_EPOCHS if epochs == AUTO else epochs)
 
 
 def add_common_(space: dict[str, Any], work: Work) -> None:

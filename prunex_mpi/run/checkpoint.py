@@ -1,7 +1,7 @@
 """Save and restore the whole state of a run: every rank its part (`snapshot`), all agree on it."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,16 +13,17 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError
 from prunex_mpi.base.files import FileRecord, telling_disk_errors
-from prunex_mpi.comm.agreement import broadcast_text, gather_text, together
+from prunex_mpi.comm.agreement import broadcast_text, gather_text, together, together_while
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.removal import resize_to_
 from prunex_mpi.core.state import OWN, Work
 from prunex_mpi.run import checkpoint_files
 from prunex_mpi.run.copies import read_with_copies, without_copies
 from prunex_mpi.run.directory import RunDirectory, same_run
-from prunex_mpi.run.older import upgraded
+from prunex_mpi.run.older import renamed, upgraded
 from prunex_mpi.run.snapshot import (
     Numbers,
+    Parts,
     Tensors,
     contents,
     misfit,
@@ -71,13 +72,15 @@ def save(topology: Topology, run: RunDirectory | None, work: Work) -> None:
         run.finish_removals()
         return str(checkpoint_files.begin(run.path, position.iteration, position.step))
 
-    def write() -> FileRecord:
-        return checkpoint_files.write_rank_file(folder, world.rank, *mine)
+    def write(going: Callable[[], None]) -> FileRecord:
+        action = partial(checkpoint_files.write_rank_file, folder, world.rank, *mine, going)
+        return telling_disk_errors(what, action)
 
     what = "the checkpoint"
     folder = Path(broadcast_text(world, together(world, lambda: telling_disk_errors(what, begin))))
     mine = without_copies(topology, *contents(topology, state, work.problem))
-    record = together(world, lambda: telling_disk_errors(what, write))
+    # On a slow file system that takes longer than a rank may stand still, on one for all to wait.
+    record = together_while(world, write, work.heartbeat.go_on)
     records = np.empty((world.size, 3), dtype=np.int64)
     row = record.size, record.crc32, topology.node_index
     world.Gather(np.array(row, dtype=np.int64), records, root=0)
@@ -136,14 +139,9 @@ def restore(topology: Topology, run: RunDirectory | None, work: Work) -> Restore
             reason = together(world, partial(_fit_network, manifest["left"], work))
         if not reason:
             other = checkpoint_files.nodes_in(manifest) != nodes.tolist()
-            part, mine = None, ""
             parts = partial(_read_parts, topology, path, name, manifest, other, work)
-            try:
-                # Of several, none stays in memory: they are read once more.
-                for part in parts():  # noqa: B007
-                    pass
-            except DamagedCheckpoint as damage:
-                mine = str(damage)
+            look = partial(_last_part, parts)
+            part, mine = together_while(world, look, work.heartbeat.go_on)
             reason = _first_reason(world, mine)
         if reason:
             refused.append(f"{name}: {reason}")
@@ -151,7 +149,7 @@ def restore(topology: Topology, run: RunDirectory | None, work: Work) -> Restore
         together(world, partial(rewind, manifest["files"], refused))
         if other:
             old_size = sum(manifest["node_sizes"])
-            put_common(topology, parts(), old_size, work)
+            put_common(topology, parts, old_size, work)
         else:
             put_all(topology, *part, work)
         dealt_out = other and any(key.startswith(OWN) for key in state.memory)
@@ -211,14 +209,15 @@ def _read_parts(
     manifest: dict[str, Any],
     other_nodes: bool,
     work: Work,
+    going: Callable[[], None],
 ) -> Iterator[tuple[Tensors, Numbers]]:
     """Read this rank's file, or on other nodes its share of all files."""
     world = topology.world
     mine = range(world.rank, len(manifest["ranks"]), world.size) if other_nodes else [world.rank]
     leaders = checkpoint_files.leaders_in(manifest)
     for rank in mine:
-        tensors, numbers = read_with_copies(run, name, manifest, rank)
-        numbers = upgraded(numbers)
+        tensors, numbers = read_with_copies(run, name, manifest, rank, going)
+        tensors, numbers = renamed(tensors), upgraded(numbers)
         reason = misfit(
             tensors,
             numbers,
@@ -231,6 +230,20 @@ def _read_parts(
         if reason:
             raise DamagedCheckpoint(f"rank {rank}: {reason}")
         yield tensors, numbers
+
+
+def _last_part(
+    parts: Parts, going: Callable[[], None]
+) -> tuple[tuple[Tensors, Numbers] | None, str]:
+    """Return the last of the parts, and why one of them can't be used, "" where all can."""
+    part = None
+    try:
+        # Of several, none stays in memory: they are read once more.
+        for part in parts(going):  # noqa: B007
+            pass
+    except DamagedCheckpoint as damage:
+        return None, str(damage)
+    return part, ""
 
 
 def _first_reason(world: MPI.Comm, mine: str) -> str:

@@ -8,19 +8,16 @@ Everything is written to a folder of another name first. What is read is never e
 are made here and not taken from files, and links are refused.
 """
 
-import errno
 import json
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from prunex_mpi.base.errors import DamagedCheckpoint
@@ -31,9 +28,9 @@ from prunex_mpi.base.files import (
     read_record,
     sync,
     write_durably,
-    written_record,
 )
 from prunex_mpi.base.units import MIB
+from prunex_mpi.run.tensor_file import save_tensors
 
 FORMAT = 2
 # In the first one every rank wrote all that it held.
@@ -58,15 +55,20 @@ def begin(run: Path, iteration: int, step: int) -> Path:
     """Make the folder that the ranks write to; remove what an interrupted write left."""
     parent = run / "checkpoints"
     parent.mkdir(exist_ok=True)
-    for left in parent.iterdir():
-        if left.name.endswith(PARTIAL):
-            shutil.rmtree(left)
+    remove_partial(run)
     # Numbers in use count even where the name is not a checkpoint: the rename must not meet it.
     taken = [int(p.name.split("-")[0]) for p in parent.iterdir() if NAME.fullmatch(p.name)]
     number = max(taken, default=0) + 1
     partial = parent / f"{number:06d}-iteration-{iteration}-step-{step}{PARTIAL}"
     partial.mkdir()
     return partial
+
+
+def remove_partial(run: Path) -> None:
+    """Remove what an interrupted write left; raise OSError."""
+    for left in (run / "checkpoints").iterdir():
+        if left.name.endswith(PARTIAL):
+            shutil.rmtree(left)
 
 
 def publish(partial: Path, manifest: dict[str, Any]) -> list[Path]:
@@ -92,34 +94,19 @@ def set_aside(run: Path, name: str) -> Path:
 
 
 def write_rank_file(
-    folder: Path, rank: int, tensors: dict[str, Tensor], numbers: dict[str, Any]
+    folder: Path,
+    rank: int,
+    tensors: dict[str, Tensor],
+    numbers: dict[str, Any],
+    going: Callable[[], None] = lambda: None,
 ) -> FileRecord:
     """Write what one rank holds, through to the disk; return the file's size and checksum.
 
-    `tensors` are contiguous CPU tensors of separate memory, `numbers` goes through JSON. Raises
-    OSError.
+    `tensors` are on the CPU, `numbers` goes through JSON; `going` is called as often as the file
+    goes on. Raises OSError.
     """
-    path = rank_file(folder, rank)
-    save_tensors(tensors, path, {"numbers": json.dumps(numbers, allow_nan=False)})
-    # The disk works while the checksum is computed.
-    with ThreadPoolExecutor(1) as reader:
-        record = reader.submit(written_record, path)
-        sync(path)
-        return record.result()
-
-
-def save_tensors(
-    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
-) -> None:
-    """Write a safetensors file; raise OSError, whatever the library calls it."""
-    # The library's file would be its owner's alone, unlike all others, which follow the umask.
-    path.touch()
-    rights = path.stat().st_mode
-    try:
-        save_file(tensors, path, metadata)
-        path.chmod(rights)
-    except SafetensorError as error:
-        raise OSError(errno.EIO, " ".join(str(error).split())) from None
+    metadata = {"numbers": json.dumps(numbers, allow_nan=False)}
+    return save_tensors(tensors, rank_file(folder, rank), metadata, going)
 
 
 def read_manifest(run: Path, name: str) -> dict[str, Any]:
@@ -199,16 +186,21 @@ def leaders_in(manifest: dict[str, Any]) -> list[int]:
 
 
 def read_rank_file(
-    run: Path, name: str, rank: int, record: FileRecord, keys: Sequence[str] | None = None
+    run: Path,
+    name: str,
+    rank: int,
+    record: FileRecord,
+    keys: Sequence[str] | None = None,
+    going: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what one rank wrote; raise DamagedCheckpoint unless every bit is as written.
 
-    Of its tensors those that `keys` name, or all of them.
+    Of its tensors those that `keys` name, or all of them; `going` is called as reading goes on.
     """
     path = rank_file(run / "checkpoints" / name, rank)
     _require_file(path)
     try:
-        found = read_record(path)
+        found = read_record(path, going=going)
         if found.size != record.size:
             raise DamagedCheckpoint(f"{path.name} has {found.size} bytes of {record.size}")
         if found != record:
@@ -216,7 +208,10 @@ def read_rank_file(
         with safe_open(path, framework="pt") as file:
             # Copies: the file is mapped, and may be removed while the run goes on.
             chosen = file.keys() if keys is None else keys
-            tensors = {key: file.get_tensor(key).clone() for key in chosen}
+            tensors = {}
+            for key in chosen:
+                tensors[key] = file.get_tensor(key).clone()
+                going()
             return tensors, json.loads((file.metadata() or {})["numbers"])
     except OSError as error:
         raise DamagedCheckpoint(f"{path.name}: {error.strerror or error}") from None

@@ -5,11 +5,11 @@ duals. A rank's numbers name the tensors that stand in the file of its leader al
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mpi4py import MPI
@@ -20,6 +20,7 @@ from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.run.checkpoint_files import leaders_in, read_rank_file
+from prunex_mpi.run.tensor_file import bytes_of
 
 AS_LEADER = "as_leader"
 # Many and small, and most of them each rank's own.
@@ -46,7 +47,7 @@ def without_copies(
     leaders = json.loads(broadcast_text(topology.node, json.dumps(kinds)))
     copies = []
     for name, kind in leaders.items():
-        mine = _bytes_of(tensors[name]) if kinds.get(name) == kind else None
+        mine = bytes_of(tensors[name]) if kinds.get(name) == kind else None
         if _is_leaders(topology.node, mine, kind[0]):
             copies.append(name)
     if topology.is_leader:
@@ -71,15 +72,15 @@ def _is_leaders(node: MPI.Comm, mine: np.ndarray | None, length: int) -> bool:
     return same
 
 
-def _bytes_of(tensor: Tensor) -> np.ndarray:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
-
-
 def read_with_copies(
-    run: Path, name: str, manifest: dict[str, Any], rank: int
+    run: Path, name: str, manifest: dict[str, Any], rank: int, going: Callable[[], None]
 ) -> tuple[dict[str, Tensor], Any]:
-    """Return all that `rank` held; raise DamagedCheckpoint unless every bit is as written."""
-    tensors, numbers = read_rank_file(run, name, rank, FileRecord(*manifest["ranks"][rank]))
+    """Return all that `rank` held; raise DamagedCheckpoint unless every bit is as written.
+
+    `going` is called as reading goes on.
+    """
+    record = FileRecord(*manifest["ranks"][rank])
+    tensors, numbers = read_rank_file(run, name, rank, record, going=going)
     copies = numbers.pop(AS_LEADER, []) if isinstance(numbers, dict) else []
     if copies == []:
         return tensors, numbers
@@ -88,5 +89,5 @@ def read_with_copies(
     if rank == leader or not named:
         raise DamagedCheckpoint(f"rank {rank}: {AS_LEADER} is not what was written")
     record = FileRecord(*manifest["ranks"][leader])
-    shared, _ = read_rank_file(run, name, leader, record, copies)
+    shared, _ = read_rank_file(run, name, leader, record, copies, going)
     return tensors | shared, numbers

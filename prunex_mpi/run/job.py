@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,10 +16,10 @@ from mpi4py import MPI
 
 from prunex_mpi.base.alone import require_packages
 from prunex_mpi.base.errors import PREEMPTED, UserError
-from prunex_mpi.base.files import telling_disk_errors
+from prunex_mpi.base.files import SUMMARY, telling_disk_errors
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log, set_up_logging
-from prunex_mpi.comm.agreement import broadcast_text, require_same, together
+from prunex_mpi.comm.agreement import broadcast_text, require_same, together, together_while
 from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline, stop_agreement
@@ -155,31 +155,25 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                     status = run_to_end(topology, files, work, checkpoints)
             heartbeat.enter("finish")
 
-            results = judge_end(topology, work) if status != "preempted" else {}
-
-            def finish() -> str:
-                if files is None:
-                    return ""
-                if status == "preempted":
-                    files.write_summary({"status": status, "reason": stop.reason})
-                    log.info("stopped by %s: go on with --resume --run-dir %s", stop.reason, path)
-                    return ""
-                with delivered(work):
-                    records = files.read_lines("metrics.jsonl")
-                    totals = summary.summarise(settings, topology, work.state, records, status)
-                    model = summary.save_model(files.path, work.state, work.problem)
-                model["classes"] = list(dataset.class_names)
-                totals |= {**results, "delivered": model, "initial": read_initial(files.path)}
+            if status == "preempted":
+                totals = {"status": status, "reason": stop.reason}
+            else:
+                totals = deliver(topology, files, work, status, dataset.class_names)
+                write_last_checkpoint(topology, files, work, checkpoints)
+                heartbeat.enter("finish")
                 totals |= {"seconds_total": time.time() - started, "resumed": restores}
                 totals["checkpoints"] = {"count": checkpoints.count, "seconds": checkpoints.seconds}
-                files.write_summary(totals)
-                return closing_table(totals, files.path)
 
-            table = together(world, lambda: telling_disk_errors("the results", finish))
-            if status != "preempted":
-                write_last_checkpoint(topology, files, work, checkpoints)
-            if table:
-                say(table)
+            def end() -> None:
+                if files is not None:
+                    files.write_summary(totals)
+
+            # Last of all: a run that has a summary needs nothing more.
+            together(world, lambda: telling_disk_errors(SUMMARY, end))
+            if status == "preempted":
+                log.info("stopped by %s: go on with --resume --run-dir %s", stop.reason, path)
+            elif world.rank == 0:
+                say(closing_table(totals, path))
             # Nobody leaves while another may still need the job.
             world.Barrier()
             return PREEMPTED if status == "preempted" else 0
@@ -329,6 +323,33 @@ def open_run(
             return files
 
         yield path, together(world, take)
+
+
+def deliver(
+    topology: Topology,
+    files: RunDirectory | None,
+    work: Work,
+    status: str,
+    class_names: Sequence[str],
+) -> dict[str, Any]:
+    """Write the delivered network; return on rank 0, which has `files`, what came of the run.
+
+    That is {} elsewhere. Collective on `world`.
+    """
+    results = judge_end(topology, work)
+
+    def write(going: Callable[[], None]) -> dict[str, Any]:
+        if files is None:
+            return {}
+        with delivered(work):
+            records = files.read_lines("metrics.jsonl")
+            totals = summary.summarise(work.settings, topology, work.state, records, status)
+            model = summary.save_model(files.path, work.state, work.problem, going)
+        model["classes"] = list(class_names)
+        return {**totals, **results, "delivered": model, "initial": read_initial(files.path)}
+
+    action = lambda going: telling_disk_errors("the results", partial(write, going))  # noqa: E731
+    return together_while(topology.world, action, work.heartbeat.go_on)
 
 
 def judge_end(topology: Topology, work: Work) -> dict[str, Any]:

@@ -3,10 +3,20 @@
 from dataclasses import asdict
 from typing import Any
 
+from torch import Tensor
+
+from prunex_mpi.core.scores import SENSITIVITY
 from prunex_mpi.core.state import Position
 
 # The steps that a run has done, in a checkpoint that does not tell.
 UNKNOWN = -1
+# Names of tensors before, and now.
+FORMER = {"own.sensitivity": SENSITIVITY}
+
+
+def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint by the names that are written now."""
+    return {FORMER.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def upgraded(numbers: Any) -> Any:

@@ -7,13 +7,14 @@ the CPU). Parameters that are not trained are of rank 0. On other nodes it goes 
 ranks have in common: z with all that has been exchanged, mask, penalties, the means of momentum and
 of BatchNorm statistics; theta and z_i start from z, the duals from 0, so that sum_i P_i v_i = 0,
 the data are shuffled anew from the first step of the outer iteration, and of a method's memory the
-`own.` tensors, parts of a sum over ranks, are added up and dealt out by the new ranks' weights.
+`own.` tensors, parts of a sum over ranks, are added up and dealt out by the new ranks' weights, and
+of `each.` tensors there is the mean.
 """
 
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.comm.agreement import broadcast_text
+from prunex_mpi.comm.agreement import broadcast_text, together_while
 from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_, reduce_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import worker_weight
@@ -30,6 +31,7 @@ from prunex_mpi.core.outer_step import arrive_
 from prunex_mpi.core.penalties import update_rho2
 from prunex_mpi.core.problem import steps_of
 from prunex_mpi.core.state import (
+    EACH,
     OWN,
     REST,
     Position,
@@ -43,6 +45,7 @@ from prunex_mpi.core.state import (
 from prunex_mpi.core.steps import recount_steps_
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.models import batchnorm
+from prunex_mpi.run.alike import alike
 from prunex_mpi.run.older import UNKNOWN
 
 FIXED = "fixed."
@@ -50,6 +53,8 @@ OF_THE_MODEL = ("buffer.", FIXED)
 
 Tensors = dict[str, Tensor]
 Numbers = dict[str, Any]
+# What this rank reads, part by part; calls what it is given as reading goes on.
+Parts = Callable[[Callable[[], None]], Iterator[tuple[Tensors, Numbers]]]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -114,7 +119,12 @@ def _numbers(state: State, stream: BatchStream, position: Position) -> Numbers:
 
 def _memory_keys(state: State, first: bool) -> list[str]:
     """Return the names in `state.memory` that a rank, the `first` of all or another, writes."""
-    return [key for key in state.memory if first or key.startswith(OWN)]
+    return [key for key in state.memory if first or key.startswith((OWN, EACH))]
+
+
+def _shared_keys(state: State) -> list[str]:
+    """Return the names in `state.memory` of what all ranks hold alike."""
+    return [key for key in state.memory if not key.startswith((OWN, EACH))]
 
 
 def model_digest(state: State) -> str:
@@ -146,7 +156,7 @@ def misfit(
     template = _numbers(state, problem.train, Position())
     # The spare Gaussian of the generator is a number or None.
     template["python"][2] = None
-    place = numbers["position"] if _alike(template, numbers) else None
+    place = numbers["position"] if alike(template, numbers) else None
     if place is None or place["iteration"] < 1 or place["step"] < 0:
         return "its numbers are not what this version writes"
     order = problem.train.order
@@ -166,26 +176,6 @@ def misfit(
     if same_nodes and not torch.equal(tensors["order"].sort()[0], order.sort()[0]):
         return "its order is not one of this rank's images"
     return ""
-
-
-def _alike(template: Any, value: Any) -> bool:
-    """Say whether `value` has the keys, lengths and types of `template`, all the way down.
-
-    What is None in `template` may be anything, and so may the length of an empty list.
-    """
-    if template is None:
-        return True
-    if isinstance(template, dict):
-        return (
-            isinstance(value, dict)
-            and template.keys() == value.keys()
-            and all(_alike(template[key], value[key]) for key in template)
-        )
-    if isinstance(template, list):
-        return isinstance(value, list) and (
-            not template or (len(template) == len(value) and all(map(_alike, template, value)))
-        )
-    return type(value) is type(template) or (isinstance(template, float) and type(value) is int)
 
 
 def _expected(
@@ -265,34 +255,38 @@ def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, work: Work) 
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
 
 
-def put_common(
-    topology: Topology, parts: Iterator[tuple[Tensors, Numbers]], old_size: int, work: Work
-) -> None:
+def put_common(topology: Topology, parts: Parts, old_size: int, work: Work) -> None:
     """Restore what ranks on other nodes have in common. Collective on `world` and `node`."""
     world, settings, transport = topology.world, work.settings, work.transport
     state, problem = work.state, work.problem
-    moments = remembered(state.optimizer, state.theta)
+    means = remembered(state.optimizer, state.theta)
+    means |= {key: tensor for key, tensor in state.memory.items() if key.startswith(EACH)}
     stats = torch.zeros_like(state.stats)
-    for moment in moments.values():
-        moment.zero_()
+    for mean in means.values():
+        mean.zero_()
     own = [key for key in state.memory if key.startswith(OWN)]
     for key in own:
         state.memory[key].zero_()
-    first: tuple[Tensors, Numbers] = ({}, {})
-    for tensors, numbers in parts:
-        if world.rank == 0 and not first[0]:
-            first = tensors, numbers
-        for name, buffer in problem.model.named_buffers():
-            buffer.copy_(tensors[f"buffer.{name}"])
-        batchnorm.read_(state.bn_modules, state.stats)
-        stats.add_(state.stats)
-        for name, moment in moments.items():
-            moment.add_(tensors[name].to(moment.device))
-        for key in own:
-            state.memory[key].add_(tensors[key].to(state.theta.device))
-    for moment in moments.values():
-        allreduce_(world, moment.view(-1), transport)
-        moment.div_(old_size)
+
+    def add_up(going: Callable[[], None]) -> tuple[Tensors, Numbers]:
+        first: tuple[Tensors, Numbers] = ({}, {})
+        for tensors, numbers in parts(going):
+            if world.rank == 0 and not first[0]:
+                first = tensors, numbers
+            for name, buffer in problem.model.named_buffers():
+                buffer.copy_(tensors[f"buffer.{name}"])
+            batchnorm.read_(state.bn_modules, state.stats)
+            stats.add_(state.stats)
+            for name, mean in means.items():
+                mean.add_(tensors[name].to(mean.device))
+            for key in own:
+                state.memory[key].add_(tensors[key].to(state.theta.device))
+        return first
+
+    first = together_while(world, add_up, work.heartbeat.go_on)
+    for mean in means.values():
+        allreduce_(world, mean.view(-1), transport)
+        mean.div_(old_size)
     allreduce_(world, stats, transport)
     images = len(first[0]["order"]) if first[0] else 0
     common = json.loads(broadcast_text(world, json.dumps({**first[1], "images": images})))
@@ -305,7 +299,7 @@ def put_common(
         allreduce_(world, state.memory[key].view(-1), transport)
         state.memory[key].mul_(worker_weight(topology, every_rank_sends(settings)))
     if world.rank == 0:
-        for key in state.memory.keys() - own:
+        for key in _shared_keys(state):
             state.memory[key].copy_(first[0][key])
     _bcast_shared_memory(topology, state, transport)
     if common["position"]["under_way"]:
@@ -352,9 +346,8 @@ def _bcast_bytes(topology: Topology, tensor: Tensor, transport: Transport) -> No
 
 
 def _bcast_shared_memory(topology: Topology, state: State, transport: Transport) -> None:
-    for key, tensor in state.memory.items():
-        if not key.startswith(OWN):
-            bcast_(topology.world, tensor.view(-1).view(torch.uint8), transport)
+    for key in _shared_keys(state):
+        bcast_(topology.world, state.memory[key].view(-1).view(torch.uint8), transport)
 
 
 def _put_message(topology: Topology, tensors: Tensors, state: State, transport: Transport) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +19,7 @@ from prunex_mpi.core.schedule import ROLLBACK_FACTOR
 from prunex_mpi.core.state import Work
 from prunex_mpi.core.steps import local_steps, rounds_left, total_steps
 from prunex_mpi.methods import flat_consensus, hsadmm, local_sgd, per_step
-from prunex_mpi.run import checkpoint
+from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.rank_records import RankRecords
 from prunex_mpi.run.tracing import write_trace
@@ -172,16 +172,23 @@ def write_last_checkpoint(
 ) -> None:
     """Write the one from which a complete run can become longer, unless there are to be none.
 
-    The run is complete without it: where it can't be written that is said, and no more. Collective
-    on `world`.
+    It comes before summary.json, so that a job that ends between them goes on from it to its
+    results. The run is complete without it: where it can't be written that is said, and no more.
+    Collective on `world`.
     """
     if checkpoints.every == "off":
         return
     work.heartbeat.enter("checkpoint")
+    started = time.monotonic()
     try:
         checkpoint.save(topology, files, work)
+        checkpoints.note(time.monotonic() - started)
     except UserError as error:
-        log.warning("the run is complete, but can't become longer: %s", error)
+        log.warning("the run is complete, but its last checkpoint is missing: %s", error)
+        if files is not None:
+            # On a full disk what was written of it takes the room of summary.json.
+            with suppress(OSError):
+                checkpoint_files.remove_partial(files.path)
 
 
 def write_checkpoint(

@@ -4,39 +4,55 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
-from prunex_mpi.settings.fields import FIELDS, Settings, key_of
+from prunex_mpi.settings.fields import FIELDS, Settings, key_of, methods_of
+from prunex_mpi.settings.methods import METHOD_DEFAULTS
 from prunex_mpi.settings.parser import Parser, program_parser
-from prunex_mpi.settings.resolve import build, check_saved, from_table, preset_values, resumed
-from prunex_mpi.settings.values import AUTO, choices_shown, convert
+from prunex_mpi.settings.resolve import (
+    build,
+    check_saved,
+    from_table,
+    is_of_a_run,
+    preset_values,
+    resumed,
+)
+from prunex_mpi.settings.values import AUTO, choices_shown, convert, left_open
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+# Say which folder a run lies in, and that it goes on.
+OF_THE_FOLDER = ("run_dir", "resume")
 _METAVARS = {int: "N", float: "X", Fraction: "N|P/Q", str: "NAME"}
 
 
-def parse(argv: Sequence[str]) -> Settings:
+def parse(argv: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> Settings:
     """Return the settings that `argv` (without the program's name) asks for.
 
-    Weak to strong: defaults, preset, file of `--config`, flags. Raises UserError, with one line
-    that names the culprit, for whatever is wrong; `--help` and `--version` print and exit.
+    Weak to strong: defaults, preset, file of `--config`, flags. What of the file does not count is
+    handed to `tell` in a line. Raises UserError, with one line that names the culprit, for whatever
+    is wrong; `--help` and `--version` print and exit.
     """
     flags = vars(build_parser().parse_all(join_negative_numbers(argv)))
     paths = flags.pop("config", [])
     if len(paths) > 1:
         raise UserError(f"--config is given {len(paths)} times; give it once")
-    file_values = read_config(paths[0]) if paths else {}
+    file_values, left_out = read_config(paths[0]) if paths else ({}, ())
     flag_values = {name: convert_flag(name, text) for name, text in flags.items()}
     if flag_values.get("local_epochs") and flag_values.get("local_steps", 0) > 0:
         raise UserError("--local-epochs and --local-steps are both given; keep one of them")
+    if left_out and "run_dir" not in flag_values:
+        tell(
+            f"--config {quote(paths[0], 250)} is of a run and repeats it in another folder, "
+            f"without its {' and '.join(left_out)}; --resume --run-dir goes on with a run"
+        )
     given = {**file_values, **flag_values}
     if given.get("resume"):
         if not given.get("run_dir"):
@@ -49,16 +65,23 @@ def parse(argv: Sequence[str]) -> Settings:
     return build(preset, [file_values, flag_values])
 
 
-def read_config(path: str) -> dict[str, Any]:
-    """Read the TOML file of `--config`; return converted values by field name.
+def read_config(path: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Read the TOML file of `--config`; return converted values by field name, and keys left out.
 
-    Raises UserError when the file cannot be read, is not TOML or holds a bad key or value.
+    The file of a run is read to repeat it, not to go on with it or to write where it lies. Raises
+    UserError when the file cannot be read, is not TOML or holds a bad key or value.
     """
-    return _read_toml(path, f"--config {quote(path, 250)}")
+    where = f"--config {quote(path, 250)}"
+    table = _load_toml(path, where)
+    values, left_out = from_table(table, where), ()
+    if is_of_a_run(table):
+        given = {name: values.pop(name) for name in OF_THE_FOLDER if name in values}
+        left_out = tuple(key_of(name) for name, x in given.items() if x != FIELDS[name].default)
+    return values, left_out
 
 
 def read_saved(run_dir: str) -> dict[str, Any]:
-    """Read the config.toml of a run, as `read_config` does; all settings must be there and fit."""
+    """Read the config.toml of a run by field name; all settings must be there and fit."""
     path = str(Path(run_dir) / "config.toml")
     where = quote(path, 250)
     try:
@@ -120,7 +143,11 @@ def add_settings(parser: Parser, names: Iterable[str]) -> None:
         section = field.metadata["section"]
         group = sections.get(section) or parser.add_argument_group(section)
         sections[section] = group
-        text = f"{field.metadata['help']} [{_show(defaults[name])}]"
+        default = defaults[name]
+        if len(methods_of(name)) == 1:
+            default = METHOD_DEFAULTS.get(methods_of(name)[0], {}).get(name, default)
+        shown = "auto" if left_open(field, default) else _show(default)
+        text = f"{field.metadata['help']} [{shown}]"
         options = _action(field.type, field.metadata, text)
         group.add_argument(f"--{key_of(name)}", dest=name, **options)
 
@@ -136,7 +163,7 @@ def _action(kind: Any, rules: Mapping[str, Any], text: str) -> dict[str, Any]:
         metavar = "{" + ",".join(choices_shown(rules)) + "}"
     metavar = "N|P/Q" if rules.get("share") else metavar
     metavar = "|".join(["N", *rules["words"]]) if "words" in rules else metavar
-    metavar = "N|auto" if rules.get("auto") else metavar
+    metavar = f"{metavar}|auto" if rules.get("auto") else metavar
     many = {"nargs": "+", "action": "extend"} if get_args(kind) else {}
     return {"metavar": metavar, "help": text, **many}
 

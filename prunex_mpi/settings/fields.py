@@ -49,8 +49,8 @@ def _setting(section: str, text: str, default: Any = _NO_DEFAULT, **rules: Any) 
     """Make a field; `rules` are choices, low, high (inclusive), above, below, share, optional.
 
     `named` shows the form of what may be given beside the choices: what has a colon.
-    With the rule `auto` a whole number may be left to be measured, with `found` an empty value is
-    filled in by the run. The rule `methods` names those
+    With the rule `auto` a number may be left to the run, to be measured or to follow from its
+    length, with `found` an empty value is filled in by the run. The rule `methods` names those
     that the setting has a meaning for: with any other it can't be given, nor can it with `unless`,
     the value of another setting of the method prunex-flat. `before` is what runs did before there
     was the setting, which their files do not name, and `past` another default of former days, which
@@ -539,9 +539,11 @@ class Settings:
     )
     dgc_warmup_epochs: Fraction = _setting(
         _S,
-        "epochs in which the share falls by the same factor each, to --compress-ratio after them",
+        "epochs in which the share falls by the same factor each, to --compress-ratio after them; "
+        "auto: 4, or 1/40 of the run where that is less",
         Fraction(4),
         low=0,
+        auto=True,
         methods=("dgc",),
     )
     dgc_sample: float = _setting(

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
+from prunex_mpi.settings.values import AUTO
+
 # The methods by family, which is the driver that runs them.
 CONSENSUS = ("prunex", "prunex-flat")
 LOCAL = ("local-sgd", "diloco", "qsr", "sparseloco", "one-shot")
@@ -43,7 +45,8 @@ REMOVING = ("prunetrain",)
 EVERY_RANK_ALONE = ("prunex-flat",)
 # Where a method's own default is not the one that its setting has.
 METHOD_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "dgc": {"compress_ratio": 0.001},
+    # By the length of the run; the files of all other methods go on naming another default.
+    "dgc": {"compress_ratio": 0.001, "dgc_warmup_epochs": AUTO},
     "diloco": {"inner_momentum": "reset"},
     "local-sgd": {"bn": "average"},
     "sparseloco": {

@@ -65,10 +65,14 @@ def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
             guess = meant(key, names, "; train --help names them")
             raise UserError(f"unknown key {quote(key)} in {source}{guess}")
         values[names[key]] = convert(FIELDS[names[key]], value, f"{key} in {source}")
-    if isinstance(table.get("versions"), dict) and {"preset", "method"} <= values.keys():
-        # Only a run's own file has them.
+    if is_of_a_run(table):
         return _of_its_method(_whole(values))
     return values
+
+
+def is_of_a_run(table: Mapping[str, Any]) -> bool:
+    """Say whether a run has written the TOML table: only such files have all of these."""
+    return isinstance(table.get("versions"), dict) and {"preset", "method"} <= table.keys()
 
 
 def _joined(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from typing import Any, get_args
 
 from prunex_mpi.base.errors import UserError, meant, quote
 
-# What stands for `auto` where a whole number is measured at the start of a run.
+# What stands for `auto` where a number is left to the run.
 AUTO = -1
 _MAX_INT = 2**63 - 1
 
 
 def left_open(field: dataclasses.Field, value: object) -> bool:
-    """Say whether `value`, converted, leaves the field to be measured."""
+    """Say whether `value`, converted, leaves the field to the run, to measure or to compute."""
     return bool(field.metadata.get("auto")) and value == AUTO
 
 
@@ -68,10 +68,10 @@ def split_layer_keep_ratio(item: str, where: str = "layer-keep-ratio") -> tuple[
 def _convert_item(field: dataclasses.Field, kind: type, value: object, where: str) -> Any:
     """Convert and check one value of a field."""
     rules = field.metadata
-    if rules.get("share") or kind is Fraction:
-        return _check_share(_to_fraction(value, where), bool(rules.get("share")), where)
     if rules.get("auto") and value == "auto":
         return AUTO
+    if rules.get("share") or kind is Fraction:
+        return _check_share(_to_fraction(value, where), bool(rules.get("share")), where)
     if "words" in rules:
         return _to_count_or_word(value, rules["words"], where)
     number = kind in (int, float)

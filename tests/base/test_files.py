@@ -14,7 +14,6 @@ from prunex_mpi.base.files import (
     read_record,
     telling_disk_errors,
     write_durably,
-    written_record,
 )
 
 
@@ -24,7 +23,6 @@ def test_records_are_of_the_whole_file_or_of_its_beginning(size: int, tmp_path: 
     (tmp_path / "file").write_bytes(data + b"tail")
     assert read_record(tmp_path / "file", size) == FileRecord(size, zlib.crc32(data))
     assert read_record(tmp_path / "file") == FileRecord(size + 4, zlib.crc32(data + b"tail"))
-    assert written_record(tmp_path / "file") == read_record(tmp_path / "file")
     assert read_record(tmp_path / "file", size + 9).size == size + 4
     assert FileRecord().extended(data).extended(b"tail") == read_record(tmp_path / "file")
 

@@ -131,7 +131,7 @@ PLACES = (
     Place("prunex_mpi.run.checkpoint:save", per_checkpoint=1),
     Place("prunex_mpi.run.checkpoint_files:begin", per_checkpoint=1, only_rank_0=True),
     Place("prunex_mpi.run.checkpoint_files:write_rank_file", per_checkpoint=1),
-    Place("prunex_mpi.run.checkpoint_files:save_file", per_checkpoint=1),
+    Place("prunex_mpi.run.checkpoint_files:save_tensors", per_checkpoint=1),
     Place("prunex_mpi.run.checkpoint_files:publish", per_checkpoint=1, only_rank_0=True),
     # Both a checkpoint that becomes valid and one that is about to be removed.
     Place("prunex_mpi.run.checkpoint_files:os.rename", per_checkpoint=2, only_rank_0=True),

@@ -1,4 +1,4 @@
-"""Groups that z has dropped: dead, kept so that they come back, or shrunk to nothing."""
+"""Groups that z has dropped: cut, kept so that they come back, or shrunk to nothing."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def run(dropped, ranks_per_node=2, grows=0):
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_kept_groups_come_back_and_cut_ones_never(ranks_per_node):
+def test_kept_groups_come_back_and_cut_ones_do_not_by_themselves(ranks_per_node):
     for dropped in ("keep", "cut"):
         masks = [mask for mask, _, _ in run(dropped, ranks_per_node, grows=5)]
         assert (masks[5] == masks[4]).all() == (dropped == "cut")

@@ -77,6 +77,26 @@ def test_what_was_decoded_once_is_found_in_both_modes(
     assert len(decoded()) == 2 * COUNT
 
 
+def test_only_so_many_files_are_open_at_a_time(
+    folder: Path, tmp_path: Path, decoded: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_files() -> int:
+        links = (os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd"))
+        return sum(link.startswith(str(tmp_path)) and link.endswith(".u8") for link in links)
+
+    # A file for each image.
+    monkeypatch.setattr(cache, "FILE_BYTES", 1)
+    monkeypatch.setattr(cache, "MOST_OPEN", 3)
+    plain = load(folder)
+    kept = load(folder, "stream", cache=str(tmp_path / "kept"))
+    decoded()
+    for expected in (COUNT, 0, 0):
+        assert same(plain, kept)
+        assert len(decoded()) == expected
+        assert open_files() == 6
+    assert len(list((tmp_path / "kept").glob("*/*.u8"))) == COUNT
+
+
 def test_a_file_that_has_changed_is_decoded_again(
     folder: Path, tmp_path: Path, decoded: Callable[[], list[str]]
 ) -> None:

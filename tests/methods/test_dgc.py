@@ -1,11 +1,15 @@
 """DGC over MPI: what equals plain SGD, what travels in the warm-up, and what may not go on."""
 
+from math import log
+from types import SimpleNamespace
+
 import pytest
 from driving import COMMON, SHAPES, STEPS, assert_alike_on_all_ranks, run_driver
 from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
 from torch import float64
 
+from prunex_mpi.methods.dgc import ratio_of, warmup_steps
 from prunex_mpi.settings.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
@@ -45,3 +49,28 @@ def test_the_warm_up_sends_more_and_then_the_share() -> None:
     for record, mine in zip(records, (counts[:STEPS], counts[STEPS:]), strict=True):
         statistics = 8 * 2 * (8 + 8 + 12)
         assert record["bytes"]["payload"] == sum(12 * c + rest for c in mine) + statistics
+
+
+@pytest.mark.parametrize(
+    ("outer_iterations", "steps", "wanted"),
+    [(800, 25, 400), (1600, 25, 400), (64, 25, 40), (4, 25, 2), (4, 4, 0)],
+)
+def test_the_warm_up_is_four_epochs_but_a_small_part_of_the_run(
+    outer_iterations: int, steps: int, wanted: int
+) -> None:
+    """An epoch has 100 steps; 5 of 200 epochs are the authors'."""
+    settings = make(method="dgc", outer_iterations=outer_iterations, compress_ratio=0.001)
+    train = SimpleNamespace(steps_per_epoch=100)
+    position = SimpleNamespace(steps_done=0, step=0)
+    work = SimpleNamespace(
+        settings=settings,
+        problem=SimpleNamespace(train=train, steps=steps),
+        state=SimpleNamespace(position=position),
+    )
+    assert warmup_steps(work) == wanted
+    shares = {}
+    for position.step in range(wanted + 1):
+        shares.setdefault(round(-5 * log(ratio_of(work), 1000), 6), position.step)
+    # Equally long parts, as far as there are steps.
+    parts = range(5) if wanted >= 4 else [0, 2] if wanted else []
+    assert shares == {float(p + 1): p * wanted // 4 for p in parts} | {5.0: wanted}

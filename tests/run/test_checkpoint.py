@@ -1,10 +1,13 @@
 """Checkpoints over MPI: bit-exact on the same nodes, a stated rule on others, damage refused."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +18,9 @@ from safetensors import safe_open
 
 from mpi4py import MPI
 
+from prunex_mpi.base import files as base_files
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.files import FileRecord
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import build_transport
@@ -24,7 +29,7 @@ from prunex_mpi.comm.topology import Topology, free_topology
 from prunex_mpi.core.ema import memory_of_ema
 from prunex_mpi.core.optimizer import remembered
 from prunex_mpi.core.problem import build_problem, load_dataset, make_groups
-from prunex_mpi.core.scores import memory_of_scores
+from prunex_mpi.core.scores import SENSITIVITY, memory_of_scores
 from prunex_mpi.core.state import (
     CODED,
     KNOWN,
@@ -40,9 +45,9 @@ from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.hsadmm import z_arrives
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.masks import apply_factors_
-from prunex_mpi.run import checkpoint, checkpoint_files
+from prunex_mpi.run import checkpoint, checkpoint_files, tensor_file
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.older import upgraded
+from prunex_mpi.run.older import renamed, upgraded
 from prunex_mpi.run.snapshot import contents, misfit
 from prunex_mpi.run.supervision import Checkpoints, driver_of, write_checkpoint
 from prunex_mpi.settings.fields import Settings
@@ -700,6 +705,33 @@ def test_the_moments_of_adamw_go_to_other_nodes_as_means() -> None:
 ADAPTIVE = {"adaptive": True, "ternary": False, "prune_iteration": 0}
 
 
+@pytest.mark.parametrize("node_sync", ["step", "outer"])
+def test_what_gradients_have_told_of_groups_goes_to_other_nodes_as_a_mean(node_sync: str) -> None:
+    """Steps before and after count alike in a score, whatever the nodes then and now."""
+    if WORLD.size == 1:
+        pytest.skip("one rank makes one kind of node")
+    changes = {"score": "fisher", "node_sync": node_sync}
+    with run_directory() as files:
+        with nodes_of(1) as topology:
+            first = new_run(topology, "one-shot", torch.float64, **changes)
+            list(first.iterate(StopsAt(11)))
+            first.save(files)
+            mean = WORLD.allreduce(first.state.memory[SENSITIVITY].numpy()) / WORLD.size
+        assert mean.any()
+        for ranks_per_node in (2, WORLD.size):
+            with nodes_of(ranks_per_node) as topology:
+                second = new_run(topology, "one-shot", torch.float64, **changes)
+                (text,) = second.restore(files).describe()
+                assert "on other nodes" in text and "dealt out" not in text
+                found = second.state.memory[SENSITIVITY]
+                np.testing.assert_allclose(found, mean, rtol=1e-12, atol=1e-15)
+
+
+def test_a_tensor_of_another_name_before_is_found() -> None:
+    tensors = {"theta": torch.ones(2), "own.sensitivity": torch.zeros(3)}
+    assert list(renamed(tensors)) == ["theta", SENSITIVITY]
+
+
 @pytest.mark.parametrize(("scenario", "changes"), [("diloco", {}), ("pactrain", ADAPTIVE)])
 def test_what_all_ranks_share_goes_to_other_nodes_as_it_is(scenario: str, changes: dict) -> None:
     if WORLD.size == 1:
@@ -858,6 +890,63 @@ def test_a_rank_that_cannot_write_ends_all_and_leaves_the_last(monkeypatch) -> N
         if files is not None:
             assert checkpoint_files.valid_names(files.path) == ["000001-iteration-1-step-0"]
         assert new_run(topology, "recipe").restore(files).name == "000001-iteration-1-step-0"
+
+
+class Noted(Heartbeat):
+    """Keeps when the rank went on, and the longest time for which it did not."""
+
+    last = longest = 0.0
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "beats":
+            now = time.monotonic()
+            self.longest = max(self.longest, now - self.last if self.last else 0.0)
+            self.last = now
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_a_slow_disk_of_one_rank_is_no_standstill(
+    ranks_per_node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing and reading take long on the last rank; all go on meanwhile."""
+    slow = WORLD.rank == WORLD.size - 1
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 1024)
+    monkeypatch.setattr(tensor_file, "SYNC_BYTES", 1024)
+    monkeypatch.setattr(base_files, "CHUNK_BYTES", 1024)
+    fsync, record_of = os.fsync, base_files.read_record
+
+    def slow_sync(descriptor: int) -> None:
+        time.sleep(0.05 if slow else 0)
+        fsync(descriptor)
+
+    def slow_record(path: Path, size: int | None = None, going=lambda: None) -> FileRecord:
+        def later() -> None:
+            time.sleep(0.05 if slow else 0)
+            going()
+
+        return record_of(path, size, later)
+
+    def timed(action: Callable[[], object]) -> None:
+        started = heartbeat.last = time.monotonic()
+        heartbeat.longest = 0.0
+        action()
+        heartbeat.beats += 1
+        took = time.monotonic() - started
+        assert took > 0.5 and heartbeat.longest < took / 2, (took, heartbeat.longest)
+
+    heartbeat = Noted()
+    with nodes_of(1) as topology, run_directory() as files:
+        run = new_run(topology, "recipe")
+        run.work = replace(run.work, heartbeat=heartbeat)
+        monkeypatch.setattr(os, "fsync", slow_sync)
+        timed(lambda: run.save(files))
+        monkeypatch.setattr(os, "fsync", fsync)
+        with nodes_of(ranks_per_node) as mine:
+            second = new_run(mine, "recipe")
+            second.work = replace(second.work, heartbeat=heartbeat)
+            monkeypatch.setattr(checkpoint_files, "read_record", slow_record)
+            timed(lambda: second.restore(files))
 
 
 def test_ranks_agree_on_where_to_stop() -> None:

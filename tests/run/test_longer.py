@@ -113,13 +113,46 @@ def test_without_a_checkpoint_a_complete_run_stays_as_it_is(
             run_job_here(longer(folder, "run", 4))
         assert [(folder / "run" / name).read_text() for name in files] == before
 
-        # One that can't be written costs a complete run nothing.
+        # One that can't be written costs a complete run nothing, not even room.
         def full(*_: object) -> None:
+            assert (folder / "other/state.safetensors").exists()
+            assert not (folder / "other/summary.json").exists()
+            (folder / "other/checkpoints/1.partial").mkdir(parents=True, exist_ok=True)
+            WORLD.Barrier()
             raise UserError("no room")
 
         monkeypatch.setattr(supervision.checkpoint, "save", full)
         settings = settings_of(folder, "other", method="dense", outer_iterations=1)
         assert run_job_here(settings) == 0
+        WORLD.Barrier()
+        assert not any((folder / "other/checkpoints").iterdir())
+        totals = json.loads((folder / "other/summary.json").read_text())
+        assert (totals["status"], totals["checkpoints"]["count"]) == ("completed", 0)
+        WORLD.Barrier()
+
+
+@pytest.mark.mpi
+def test_a_job_that_is_ended_before_its_summary_has_its_last_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the run would be complete, and could not become longer from its end."""
+    with run_folder() as folder:
+
+        def ended(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RunDirectory, "write_summary", ended)
+            with pytest.raises(UserError, match=r"summary.json can't be written: No space"):
+                run_job_here(settings_of(folder, "run", method="dense", outer_iterations=2))
+        names = [path.name for path in (folder / "run/checkpoints").iterdir()]
+        assert names == ["000001-iteration-3-step-0"]
+        assert not (folder / "run/summary.json").exists()
+        WORLD.Barrier()
+        assert run_job_here(parse(["--resume", "--run-dir", str(folder / "run")])) == 0
+        assert len(metrics_of(folder / "run/metrics.jsonl")) == 2
+        totals = json.loads((folder / "run/summary.json").read_text())
+        assert (totals["status"], totals["checkpoints"]["count"]) == ("completed", 1)
         WORLD.Barrier()
 
 

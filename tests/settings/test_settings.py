@@ -7,6 +7,7 @@ from fractions import Fraction
 from importlib import resources
 
 import pytest
+import tomli_w
 
 from prunex_mpi import __version__
 from prunex_mpi.base.errors import USAGE, UserError
@@ -201,6 +202,30 @@ def test_round_trip_through_the_file_of_a_run(tmp_path, flags):
     assert parse(["--config", write(tmp_path, text)]) == settings
 
 
+def test_the_file_of_a_run_repeats_it_elsewhere(tmp_path):
+    """Else who repeats a run writes into its folder, or makes it longer."""
+    settings = parse(["--run-dir", str(tmp_path), "--resume", "--seed", "3"])
+    assert (settings.run_dir, settings.resume) == (str(tmp_path), True)
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(settings, {"torch": "2.4"}), encoding="utf-8")
+    lines = []
+    again = parse(["--config", str(path), "--outer-iterations", "100"], lines.append)
+    assert (again.run_dir, again.resume, again.seed) == ("", False, 3)
+    (line,) = lines
+    assert str(path) in line and "another folder, without its run-dir and resume" in line
+    # Who says where it shall lie need not be told, and a run is gone on with by its folder.
+    other = parse(["--config", str(path), "--run-dir", "other"], lines.append)
+    assert (other.run_dir, other.resume) == ("other", False)
+    assert len(lines) == 1
+    with pytest.raises(UserError, match="--resume needs --run-dir"):
+        parse(["--config", str(path), "--resume"])
+    assert parse(["--config", str(path), "--run-dir", str(tmp_path), "--resume"]) == settings
+    # A file that was not written by a run says what it likes.
+    mine = write(tmp_path, f"run-dir = '{tmp_path}/new'\nresume = true")
+    assert parse(["--config", mine], lines.append).resume
+    assert len(lines) == 1
+
+
 # ---------------------------------------------------------------------------------------------
 # methods
 # ---------------------------------------------------------------------------------------------
@@ -329,6 +354,23 @@ def test_a_run_of_the_former_dgc_is_refused():
     for refuse in (lambda: resumed(saved, {}), lambda: check_saved(saved, "config.toml")):
         with pytest.raises(UserError, match=r"from before dgc-clip .* start a new run"):
             refuse()
+
+
+def test_the_warm_up_of_dgc_goes_by_the_run_but_for_runs_that_have_begun_with_another(tmp_path):
+    settings = make(method="dgc")
+    assert settings.dgc_warmup_epochs == AUTO
+    assert parse(["--method", "dgc", "--dgc-warmup-epochs", "auto"]) == settings
+    assert 'dgc-warmup-epochs = "auto"' in to_toml(settings, {})
+    assert make(method="dgc", dgc_warmup_epochs="2/5").dgc_warmup_epochs == Fraction(2, 5)
+    for name in ("dgc", "topk"):
+        # As files of before are.
+        table = tomllib.loads(to_toml(make(method=name), {"prunex_mpi": "1"}))
+        (tmp_path / "config.toml").write_text(tomli_w.dumps({**table, "dgc-warmup-epochs": 4}))
+        assert parse(["--config", str(tmp_path / "config.toml")]).dgc_warmup_epochs == 4
+        again = ["--resume", "--run-dir", str(tmp_path), "--method", name]
+        assert parse(again).dgc_warmup_epochs == 4
+    (tmp_path / "config.toml").write_text(to_toml(settings, {}))
+    assert parse([*again[:-1], "dgc"]).dgc_warmup_epochs == AUTO
 
 
 def test_a_run_of_the_former_omnireduce_goes_on_with_all_blocks():
@@ -717,6 +759,7 @@ def test_help_names_every_flag_and_starts_neither_torch_nor_mpi():
     assert [key for key in map(key_of, FIELDS) if f"--{key}" not in words] == []
     assert "--keep-ratio X [X ...]" in run.stdout and "[0.5]" in run.stdout
     assert "{filter,channel,shape,coupled}" in run.stdout
+    assert "--dgc-warmup-epochs N|P/Q|auto" in run.stdout and "[auto]" in run.stdout
 
 
 def test_version(capsys):

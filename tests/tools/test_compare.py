@@ -198,11 +198,13 @@ def test_runs_that_tune_are_of_another_seed_and_as_long_unless_told():
     assert (settings.seed, settings.lr, settings.outer_iterations) == (3, 0.4, 16)
     # Shares of a run stay shares.
     assert settings.freeze_iteration == 12
-    options = parse(["--methods", "dgc", "prunetrain", "--evaluate-every", "5"])
-    dgc, prunetrain = (
-        settings_of(options.common, row, 0, length=Fraction(1, 8)) for row in options.rows
-    )
-    assert (dgc.outer_iterations, dgc.dgc_warmup_epochs) == (8, Fraction(1, 2))
+    flags = ["--methods", "dgc", "prunetrain", "--evaluate-every", "5"]
+    for more, warmup in ([], AUTO), (["--dgc-warmup-epochs=4"], Fraction(1, 2)):
+        options = parse([*flags, *more])
+        dgc, prunetrain = (
+            settings_of(options.common, row, 0, length=Fraction(1, 8)) for row in options.rows
+        )
+        assert (dgc.outer_iterations, dgc.dgc_warmup_epochs) == (8, warmup)
     assert (prunetrain.reconfigure_every, prunetrain.evaluate_every) == (1, 1)
 
 

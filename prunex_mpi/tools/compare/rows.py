@@ -38,7 +38,7 @@ from prunex_mpi.settings.fields import (
 )
 from prunex_mpi.settings.methods import AVERAGING, CONSENSUS, EVERY_RANK_ALONE, METHODS
 from prunex_mpi.settings.resolve import build, from_table
-from prunex_mpi.settings.values import convert
+from prunex_mpi.settings.values import AUTO, convert
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -177,8 +177,9 @@ def settings_of(
     counts = {name: values[name] for name in STAGES if values.get(name, 0) >= 1}
     # Shares are rounded so that one stage does not run into the next.
     values |= {n: Fraction(c) / outer if c < outer else shorter for n, c in counts.items()}
-    if concerns("dgc_warmup_epochs", values):
-        values["dgc_warmup_epochs"] = settings.dgc_warmup_epochs * length
+    warmup = settings.dgc_warmup_epochs
+    if concerns("dgc_warmup_epochs", values) and warmup != AUTO:
+        values["dgc_warmup_epochs"] = warmup * length
     return build(preset, [values])
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import MISSING, replace
 from functools import partial
@@ -20,7 +20,7 @@ from prunex_mpi.base.errors import Diverged
 from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import together
+from prunex_mpi.comm.agreement import together, together_while
 from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology, nodes_of
@@ -30,7 +30,7 @@ from prunex_mpi.compress.sparse import POSITION_BYTES
 from prunex_mpi.compress.threshold import divide
 from prunex_mpi.core.best import delivered
 from prunex_mpi.core.problem import make_model
-from prunex_mpi.core.state import Problem, State, Work, every_rank_sends, weights
+from prunex_mpi.core.state import State, Work, every_rank_sends, weights
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.exchanges import operations_of
 from prunex_mpi.models.layout import Layout
@@ -132,8 +132,8 @@ def run_one(
         )
         # Last of all: a run that has a summary is not begun anew.
         names = dataset.class_names
-        done = partial(finish, files, settings, mine, state, problem, records, total_s, names)
-        together(world, done)
+        done = partial(finish, files, mine, work, records, total_s, names)
+        together_while(world, done, heartbeat.go_on)
     log.info("%s: accuracy %.2f %%", name, 100 * found.accuracy)
     return Outcome(row, settings.seed, settings.lr, found, settings=digest)
 
@@ -173,22 +173,21 @@ def directory(
 
 def finish(
     files: RunDirectory | None,
-    settings: Settings,
     topology: Topology,
-    state: State,
-    problem: Problem,
+    work: Work,
     records: list[dict[str, Any]],
     total_s: float,
     class_names: Sequence[str],
+    going: Callable[[], None],
 ) -> None:
     """Leave in the run's directory what a run by itself leaves there."""
     if files is None:
         return
 
     def write() -> None:
-        delivered = summary.save_model(files.path, state, problem)
+        delivered = summary.save_model(files.path, work.state, work.problem, going)
         delivered["classes"] = list(class_names)
-        totals = summary.summarise(settings, topology, state, records, "completed")
+        totals = summary.summarise(work.settings, topology, work.state, records, "completed")
         files.write_summary({**totals, "delivered": delivered, "seconds_total": total_s})
 
     telling_disk_errors("the results", write)

@@ -72,7 +72,7 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
             lambda going: load_test(
                 network, options, Part(world.rank, world.size, topology.host_size, going), threads
             ),
-            lambda: heartbeat.beat(heartbeat.step + 1),
+            heartbeat.go_on,
         )
         seen = repr((dataset.test_total, dataset.digest))
         require_same(world, "the numbers or labels of the test images", seen)

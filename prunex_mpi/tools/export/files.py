@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from prunex_mpi.base.errors import FAILURE, UserError, one_line
 from prunex_mpi.base.files import sync, write_json_durably
 from prunex_mpi.models import slim, standalone
-from prunex_mpi.run.checkpoint_files import save_tensors
+from prunex_mpi.run.tensor_file import save_tensors
 
 FOLDER, LOADER = "model", "load_model.py"
 PARTIAL, REPLACED = "model.partial", "model.replaced"
@@ -78,8 +78,6 @@ def write_network(folder: Path, tensors: dict[str, Tensor], plan: dict[str, Any]
     """Write weights, plan and the file that loads them; raise OSError."""
     save_tensors({key: tensor.cpu() for key, tensor in tensors.items()}, folder / standalone.MODEL)
     write_json_durably(folder / standalone.PLAN, {"format": standalone.FORMAT, **plan})
-    # The library lets nobody but the owner read its file.
-    shutil.copymode(folder / standalone.PLAN, folder / standalone.MODEL)
     (folder / LOADER).write_text(loader_source(), encoding="utf-8")
 
 

@@ -1,0 +1,74 @@
+"""Files of tensors: what the library reads, written piece by piece."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from prunex_mpi.base.files import read_record
+from prunex_mpi.run import tensor_file
+from prunex_mpi.run.tensor_file import save_tensors
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.complex64),
+)
+
+
+def test_the_library_reads_every_bit(tmp_path: Path) -> None:
+    bits = torch.arange(1, 481, dtype=torch.uint8)
+    tensors = {f"{d}": (bits % 2 if d == torch.bool else bits).view(d) for d in DTYPES}
+    tensors |= {"scalar": torch.tensor(7), "none": torch.zeros(0, 3), "ü\n": torch.ones(1, 2, 1)}
+    tensors["across"] = torch.arange(6.0).view(2, 3).t()
+    record = save_tensors(tensors, tmp_path / "file", {"numbers": "[1]"})
+    assert record == read_record(tmp_path / "file")
+    found = load_file(tmp_path / "file")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        same = [t.contiguous().view(-1).view(torch.uint8) for t in (found[name], tensor)]
+        assert torch.equal(*same), name
+    with safe_open(tmp_path / "file", framework="pt") as file:
+        assert file.metadata() == {"numbers": "[1]"}
+
+
+def test_a_file_without_tensors_can_be_read(tmp_path: Path) -> None:
+    assert save_tensors({}, tmp_path / "file") == read_record(tmp_path / "file")
+    assert load_file(tmp_path / "file") == {}
+
+
+def test_what_the_library_does_not_know_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="complex128"):
+        save_tensors({"a": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "file")
+
+
+def test_each_piece_is_told_of_and_reaches_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the last few are on the disk before the file is whole."""
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(tensor_file, "SYNC_BYTES", 8192)
+    synced, told, fsync = [], [], os.fsync
+
+    def note(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append(os.fstat(descriptor).st_size)
+
+    monkeypatch.setattr(os, "fsync", note)
+    tensors = {"a": torch.rand(10, 1024), "b": torch.rand(5)}
+    record = save_tensors(tensors, tmp_path / "file", going=lambda: told.append(len(synced)))
+    # A header, ten pieces of one tensor and one of the other, and the syncs that end.
+    assert len(told) >= 12
+    assert len(synced) >= 5 and synced[-1] == record.size
+    # At most two lots are on their way.
+    assert told[8] >= 2 and told[-1] >= 4
+
+
+def test_a_file_has_the_rights_of_any_other(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    save_tensors({"a": torch.ones(1)}, tmp_path / "file")
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
