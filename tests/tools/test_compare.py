@@ -34,8 +34,10 @@ from prunex_mpi.tools.compare import compare as bench_compare
 from prunex_mpi.tools.compare import store
 from prunex_mpi.tools.compare.compare import compare, hold_out
 from prunex_mpi.tools.compare.figure import (
+    MOST_COURSES,
     curves_of,
     draw,
+    front,
     make_figure,
     refuse_impossible,
     seconds_of,
@@ -586,6 +588,12 @@ def test_joined_notes_say_of_which_rows_they_are():
         named[2],
         "other (of dense, topk, prunex; seed 1)",
     )
+    # Of a file that was joined when they did not say it nobody knows.
+    unknown = replace(joined, notes=(*rates, "1/4 of each"))
+    assert join([unknown, comparison(again, notes=("other",))]).notes == (
+        *unknown.notes,
+        "other (of dense, topk, prunex; seed 1)",
+    )
     tuned = replace(joined, tunings=(Tuning("dense", tuple(runs[:1]), chance=False),))
     assert tuning_table(tuned).notes[1:] == (named[0], named[2])
 
@@ -717,6 +725,43 @@ def test_a_course_is_the_mean_over_seeds_on_bytes_and_on_the_seconds_of_others()
     # What sends another number of bytes in a step has another pace.
     slow = outcomes("dense", steps=5, sent_bytes=2**20, train_s=17.5)
     assert seconds_of(comparison(runs), comparison(slow)) == {}
+
+
+def test_the_front_is_what_no_other_row_surpasses_for_less():
+    ends = [(3, 70.0), (1, 50.0), (2, 49.0), (3, 71.0), (9, 71.0), (4, 60.0)]
+    assert front(ends) == [(1, 50.0), (3, 71.0)]
+
+
+def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first():
+    ran = {f"row {n}": n / 100 for n in range(1, MOST_COURSES + 2)}
+
+    def drawn(count: int) -> tuple[list[str], int]:
+        runs = [
+            Outcome(
+                row,
+                0,
+                0.1,
+                replace(
+                    RAN,
+                    curve=(RAN.curve[0], replace(RAN.curve[1], accuracy=accuracy)),
+                    parameters_left=RAN.parameters_left // (1 + (row == "row 1")),
+                ),
+            )
+            for row, accuracy in list(ran.items())[:count]
+        ]
+        with styled():
+            panel = make_figure(comparison(runs), {}).axes[0]
+        hollow = [c[0] for c in panel.containers if c[0].get_markerfacecolor() == "white"]
+        assert len(hollow) == 1
+        courses = sum(len(line.get_xdata()) == len(RAN.curve) for line in panel.lines)
+        return panel.get_legend_handles_labels()[1], courses
+
+    names, courses = drawn(MOST_COURSES)
+    assert courses == MOST_COURSES
+    assert names[0] == f"row {MOST_COURSES}"
+    names, courses = drawn(MOST_COURSES + 1)
+    assert courses == 0
+    assert names[:2] == [f"1 row {MOST_COURSES + 1}", f"2 row {MOST_COURSES}"]
 
 
 def test_a_figure_shows_every_row_once_per_panel(tmp_path):

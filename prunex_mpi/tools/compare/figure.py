@@ -27,9 +27,13 @@ if TYPE_CHECKING:
 PANEL_INCHES, HEIGHT_INCHES, LEGEND_INCHES = 4.2, 4.0, 2.6
 # More panels than these would be too small beside each other in a page of text.
 IN_A_ROW = 3
+# Of more rows the courses can't be told apart, and their ends alone are drawn.
+MOST_COURSES = 8
 # From so many decades on, ticks at their ends are enough.
 WIDE = 2.0
 TIMES = "this machine"
+# Some weights of a whole network may happen to be 0.
+SAME_SIZE = 0.99
 # Bytes of a step that differ by no more are those of one method: stages are whole iterations.
 SAME_BYTES = 0.05
 
@@ -47,6 +51,7 @@ class Curve:
     accuracy: tuple[float, ...]
     train_s: float
     spread: float
+    parameters_left: float
 
 
 def refuse_impossible(path: str) -> None:
@@ -58,7 +63,7 @@ def refuse_impossible(path: str) -> None:
 
 
 def curves_of(outcomes: Sequence[Outcome]) -> list[Curve]:
-    """Return the course of every row of which a run was evaluated."""
+    """Return the course of every row of which a run was evaluated, the best one first."""
     found = []
     for row, runs in by_row(outcomes).items():
         done = [m for m in ended(runs) if m.curve]
@@ -80,9 +85,10 @@ def curves_of(outcomes: Sequence[Outcome]) -> list[Curve]:
                 tuple(mean(100 * p.accuracy for p in at) for at in points),
                 train_s,
                 stdev(ends) if len(ends) > 1 else 0.0,
+                mean(m.parameters_left for m in done),
             )
         )
-    return found
+    return sorted(found, key=lambda curve: -curve.accuracy[-1])
 
 
 def seconds_of(found: Comparison, times: Comparison) -> dict[str, float]:
@@ -147,9 +153,7 @@ def make_figure(found: Comparison, times: Mapping[str, Comparison]) -> "Figure":
 
 def draw_bytes(panel: "Axes", curves: Sequence[Curve]) -> None:
     """Draw the rows over the bytes that left a node."""
-    for number, curve in enumerate(curves):
-        _draw(panel, number, curve, curve.sent_mib)
-    _spread_out(panel)
+    _draw(panel, curves, [curve.sent_mib for curve in curves])
     panel.set_xlabel("MiB that left a node")
 
 
@@ -157,10 +161,11 @@ def draw_seconds(
     panel: "Axes", curves: Sequence[Curve], pace: Mapping[str, float], name: str = TIMES
 ) -> None:
     """Draw those rows over seconds whose whole run takes what `pace` says."""
-    for number, curve in enumerate(curves):
-        if curve.row in pace:
-            _draw(panel, number, curve, [share * pace[curve.row] for share in curve.share])
-    _spread_out(panel)
+    scaled = (
+        [share * pace[curve.row] for share in curve.share] if curve.row in pace else None
+        for curve in curves
+    )
+    _draw(panel, curves, list(scaled))
     panel.set_xlabel(f"seconds, {plain(name)}")
 
 
@@ -176,17 +181,49 @@ def _spread_out(panel: "Axes") -> None:
     panel.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _draw(panel: "Axes", number: int, curve: Curve, x: Sequence[float]) -> None:
-    """Draw a course with its end, and the spread of the seeds there."""
-    look = look_of(number)
-    panel.plot(x, curve.accuracy, linewidth=1.2, alpha=0.6, **look)
-    panel.errorbar(
-        x[-1:],
-        curve.accuracy[-1:],
-        yerr=[curve.spread],
-        fmt=marker_of(number),
-        color=look["color"],
-        markersize=6,
-        capsize=3,
-        label=plain(curve.row),
-    )
+def _draw(panel: "Axes", curves: Sequence[Curve], places: Sequence[Sequence[float] | None]) -> None:
+    """Draw each row that has places on the horizontal axis; the spread of the seeds at its end.
+
+    Hollow ends are those of networks that are smaller than the largest one. Many rows are their
+    ends alone, numbered, and a line joins those that no other surpasses for less.
+    """
+    many = len(curves) > MOST_COURSES
+    whole = max(curve.parameters_left for curve in curves)
+    for number, (curve, x) in enumerate(zip(curves, places, strict=True)):
+        if x is None:
+            continue
+        look = look_of(number)
+        if not many:
+            panel.plot(x, curve.accuracy, linewidth=1.2, alpha=0.6, **look)
+        panel.errorbar(
+            x[-1:],
+            curve.accuracy[-1:],
+            yerr=[curve.spread],
+            fmt=marker_of(number),
+            color=look["color"],
+            markerfacecolor=look["color"] if curve.parameters_left > SAME_SIZE * whole else "white",
+            markersize=6,
+            capsize=3,
+            label=plain(f"{number + 1}  {curve.row}" if many else curve.row),
+        )
+        if many:
+            panel.annotate(
+                str(number + 1),
+                (x[-1], curve.accuracy[-1]),
+                xytext=(4, 4),
+                textcoords="offset points",
+                fontsize=7,
+            )
+    if many:
+        ends = [(x[-1], c.accuracy[-1]) for c, x in zip(curves, places, strict=True) if x]
+        panel.plot(*zip(*front(ends), strict=True), color="#999999", linewidth=1, zorder=1)
+    _spread_out(panel)
+
+
+def front(ends: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return those (cost, accuracy) that no other surpasses at the same cost or less."""
+    found: list[tuple[float, float]] = []
+    for cost, accuracy in sorted(ends, key=lambda end: (end[0], -end[1])):
+        if not found or accuracy > found[-1][1]:
+            found.append((cost, accuracy))
+    return found

@@ -217,8 +217,8 @@ def _join_notes(parts: Sequence[Comparison]) -> tuple[str, ...]:
         some = [part for part in parts if note in part.notes]
         others = [part for part in parts if note not in part.notes]
         rows, elsewhere = (dict.fromkeys(r for p in of for r in p.rows) for of in (some, others))
-        # Joined files may have been joined before.
-        if others and not OF_ROWS.search(note):
+        # Joined files may have been joined before, some when notes did not say yet whose they are.
+        if others and not OF_ROWS.search(note) and not any(map(_joined_long_ago, some)):
             note += f" (of {', '.join(rows)}"
             if any(row in elsewhere for row in rows):
                 seeds = dict.fromkeys(str(seed) for part in some for seed in part.seeds)
@@ -226,6 +226,11 @@ def _join_notes(parts: Sequence[Comparison]) -> tuple[str, ...]:
             note += ")"
         found.append(note)
     return tuple(found)
+
+
+def _joined_long_ago(part: Comparison) -> bool:
+    """Say whether several ways to choose learning rates don't tell of which rows they are."""
+    return sum(n.startswith(OF_RATES) and not OF_ROWS.search(n) for n in part.notes) > 1
 
 
 def _refuse_gaps(outcomes: Sequence[Outcome], rows: Sequence[str], seeds: Sequence[int]) -> None:

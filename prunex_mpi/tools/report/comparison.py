@@ -53,8 +53,9 @@ def pictures_of(found: Comparison, number: int) -> list[Picture]:
 
 
 SPREAD = (
-    "The mark is the end of a row, its bar the standard deviation over the seeds; the curve is the "
-    "mean of its seeds."
+    "The mark is the end of a row, hollow where a smaller network is left, its bar the standard "
+    "deviation over the seeds; the curve is the mean of its seeds. Of many rows the ends alone are "
+    "drawn, and a line joins those that no other surpasses for less."
 )
 
 
