@@ -258,7 +258,7 @@ tune-lr = [0.01]
 @pytest.mark.parametrize(
     ("plan", "rows"),
     [
-        ("compare_cifar10.toml", 24),
+        ("compare_cifar10.toml", 25),
         ("compare_resnet20.toml", 6),
         ("ways_cifar10.toml", 11),
         ("pruned_cifar10.toml", 11),
