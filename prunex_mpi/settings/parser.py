@@ -47,6 +47,16 @@ def program_parser(program: str, description: str, epilog: str = "", **rules: An
     return parser
 
 
+def add_timeout(parser: Parser, default_s: float) -> None:
+    """Let `parser` know --timeout, which is kept as text: it is converted as that of train is."""
+    parser.add_argument(
+        "--timeout",
+        default=f"{default_s:g}",
+        metavar="X",
+        help=f"seconds without progress before the job is ended [{default_s:g}]",
+    )
+
+
 def check_range(given: argparse.Namespace, name: str, low: int, high: int) -> None:
     """Raise UserError unless the flag `--name` was given a number from `low` to `high`."""
     value = getattr(given, name)

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prunex_mpi.base.errors import UserError, meant, quote
+from prunex_mpi.settings.cli import convert_flag
 from prunex_mpi.settings.fields import Settings, key_of
-from prunex_mpi.settings.parser import Parser, check_range, program_parser
+from prunex_mpi.settings.parser import Parser, add_timeout, check_range, program_parser
 from prunex_mpi.settings.resolve import make
 
 ALONE = ("kernels", "memory")
@@ -89,13 +90,7 @@ def build_parser() -> Parser:
     )
     add("--image-size", type=int, default=0, metavar="N", help="to which size, 0 for its own [0]")
     add("--json", default="", metavar="FILE", dest="json_file", help="write the tables there too")
-    add(
-        "--timeout",
-        type=float,
-        default=TIMEOUT_S,
-        metavar="X",
-        help=f"seconds without progress before the job is ended [{TIMEOUT_S:g}]",
-    )
+    add_timeout(parser, TIMEOUT_S)
     # What memory starts: one measured job.
     add("--child", default="", help=argparse.SUPPRESS)
     return parser
@@ -138,7 +133,7 @@ def parse(argv: Sequence[str]) -> Options:
         ranks_per_node=given.ranks_per_node,
         bucket_mib=given.bucket_mib,
         mpi_buffers=given.mpi_buffers,
-        timeout=given.timeout,
+        timeout=convert_flag("timeout", given.timeout),
     )
     for name in ("data_dir", "dataset"):
         if getattr(given, name) and OF_DATA not in given.what:

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from prunex_mpi.settings.cli import convert_flag
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.parser import Parser, program_parser
+from prunex_mpi.settings.parser import Parser, add_timeout, program_parser
 from prunex_mpi.settings.resolve import make
 
 # A probe of one operation may take a minute.
@@ -35,13 +36,7 @@ def build_parser() -> Parser:
     add("--ranks-per-node", type=int, default=0, metavar="N", help="virtual nodes, as in training")
     add("--json", default="", metavar="FILE", dest="json_file", help="write what is found there")
     add("--quick", action="store_true", help="neither probe CUDA buffers nor measure links")
-    add(
-        "--timeout",
-        type=float,
-        default=TIMEOUT_S,
-        metavar="X",
-        help=f"seconds without progress before the job is ended [{TIMEOUT_S:g}]",
-    )
+    add_timeout(parser, TIMEOUT_S)
     return parser
 
 
@@ -56,6 +51,6 @@ def parse(argv: Sequence[str]) -> Options:
         device=given.device,
         mpi_buffers=given.mpi_buffers,
         ranks_per_node=given.ranks_per_node,
-        timeout=given.timeout,
+        timeout=convert_flag("timeout", given.timeout),
     )
     return Options(settings, given.json_file, given.quick)

@@ -7,10 +7,10 @@ from pathlib import Path
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.settings.cli import convert_flag
 from prunex_mpi.settings.fields import FIELDS
-from prunex_mpi.settings.parser import Parser, check_range, program_parser
+from prunex_mpi.settings.parser import Parser, add_timeout, check_range, program_parser
 from prunex_mpi.settings.values import choices_shown
 
-BATCH, CLASSES, MAX_COUNT = 256, 20, 10**6
+BATCH, CLASSES, MAX_COUNT, TIMEOUT_S = 256, 20, 10**6, 1800
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def build_parser() -> Parser:
         help=f"so many classes are shown, those of lowest accuracy first [{CLASSES}]",
     )
     add("--json", default="", metavar="FILE", help="write what was found there, all classes too")
-    add("--timeout", default="1800", metavar="X", help="seconds without progress to end at [1800]")
+    add_timeout(parser, TIMEOUT_S)
     return parser
 
 
