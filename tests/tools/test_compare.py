@@ -1060,6 +1060,19 @@ def test_a_row_at_equal_bytes_spends_no_more(iterations, spent, allowed, left):
     assert bench_compare.affordable(iterations, spent, allowed) * iterations == left
 
 
+def noting_methods(monkeypatch) -> list[str]:
+    """Return a list of the methods that are trained from now on, in their order."""
+    trained: list[str] = []
+    real = bench_compare.run_one
+
+    def noted(topology, settings, *rest, **more):
+        trained.append(settings.method)
+        return real(topology, settings, *rest, **more)
+
+    monkeypatch.setattr(bench_compare, "run_one", noted)
+    return trained
+
+
 @pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_an_interrupted_comparison_goes_on_and_parts_come_together(quiet, tmp_path, monkeypatch):
@@ -1073,14 +1086,7 @@ def test_an_interrupted_comparison_goes_on_and_parts_come_together(quiet, tmp_pa
         assert ("With" in tables) == known
         notes = tables["Comparison:"].notes
         assert known != any(note.startswith("local-sgd is of another part") for note in notes)
-    trained: list[str] = []
-    real = bench_compare.run_one
-
-    def noted(topology, settings, *rest, **more):
-        trained.append(settings.method)
-        return real(topology, settings, *rest, **more)
-
-    monkeypatch.setattr(bench_compare, "run_one", noted)
+    trained = noting_methods(monkeypatch)
     merged, place = compared([*flags, equal, "--resume"], tmp_path / "parts")
     # Only what nobody has done yet: dense, as far as the bytes of local-sgd go, with two seeds.
     assert trained == ["dense", "dense"]
@@ -1106,14 +1112,7 @@ def test_what_is_missing_can_be_added_to_the_file_of_a_comparison(quiet, tmp_pat
     flags = ["--methods", "dense", "local-sgd", "--tune-lr", "0.1", "--seeds", "0", "1"]
     flags += ["--outer-iterations=4", "--local-steps=2", "--evaluate-every=2"]
     before, first = compared(flags, tmp_path / "first")
-    trained: list[str] = []
-    real = bench_compare.run_one
-
-    def noted(topology, settings, *rest, **more):
-        trained.append(settings.method)
-        return real(topology, settings, *rest, **more)
-
-    monkeypatch.setattr(bench_compare, "run_one", noted)
+    trained = noting_methods(monkeypatch)
     more = ["--equal-bytes=local-sgd", "--resume"]
     known = f"--known={first}/tables.json"
     after, second = compared([*flags, *more, known], tmp_path / "second")

@@ -158,7 +158,7 @@ def run_child(
         with ThreadPoolExecutor(1) as pool:
             job = pool.submit(run_separately, command, ranks, launcher, CHILD_TIMEOUT_S)
             while not wait([job], BEAT_S).done:
-                heartbeat.beat(heartbeat.step + 1)
+                heartbeat.go_on()
         done = job.result()
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"the child job did not end: {type(error).__name__}", FAILURE) from None

@@ -37,7 +37,7 @@ def refuse_impossible(
             refuse(section, place, options)
         # A few sections take the same networks.
         for settings, size in dict.fromkeys(_networks(sections, place, options)):
-            heartbeat.beat(heartbeat.step + 1)
+            heartbeat.go_on()
             try:
                 network = make_model(settings, *size)
                 make_groups(settings, network, build_layout(network), size[1])

@@ -35,7 +35,7 @@ def wall_times(
     times: dict[str, list[float]] = {name: [] for name in actions}
     for turn in range(repeat + 1):
         for name, action in actions.items():
-            heartbeat.beat(heartbeat.step + 1)
+            heartbeat.go_on()
             action.prepare()
             synchronize(device)
             start = time.perf_counter()
