@@ -138,8 +138,11 @@ def tables_of(found: Comparison, times: Mapping[str, Comparison]) -> dict[str, s
         full = by_row(found.outcomes)
         reference = found.reference[what]
         shown = {reference: full[reference], **by_row(runs)}
-        rows = [(name, *_cells(some)[:2], _cells(full[name])[0]) for name, some in shown.items()]
-        header = ("row", "accuracy %", "sent MiB", "at full length")
+        rows = [
+            (name, *_cells(some)[:2], f"{some[0].lr:g}", _cells(full[name])[0])
+            for name, some in shown.items()
+        ]
+        header = ("row", "accuracy %", "sent MiB", "learning rate", "at full length")
         tables[f"equal-{what}"] = markdown(header, rows)
     return tables
 

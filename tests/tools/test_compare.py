@@ -32,7 +32,8 @@ from prunex_mpi.settings.resolve import make
 from prunex_mpi.settings.values import AUTO
 from prunex_mpi.tools.compare import compare as bench_compare
 from prunex_mpi.tools.compare import store
-from prunex_mpi.tools.compare.compare import compare, hold_out
+from prunex_mpi.tools.compare.compare import compare
+from prunex_mpi.tools.compare.equal import affordable
 from prunex_mpi.tools.compare.figure import (
     MOST_COURSES,
     curves_of,
@@ -54,6 +55,7 @@ from prunex_mpi.tools.compare.outcomes import (
     require_same_work,
     to_dict,
 )
+from prunex_mpi.tools.compare.rates import hold_out
 from prunex_mpi.tools.compare.rows import read_plan, settings_of
 from prunex_mpi.tools.compare.run import count_zeros, curve_of, digest_of, operations
 from prunex_mpi.tools.compare.search import (
@@ -543,6 +545,7 @@ def test_a_table_of_equal_bytes_shows_the_reference_and_names_who_is_cheaper():
     assert column(table, "at full length") == pytest.approx([60, 80])
     assert column(table, "epochs") == [2, 0.5]
     assert table.notes[1:] == (
+        "learning rates: those of the whole runs",
         "at full length no dearer than prunex: topk",
         "dearer, and not trained anew: dgc",
     )
@@ -1057,7 +1060,14 @@ def test_rows_by_epochs_that_round_to_other_steps_are_refused_before_they_train(
     [(392, 1802, 23, 5), (392, 1802, 22, 4), (392, 1802, 1, 1), (3, 10, 9, 2)],
 )
 def test_a_row_at_equal_bytes_spends_no_more(iterations, spent, allowed, left):
-    assert bench_compare.affordable(iterations, spent, allowed) * iterations == left
+    assert affordable(iterations, spent, allowed) * iterations == left
+
+
+def rates_tried(tables: dict[str, Table], row: str) -> list[str]:
+    """Return the learning rates that a row was tried at."""
+    tried = cells(tables["Learning"], row)
+    others = ("row", "chosen", "inside", "at chance")
+    return [rate for rate, cell in tried.items() if rate not in others and cell is not None]
 
 
 def noting_methods(monkeypatch) -> list[str]:
@@ -1088,8 +1098,10 @@ def test_an_interrupted_comparison_goes_on_and_parts_come_together(quiet, tmp_pa
         assert known != any(note.startswith("local-sgd is of another part") for note in notes)
     trained = noting_methods(monkeypatch)
     merged, place = compared([*flags, equal, "--resume"], tmp_path / "parts")
-    # Only what nobody has done yet: dense, as far as the bytes of local-sgd go, with two seeds.
-    assert trained == ["dense", "dense"]
+    # Only what nobody has done yet: dense, as far as the bytes of local-sgd go: three learning
+    # rates, and two seeds.
+    assert set(trained) == {"dense"}
+    assert len(trained) == len(rates_tried(merged, "dense, equal bytes")) + 2
     for title in ("Comparison:", "Learning", "With"):
         for row in ("dense", "local-sgd"):
             before, after = cells(whole[title], row), cells(merged[title], row)
@@ -1116,13 +1128,15 @@ def test_what_is_missing_can_be_added_to_the_file_of_a_comparison(quiet, tmp_pat
     more = ["--equal-bytes=local-sgd", "--resume"]
     known = f"--known={first}/tables.json"
     after, second = compared([*flags, *more, known], tmp_path / "second")
-    assert trained == ["dense", "dense"]
+    assert set(trained) == {"dense"}
+    first_runs = len(rates_tried(after, "dense, equal bytes")) + 2
+    assert len(trained) == first_runs
     for row in ("dense", "local-sgd"):
         assert cells(before["Comparison:"], row) == cells(after["Comparison:"], row)
     # What was taken over is kept, and rows at equal bytes of a file count too.
     compared([*flags, *more], tmp_path / "second")
     compared([*flags, *more, f"--known={second}/tables.json"], tmp_path / "third")
-    assert len(trained) == 2
+    assert len(trained) == first_runs
     for other, words in (
         ("--momentum=0.5", "dense-0 was trained with another seed, learning rate or other"),
         ("--tune-seed=7", "dense-tune-0.1 was trained with another seed"),
@@ -1136,7 +1150,39 @@ def test_what_is_missing_can_be_added_to_the_file_of_a_comparison(quiet, tmp_pat
     WORLD.Barrier()
     with pytest.raises(UserError, match="--known: another machine"):
         compared([*flags, *more, known], tmp_path / "other")
-    assert len(trained) == 2
+    assert len(trained) == first_runs
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_row_at_equal_bytes_has_the_rate_that_is_best_for_its_length(
+    quiet, tmp_path, monkeypatch
+):
+    flags = ["--methods", "dense", "local-sgd", "--tune-lr", "0.1", "--lr", "local-sgd=0.1"]
+    flags += ["--outer-iterations=4", "--local-steps=2", "--evaluate-every=2"]
+    monkeypatch.setattr("prunex_mpi.tools.compare.search.MOST_RATES", MOST_RATES)
+    real, judged = bench_compare.run_one, []
+
+    def choosy(topology, settings, dataset, **more):
+        found = real(topology, settings, dataset, **more)
+        best = 0.1 if settings.outer_iterations == 4 else 0.4
+        far = abs(math.log2(settings.lr / best))
+        judged.append((settings.outer_iterations, settings.seed, settings.lr, dataset.test_total))
+        return replace(found, measured=replace(found.measured, accuracy=1 - far / 8))
+
+    monkeypatch.setattr(bench_compare, "run_one", choosy)
+    tables, _ = compared([*flags, "--equal-bytes=local-sgd", "--seeds", "0", "1"], tmp_path)
+    assert cells(tables["Comparison:"], "dense")["lr"] == 0.1
+    row = cells(tables["With"], "dense")
+    assert row["lr"] == 0.4
+    assert row["mean %"] == pytest.approx(100)
+    assert any(n == "learning rates: searched for this length" for n in tables["With"].notes)
+    assert cells(tables["Learning"], "dense, equal bytes")["chosen"] == 0.4
+    # On held-out images, not on those that the row is judged on.
+    shorter = [run for run in judged if run[0] < 4]
+    (tests,) = {images for _, seed, _, images in shorter if seed < 2}
+    (held_out,) = {images for _, seed, _, images in shorter if seed == 2}
+    assert held_out != tests
+    assert [lr for _, seed, lr, _ in shorter if seed == 2] == [0.1, 0.05, 0.2, 0.4, 0.8]
 
 
 @pytest.mark.any_mpi

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +109,9 @@ class Comparison:
     """All that tables and figures are made of.
 
     `outcomes` are of rows as they are given, `equal` of those cut to the "bytes" or the "time" that
-    the row `reference` names for it has spent. `notes` say first how learning rates were chosen;
-    where files were joined, one of some rows alone ends with their names.
+    the row `reference` names for it has spent, and `equal_tunings` have chosen their learning
+    rates. `notes` say first how those of whole runs were chosen; where files were joined, one of
+    some rows alone ends with their names.
     """
 
     title: str
@@ -122,6 +123,8 @@ class Comparison:
     equal: Mapping[str, tuple[Outcome, ...]]
     reference: Mapping[str, str]
     notes: tuple[str, ...]
+    # Files of before have none.
+    equal_tunings: Mapping[str, tuple[Tuning, ...]] = field(default_factory=dict)
 
 
 def to_dict(value: Comparison | Outcome) -> dict[str, Any]:
@@ -140,16 +143,19 @@ def outcome_from(found: Mapping[str, Any]) -> Outcome:
 
 def comparison_from(found: Mapping[str, Any]) -> Comparison:
     """Return the comparison that `to_dict` was given; raise KeyError or TypeError otherwise."""
-    tunings = tuple(
-        Tuning(**{**tuning, "runs": tuple(map(outcome_from, tuning["runs"]))})
-        for tuning in found["tunings"]
-    )
+    tunings = tuple(map(_tuning_from, found["tunings"]))
+    equal_tunings = {
+        key: tuple(map(_tuning_from, some)) for key, some in found.get("equal_tunings", {}).items()
+    }
     lists = {key: tuple(found[key]) for key in ("rows", "seeds", "notes")}
     equal = {key: tuple(map(outcome_from, runs)) for key, runs in found["equal"].items()}
     outcomes = tuple(map(outcome_from, found["outcomes"]))
-    return Comparison(
-        **{**found, **lists, "tunings": tunings, "outcomes": outcomes, "equal": equal}
-    )
+    made = {"tunings": tunings, "outcomes": outcomes, "equal": equal}
+    return Comparison(**{**found, **lists, **made, "equal_tunings": equal_tunings})
+
+
+def _tuning_from(found: Mapping[str, Any]) -> Tuning:
+    return Tuning(**{**found, "runs": tuple(map(outcome_from, found["runs"]))})
 
 
 def read_comparison(flag: str, path: str) -> Comparison:
@@ -185,9 +191,12 @@ def join(parts: Sequence[Comparison]) -> Comparison:
     if any(reference != references[0] for reference in references):
         raise UserError("--from: the files have rows equal to different ones; leave some away")
     equal: dict[str, list[Outcome]] = {}
+    equal_tunings: dict[str, dict[str, Tuning]] = {}
     for part in parts:
         for what, runs in part.equal.items():
             equal.setdefault(what, []).extend(runs)
+        for what, some in part.equal_tunings.items():
+            equal_tunings[what] = {t.row: t for t in some} | equal_tunings.get(what, {})
     outcomes = [run for part in parts for run in part.outcomes]
     _refuse_gaps(outcomes, rows, seeds)
     for runs in equal.values():
@@ -200,6 +209,7 @@ def join(parts: Sequence[Comparison]) -> Comparison:
         tunings=tuple(tunings[row] for row in rows if row in tunings),
         outcomes=tuple(outcomes),
         equal={what: tuple(runs) for what, runs in equal.items()},
+        equal_tunings={what: tuple(some.values()) for what, some in equal_tunings.items()},
         reference=references[0] if references else first.reference,
         notes=_join_notes(parts),
     )

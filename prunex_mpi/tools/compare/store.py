@@ -50,9 +50,9 @@ def run_name(row: Row, seed: int, equal: str = "") -> str:
     return f"{row.folder}-{seed}" + (f"-equal-{equal}" if equal else "")
 
 
-def tuning_name(row: Row, lr: float) -> str:
-    """Return the name under which a run that tunes is kept."""
-    return f"{row.folder}-tune-{lr:g}"
+def tuning_name(row: Row, lr: float, equal: str = "") -> str:
+    """Return the name under which a run that tunes is kept, for runs as far as `equal` goes."""
+    return f"{row.folder}-tune-{lr:g}" + (f"-equal-{equal}" if equal else "")
 
 
 def prepare(options: Options) -> None:
@@ -172,9 +172,16 @@ def take_over(
         if tuning.row in rows:
             runs |= {tuning_name(rows[tuning.row], r.lr): r for r in tuning.runs}
     for what, reference in {"bytes": options.equal_bytes, "time": options.equal_time}.items():
-        if known.reference.get(what) == reference:
-            cut = [r for r in known.equal.get(what, ()) if r.row in rows]
-            runs |= {run_name(rows[r.row], r.seed, what): r for r in cut}
+        if known.reference.get(what) != reference:
+            continue
+        tuned = {tuning.row: tuning for tuning in known.equal_tunings.get(what, ())}
+        for run in known.equal.get(what, ()):
+            # Files of before have none that was tuned for its length.
+            if run.row in rows and (run.row in tuned or rows[run.row] not in options.tuned):
+                runs[run_name(rows[run.row], run.seed, what)] = run
+        for tuning in tuned.values():
+            if tuning.row in rows:
+                runs |= {tuning_name(rows[tuning.row], r.lr, what): r for r in tuning.runs}
     return runs
 
 

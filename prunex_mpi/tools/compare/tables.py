@@ -1,6 +1,6 @@
 """Tables of a comparison: what each row reached and cost, from what its runs measured."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import mean, stdev
 
 from prunex_mpi.base.tables import Cell, Table
@@ -10,6 +10,7 @@ from prunex_mpi.tools.compare.outcomes import (
     Comparison,
     Measured,
     Outcome,
+    Tuning,
     by_row,
     ended,
 )
@@ -123,6 +124,7 @@ def equal_table(found: Comparison, what: str, runs: Sequence[Outcome]) -> Table:
     rows = [
         (
             row,
+            some[0].lr,
             *_accuracies(some, found.seeds),
             _mean(ended(full[row]), lambda m: 100 * m.accuracy),
             _mean(ended(some), lambda m: m.epochs),
@@ -130,13 +132,14 @@ def equal_table(found: Comparison, what: str, runs: Sequence[Outcome]) -> Table:
         )
         for row, some in shown.items()
     ]
-    columns = ("row", *_accuracy_columns(found), "at full length", "epochs", unit)
+    columns = ("row", "lr", *_accuracy_columns(found), "at full length", "epochs", unit)
     spent = {row: _mean(ended(some), value) for row, some in full.items() if ended(some)}
     limit = spent.get(reference, 0)
     cheap = [row for row in spent if row not in shown and spent[row] <= limit]
     # Of rows that came from another file.
     missing = [row for row in spent if row not in shown and spent[row] > limit]
     notes = [f"trained anew, with the whole course of the learning rate, as far as {unit} go"]
+    notes.append(_of_shorter_rates(found.equal_tunings.get(what, ()), by_row(runs)))
     if cheap:
         notes.append(f"at full length no dearer than {reference}: {', '.join(cheap)}")
     if missing:
@@ -148,6 +151,20 @@ def equal_table(found: Comparison, what: str, runs: Sequence[Outcome]) -> Table:
     if fewer:
         notes.append(f"of fewer seeds than {reference}: {', '.join(fewer)}")
     return Table(f"With the {what} of {reference}", columns, tuple(rows), tuple(notes))
+
+
+def _of_shorter_rates(tunings: Sequence[Tuning], rows: Iterable[str]) -> str:
+    """Return how the learning rates of rows at equal bytes or time were chosen."""
+    searched = [tuning.row for tuning in tunings]
+    kept = [row for row in rows if row not in searched]
+    if not searched:
+        return "learning rates: those of the whole runs"
+    chance = [tuning.row for tuning in tunings if tuning.chance]
+    return (
+        "learning rates: searched for this length"
+        + (f"; those of the whole runs: {', '.join(kept)}" if kept else "")
+        + (f"; at chance whatever the rate: {', '.join(chance)}" if chance else "")
+    )
 
 
 def _accuracy_columns(found: Comparison) -> tuple[str, ...]:
@@ -222,16 +239,19 @@ def measured_table(outcomes: Sequence[Outcome]) -> Table:
 
 def tuning_table(found: Comparison) -> Table:
     """Return the held-out accuracy of each row at each learning rate that was tried."""
-    grid = sorted({lr for tuning in found.tunings for lr in tuning.scores})
+    tunings = {tuning.row: tuning for tuning in found.tunings}
+    for what, some in found.equal_tunings.items():
+        tunings |= {f"{tuning.row}, equal {what}": tuning for tuning in some}
+    grid = sorted({lr for tuning in tunings.values() for lr in tuning.scores})
     rows = []
-    for tuning in found.tunings:
+    for name, tuning in tunings.items():
         scores = tuning.scores
         cells: list[Cell] = []
         for lr in grid:
             tried = scores.get(lr)
             cells.append(None if tried is None else _cell(tried[0]))
         inside = "yes" if lies_inside(scores) else "no"
-        rows.append((tuning.row, *cells, tuning.lr, inside, "yes" if tuning.chance else "no"))
+        rows.append((name, *cells, tuning.lr, inside, "yes" if tuning.chance else "no"))
     columns = ("row", *(f"{lr:g}" for lr in grid), "chosen", "inside", "at chance")
     chosen = [note for note in found.notes if note.startswith(OF_RATES)]
     notes = ("accuracy % on held-out images; -: not tried", *chosen)
