@@ -264,6 +264,7 @@ tune-lr = [0.01]
         ("compare_resnet20.toml", 6),
         ("ways_cifar10.toml", 11),
         ("pruned_cifar10.toml", 11),
+        ("ingredients_cifar10.toml", 8),
         ("pretrained_cifar10.toml", 6),
         ("pace_vgg19.toml", 6),
     ],
