@@ -20,6 +20,7 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import digests_agree, require_same, together, together_while
 from prunex_mpi.comm.collectives import Transport, bcast_, hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.listing import share_headers
 from prunex_mpi.core.objective import find_losses
 from prunex_mpi.core.state import Problem
 from prunex_mpi.data.batches import (
@@ -64,6 +65,7 @@ def load_dataset(
     heartbeat = heartbeat or Heartbeat()
     world = topology.world
     room = free_room(topology, device)
+    headers = share_headers(world, settings.dataset, settings.data_dir, heartbeat)
     dataset = together_while(
         world,
         lambda going: load(
@@ -80,7 +82,12 @@ def load_dataset(
             test_samples=settings.test_samples,
             image_size=settings.image_size,
             seed=settings.seed,
-            part=Part(world.rank, world.size, topology.host_size, going, settings.val_share, room),
+            part=Part(
+                *(world.rank, world.size, topology.host_size, going),
+                val_share=settings.val_share,
+                room=room,
+                headers=headers,
+            ),
         ),
         heartbeat.go_on,
     )

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,8 @@ from prunex_mpi.data.pictures import as_uint8, open_rgb
 from prunex_mpi.data.reading import Access, Files, side_of_first
 
 DATASETS = ("digits", "cifar10", "cifar100", "imagefolder", "webdataset", "synthetic")
+# Those whose files have headers that ranks may read for each other.
+WITH_HEADERS = ("webdataset",)
 DIGITS_TEST_SHARE = 0.2
 SYNTHETIC_CLASSES, SYNTHETIC_TRAIN, SYNTHETIC_TEST, SYNTHETIC_SIDE = 10, 2048, 512, 32
 # What must not depend on --seed (test sets, generated images) is drawn from this one.
@@ -51,12 +53,14 @@ def find_source(
     access: Access,
     samples: tuple[int | None, int],
     image_size: int,
+    headers: Mapping[str, tars.Headers],
     going: Callable[[], None],
 ) -> Source:
     """Return where the images of the data set `name` come from.
 
-    `samples` are the training and test images asked for, as many as there are of generated ones.
-    `going` is called as it goes on. Raises UserError as `datasets.load` does.
+    `headers` are those of tar files that other ranks have read. `samples` are the training and test
+    images asked for, as many as there are of generated ones. `going` is called as it goes on.
+    Raises UserError as `datasets.load` does.
     """
     match name:
         case "digits":
@@ -66,7 +70,7 @@ def find_source(
         case "imagefolder":
             return _imagefolder(Path(data_dir), image_size, access.skip_corrupt, going)
         case "webdataset":
-            return _webdataset(Path(data_dir), image_size, access.skip_corrupt, going)
+            return _webdataset(Path(data_dir), image_size, access.skip_corrupt, headers, going)
         case "synthetic":
             return _synthetic(*samples, image_size, going)
         case _ if ":" in name:
@@ -165,11 +169,26 @@ def _imagefolder(
     )
 
 
+def read_share(
+    data_dir: str, rank: int, size: int, going: Callable[[], None]
+) -> dict[str, tars.Headers]:
+    """Return the headers of every `size`-th tar file, from number `rank` on, by path.
+
+    `going` is called as it goes on. Raises UserError (UNREADABLE).
+    """
+    paths = [path for folder in _halves(Path(data_dir)) for path in tars.tar_files(folder)]
+    return {path: tars.read_headers(path, going) for path in paths[rank::size]}
+
+
 def _webdataset(
-    data_dir: Path, image_size: int, skip_corrupt: bool, going: Callable[[], None]
+    data_dir: Path,
+    image_size: int,
+    skip_corrupt: bool,
+    headers: Mapping[str, tars.Headers],
+    going: Callable[[], None],
 ) -> Source:
     """List the pictures in train/*.tar and test/*.tar."""
-    halves = [tars.list_members(folder, going) for folder in _halves(data_dir)]
+    halves = [tars.list_members(folder, headers, going) for folder in _halves(data_dir)]
     first, classes = halves[0], tars.class_count(*halves)
     side = image_size or side_of_first(len(first.names), partial(tars.side_of, first), skip_corrupt)
     train, test = (tars.files_of(half, image_size, side) for half in halves)

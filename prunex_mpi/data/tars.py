@@ -1,12 +1,14 @@
 """Images in tar files, laid out as WebDataset does: KEY.jpg and KEY.cls one behind the other.
 
-KEY.cls holds the number of the class. The headers of all tar files are read at the start, the
-pictures by the rank that they go to, when they are needed. A key ends at the first dot of a name,
-as in WebDataset: KEY.seg.jpg is no picture here, and such members are left out and told of.
+KEY.cls holds the number of the class. The headers of all tar files are read at the start, which
+ranks may share among them, the pictures by the rank that they go to, when they are needed. A key
+ends at the first dot of a name, as in WebDataset: KEY.seg.jpg is no picture here, and such members
+are left out and told of.
 """
 
+import os
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -21,8 +23,24 @@ from prunex_mpi.data.pictures import as_uint8, open_rgb
 from prunex_mpi.data.reading import Files
 
 BLOCK = 512  # of a tar file
+SIZE = slice(124, 136)  # where a header says how many bytes follow, in octal digits
 # Members that are read between two signs of life.
 BETWEEN = 1000
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What one tar file holds, in the order of its pictures; `total` is its own size in bytes.
+
+    `dotted` members would be pictures or classes, were it not for a dot in their keys.
+    """
+
+    total: int
+    names: list[str]
+    starts: list[int]
+    sizes: list[int]
+    labels: list[int]
+    dotted: list[str]
 
 
 @dataclass(frozen=True)
@@ -56,52 +74,73 @@ class Members:
         return f"{self.names[index]} {self.start[index]} {self.size[index]}"
 
     def content(self, index: int) -> BytesIO:
-        """Read a picture's file; raise UserError where that is not possible."""
+        """Read a picture's file; raise UserError where that is not possible.
+
+        Or where another one lies there, as in a file that was listed on another host.
+        """
+        start, size = int(self.start[index]), int(self.size[index])
         try:
             with open(self.path(index), "rb", buffering=0) as file:
-                file.seek(int(self.start[index]))
-                return BytesIO(file.read(int(self.size[index])))
-        except OSError as error:
+                file.seek(start - BLOCK)
+                header, content = file.read(BLOCK), file.read(size)
+            if header[SIZE].strip(b" \0").lstrip(b"0") != (b"%o" % size).lstrip(b"0"):
+                raise ValueError("the file is not as it was listed")
+        except (OSError, ValueError) as error:
             message = f"cannot read image {self.name(index)} ({one_line(error)})"
             raise UserError(
                 f"{message}: repair or remove {self.path(index)}", UNREADABLE
             ) from error
+        return BytesIO(content)
 
 
-def list_members(folder: Path, going: Callable[[], None]) -> Members:
+def tar_files(folder: Path) -> list[str]:
+    """Return the tar files of a folder, sorted by name."""
+    return sorted(str(path) for path in folder.glob("*.tar"))
+
+
+def list_members(folder: Path, known: Mapping[str, Headers], going: Callable[[], None]) -> Members:
     """List the pictures in folder/*.tar, in the order of the names of these files.
 
-    Raises UserError (UNREADABLE) where there are none, a tar file is damaged, or a picture has no
-    class. `going` is called as it goes on.
+    `known` are the headers of files that others have read; all others are read here. Raises
+    UserError (UNREADABLE) where there are none, a tar file is damaged, or has another size here
+    than where it was read, or a picture has no class. `going` is called as it goes on.
     """
-    paths = sorted(str(path) for path in folder.glob("*.tar"))
-    rows, names, dotted = [], [], (0, "")
-    for number, path in enumerate(paths):
-        pictures, classes, others = _read_headers(path, going)
-        first = dotted[1] or (f"{path}:{others[0]}" if others else "")
-        dotted = dotted[0] + len(others), first
-        odd = sorted(pictures.keys() ^ classes.keys())
-        if odd:
-            lacks = "a class (.cls)" if odd[0] in pictures else "a picture"
-            raise UserError(f"{odd[0]} in {path} lacks {lacks}: add or remove it", UNREADABLE)
-        for key, (ending, start, size) in pictures.items():
-            rows.append((number, start, size, classes[key]))
-            names.append(f"{key}.{ending}")
-    if not rows:
+    paths = tar_files(folder)
+    found = [_as_here(path, known[path]) if path in known else None for path in paths]
+    every = [h or read_headers(path, going) for path, h in zip(paths, found, strict=True)]
+    dotted = [f"{path}:{name}" for path, h in zip(paths, every, strict=True) for name in h.dotted]
+    told = len(dotted), (dotted or [""])[0]
+    names = [name for headers in every for name in headers.names]
+    if not names:
         message = f"no picture in {folder}/*.tar: --data-dir must hold train/*.tar and test/*.tar"
         message += " of KEY.jpg and KEY.cls, not compressed"
-        raise UserError("; left out: ".join([message, *left_out(dotted)]), UNREADABLE)
-    table = np.array(rows, dtype=np.int64)
-    return Members(str(folder), paths, *table.T.copy(), names, dotted)
+        raise UserError("; left out: ".join([message, *left_out(told)]), UNREADABLE)
+    file = np.repeat(np.arange(len(every)), [len(headers.names) for headers in every])
+    columns = (
+        np.array([value for headers in every for value in getattr(headers, what)], dtype=np.int64)
+        for what in ("starts", "sizes", "labels")
+    )
+    return Members(str(folder), paths, file, *columns, names, told)
 
 
-def _read_headers(
-    path: str, going: Callable[[], None]
-) -> tuple[dict[str, tuple[str, int, int]], dict[str, int], list[str]]:
-    """Return (ending, start, size) of each picture of a tar file by its key, and each class.
+def _as_here(path: str, headers: Headers) -> Headers:
+    """Return headers that were read elsewhere; raise UserError where the file is another here."""
+    try:
+        size = os.path.getsize(path)
+    except OSError as error:
+        raise UserError(f"cannot read tar file {path} ({one_line(error)})", UNREADABLE) from error
+    if size != headers.total:
+        raise UserError(
+            f"tar file {path} has {size:,} bytes here and {headers.total:,} on another rank: give "
+            "all hosts the same files",
+            UNREADABLE,
+        )
+    return headers
 
-    And the names of those members that would be either, were it not for a dot in their keys.
-    """
+
+def read_headers(path: str, going: Callable[[], None]) -> Headers:
+    """Read all headers and classes of a tar file, and no picture; raise UserError (UNREADABLE)."""
+    # Ending, start and size of each picture by its key.
     pictures: dict[str, tuple[str, int, int]] = {}
     classes: dict[str, int] = {}
     dotted: list[str] = []
@@ -135,10 +174,22 @@ def _read_headers(
                 raise ValueError(f"no header at byte {tar.offset:,}")
             if len(block) < BLOCK:
                 raise ValueError(f"cut off at byte {tar.offset:,}: no block of zeros ends it")
+            total = file.seek(0, os.SEEK_END)
     except (OSError, ValueError, tarfile.TarError) as error:
         message = f"cannot read tar file {path} ({one_line(error)}): repair or remove it"
         raise UserError(message, UNREADABLE) from error
-    return pictures, classes, dotted
+    odd = sorted(pictures.keys() ^ classes.keys())
+    if odd:
+        lacks = "a class (.cls)" if odd[0] in pictures else "a picture"
+        raise UserError(f"{odd[0]} in {path} lacks {lacks}: add or remove it", UNREADABLE)
+    return Headers(
+        total,
+        names=[f"{key}.{ending}" for key, (ending, _, _) in pictures.items()],
+        starts=[start for _, start, _ in pictures.values()],
+        sizes=[size for _, _, size in pictures.values()],
+        labels=[classes[key] for key in pictures],
+        dotted=dotted,
+    )
 
 
 def left_out(dotted: tuple[int, str]) -> list[str]:

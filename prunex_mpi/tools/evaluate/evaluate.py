@@ -1,6 +1,7 @@
 """Test a run's or an exported network on images that the ranks share."""
 
 import json
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from prunex_mpi.comm.agreement import (
     together,
     together_while,
 )
+from prunex_mpi.core.listing import share_headers
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.reading import Access, decoding_threads
@@ -32,6 +34,7 @@ from prunex_mpi.models import standalone
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.run.job import say
 from prunex_mpi.run.start import refuse_lone_singleton, take_places
+from prunex_mpi.settings.fields import FIELDS
 from prunex_mpi.tools.evaluate.options import Options
 
 # Settings of a run that say on what it was tested.
@@ -67,11 +70,12 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
         heartbeat.enter("data")
         topology = place.topology
         threads = decoding_threads(topology.core_sharers)
+        data = together(world, lambda: data_of(network, options))
+        headers = share_headers(world, data["dataset"], data["data_dir"], heartbeat)
+        part = Part(world.rank, world.size, topology.host_size, headers=headers)
         dataset = together_while(
             world,
-            lambda going: load_test(
-                network, options, Part(world.rank, world.size, topology.host_size, going), threads
-            ),
+            lambda going: load_test(network, options, data, part._replace(going=going), threads),
             heartbeat.go_on,
         )
         seen = repr((dataset.test_total, dataset.digest))
@@ -139,20 +143,31 @@ def _read_exported(path: Path) -> Network:
         ) from None
 
 
-def load_test(network: Network, options: Options, part: Part, threads: int) -> Dataset:
+def data_of(network: Network, options: Options) -> dict[str, Any]:
+    """Return what says which images to look at, by field name; raise UserError where nothing does.
+
+    What is given counts, else what the network was trained on.
+    """
+    given = {"dataset": options.dataset, "data_dir": options.data_dir}
+    given = {key: value for key, value in given.items() if value}
+    data = {"data_dir": FIELDS["data_dir"].default, **network.data, **given}
+    if "dataset" not in data:
+        raise UserError("an exported network does not say what it is for: give --dataset")
+    if options.test_samples is not None or given:
+        data["test_samples"] = options.test_samples or 0
+    return data
+
+
+def load_test(
+    network: Network, options: Options, data: Mapping[str, Any], part: Part, threads: int
+) -> Dataset:
     """Return a rank's share of the test images; raise UserError where they don't fit.
 
     Files are not decoded yet; so many `threads` will do it.
     """
-    given = {"dataset": options.dataset, "data_dir": options.data_dir}
-    data = {**network.data, **{key: value for key, value in given.items() if value}}
-    if "dataset" not in data:
-        raise UserError("an exported network does not say what it is for: give --dataset")
-    if options.test_samples is not None or (options.dataset or options.data_dir):
-        data["test_samples"] = options.test_samples or 0
     dataset = load(
         data["dataset"],
-        data_dir=data.get("data_dir", "data"),
+        data_dir=data["data_dir"],
         access=Access(
             mode="once",
             workers=threads,
