@@ -68,8 +68,8 @@ def test_tables_are_written(results: Path) -> None:
     )
     assert readme_tables.renewed(text, results) == (text, [])
     text, problems = readme_tables.renewed(block("equal-bytes", ""), results)
-    assert "| dense | 50.0 | 8.0 | 65.5 ± 0.7 |\n" in text
-    assert "| prunex | 64.0 | 8.0 | 64.0 |\n" in text
+    assert "| dense | 50.0 | 8.0 | 0.4 | 65.5 ± 0.7 |\n" in text
+    assert "| prunex | 64.0 | 8.0 | 0.2 | 64.0 |\n" in text
 
 
 def test_figures_that_no_table_has_are_found(results: Path) -> None:
