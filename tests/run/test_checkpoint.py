@@ -51,6 +51,7 @@ from prunex_mpi.run.older import renamed, upgraded
 from prunex_mpi.run.snapshot import contents, misfit
 from prunex_mpi.run.supervision import Checkpoints, driver_of, write_checkpoint
 from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.methods import METHODS
 from prunex_mpi.settings.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
@@ -135,6 +136,8 @@ SCENARIOS = {
         "ema": 0.5,
     },
 }
+COVERED = {changes.get("method", "prunex") for changes in SCENARIOS.values()}
+SCENARIOS |= {method: {"method": method} for method in METHODS if method not in COVERED}
 # Those whose workers alone use what is the same on all of them.
 WORKERS_SHARE = ("dgc", "powersgd", "adacgd")
 # Exchanges of iterations 1, 2 and 4 run behind the local steps of the next.
