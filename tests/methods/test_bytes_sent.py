@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.methods.exchanges import module_of
+from prunex_mpi.methods.exchanges import metadata_bytes, module_of
 from prunex_mpi.settings.methods import PER_STEP, PLAIN_MEAN
 from prunex_mpi.settings.resolve import make
 
@@ -31,10 +31,13 @@ AT_MOST = ("dgc", "adacgd")
 
 
 class Counting:
-    """A communicator that adds up what this rank sends others, by ring algorithms where it sums."""
+    """A communicator that adds up what this rank sends others, by ring algorithms where it sums.
+
+    Of what it hands over, int32 are positions.
+    """
 
     def __init__(self) -> None:
-        self.sent = 0.0
+        self.sent, self.positions = 0.0, 0
 
     def __getattr__(self, name: str):
         return getattr(WORLD, name)
@@ -59,6 +62,8 @@ class Counting:
 
     def Allgatherv(self, mine, everyone) -> None:
         array, (counts, _), _ = everyone
+        if array.dtype == np.int32:
+            self.positions += counts[WORLD.rank] * array.itemsize
         self.sent += (SIZE - 1) * counts[WORLD.rank] * array.itemsize
         WORLD.Allgatherv(mine, everyone)
 
@@ -91,6 +96,9 @@ def test_what_is_counted_is_what_is_sent(method: str) -> None:
     if SIZE == 1:
         # One rank sends nothing.
         return
+    work.state.position.steps_done = 3
+    counted = {"payload": wire.traffic.payload, "mask": wire.traffic.mask}
+    assert metadata_bytes(settings, work.state, counted, rounds=0) == wire.comm.positions
     # What a rank sends of elements that not all have as many of is counted as their mean.
     totals = np.array([wire.comm.sent, wire.traffic.sent])
     WORLD.Allreduce(MPI.IN_PLACE, totals)

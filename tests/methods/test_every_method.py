@@ -23,7 +23,7 @@ def remembered(method: str, **changes: object) -> dict[str, torch.Tensor]:
 def test_what_is_remembered_says_whose_it_is(method: str) -> None:
     """A name of no kind would pass for what all ranks share: the first rank's alone is kept."""
     for name, tensor in remembered(method).items():
-        assert name.startswith((OWN, EACH, SHARED))
+        assert name.startswith((OWN, EACH, SHARED)), f"{name}: begin with {OWN}, {EACH} or {SHARED}"
         assert tensor.is_contiguous(), name
         assert not name.startswith(OWN) or tensor.dtype == torch.float64, name
 
