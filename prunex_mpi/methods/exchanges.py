@@ -1,16 +1,20 @@
-"""What each method does at a step: the only place that matches on a method's name.
+"""What each method does: the only place that finds a method's code by its name.
 
-A method that communicates at each step is a module with one face:
+Beside it `settings/` says, by lists of methods, what each setting means to whom, and which values
+are refused. A method that communicates at each step is a module with one face:
 
 - `memory(settings, layout, theta)`: what one step hands to the next; checkpoints hold it;
-- `allocate(wire, work)`: what each step writes anew (`space`), so that no step allocates;
+- `allocate(wire, work)`: what each step writes anew (`space`), so that no step allocates; called
+  on every rank, also on those that do not speak: their wire has no communicator;
 - `exchange_(wire, space, work)`: replaces a worker's weighted gradient in `grad` by the sum over
   all workers, the same bits on each; what it leaves out of the sum stays in the memory; a method
   of PLAIN_MEAN has none, the driver adds up its gradients;
-- `payload(settings, layout, size, workers)`: bytes of a step, for the dry run;
+- `payload(settings, layout, size, workers)`: bytes that a worker hands over in a step, or the most
+  of them, and what they are in words, for the dry run;
 - `OPERATIONS`: its messages, as rows (what, communicator, MPI operation, operand).
 
-A new rival is such a file, a line in `module_of`, and its settings.
+A new one is such a file, a line in `module_of`, and its settings: README.md goes through it. The
+others exchange once per outer iteration, and are what their driver does.
 """
 
 from types import ModuleType
@@ -18,10 +22,13 @@ from typing import Any
 
 from torch import Tensor
 
-from prunex_mpi.comm.wire import Wires
+from prunex_mpi.comm.wire import COUNT_BYTES, Wires
+from prunex_mpi.compress.chunks import position_bytes
+from prunex_mpi.compress.sparse import POSITION_BYTES
+from prunex_mpi.compress.threshold import divide
 from prunex_mpi.core.coded import SUMMED
 from prunex_mpi.core.outer_step import outer_memory
-from prunex_mpi.core.state import Work
+from prunex_mpi.core.state import State, Work
 from prunex_mpi.methods import (
     adacgd,
     dense,
@@ -39,6 +46,7 @@ from prunex_mpi.methods import (
 )
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.methods import BY_GROUPS, PER_STEP
 
 # What the drivers that exchange once per outer iteration send between nodes then.
 COMPACT = "compact, and BatchNorm statistics"
@@ -78,7 +86,7 @@ def module_of(method: str) -> ModuleType:
         case "prunetrain":
             return prunetrain
         case other:
-            raise ValueError(f"{other} exchanges nothing at each step")
+            raise ValueError(f"no module for {other} here: give it a line, as PER_STEP names it")
 
 
 def operations_of(settings: Settings) -> tuple[tuple[str, str, str, str], ...]:
@@ -89,31 +97,60 @@ def operations_of(settings: Settings) -> tuple[tuple[str, str, str, str], ...]:
     match settings.method:
         case "prunex-flat" if settings.flat_consensus == "direct":
             return (average, DECISION)
-        case "prunex" | "prunex-flat" | "one-shot":
-            return (*CHOICE, average)
-        case "local-sgd" | "diloco" | "qsr":
-            return (average,)
         case "sparseloco":
             return sparseloco.OPERATIONS
-        case other:
-            return module_of(other).OPERATIONS
+        case method if method in PER_STEP:
+            return module_of(method).OPERATIONS
+        case method if method in BY_GROUPS:
+            return (*CHOICE, average)
+        case _:
+            return (average,)
+
+
+def metadata_bytes(settings: Settings, state: State, counted: dict[str, int], rounds: int) -> int:
+    """Return how many of a run's inter-node bytes, as `counted`, say where values belong.
+
+    Beside masks and bits: a position for each value, or block of values, that does not travel
+    whole; of SparseLoCo one of 12 bits.
+    """
+    size, steps = state.theta.element_size(), state.position.steps_done
+    # The statistics of each outer iteration have no positions.
+    pairs, values = counted["payload"] - rounds * state.stats.numel() * size, 1
+    match settings.method:
+        case "sparseloco":
+            return rounds * position_bytes(state.layout, settings.compress_ratio)
+        case "topk":
+            pass
+        case "omnireduce" if settings.block_top < 1:
+            values = settings.block_size
+        case "dgc":
+            parts, whole = divide(state.layout, settings.compress_ratio)
+            counts = COUNT_BYTES if parts else 0
+            pairs -= steps * (sum(segment.numel for segment in whole) * size + counts)
+        case "adacgd":
+            # The first step is dense.
+            pairs -= state.layout.numel * size + (steps - 1) * COUNT_BYTES
+        case _:
+            return counted["mask"]
+    return counted["mask"] + pairs * POSITION_BYTES // (POSITION_BYTES + values * size)
 
 
 def memory_of(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
     """Allocate what the method remembers, as it is before the first step.
 
+    Names begin with OWN, EACH or SHARED, which says what other nodes go on from (`core/state.py`).
     `own.` tensors have theta's dtype and device, `shared.` tensors any (small ones that decide stay
     on the host); all are contiguous. Raises UserError where the method can't work on such a layout.
     """
     match settings.method:
-        case "prunex" | "prunex-flat" | "one-shot" | "local-sgd" | "qsr":
-            return {}
         case "diloco":
             return outer_memory(theta)
         case "sparseloco":
             return sparseloco.memory(theta)
-        case method:
+        case method if method in PER_STEP:
             return module_of(method).memory(settings, layout, theta)
+        case _:
+            return {}
 
 
 def start_gradient_(wires: Wires, space: dict[str, Any], work: Work, loss: Tensor) -> None:

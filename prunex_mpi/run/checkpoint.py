@@ -36,11 +36,16 @@ from prunex_mpi.settings.methods import REMOVING
 
 @dataclass(frozen=True)
 class Restored:
-    """Which checkpoint a run goes on from, "" for none, and which were refused, with reasons."""
+    """Which checkpoint a run goes on from, "" for none, and which were refused, with reasons.
+
+    On other nodes `duals`, where there are any, begin anew, and what had not been sent yet is
+    `dealt_out`.
+    """
 
     name: str
     refused: tuple[str, ...]
     other_nodes: bool = False
+    duals: bool = False
     dealt_out: bool = False
 
     def describe(self) -> list[str]:
@@ -49,10 +54,9 @@ class Restored:
         if not self.name:
             place = "there is no checkpoint: the run begins"
         elif self.other_nodes:
-            place += (
-                " on other nodes: z, masks, penalties and mean momentum are kept, duals start at "
-                "0, data are shuffled anew"
-            )
+            place += " on other nodes: z, masks and mean momentum are kept, data are shuffled anew"
+        if self.duals:
+            place += ", penalties are kept, duals start at 0"
         if self.dealt_out:
             place += ", what had not been sent yet is dealt out anew"
         return [*(f"refused checkpoint {line}" for line in self.refused), place]
@@ -153,7 +157,8 @@ def restore(topology: Topology, run: RunDirectory | None, work: Work) -> Restore
         else:
             put_all(topology, *part, work)
         dealt_out = other and any(key.startswith(OWN) for key in state.memory)
-        return Restored(name, tuple(refused), other, dealt_out)
+        duals = other and not state.consensus_sgd
+        return Restored(name, tuple(refused), other, duals, dealt_out)
     if refused:
         raise UserError("no checkpoint can be used: " + "; ".join(refused), UNREADABLE)
     together(world, lambda: rewind({}))

@@ -20,8 +20,9 @@ from prunex_mpi.settings.methods import (
     BY_GROUPS,
     BY_ITERATION,
     CONSENSUS,
+    PER_STEP,
     PRUNING_ONCE,
-    WITH_RESIDUAL,
+    SPARED_BY_OVERFLOW,
 )
 from prunex_mpi.settings.values import AUTO
 
@@ -313,19 +314,16 @@ def _check_rival(settings: Settings) -> None:
         _check_dgc(s)
     if s.method == "pactrain":
         _check_pactrain(s)
-    elif s.method in WITH_RESIDUAL and s.amp == "fp16" and not sends_all_blocks(s):
-        raise UserError(
-            f"amp fp16: {s.method} keeps what it has not sent, which must not overflow; use bf16"
-        )
-    elif s.method in ("terngrad", "lion", "adacgd") and s.amp == "fp16":
-        raise UserError(f"amp fp16: what {s.method} scales by or keeps must not overflow; use bf16")
+    if s.amp == "fp16" and s.method in PER_STEP and not spared_by_overflow(s):
+        raise UserError(f"amp fp16: what {s.method} keeps or scales by must not overflow; use bf16")
     if s.method == "adacgd" and list(s.ada_levels) != sorted(set(s.ada_levels)):
         raise UserError("ada-levels must ascend, from the coarsest to the finest")
 
 
-def sends_all_blocks(settings: Settings) -> bool:
-    """Say whether a method that keeps what it has not sent keeps nothing."""
-    return settings.method == "omnireduce" and settings.block_top == 1
+def spared_by_overflow(settings: Settings) -> bool:
+    """Say whether a method that exchanges at each step can leave out one that has overflowed."""
+    all_blocks = settings.method == "omnireduce" and settings.block_top == 1
+    return settings.method in SPARED_BY_OVERFLOW or all_blocks
 
 
 def _check_dgc(settings: Settings) -> None:

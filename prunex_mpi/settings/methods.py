@@ -16,7 +16,8 @@ PER_STEP = (
 METHODS = (*CONSENSUS, *PER_STEP, *LOCAL)
 # Those whose nodes exchange parameters once per outer iteration.
 BY_ITERATION = (*CONSENSUS, *LOCAL)
-# Those of them that send what they have changed of the parameters, a few values of many.
+# Those of them that send what they have changed of the parameters, a few values of many: they run
+# by `methods/sparseloco.py`.
 SPARSE = ("sparseloco",)
 # The others, whose message is the parameters in the format of `--payload`.
 AVERAGING = tuple(method for method in BY_ITERATION if method not in SPARSE)
@@ -24,10 +25,9 @@ AVERAGING = tuple(method for method in BY_ITERATION if method not in SPARSE)
 QUADRATIC = ("qsr",)
 # Those of them whose payload is smaller once pruning is done.
 SHRINKING = ("prunex", "one-shot")
-# Those that keep what they have not sent for a later step.
-WITH_RESIDUAL = ("topk", "dgc", "powersgd", "omnireduce")
-# Those that send a position beside each value.
-WITH_POSITIONS = ("topk", "dgc", "adacgd")
+# Those of PER_STEP that keep nothing of a gradient, nor scale others by it: where it overflows in
+# float16, the step is left out and all is as before.
+SPARED_BY_OVERFLOW = ("dense", "fp16", "bf16", "prunetrain", "pactrain")
 # Those whose step takes the mean gradient as it is.
 PLAIN_MEAN = ("dense", "prunetrain")
 # Those whose momentum is inside what the workers send, and those of them that decay weights there.

@@ -22,6 +22,7 @@ from reference_rivals import simulate_local
 from mpi4py import MPI
 
 from prunex_mpi.compress import chunks
+from prunex_mpi.settings.methods import LOCAL
 from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.mpi
@@ -80,6 +81,8 @@ SCENARIOS = {
         "keep_ratio": (0.6,),
     },
 }
+COVERED = {changes["method"] for changes in SCENARIOS.values()}
+SCENARIOS |= {method: {"method": method} for method in LOCAL if method not in COVERED}
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from reference_rivals import simulate_per_step
 from torch import nn
 
 from prunex_mpi.methods import exchanges
-from prunex_mpi.settings.methods import WITH_RESIDUAL
+from prunex_mpi.settings.methods import PER_STEP
 from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.mpi
@@ -55,6 +55,11 @@ METHODS = {
     "adacgd, averaged": {"ada_levels": (0.1, 0.3, 0.6), "ada_zeta": 0.5, "ada_average": 0.3},
     "lion": {"weight_decay": 0.1, "lr": 0.0005},
 }
+# All others as they are by default; what prunes has a file of its own.
+COVERED = {"pactrain", "prunetrain", *(name.partition(",")[0] for name in METHODS)}
+METHODS |= {method: {} for method in PER_STEP if method not in COVERED}
+# Those that keep what they have not sent for a later step.
+WITH_RESIDUAL = [method for method in PER_STEP if hasattr(exchanges.module_of(method), "RESIDUAL")]
 AGGREGATIONS = ("flat", "hierarchical")
 
 
@@ -155,7 +160,7 @@ def test_what_is_sent_and_what_is_kept_are_the_gradients(
         stream = RandomStream(WORLD.rank, torch.float64)
         for _, state in run_driver(topology, settings, new_net(), stream):
             # Blocks fill up the last one.
-            kept = state.memory["own.residual"][: state.theta.numel()]
+            kept = state.memory[module.RESIDUAL][: state.theta.numel()]
         speaks = aggregation == "flat" or topology.is_leader
     assert len(given) == (2 * STEPS if speaks else 0)
     assert bool(kept.any()) == speaks

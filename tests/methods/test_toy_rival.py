@@ -40,7 +40,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         capture_output=True,
         text=True,
     )
-    assert applied.returncode == 0, applied.stderr
+    assert applied.returncode == 0, f"mend the diff in {README}: {applied.stderr}"
     return root
 
 

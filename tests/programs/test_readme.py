@@ -14,6 +14,7 @@ from launch import environment, run_job, train
 from prunex_mpi.__main__ import PROGRAMS
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.settings import cli
+from prunex_mpi.settings.methods import METHODS
 from prunex_mpi.tools.bench import options as bench
 from prunex_mpi.tools.compare import options as compare
 from prunex_mpi.tools.doctor import options as doctor
@@ -177,6 +178,15 @@ def test_the_first_one_is_one_page() -> None:
     text = READMES[0].read_text()
     assert len(text.splitlines()) <= LONGEST
     assert len(text.split()) <= MOST_WORDS
+
+
+def test_every_method_has_a_row_and_is_counted() -> None:
+    table = (PACKAGE / "methods" / "README.md").read_text().partition("\n## ")[0]
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    named = [name for row in rows for name in spans(row) if not name.startswith("--")]
+    assert sorted(named) == sorted(METHODS)
+    # Beside PruneX and PacTrain, which the first README names.
+    assert f" and {len(METHODS) - 2} more\n[methods]" in READMES[0].read_text()
 
 
 @pytest.mark.parametrize("path", READMES, ids=names)

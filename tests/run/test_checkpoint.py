@@ -51,6 +51,7 @@ from prunex_mpi.run.older import renamed, upgraded
 from prunex_mpi.run.snapshot import contents, misfit
 from prunex_mpi.run.supervision import Checkpoints, driver_of, write_checkpoint
 from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.methods import METHODS
 from prunex_mpi.settings.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
@@ -135,6 +136,8 @@ SCENARIOS = {
         "ema": 0.5,
     },
 }
+COVERED = {changes.get("method", "prunex") for changes in SCENARIOS.values()}
+SCENARIOS |= {method: {"method": method} for method in METHODS if method not in COVERED}
 # Those whose workers alone use what is the same on all of them.
 WORKERS_SHARE = ("dgc", "powersgd", "adacgd")
 # Exchanges of iterations 1, 2 and 4 run behind the local steps of the next.
@@ -665,7 +668,8 @@ def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method: str, aggrega
         with nodes_of(3 if WORLD.size > 2 else 1) as topology:
             assert topology.node_sizes != sizes
             second = new_run(topology, method, torch.float64, **changes)
-            assert "is dealt out anew" in second.restore(files).describe()[0]
+            (text,) = second.restore(files).describe()
+            assert "is dealt out anew" in text and "duals" not in text
             after = own(second)
             for key in second.state.memory:
                 if key.startswith("shared.") and spoke:

@@ -12,9 +12,10 @@ import tomli_w
 from prunex_mpi import __version__
 from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.core.schedule import strictness
+from prunex_mpi.settings import methods
 from prunex_mpi.settings.cli import parse
-from prunex_mpi.settings.fields import ESTIMATED, FIELDS, PRESETS, key_of
-from prunex_mpi.settings.methods import CONSENSUS, LOCAL, METHODS
+from prunex_mpi.settings.fields import ESTIMATED, FIELDS, PRESETS, key_of, methods_of
+from prunex_mpi.settings.methods import CONSENSUS, LOCAL, METHOD_DEFAULTS, METHODS
 from prunex_mpi.settings.resolve import (
     check_saved,
     layer_keep_ratios,
@@ -300,6 +301,20 @@ def test_files_of_runs_from_before_a_setting_repeat_them(tmp_path):
     assert parse(["--config", write(tmp_path, old)]) == make(method="dense")
 
 
+def test_lists_of_methods_name_those_that_there_are():
+    lists = {name: found for name, found in vars(methods).items() if isinstance(found, tuple)}
+    lists |= {name: methods_of(name) for name in FIELDS} | {"defaults": METHOD_DEFAULTS}
+    assert "SPARSE" in lists
+    for name, found in lists.items():
+        assert {*found} <= {*METHODS}, name
+
+
+def test_settings_that_come_later_say_what_runs_did_before():
+    """Else runs that have begun can't go on: those that there were at first have no `before`."""
+    first = [name for name, field in FIELDS.items() if "before" not in field.metadata]
+    assert len(first) <= 80, first
+
+
 def test_files_from_before_a_setting_are_whole():
     later = [name for name, field in FIELDS.items() if "before" in field.metadata]
     assert {*ESTIMATED, "payload"} <= set(later)
@@ -559,7 +574,7 @@ BAD_FLAGS = [
     ("--method topk --compress-ratio 1.1", "--compress-ratio must be at most 1"),
     ("--method topk --compress-ratio nan", "--compress-ratio"),
     ("--method topk --aggregation tree", "--aggregation"),
-    ("--method topk --amp fp16", "amp fp16: topk keeps what it has not sent"),
+    ("--method topk --amp fp16", "amp fp16: what topk keeps"),
     ("--method pactrain --keep-ratio 0.5 0.25", "keep-ratio has 2 values; pactrain"),
     ("--method pactrain --keep-ratio 0", "--keep-ratio must be above 0"),
     ("--method pactrain --prune-iteration 65", "must be from 0 to the 64"),
@@ -581,11 +596,11 @@ BAD_FLAGS = [
     ("--method dgc --dgc-clip -1", "--dgc-clip must be at least 0"),
     ("--method dgc --dgc-nesterov --momentum 0", "dgc-nesterov means nothing without momentum"),
     ("--method topk --dgc-clip 1", "dgc-clip means nothing to method topk"),
-    ("--method dgc --amp fp16", "amp fp16: dgc keeps what it has not sent"),
+    ("--method dgc --amp fp16", "amp fp16: what dgc keeps"),
     ("--method powersgd --powersgd-rank 0", "--powersgd-rank must be at least 1"),
-    ("--method powersgd --amp fp16", "amp fp16: powersgd keeps what it has not sent"),
+    ("--method powersgd --amp fp16", "amp fp16: what powersgd keeps"),
     ("--method terngrad --clip-sigma -1", "--clip-sigma must be at least 0"),
-    ("--method terngrad --amp fp16", "amp fp16: what terngrad scales by"),
+    ("--method terngrad --amp fp16", "amp fp16: what terngrad keeps or scales by"),
     ("--method adacgd --ada-levels 0.1 0.01", "ada-levels must ascend"),
     ("--method adacgd --ada-levels 0.1 0.1", "ada-levels must ascend"),
     ("--method adacgd --ada-levels 0 0.1", "--ada-levels must be above 0"),
@@ -597,7 +612,7 @@ BAD_FLAGS = [
     ("--method omnireduce --block-size 0", "--block-size must be at least 1"),
     ("--method omnireduce --block-top 0", "--block-top must be above 0"),
     ("--method omnireduce --block-top 1.5", "--block-top must be at most 1"),
-    ("--method omnireduce --amp fp16", "amp fp16: omnireduce keeps what it has not sent"),
+    ("--method omnireduce --amp fp16", "amp fp16: what omnireduce keeps"),
     ("--method omnireduce --powersgd-rank 3", "(it is for powersgd)"),
     ("--method topk --dgc-sample 0.5", "dgc-sample means nothing to method topk"),
     ("--method prunetrain --compile", "prunetrain changes the model while it runs"),

@@ -24,15 +24,11 @@ from prunex_mpi.comm.agreement import together, together_while
 from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology, nodes_of
-from prunex_mpi.comm.wire import COUNT_BYTES
-from prunex_mpi.compress.chunks import position_bytes
-from prunex_mpi.compress.sparse import POSITION_BYTES
-from prunex_mpi.compress.threshold import divide
 from prunex_mpi.core.best import delivered
 from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.state import State, Work, every_rank_sends, weights
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.methods.exchanges import operations_of
+from prunex_mpi.methods.exchanges import metadata_bytes, operations_of
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.run import summary
@@ -44,7 +40,7 @@ from prunex_mpi.run.start import tell_beforehand
 from prunex_mpi.run.supervision import progress_of, recorded
 from prunex_mpi.run.tuning import goes_behind_steps, refuse_impossible_exchange
 from prunex_mpi.settings.fields import FIELDS, OF_THE_JOB, Settings
-from prunex_mpi.settings.methods import EVERY_RANK_ALONE, WITH_POSITIONS
+from prunex_mpi.settings.methods import EVERY_RANK_ALONE
 from prunex_mpi.settings.resolve import to_toml
 from prunex_mpi.tools.bench.timing import Action, min_seconds
 from prunex_mpi.tools.compare.outcomes import Measured, Outcome, Point
@@ -284,28 +280,3 @@ def count_zeros(flat: Tensor, layout: Layout) -> tuple[int, int, int]:
         zeros += int(zero.sum())
         line_zeros += int(lines.sum())
     return elements, zeros, line_zeros
-
-
-def metadata_bytes(settings: Settings, state: State, counted: dict[str, int], rounds: int) -> int:
-    """Return how many of a run's inter-node bytes say where values belong.
-
-    Beside masks and bits: a position for each value, or block of values, that does not travel
-    whole; of SparseLoCo one of 12 bits.
-    """
-    size, steps = state.theta.element_size(), state.position.steps_done
-    # The statistics of each outer iteration have no positions.
-    pairs, values = counted["payload"] - rounds * state.stats.numel() * size, 1
-    if settings.method == "sparseloco":
-        return rounds * position_bytes(state.layout, settings.compress_ratio)
-    if settings.method == "omnireduce" and settings.block_top < 1:
-        values = settings.block_size
-    elif settings.method == "dgc":
-        parts, whole = divide(state.layout, settings.compress_ratio)
-        counts = COUNT_BYTES if parts else 0
-        pairs -= steps * (sum(segment.numel for segment in whole) * size + counts)
-    elif settings.method == "adacgd":
-        # The first step is dense.
-        pairs -= state.layout.numel * size + (steps - 1) * COUNT_BYTES
-    elif settings.method not in WITH_POSITIONS:
-        return counted["mask"]
-    return counted["mask"] + pairs * POSITION_BYTES // (POSITION_BYTES + values * size)
