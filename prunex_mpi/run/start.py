@@ -25,6 +25,7 @@ from prunex_mpi.core.state import Work
 from prunex_mpi.core.steps import total_steps
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.local_sgd import advice
+from prunex_mpi.pruning.find_groups import out_of_reach
 from prunex_mpi.run.devices import (
     choose_device,
     keep_freed_memory,
@@ -135,6 +136,8 @@ def tell_beforehand(world: MPI.Comm, work: Work) -> None:
         return
     for excluded in work.state.groups.excluded:
         log.info("not pruned: %s", excluded)
+    if line := out_of_reach(work.state.groups, work.state.layout.numel):
+        log.warning("%s", line)
     for line in advice(work.settings, work.problem.steps, work.problem.lr_scale):
         log.warning("%s", line)
     _warn_of_smaller_batches(work)
