@@ -166,6 +166,22 @@ class ApartAttention(nn.Module):
         return self.out(y.reshape(n, s, self.heads * self.size))
 
 
+class SeparateAttention(nn.Module):
+    """Three layers for queries, keys and values, and the size of a head is the width over them."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.key, self.query, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.heads, self.drop = heads, nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, s, c = x.shape
+        made = (layer(x) for layer in (self.query, self.key, self.value))
+        q, k, v = (y.view(n, s, self.heads, c // self.heads).transpose(1, 2) for y in made)
+        attention = (q @ k.transpose(-2, -1) * (c // self.heads) ** -0.5).softmax(dim=-1)
+        return self.out((self.drop(attention) @ v).transpose(1, 2).reshape(n, s, c))
+
+
 class ChunkedAttention(nn.Module):
     """With a norm of its own, queries, keys and values by chunk, and heads by unflatten(-1)."""
 
@@ -215,6 +231,10 @@ def hidden_dropout(num_classes: int, image_size: int) -> nn.Module:
 
 def apart_attention(num_classes: int, image_size: int) -> nn.Module:
     return OwnTransformer(ApartAttention, num_classes, image_size)
+
+
+def separate_attention(num_classes: int, image_size: int) -> nn.Module:
+    return OwnTransformer(SeparateAttention, num_classes, image_size)
 
 
 def chunked_attention(num_classes: int, image_size: int) -> nn.Module:
@@ -364,6 +384,7 @@ NETWORKS: dict[Callable[[int, int], nn.Module], float] = {
     own_attention: 0.35,
     dropping_attention: 0.35,
     apart_attention: 0.35,
+    separate_attention: 0.35,
     chunked_attention: 0.35,
     placed: 0.37,
     gated: 0.35,
