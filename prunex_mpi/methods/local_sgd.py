@@ -32,12 +32,14 @@ from prunex_mpi.methods.hsadmm import (
     project,
 )
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import PRUNING_ONCE, SPARSE
+from prunex_mpi.settings.methods import PRUNING_ONCE, SPARSE, WITH_OPTIMIZER
 
 # With fewer local steps, momentum that is kept and DiLoCo's outer momentum drive each other.
 FEWEST_KEPT = 8
 # A rate that suits SGD: AdamW moves every weight by about as much at each step.
 HIGH_ADAMW_RATE = 0.02
+# Nothing undoes what a step that is too long does to the scale of what layers give.
+HIGH_UNSTEADY_RATE = 0.05
 
 
 def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]:
@@ -90,10 +92,13 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
             yield finish_round(topology, work, this, loss, estimate=estimate)
 
 
-def advice(settings: Settings, steps: int, lr_scale: float = 1.0) -> list[str]:
+def advice(
+    settings: Settings, steps: int, lr_scale: float = 1.0, *, steady: bool = True
+) -> list[str]:
     """Return a line for each thing that is known to go wrong with `steps` local steps.
 
-    `lr_scale` is what the learning rate is multiplied by.
+    `lr_scale` is what the learning rate is multiplied by. The network is `steady` if it has
+    BatchNorm, GroupNorm or the like.
     """
     lines = []
     kept = settings.method == "diloco" and settings.inner_momentum == "keep" and settings.momentum
@@ -113,5 +118,11 @@ def advice(settings: Settings, steps: int, lr_scale: float = 1.0) -> list[str]:
         lines.append(
             f"lr {rate:g} is high for adamw, which moves every weight by about that much at "
             "each step; 0.001 is usual"
+        )
+    if not steady and settings.optimizer == "sgd" and rate > HIGH_UNSTEADY_RATE:
+        other = "--optimizer adamw, which is usual for transformers, or "
+        lines.append(
+            f"lr {rate:g} with sgd is for networks with BatchNorm, and this one has none: give "
+            f"{other if settings.method in WITH_OPTIMIZER else ''}a smaller --lr"
         )
     return lines

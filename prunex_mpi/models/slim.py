@@ -255,13 +255,14 @@ def slim_windows(module: nn.Module, num_heads: int, embed_dim: int) -> nn.Module
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """The names of the two linear layers of plain self-attention, its heads and what drops out.
+    """The names of the linear layers of plain self-attention, its heads and what drops out.
 
+    `firsts` is the one that makes queries, keys and values, or the three that do.
     `dropouts` are the names of the nn.Dropout of what softmax gives and of the one of the output,
     "" for none. None where training does something else: only evaluation is known then.
     """
 
-    first: str
+    firsts: tuple[str, ...]
     last: str
     heads: int
     head_dim: int
@@ -270,8 +271,9 @@ class SelfAttention:
 
 def self_attend(module: nn.Module, parts: SelfAttention, x: Tensor) -> Tensor:
     """Map [n, s, c] to the same shape by plain self-attention with the layers of `module`."""
-    projected = module.get_submodule(parts.first)(x).unflatten(-1, (3, -1, parts.head_dim))
-    q, k, v = projected.transpose(1, 3).unbind(2)
+    made = [module.get_submodule(name)(x) for name in parts.firsts]
+    made = made if len(made) == 3 else made[0].chunk(3, dim=-1)
+    q, k, v = (y.unflatten(-1, (-1, parts.head_dim)).transpose(1, 2) for y in made)
     inside, outside = parts.dropouts or ("", "")
     dropout = module.get_submodule(inside) if inside else None
     rate = dropout.p if dropout is not None and dropout.training else 0.0
@@ -283,8 +285,7 @@ def self_attend(module: nn.Module, parts: SelfAttention, x: Tensor) -> Tensor:
 class SlimSelfAttention(nn.Module):
     """Attend with fewer heads, or over fewer channels, than the code of a module can have.
 
-    It takes over the modules inside, of which the first linear layer makes queries, keys and
-    values, under their names. What drops out in training goes on to.
+    It takes over the modules inside under their names. What drops out in training goes on to.
     """
 
     def __init__(self, module: nn.Module, num_heads: int) -> None:
@@ -312,23 +313,39 @@ def self_attention_parts(module: nn.Module) -> SelfAttention | None:
     """
     if isinstance(module, SlimSelfAttention):
         return module.parts
-    layers = [(name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear)]
-    if len(layers) != 2 or layers[0][1].out_features != 3 * layers[1][1].in_features:
+    layers = {name: m for name, m in module.named_modules() if isinstance(m, nn.Linear)}
+    roles = [(order[:-1], order[-1]) for order in _orders(layers)]
+    if not roles:
         return None
-    (first, into), (last, out) = layers
-    inner, x = out.in_features, torch.linspace(-3, 3, 10 * into.in_features, dtype=torch.float64)
-    x = (x * 7).sin().view(2, 5, -1)
+    firsts, last = roles[0]
+    inner, width = layers[last].in_features, layers[firsts[0]].in_features
+    x = (torch.linspace(-3, 3, 10 * width, dtype=torch.float64) * 7).sin().view(2, 5, -1)
     double = copy.deepcopy(module).eval().double().cpu()
     generator = torch.Generator().manual_seed(0)
     for parameter in double.parameters():
         drawn = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         parameter.copy_(drawn / math.sqrt(math.prod(parameter.shape[1:])))
     for heads in {v for v in vars(module).values() if type(v) is int and v > 0}:
-        if inner % heads == 0:
-            parts = SelfAttention(first, last, heads, inner // heads)
+        for firsts, last in roles if inner % heads == 0 else ():
+            parts = SelfAttention(firsts, last, heads, inner // heads)
             if _computes(double, parts, x):
                 return replace(parts, dropouts=_find_dropouts(double, parts, x))
     return None
+
+
+def _orders(layers: dict[str, nn.Linear]) -> list[tuple[str, ...]]:
+    """Return the orders in which they may make queries, keys and values, and the output last."""
+    if len(layers) not in (2, 4):
+        return []
+    # Of two, the one that runs first stands first.
+    every = [tuple(layers)] if len(layers) == 2 else itertools.permutations(layers)
+    found = []
+    for *firsts, last in every:
+        shapes = {(layers[name].in_features, layers[name].out_features) for name in firsts}
+        width = layers[firsts[0]].in_features, 3 * layers[last].in_features // len(firsts)
+        if shapes == {width}:
+            found.append((*firsts, last))
+    return found
 
 
 def _find_dropouts(module: nn.Module, parts: SelfAttention, x: Tensor) -> tuple[str, str] | None:

@@ -19,6 +19,7 @@ from prunex_mpi.pruning.projection import cost, reduce_to
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+COUPLED_REACH = "--groups coupled, which prunes linear layers and heads of attention too"
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def find_groups(
     if not layers:
         raise UserError(
             f"no layer of the model can be pruned by {'+'.join(kinds)} groups "
-            f"({excluded[0]}); choose other --groups"
+            f"({excluded[0]}): give {COUPLED_REACH}"
         )
 
     def keep_ratio(name: str, ratio: float) -> float:
@@ -160,6 +161,18 @@ def find_groups(
     return _with_budget(groups, layout, coupling, ratios[0], of_all)
 
 
+def out_of_reach(groups: Groups, numel: int) -> str:
+    """Say that groups of convolutions leave most of the `numel` parameters alone; "" if not so."""
+    kinds = [selections[0].kind for selections in groups.kinds]
+    if not kinds or "coupled" in kinds or 2 * groups.prunable_numel >= numel:
+        return ""
+    found = f"{groups.prunable_numel:,} of the {numel:,} parameters"
+    return (
+        f"{'+'.join(kinds)} groups are of convolutions, which have {found} to prune: all others "
+        f"stay, and are sent whole; give {COUPLED_REACH}"
+    )
+
+
 def _find_layers(
     model: nn.Module, index: dict[str, int], kinds: Sequence[str], ends: Ends
 ) -> tuple[list[tuple[str, PrunableLayer, list[str]]], list[str]]:
@@ -173,7 +186,10 @@ def _find_layers(
     ]
     convs = [(name, module) for name, module in weighted if isinstance(module, CONVOLUTIONS)]
     if not convs:
-        raise UserError("the model has no convolution layer to prune; choose a convolutional model")
+        raise UserError(
+            f"the model has no convolution layer to prune by {'+'.join(kinds)} groups: give "
+            f"{COUPLED_REACH}"
+        )
     classifier = ends.head or weighted[-1][0]
     stems = ends.stems or {convs[0][0]}
     excluded = [

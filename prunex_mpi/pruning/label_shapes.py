@@ -120,9 +120,11 @@ def _count(
         if len(varying(found)) > 1:
             labels.cuts.append(Cut(thin(found)[0]))
     if name in SIZED and len(moved) == 1:
-        dims = moved[0].dim()
-        first = args[1] % (dims or 1) if name == "unflatten" and len(args) > 1 else 0
-        given = args[2:] if name == "unflatten" else args[1:]
+        dims, first, given = moved[0].dim(), 0, args[1:]
+        if name == "unflatten":
+            # Of the dimensions that there were.
+            first = kwargs.get("dim", args[1] if len(args) > 1 else 0) % args[0].dim()
+            given = args[2:]
         if len(given) == 1 and isinstance(given[0], list | tuple):
             given = given[0]
         for number, size in enumerate(given or kwargs.get("sizes", ())):
@@ -175,7 +177,7 @@ def _index(labels: Labels, found: Tensor, index: object) -> bool:
             else:
                 # A tensor of truths may stand for several dimensions.
                 sound &= isinstance(item, Tensor) and item.dtype == torch.int64
-                sound &= varying(found) != [dim] and _fix(labels, found, dim)
+                sound &= _fix_beside(labels, found, dim)
             dim += 1
     return sound
 
@@ -186,13 +188,14 @@ def _slice(labels: Labels, found: Tensor, dim: int, item: slice) -> bool:
     if dim not in varying(found) or (start, stop, step) == (0, size, 1):
         return True
     if step != 1 or stop <= start:
-        return False
+        return _fix_beside(labels, found, dim)
     ends = [end for end in (item.start, item.stop) if end is not None and end != 0]
     if all(isinstance(end, Counted) and end > 0 for end in ends):
         for end in ends:
             labels.uses.append(Use(end.source, found.narrow(dim, 0, end), dim))
         return True
-    return start % (stop - start) == 0 and _equal_pieces(labels, found, dim, stop - start)
+    equal = start % (stop - start) == 0 and _equal_pieces(labels, found, dim, stop - start)
+    return equal or _fix_beside(labels, found, dim)
 
 
 def _pieces(labels: Labels, found: Tensor, dim: int, sizes: Sequence[int]) -> bool:
@@ -203,7 +206,8 @@ def _pieces(labels: Labels, found: Tensor, dim: int, sizes: Sequence[int]) -> bo
             labels.uses.append(Use(size.source, found.narrow(dim, start, size), dim))
             start += size
         return True
-    return len(set(sizes)) == 1 and _equal_pieces(labels, found, dim, sizes[0])
+    equal = len(set(sizes)) == 1 and _equal_pieces(labels, found, dim, sizes[0])
+    return equal or _fix_beside(labels, found, dim)
 
 
 def _equal_pieces(labels: Labels, found: Tensor, dim: int, length: int) -> bool:
@@ -220,6 +224,14 @@ def _fix(labels: Labels, found: Tensor, dim: int) -> bool:
     if dim in varying(found):
         labels.cuts.append(Cut(thin(found)[0], (dim,)))
     return True
+
+
+def _fix_beside(labels: Labels, found: Tensor, dim: int) -> bool:
+    """Let a dimension keep its size, if channels may lie along another; say whether they may.
+
+    So do places of tokens in embeddings of them, which the code cuts apart as it likes.
+    """
+    return varying(found) != [dim] and _fix(labels, found, dim)
 
 
 # --------------------------------------------------------------------------------------------------

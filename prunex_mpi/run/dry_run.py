@@ -16,6 +16,7 @@ from prunex_mpi.methods.exchanges import module_of
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.compaction import build_plan
+from prunex_mpi.pruning.find_groups import out_of_reach
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import select
@@ -97,6 +98,8 @@ def dry_run(settings: Settings, topology: Topology) -> str:
             *payload_rows,
             *(("not pruned", text) for text in groups.excluded),
         ]
+        if line := out_of_reach(groups, layout.numel):
+            rows.append(("warning", line))
     text = format_lines(rows)
     if settings.link_gbit:
         table = cost_table(settings, travels[1.0])

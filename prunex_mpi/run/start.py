@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from mpi4py import MPI
 
@@ -25,6 +28,7 @@ from prunex_mpi.core.state import Work
 from prunex_mpi.core.steps import total_steps
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.local_sgd import advice
+from prunex_mpi.pruning.find_groups import out_of_reach
 from prunex_mpi.run.devices import (
     choose_device,
     keep_freed_memory,
@@ -36,6 +40,9 @@ from prunex_mpi.run.facts import gather_facts
 from prunex_mpi.run.machine import describe_machine
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import EVERY_RANK_ALONE, QUADRATIC
+
+# Layers behind which weights of any size do, and learning rates of ResNets with them.
+STEADYING = (_BatchNorm, _InstanceNorm, nn.GroupNorm)
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,11 @@ def tell_beforehand(world: MPI.Comm, work: Work) -> None:
         return
     for excluded in work.state.groups.excluded:
         log.info("not pruned: %s", excluded)
-    for line in advice(work.settings, work.problem.steps, work.problem.lr_scale):
+    if line := out_of_reach(work.state.groups, work.state.layout.numel):
+        log.warning("%s", line)
+    problem = work.problem
+    steady = any(isinstance(module, STEADYING) for module in problem.model.modules())
+    for line in advice(work.settings, problem.steps, problem.lr_scale, steady=steady):
         log.warning("%s", line)
     _warn_of_smaller_batches(work)
 

@@ -23,6 +23,7 @@ from prunex_mpi.settings.methods import (
     SHRINKING,
     SPARSE,
     WITH_MOMENTUM,
+    WITH_OPTIMIZER,
 )
 
 CROSS_ENTROPY = "cross-entropy"
@@ -209,7 +210,7 @@ class Settings:
         methods=BY_ITERATION,
     )
     batch_size: int = _setting(_S, "images per rank and step", low=1)
-    lr: float = _setting(_S, "peak learning rate", above=0)
+    lr: float = _setting(_S, "peak learning rate (adamw: 0.001)", above=0)
     lr_schedule: str = _setting(_S, "learning rate curve", choices=("constant", "cosine", "step"))
     lr_warmup: float = _setting(_S, "linear warm-up, as a fraction of all steps", low=0, below=1)
     lr_final: float = _setting(_S, "end of the cosine, as a fraction of lr", low=0, high=1)
@@ -225,14 +226,14 @@ class Settings:
     momentum: float = _setting(
         _S, "momentum of SGD, beta 1 of AdamW", low=0, below=1, methods=WITH_MOMENTUM
     )
-    weight_decay: float = _setting(_S, "L2 penalty lambda; of AdamW decoupled", low=0)
+    weight_decay: float = _setting(_S, "L2 penalty lambda (adamw, decoupled: 0.05)", low=0)
     optimizer: str = _setting(
         _S,
-        "optimizer of the local steps between exchanges",
+        "what takes the local steps, or those of the mean gradient",
         "sgd",
         before="sgd",
         choices=("sgd", "adamw"),
-        methods=BY_ITERATION,
+        methods=WITH_OPTIMIZER,
         former="inner-optimizer",
     )
     inner_momentum: str = _setting(

@@ -33,6 +33,8 @@ PLAIN_MEAN = ("dense", "prunetrain")
 # Those whose momentum is inside what the workers send, and those of them that decay weights there.
 OWN_MOMENTUM = ("dgc", "lion")
 OWN_DECAY = ("dgc",)
+# Those whose steps, local or of the mean gradient, an optimizer of torch's takes.
+WITH_OPTIMIZER = tuple(method for method in METHODS if method not in OWN_MOMENTUM)
 # Those whose momentum is `--momentum`.
 WITH_MOMENTUM = tuple(method for method in METHODS if method != "lion")
 # Those that prune the groups of `--groups`.
@@ -59,6 +61,10 @@ METHOD_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "prunex-flat": {"overlap_steps": 0},
     "lion": {"lr": 0.001, "weight_decay": 0.05},
     "pactrain": {"prune_iteration": Fraction(0)},
+}
+# And where an optimizer's is not that of SGD: rates of another size, and what goes by them.
+OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "adamw": {"lr": 0.001, "weight_decay": 0.05, "qsr_alpha": 0.001},
 }
 # And where a method's is not the one that it has with other presets.
 PRESET_DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {

@@ -20,7 +20,7 @@ from prunex_mpi.settings.fields import (
     key_of,
     methods_of,
 )
-from prunex_mpi.settings.methods import METHOD_DEFAULTS, PRESET_DEFAULTS
+from prunex_mpi.settings.methods import METHOD_DEFAULTS, OPTIMIZER_DEFAULTS, PRESET_DEFAULTS
 from prunex_mpi.settings.values import (
     AUTO,
     convert,
@@ -88,7 +88,8 @@ def _joined(saved: Mapping[str, Any]) -> dict[str, Any]:
 def build(preset: str, layers: Sequence[Mapping[str, Any]]) -> Settings:
     """Lay converted values over a preset, the later the stronger; resolve and check the result."""
     method = next((x["method"] for x in reversed(layers) if "method" in x), "prunex")
-    usual = _defaults(preset, method)
+    optimizer = next((x["optimizer"] for x in reversed(layers) if "optimizer" in x), "sgd")
+    usual = _defaults(preset, method, optimizer)
     values = dict(usual)
     for layer in layers:
         _lay_over(values, _given_to(method, preset, layer))
@@ -106,7 +107,7 @@ def _given_to(method: str, preset: str, layer: Mapping[str, Any]) -> dict[str, A
     written_by = layer.get("method", method)
     if written_by == method:
         return dict(layer)
-    theirs, before = _defaults(preset, written_by), _before()
+    theirs, before = _defaults(preset, written_by, layer.get("optimizer", "sgd")), _before()
     kept = {}
     for name, value in layer.items():
         both = {written_by, method} <= {*methods_of(name)}
@@ -116,10 +117,15 @@ def _given_to(method: str, preset: str, layer: Mapping[str, Any]) -> dict[str, A
     return kept
 
 
-def _defaults(preset: str, method: str) -> dict[str, Any]:
-    """Return the values, not resolved yet, of a run that is given nothing but these two."""
+def _defaults(preset: str, method: str, optimizer: str = "sgd") -> dict[str, Any]:
+    """Return the values, not resolved yet, of a run that is given nothing but these.
+
+    The optimizer is not among them: a file that names one gives it.
+    """
     values = {name: field.default for name, field in FIELDS.items()} | preset_values(preset)
     own = {**METHOD_DEFAULTS.get(method, {}), **PRESET_DEFAULTS.get((preset, method), {})}
+    by_optimizer = OPTIMIZER_DEFAULTS.get(optimizer, {}).items()
+    own |= {name: value for name, value in by_optimizer if method in methods_of(name)}
     return {**values, **own, "preset": preset, "method": method}
 
 

@@ -88,9 +88,17 @@ def test_what_is_known_to_go_wrong_is_said():
     assert "lr 0.032 is high for adamw" in advice(adamw, 9, lr_scale=4.0)[0]
     (line,) = advice(make(method="diloco", optimizer="adamw", lr=0.001), 16)
     assert "give --inner-momentum keep" in line
-    (line,) = advice(make(method="qsr", optimizer="adamw"), 4)
+    (line,) = advice(make(method="qsr", optimizer="adamw", lr=0.2), 4)
     assert "lr 0.2 is high for adamw" in line
-    assert advice(make(method="qsr", optimizer="adamw", lr=0.001), 4) == []
+    assert advice(make(method="qsr", optimizer="adamw"), 4) == []
+    (line,) = advice(make(method="dense"), 9, steady=False)
+    assert "lr 0.2 with sgd" in line
+    assert "--optimizer adamw" in line
+    (line,) = advice(make(method="dgc", lr=0.025), 9, lr_scale=4.0, steady=False)
+    assert "lr 0.1 with sgd" in line
+    assert "adamw" not in line
+    for changes in ({"lr": 0.05}, {"optimizer": "adamw", "lr": 0.01}, {"method": "lion"}):
+        assert advice(make(**changes), 9, steady=False) == []
 
 
 def test_reset_forgets_the_first_moment_of_adamw_alone():

@@ -166,6 +166,37 @@ class ApartAttention(nn.Module):
         return self.out(y.reshape(n, s, self.heads * self.size))
 
 
+class SeparateAttention(nn.Module):
+    """Three layers for queries, keys and values, and the size of a head is the width over them."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.key, self.query, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.heads, self.drop = heads, nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, s, c = x.shape
+        made = (layer(x) for layer in (self.query, self.key, self.value))
+        q, k, v = (y.view(n, s, self.heads, c // self.heads).transpose(1, 2) for y in made)
+        attention = (q @ k.transpose(-2, -1) * (c // self.heads) ** -0.5).softmax(dim=-1)
+        return self.out((self.drop(attention) @ v).transpose(1, 2).reshape(n, s, c))
+
+
+class ChunkedAttention(nn.Module):
+    """With a norm of its own, queries, keys and values by chunk, and heads by unflatten(-1)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 48 * heads, bias=False), nn.Linear(16 * heads, width)
+        self.norm, self.heads = nn.LayerNorm(width), heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        q, k = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k))
+        v = v.unflatten(dim=-1, sizes=(self.heads, -1)).transpose(1, 2)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
 class OwnTransformer(nn.Module):
     """A class token, embeddings and two residual blocks around an attention of a user's."""
 
@@ -200,6 +231,35 @@ def hidden_dropout(num_classes: int, image_size: int) -> nn.Module:
 
 def apart_attention(num_classes: int, image_size: int) -> nn.Module:
     return OwnTransformer(ApartAttention, num_classes, image_size)
+
+
+def separate_attention(num_classes: int, image_size: int) -> nn.Module:
+    return OwnTransformer(SeparateAttention, num_classes, image_size)
+
+
+def chunked_attention(num_classes: int, image_size: int) -> nn.Module:
+    return OwnTransformer(ChunkedAttention, num_classes, image_size)
+
+
+class Placed(OwnTransformer):
+    """Embeddings of places that are cut apart, and the mean of what is no class token."""
+
+    def __init__(self, num_classes: int, image_size: int) -> None:
+        super().__init__(OwnAttention, num_classes, image_size)
+        self.places = nn.Parameter(0.1 * torch.randn(1, 90, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = x + self.place[:, 1:] + self.places[:, 3 : x.shape[1] + 3]
+        first, _ = self.places.split([1, 89], dim=1)
+        x = torch.cat([(self.token + first).repeat(len(x), 1, 1), x], dim=1)
+        for norm, attention in zip(self.norms, self.attentions, strict=False):
+            x = x + attention(norm(x))
+        return self.head((x + self.mlp(self.norms[2](x)))[:, 1:].mean(dim=1))
+
+
+def placed(num_classes: int, image_size: int) -> nn.Module:
+    return Placed(num_classes, image_size)
 
 
 class Gated(nn.Module):
@@ -324,6 +384,9 @@ NETWORKS: dict[Callable[[int, int], nn.Module], float] = {
     own_attention: 0.35,
     dropping_attention: 0.35,
     apart_attention: 0.35,
+    separate_attention: 0.35,
+    chunked_attention: 0.35,
+    placed: 0.37,
     gated: 0.35,
     normed: 0.35,
     parts: 0.31,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from coupled_nets import DroppingAttention, HiddenDropout, OwnAttention
+from coupled_nets import DroppingAttention, HiddenDropout, OwnAttention, SeparateAttention
 from safetensors.torch import save_file
 from torch import nn
 
@@ -88,13 +88,22 @@ def test_variants_of_attention_are_refused(options: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
+@pytest.mark.parametrize(
+    ("kind", "firsts", "last"),
+    [
+        (OwnAttention, ("qkv",), "proj"),
+        (SeparateAttention, ("query", "key", "value"), "out"),
+    ],
+)
 @torch.no_grad()
-def test_attention_is_known_whatever_its_weights_are(value: float) -> None:
-    attention = OwnAttention(12, 3)
+def test_attention_is_known_whatever_its_weights_are(
+    kind: type[nn.Module], firsts: tuple[str, ...], last: str, value: float
+) -> None:
+    attention = kind(12, 3)
     for parameter in attention.parameters():
         parameter.fill_(value)
     found = self_attention_parts(attention)
-    assert (found.first, found.last, found.heads, found.head_dim) == ("qkv", "proj", 3, 4)
+    assert (found.firsts, found.last, found.heads, found.head_dim) == (firsts, last, 3, 4)
     slim = SlimSelfAttention(attention, 2)
     assert self_attention_parts(slim) == replace(found, heads=2)
     assert self_attention_parts(nn.Sequential(nn.Linear(4, 12), nn.Linear(4, 4))) is None

@@ -17,7 +17,7 @@ from prunex_mpi.models import layout as layouts
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.find_groups import OfAll, find_groups
+from prunex_mpi.pruning.find_groups import OfAll, find_groups, out_of_reach
 from prunex_mpi.pruning.groups import Groups, gemm_views
 from prunex_mpi.pruning.masks import apply_factors_, build_factors, kept_numel, mask_drift
 from prunex_mpi.pruning.projection import group_energies, kept_count, select
@@ -355,8 +355,8 @@ def test_frozen_convolutions_are_named_and_stay_the_first() -> None:
 @pytest.mark.parametrize(
     ("model", "kinds", "patterns", "message"),
     [
-        (nn.Linear(2, 2), ["channel"], [], "no convolution layer"),
-        (nn.Conv2d(3, 4, 3), ["channel"], [], "image's"),
+        (nn.Linear(2, 2), ["channel"], [], "no convolution layer .*give --groups coupled"),
+        (nn.Conv2d(3, 4, 3), ["channel"], [], "image's.*give --groups coupled"),
         (Convolutions(), ["channel"], [("layer9.*", 0.5)], "no prunable layer matches 'layer9"),
     ],
 )
@@ -366,6 +366,18 @@ def test_nothing_to_prune_is_a_user_error(
     with pytest.raises(UserError, match=message) as caught:
         prepare(model, kinds, by_layer=patterns)
     assert "\n" not in str(caught.value)
+
+
+def test_groups_of_convolutions_that_reach_little_say_so() -> None:
+    convolutions = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+    layout, groups = prepare(nn.Sequential(*convolutions, nn.Linear(64, 64)), ["channel"])
+    line = out_of_reach(groups, layout.numel)
+    assert "576 of the 4,968 parameters" in line
+    assert "--groups coupled" in line
+    layout, groups = prepare(nn.Sequential(*convolutions, nn.Linear(64, 2)), ["channel"])
+    assert out_of_reach(groups, layout.numel) == ""
+    _, layout, groups = coupled_groups()
+    assert out_of_reach(groups, 10 * layout.numel) == ""
 
 
 class Coupled(nn.Module):

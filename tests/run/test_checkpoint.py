@@ -92,6 +92,7 @@ SCENARIOS = {
         "payload": "int4",
     },
     "dense": {"method": "dense"},
+    "dense adamw": {"method": "dense", "optimizer": "adamw", "lr": 0.002},
     "topk": {"method": "topk", "aggregation": "hierarchical"},
     # Pruned at the end of the first iteration, stable in the second.
     "pactrain": {

@@ -429,6 +429,21 @@ def test_a_resumed_run_may_be_given_what_was_asked_for_and_measured_otherwise(tm
             assert_refused(lambda given=(*again, *other): parse([*given]), words)
 
 
+@pytest.mark.parametrize("preset", ["recipe", "small", "finetune"])
+def test_defaults_may_depend_on_the_optimizer(preset):
+    found = make(preset, method="dense", optimizer="adamw")
+    assert (found.lr, found.weight_decay) == (0.001, 0.05)
+    found = make(preset, method="dense", optimizer="adamw", lr=0.003, weight_decay=0.0)
+    assert (found.lr, found.weight_decay) == (0.003, 0.0)
+    assert make(preset, method="dense").lr > 0.05
+    assert make(preset, method="qsr", optimizer="adamw").qsr_alpha == 0.001
+    # What means nothing to a method is the same for all its runs.
+    assert make(preset, optimizer="adamw").qsr_alpha == make(preset).qsr_alpha
+    # A file of a run says all, and one that somebody has written what it says.
+    saved = {name: getattr(make(preset, optimizer="adamw", lr=0.2), name) for name in FIELDS}
+    assert resumed(saved, {"optimizer": "adamw"}).lr == 0.2
+
+
 def test_defaults_may_depend_on_the_method(tmp_path):
     assert make(method="one-shot").prune_iteration == 32
     assert make(method="one-shot", outer_iterations=1).prune_iteration == 1
@@ -624,7 +639,8 @@ BAD_FLAGS = [
     ("--method diloco --outer-lr 0", "--outer-lr"),
     ("--method diloco --outer-momentum 1", "--outer-momentum"),
     ("--method diloco --optimizer adam", "did you mean 'adamw'"),
-    ("--method dense --optimizer adamw", "optimizer means nothing to method dense"),
+    ("--method dgc --optimizer adamw", "optimizer means nothing to method dgc"),
+    ("--method lion --optimizer adamw", "optimizer means nothing to method lion"),
     ("--method prunex --inner-momentum reset", "(it is for local-sgd, diloco, qsr, sparseloco"),
     ("--method dense --bn average", "bn means nothing to method dense"),
     ("--method local-sgd --qsr-alpha 0.3", "(it is for qsr)"),

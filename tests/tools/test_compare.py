@@ -333,7 +333,7 @@ def test_rows_of_a_plan_can_be_chosen(tmp_path):
         ("lr = 0.5", "piece-kib = 8", ["piece-kib", "[rows.dense]"]),
         ("lr = 0.5", 'payload = "int4"', ["payload", "dense"]),
         ("lr = 0.5", "lrr = 0.5", ["'lrr'", "'lr'"]),
-        ('model = "resnet8"', "lr = 1", ["lr", "[settings]"]),
+        ('model = "resnet8"', "lr = 1", ["lr", "[settings]", "in the rows"]),
         ("local-steps = 4", "local-steps = 8", ["as many samples", "local-sgd int4, T = 4"]),
         ("local-steps = 4", 'local-epochs = "1/4"\nlocal-steps = "auto"', ["auto", "T = 4"]),
         ("[rows.prunex]", '[rows."local-sgd int4 T = 4"]', ["two rows", "local-sgd-int4-T-=-4"]),

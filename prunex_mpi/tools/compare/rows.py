@@ -113,6 +113,11 @@ def read_plan(path: str) -> tuple[dict[str, Any], tuple[Row, ...]]:
     if not named:
         raise UserError(f"{where} has no rows; write [rows.NAME]")
     common = from_table(given, f"[settings] of {where}")
+    if "lr" in common:
+        raise UserError(
+            f"lr can't stand in [settings] of {where}, since what suits one method suits no other: "
+            "write it in the rows, or give --tune-lr"
+        )
     _refuse(common, COMMON, f"[settings] of {where}")
     rows = tuple(_row(name, values, where) for name, values in named.items())
     folders = [row.folder for row in rows]
