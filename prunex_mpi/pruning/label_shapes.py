@@ -103,10 +103,21 @@ def _keep_apart(labels: Labels, name: str, operands: Sequence[Tensor]) -> bool:
 def _align(
     labels: Labels, found: list[Tensor], args: tuple, kwargs: dict[str, object], stacks: bool
 ) -> None:
-    """Join what is put together along another dimension: both must stay as wide as each other."""
+    """Join what is put together along another dimension: all must stay as wide as each other.
+
+    Where the channels of one repeat along that dimension it is one of places, such as tokens: all
+    places of the others, as of a parameter with numbers of its own for each, have these channels.
+    """
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     if not stacks:
-        found = [f.movedim(dim, 0)[0] for f in found]
+        dim %= found[0].dim()
+        ways = [varying(f) for f in found]
+        places = any(way and dim not in way for way in ways)
+        found = [
+            piece
+            for f, way in zip(found, ways, strict=True)
+            for piece in (f.unbind(dim) if places and dim in way else [f.select(dim, 0)])
+        ]
     if any(varying(f) for f in found):
         for other in found[1:]:
             labels.join(*thin(found[0], other))

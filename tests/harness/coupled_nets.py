@@ -242,20 +242,22 @@ def chunked_attention(num_classes: int, image_size: int) -> nn.Module:
 
 
 class Placed(OwnTransformer):
-    """Embeddings of places that are cut apart, and the mean of what is no class token."""
+    """Embeddings of places that are cut apart, registers, and the mean of all other tokens."""
 
     def __init__(self, num_classes: int, image_size: int) -> None:
         super().__init__(OwnAttention, num_classes, image_size)
         self.places = nn.Parameter(0.1 * torch.randn(1, 90, 24))
+        self.registers = nn.Parameter(0.1 * torch.randn(1, 4, 24))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.patch(x).flatten(2).transpose(1, 2)
         x = x + self.place[:, 1:] + self.places[:, 3 : x.shape[1] + 3]
         first, _ = self.places.split([1, 89], dim=1)
-        x = torch.cat([(self.token + first).repeat(len(x), 1, 1), x], dim=1)
+        extra = [(self.token + first).repeat(len(x), 1, 1), self.registers.expand(len(x), -1, -1)]
+        x = torch.cat([*extra, x], dim=1)
         for norm, attention in zip(self.norms, self.attentions, strict=False):
             x = x + attention(norm(x))
-        return self.head((x + self.mlp(self.norms[2](x)))[:, 1:].mean(dim=1))
+        return self.head((x + self.mlp(self.norms[2](x)))[:, 5:].mean(dim=1))
 
 
 def placed(num_classes: int, image_size: int) -> nn.Module:
