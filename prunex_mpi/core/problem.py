@@ -83,7 +83,10 @@ def load_dataset(
             image_size=settings.image_size,
             seed=settings.seed,
             part=Part(
-                *(world.rank, world.size, topology.host_size, going),
+                rank=world.rank,
+                size=world.size,
+                here=topology.host_size,
+                going=going,
                 val_share=settings.val_share,
                 room=room,
                 headers=headers,

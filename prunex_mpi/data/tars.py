@@ -106,8 +106,10 @@ def list_members(folder: Path, known: Mapping[str, Headers], going: Callable[[],
     than where it was read, or a picture has no class. `going` is called as it goes on.
     """
     paths = tar_files(folder)
-    found = [_as_here(path, known[path]) if path in known else None for path in paths]
-    every = [h or read_headers(path, going) for path, h in zip(paths, found, strict=True)]
+    every = [
+        _as_here(path, known[path]) if path in known else read_headers(path, going)
+        for path in paths
+    ]
     dotted = [f"{path}:{name}" for path, h in zip(paths, every, strict=True) for name in h.dotted]
     told = len(dotted), (dotted or [""])[0]
     names = [name for headers in every for name in headers.names]

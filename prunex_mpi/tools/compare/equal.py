@@ -9,7 +9,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.tools.compare.outcomes import Outcome, Tuning, by_row, ended
-from prunex_mpi.tools.compare.rates import hold_out, tune, tuning_length
+from prunex_mpi.tools.compare.rates import hold_out, tune
 from prunex_mpi.tools.compare.rows import Row, settings_of
 from prunex_mpi.tools.compare.runs import Bench, run_row
 
@@ -32,7 +32,7 @@ def run_equal(
     `world`.
     """
     options = bench.options
-    shares = affordable_shares(bench, rows, what, reference, rates, outcomes)
+    shares = affordable_shares(bench, rows, what, reference, outcomes)
     tunings = _tune_shorter(bench, rows, shares, what)
     chosen = {tuning.row: tuning.lr for tuning in tunings}
     found: list[Outcome] = []
@@ -51,12 +51,7 @@ def run_equal(
 
 
 def affordable_shares(
-    bench: Bench,
-    rows: Sequence[Row],
-    what: str,
-    reference: str,
-    rates: Mapping[str, float | None],
-    outcomes: Sequence[Outcome],
+    bench: Bench, rows: Sequence[Row], what: str, reference: str, outcomes: Sequence[Outcome]
 ) -> Shares:
     """Return how far the rows get that have spent more than `reference` in the mean.
 
@@ -79,14 +74,14 @@ def affordable_shares(
             if (row.name, seed) not in spent or (reference, seed) not in spent:
                 log.warning("%s, seed %d: none of equal %s, as one diverged", row.name, seed, what)
                 continue
-            whole = settings_of(options.common, row, seed, rates.get(row.name), options.length)
+            whole = settings_of(options.common, row, seed, length=options.length)
             took, allowed = spent[row.name, seed], spent[reference, seed]
             mine[seed] = affordable(whole.outer_iterations, took, allowed)
         try:
             for seed, share in mine.items():
-                settings_of(options.common, row, seed, rates.get(row.name), share * options.length)
+                settings_of(options.common, row, seed, length=share * options.length)
             if mine and row in options.tuned:
-                length = tuning_length(options, _first(mine))
+                length = options.tuning_length * _first(mine)
                 settings_of(options.common, row, options.tune_seed, options.grid[0], length)
         except UserError as error:
             # What all others have reached must not be lost for it.

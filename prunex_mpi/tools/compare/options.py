@@ -62,6 +62,11 @@ class Options:
         """The rows whose learning rate is searched."""
         return tuple(row for row in self.rows if row.lr is None) if self.grid else ()
 
+    @property
+    def tuning_length(self) -> Fraction:
+        """The share of a row's outer iterations that runs have which choose its learning rate."""
+        return self.length * self.tune_length
+
 
 def build_parser() -> Parser:
     """Return the parser of the comparison's flags, which converts nothing."""
@@ -254,7 +259,7 @@ def _check_rows(options: Options) -> None:
     refuse_unequal(trained)
     for row in options.tuned:
         try:
-            length = options.length * options.tune_length
+            length = options.tuning_length
             settings_of(options.common, row, options.tune_seed, options.grid[0], length)
         except UserError as error:
             raise UserError(f"with --tune-length {options.tune_length}: {error}") from None

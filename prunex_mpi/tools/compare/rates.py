@@ -7,7 +7,6 @@ from fractions import Fraction
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.compare import store
-from prunex_mpi.tools.compare.options import Options
 from prunex_mpi.tools.compare.outcomes import Outcome, Tuning
 from prunex_mpi.tools.compare.rows import Row, settings_of
 from prunex_mpi.tools.compare.runs import Bench, refuse_impossible, train
@@ -40,7 +39,7 @@ def tune(
     options = bench.options
     runs: dict[float, Outcome] = {}
     start = row.grid or options.grid
-    length = tuning_length(options, share)
+    length = options.tuning_length * share
     while (lr := next_rate({x: run.score for x, run in runs.items()}, start)) is not None:
         settings = settings_of(options.common, row, options.tune_seed, lr, length)
         settings = replace(settings, evaluate_every=settings.outer_iterations)
@@ -50,11 +49,6 @@ def tune(
     reached = max(tuning.scores.values())[0]
     chance = at_chance(reached, held_out.num_classes, held_out.test_total)
     return replace(tuning, chance=chance)
-
-
-def tuning_length(options: Options, share: Fraction = Fraction(1)) -> Fraction:
-    """Return the share of a plan's outer iterations that tunes where runs have a share of them."""
-    return options.length * options.tune_length * share
 
 
 def hold_out(load: Callable[[Settings], Dataset], settings: Settings) -> Dataset:
