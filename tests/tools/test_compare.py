@@ -738,6 +738,7 @@ def test_the_front_is_what_no_other_row_surpasses_for_less():
 
 def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first():
     ran = {f"row {n}": n / 100 for n in range(1, MOST_COURSES + 2)}
+    shares = {"row 1": 0.5, "row 2": 0.97}
 
     def drawn(count: int) -> tuple[list[str], int]:
         runs = [
@@ -748,7 +749,7 @@ def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first():
                 replace(
                     RAN,
                     curve=(RAN.curve[0], replace(RAN.curve[1], accuracy=accuracy)),
-                    parameters_left=RAN.parameters_left // (1 + (row == "row 1")),
+                    parameters_left=round(RAN.parameters_left * shares.get(row, 1.0)),
                 ),
             )
             for row, accuracy in list(ran.items())[:count]
