@@ -4,6 +4,7 @@ import hashlib
 import math
 import os
 import random
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import digests_agree, require_same, together, together_while
@@ -275,6 +276,8 @@ def build_problem(
         changes=Changes(resized_crop, settings.transforms),
     )
     together(topology.world, lambda: refuse_parts(settings, stream.batch_size, model))
+    if settings.compile:
+        together(topology.world, lambda: _try_compiler(device))
     loss, objective = together(topology.world, lambda: find_losses(settings, dataset.num_classes))
     draws = settings.seed, topology.world.rank
     mixing = Mixing(settings.mixup, settings.cutmix, dataset.num_classes, draws)
@@ -305,6 +308,17 @@ def build_problem(
         reader=dataset.reader,
         digest=dataset.digest,
     )
+
+
+def _try_compiler(device: torch.device) -> None:
+    # What is missing shows here in one line, not in the first local step.
+    try:
+        torch.compile(torch.neg)(torch.zeros(1, device=device))
+    except RuntimeError as error:
+        raise UserError(
+            f"compile: torch.compile fails on {socket.gethostname()} ({one_line(error)}); install "
+            "what it needs, such as a C++ compiler, or leave it away"
+        ) from None
 
 
 def measure_colours(

@@ -271,8 +271,6 @@ def _check_removal(settings: Settings) -> None:
         raise UserError(
             "remove-dropped needs masks that are final: give freeze-iteration or freeze-drift"
         )
-    if s.compile:
-        raise UserError("compile: remove-dropped changes the model while it runs; leave one away")
     if s.method in CONSENSUS and s.after_freeze != "local-sgd":
         raise UserError(
             f"after-freeze {s.after_freeze}: its duals are of the whole network; leave "
@@ -299,7 +297,7 @@ def _check_rival(settings: Settings) -> None:
             "outer-iterations of one-shot"
         )
     if s.method == "prunetrain" and s.compile:
-        raise UserError("compile: prunetrain changes the model while it runs; leave it away")
+        raise UserError("compile: prunetrain changes the model too often; leave it away")
     if s.method == "prunetrain" and s.reconfigure_every > s.outer_iterations:
         raise UserError(
             f"reconfigure-every {s.reconfigure_every} is more than the {s.outer_iterations} "

@@ -54,7 +54,9 @@ def make_work(settings, model, stream, steps=STEPS, loss=F.cross_entropy, side=6
         stream = Moved(stream)
     state.memory |= memory_of(settings, layout, state.theta) | memory_of_scores(settings, state)
     nothing = Shard(torch.empty(0), torch.empty(0))
-    problem = Problem(model, model, loss, stream, nothing, None, iter, steps, *torch.zeros(2, 3))
+    # Without code in C++, which takes its time: what is seen is whether it follows the model.
+    forward = torch.compile(model, backend="aot_eager") if settings.compile else model
+    problem = Problem(model, forward, loss, stream, nothing, None, iter, steps, *torch.zeros(2, 3))
     return Work(state, problem, settings, SMALL_BUCKETS, Heartbeat())
 
 

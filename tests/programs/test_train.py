@@ -267,6 +267,12 @@ def test_exception_on_one_rank_ends_the_job(tmp_path):
     assert not (tmp_path / "run/summary.json").exists()
 
 
+def test_what_cannot_compile_says_so_before_it_trains(tmp_path):
+    places = {"CXX": str(tmp_path / "none"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}
+    result = train(2, [*QUICK, "--compile", "--run-dir", "run"], tmp_path, **places)
+    assert_refused(result, 2, "compile: torch.compile fails on ")
+
+
 @pytest.mark.long
 def test_a_signal_that_the_launcher_passes_on_leaves_a_checkpoint(tmp_path):
     """Ctrl-C with MPICH; with Open MPI, which ends its ranks on that, SIGUSR1."""

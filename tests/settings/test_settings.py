@@ -630,7 +630,7 @@ BAD_FLAGS = [
     ("--method omnireduce --amp fp16", "amp fp16: what omnireduce keeps"),
     ("--method omnireduce --powersgd-rank 3", "(it is for powersgd)"),
     ("--method topk --dgc-sample 0.5", "dgc-sample means nothing to method topk"),
-    ("--method prunetrain --compile", "prunetrain changes the model while it runs"),
+    ("--method prunetrain --compile", "prunetrain changes the model too often"),
     ("--method prunetrain --reconfigure-every 65", "nothing would be removed"),
     ("--method prunetrain --lasso-ratio 1", "--lasso-ratio must be below 1"),
     ("--method prunetrain --prune-threshold 0", "--prune-threshold must be above 0"),
