@@ -275,7 +275,8 @@ def build_problem(
         changes=Changes(resized_crop, settings.transforms),
     )
     together(topology.world, lambda: refuse_parts(settings, stream.batch_size, model))
-    loss, objective = together(topology.world, lambda: find_losses(settings, dataset.num_classes))
+    tried = settings, dataset.num_classes, device
+    loss, objective = together(topology.world, lambda: find_losses(*tried))
     draws = settings.seed, topology.world.rank
     mixing = Mixing(settings.mixup, settings.cutmix, dataset.num_classes, draws)
     agreed = digests_agree(topology.world, _digest(model))
