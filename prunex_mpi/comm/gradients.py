@@ -38,6 +38,7 @@ class GradientAverager:
         self.wire = wire
         self.comm = wire.comm
         self.handles = []
+        self.stream: cuda.Stream | None = None
         self.listen_to(model, layout, grad)
 
     def listen_to(self, model: nn.Module, layout: Layout, grad: Tensor) -> None:
@@ -71,7 +72,8 @@ class GradientAverager:
         self.bounds.append((0, stop))
         if self.queued:
             self.marks = [cuda.Event() for _ in self.bounds]
-            self.stream = cuda.Stream(grad.device)
+            # Torch has few, and hands them out in turn: another one may be the current stream.
+            self.stream = self.stream or cuda.Stream(grad.device)
         self.members = [bucket_of.count(b) for b in range(len(self.bounds))]
         parameters = [p for p in model.parameters() if p.requires_grad]
         for bucket, parameter in zip(bucket_of, parameters, strict=True):
@@ -90,6 +92,10 @@ class GradientAverager:
 
         Raises UserError where a parameter got several gradients, one after the other.
         """
+        if self.comm.size == 1:
+            # There is nobody to wait for, and so nothing that the device would have to be done for.
+            self.wire.count(self.grad.nbytes)
+            return
         if self.overlap:
             # Parameters that took no part in the loss fire no hook.
             self._start(all_of_them=True)
@@ -101,8 +107,7 @@ class GradientAverager:
             self._refuse_late()
         else:
             self.wire.reduce_(self.grad)
-        if self.comm.size > 1:
-            torch.div(self.sums, self.comm.size, out=self.grad)
+        torch.div(self.sums, self.comm.size, out=self.grad)
 
     def close(self) -> None:
         """Remove the hooks from the model."""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.comm import gradients
+from prunex_mpi.comm import gradients, traffic
 from prunex_mpi.comm import wire as wires
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.gradients import GradientAverager
@@ -240,13 +240,14 @@ class Queue:
 
     def __init__(self) -> None:
         self.told: list[tuple[str, int]] = []
-        self.marks = 0
+        self.marks = self.streams = 0
 
     def Event(self) -> "Mark":
         self.marks += 1
         return Mark(self, self.marks - 1)
 
     def Stream(self, _device: torch.device) -> "Queue":
+        self.streams += 1
         return self
 
     @contextmanager
@@ -324,6 +325,25 @@ def test_what_a_device_queues_is_reduced_bucket_by_bucket_when_its_mark_is_reach
         ]
         assert queue.told[-2:] == [("back", 0), ("joined", 0)]
     assert mine.traffic.intra == (2 * grad.nbytes if WORLD.size > 1 else 0)
+    # A network that has become smaller needs no other stream, of which torch has 32.
+    averager.listen_to(model, layout, grad)
+    assert queue.streams == (WORLD.size > 1)
+    averager.close()
+
+
+def test_a_rank_alone_does_not_wait_for_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(traffic, "now", lambda device: waited.append(device) or 0.0)
+    model, layout, grad = prepare()
+    alone = wire_of(MPI.COMM_SELF, Transport(208))
+    averager = GradientAverager(alone, model, layout, grad)
+    averager.begin()
+    backward(model, 0, 0, "left")
+    mine = grad.clone()
+    averager.finish_()
+    assert torch.equal(grad, mine) and grad.any()
+    assert waited == []
+    assert alone.traffic.payload == grad.nbytes
     averager.close()
 
 

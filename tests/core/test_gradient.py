@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from driving import make_work, wire_of
+from driving import CPU, make_work, wire_of
 from nodes import WORLD
 from torch import nn
 
@@ -86,7 +86,7 @@ def test_clipping_is_that_of_torch(limit: float) -> None:
 
 
 def test_smoothed_labels_are_trained_on_and_not_measured_by() -> None:
-    loss, objective = find_losses(make(label_smoothing=0.2), CLASSES)
+    loss, objective = find_losses(make(label_smoothing=0.2), CLASSES, CPU)
     outputs, labels = torch.randn(4, CLASSES), torch.tensor([0, 1, 2, 3])
     shares = F.one_hot(labels, CLASSES) * 0.8 + 0.2 / CLASSES
     by_hand = -(shares * outputs.log_softmax(1)).sum(1).mean()
@@ -135,12 +135,12 @@ def test_mixed_images_are_trained_on() -> None:
 )
 def test_what_is_no_loss_is_refused_in_a_line(name: str, why: str) -> None:
     with pytest.raises(UserError) as caught:
-        find_losses(make(loss=name), 2)
+        find_losses(make(loss=name), 2, CPU)
     assert why in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_own_loss_is_trained_on_and_measured_by() -> None:
-    loss, objective = find_losses(make(loss="torch.nn.functional:multi_margin_loss"), CLASSES)
+    loss, objective = find_losses(make(loss="torch.nn.functional:multi_margin_loss"), CLASSES, CPU)
     assert loss is objective is F.multi_margin_loss
     with pytest.raises(UserError, match="mixup is for cross-entropy"):
         make(loss="a:b", mixup=0.1)

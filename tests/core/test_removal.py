@@ -48,8 +48,8 @@ SCENARIOS = {
     "adamw int4": {**PRUNEX, "optimizer": "adamw", "lr": 0.002, "payload": "int4"},
     "behind": {**PRUNEX, "overlap_steps": 1, "evaluate_every": 7, "payload": "int4"},
     "one-shot": {**ONE_SHOT, "score": "taylor", "payload": "bf16"},
-    "compiled": {**PRUNEX, "compile": True},
 }
+COMPILED = {**PRUNEX, "compile": True}
 
 
 class Attention(nn.Module):
@@ -84,12 +84,13 @@ def run(settings, ranks_per_node, make_model):
     ("scenario", "ranks_per_node", "make_model"),
     [
         *((scenario, shape, CoupledNet) for scenario in SCENARIOS for shape in (1, 2)),
+        pytest.param("compiled", 1, CoupledNet, marks=pytest.mark.long),
         ("prunex", 3, CoupledNet),
         ("prunex", 2, Attention),
     ],
 )
 def test_it_goes_on_as_with_zeros(scenario, ranks_per_node, make_model):
-    settings = {**COMMON, **SCENARIOS[scenario]}
+    settings = {**COMMON, **SCENARIOS.get(scenario, COMPILED)}
     whole, state = run(make(**{**settings, "compile": False}), ranks_per_node, make_model)
     small, smaller = run(make(**settings, remove_dropped=True), ranks_per_node, make_model)
     assert smaller.theta.numel() < 0.8 * state.theta.numel()

@@ -10,7 +10,7 @@ from nodes import WORLD
 
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.behind import exchanging_behind
-from prunex_mpi.comm.collectives import build_transport
+from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.problem import load_dataset
@@ -54,14 +54,18 @@ SCENARIOS = {
 
 @contextmanager
 def small_run(
-    topology: Topology, scenario: str, heartbeat: Heartbeat | None = None, **changes: Any
+    topology: Topology,
+    scenario: str,
+    heartbeat: Heartbeat | None = None,
+    place: tuple[torch.device, Transport] = (CPU, TRANSPORT),
+    **changes: Any,
 ) -> Iterator[Work]:
-    """Have what a rank works on in a run of `scenario`."""
+    """Have what a rank works on in a run of `scenario`; `place` is its device, and how it sends."""
     settings = make(**{**COMMON, **SCENARIOS[scenario], **changes})
-    dataset = load_dataset(topology, settings)
-    work = assemble(topology, settings, dataset, CPU, TRANSPORT, heartbeat or Heartbeat())
+    dataset = load_dataset(topology, settings, device=place[0])
+    work = assemble(topology, settings, dataset, *place, heartbeat or Heartbeat())
     with (
         stop_agreement(WORLD, ReceivedSignal(), None) as stop,
-        exchanging_behind(topology, goes_behind_steps(settings), TRANSPORT) as behind,
+        exchanging_behind(topology, goes_behind_steps(settings), place[1]) as behind,
     ):
         yield replace(work, stop=stop, behind=behind)

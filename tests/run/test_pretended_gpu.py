@@ -1,0 +1,71 @@
+"""Whole runs whose tensors lie on a GPU, as far as that can be told on a machine without one."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from nodes import WORLD, nodes_of
+from pretended import GPU, pretended_gpu
+from small_runs import PRUNING, SCENARIOS, small_run
+
+from prunex_mpi.comm.collectives import build_transport
+from prunex_mpi.run.snapshot import contents, put_all, put_common
+from prunex_mpi.run.summary import save_model
+from prunex_mpi.run.supervision import driver_of
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(WORLD.size != 2, reason="two nodes of a rank do all that more would do"),
+]
+
+COUPLED = {**PRUNING, "groups": ("coupled",)}
+# What the scenarios of small runs leave out.
+MORE = {
+    "removal": {**COUPLED, "remove_dropped": True, "freeze_iteration": 2, "ema": 0.5},
+    "gates": {**COUPLED, "score": "gates", "payload": "int2", "val_share": 0.25},
+    "fisher": {**COUPLED, "score": "fisher", "dropped": "shrink", "optimizer": "adamw"},
+    "fp16": {**PRUNING, "amp": "fp16", "clip_norm": 1.0, "mask_agreement": "or"},
+    "changed": {**PRUNING, "augment": "resized-crop", "transforms": ("aug-mix",)},
+    "diloco": {"method": "diloco"},
+    "dgc": {"method": "dgc"},
+    "powersgd": {"method": "powersgd"},
+    "omnireduce": {"method": "omnireduce"},
+    "all blocks": {"method": "omnireduce", "block_top": 1.0},
+    "bf16": {"method": "bf16"},
+    "terngrad": {"method": "terngrad"},
+    "lion": {"method": "lion"},
+    "adacgd": {"method": "adacgd"},
+    "ternary": {
+        **{"method": "pactrain", "prune_iteration": 1, "stable_window": 1},
+        **{"ternary": True, "adaptive": True},
+    },
+}
+
+
+def run_there(scenario: str, changes: dict) -> dict[str, int]:
+    """Train on the GPU, one rank per node, keep and restore it all; return what was waited for."""
+    with pretended_gpu() as waits, nodes_of(1) as topology:
+        place = GPU, build_transport(GPU, 2**-10, "host")
+        with small_run(topology, scenario, place=place, **changes) as work:
+            records = list(driver_of(work.settings).outer_iterations(topology, work))
+            assert len(records) == work.settings.outer_iterations
+            trained = dict(waits)
+            kept = contents(topology, work.state, work.problem)
+            put_all(topology, *kept, work)
+            put_common(topology, lambda going: iter([kept]), WORLD.size, work)
+            with TemporaryDirectory() as folder:
+                save_model(Path(folder), work.state, work.problem, lambda: None)
+    return trained
+
+
+@pytest.mark.parametrize("scenario", [*SCENARIOS, *MORE])
+def test_nothing_that_lies_elsewhere_is_taken_for_what_lies_on_a_gpu(scenario: str) -> None:
+    changes = MORE.get(scenario, {})
+    base = "dense" if "method" in changes else "recipe"
+    run_there(base if changes else scenario, changes)
+
+
+@pytest.mark.parametrize("scenario", ["recipe", "local sgd", "flat consensus"])
+def test_a_local_step_waits_for_no_gpu(scenario: str) -> None:
+    few, many = (run_there(scenario, {"local_steps": steps}) for steps in (1, 4))
+    assert few == many
