@@ -27,6 +27,7 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.best import Judged, best_of, delivered, memory_of_best
 from prunex_mpi.core.ema import memory_of_ema
 from prunex_mpi.core.evaluation import judge
+from prunex_mpi.core.listing import share_contents
 from prunex_mpi.core.problem import (
     build_problem,
     choose_rules,
@@ -99,7 +100,8 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
         if world.rank == 0:
             log.info("%s", place.layout)
         if settings.dry_run:
-            text = together(world, lambda: dry_run(settings, topology))
+            known = share_contents(world, settings.dataset, settings.data_dir, heartbeat)
+            text = together(world, lambda: dry_run(settings, topology, known))
             if world.rank == 0:
                 print(text, flush=True)
             return 0
