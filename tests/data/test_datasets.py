@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from prunex_mpi.base import files
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.data import cifar, folders, sources
 from prunex_mpi.data import datasets as data
@@ -348,7 +349,7 @@ def test_who_waits_for_a_download_goes_on_as_it_grows(
             super().__init__(root, train, download)
 
     monkeypatch.setattr(cifar, "CIFAR10", Slow)
-    monkeypatch.setattr(cifar, "LOOK_S", 0.01)
+    monkeypatch.setattr(files, "LOOK_S", 0.01)
     calls: list[int] = []
 
     def work(rank: int) -> Dataset:
