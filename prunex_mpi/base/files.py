@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import socket
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,8 @@ from prunex_mpi.base.units import MIB
 T = TypeVar("T")
 
 CHUNK_BYTES = 4 * MIB
+# How often to look whether what a thread does has gone on.
+LOOK_S = 0.5
 # The files of a run directory that grow by lines; runs of before had the first two.
 FIRST_LINES = ("metrics.jsonl", "layers.jsonl")
 LINES = (*FIRST_LINES, "ranks.jsonl")
@@ -54,6 +58,45 @@ def read_record(
             done += count
             going()
     return FileRecord(done, crc32)
+
+
+def while_growing(
+    files: Callable[[], Iterable[Path]], going: Callable[[], None], fetch: Callable[[], T]
+) -> T:
+    """Return `fetch()`, done by a thread; call `going` as often as `files()` have grown together.
+
+    Who waits for another process that fetches them sees them grow as well.
+    """
+
+    def size_of(path: Path) -> int:
+        # One that was there a moment ago may have got its last name.
+        with suppress(FileNotFoundError):
+            return path.stat().st_size
+        return 0
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(fetch)
+        before = -1
+        while not wait([future], LOOK_S).done:
+            size = sum(map(size_of, files()))
+            if size != before:
+                going()
+            before = size
+        return future.result()
+
+
+def remove_folder(folder: Path, going: Callable[[], None]) -> None:
+    """Remove a folder with all that is in it, and call `going` for each file; raise OSError.
+
+    One that is a link is refused.
+    """
+    if not folder.is_symlink():
+        with os.scandir(folder) as entries:
+            files = [entry.path for entry in entries if entry.is_file(follow_symlinks=False)]
+        for file in files:
+            os.unlink(file)
+            going()
+    shutil.rmtree(folder)
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -21,7 +21,7 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import digests_agree, require_same, together, together_while
 from prunex_mpi.comm.collectives import Transport, bcast_, hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.listing import share_headers
+from prunex_mpi.core.listing import share_contents
 from prunex_mpi.core.objective import find_losses
 from prunex_mpi.core.state import Problem
 from prunex_mpi.data.batches import (
@@ -66,7 +66,7 @@ def load_dataset(
     heartbeat = heartbeat or Heartbeat()
     world = topology.world
     room = free_room(topology, device)
-    headers = share_headers(world, settings.dataset, settings.data_dir, heartbeat)
+    known = share_contents(world, settings.dataset, settings.data_dir, heartbeat)
     dataset = together_while(
         world,
         lambda going: load(
@@ -90,7 +90,7 @@ def load_dataset(
                 going=going,
                 val_share=settings.val_share,
                 room=room,
-                headers=headers,
+                known=known,
             ),
         ),
         heartbeat.go_on,

@@ -1,7 +1,6 @@
 """Read CIFAR-10 and CIFAR-100, downloaded by one process of all that want them."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from http.client import HTTPException
 from pathlib import Path
 
@@ -10,10 +9,8 @@ from filelock import FileLock
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
+from prunex_mpi.base.files import while_growing
 from prunex_mpi.data.batches import Shard
-
-# While files are fetched: how often to look whether they have grown.
-LOOK_S = 0.5
 
 
 def read_cifar(
@@ -39,7 +36,10 @@ def read_cifar(
                 with FileLock(data_dir / f".{name}.lock"):
                     return cifar(data_dir, train=train, download=True)
 
-            half = _while_growing(data_dir, cifar, going, fetch)
+            def files() -> list[Path]:
+                return [data_dir / cifar.filename, *(data_dir / cifar.base_folder).glob("*")]
+
+            half = while_growing(files, going, fetch)
         except (RuntimeError, OSError, HTTPException) as error:
             message = f"cannot download {name} to {data_dir} ({one_line(error)}): "
             advice = "check the network, or copy the files there from another machine"
@@ -47,22 +47,3 @@ def read_cifar(
     going()
     images = torch.from_numpy(half.data).permute(0, 3, 1, 2)
     return Shard(images, torch.tensor(half.targets, dtype=torch.int64)), tuple(half.classes)
-
-
-def _while_growing(
-    folder: Path, cifar: type[CIFAR10], going: Callable[[], None], fetch: Callable[[], CIFAR10]
-) -> CIFAR10:
-    """Return `fetch()`, done by a thread; call `going` as often as files in `folder` have grown.
-
-    Who waits for another process that fetches them sees them grow as well.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(fetch)
-        before = -1
-        while not wait([future], LOOK_S).done:
-            files = [folder / cifar.filename, *(folder / cifar.base_folder).glob("*")]
-            size = sum(path.stat().st_size for path in files if path.exists())
-            if size != before:
-                going()
-            before = size
-        return future.result()

@@ -1,6 +1,6 @@
 """Load each rank's part of a data set into memory, as uint8 images, or say where they lie."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -17,12 +17,11 @@ from prunex_mpi.data.balanced import hold_out
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.cache import cached
 from prunex_mpi.data.reading import Access, Reader
-from prunex_mpi.data.sources import FIXED_SEED, Source, find_source
+from prunex_mpi.data.sources import FIXED_SEED, Known, Source, find_source
 from prunex_mpi.data.streamed import Streamed, load_all
-from prunex_mpi.data.tars import Headers
 
 IN_MEMORY = Access()
-NO_HEADERS: Mapping[str, Headers] = MappingProxyType({})
+NOTHING_KNOWN: Known = MappingProxyType({})
 # Of a limit, where images stay in memory unasked: a job needs more than them.
 AUTO_SHARE = 0.8
 
@@ -32,8 +31,8 @@ class Part(NamedTuple):
 
     `here` ranks share the memory of this machine. `going` is called as loading goes on. So much as
     `val_share` of the training images is held out. Where the training images go to the rank's GPU
-    as well, `room` bytes are free on it. `headers` are those of tar files that are known already,
-    by path; all others are read.
+    as well, `room` bytes are free on it. `known` is what other ranks have read
+    of class folders or tar files; all others are read.
     """
 
     rank: int
@@ -42,7 +41,7 @@ class Part(NamedTuple):
     going: Callable[[], None] = lambda: None
     val_share: float = 0.0
     room: int | None = None
-    headers: Mapping[str, Headers] = NO_HEADERS
+    known: Known = NOTHING_KNOWN
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def load(
     part = Part(*part)
     rank, size = part.rank, part.size
     source = find_source(
-        name, data_dir, access, (train_samples, test_samples), image_size, part.headers, part.going
+        name, data_dir, access, (train_samples, test_samples), image_size, part.known, part.going
     )
     streams = _streams(name, source, access.mode, (train_samples, test_samples), part)
     train_order = _order("train", source.counts[0], train_samples, seed)

@@ -1,7 +1,7 @@
 """List the images of class folders, and what else lies there."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -10,6 +10,18 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.checks.findings import listed
+
+
+@dataclass(frozen=True)
+class Names:
+    """What lies in one folder, hidden names apart, sorted; `state` tells when it is another one.
+
+    "" where that can't be told.
+    """
+
+    state: str
+    folders: list[str]
+    files: list[str]
 
 
 @dataclass(frozen=True)
@@ -45,22 +57,33 @@ class Listing:
         ]
 
 
-def list_images(folder: Path, beat: Callable[[], None]) -> Listing:
+def class_folders(folder: Path) -> list[str]:
+    """Return the folders in a folder, sorted by name."""
+    return [f"{folder}/{name}" for name in _entries(str(folder))[0]]
+
+
+def list_images(folder: Path, known: Mapping[str, Names], going: Callable[[], None]) -> Listing:
     """List folder/<class>/*; raise UserError (UNREADABLE) where there is no image.
 
-    `beat` is called once for each class.
+    `known` is what others have found in class folders, by path; all others are read here, and those
+    that are not the same here. `going` is called once for each class.
     """
     found = Listing(str(folder), [], [], [], [])
     folders, beside = _entries(found.folder)
     found.foreign.extend(beside)
     for name in folders:
-        beat()
-        names = _entries(f"{folder}/{name}")
+        path = f"{folder}/{name}"
+        names = known.get(path)
+        if names is None or not names.state or names.state != _state(path):
+            names = read_names(path, going)
+        else:
+            going()
         # By the name alone: what is no image in spite of it is named when it can't be decoded.
-        images = [x for x in chain(*names) if x.lower().endswith(IMG_EXTENSIONS)]
-        found.images.extend(f"{folder}/{name}/{image}" for image in images)
+        every = chain(names.folders, names.files)
+        images = [x for x in every if x.lower().endswith(IMG_EXTENSIONS)]
+        found.images.extend(f"{path}/{image}" for image in images)
         chosen = {*images}
-        for rest, others in zip((found.deeper, found.foreign), names, strict=True):
+        for rest, others in ((found.deeper, names.folders), (found.foreign, names.files)):
             rest.extend(f"{name}/{other}" for other in others if other not in chosen)
         if not images:
             found.empty.append(name)
@@ -72,6 +95,14 @@ def list_images(folder: Path, beat: Callable[[], None]) -> Listing:
     return found
 
 
+def read_names(path: str, going: Callable[[], None]) -> Names:
+    """Read what lies in a folder; raise UserError (UNREADABLE). `going` is called once."""
+    going()
+    # Before it is read: what is added meanwhile makes it another one.
+    state = _state(path)
+    return Names(state, *_entries(path))
+
+
 def describe(train: Listing, test: Listing) -> tuple[str, str]:
     """Say in a line what was found, and what was left out, "" for nothing."""
     found = (
@@ -79,6 +110,15 @@ def describe(train: Listing, test: Listing) -> tuple[str, str]:
         f"{len(train.classes()):,} classes"
     )
     return found, "; ".join([*train.left_out(), *test.left_out()])
+
+
+def _state(path: str) -> str:
+    """Return what is the same for all hosts that share a folder, until a name in it changes."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ""
+    return f"{status.st_ino} {status.st_mtime_ns}"
 
 
 def _entries(folder: str) -> tuple[list[str], list[str]]:

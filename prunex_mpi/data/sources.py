@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, meant
-from prunex_mpi.data import own, tars
+from prunex_mpi.data import folders, own, tars
 from prunex_mpi.data.batches import CHUNK_IMAGES, Shard
 from prunex_mpi.data.cifar import read_cifar
-from prunex_mpi.data.folders import describe, list_images
 from prunex_mpi.data.pictures import as_uint8, open_rgb
 from prunex_mpi.data.reading import Access, Files, side_of_first
 
 DATASETS = ("digits", "cifar10", "cifar100", "imagefolder", "webdataset", "synthetic")
-# Those whose files have headers that ranks may read for each other.
-WITH_HEADERS = ("webdataset",)
+# What ranks may read for each other: of each class folder, or of each tar file.
+CONTENTS = {"imagefolder": folders.Names, "webdataset": tars.Headers}
+Known = Mapping[str, folders.Names | tars.Headers]  # by path
 DIGITS_TEST_SHARE = 0.2
 SYNTHETIC_CLASSES, SYNTHETIC_TRAIN, SYNTHETIC_TEST, SYNTHETIC_SIDE = 10, 2048, 512, 32
 # What must not depend on --seed (test sets, generated images) is drawn from this one.
@@ -53,14 +53,14 @@ def find_source(
     access: Access,
     samples: tuple[int | None, int],
     image_size: int,
-    headers: Mapping[str, tars.Headers],
+    known: Known,
     going: Callable[[], None],
 ) -> Source:
     """Return where the images of the data set `name` come from.
 
-    `headers` are those of tar files that other ranks have read. `samples` are the training and test
-    images asked for, as many as there are of generated ones. `going` is called as it goes on.
-    Raises UserError as `datasets.load` does.
+    `known` is what other ranks have read. `samples` are the training and test images asked for, as
+    many as there are of generated ones. `going` is called as it goes on. Raises UserError as
+    `datasets.load` does.
     """
     match name:
         case "digits":
@@ -68,9 +68,9 @@ def find_source(
         case "cifar10" | "cifar100":
             return _cifar(name, Path(data_dir), access.download, image_size, going)
         case "imagefolder":
-            return _imagefolder(Path(data_dir), image_size, access.skip_corrupt, going)
+            return _imagefolder(Path(data_dir), image_size, access.skip_corrupt, known, going)
         case "webdataset":
-            return _webdataset(Path(data_dir), image_size, access.skip_corrupt, headers, going)
+            return _webdataset(Path(data_dir), image_size, access.skip_corrupt, known, going)
         case "synthetic":
             return _synthetic(*samples, image_size, going)
         case _ if ":" in name:
@@ -144,10 +144,14 @@ def _resize(images: Tensor, side: int) -> Tensor:
 
 
 def _imagefolder(
-    data_dir: Path, image_size: int, skip_corrupt: bool, going: Callable[[], None]
+    data_dir: Path,
+    image_size: int,
+    skip_corrupt: bool,
+    known: Mapping[str, folders.Names],
+    going: Callable[[], None],
 ) -> Source:
     """List train/<class>/* and test/<class>/*; files are decoded only by the rank they go to."""
-    listings = [list_images(folder, going) for folder in _halves(data_dir)]
+    listings = [folders.list_images(folder, known, going) for folder in _halves(data_dir)]
     train, test = (listing.images for listing in listings)
     classes = listings[0].classes()
     odd = sorted(set(classes) ^ set(listings[1].classes()))
@@ -159,7 +163,7 @@ def _imagefolder(
     )
     halves = {"train": train, "test": test}
     files = {split: _files(paths, classes, image_size, side) for split, paths in halves.items()}
-    counts, found = (len(train), len(test)), describe(*listings)
+    counts, found = (len(train), len(test)), folders.describe(*listings)
     # Below the folder alone, which may be elsewhere on another host, or later.
     root = len(str(data_dir))
     digest = digest_of_names(*([path[root:] for path in half] for half in (train, test)))
@@ -169,26 +173,28 @@ def _imagefolder(
     )
 
 
-def read_share(
-    data_dir: str, rank: int, size: int, going: Callable[[], None]
-) -> dict[str, tars.Headers]:
-    """Return the headers of every `size`-th tar file, from number `rank` on, by path.
+def read_share(name: str, data_dir: str, rank: int, size: int, going: Callable[[], None]) -> Known:
+    """Return the contents of every `size`-th class folder or tar file, from number `rank` on.
 
-    `going` is called as it goes on. Raises UserError (UNREADABLE).
+    `name` is one of CONTENTS. `going` is called as it goes on. Raises UserError (UNREADABLE).
     """
-    paths = [path for folder in _halves(Path(data_dir)) for path in tars.tar_files(folder)]
-    return {path: tars.read_headers(path, going) for path in paths[rank::size]}
+    if name == "imagefolder":
+        listed, read = folders.class_folders, folders.read_names
+    else:
+        listed, read = tars.tar_files, tars.read_headers
+    paths = [path for half in _halves(Path(data_dir)) for path in listed(half)]
+    return {path: read(path, going) for path in paths[rank::size]}
 
 
 def _webdataset(
     data_dir: Path,
     image_size: int,
     skip_corrupt: bool,
-    headers: Mapping[str, tars.Headers],
+    known: Mapping[str, tars.Headers],
     going: Callable[[], None],
 ) -> Source:
     """List the pictures in train/*.tar and test/*.tar."""
-    halves = [tars.list_members(folder, headers, going) for folder in _halves(data_dir)]
+    halves = [tars.list_members(folder, known, going) for folder in _halves(data_dir)]
     first, classes = halves[0], tars.class_count(*halves)
     side = image_size or side_of_first(len(first.names), partial(tars.side_of, first), skip_corrupt)
     train, test = (tars.files_of(half, image_size, side) for half in halves)

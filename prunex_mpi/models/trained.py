@@ -6,7 +6,7 @@ Nothing that is read is executed: safetensors, or torch files through `weights_o
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
-from prunex_mpi.base.files import CHUNK_BYTES
+from prunex_mpi.base.files import CHUNK_BYTES, while_growing
 from prunex_mpi.models.blank import blank_image, evaluating
 from prunex_mpi.models.standalone import WITH_AUXILIARY_HEADS, fill_
 
@@ -35,13 +35,17 @@ CENTRED = ((0.5,) * 3, (0.5,) * 3)
 Moments = tuple[tuple[float, ...], tuple[float, ...]]
 
 
-def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal digits; raise UserError (UNREADABLE)."""
+def digest_of(path: Path, going: Callable[[], None] = lambda: None) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits; raise UserError (UNREADABLE).
+
+    `going` is called for each piece that is read.
+    """
     digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
             while chunk := file.read(CHUNK_BYTES):
                 digest.update(chunk)
+                going()
     except OSError as error:
         raise UserError(f"cannot read weights {path}: {error.strerror}", UNREADABLE) from None
     return digest.hexdigest()
@@ -99,11 +103,14 @@ def _holds(found: Any, key: str) -> bool:
     return isinstance(found, Mapping) and isinstance(found.get(key), Mapping)
 
 
-def find_torchvision_file(model: str) -> tuple[Path, Moments]:
+def find_torchvision_file(
+    model: str, going: Callable[[], None] = lambda: None
+) -> tuple[Path, Moments]:
     """Return the file of torchvision's best weights of `model`, and (mean, std) of its images.
 
-    It lies in torch's cache (TORCH_HOME); where it does not, one process downloads and others wait.
-    Raises UserError for a model that torchvision has no weights for and when it can't be fetched.
+    It lies in torch's cache (TORCH_HOME); where it does not, one process downloads and others wait,
+    and `going` is called as it grows. Raises UserError for a model that torchvision has no weights
+    for and when it can't be fetched.
     """
     known = torchvision.models.list_models(module=torchvision.models)
     if model not in known:
@@ -115,13 +122,18 @@ def find_torchvision_file(model: str) -> tuple[Path, Moments]:
     weights = torchvision.models.get_model_weights(model).DEFAULT
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     path = folder / os.path.basename(urlparse(weights.url).path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+
+    def fetch() -> None:
         with FileLock(folder / f".{path.name}.lock"):
             if not path.exists():
                 prefix = torch.hub.HASH_REGEX.search(path.name)
                 digest = prefix.group(1) if prefix else None
                 torch.hub.download_url_to_file(weights.url, str(path), digest, progress=False)
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # What is not whole yet has a longer name.
+        while_growing(lambda: folder.glob(f"{path.name}*"), going, fetch)
     # No network, no room, another file than was promised.
     except Exception as error:
         raise UserError(

@@ -17,6 +17,7 @@ from prunex_mpi.pruning import label_attention, label_layers
 from prunex_mpi.pruning.label_shapes import shape
 from prunex_mpi.pruning.labels import PINNED, Counted, Labels, by_position, tensors_in
 from prunex_mpi.pruning.places import Pins, Places, following
+from prunex_mpi.pruning.remedies import NUMBER, mixes
 
 # Element-wise, and zero where their input is zero.
 ZERO_PRESERVING = {
@@ -64,13 +65,14 @@ class Trace(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, call = kwargs or {}, self.places.count()
         if call in self.pins.all_before:
-            self.labels.pin_all(f"{_plain_name(func)} counts them")
+            self.labels.pin_all(f"{_plain_name(func)} counts them; {NUMBER}")
         result = func(*args, **kwargs)
         if call in self.pins.arguments:
-            self.labels.pin([args, kwargs], f"{_plain_name(func)} counts its channels")
+            reason = f"{_plain_name(func)} counts its channels; {NUMBER}"
+            self.labels.pin([args, kwargs], reason)
         if result is None and getattr(func, "__name__", "") != "__get__":
             # Such as an assignment to a part of a tensor.
-            self._keep(args, args, kwargs, f"{_plain_name(func)} mixes it with others")
+            self._keep(args, func, args, kwargs)
         elif any(True for _ in tensors_in([result])):
             args, kwargs = by_position(args, kwargs)
             try:
@@ -79,12 +81,12 @@ class Trace(TorchFunctionMode):
                 raise
             # Called in a way that nobody has thought of, so that nothing is known of it.
             except Exception:
-                self._keep(result, args, kwargs, f"{_plain_name(func)} mixes it with others")
+                self._keep(result, func, args, kwargs)
         return result
 
-    def _keep(self, result: object, args: tuple, kwargs: dict, reason: str) -> None:
+    def _keep(self, result: object, func, args: tuple, kwargs: dict) -> None:
         """Pin what a call gets and what it gives, of which nothing is known."""
-        self.labels.pin([args, kwargs], reason)
+        self.labels.pin([args, kwargs], mixes(_plain_name(func), plain=self.labels.plain))
         self.labels.label_pinned([result])
 
     def follow(self, result: object, func, args: tuple, kwargs: dict) -> None:
@@ -115,7 +117,7 @@ class Trace(TorchFunctionMode):
         elif name in SHAPING:
             shape(labels, result, func, args, kwargs)
         elif labels.plain or not self._follow_more(result, name, func, args, kwargs):
-            self._keep(result, args, kwargs, f"{_plain_name(func)} mixes it with others")
+            self._keep(result, func, args, kwargs)
 
     def _follow_more(self, result: object, name: str, func, args: tuple, kwargs: dict) -> bool:
         """Do what plain rules do not have; say whether that is known."""

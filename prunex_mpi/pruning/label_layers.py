@@ -8,6 +8,9 @@ from torch import Tensor
 
 from prunex_mpi.pruning.labels import PINNED, VOID, Cut, Labels, thin, varying
 
+COMPUTED_WEIGHT = "a computed weight"
+COMPUTED = f"{COMPUTED_WEIGHT} is no parameter; leave weight_norm and its like away"
+
 
 def read(labels: Labels, tensor: Tensor, dim: int, reader: str) -> np.ndarray:
     """Return the labels along `dim`, one group over positions; pin what is not zero if removed."""
@@ -43,14 +46,14 @@ def convolve(
     **options: object,
 ) -> None:
     """Let the labels of `x` be the weight's columns, and give its rows labels of their own."""
-    name = labels.names.get(id(weight), "a computed weight")
+    name = labels.names.get(id(weight), COMPUTED_WEIGHT)
     # Behind stride, padding and dilation.
     groups = rest[3] if len(rest) > 3 else options.get("groups", 1)
     # A batch of one; without a batch dimension nothing is known.
     columns = read(labels, x, 1, name) if x.dim() == weight.dim() else None
     multiple = weight.shape[0] // groups
     if columns is None or name not in labels.shapes:
-        labels.pin([x], f"{name} is no parameter")
+        labels.pin([x], COMPUTED if name == COMPUTED_WEIGHT else f"{name} is no parameter")
         rows = np.full(weight.shape[0], PINNED)
     elif groups == 1:
         rows = labels.fresh(weight.shape[0])
@@ -98,11 +101,11 @@ def multiply(
 ) -> None:
     """Do to a linear layer what `convolve` does to a convolution; `x` has its channels last."""
     name = labels.names.get(id(weight))
-    columns = read(labels, x, -1, name or "a computed weight")
+    columns = read(labels, x, -1, name or COMPUTED_WEIGHT)
     rows = labels.fresh(weight.shape[0])
     if name is None:
-        labels.pin([x], "a computed weight is no parameter")
-        labels.pin_labels(rows.tolist(), "a computed weight is no parameter")
+        labels.pin([x], COMPUTED)
+        labels.pin_labels(rows.tolist(), COMPUTED)
     else:
         labels.note(labels.columns, weight, columns)
         labels.note(labels.rows, weight, rows)
@@ -137,7 +140,7 @@ def normalise_batch(
     along = _along(found, 1)
     whole = not bool((along != along[:, :1]).any())
     if weight is None or bias is None or not whole:
-        reason = "a BatchNorm without gamma and beta passes a constant"
+        reason = "a BatchNorm without gamma and beta passes a constant; give it affine=True"
         labels.pin([x], reason if whole else "a BatchNorm mixes it with others")
         labels.label_pinned([result])
         return
@@ -159,8 +162,10 @@ def normalise_groups(
     """Let GroupNorm's groups of channels go as a whole, where there are not fewer than in each."""
     found, _ = labels.of(x)
     known = all(id(p) in labels.names for p in (weight, bias))
-    if not known or groups < max(2, x.shape[1] // groups) or set(varying(found)) - {1}:
-        labels.pin([x], "group_norm mixes it with others")
+    few = groups < max(2, x.shape[1] // groups)
+    if not known or few or set(varying(found)) - {1}:
+        remedy = "; take as many groups as each has channels, or more" if few and known else ""
+        labels.pin([x], f"group_norm mixes it with others{remedy}")
         labels.label_pinned([result])
         return
     blocks = found.unflatten(1, (groups, -1))
@@ -188,7 +193,7 @@ def normalise_each(
     elif running_mean is None:
         normalise_batch(labels, result, x, None, None, weight, bias)
     else:
-        labels.pin([x], "an InstanceNorm with statistics passes a constant")
+        labels.pin([x], "an InstanceNorm with statistics passes a constant; take it without")
         labels.label_pinned([result])
 
 
@@ -339,7 +344,7 @@ def pad(
     """Let zeros around the positions of a channel belong to it; zero channels are void."""
     found, zero = labels.of(x)
     if mode != "constant" or value:
-        labels.pin([x], "padding that isn't zero")
+        labels.pin([x], "padding that isn't zero; pad with zeros")
         labels.label_pinned([result])
         return
     for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):

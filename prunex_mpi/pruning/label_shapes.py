@@ -23,10 +23,10 @@ from prunex_mpi.pruning.labels import (
     thin,
     varying,
 )
+from prunex_mpi.pruning.remedies import SIZED, counts
 
 JOINING = ("cat", "concat", "stack")
 CUTTING = ("chunk", "split", "tensor_split", "unbind", "__getitem__", "select", "narrow")
-SIZED = ("view", "reshape", "expand", "unflatten")
 
 
 def shape(
@@ -56,7 +56,7 @@ def shape(
         sound = True
         _count(labels, name, args, kwargs, moved)
     if not sound:
-        labels.pin(operands, f"{name} counts its channels")
+        labels.pin(operands, counts(name, plain=labels.plain))
     for tensor, found in zip(outputs, moved, strict=True):
         labels.label(tensor, found, zero)
 

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError, quote
 from prunex_mpi.base.files import STATE, SUMMARY, telling_disk_errors, write_json_durably
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import broadcast_text, together
+from prunex_mpi.comm.agreement import broadcast_text, together, together_while
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.evaluation import evaluate
 from prunex_mpi.core.metrics import quality
@@ -45,20 +45,22 @@ def begin_from_(
     model: nn.Module,
     side: int,
     classes: Sequence[str] = (),
+    beat: Callable[[], None] = lambda: None,
 ) -> Settings:
     """Give `model` the weights of `--init-from`; return the settings with what came to light.
 
     World rank 0 alone reads: its weights become everyone's when the problem is built. The settings
     then name the digest of the file and the normalisation that goes with its weights. `side` is
-    that of an image, `classes` are those of the data by name, where they have names. Raises
-    UserError on every rank. Collective on `world`.
+    that of an image, `classes` are those of the data by name, where they have names; `beat` is
+    called as reading goes on. Raises UserError on every rank. Collective on `world`.
     """
 
-    def read() -> str:
+    def read(going: Callable[[], None]) -> str:
         if world.rank:
             return ""
-        path, look = locate(settings)
-        digest = digest_of(path)
+        path, look = locate(settings, going)
+        # It reads the whole file, which the system then has in its memory.
+        digest = digest_of(path, going)
         refuse_other_file(path, digest, settings.init_digest, "--init-digest")
         log.info("weights of %s, SHA-256 %s...", path, digest[:SHOWN_DIGITS])
         try:
@@ -74,7 +76,7 @@ def begin_from_(
             found |= {"image_mean": look[0], "image_std": look[1]}
         return json.dumps(found)
 
-    found = json.loads(broadcast_text(world, together(world, read)))
+    found = json.loads(broadcast_text(world, together_while(world, read, beat)))
     return replace(settings, **{k: tuple(v) if type(v) is list else v for k, v in found.items()})
 
 
@@ -180,14 +182,16 @@ def read_initial(run: Path) -> dict[str, Any]:
         return {}
 
 
-def locate(settings: Settings) -> tuple[Path, Moments | None]:
+def locate(
+    settings: Settings, going: Callable[[], None] = lambda: None
+) -> tuple[Path, Moments | None]:
     """Return the file of `--init-from`, and (mean, std) of the images of its weights if known.
 
-    Raises UserError where there is none.
+    `going` is called as it is downloaded. Raises UserError where there is none.
     """
     source = settings.init_from
     if source == TORCHVISION:
-        return find_torchvision_file(settings.model)
+        return find_torchvision_file(settings.model, going)
     path = Path(source)
     if not os.path.isdir(path):
         return path, None

@@ -70,21 +70,22 @@ def save(topology: Topology, run: RunDirectory | None, work: Work) -> None:
     """
     world, state, position = topology.world, work.state, work.state.position
 
-    def begin() -> str:
+    def begin(going: Callable[[], None]) -> str:
         if run is None:
             return ""
-        run.finish_removals()
-        return str(checkpoint_files.begin(run.path, position.iteration, position.step))
+        run.finish_removals(going)
+        return str(checkpoint_files.begin(run.path, position.iteration, position.step, going))
 
     def write(going: Callable[[], None]) -> FileRecord:
         action = partial(checkpoint_files.write_rank_file, folder, world.rank, *mine, going)
         return telling_disk_errors(what, action)
 
-    what = "the checkpoint"
-    folder = Path(broadcast_text(world, together(world, lambda: telling_disk_errors(what, begin))))
-    mine = without_copies(topology, *contents(topology, state, work.problem))
+    what, beat = "the checkpoint", work.heartbeat.go_on
     # On a slow file system that takes longer than a rank may stand still, on one for all to wait.
-    record = together_while(world, write, work.heartbeat.go_on)
+    make = lambda going: telling_disk_errors(what, partial(begin, going))  # noqa: E731
+    folder = Path(broadcast_text(world, together_while(world, make, beat)))
+    mine = without_copies(topology, *contents(topology, state, work.problem), beat)
+    record = together_while(world, write, beat)
     records = np.empty((world.size, 3), dtype=np.int64)
     row = record.size, record.crc32, topology.node_index
     world.Gather(np.array(row, dtype=np.int64), records, root=0)

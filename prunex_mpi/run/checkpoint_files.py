@@ -11,7 +11,6 @@ are made here and not taken from files, and links are refused.
 import json
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from prunex_mpi.base.files import (
     LINES,
     FileRecord,
     read_record,
+    remove_folder,
     sync,
     write_durably,
 )
@@ -51,11 +51,14 @@ def valid_names(run: Path) -> list[str]:
     return sorted(found, key=lambda name: int(name.split("-")[0]), reverse=True)
 
 
-def begin(run: Path, iteration: int, step: int) -> Path:
-    """Make the folder that the ranks write to; remove what an interrupted write left."""
+def begin(run: Path, iteration: int, step: int, going: Callable[[], None] = lambda: None) -> Path:
+    """Make the folder that the ranks write to; remove what an interrupted write left.
+
+    `going` is called for each file that is removed.
+    """
     parent = run / "checkpoints"
     parent.mkdir(exist_ok=True)
-    remove_partial(run)
+    remove_partial(run, going)
     # Numbers in use count even where the name is not a checkpoint: the rename must not meet it.
     taken = [int(p.name.split("-")[0]) for p in parent.iterdir() if NAME.fullmatch(p.name)]
     number = max(taken, default=0) + 1
@@ -64,11 +67,11 @@ def begin(run: Path, iteration: int, step: int) -> Path:
     return partial
 
 
-def remove_partial(run: Path) -> None:
-    """Remove what an interrupted write left; raise OSError."""
+def remove_partial(run: Path, going: Callable[[], None] = lambda: None) -> None:
+    """Remove what an interrupted write left, file by file with `going`; raise OSError."""
     for left in (run / "checkpoints").iterdir():
         if left.name.endswith(PARTIAL):
-            shutil.rmtree(left)
+            remove_folder(left, going)
 
 
 def publish(partial: Path, manifest: dict[str, Any]) -> list[Path]:

@@ -30,12 +30,15 @@ CHUNK = MIB
 
 
 def without_copies(
-    topology: Topology, tensors: dict[str, Tensor], numbers: dict[str, Any]
+    topology: Topology,
+    tensors: dict[str, Tensor],
+    numbers: dict[str, Any],
+    going: Callable[[], None],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what this rank has to write of its tensors, CPU, and numbers that name the rest.
 
     The leader's values travel to its node, where each rank compares them with its own: that takes
-    a fraction of the time of writing them. Collective on `node`.
+    a fraction of the time of writing them. `going` is called as they travel. Collective on `node`.
     """
     if topology.node_size == 1:
         return tensors, numbers
@@ -48,7 +51,7 @@ def without_copies(
     copies = []
     for name, kind in leaders.items():
         mine = bytes_of(tensors[name]) if kinds.get(name) == kind else None
-        if _is_leaders(topology.node, mine, kind[0]):
+        if _is_leaders(topology.node, mine, kind[0], going):
             copies.append(name)
     if topology.is_leader:
         return tensors, numbers
@@ -56,13 +59,16 @@ def without_copies(
     return mine, {**numbers, AS_LEADER: copies}
 
 
-def _is_leaders(node: MPI.Comm, mine: np.ndarray | None, length: int) -> bool:
+def _is_leaders(
+    node: MPI.Comm, mine: np.ndarray | None, length: int, going: Callable[[], None]
+) -> bool:
     """Say whether the bytes of this rank are the leader's, which has so many. Collective."""
     same, room = mine is not None, np.empty(min(CHUNK, length), dtype=np.uint8)
     for start in range(0, length, CHUNK):
         part = slice(start, min(start + CHUNK, length))
         theirs = mine[part] if node.rank == 0 else room[: part.stop - start]
         node.Bcast(theirs, root=0)
+        going()
         same = same and np.array_equal(mine[part], theirs)
         if start == 0:
             alike = np.array([same and node.rank > 0], dtype=np.int32)

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from prunex_mpi.base.errors import UNREADABLE, USAGE, DamagedCheckpoint, UserErr
 from prunex_mpi.base.files import (
     DIVERGED,
     LINES,
+    LOOK_S,
     SUMMARY,
     FileRecord,
     read_record,
+    remove_folder,
     sync,
     write_durably,
     write_json_durably,
@@ -91,6 +93,7 @@ class RunDirectory:
         self.records = {name: FileRecord() for name in LINES}
         self.lock = FileLock(path / "lock", timeout=0)
         self.removal: threading.Thread | None = None
+        self.removed = 0
         self.trace: TraceFile | None = None
         self.board: Board | None = None
         try:
@@ -150,21 +153,31 @@ class RunDirectory:
     def remove_later(self, folders: list[Path]) -> None:
         """Remove folders while training goes on: gigabytes take as long to free as to write."""
 
+        def count() -> None:
+            self.removed += 1
+
         def remove() -> None:
             for folder in folders:
                 # What stays is removed before the next write, and refused there if need be.
-                shutil.rmtree(folder, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    remove_folder(folder, count)
 
         self.finish_removals()
         if folders:
             self.removal = threading.Thread(target=remove, name="removal", daemon=True)
             self.removal.start()
 
-    def finish_removals(self) -> None:
-        """Wait until what was to be removed is."""
-        if self.removal is not None:
-            self.removal.join()
-            self.removal = None
+    def finish_removals(self, going: Callable[[], None] = lambda: None) -> None:
+        """Wait until what was to be removed is; call `going` as often as it goes on."""
+        if self.removal is None:
+            return
+        before = self.removed
+        while self.removal.is_alive():
+            self.removal.join(LOOK_S)
+            if self.removed != before:
+                going()
+            before = self.removed
+        self.removal = None
 
     def append(self, name: str, records: Iterable[dict[str, Any]]) -> None:
         """Append one JSON object per line to the file `name`, one of LINES."""

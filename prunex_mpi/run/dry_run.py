@@ -9,8 +9,9 @@ from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.schedule import strictness
 from prunex_mpi.core.state import find_stats_groups, kept_stats
 from prunex_mpi.core.steps import quadratic_rounds
-from prunex_mpi.data.datasets import load
+from prunex_mpi.data.datasets import NOTHING_KNOWN, Part, load
 from prunex_mpi.data.reading import Access
+from prunex_mpi.data.sources import Known
 from prunex_mpi.methods import sparseloco
 from prunex_mpi.methods.exchanges import module_of
 from prunex_mpi.models import batchnorm
@@ -35,11 +36,12 @@ from prunex_mpi.settings.values import AUTO
 CIFAR, CIFAR_SIDE = ("cifar10", "cifar100"), 32
 
 
-def dry_run(settings: Settings, topology: Topology) -> str:
+def dry_run(settings: Settings, topology: Topology, known: Known = NOTHING_KNOWN) -> str:
     """Return the payload per outer iteration, or per step, and over the run, without training.
 
     Exact for one kind of group under `vote`; for compositions and before the freeze under `or` the
-    masks decide, and the text says so. No communication.
+    masks decide, and the text says so. `known` is what ranks have read of the data set already. No
+    communication.
     """
     if settings.dataset in CIFAR:
         num_classes = int(settings.dataset.removeprefix("cifar"))
@@ -54,7 +56,7 @@ def dry_run(settings: Settings, topology: Topology) -> str:
             test_samples=1,
             image_size=settings.image_size,
             seed=settings.seed,
-            part=(0, 1),
+            part=Part(0, 1, known=known),
         )
         num_classes, image_size = data.num_classes, data.image_size
     model = make_model(settings, num_classes, image_size)

@@ -1,5 +1,6 @@
 """Read back what a run delivered, and refuse what is not as the run wrote it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,15 @@ class FinishedRun:
             self.reader.raise_error()
 
 
-def read_run(path: Path, data_dir: str = "", with_data: bool = True) -> FinishedRun:
+def read_run(
+    path: Path,
+    data_dir: str = "",
+    with_data: bool = True,
+    going: Callable[[], None] = lambda: None,
+) -> FinishedRun:
     """Return the run in the folder `path`; its data may have moved to `data_dir`.
 
-    Only `with_data` are there test images.
+    Only `with_data` are there test images. `going` is called as its file is read.
 
     Raises UserError (UNREADABLE) for a run that did not end well, damaged files, a model whose
     source has changed, and missing data; UserError (USAGE) for a model that can't be built.
@@ -84,7 +90,7 @@ def read_run(path: Path, data_dir: str = "", with_data: bool = True) -> Finished
     what = {"num_classes": len(logits), "image_size": image_size, "stem": settings.stem}
     model = build_model(settings.model, **what).eval()
     _resize_(model, layers, settings.model)
-    _fill_(model, _read_state(path / STATE, record), settings.model)
+    _fill_(model, _read_state(path / STATE, record, going), settings.model)
     found = torch.tensor(probe(model, image_size), dtype=torch.float64)
     apart = float((found - logits).abs().max())
     if not apart <= PROBE_TOLERANCE * max(1.0, float(logits.abs().max())):
@@ -107,11 +113,11 @@ def read_run(path: Path, data_dir: str = "", with_data: bool = True) -> Finished
     )
 
 
-def _read_state(path: Path, record: FileRecord) -> dict[str, Tensor]:
+def _read_state(path: Path, record: FileRecord, going: Callable[[], None]) -> dict[str, Tensor]:
     """Return the tensors of a file that must be, bit for bit, the one that was recorded."""
     restore = "restore the file that the run wrote, or train again"
     try:
-        found = read_record(path)
+        found = read_record(path, going=going)
         if found.size != record.size:
             raise UserError(
                 f"{path} has {found.size} bytes of {record.size}: {restore}", UNREADABLE

@@ -27,6 +27,7 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.best import Judged, best_of, delivered, memory_of_best
 from prunex_mpi.core.ema import memory_of_ema
 from prunex_mpi.core.evaluation import judge
+from prunex_mpi.core.listing import share_contents
 from prunex_mpi.core.problem import (
     build_problem,
     choose_rules,
@@ -99,7 +100,8 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
         if world.rank == 0:
             log.info("%s", place.layout)
         if settings.dry_run:
-            text = together(world, lambda: dry_run(settings, topology))
+            known = share_contents(world, settings.dataset, settings.data_dir, heartbeat)
+            text = together(world, lambda: dry_run(settings, topology, known))
             if world.rank == 0:
                 print(text, flush=True)
             return 0
@@ -174,8 +176,13 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                 log.info("stopped by %s: go on with --resume --run-dir %s", stop.reason, path)
             elif world.rank == 0:
                 say(closing_table(totals, path))
+
+            def wait(going: Callable[[], None]) -> None:
+                if files is not None:
+                    files.finish_removals(going)
+
             # Nobody leaves while another may still need the job.
-            world.Barrier()
+            together_while(world, wait, heartbeat.go_on)
             return PREEMPTED if status == "preempted" else 0
 
 
@@ -282,10 +289,10 @@ def assemble_around(
     tried = together(world, lambda: choose_rules(settings, model, side).text() if first else "")
     rules = rules_of(broadcast_text(world, tried))
     if settings.init_from and reads:
-        settings = begin_from_(world, settings, model, side, dataset.class_names)
+        settings = begin_from_(world, settings, model, side, dataset.class_names, heartbeat.go_on)
     teacher = None
     if settings.teacher:
-        settings, *teacher = find_teacher(world, settings, model, dataset)
+        settings, *teacher = find_teacher(world, settings, model, dataset, heartbeat.go_on)
     groups = together(world, lambda: make_groups(settings, model, layout, side, rules))
     problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
     if teacher is not None:

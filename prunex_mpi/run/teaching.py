@@ -1,6 +1,7 @@
 """Where the network of `--teacher` comes from, and how a run comes to learn from it."""
 
 import json
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from itertools import zip_longest
@@ -15,7 +16,7 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.files import STATE
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import broadcast_text, together
+from prunex_mpi.comm.agreement import broadcast_text, together, together_while
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.distillation import Teacher
@@ -31,19 +32,26 @@ from prunex_mpi.settings.fields import Settings
 
 
 def find_teacher(
-    world: MPI.Comm, settings: Settings, model: nn.Module, dataset: Dataset
+    world: MPI.Comm,
+    settings: Settings,
+    model: nn.Module,
+    dataset: Dataset,
+    beat: Callable[[], None] = lambda: None,
 ) -> tuple[Settings, nn.Module, Moments | None]:
     """Return the settings with the digest of `--teacher`, its network, and its normalisation.
 
     World rank 0 alone reads; on the others the network, on the CPU, has no trained weights yet. A
     file holds those of a network like `model`; a run says itself which one it has trained, and how
-    images are normalised for it (else None). Raises UserError on every rank. Collective on `world`.
+    images are normalised for it (else None). `beat` is called as reading goes on. Raises UserError
+    on every rank. Collective on `world`.
     """
 
-    def read() -> tuple[nn.Module | None, str]:
-        return _read(settings, model, dataset.image_size) if world.rank == 0 else (None, "")
+    def read(going: Callable[[], None]) -> tuple[nn.Module | None, str]:
+        if world.rank:
+            return None, ""
+        return _read(settings, model, dataset.image_size, going)
 
-    network, text = together(world, read)
+    network, text = together_while(world, read, beat)
     found = json.loads(broadcast_text(world, text))
 
     def build() -> nn.Module:
@@ -87,25 +95,29 @@ def taught(
     return replace(problem, teacher=found, guess_loss=guess)
 
 
-def _read(settings: Settings, model: nn.Module, side: int) -> tuple[nn.Module, str]:
+def _read(
+    settings: Settings, model: nn.Module, side: int, going: Callable[[], None]
+) -> tuple[nn.Module, str]:
     """Return the network of `--teacher` with its weights, and as JSON what others need of it."""
     path = Path(settings.teacher)
     found: dict[str, Any] = {"description": None, "layers": {}, "look": None, "classes": []}
     if path.is_dir():
         refuse_exported(path, "--teacher")
-        run = read_run(path, with_data=False)
+        run = read_run(path, with_data=False, going=going)
         network, name = run.model, run.settings.model
         found |= {"description": run.description, "look": (run.mean.tolist(), run.std.tolist())}
         found["layers"] = run.summary["delivered"].get("layers", {})
         found["classes"] = run.summary["delivered"].get("classes", [])
         path = path / STATE
+        digest = digest_of(path, going)
     else:
+        # It reads the whole file, which the system then has in its memory.
+        digest = digest_of(path, going)
         network, name = deepcopy(model), settings.model
         replaced = fit_(network, read_tensors(path), side, str(path))
         if replaced:
             reason = replaced.partition(":")[0]
             raise UserError(f"--teacher: {reason}; it must know those of the data", UNREADABLE)
-    digest = digest_of(path)
     refuse_other_file(path, digest, settings.teacher_digest, "--teacher-digest")
     log.info("teacher: %s of %s, SHA-256 %s...", name, path, digest[:SHOWN_DIGITS])
     return network, json.dumps({**found, "digest": digest})

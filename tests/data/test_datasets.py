@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import sys
 import time
 from collections import Counter
@@ -15,8 +16,9 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from prunex_mpi.base import files
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
-from prunex_mpi.data import cifar, sources
+from prunex_mpi.data import cifar, folders, sources
 from prunex_mpi.data import datasets as data
 from prunex_mpi.data.batches import (
     Shard,
@@ -283,6 +285,43 @@ def test_a_start_line_tells_what_was_found_and_what_was_left_out(folder: Path) -
     assert torch.equal(again.train.images, whole.train.images)
 
 
+def test_class_folders_that_another_rank_has_read_are_taken_unless_they_are_others_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "test/red/deeper").mkdir()
+    shares = [
+        sources.read_share("imagefolder", str(folder), rank, 3, lambda: None) for rank in range(3)
+    ]
+    assert sorted(map(len, shares)) == [1, 1, 2]
+    known = shares[0] | shares[1] | shares[2]
+    options = LOAD | {"data_dir": str(folder)}
+    alone = data.load("imagefolder", part=data.Part(0, 1), **options)
+
+    def told() -> Dataset:
+        return data.load("imagefolder", part=data.Part(0, 1, known=known), **options)
+
+    spy = Mock(side_effect=folders.read_names)
+    monkeypatch.setattr(folders, "read_names", spy)
+    same = told()
+    assert not spy.called
+    assert (same.digest, same.found, same.left_out) == (alone.digest, alone.found, alone.left_out)
+    assert torch.equal(same.train.images, alone.train.images)
+    # As on the disk of another host, or by somebody who writes meanwhile.
+    path = folder / "train/red"
+    then = path.stat().st_mtime_ns
+    (path / "0.png").rename(path / "9.png")
+    os.utime(path, ns=(0, 0))
+    assert told().digest != alone.digest
+    assert [call.args[0] for call in spy.call_args_list] == [str(path)]
+    # Another folder of the same time.
+    path.rename(folder / "kept")
+    shutil.copytree(folder / "kept", path)
+    os.utime(path, ns=(then, then))
+    spy.reset_mock()
+    told()
+    assert [call.args[0] for call in spy.call_args_list] == [str(path)]
+
+
 def test_loading_says_that_it_goes_on(folder: Path) -> None:
     calls = []
     # Of files, for what a thread decodes at a time.
@@ -310,7 +349,7 @@ def test_who_waits_for_a_download_goes_on_as_it_grows(
             super().__init__(root, train, download)
 
     monkeypatch.setattr(cifar, "CIFAR10", Slow)
-    monkeypatch.setattr(cifar, "LOOK_S", 0.01)
+    monkeypatch.setattr(files, "LOOK_S", 0.01)
     calls: list[int] = []
 
     def work(rank: int) -> Dataset:

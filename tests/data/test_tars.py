@@ -1,7 +1,7 @@
 """Tar files of pictures: the same images as in folders, and what is wrong with them by name."""
 
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 
@@ -14,8 +14,7 @@ from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.data import datasets as data
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.reading import Access
-from prunex_mpi.data.sources import read_share
-from prunex_mpi.data.tars import Headers
+from prunex_mpi.data.sources import Known, read_share
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def load(
     name: str,
     folder: Path,
     size: int = 0,
-    headers: Mapping[str, Headers] = data.NO_HEADERS,
+    known: Known = data.NOTHING_KNOWN,
     **access: object,
 ) -> Dataset:
     return data.load(
@@ -43,7 +42,7 @@ def load(
         test_samples=0,
         image_size=size,
         seed=3,
-        part=data.Part(1, 2, headers=headers),
+        part=data.Part(1, 2, known=known),
     )
 
 
@@ -195,26 +194,26 @@ def test_other_images_or_classes_are_told_apart_and_another_place_is_not(tmp_pat
 
 
 def test_headers_that_another_rank_has_read_are_taken_as_they_are(shards: Path) -> None:
-    shares = [read_share(str(shards), rank, 3, lambda: None) for rank in range(3)]
+    shares = [read_share("webdataset", str(shards), rank, 3, lambda: None) for rank in range(3)]
     assert sorted(map(len, shares)) == [1, 1, 2]
     assert {path for share in shares for path in share} == {*map(str, shards.glob("*/*.tar"))}
     every = {path: headers for share in shares for path, headers in share.items()}
-    alone, told = load("webdataset", shards), load("webdataset", shards, headers=every)
+    alone, told = load("webdataset", shards), load("webdataset", shards, known=every)
     assert (told.digest, told.found) == (alone.digest, alone.found)
     assert torch.equal(told.train.images[:], alone.train.images[:])
     assert torch.equal(told.train.labels, alone.train.labels)
     # What is known is not read again.
     for path in every:
         Path(path).write_bytes(bytes(Path(path).stat().st_size))
-    assert load("webdataset", shards, 8, headers=every, mode="once").digest == alone.digest
+    assert load("webdataset", shards, 8, known=every, mode="once").digest == alone.digest
     with pytest.raises(UserError, match="the file is not as it was listed"):
-        load("webdataset", shards, 8, headers=every)
+        load("webdataset", shards, 8, known=every)
 
 
 def test_a_tar_file_of_another_size_than_on_another_rank_is_refused(shards: Path) -> None:
-    headers = read_share(str(shards), 0, 1, lambda: None)
+    known = read_share("webdataset", str(shards), 0, 1, lambda: None)
     path = shards / "train/0007.tar"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes() + bytes(512))
     with pytest.raises(UserError, match=f"has {size + 512:,} bytes here and {size:,} on"):
-        load("webdataset", shards, headers=headers)
+        load("webdataset", shards, known=known)

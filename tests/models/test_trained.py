@@ -1,5 +1,7 @@
 """Trained weights from files: what is understood, what is replaced, and what is refused."""
 
+import os
+import time
 from pathlib import Path
 from urllib.error import URLError
 
@@ -8,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from prunex_mpi.base import files
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.trained import (
@@ -199,7 +202,21 @@ def test_torchvisions_weights_come_from_its_cache_with_their_normalisation(
     with pytest.raises(UserError, match=r"resnet18-f37072fd\.pth .*no network here.*TORCH_HOME"):
         find_torchvision_file("resnet18")
     cached = tmp_path / "hub/checkpoints/resnet18-f37072fd.pth"
-    cached.touch()
+
+    def slowly(_url: str, path: str, *_: object, **__: object) -> None:
+        with open(f"{path}.a1.partial", "w") as file:
+            for _ in range(5):
+                file.write("more")
+                file.flush()
+                time.sleep(0.05)
+        os.rename(file.name, path)
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", slowly)
+    monkeypatch.setattr(files, "LOOK_S", 0.01)
+    calls: list[int] = []
+    find_torchvision_file("resnet18", lambda: calls.append(1))
+    assert 5 <= len(calls) <= 8
+    monkeypatch.setattr(torch.hub, "download_url_to_file", no_network)
     path, (mean, std) = find_torchvision_file("resnet18")
     assert path == cached
     assert mean == (0.485, 0.456, 0.406) and std == (0.229, 0.224, 0.225)

@@ -1,15 +1,21 @@
 """Runs that begin with trained weights: the same everywhere, and without the file later."""
 
+import hashlib
 import json
 import logging
 import sys
+import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from beats import PAUSE_S, Noted
 from jobs import metrics_of, run_directory, run_folder, run_job_here
 from nodes import WORLD, nodes_of
 from safetensors.torch import load_file, save_file
@@ -17,9 +23,11 @@ from small_runs import COMMON, SCENARIOS, small_run
 
 from mpi4py import MPI
 
+from prunex_mpi.base import files
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.models import batchnorm
+from prunex_mpi.models import trained as weights_read
 from prunex_mpi.models.build import build_model
 from prunex_mpi.run import beginning
 from prunex_mpi.run.beginning import INITIAL, judge_beginning
@@ -87,6 +95,47 @@ def test_every_rank_and_every_variable_begins_with_the_weights(
                 found = json.loads((files.path / INITIAL).read_text())
                 assert found["sha256"] == work.settings.init_digest
                 assert 0 <= found["test_accuracy"] <= 1
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("flag", ["init_from", "teacher"])
+@pytest.mark.parametrize("kind", ["file", "run"])
+def test_weights_that_are_read_slowly_are_no_standstill(
+    flag: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 reads them; all go on meanwhile."""
+    heartbeat = Noted()
+
+    class Slowly:
+        def __init__(self) -> None:
+            self.real = hashlib.sha256()
+            self.hexdigest = self.real.hexdigest
+
+        def update(self, piece: bytes) -> None:
+            time.sleep(PAUSE_S)
+            self.real.update(piece)
+
+    def slow_sum(*given: Any) -> int:
+        time.sleep(PAUSE_S)
+        return zlib.crc32(*given)
+
+    with run_folder() as folder, nodes_of(2) as topology:
+        path = WORLD.bcast(save(folder) if WORLD.rank == 0 else None)
+        if kind == "run":
+            settings = {**COMMON, "model": MODEL, "progress": "off", "method": "dense"}
+            path = str(folder / "run")
+            run_job_here(make(**settings, run_dir=path))
+        for module in (files, weights_read):
+            monkeypatch.setattr(module, "CHUNK_BYTES", 1024)
+        monkeypatch.setattr(weights_read, "hashlib", SimpleNamespace(sha256=Slowly))
+        monkeypatch.setattr(files, "zlib", SimpleNamespace(crc32=slow_sum))
+
+        def begin() -> None:
+            with small_run(topology, "dense", heartbeat, model=MODEL, **{flag: path}):
+                pass
+
+        heartbeat.check(begin)
+        WORLD.Barrier()
 
 
 @pytest.mark.mpi

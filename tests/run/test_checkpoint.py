@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from beats import PAUSE_S, Noted
 from jobs import NoisyNet, run_directory
 from nodes import NODE_SHAPES, WORLD, nodes_of
 from safetensors import safe_open
@@ -45,7 +46,7 @@ from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.hsadmm import z_arrives
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.masks import apply_factors_
-from prunex_mpi.run import checkpoint, checkpoint_files, tensor_file
+from prunex_mpi.run import checkpoint, checkpoint_files, copies, tensor_file
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.older import renamed, upgraded
 from prunex_mpi.run.snapshot import contents, misfit
@@ -897,19 +898,6 @@ def test_a_rank_that_cannot_write_ends_all_and_leaves_the_last(monkeypatch) -> N
         assert new_run(topology, "recipe").restore(files).name == "000001-iteration-1-step-0"
 
 
-class Noted(Heartbeat):
-    """Keeps when the rank went on, and the longest time for which it did not."""
-
-    last = longest = 0.0
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "beats":
-            now = time.monotonic()
-            self.longest = max(self.longest, now - self.last if self.last else 0.0)
-            self.last = now
-        super().__setattr__(name, value)
-
-
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_a_slow_disk_of_one_rank_is_no_standstill(
     ranks_per_node: int, monkeypatch: pytest.MonkeyPatch
@@ -922,36 +910,60 @@ def test_a_slow_disk_of_one_rank_is_no_standstill(
     fsync, record_of = os.fsync, base_files.read_record
 
     def slow_sync(descriptor: int) -> None:
-        time.sleep(0.05 if slow else 0)
+        time.sleep(PAUSE_S if slow else 0)
         fsync(descriptor)
 
     def slow_record(path: Path, size: int | None = None, going=lambda: None) -> FileRecord:
         def later() -> None:
-            time.sleep(0.05 if slow else 0)
+            time.sleep(PAUSE_S if slow else 0)
             going()
 
         return record_of(path, size, later)
-
-    def timed(action: Callable[[], object]) -> None:
-        started = heartbeat.last = time.monotonic()
-        heartbeat.longest = 0.0
-        action()
-        heartbeat.beats += 1
-        took = time.monotonic() - started
-        assert took > 0.5 and heartbeat.longest < took / 2, (took, heartbeat.longest)
 
     heartbeat = Noted()
     with nodes_of(1) as topology, run_directory() as files:
         run = new_run(topology, "recipe")
         run.work = replace(run.work, heartbeat=heartbeat)
         monkeypatch.setattr(os, "fsync", slow_sync)
-        timed(lambda: run.save(files))
+        heartbeat.check(lambda: run.save(files))
         monkeypatch.setattr(os, "fsync", fsync)
         with nodes_of(ranks_per_node) as mine:
             second = new_run(mine, "recipe")
             second.work = replace(second.work, heartbeat=heartbeat)
             monkeypatch.setattr(checkpoint_files, "read_record", slow_record)
-            timed(lambda: second.restore(files))
+            heartbeat.check(lambda: second.restore(files))
+
+
+def test_removing_what_is_old_and_comparing_copies_is_no_standstill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 removes what is left, the leader's values travel; all go on meanwhile."""
+    unlink, same = os.unlink, np.array_equal
+
+    def slow_unlink(path: str) -> None:
+        time.sleep(PAUSE_S)
+        unlink(path)
+
+    def slow_same(one: np.ndarray, other: np.ndarray) -> bool:
+        time.sleep(PAUSE_S / 10)
+        return same(one, other)
+
+    heartbeat = Noted()
+    with nodes_of(4) as topology, run_directory() as files:
+        run = new_run(topology, "recipe")
+        run.work = replace(run.work, heartbeat=heartbeat)
+        if files is not None:
+            left = files.path / "checkpoints/old.partial"
+            left.mkdir(parents=True)
+            for number in range(20):
+                (left / str(number)).touch()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", slow_unlink)
+            heartbeat.check(lambda: run.save(files))
+        if WORLD.size > 1:
+            monkeypatch.setattr(copies, "CHUNK", 256)
+            monkeypatch.setattr(np, "array_equal", slow_same)
+            heartbeat.check(lambda: run.save(files))
 
 
 def test_ranks_agree_on_where_to_stop() -> None:

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from prunex_mpi.base import files
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.run import directory
 from prunex_mpi.run.directory import RunDirectory, new_folder, refuse_early
 
 
@@ -96,3 +98,25 @@ def test_summary_appears_whole_or_not_at_all(
     with pytest.raises(KeyboardInterrupt):
         run.write_summary({"status": "completed"})
     assert not os.path.exists(summary)
+
+
+def test_who_waits_for_a_removal_goes_on_as_files_go_and_not_while_it_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, unlink, calls = tmp_path / "old", os.unlink, []
+    old.mkdir()
+    for number in range(6):
+        (old / str(number)).touch()
+
+    def slow_unlink(path: str) -> None:
+        time.sleep(0.1)
+        unlink(path)
+
+    run = RunDirectory(tmp_path / "run", "")
+    monkeypatch.setattr(os, "unlink", slow_unlink)
+    monkeypatch.setattr(directory, "LOOK_S", 0.01)
+    run.remove_later([old])
+    run.finish_removals(lambda: calls.append(1))
+    assert not old.exists()
+    assert 3 <= len(calls) <= 6
+    run.close()

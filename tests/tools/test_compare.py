@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from picture_files import write_folder
+from PIL import Image
 from safetensors.torch import load_file
 from test_bench import assert_sane, column, run
 
@@ -58,6 +61,7 @@ from prunex_mpi.tools.compare.outcomes import (
 from prunex_mpi.tools.compare.rates import hold_out
 from prunex_mpi.tools.compare.rows import read_plan, settings_of
 from prunex_mpi.tools.compare.run import count_zeros, curve_of, digest_of, operations
+from prunex_mpi.tools.compare.runs import images_of
 from prunex_mpi.tools.compare.search import (
     MOST_RATES,
     NOTHING,
@@ -1152,7 +1156,49 @@ def test_what_is_missing_can_be_added_to_the_file_of_a_comparison(quiet, tmp_pat
     WORLD.Barrier()
     with pytest.raises(UserError, match="--known: another machine"):
         compared([*flags, *more, known], tmp_path / "other")
+    # Files of before do not say of which images they are.
+    for data, words in (("", ""), ("others", "--known: the runs are of other images")):
+        if WORLD.rank == 0:
+            told = json.loads((tmp_path / "second" / "tables.json").read_text(encoding="utf-8"))
+            assert told["comparison"].pop("data")
+            told["comparison"] |= {"data": data} if data else {}
+            (tmp_path / "changed.json").write_text(json.dumps(told), encoding="utf-8")
+        WORLD.Barrier()
+        flag = f"--known={broadcast_text(WORLD, str(tmp_path / 'changed.json'))}"
+        with pytest.raises(UserError, match=words) if words else nullcontext():
+            compared([*flags, *more, flag], tmp_path / f"with-{data}")
     assert len(trained) == first_runs
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_other_images_of_the_same_names_are_told_apart(tmp_path):
+    folder = Path(broadcast_text(WORLD, str(tmp_path / "images")))
+    if WORLD.rank == 0:
+        write_folder(folder, train=8, test=4)
+    WORLD.Barrier()
+
+    def found(**changes):
+        settings = make(dataset="imagefolder", data_dir=str(folder), batch_size=2, **changes)
+        with nodes_of(WORLD) as topology, closing(load_dataset(topology, settings)) as dataset:
+            return images_of(WORLD, dataset)
+
+    first = found()
+    for changes in ({"seed": 3}, {"data_mode": "stream"}, {"test_samples": 8}):
+        assert found(**changes) == first
+    WORLD.Barrier()
+    if WORLD.rank == 0:
+        for path in folder.glob("test/*/*"):
+            Image.new("RGB", (8, 8)).save(path)
+    WORLD.Barrier()
+    assert found() != first
+
+
+def test_files_of_other_images_are_not_joined() -> None:
+    parts = [comparison(outcomes(row), data=data) for row, data in (("a", "x"), ("b", ""))]
+    assert join(parts).data == "x"
+    with pytest.raises(UserError, match="--from: the files are of other images"):
+        join([*parts, comparison(outcomes("c"), data="y")])
 
 
 @pytest.mark.mpi(min_size=2)

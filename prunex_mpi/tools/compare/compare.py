@@ -40,6 +40,7 @@ from prunex_mpi.tools.compare.rows import settings_of
 from prunex_mpi.tools.compare.run import run_one
 from prunex_mpi.tools.compare.runs import (
     Bench,
+    images_of,
     refuse_impossible,
     refuse_unequal_work,
     run_row,
@@ -111,8 +112,9 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
         )
         bench = Bench(world, topology, options, train, place.device, heartbeat, {})
         if options.known:
-            title = title_of(bench, bench.load(first))
-            known = store.take_over(world, options, title, place.describe())
+            dataset = bench.load(first)
+            title, data = title_of(bench, dataset), images_of(world, dataset)
+            known = store.take_over(world, options, title, place.describe(), data)
             bench = replace(bench, known=known)
         refuse_unequal_work(bench)
         tunings = tune_all(bench, rows)
@@ -144,6 +146,7 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
             equal_tunings=equal_tunings,
             reference=references,
             notes=tuple(notes_of(bench, elsewhere)),
+            data=images_of(world, dataset),
         )
 
 

@@ -110,8 +110,8 @@ class Comparison:
 
     `outcomes` are of rows as they are given, `equal` of those cut to the "bytes" or the "time" that
     the row `reference` names for it has spent, and `equal_tunings` have chosen their learning
-    rates. `notes` say first how those of whole runs were chosen; where files were joined, one of
-    some rows alone ends with their names.
+    rates. `data` tells other images apart, as far as it is known. `notes` say first how those of
+    whole runs were chosen; where files were joined, one of some rows alone ends with their names.
     """
 
     title: str
@@ -123,8 +123,9 @@ class Comparison:
     equal: Mapping[str, tuple[Outcome, ...]]
     reference: Mapping[str, str]
     notes: tuple[str, ...]
-    # Files of before have none.
+    # Files of before have neither.
     equal_tunings: Mapping[str, tuple[Tuning, ...]] = field(default_factory=dict)
+    data: str = ""
 
 
 def to_dict(value: Comparison | Outcome) -> dict[str, Any]:
@@ -184,6 +185,9 @@ def join(parts: Sequence[Comparison]) -> Comparison:
             mine, other = getattr(first, what), getattr(part, what)
             if mine != other:
                 raise UserError(f"--from: the files differ in {what}: {mine} and {other}")
+    data = {part.data for part in parts} - {""}
+    if len(data) > 1:
+        raise UserError("--from: the files are of other images; leave some away")
     rows = tuple(dict.fromkeys(row for part in parts for row in part.rows))
     seeds = tuple(dict.fromkeys(seed for part in parts for seed in part.seeds))
     tunings = {t.row: t for part in reversed(parts) for t in part.tunings}
@@ -212,6 +216,7 @@ def join(parts: Sequence[Comparison]) -> Comparison:
         equal_tunings={what: tuple(some.values()) for what, some in equal_tunings.items()},
         reference=references[0] if references else first.reference,
         notes=_join_notes(parts),
+        data=next(iter(data), ""),
     )
     try:
         require_same_work(outcomes)

@@ -1,5 +1,6 @@
 """Where the runs of a comparison take place, and what is refused before the first of them."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -12,7 +13,7 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.comm.agreement import together
+from prunex_mpi.comm.agreement import broadcast_text, together
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.problem import load_dataset, make_groups, make_model, steps_of
 from prunex_mpi.core.steps import total_steps
@@ -42,6 +43,16 @@ class Bench:
         """Load this rank's data. Collective on `world`."""
         self.heartbeat.enter("data")
         return load_dataset(self.topology, settings, self.heartbeat, self.device)
+
+
+def images_of(world: MPI.Comm, dataset: Dataset) -> str:
+    """Return what tells other images apart: their names or labels, and the first of them to test.
+
+    That is the same one for any seed and any number of ranks and of images to test. Collective on
+    `world`.
+    """
+    first = hashlib.blake2b(dataset.test.images[:1].numpy().tobytes(), digest_size=8).hexdigest()
+    return broadcast_text(world, f"{dataset.digest} {first}".strip())
 
 
 def run_row(

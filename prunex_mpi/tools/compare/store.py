@@ -138,13 +138,13 @@ def _files(folder: Path) -> list[Path]:
 
 
 def take_over(
-    world: MPI.Comm, options: Options, title: str, machine: Mapping[str, str]
+    world: MPI.Comm, options: Options, title: str, machine: Mapping[str, str], data: str
 ) -> dict[str, Outcome]:
     """Return the runs that the file of --known has, by the names under which they are kept.
 
     Raises UserError where its title or its machine is another one (`machine` is that of world rank
-    0). Rows at equal bytes or time count if their reference is that of `options`. Collective on
-    `world`.
+    0), or its images are, which `data` tells apart; files of before do not say. Rows at equal bytes
+    or time count if their reference is that of `options`. Collective on `world`.
     """
 
     def read() -> str:
@@ -156,6 +156,9 @@ def take_over(
         for what in mine:
             if mine[what] != its[what]:
                 raise UserError(f"--known: another {what}: {its[what]}, not {mine[what]}")
+        if found.data not in ("", data):
+            advice = "give their --data-dir, or leave --known away"
+            raise UserError(f"--known: the runs are of other images; {advice}")
         return json.dumps(to_dict(found))
 
     known = comparison_from(json.loads(broadcast_text(world, together(world, read))))

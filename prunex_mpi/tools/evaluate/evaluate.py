@@ -26,7 +26,7 @@ from prunex_mpi.comm.agreement import (
     together,
     together_while,
 )
-from prunex_mpi.core.listing import share_headers
+from prunex_mpi.core.listing import share_contents
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.reading import Access, decoding_threads
@@ -71,8 +71,8 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
         topology = place.topology
         threads = decoding_threads(topology.core_sharers)
         data = together(world, lambda: data_of(network, options))
-        headers = share_headers(world, data["dataset"], data["data_dir"], heartbeat)
-        part = Part(world.rank, world.size, topology.host_size, headers=headers)
+        known = share_contents(world, data["dataset"], data["data_dir"], heartbeat)
+        part = Part(world.rank, world.size, topology.host_size, known=known)
         dataset = together_while(
             world,
             lambda going: load_test(network, options, data, part._replace(going=going), threads),

@@ -1,0 +1,30 @@
+"""A heartbeat that notes for how long a rank has not gone on."""
+
+import time
+from collections.abc import Callable
+
+from prunex_mpi.base.heartbeat import Heartbeat
+
+PAUSE_S = 0.05
+
+
+class Noted(Heartbeat):
+    """Keeps when the rank went on, and the longest time for which it did not."""
+
+    last = longest = 0.0
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "beats":
+            now = time.monotonic()
+            self.longest = max(self.longest, now - self.last if self.last else 0.0)
+            self.last = now
+        super().__setattr__(name, value)
+
+    def check(self, action: Callable[[], object]) -> None:
+        """Assert that the rank goes on in an action that takes long."""
+        started = self.last = time.monotonic()
+        self.longest = 0.0
+        action()
+        self.beats += 1
+        took = time.monotonic() - started
+        assert took > 10 * PAUSE_S and self.longest < took / 2, (took, self.longest)

@@ -1,0 +1,209 @@
+"""What a reason tells to write lets the channels go that it was given for."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from prunex_mpi.pruning.coupling import find_coupling
+from prunex_mpi.pruning.trial import find_coupling_by, find_rules
+
+SIDE, WIDTH = 8, 16
+
+
+class Doing(nn.Module):
+    """A step of the user's own code."""
+
+    def __init__(self, step: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.step(x)
+
+
+class Attention(nn.Module):
+    """Heads of attention, over tokens, by code of the user's own."""
+
+    def __init__(self, *, products: bool) -> None:
+        super().__init__()
+        self.products, self.heads, self.size = products, 4, WIDTH // 4
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(2).transpose(1, 2)
+        cut = self.qkv(tokens).unflatten(-1, (3, self.heads, self.size))
+        q, k, v = cut.permute(2, 0, 3, 1, 4)
+        if self.products:
+            found = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        else:
+            scores = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
+            found = torch.einsum("bhij,bhjd->bhid", scores, v)
+        return self.out(found.transpose(1, 2).flatten(2)).transpose(1, 2)[..., None]
+
+
+class OfTokens(nn.Module):
+    """A norm over the channels of tokens."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def network(*middle: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    first = nn.Conv2d(3, WIDTH, 3, padding=1), nn.BatchNorm2d(WIDTH), nn.ReLU()
+    last = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)
+    return nn.Sequential(*first, *middle, nn.Conv2d(WIDTH, 8, 3, padding=1), nn.ReLU(), *last)
+
+
+def step(action: Callable[[Tensor], Tensor]) -> nn.Module:
+    return network(Doing(action))
+
+
+def shuffled(*sizes: int) -> nn.Module:
+    return step(lambda x: x.view(1, *sizes, 8, 8).transpose(1, 2).flatten(1, 2))
+
+
+def spread(channels: int) -> nn.Module:
+    return step(lambda x: x * x.mean((2, 3), keepdim=True).expand(1, channels, 8, 8))
+
+
+def padded(mode: str) -> nn.Module:
+    return network(Doing(lambda x: F.pad(x, (1, 1, 1, 1), mode=mode)))
+
+
+NUMBER = "where a number does, write -1 or x.shape[1]"
+# What stays, why, and what to write; the layer whose channels they are.
+CASES = [
+    (shuffled(2, 8), f"view counts its channels; {NUMBER}", shuffled(2, -1), "0"),
+    (
+        step(lambda x: x.view(1, 16, -1)[..., None]),
+        f"conv2d counts its channels; {NUMBER}",
+        step(lambda x: x.view(1, x.shape[1], -1)[..., None]),
+        "0",
+    ),
+    (
+        step(lambda x: x.reshape(1, 16, 64, 1)),
+        f"reshape counts its channels; {NUMBER}",
+        step(lambda x: x.reshape(1, -1, 64, 1)),
+        "0",
+    ),
+    (spread(16), f"expand counts its channels; {NUMBER}", spread(-1), "0"),
+    (
+        step(lambda x: x.unflatten(1, (2, 8)).flatten(1, 2)),
+        f"unflatten counts its channels; {NUMBER}",
+        step(lambda x: x.unflatten(1, (2, -1)).flatten(1, 2)),
+        "0",
+    ),
+    (
+        step(lambda x: torch.cat([x[:, :4], x[:, 4:]], 1)),
+        "__getitem__ counts its channels; cut it into equal pieces, as chunk does",
+        step(lambda x: torch.cat(x.chunk(2, 1), 1)),
+        "0",
+    ),
+    (
+        step(lambda x: torch.cat(x.split([4, 12], 1), 1)),
+        "split counts its channels; cut it into equal pieces, as chunk does",
+        step(lambda x: torch.cat(x.chunk(2, 1), 1)),
+        "0",
+    ),
+    (
+        network(Attention(products=False)),
+        "einsum mixes it with others; take matmul or a product instead",
+        network(Attention(products=True)),
+        "3.qkv",
+    ),
+    (
+        step(lambda x: torch.einsum("bchw,bcij->bchw", x, x)),
+        "einsum mixes it with others; take matmul or a product instead",
+        step(lambda x: x * x.sum((2, 3), keepdim=True)),
+        "0",
+    ),
+    (
+        network(OfTokens(nn.RMSNorm(WIDTH))) if hasattr(nn, "RMSNorm") else None,
+        "rms_norm mixes it with others; take nn.LayerNorm instead",
+        network(OfTokens(nn.LayerNorm(WIDTH))),
+        "0",
+    ),
+    (
+        network(nn.GroupNorm(2, WIDTH)),
+        "group_norm mixes it with others; take as many groups as each has channels, or more",
+        network(nn.GroupNorm(4, WIDTH)),
+        "0",
+    ),
+    (
+        network(nn.LocalResponseNorm(3)),
+        "local_response_norm mixes it with others; take nn.BatchNorm2d instead",
+        network(nn.BatchNorm2d(WIDTH)),
+        "0",
+    ),
+    (
+        network(nn.LPPool2d(2, 2)),
+        "lp_pool2d mixes it with others; take nn.AvgPool2d instead",
+        network(nn.AvgPool2d(2)),
+        "0",
+    ),
+    (
+        step(lambda x: x**2),
+        "__pow__ mixes it with others; take a product instead",
+        step(lambda x: x * x),
+        "0",
+    ),
+    (
+        network(nn.ConvTranspose2d(WIDTH, WIDTH, 2, 2)),
+        "conv_transpose2d mixes it with others; take nn.Upsample and nn.Conv2d instead",
+        network(nn.Upsample(scale_factor=2), nn.Conv2d(WIDTH, WIDTH, 1)),
+        "0",
+    ),
+    (
+        network(nn.BatchNorm2d(WIDTH, affine=False)),
+        "a BatchNorm without gamma and beta passes a constant; give it affine=True",
+        network(nn.BatchNorm2d(WIDTH, affine=True)),
+        "0",
+    ),
+    (
+        network(nn.InstanceNorm2d(WIDTH, track_running_stats=True)),
+        "an InstanceNorm with statistics passes a constant; take it without",
+        network(nn.InstanceNorm2d(WIDTH)),
+        "0",
+    ),
+    (padded("reflect"), "padding that isn't zero; pad with zeros", padded("constant"), "0"),
+    (
+        network(weight_norm(nn.Conv2d(WIDTH, WIDTH, 3, padding=1))),
+        "a computed weight is no parameter; leave weight_norm and its like away",
+        network(nn.Conv2d(WIDTH, WIDTH, 3, padding=1)),
+        "0",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "reason", "other", "layer"),
+    CASES,
+    ids=range(len(CASES)),
+)
+def test_what_is_to_be_written_instead_lets_channels_go(
+    model: nn.Module | None, reason: str, other: nn.Module, layer: str
+) -> None:
+    if model is None:
+        pytest.skip("this torch has no such layer")
+    name = f"{layer}.weight"
+    stays, goes = (find_coupling_by(m, SIDE, find_rules(m, SIDE)) for m in (model, other))
+    assert f"{name} [coupled]: {reason}" in stays.excluded
+    assert (goes.rows[name] >= 0).all()
+
+
+def test_with_plain_rules_nothing_is_advised_that_they_do_not_follow() -> None:
+    for model, mixed in (
+        (step(lambda x: torch.einsum("bchw,bcij->bchw", x, x)), "einsum mixes it with others"),
+        (CASES[5][0], "__getitem__ counts its channels"),
+    ):
+        coupling = find_coupling(model, SIDE, frozenset([""]))
+        assert f"0.weight [coupled]: {mixed}" in coupling.excluded
