@@ -945,7 +945,7 @@ def test_removing_what_is_old_and_comparing_copies_is_no_standstill(
         unlink(path)
 
     def slow_same(one: np.ndarray, other: np.ndarray) -> bool:
-        time.sleep(PAUSE_S / 10)
+        time.sleep(PAUSE_S / 2)
         return same(one, other)
 
     heartbeat = Noted()
