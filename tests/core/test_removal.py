@@ -189,7 +189,6 @@ def test_a_divergence_goes_back_to_before_the_removal(model, monkeypatch):
     ("changes", "said"),
     [
         ({"groups": ("channel",)}, "coupled groups alone"),
-        ({"compile": True}, "changes the model"),
         ({"after_freeze": "admm"}, "duals are of the whole"),
     ],
 )
