@@ -278,8 +278,9 @@ def build_problem(
     together(topology.world, lambda: refuse_parts(settings, stream.batch_size, model))
     if settings.compile:
         together(topology.world, lambda: _try_compiler(device))
-    tried = settings, dataset.num_classes, device
-    loss, objective = together(topology.world, lambda: find_losses(*tried))
+    loss, objective = together(
+        topology.world, lambda: find_losses(settings, dataset.num_classes, device)
+    )
     draws = settings.seed, topology.world.rank
     mixing = Mixing(settings.mixup, settings.cutmix, dataset.num_classes, draws)
     agreed = digests_agree(topology.world, _digest(model))

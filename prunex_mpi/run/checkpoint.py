@@ -71,10 +71,11 @@ def save(topology: Topology, run: RunDirectory | None, work: Work) -> None:
     world, state, position = topology.world, work.state, work.state.position
 
     def begin(going: Callable[[], None]) -> str:
-        if run is None:
-            return ""
-        run.finish_removals(going)
-        return str(checkpoint_files.begin(run.path, position.iteration, position.step, going))
+        def make() -> str:
+            run.finish_removals(going)
+            return str(checkpoint_files.begin(run.path, position.iteration, position.step, going))
+
+        return "" if run is None else telling_disk_errors(what, make)
 
     def write(going: Callable[[], None]) -> FileRecord:
         action = partial(checkpoint_files.write_rank_file, folder, world.rank, *mine, going)
@@ -82,8 +83,7 @@ def save(topology: Topology, run: RunDirectory | None, work: Work) -> None:
 
     what, beat = "the checkpoint", work.heartbeat.go_on
     # On a slow file system that takes longer than a rank may stand still, on one for all to wait.
-    make = lambda going: telling_disk_errors(what, partial(begin, going))  # noqa: E731
-    folder = Path(broadcast_text(world, together_while(world, make, beat)))
+    folder = Path(broadcast_text(world, together_while(world, begin, beat)))
     mine = without_copies(topology, *contents(topology, state, work.problem), beat)
     record = together_while(world, write, beat)
     records = np.empty((world.size, 3), dtype=np.int64)
