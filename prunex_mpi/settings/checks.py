@@ -80,7 +80,7 @@ def check_together(settings: Settings) -> None:
         end = "freeze-iteration" if s.freeze_iteration else "outer-iterations"
         raise UserError(
             f"warmup-iterations and keep-ramp-iterations reach the keep ratio in iteration "
-            f"{target}, beyond {end} {last}; lower them"
+            f"{target}, beyond {end} {last}; lower them, or raise that"
         )
     if s.residuals != "every" and s.penalty == "balance":
         raise UserError(

@@ -166,8 +166,8 @@ def cells(table: Table, method: str) -> dict:
         ("--methods dense --dir=x --known=y.json", ["--known", "--resume"]),
         ("--from x.json --known=y.json", ["--known", "--from"]),
         (
-            "--methods prunex --warmup-iterations 40 --keep-ramp-iterations 0 --tune-lr 0.1 "
-            "--tune-length 1/64",
+            "--methods prunex --warmup-iterations 40 --keep-ramp-iterations 0 "
+            "--freeze-iteration 48 --tune-lr 0.1 --tune-length 1/64",
             ["--tune-length 1/64", "freeze-iteration"],
         ),
     ],
@@ -205,7 +205,7 @@ def test_runs_that_tune_are_of_another_seed_and_as_long_unless_told():
     settings = settings_of(options.common, row, options.tune_seed, 0.4, Fraction(1, 4))
     assert (settings.seed, settings.lr, settings.outer_iterations) == (3, 0.4, 16)
     # Shares of a run stay shares.
-    assert settings.freeze_iteration == 12
+    assert settings.freeze_iteration == 7
     flags = ["--methods", "dgc", "prunetrain", "--evaluate-every", "5"]
     for more, warmup in ([], AUTO), (["--dgc-warmup-epochs=4"], Fraction(1, 2)):
         options = parse([*flags, *more])
@@ -264,11 +264,12 @@ tune-lr = [0.01]
 @pytest.mark.parametrize(
     ("plan", "rows"),
     [
-        ("compare_cifar10.toml", 25),
+        ("compare_cifar10.toml", 27),
         ("compare_resnet20.toml", 6),
         ("ways_cifar10.toml", 11),
         ("pruned_cifar10.toml", 11),
         ("ingredients_cifar10.toml", 8),
+        ("when_cifar10.toml", 4),
         ("pretrained_cifar10.toml", 6),
         ("pace_vgg19.toml", 6),
     ],
