@@ -4,7 +4,8 @@ Each function takes the communicator(s) it uses first; one without does not comm
 contiguous and 1-D. On the CPU MPI reads and writes the tensor's own memory. A CUDA tensor is handed
 to MPI as it is (`device`; the stream is synchronised first, since MPI does not know streams;
 blocking calls only, since Open MPI's non-blocking reductions crash on device memory) or goes
-through two pinned buckets (`host`), so that copying one overlaps the reduction of the other.
+through two pinned buckets (`host`), so that copying one overlaps the reduction of the other. What
+goes between nodes in small pieces is not copied in pieces as small: each copy is waited for.
 
 An Allreduce folds what there are of ranks above a power of two onto the others: then one of 3
 leaders sent 1.88 (Open MPI 5.0) or 1.50 times (MPICH 5.0) what is enough, 2 (M - 1)/M of the
@@ -48,26 +49,12 @@ class Transport:
     """How tensors reach MPI: bucket size in bytes and, where they are staged, two host buckets.
 
     Between nodes a bucket has `piece_bytes` for each of them, where that is less; 0: as all others.
+    What is staged at a time may be several buckets.
     """
 
     bucket_bytes: int
     staging: tuple[Tensor, Tensor] | None = None
     piece_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """Collectives on parts of `operand` under way, whose result belongs into `bucket`."""
-
-    requests: list[MPI.Request]
-    operand: Tensor
-    bucket: Tensor
-
-    def finish_(self) -> None:
-        """Wait for the result and put it where it belongs."""
-        MPI.Request.Waitall(self.requests)
-        if self.operand is not self.bucket:
-            self.bucket.copy_(self.operand)
 
 
 def build_transport(
@@ -140,63 +127,63 @@ def buckets(flat: Tensor, transport: Transport) -> Iterator[Tensor]:
     yield from flat.split(max(1, transport.bucket_bytes // flat.element_size()))
 
 
+def staged(
+    flat: Tensor, transport: Transport, fetch: bool = True, back: bool = True
+) -> Iterator[Tensor]:
+    """Yield memory that MPI gets with the values of `flat`, and keep what is in it afterwards.
+
+    `flat` itself where nothing is staged; else stretches of whole buckets, of which the next one is
+    copied to the host while the caller is busy. `fetch` and `back` say which way to copy.
+    """
+    if transport.staging is None:
+        yield flat
+        return
+    fit = max(1, transport.staging[0].nbytes // transport.bucket_bytes)
+    stretches = flat.split(fit * max(1, transport.bucket_bytes // flat.element_size()))
+    operands = [_stage(transport, number, stretch) for number, stretch in enumerate(stretches)]
+    if fetch:
+        operands[0].copy_(stretches[0])
+    for number, operand in enumerate(operands):
+        if fetch and number + 1 < len(operands):
+            operands[number + 1].copy_(stretches[number + 1], non_blocking=True)
+        yield operand
+        if back:
+            stretches[number].copy_(operand, non_blocking=True)
+        if flat.device.type == "cuda":
+            torch.cuda.current_stream(flat.device).synchronize()
+
+
 def allreduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, op: MPI.Op = MPI.SUM) -> None:
     """Reduce `flat` over `comm` in place. Collective on `comm`; every rank receives the result."""
     if comm.size == 1:
         return
-    if transport.staging is None:
+    for operand in staged(flat, transport):
         # Blocking: Open MPI's Iallreduce over TCP took twice as long between two nodes.
-        for bucket in buckets(flat, transport):
+        for bucket in buckets(operand, transport):
             _reduce_bucket_(comm, bucket, op)
-        return
-    # While one bucket is reduced, the next one is copied to the host.
-    previous: Transfer | None = None
-    for number, bucket in enumerate(buckets(flat, transport)):
-        operand = _stage(transport, number, bucket)
-        operand.copy_(bucket)
-        if _folds(comm, operand):
-            _reduce_bucket_(comm, operand, op)
-            requests = []
-        else:
-            requests = [comm.Iallreduce(MPI.IN_PLACE, mpi_buffer(operand), op=op)]
-        if previous is not None:
-            previous.finish_()
-        previous = Transfer(requests, operand, bucket)
-    if previous is not None:
-        previous.finish_()
 
 
 def reduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) -> None:
     """Sum `flat` over `comm` in place on `root`; the others keep theirs. Collective on `comm`."""
     if comm.size == 1:
         return
-    for bucket in buckets(flat, transport):
-        operand = bucket
-        if transport.staging is not None:
-            operand = _stage(transport, 0, bucket)
-            operand.copy_(bucket)
-        if comm.rank == root:
-            comm.Reduce(MPI.IN_PLACE, mpi_buffer(operand), op=MPI.SUM, root=root)
-            if operand is not bucket:
-                bucket.copy_(operand)
-        else:
-            comm.Reduce(mpi_buffer(operand), None, op=MPI.SUM, root=root)
+    leads = comm.rank == root
+    for operand in staged(flat, transport, back=leads):
+        for bucket in buckets(operand, transport):
+            mine, total = mpi_buffer(bucket), None
+            if leads:
+                mine, total = MPI.IN_PLACE, mine
+            comm.Reduce(mine, total, op=MPI.SUM, root=root)
 
 
 def bcast_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) -> None:
     """Broadcast `flat` from `root` in place. Collective on `comm`."""
     if comm.size == 1:
         return
-    for bucket in buckets(flat, transport):
-        if transport.staging is None:
+    leads = comm.rank == root
+    for operand in staged(flat, transport, fetch=leads, back=not leads):
+        for bucket in buckets(operand, transport):
             comm.Bcast(mpi_buffer(bucket), root=root)
-            continue
-        stage = _stage(transport, 0, bucket)
-        if comm.rank == root:
-            stage.copy_(bucket)
-        comm.Bcast(mpi_buffer(stage), root=root)
-        if comm.rank != root:
-            bucket.copy_(stage)
 
 
 def allreduce_then_bcast_(
@@ -220,28 +207,22 @@ def allreduce_then_bcast_(
         for root, part in enumerate(parts):
             bcast_(node, part, transport, root)
         return time.perf_counter() - started
-    previous: Transfer | None = None
     spent = 0.0
-    for number, bucket in enumerate(buckets(flat, transport)):
-        operand = bucket
-        if transport.staging is not None:
-            operand = _stage(transport, number, bucket)
-            if lane != MPI.COMM_NULL:
-                operand.copy_(bucket)
-        parts = parts_of(operand, lanes)
-        if leads:
-            _reduce_bucket_(lane, parts[node.rank], MPI.SUM)
+    for operand in staged(flat, transport, fetch=lane != MPI.COMM_NULL):
+        behind: list[MPI.Request] = []
+        for bucket in buckets(operand, transport):
+            parts = parts_of(bucket, lanes)
+            if leads:
+                _reduce_bucket_(lane, parts[node.rank], MPI.SUM)
+            started = time.perf_counter()
+            requests = []
+            if node.size > 1:
+                requests = [node.Ibcast(mpi_buffer(p), root=root) for root, p in enumerate(parts)]
+            MPI.Request.Waitall(behind)
+            behind = requests
+            spent += time.perf_counter() - started
         started = time.perf_counter()
-        requests = []
-        if node.size > 1:
-            requests = [node.Ibcast(mpi_buffer(p), root=root) for root, p in enumerate(parts)]
-        if previous is not None:
-            previous.finish_()
-        previous = Transfer(requests, operand, bucket)
-        spent += time.perf_counter() - started
-    if previous is not None:
-        started = time.perf_counter()
-        previous.finish_()
+        MPI.Request.Waitall(behind)
         spent += time.perf_counter() - started
     return spent
 
@@ -295,7 +276,7 @@ def _reduce_bucket_(comm: MPI.Comm, operand: Tensor, op: MPI.Op) -> None:
         comm.Allreduce(MPI.IN_PLACE, mpi_buffer(rest), op=op)
 
 
-def _stage(transport: Transport, number: int, bucket: Tensor) -> Tensor:
-    """Return the host memory of bucket `number`, which shares it with the one before the last."""
+def _stage(transport: Transport, number: int, stretch: Tensor) -> Tensor:
+    """Return the memory of stretch `number`, which shares it with the one before the last."""
     memory = transport.staging[number % 2]
-    return memory[: bucket.numel() * bucket.element_size()].view(bucket.dtype)
+    return memory[: stretch.nbytes].view(stretch.dtype)

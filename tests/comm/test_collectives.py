@@ -1,6 +1,7 @@
 """Collectives on tensors against numpy: any size, dtype and node shape, staged or not."""
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -23,11 +24,13 @@ from prunex_mpi.comm.collectives import (
     hierarchical_sum_,
     mpi_buffer,
     reduce_,
+    staged,
 )
 
 CPU = torch.device("cpu")
 TINY = 104  # bytes, what 1e-4 MiB come to: 26 float32, 13 float64, 104 uint8
 DTYPES = tuple(MPI_TYPES)
+KINDS = ("direct", "staged", "staged together")
 SIZES = (0, 1, 13, 26, 27, 104, 1000)
 
 
@@ -41,10 +44,14 @@ class NoCommunication:
 
 
 def transport(kind: str, size: int = TINY) -> Transport:
-    """Return the transport of the CPU, or one that stages as it is done for a GPU."""
+    """Return the transport of the CPU, or one that stages as it is done for a GPU.
+
+    One bucket at a time, or two and a half: whole buckets alone are staged.
+    """
     if kind == "direct":
         return build_transport(CPU, size / 2**20, "host")
-    return Transport(size, (torch.empty(size, dtype=torch.uint8), torch.empty(size).byte()))
+    room = size if kind == "staged" else size * 5 // 2
+    return Transport(size, (torch.empty(room).byte(), torch.empty(room).byte()))
 
 
 def numbers(rank: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -81,7 +88,7 @@ def test_mpi_works_on_the_tensors_own_memory(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float16, torch.complex64])
-@pytest.mark.parametrize("kind", ["direct", "staged"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_unsafe_dtypes_are_refused_before_mpi_is_entered(dtype: torch.dtype, kind: str) -> None:
     tensor = torch.ones(40, dtype=dtype)
     calls = [
@@ -110,7 +117,7 @@ def test_one_rank_alone_communicates_nothing() -> None:
         size = 1
 
     tensor = torch.arange(40.0)
-    for kind in ("direct", "staged"):
+    for kind in KINDS:
         allreduce_(Alone(), tensor, transport(kind))
         bcast_(Alone(), tensor, transport(kind))
         reduce_(Alone(), tensor, transport(kind))
@@ -119,7 +126,7 @@ def test_one_rank_alone_communicates_nothing() -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("kind", ["direct", "staged"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_allreduce_sums_every_element_and_nothing_else(dtype: torch.dtype, kind: str) -> None:
     how = transport(kind)
@@ -142,7 +149,7 @@ def three() -> Iterator[MPI.Comm]:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("kind", ["direct", "staged"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_large_sums_of_three_ranks_are_right(
     dtype: torch.dtype, kind: str, three: MPI.Comm
@@ -176,7 +183,7 @@ def test_large_sums_of_three_ranks_have_the_same_bits(three: MPI.Comm) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("kind", ["direct", "staged"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_allreduce_takes_other_operations(kind: str) -> None:
     every = [numbers(rank, 300, torch.uint8).numpy() for rank in range(WORLD.size)]
     for operation, function in ((MPI.BOR, np.bitwise_or), (MPI.MAX, np.maximum)):
@@ -186,7 +193,7 @@ def test_allreduce_takes_other_operations(kind: str) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("kind", ["direct", "staged"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reduce_adds_up_on_the_root_alone(dtype: torch.dtype, kind: str) -> None:
     how = transport(kind)
@@ -201,7 +208,7 @@ def test_reduce_adds_up_on_the_root_alone(dtype: torch.dtype, kind: str) -> None
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("kind", ["direct", "staged"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bcast_copies_the_root(dtype: torch.dtype, kind: str) -> None:
     how = transport(kind)
@@ -213,7 +220,7 @@ def test_bcast_copies_the_root(dtype: torch.dtype, kind: str) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("kind", ["direct", "staged"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("ranks_per_node", "lanes"), with_leaders())
 def test_leaders_sum_reaches_every_rank_of_every_node(
     ranks_per_node: int, lanes: int, kind: str
@@ -229,6 +236,30 @@ def test_leaders_sum_reaches_every_rank_of_every_node(
                     flat.fill_(torch.nan)
                 allreduce_then_bcast_(topology.lane, topology.node, flat, how, lanes)
                 assert torch.equal(flat, total(size, dtype, leaders))
+
+
+def test_pieces_are_staged_together_and_cut_as_if_they_were_not() -> None:
+    flat = torch.arange(26.0)
+    way = transport("staged together", 40)
+    stretches = []
+    for operand in staged(flat, way):
+        stretches.append([piece.tolist() for piece in buckets(operand, way)])
+        operand += 1
+    assert [len(pieces) for pieces in stretches] == [2, 1]
+    assert list(chain(*stretches)) == [p.tolist() for p in torch.arange(26.0).split(10)]
+    assert flat.equal(torch.arange(26.0) + 1)
+
+
+def test_what_is_staged_is_copied_where_it_is_wanted() -> None:
+    way = transport("staged", 40)
+    flat = torch.arange(26.0)
+    for operand in staged(flat, way, fetch=False):
+        operand.fill_(7)
+    assert flat.equal(torch.full((26,), 7.0))
+    for operand in staged(flat, way, back=False):
+        assert operand.eq(7).all()
+        operand.fill_(8)
+    assert flat.equal(torch.full((26,), 7.0))
 
 
 def test_pieces_between_nodes_grow_with_them() -> None:
