@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.behind import Behind
 from prunex_mpi.comm.collectives import Transport
@@ -182,7 +183,10 @@ class State:
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank works on and with; the communicators are handed down beside it."""
+    """What a rank works on and with; the communicators are handed down beside it.
+
+    What failed in its local steps is in `failures`: all ranks raise the first when phase 1 is over.
+    """
 
     state: State
     problem: Problem
@@ -191,6 +195,7 @@ class Work:
     heartbeat: Heartbeat
     stop: StopAgreement | None = None
     behind: Behind | None = None
+    failures: list[UserError] = field(default_factory=list)
 
 
 def build_state(
