@@ -94,7 +94,8 @@ class Position:
     `step` counts the local steps that outer iteration `iteration` has behind it, `steps_done` those
     of the outer iterations before; the sums of losses, the bytes and the seconds so far are this
     rank's own. `under_way` says as what travels (PLAIN or CODED) that the last outer iteration has
-    exchanged and z does not hold yet; empty where there is nothing.
+    exchanged and z does not hold yet, if anything. `converged_of` is the length of a run, in outer
+    iterations, that has converged before it, else 0.
     """
 
     iteration: int = 1
@@ -109,9 +110,9 @@ class Position:
     vote_next: bool = False
     under_way: str = ""
     first_loss: float | None = None
-    # Of the best z so far by held-out images, as `best.Judged` has it.
-    best: list[float] = field(default_factory=list)
+    best: list[float] = field(default_factory=list)  # what best.Judged has of the best z so far
     rollbacks: int = 0
+    converged_of: int = 0
 
 
 @dataclass
@@ -183,9 +184,9 @@ class State:
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank works on and with; the communicators are handed down beside it.
+    """What a rank works on and with, beside communicators.
 
-    What failed in its local steps is in `failures`: all ranks raise the first when phase 1 is over.
+    All ranks raise the first of the `failures` of its local steps after these.
     """
 
     state: State
@@ -298,8 +299,7 @@ def adopt_mask(state: State, mask: np.ndarray) -> None:
     travels = mask if state.shrinks else np.ones_like(mask)
     kept = kept_stats(travels, state.stats_groups)
     state.stats_kept = torch.from_numpy(kept).to(state.stats.device)
-    state.mask = mask
-    state.plan_agreed = False
+    state.mask, state.plan_agreed = mask, False
     state.factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
     state.plan = build_plan(state.layout, state.groups, travels, state.theta.device)
 

@@ -124,7 +124,9 @@ def iterate(
     progress: Progress,
 ) -> str:
     """Run the driver until it ends, stops or diverges; return the status. Collective."""
-    # Nothing is left where a job ended between its last checkpoint and its results.
+    # Nothing is left where a job ended between its last checkpoint and its summary.
+    if work.state.position.converged_of == work.settings.outer_iterations:
+        return "converged"
     status = "running" if rounds_left(work, most=1) > 0 else "completed"
     for record, status in recorded(topology, files, work, progress):
         if status == "running" and checkpoints.due(topology.world, record["iteration"]):

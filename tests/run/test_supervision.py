@@ -282,6 +282,21 @@ def test_a_complete_run_is_left_alone(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert (tmp_path / "run/summary.json").read_bytes() == before
 
 
+def test_a_run_that_had_converged_only_writes_what_is_missing(tmp_path: Path) -> None:
+    """Its job ended between the last checkpoint and summary.json; a longer run does go on."""
+    flags = ["--freeze-iteration", "0", "--warmup-iterations", "1", "--keep-ramp-iterations", "1"]
+    flags += ["--eps-abs", "1000", "--eps-rel", "1000"]
+    assert run(tmp_path, *flags) == 0
+    assert status(tmp_path) == "converged"
+    before = metrics(tmp_path), (tmp_path / "state.safetensors").read_bytes()
+    (tmp_path / "summary.json").unlink()
+    assert train.main(["--run-dir", str(tmp_path), "--resume"]) == 0
+    assert status(tmp_path) == "converged"
+    assert (metrics(tmp_path), (tmp_path / "state.safetensors").read_bytes()) == before
+    assert train.main(["--run-dir", str(tmp_path), "--resume", "--outer-iterations", "7"]) == 0
+    assert [record["iteration"] for record in metrics(tmp_path)] == [1, 2, 3]
+
+
 def test_automatic_checkpoints_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock of our own: an iteration takes 7 s, a checkpoint 2 s, so 100 s lie between two."""
     now = [0.0]
