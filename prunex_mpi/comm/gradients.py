@@ -32,6 +32,8 @@ class GradientAverager:
     Of CUDA gradients a hook runs long before the gradient it announces exists. It marks the place
     in the device's queue; when all of backward is queued, each bucket is reduced as soon as its
     mark is reached, by a stream of its own, while the device computes those that come later.
+    `late` says that a parameter of the last step got several gradients, one after the other: what
+    came last may have been added to a sum that was on its way.
     """
 
     def __init__(self, wire: Wire, model: nn.Module, layout: Layout, grad: Tensor) -> None:
@@ -39,6 +41,7 @@ class GradientAverager:
         self.comm = wire.comm
         self.handles = []
         self.stream: cuda.Stream | None = None
+        self.late = False
         self.listen_to(model, layout, grad)
 
     def listen_to(self, model: nn.Module, layout: Layout, grad: Tensor) -> None:
@@ -90,7 +93,7 @@ class GradientAverager:
     def finish_(self) -> None:
         """Leave the mean over `comm` in the gradient. Collective on `comm`; call after backward.
 
-        Raises UserError where a parameter got several gradients, one after the other.
+        Where this rank was `late` it is no mean: other ranks, and other nodes, need not be.
         """
         if self.comm.size == 1:
             # There is nobody to wait for, and so nothing that the device would have to be done for.
@@ -101,10 +104,8 @@ class GradientAverager:
             self._start(all_of_them=True)
             self.listening = False
             self.wire.wait_(self.requests, self.sums)
-            self._refuse_late()
         elif self.queued:
             self._reduce_marked_()
-            self._refuse_late()
         else:
             self.wire.reduce_(self.grad)
         torch.div(self.sums, self.comm.size, out=self.grad)
@@ -127,14 +128,6 @@ class GradientAverager:
                 self._mark(bucket)
 
         return hook
-
-    def _refuse_late(self) -> None:
-        # What came last may have been added to a sum that was on its way.
-        if self.late:
-            raise UserError(
-                "the model uses a part of its own several times by reentrant checkpointing, which "
-                "adds up gradients in several passes; give checkpoint use_reentrant=False"
-            )
 
     def _mark(self, bucket: int) -> None:
         self.marks[bucket].record(cuda.current_stream(self.grad.device))
@@ -164,6 +157,14 @@ class GradientAverager:
             self.requests.append(self.comm.Iallreduce(mine, total, op=MPI.SUM))
         # MPI advances outstanding reductions only inside its own calls.
         MPI.Request.Testall(self.requests)
+
+
+def several_passes() -> UserError:
+    """Return what is wrong with a model whose averager is late."""
+    return UserError(
+        "the model uses a part of its own several times by reentrant checkpointing, which "
+        "adds up gradients in several passes; give checkpoint use_reentrant=False"
+    )
 
 
 def is_queued(tensor: Tensor) -> bool:

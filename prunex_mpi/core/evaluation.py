@@ -10,7 +10,7 @@ import torch
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import FAILURE, UNREADABLE, Diverged, UserError
+from prunex_mpi.base.errors import FAILURE, Diverged, UserError
 from prunex_mpi.comm.agreement import digests_agree, raise_together
 from prunex_mpi.comm.collectives import hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
@@ -153,27 +153,47 @@ def refuse_divergence(topology: Topology, work: Work, loss: float) -> None:
     Not finite, or a mean loss of many times the first outer iteration's; where that is less than
     what guessing costs, as with a network that was trained before, of many times the latter. A loss
     of the user's own that begins at 0 or below has no such bound. Comes before phase 2, so that
-    nothing of it enters a consensus, nor of images that could not be read. Collective on `world`.
+    nothing of it enters a consensus, nor of images that could not be read; that, and what a rank
+    has noted in `work.failures`, is raised as it is. Collective on `world`.
     """
-    state, problem, factor = work.state, "", work.settings.divergence_factor
-    reader = work.problem.reader
-    first = state.position.first_loss
+    factor, first = work.settings.divergence_factor, work.state.position.first_loss
     normal = max(first or 0.0, work.problem.guess_loss)
-    if not np.isfinite(loss) or not bool(torch.isfinite(torch.linalg.vector_norm(state.theta))):
-        problem = "the loss or the weights are not finite"
-    elif first is not None and factor and 0 < factor * normal < loss:
+    problem = _not_finite(work, loss)
+    if not problem and first is not None and factor and 0 < factor * normal < loss:
         whose = "the first iteration's" if normal == first else "that of guessing"
         problem = f"the loss {loss:.3g} is {factor:g} times {whose} or more (--divergence-factor)"
-    error = UserError(
-        f"{problem} in phase local of outer iteration {state.position.iteration}; "
-        "lower --lr or check the data",
-        FAILURE,
-    )
+    _refuse_together(topology, work, problem)
+
+
+def refuse_what_went_wrong(topology: Topology, work: Work) -> None:
+    """Raise on every rank what `refuse_divergence` would, where phase 1 was left before its end.
+
+    A part of its steps says nothing of the size of the mean loss. Collective on `world`.
+    """
+    _refuse_together(topology, work, _not_finite(work, work.state.position.loss_sum))
+
+
+def _not_finite(work: Work, loss: float) -> str:
+    norm = torch.linalg.vector_norm(work.state.theta)
+    finite = np.isfinite(loss) and bool(torch.isfinite(norm))
+    return "" if finite else "the loss or the weights are not finite"
+
+
+def _refuse_together(topology: Topology, work: Work, problem: str) -> None:
+    """Raise the lowest rank's `problem`, as Diverged, or what it could not do. Collective."""
+    state, reader = work.state, work.problem.reader
+    failure = reader.error if reader is not None else None
+    failure = failure or next(iter(work.failures), None)
+    if problem and failure is None:
+        failure = UserError(
+            f"{problem} in phase local of outer iteration {state.position.iteration}; "
+            "lower --lr or check the data",
+            FAILURE,
+        )
     try:
         with state.position.clock.agreeing(state.theta.device, "Allreduce of what went wrong"):
-            unread = reader.error if reader is not None else None
-            raise_together(topology.world, unread or (error if problem else None))
+            raise_together(topology.world, failure)
     except UserError as together:
-        if together.exit_code == UNREADABLE:
+        if together.exit_code != FAILURE:
             raise
         raise Diverged(str(together), together.exit_code) from None

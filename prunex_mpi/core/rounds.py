@@ -159,6 +159,7 @@ def finish_round(
         "rank": rank_record(this.seconds, this.exchange, position.clock.broadcast, this.residuals),
         "status": "converged" if converged else "completed" if this.last else "running",
     }
+    position.converged_of = work.settings.outer_iterations if converged else 0
     next_iteration(position, loss)
     return record
 

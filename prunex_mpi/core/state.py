@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.behind import Behind
 from prunex_mpi.comm.collectives import Transport
@@ -93,7 +94,8 @@ class Position:
     `step` counts the local steps that outer iteration `iteration` has behind it, `steps_done` those
     of the outer iterations before; the sums of losses, the bytes and the seconds so far are this
     rank's own. `under_way` says as what travels (PLAIN or CODED) that the last outer iteration has
-    exchanged and z does not hold yet; empty where there is nothing.
+    exchanged and z does not hold yet, if anything. `converged_of` is the length of a run, in outer
+    iterations, that has converged before it, else 0.
     """
 
     iteration: int = 1
@@ -108,9 +110,9 @@ class Position:
     vote_next: bool = False
     under_way: str = ""
     first_loss: float | None = None
-    # Of the best z so far by held-out images, as `best.Judged` has it.
-    best: list[float] = field(default_factory=list)
+    best: list[float] = field(default_factory=list)  # what best.Judged has of the best z so far
     rollbacks: int = 0
+    converged_of: int = 0
 
 
 @dataclass
@@ -182,7 +184,10 @@ class State:
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank works on and with; the communicators are handed down beside it."""
+    """What a rank works on and with, beside communicators.
+
+    All ranks raise the first of the `failures` of its local steps after these.
+    """
 
     state: State
     problem: Problem
@@ -191,6 +196,7 @@ class Work:
     heartbeat: Heartbeat
     stop: StopAgreement | None = None
     behind: Behind | None = None
+    failures: list[UserError] = field(default_factory=list)
 
 
 def build_state(
@@ -293,8 +299,7 @@ def adopt_mask(state: State, mask: np.ndarray) -> None:
     travels = mask if state.shrinks else np.ones_like(mask)
     kept = kept_stats(travels, state.stats_groups)
     state.stats_kept = torch.from_numpy(kept).to(state.stats.device)
-    state.mask = mask
-    state.plan_agreed = False
+    state.mask, state.plan_agreed = mask, False
     state.factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
     state.plan = build_plan(state.layout, state.groups, travels, state.theta.device)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from prunex_mpi.comm.gradients import GradientAverager
+from prunex_mpi.comm.gradients import GradientAverager, several_passes
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress.whole import pieces_of
 from prunex_mpi.core.distillation import distilled
@@ -71,9 +71,8 @@ def next_batch(work: Work) -> Batch:
     problem = work.problem
     images, labels = problem.train.next()
     work.state.position.clock.data += problem.train.waited
-    if problem.reader is not None and problem.reader.error is not None and work.stop is not None:
-        # The others learn of it where they agree on going on.
-        work.stop.failed = True
+    if problem.reader is not None and problem.reader.error is not None:
+        ask_to_stop_(work)
     if work.problem.mixing is not None:
         images, labels = mix(images, labels, work.problem.mixing, steps_taken(work))
     parts = work.settings.accumulate
@@ -112,6 +111,25 @@ def backward(work: Work, averager: GradientAverager | None, batch: Batch, loss: 
         work.state.scaler.scale(loss).backward()
         total = loss.detach() if total is None else total + loss.detach()
     return total
+
+
+def finish_average_(work: Work, averager: GradientAverager | None) -> None:
+    """Leave the averager's mean in `grad`, if there is one; note a failure. Collective on its wire.
+
+    A rank that raised it would leave the other nodes alone, and who is not late in its node.
+    """
+    if averager is None:
+        return
+    averager.finish_()
+    if averager.late and not work.failures:
+        work.failures.append(several_passes())
+        ask_to_stop_(work)
+
+
+def ask_to_stop_(work: Work) -> None:
+    """Have the others learn where they agree on going on that this rank can't."""
+    if work.stop is not None:
+        work.stop.failed = True
 
 
 def share_decay_(work: Work, decay: float) -> Pairs | None:

@@ -60,6 +60,7 @@ from prunex_mpi.core.steps import (
     add_loss_,
     averaging,
     clip_,
+    finish_average_,
     forward_backward,
     local_steps,
     loss_sums,
@@ -178,8 +179,7 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
         if position.under_way and position.step >= arrival:
             z_arrives(work)
         loss = forward_backward(work, averager)
-        if averager is not None:
-            averager.finish_()
+        finish_average_(work, averager)
         state.scaler.unscale_(state.optimizer)
         watch_(work)
         if state.frozen and settings.clip_norm:

@@ -29,6 +29,7 @@ from prunex_mpi.core.steps import (
     averaging,
     backward,
     clip_,
+    finish_average_,
     forward,
     loss_sums,
     next_batch,
@@ -119,8 +120,7 @@ def train_steps(
         loss = forward(work, batch[0])
         exchanges.start_gradient_(wires, space, work, loss)
         loss = backward(work, averager, batch, loss)
-        if averager is not None:
-            averager.finish_()
+        finish_average_(work, averager)
         with position.clock.computing(state.theta.device):
             average_gradient_(wires, space, work)
         state.scaler.unscale_(state.optimizer)

@@ -31,7 +31,7 @@ def upgraded(numbers: Any) -> Any:
     new = asdict(Position(steps_done=UNKNOWN))
     clock, traffic = position.get("clock"), position.get("traffic")
     if isinstance(clock, dict) and isinstance(traffic, dict):
-        unknown = {"under_way": "", "steps_done": UNKNOWN, "best": []}
+        unknown = {"under_way": "", "steps_done": UNKNOWN, "best": [], "converged_of": 0}
         parts = {
             "clock": {**new["clock"], **clock},
             "traffic": {**new["traffic"], **traffic},

@@ -14,7 +14,7 @@ from prunex_mpi.base.errors import Diverged, UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.progress import Length, Progress
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.evaluation import refuse_unreadable
+from prunex_mpi.core.evaluation import refuse_what_went_wrong
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR
 from prunex_mpi.core.state import Work
 from prunex_mpi.core.steps import local_steps, rounds_left, total_steps
@@ -83,6 +83,9 @@ def run_to_end(
                 if work.behind is not None:
                     # What is under way reads and writes what is about to be replaced.
                     work.behind.finish()
+                if work.stop is not None:
+                    # Who was asked to stop does so once there is something to keep.
+                    work.stop.reason = ""
                 restored = checkpoint.restore(topology, files, work)
                 position.rollbacks = rollbacks + 1
                 begin_(bar, work)
@@ -121,13 +124,16 @@ def iterate(
     progress: Progress,
 ) -> str:
     """Run the driver until it ends, stops or diverges; return the status. Collective."""
-    # Nothing is left where a job ended between its last checkpoint and its results.
+    # Nothing is left where a job ended between its last checkpoint and its summary.
+    if work.state.position.converged_of == work.settings.outer_iterations:
+        return "converged"
     status = "running" if rounds_left(work, most=1) > 0 else "completed"
     for record, status in recorded(topology, files, work, progress):
         if status == "running" and checkpoints.due(topology.world, record["iteration"]):
             write_checkpoint(topology, files, work, checkpoints)
     if work.stop is not None and work.stop.reason:
-        refuse_unreadable(topology.world, work.problem)
+        # The run could not go on from there.
+        refuse_what_went_wrong(topology, work)
         write_checkpoint(topology, files, work, checkpoints)
         return "preempted"
     return status

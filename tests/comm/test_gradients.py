@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm import gradients, traffic
 from prunex_mpi.comm import wire as wires
 from prunex_mpi.comm.collectives import Transport
@@ -347,8 +346,11 @@ def test_a_rank_alone_does_not_wait_for_its_device(monkeypatch: pytest.MonkeyPat
     averager.close()
 
 
-def test_gradients_that_come_in_several_passes_are_refused() -> None:
-    """Reentrant checkpointing hands on a shared module's gradient once for each use."""
+def test_gradients_that_come_in_several_passes_are_noticed() -> None:
+    """Reentrant checkpointing hands on a shared module's gradient once for each use.
+
+    To raise that is for all ranks together: others may have nothing to notice.
+    """
     block = nn.Linear(6, 6)
     model = nn.Sequential(nn.Linear(4, 6), block, nn.Linear(6, 2))
     layout = build_layout(model)
@@ -361,8 +363,5 @@ def test_gradients_that_come_in_several_passes_are_refused() -> None:
         for _ in range(3):
             hidden = checkpoint(block, hidden, use_reentrant=reentrant)
         model[2](hidden).sum().backward()
-        if reentrant:
-            with pytest.raises(UserError, match="use_reentrant=False"):
-                averager.finish_()
-        else:
-            averager.finish_()
+        averager.finish_()
+        assert averager.late == reentrant

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from driving import CPU, SMALL_BUCKETS, assert_alike_on_all_ranks
 from nodes import NODE_SHAPES, WORLD, nodes_of
 from reference_statistics import of_all_ranks
+from small_runs import small_run
 from torch import Tensor, nn
 
-from prunex_mpi.base.errors import Diverged
+from prunex_mpi.base.errors import USAGE, Diverged, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.evaluation import (
@@ -19,8 +20,11 @@ from prunex_mpi.core.evaluation import (
     RECALIBRATION_BATCHES,
     estimate_statistics,
     evaluate,
+    refuse_divergence,
+    refuse_what_went_wrong,
 )
 from prunex_mpi.core.state import Problem, State, Work, build_state
+from prunex_mpi.core.steps import finish_average_
 from prunex_mpi.data.batches import BatchStream, Look, Shard, evaluation_batches
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import Groups
@@ -153,3 +157,39 @@ def test_every_batch_of_an_evaluation_is_progress() -> None:
         with pytest.raises(Diverged, match="test set is not finite; lower --lr"):
             evaluate(topology, Work(state, problem, make(), SMALL_BUCKETS, Heartbeat()))
     assert (heartbeat.beats, heartbeat.step) == (3, 0)
+
+
+class AverageOf:
+    """Stand in for what averages gradients, which is late on the last rank alone."""
+
+    late = WORLD.rank == WORLD.size - 1
+
+    def finish_(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("refuse", [lambda *a: refuse_divergence(*a, 1.0), refuse_what_went_wrong])
+def test_all_ranks_raise_what_one_has_met_in_its_local_steps(refuse) -> None:
+    """A node of one rank averages nothing, and so notices nothing."""
+    with nodes_of(1) as topology, small_run(topology, "local sgd") as work:
+        finish_average_(work, None)
+        refuse(topology, work)
+        finish_average_(work, AverageOf())
+        assert work.stop.failed == AverageOf.late
+        with pytest.raises(UserError, match="use_reentrant=False") as caught:
+            refuse(topology, work)
+        assert not isinstance(caught.value, Diverged) and caught.value.exit_code == USAGE
+
+
+@pytest.mark.parametrize("what", ["loss", "weights"])
+def test_no_rank_leaves_with_what_diverged_on_one(what: str) -> None:
+    with nodes_of(1) as topology, small_run(topology, "local sgd") as work:
+        # Of the size of a mean loss a part of the steps says nothing.
+        work.state.position.loss_sum, work.state.position.first_loss = 1e9, 1.0
+        refuse_what_went_wrong(topology, work)
+        if WORLD.rank == WORLD.size - 1 and what == "loss":
+            work.state.position.loss_sum = float("nan")
+        elif WORLD.rank == WORLD.size - 1:
+            work.state.theta[0] = float("inf")
+        with pytest.raises(Diverged, match="not finite in phase local of outer iteration 1"):
+            refuse_what_went_wrong(topology, work)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from mpi4py import MPI
 
 from prunex_mpi import train
+from prunex_mpi.comm import preemption
 from prunex_mpi.core import evaluation
 from prunex_mpi.data import sources
 from prunex_mpi.run import supervision
@@ -151,6 +152,42 @@ def test_ctrl_c_leaves_with_a_checkpoint(
     assert "leaving with a checkpoint; Ctrl-C again ends at once" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("policy", ["stop", "rollback"])
+def test_a_run_is_not_left_with_what_has_diverged(
+    policy: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Asked to leave in the steps that diverge, it goes back first, or ends as it would have."""
+    real, left = supervision.hsadmm.step_optimizer_, [1]
+
+    def step(work, decayed=None) -> None:
+        real(work, decayed)
+        position = work.state.position
+        if left[0] and (position.iteration, position.step) == (3, 0):
+            left[0] = 0
+            work.state.theta.fill_(float("nan"))
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(supervision.hsadmm, "step_optimizer_", step)
+    monkeypatch.setattr(preemption, "PERIOD_S", 0.0)
+    flags = ["--checkpoint-every", "1", "--local-steps", "4", "--on-divergence", policy]
+    code = run(tmp_path / "run", *flags)
+    assert "not finite in phase local of outer iteration 3" in capfd.readouterr().err
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    if policy == "stop":
+        assert (code, names[-1]) == (1, "000002-iteration-3-step-0")
+        assert not (tmp_path / "run/summary.json").exists()
+        return
+    assert (code, status(tmp_path / "run")) == (75, "preempted")
+    assert names[-1].split("-", 1)[1] in ("iteration-3-step-1", "iteration-3-step-2")
+    assert run(tmp_path / "run", *flags, "--resume") == 0
+    assert status(tmp_path / "run") == "completed"
+    records = metrics(tmp_path / "run")
+    assert [record["iteration"] for record in records] == [1, 2, 3, 4, 5, 6]
+
+
 def test_loading_data_is_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,6 +280,21 @@ def test_a_complete_run_is_left_alone(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert run(tmp_path / "run", "--resume") == 0
     assert "nothing left to do" in capfd.readouterr().err
     assert (tmp_path / "run/summary.json").read_bytes() == before
+
+
+def test_a_run_that_had_converged_only_writes_what_is_missing(tmp_path: Path) -> None:
+    """Its job ended between the last checkpoint and summary.json; a longer run does go on."""
+    flags = ["--freeze-iteration", "0", "--warmup-iterations", "1", "--keep-ramp-iterations", "1"]
+    flags += ["--eps-abs", "1000", "--eps-rel", "1000"]
+    assert run(tmp_path, *flags) == 0
+    assert status(tmp_path) == "converged"
+    before = metrics(tmp_path), (tmp_path / "state.safetensors").read_bytes()
+    (tmp_path / "summary.json").unlink()
+    assert train.main(["--run-dir", str(tmp_path), "--resume"]) == 0
+    assert status(tmp_path) == "converged"
+    assert (metrics(tmp_path), (tmp_path / "state.safetensors").read_bytes()) == before
+    assert train.main(["--run-dir", str(tmp_path), "--resume", "--outer-iterations", "7"]) == 0
+    assert [record["iteration"] for record in metrics(tmp_path)] == [1, 2, 3]
 
 
 def test_automatic_checkpoints_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
