@@ -225,12 +225,6 @@ def norm(flat: Tensor) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(parts))
 
 
-def squared_norms(flat: Tensor, layout: Layout) -> np.ndarray:
-    """Return the squared 2-norm of each segment as float64 [segments] on the host."""
-    found = [tile_norms(tile, flat[tile.place]) for tile in tiles(layout, flat.device)]
-    return sum_tile_norms(found, layout, flat.device)[0]
-
-
 def squared_distances(flat: Tensor, other: Tensor, layout: Layout) -> np.ndarray:
     """Return |flat - other|^2 of each segment as float64 [segments] on the host."""
     found, spare = [], spare_tile(flat)
