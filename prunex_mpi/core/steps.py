@@ -9,14 +9,13 @@ from torch import Tensor
 
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.compress.whole import pieces_of
 from prunex_mpi.core.distillation import distilled
 from prunex_mpi.core.objective import refuse_several
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR, learning_rate, quadratic_interval
 from prunex_mpi.core.state import Position, State, Work
 from prunex_mpi.data.mixing import mix
 from prunex_mpi.models import batchnorm
-from prunex_mpi.models.layout import matrices, norm
+from prunex_mpi.models.layout import matrices, norm, pieces_of
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import PRUNING_ONCE, QUADRATIC
 

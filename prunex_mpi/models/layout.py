@@ -6,7 +6,7 @@ packing.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,11 @@ class Segment:
     offset: int
     numel: int
 
+    @property
+    def place(self) -> slice:
+        """The elements of a flat vector that are this segment's."""
+        return slice(self.offset, self.offset + self.numel)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -46,7 +51,7 @@ class Layout:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return one view per segment, each of its parameter's shape, without copying."""
-        return [flat[s.offset : s.offset + s.numel].view(s.shape) for s in self.segments]
+        return [flat[s.place].view(s.shape) for s in self.segments]
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,11 @@ def bits_digest(flat: Tensor, spare: Tensor) -> int:
 def matrices(layout: Layout) -> tuple[Segment, ...]:
     """Return the segments of two or more dimensions: weights, not biases or BatchNorm."""
     return tuple(segment for segment in layout.segments if len(segment.shape) > 1)
+
+
+def pieces_of(flat: Tensor, segments: Iterable[Segment]) -> list[Tensor]:
+    """Return the segments' views of `flat`, 1-D."""
+    return [flat[segment.place] for segment in segments]
 
 
 def tile_length(device: torch.device) -> int:
