@@ -21,6 +21,7 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import digests_agree, require_same, together, together_while
 from prunex_mpi.comm.collectives import Transport, bcast_, hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.course import steps_of
 from prunex_mpi.core.listing import share_contents
 from prunex_mpi.core.objective import find_losses
 from prunex_mpi.core.state import Problem
@@ -376,13 +377,6 @@ def lr_scale_of(settings: Settings, ranks: int) -> float:
             return ranks**0.5
         case _:
             return 1.0
-
-
-def steps_of(settings: Settings, steps_per_epoch: int) -> int:
-    """Return the local steps per outer iteration: as given, or by epochs."""
-    if settings.local_steps > 0:
-        return settings.local_steps
-    return max(1, round(settings.local_epochs * steps_per_epoch))
 
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:

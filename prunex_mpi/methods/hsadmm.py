@@ -28,6 +28,7 @@ from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
 from prunex_mpi.comm.wire import Wire, Wires, find_wires
+from prunex_mpi.core.course import local_steps, steps_behind
 from prunex_mpi.core.dropped import forget_duals_, start_from_
 from prunex_mpi.core.evaluation import LASTING, PASSING, refuse_divergence
 from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_locally
@@ -61,11 +62,9 @@ from prunex_mpi.core.steps import (
     averaging,
     clip_,
     forward_backward,
-    local_steps,
     loss_sums,
     share_decay_,
     step_optimizer_,
-    steps_behind,
     stops_here,
 )
 from prunex_mpi.core.updates import decay_of_layers, step_duals_, sum_candidate, weigh_candidate

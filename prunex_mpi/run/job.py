@@ -25,6 +25,7 @@ from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline, stop_agreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.best import Judged, best_of, delivered, memory_of_best
+from prunex_mpi.core.course import rate_now
 from prunex_mpi.core.ema import memory_of_ema
 from prunex_mpi.core.evaluation import judge
 from prunex_mpi.core.listing import share_contents
@@ -38,7 +39,6 @@ from prunex_mpi.core.problem import (
 )
 from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import Work, build_state
-from prunex_mpi.core.steps import rate_now
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout

@@ -26,10 +26,10 @@ from prunex_mpi.comm.agreement import broadcast_text, together_while
 from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_, reduce_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import worker_weight
+from prunex_mpi.core.course import recount_steps_, steps_of
 from prunex_mpi.core.optimizer import remembered
 from prunex_mpi.core.outer_step import arrive_
 from prunex_mpi.core.penalties import update_rho2
-from prunex_mpi.core.problem import steps_of
 from prunex_mpi.core.state import (
     EACH,
     OWN,
@@ -42,7 +42,6 @@ from prunex_mpi.core.state import (
     every_rank_sends,
     put_mask_back,
 )
-from prunex_mpi.core.steps import recount_steps_
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.models import batchnorm
 from prunex_mpi.run.alike import alike
