@@ -3,8 +3,9 @@
 What `schedule` says of a share of a run is asked here of the run that is under way.
 """
 
+from prunex_mpi.core.position import Position
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR, learning_rate, quadratic_interval
-from prunex_mpi.core.state import Position, Work
+from prunex_mpi.core.state import Work
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import PRUNING_ONCE, QUADRATIC
 

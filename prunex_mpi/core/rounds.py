@@ -24,9 +24,10 @@ from prunex_mpi.core.ema import (
 )
 from prunex_mpi.core.evaluation import LASTING, PASSING, estimate_statistics, evaluate
 from prunex_mpi.core.metrics import iteration_record, layer_records, quality, rank_record
+from prunex_mpi.core.position import next_iteration
 from prunex_mpi.core.residuals import Residuals
 from prunex_mpi.core.schedule import Stage
-from prunex_mpi.core.state import Work, next_iteration
+from prunex_mpi.core.state import Work
 from prunex_mpi.pruning.masks import mask_drift
 from prunex_mpi.settings.methods import QUADRATIC
 

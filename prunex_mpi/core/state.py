@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,10 +13,10 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.behind import Behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import StopAgreement
-from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.core.coded import Coded, whole_blocks
 from prunex_mpi.core.distillation import Teacher
 from prunex_mpi.core.optimizer import build_optimizer, momentum_of
+from prunex_mpi.core.position import Position
 from prunex_mpi.core.whole import Whole, describe_whole
 from prunex_mpi.data.batches import BatchStream, Shard
 from prunex_mpi.data.mixing import Mixing
@@ -47,8 +47,6 @@ OWN, EACH, SHARED = "own.", "each.", "shared."
 # and as heavy as this worker's contribution; and, where statistics travel as differences, the
 # BatchNorm statistics that all ranks know.
 REST, KNOWN = f"{OWN}rounding_rest", f"{SHARED}known_statistics"
-# As what a message travels between nodes.
-PLAIN, CODED = "plain", "coded"
 
 
 @dataclass(frozen=True)
@@ -84,33 +82,6 @@ class Problem:
     reader: Reader | None = None
     teacher: Teacher | None = None
     digest: str = ""
-
-
-@dataclass
-class Position:
-    """Where a run stands: all that the driver remembers from one local step to the next.
-
-    `step` counts the local steps that outer iteration `iteration` has behind it, `steps_done` those
-    of the outer iterations before; the sums of losses, the bytes and the seconds so far are this
-    rank's own. `under_way` says as what travels (PLAIN or CODED) that the last outer iteration has
-    exchanged and z does not hold yet; empty where there is nothing.
-    """
-
-    iteration: int = 1
-    step: int = 0
-    steps_done: int = 0
-    loss_sum: float = 0.0
-    loss_count: float = 0.0
-    traffic: Traffic = field(default_factory=Traffic)
-    clock: Clock = field(default_factory=Clock)
-    drifts: list[float] = field(default_factory=list)
-    freeze_next: bool = False
-    vote_next: bool = False
-    under_way: str = ""
-    first_loss: float | None = None
-    # Of the best z so far by held-out images, as `best.Judged` has it.
-    best: list[float] = field(default_factory=list)
-    rollbacks: int = 0
 
 
 @dataclass
@@ -339,24 +310,6 @@ def forget_momentum_(state: State) -> None:
 def starts_from_z(state: State, settings: Settings) -> bool:
     """Say whether theta starts the local steps from z, not from where it was."""
     return state.consensus_sgd or settings.theta_start == "z"
-
-
-def next_iteration(position: Position, loss: float) -> None:
-    """Move on to the first step of the next outer iteration; `loss` is this one's mean."""
-    if position.first_loss is None:
-        position.first_loss = loss
-    position.iteration += 1
-    position.steps_done += position.step
-    begin_iteration(position)
-
-
-def begin_iteration(position: Position) -> None:
-    """Forget what belongs to the steps of an outer iteration."""
-    position.step, position.loss_sum, position.loss_count = 0, 0.0, 0.0
-    # In place: wires hold on to these objects.
-    for part in (position.traffic, position.clock):
-        for one in fields(part):
-            setattr(part, one.name, type(getattr(part, one.name))())
 
 
 def put_mask_back(state: State, mask: np.ndarray, frozen: bool, consensus_sgd: bool) -> None:

@@ -30,15 +30,14 @@ from prunex_mpi.core.course import recount_steps_, steps_of
 from prunex_mpi.core.optimizer import remembered
 from prunex_mpi.core.outer_step import arrive_
 from prunex_mpi.core.penalties import update_rho2
+from prunex_mpi.core.position import Position, begin_iteration
 from prunex_mpi.core.state import (
     EACH,
     OWN,
     REST,
-    Position,
     Problem,
     State,
     Work,
-    begin_iteration,
     every_rank_sends,
     put_mask_back,
 )

@@ -14,9 +14,9 @@ from prunex_mpi.core.course import (
     steps_behind,
     total_steps,
 )
+from prunex_mpi.core.position import Position
 from prunex_mpi.core.rounds import falls_due, rounds
 from prunex_mpi.core.schedule import quadratic_interval
-from prunex_mpi.core.state import Position
 from prunex_mpi.settings.resolve import make
 
 
