@@ -13,6 +13,8 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.behind import Behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import StopAgreement
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.wire import Wires, find_wires
 from prunex_mpi.core.coded import Coded, whole_blocks
 from prunex_mpi.core.distillation import Teacher
 from prunex_mpi.core.optimizer import build_optimizer, momentum_of
@@ -162,6 +164,12 @@ class Work:
     heartbeat: Heartbeat
     stop: StopAgreement | None = None
     behind: Behind | None = None
+
+
+def wires_of(topology: Topology, work: Work, flat: bool = False) -> Wires:
+    """Make the wires of this rank, as `find_wires`; what they carry counts in the position."""
+    position = work.state.position
+    return find_wires(topology, flat, work.transport, position.traffic, position.clock)
 
 
 def build_state(

@@ -27,7 +27,7 @@ from prunex_mpi.comm.agreement import digests_agree
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
-from prunex_mpi.comm.wire import Wire, Wires, find_wires
+from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core.course import local_steps, steps_behind
 from prunex_mpi.core.dropped import forget_duals_, start_from_
 from prunex_mpi.core.evaluation import LASTING, PASSING, refuse_divergence
@@ -56,6 +56,7 @@ from prunex_mpi.core.state import (
     forget_momentum_,
     freeze,
     starts_from_z,
+    wires_of,
 )
 from prunex_mpi.core.steps import (
     add_loss_,
@@ -90,7 +91,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
     Raises Diverged on every rank.
     """
     state, settings, position = work.state, work.settings, work.state.position
-    wires = find_wires(topology, False, work.transport, position.traffic, position.clock)
+    wires = wires_of(topology, work)
     leader, node = wires.workers, wires.node
     with averaging(node if settings.node_sync == "step" else None, work) as averager:
         for this in rounds(work):
