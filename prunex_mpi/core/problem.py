@@ -3,7 +3,6 @@
 import hashlib
 import math
 import os
-import random
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,7 +36,7 @@ from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.mixing import Mixing
 from prunex_mpi.data.reading import Access, decoding_threads
 from prunex_mpi.models import batchnorm
-from prunex_mpi.models.build import build_model, probe
+from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.models.slim import evaluates_alone
 from prunex_mpi.pruning.coupling import PLAIN
@@ -49,8 +48,6 @@ from prunex_mpi.settings.methods import BY_GROUPS, REMOVING
 from prunex_mpi.settings.resolve import layer_keep_ratios
 
 CPU = torch.device("cpu")
-# Of the largest output of a network, where it is computed twice.
-SAME_WITHIN = 1e-4
 
 
 def load_dataset(
@@ -148,30 +145,6 @@ def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.n
     return build_model(
         settings.model, num_classes=num_classes, image_size=image_size, stem=settings.stem
     )
-
-
-def refuse_drawn(settings: Settings, model: torch.nn.Module, classes: int, image_size: int) -> None:
-    """Raise UserError where a model of the user's computes with numbers that no file keeps.
-
-    It is built once more, by other random numbers, and given the same state.
-    """
-    draws = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    other = build_model(settings.model, num_classes=classes, image_size=image_size)
-    random.setstate(draws[0])
-    np.random.set_state(draws[1])
-    torch.set_rng_state(draws[2])
-    try:
-        other.load_state_dict(model.state_dict())
-        pair = [torch.tensor(probe(m, image_size), dtype=torch.float64) for m in (model, other)]
-        least = SAME_WITHIN * float(pair[0].abs().max())
-        same = torch.allclose(*pair, rtol=0, atol=least, equal_nan=True)
-    except RuntimeError:
-        same = False
-    if not same:
-        raise UserError(
-            f"model {settings.model} is another one each time that it is built, with the same "
-            "state_dict: keep what it draws in a buffer, or draw it by a seed of its own"
-        )
 
 
 def choose_rules(settings: Settings, model: torch.nn.Module, image_size: int) -> Rules:
