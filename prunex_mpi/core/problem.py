@@ -1,40 +1,33 @@
-"""Assemble what one rank trains from the settings: data shard, model, groups."""
+"""Assemble what one rank trains from the settings: model, groups, and the problem they make."""
 
 import hashlib
 import math
-import os
 import socket
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
+from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import digests_agree, require_same, together, together_while
-from prunex_mpi.comm.collectives import Transport, bcast_, hierarchical_sum_
+from prunex_mpi.comm.agreement import digests_agree, together
+from prunex_mpi.comm.collectives import Transport, bcast_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.course import steps_of
-from prunex_mpi.core.listing import share_contents
+from prunex_mpi.core.loading import measure_colours
 from prunex_mpi.core.objective import find_losses
 from prunex_mpi.core.state import Problem
 from prunex_mpi.data.batches import (
     BatchStream,
     Changes,
     Look,
-    channel_moments,
     evaluation_batches,
-    normalisation,
 )
-from prunex_mpi.data.datasets import Dataset, Part, load
+from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.mixing import Mixing
-from prunex_mpi.data.reading import Access, decoding_threads
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout
@@ -46,97 +39,6 @@ from prunex_mpi.pruning.trial import Rules, find_coupling_by, find_rules, traini
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import BY_GROUPS, REMOVING
 from prunex_mpi.settings.resolve import layer_keep_ratios
-
-CPU = torch.device("cpu")
-
-
-def load_dataset(
-    topology: Topology,
-    settings: Settings,
-    heartbeat: Heartbeat | None = None,
-    device: torch.device = CPU,
-) -> Dataset:
-    """Load this rank's shards, on the CPU; what any rank cannot read ends the job.
-
-    Their training images will be on `device` as well. Raises UserError (UNREADABLE) where all
-    images are of one class. Collective on `world`.
-    """
-    heartbeat = heartbeat or Heartbeat()
-    world = topology.world
-    room = free_room(topology, device)
-    known = share_contents(world, settings.dataset, settings.data_dir, heartbeat)
-    dataset = together_while(
-        world,
-        lambda going: load(
-            settings.dataset,
-            data_dir=settings.data_dir,
-            access=Access(
-                settings.download,
-                settings.data_mode,
-                decoding_threads(topology.core_sharers, settings.data_workers),
-                settings.skip_corrupt,
-                settings.data_cache,
-            ),
-            train_samples=settings.train_samples,
-            test_samples=settings.test_samples,
-            image_size=settings.image_size,
-            seed=settings.seed,
-            part=Part(
-                rank=world.rank,
-                size=world.size,
-                here=topology.host_size,
-                going=going,
-                val_share=settings.val_share,
-                room=room,
-                known=known,
-            ),
-        ),
-        heartbeat.go_on,
-    )
-    totals = dataset.train_total, dataset.test_total, dataset.num_classes, dataset.image_size
-    # Ranks with other numbers of steps would wait for each other for ever.
-    require_same(
-        world,
-        f"the numbers, names, labels or sizes of the images of {settings.dataset}",
-        repr((totals, dataset.digest)),
-    )
-    if world.rank == 0 and dataset.left_out:
-        log.warning("%s; left out: %s", dataset.found, dataset.left_out)
-    elif dataset.found:
-        log.info("%s", dataset.found)
-    if dataset.num_classes == 1:
-        message = f"all images of {settings.dataset} are of one class, so there is nothing to learn"
-        raise UserError(f"{message}: correct --data-dir or the data set", UNREADABLE)
-    return dataset
-
-
-def free_room(topology: Topology, device: torch.device) -> int | None:
-    """Return the bytes that each rank has free on its GPU, the least of all; None on a CPU.
-
-    Ranks that share a GPU share what is free. Collective on `world`.
-    """
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    # What torch has taken and does not use is free as well.
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    mine = np.frombuffer(hashlib.sha256(gpu_identity(device).encode()).digest()[:8], np.uint64)
-    everyone = np.empty(topology.world.size, np.uint64)
-    topology.world.Allgather(mine, everyone)
-    least = np.array([free // np.count_nonzero(everyone == mine)], dtype=np.int64)
-    topology.world.Allreduce(MPI.IN_PLACE, least, op=MPI.MIN)
-    return int(least[0])
-
-
-def gpu_identity(device: torch.device) -> str:
-    """Return what the GPU is known by on all machines.
-
-    The number of a device identifies no GPU where each rank sees only its own.
-    """
-    if uuid := getattr(torch.cuda.get_device_properties(device), "uuid", ""):
-        return str(uuid)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return f"{MPI.Get_processor_name()}/{visible}/{device.index}"
 
 
 def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.nn.Module:
@@ -295,25 +197,6 @@ def _try_compiler(device: torch.device) -> None:
             f"compile: torch.compile fails on {socket.gethostname()} ({one_line(error)}); install "
             "what it needs, such as a C++ compiler, or leave it away"
         ) from None
-
-
-def measure_colours(
-    topology: Topology, settings: Settings, dataset: Dataset, heartbeat: Heartbeat
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean and the deviation of the colours of all ranks' images, float32 [3].
-
-    Raises UserError on every rank where one can't be read. Collective on `world`.
-    """
-
-    def measure(going: Callable[[], None]) -> torch.Tensor:
-        moments = channel_moments(dataset.train, settings.normalise_samples, going)
-        if dataset.reader is not None:
-            dataset.reader.raise_error()
-        return moments
-
-    moments = together_while(topology.world, measure, heartbeat.go_on).numpy()
-    hierarchical_sum_(topology.leader, topology.node, moments)
-    return normalisation(torch.from_numpy(moments))
 
 
 def broadcast_weights_(world: MPI.Comm, model: torch.nn.Module, transport: Transport) -> None:

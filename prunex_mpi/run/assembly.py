@@ -12,13 +12,8 @@ from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.best import memory_of_best
 from prunex_mpi.core.ema import memory_of_ema
-from prunex_mpi.core.problem import (
-    build_problem,
-    choose_rules,
-    load_dataset,
-    make_groups,
-    make_model,
-)
+from prunex_mpi.core.loading import load_dataset
+from prunex_mpi.core.problem import build_problem, choose_rules, make_groups, make_model
 from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.data.datasets import Dataset

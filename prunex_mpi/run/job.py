@@ -23,10 +23,7 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.best import Judged, best_of, delivered
 from prunex_mpi.core.course import rate_now
 from prunex_mpi.core.evaluation import judge
-from prunex_mpi.core.listing import share_contents
-from prunex_mpi.core.problem import (
-    load_dataset,
-)
+from prunex_mpi.core.loading import load_dataset, share_contents
 from prunex_mpi.core.state import Work
 from prunex_mpi.run import checkpoint, summary
 from prunex_mpi.run.assembly import assemble

@@ -18,8 +18,9 @@ from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import find_wires
+from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.position import next_iteration
-from prunex_mpi.core.problem import build_problem, load_dataset, make_model
+from prunex_mpi.core.problem import build_problem, make_model
 from prunex_mpi.core.state import Problem
 from prunex_mpi.core.steps import averaging
 from prunex_mpi.methods import per_step
