@@ -202,11 +202,16 @@ def _try_compiler(device: torch.device) -> None:
 def broadcast_weights_(world: MPI.Comm, model: torch.nn.Module, transport: Transport) -> None:
     """Make rank 0's parameters and buffers everyone's. Collective on `world`."""
     for tensor in _tensors(model):
-        # A copy: the memory may be out of order, as in a model that is channels_last itself. Bytes,
-        # since counters travel as well.
-        flat = tensor.detach().reshape(-1).clone()
-        bcast_(world, flat.view(torch.uint8), transport)
-        tensor.detach().copy_(flat.view(tensor.shape))
+        broadcast_tensor_(world, tensor.detach(), transport)
+
+
+def broadcast_tensor_(world: MPI.Comm, tensor: torch.Tensor, transport: Transport) -> None:
+    """Make rank 0's values of a tensor, of any dtype, everyone's. Collective on `world`."""
+    # A copy: the memory may be out of order, as in a model that is channels_last itself. Bytes,
+    # since counters travel as well.
+    flat = tensor.reshape(-1).clone()
+    bcast_(world, flat.view(torch.uint8), transport)
+    tensor.copy_(flat.view(tensor.shape))
 
 
 def refuse_parts(settings: Settings, images: int, model: torch.nn.Module) -> None:

@@ -31,6 +31,7 @@ from prunex_mpi.core.optimizer import remembered
 from prunex_mpi.core.outer_step import arrive_
 from prunex_mpi.core.penalties import update_rho2
 from prunex_mpi.core.position import Position, begin_iteration
+from prunex_mpi.core.problem import broadcast_tensor_
 from prunex_mpi.core.state import (
     EACH,
     OWN,
@@ -313,7 +314,7 @@ def put_common(topology: Topology, parts: Parts, old_size: int, work: Work) -> N
         for name, buffer in problem.model.named_buffers():
             buffer.copy_(first[0][f"buffer.{name}"])
     for buffer in problem.model.buffers():
-        _bcast_bytes(topology, buffer, transport)
+        broadcast_tensor_(world, buffer.detach(), transport)
     batchnorm.write(state.bn_modules, stats.div_(old_size))
     _put_position(state.position, common["position"])
     before = steps_of(settings, max(1, common["images"] // problem.train.batch_size))
@@ -333,14 +334,7 @@ def _put_fixed(
     for key, values in _fixed(problem).items():
         if topology.world.rank == 0:
             values.copy_(tensors[key])
-        _bcast_bytes(topology, values, transport)
-
-
-def _bcast_bytes(topology: Topology, tensor: Tensor, transport: Transport) -> None:
-    """Give every rank a tensor of world rank 0, of any dtype and in any order of its memory."""
-    flat = tensor.detach().reshape(-1).clone()
-    bcast_(topology.world, flat.view(torch.uint8), transport)
-    tensor.copy_(flat.view(tensor.shape))
+        broadcast_tensor_(topology.world, values, transport)
 
 
 def _bcast_shared_memory(topology: Topology, state: State, transport: Transport) -> None:
