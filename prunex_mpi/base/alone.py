@@ -39,7 +39,7 @@ def find_own_modules() -> None:
 
 
 def require_packages(what: str, *packages: str) -> None:
-    """Raise UserError unless `packages` are installed, which `what` needs to show results."""
+    """Raise UserError unless `packages`, which `what` needs, are there: `report` brings them."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise UserError(f'{what} needs {" and ".join(missing)}: pip install "prunex_mpi[report]"')

@@ -70,7 +70,7 @@ def average_other_buffers_(topology: Topology, work: Work) -> None:
 
 def _average_(topology: Topology, work: Work, flat: Tensor) -> None:
     """Set `flat` to its mean over all ranks, as a part of evaluation. Collective on `world`."""
-    wires = wires_of(topology, work)
+    wires = wires_of(topology, work.state, work.transport)
     wires.node.reduce_(flat)
     flat.div_(topology.world_size)
     reduce_between_nodes_(wires.workers, wires.node, flat, kind="evaluate")

@@ -166,10 +166,9 @@ class Work:
     behind: Behind | None = None
 
 
-def wires_of(topology: Topology, work: Work, flat: bool = False) -> Wires:
-    """Make the wires of this rank, as `find_wires`; what they carry counts in the position."""
-    position = work.state.position
-    return find_wires(topology, flat, work.transport, position.traffic, position.clock)
+def wires_of(topology: Topology, state: State, transport: Transport, flat: bool = False) -> Wires:
+    """Make the wires of this rank, which count into the position of `state`; see `find_wires`."""
+    return find_wires(topology, flat, transport, state.position.traffic, state.position.clock)
 
 
 def build_state(

@@ -46,7 +46,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
     `topology.world`. Raises Diverged on every rank.
     """
     state, settings, position = work.state, work.settings, work.state.position
-    wires = wires_of(topology, work)
+    wires = wires_of(topology, state, work.transport)
     for this in rounds(work):
         measured = measures_residuals(work, this)
         stage = find_stage(this.k, settings, state.frozen, position, measured)

@@ -91,7 +91,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
     Raises Diverged on every rank.
     """
     state, settings, position = work.state, work.settings, work.state.position
-    wires = wires_of(topology, work)
+    wires = wires_of(topology, state, work.transport)
     leader, node = wires.workers, wires.node
     with averaging(node if settings.node_sync == "step" else None, work) as averager:
         for this in rounds(work):

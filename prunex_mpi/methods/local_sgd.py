@@ -48,7 +48,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
     that goes on behind local steps. Collective on `topology.world`. Raises Diverged on every rank.
     """
     state, settings = work.state, work.settings
-    wires = wires_of(topology, work)
+    wires = wires_of(topology, state, work.transport)
     leader, node = wires.workers, wires.node
     sparse = settings.method in SPARSE
     space = sparseloco.allocate(topology.num_nodes, work) if sparse else None

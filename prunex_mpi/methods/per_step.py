@@ -51,7 +51,8 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
     Collective on `topology.world`. Raises Diverged on every rank.
     """
     state, settings, position = work.state, work.settings, work.state.position
-    wires = wires_of(topology, work, flat=settings.aggregation == "flat")
+    flat = settings.aggregation == "flat"
+    wires = wires_of(topology, state, work.transport, flat)
     space = exchanges.module_of(settings.method).allocate(wires.workers, work)
     with averaging(wire_during_backward(wires, settings), work) as averager:
         for this in rounds(work):

@@ -17,11 +17,10 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.comm.wire import find_wires
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.position import next_iteration
 from prunex_mpi.core.problem import build_problem, make_model
-from prunex_mpi.core.state import Problem
+from prunex_mpi.core.state import Problem, wires_of
 from prunex_mpi.core.steps import averaging
 from prunex_mpi.methods import per_step
 from prunex_mpi.models.layout import build_layout
@@ -176,13 +175,12 @@ def dense_turn(
     `exchange`.
     """
     work = set_up(topology, settings, device, transport, heartbeat)
-    position = work.state.position
-    wires = find_wires(topology, True, transport, position.traffic, position.clock)
+    wires = wires_of(topology, work.state, transport, flat=True)
     averager = exits.enter_context(averaging(wires.workers if exchange else None, work))
 
     def turn() -> None:
         loss = per_step.train_steps(wires, averager, {}, work)
-        next_iteration(position, loss)
+        next_iteration(work.state.position, loss)
 
     return turn, lambda: work.state.theta
 
