@@ -141,10 +141,11 @@ def scale_(flat: Tensor, layout: Layout, factors: np.ndarray) -> None:
         torch._foreach_mul_(layout.views(flat), factor.tolist())
 
 
-def fill_(flat: Tensor, layout: Layout, values: np.ndarray) -> None:
-    """Set each segment of `flat` to its value in place; `values` is float64 [segments]."""
+def fill_(flat: Tensor, layout: Layout, values: np.ndarray) -> Tensor:
+    """Set each segment of `flat` to its value, and return it; `values` is float64 [segments]."""
     for view, value in zip(layout.views(flat), values.tolist(), strict=True):
         view.fill_(value)
+    return flat
 
 
 def bits_digest(flat: Tensor, spare: Tensor) -> int:
