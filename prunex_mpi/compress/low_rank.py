@@ -43,7 +43,7 @@ class Split:
 
     def matrix_views(self, flat: Tensor) -> list[Tensor]:
         """Return the matrices [rows, columns] in a flat vector of the layout."""
-        return [flat[s.offset : s.offset + s.numel].view(_sides(s)) for s in self.matrices]
+        return [flat[s.place].view(_sides(s)) for s in self.matrices]
 
     def left_views(self, flat: Tensor) -> list[Tensor]:
         """Return the left factors [rows, rank], which lie one behind the other in `flat`."""

@@ -45,7 +45,7 @@ def select_top_(
     """
     start = 0
     for segment, count in zip(layout.segments, counts, strict=True):
-        piece = accumulated[segment.offset : segment.offset + segment.numel]
+        piece = accumulated[segment.place]
         chosen = torch.topk(piece.abs(), count, sorted=False).indices
         torch.index_select(piece, 0, chosen, out=values[start : start + count])
         piece.index_fill_(0, chosen, 0.0)

@@ -60,8 +60,7 @@ def restart_(memory: dict[str, Tensor], pruned: Tensor, theta: Tensor, layout: L
     memory[PRUNED].copy_(pruned)
     support = memory[SUPPORT].fill_(True)
     for segment in matrices(layout):
-        place = slice(segment.offset, segment.offset + segment.numel)
-        torch.ne(theta[place], 0.0, out=support[place])
+        torch.ne(theta[segment.place], 0.0, out=support[segment.place])
     torch.gt(support, pruned, out=support)
     for key in (UNCHANGED, DIGESTS, STABLE, CLOCK, TRIALS):
         memory[key].zero_()

@@ -149,7 +149,7 @@ def adapt_thresholds_(
 
     Sampled thresholds that too few reach are lowered.
     """
-    places = [slice(s.offset, s.offset + s.numel) for s in segments]
+    places = [s.place for s in segments]
     strides = [sample_stride(s.numel, ratio, sample) for s in segments]
     thresholds = [
         sampled_threshold(magnitudes[place], ratio, stride, step)

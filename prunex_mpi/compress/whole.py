@@ -5,12 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from prunex_mpi.models.layout import Segment
-
-
-def pieces_of(flat: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
-    """Return the segments' views of `flat`, 1-D."""
-    return [flat[s.offset : s.offset + s.numel] for s in segments]
+from prunex_mpi.models.layout import Segment, pieces_of
 
 
 def move_whole_(flat: Tensor, segments: Sequence[Segment], message: Tensor) -> None:

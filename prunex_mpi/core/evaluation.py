@@ -7,6 +7,7 @@ from itertools import islice
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mpi4py import MPI
 
@@ -14,10 +15,10 @@ from prunex_mpi.base.errors import FAILURE, Diverged, UserError
 from prunex_mpi.comm.agreement import digests_agree, raise_together
 from prunex_mpi.comm.collectives import hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.comm.wire import find_wires, reduce_between_nodes_
+from prunex_mpi.comm.wire import reduce_between_nodes_
 from prunex_mpi.core.best import BEST, keep_best_
 from prunex_mpi.core.ema import ema_of
-from prunex_mpi.core.state import Problem, Work, weights
+from prunex_mpi.core.state import Problem, Work, weights, wires_of
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.models import batchnorm
 
@@ -62,13 +63,17 @@ def average_other_buffers_(topology: Topology, work: Work) -> None:
         data = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         if digests_agree(world, zlib.crc32(data)):
             continue
-        position = state.position
-        wires = find_wires(topology, False, work.transport, position.traffic, position.clock)
         flat = buffer.detach().to(state.theta.dtype, copy=True).view(-1)
-        wires.node.reduce_(flat)
-        flat.div_(topology.world_size)
-        reduce_between_nodes_(wires.workers, wires.node, flat, kind="evaluate")
+        _average_(topology, work, flat)
         buffer.copy_(flat.view(buffer.shape))
+
+
+def _average_(topology: Topology, work: Work, flat: Tensor) -> None:
+    """Set `flat` to its mean over all ranks, as a part of evaluation. Collective on `world`."""
+    wires = wires_of(topology, work.state, work.transport)
+    wires.node.reduce_(flat)
+    flat.div_(topology.world_size)
+    reduce_between_nodes_(wires.workers, wires.node, flat, kind="evaluate")
 
 
 @torch.no_grad()
@@ -120,7 +125,7 @@ def estimate_statistics(topology: Topology, work: Work) -> None:
     of its own shard, of equal weight. Raises UserError on every rank where one could not read an
     image. Collective on `world`.
     """
-    state, problem, position = work.state, work.problem, work.state.position
+    state, problem = work.state, work.problem
     if not state.bn_modules:
         return
     batches = problem.batches(problem.train_shard, batch_size=problem.train.batch_size)
@@ -131,10 +136,7 @@ def estimate_statistics(topology: Topology, work: Work) -> None:
         batchnorm.estimate(problem.model, state.bn_modules, images)
     refuse_unreadable(topology.world, problem)
     batchnorm.read_(state.bn_modules, state.stats)
-    wires = find_wires(topology, False, work.transport, position.traffic, position.clock)
-    wires.node.reduce_(state.stats)
-    state.stats.div_(topology.world_size)
-    reduce_between_nodes_(wires.workers, wires.node, state.stats, kind="evaluate")
+    _average_(topology, work, state.stats)
     batchnorm.write(state.bn_modules, state.stats)
 
 

@@ -25,7 +25,8 @@ from prunex_mpi.comm.collectives import Transport, allreduce_then_bcast_
 from prunex_mpi.comm.traffic import NOTHING, Clock
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.coded import allocate_coded, coded_bytes, sum_coded_
-from prunex_mpi.core.state import CODED, KNOWN, PLAIN, REST, State
+from prunex_mpi.core.position import CODED, PLAIN
+from prunex_mpi.core.state import KNOWN, REST, State
 from prunex_mpi.models import batchnorm
 from prunex_mpi.pruning.compaction import pack_, unpack_
 from prunex_mpi.pruning.masks import apply_factors_

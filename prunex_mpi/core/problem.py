@@ -1,42 +1,35 @@
-"""Assemble what one rank trains from the settings: data shard, model, groups."""
+"""Assemble what one rank trains from the settings: model, groups, and the problem they make."""
 
 import hashlib
 import math
-import os
-import random
 import socket
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
+from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import digests_agree, require_same, together, together_while
-from prunex_mpi.comm.collectives import Transport, bcast_, hierarchical_sum_
+from prunex_mpi.comm.agreement import digests_agree, together
+from prunex_mpi.comm.collectives import Transport, bcast_
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.listing import share_contents
+from prunex_mpi.core.course import steps_of
+from prunex_mpi.core.loading import measure_colours
 from prunex_mpi.core.objective import find_losses
 from prunex_mpi.core.state import Problem
 from prunex_mpi.data.batches import (
     BatchStream,
     Changes,
     Look,
-    channel_moments,
     evaluation_batches,
-    normalisation,
 )
-from prunex_mpi.data.datasets import Dataset, Part, load
+from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.mixing import Mixing
-from prunex_mpi.data.reading import Access, decoding_threads
 from prunex_mpi.models import batchnorm
-from prunex_mpi.models.build import build_model, probe
+from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.models.slim import evaluates_alone
 from prunex_mpi.pruning.coupling import PLAIN
@@ -47,99 +40,6 @@ from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import BY_GROUPS, REMOVING
 from prunex_mpi.settings.resolve import layer_keep_ratios
 
-CPU = torch.device("cpu")
-# Of the largest output of a network, where it is computed twice.
-SAME_WITHIN = 1e-4
-
-
-def load_dataset(
-    topology: Topology,
-    settings: Settings,
-    heartbeat: Heartbeat | None = None,
-    device: torch.device = CPU,
-) -> Dataset:
-    """Load this rank's shards, on the CPU; what any rank cannot read ends the job.
-
-    Their training images will be on `device` as well. Raises UserError (UNREADABLE) where all
-    images are of one class. Collective on `world`.
-    """
-    heartbeat = heartbeat or Heartbeat()
-    world = topology.world
-    room = free_room(topology, device)
-    known = share_contents(world, settings.dataset, settings.data_dir, heartbeat)
-    dataset = together_while(
-        world,
-        lambda going: load(
-            settings.dataset,
-            data_dir=settings.data_dir,
-            access=Access(
-                settings.download,
-                settings.data_mode,
-                decoding_threads(topology.core_sharers, settings.data_workers),
-                settings.skip_corrupt,
-                settings.data_cache,
-            ),
-            train_samples=settings.train_samples,
-            test_samples=settings.test_samples,
-            image_size=settings.image_size,
-            seed=settings.seed,
-            part=Part(
-                rank=world.rank,
-                size=world.size,
-                here=topology.host_size,
-                going=going,
-                val_share=settings.val_share,
-                room=room,
-                known=known,
-            ),
-        ),
-        heartbeat.go_on,
-    )
-    totals = dataset.train_total, dataset.test_total, dataset.num_classes, dataset.image_size
-    # Ranks with other numbers of steps would wait for each other for ever.
-    require_same(
-        world,
-        f"the numbers, names, labels or sizes of the images of {settings.dataset}",
-        repr((totals, dataset.digest)),
-    )
-    if world.rank == 0 and dataset.left_out:
-        log.warning("%s; left out: %s", dataset.found, dataset.left_out)
-    elif dataset.found:
-        log.info("%s", dataset.found)
-    if dataset.num_classes == 1:
-        message = f"all images of {settings.dataset} are of one class, so there is nothing to learn"
-        raise UserError(f"{message}: correct --data-dir or the data set", UNREADABLE)
-    return dataset
-
-
-def free_room(topology: Topology, device: torch.device) -> int | None:
-    """Return the bytes that each rank has free on its GPU, the least of all; None on a CPU.
-
-    Ranks that share a GPU share what is free. Collective on `world`.
-    """
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    # What torch has taken and does not use is free as well.
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    mine = np.frombuffer(hashlib.sha256(gpu_identity(device).encode()).digest()[:8], np.uint64)
-    everyone = np.empty(topology.world.size, np.uint64)
-    topology.world.Allgather(mine, everyone)
-    least = np.array([free // np.count_nonzero(everyone == mine)], dtype=np.int64)
-    topology.world.Allreduce(MPI.IN_PLACE, least, op=MPI.MIN)
-    return int(least[0])
-
-
-def gpu_identity(device: torch.device) -> str:
-    """Return what the GPU is known by on all machines.
-
-    The number of a device identifies no GPU where each rank sees only its own.
-    """
-    if uuid := getattr(torch.cuda.get_device_properties(device), "uuid", ""):
-        return str(uuid)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return f"{MPI.Get_processor_name()}/{visible}/{device.index}"
-
 
 def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.nn.Module:
     """Build the model on the CPU from the seed, the same on every rank."""
@@ -147,30 +47,6 @@ def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.n
     return build_model(
         settings.model, num_classes=num_classes, image_size=image_size, stem=settings.stem
     )
-
-
-def refuse_drawn(settings: Settings, model: torch.nn.Module, classes: int, image_size: int) -> None:
-    """Raise UserError where a model of the user's computes with numbers that no file keeps.
-
-    It is built once more, by other random numbers, and given the same state.
-    """
-    draws = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    other = build_model(settings.model, num_classes=classes, image_size=image_size)
-    random.setstate(draws[0])
-    np.random.set_state(draws[1])
-    torch.set_rng_state(draws[2])
-    try:
-        other.load_state_dict(model.state_dict())
-        pair = [torch.tensor(probe(m, image_size), dtype=torch.float64) for m in (model, other)]
-        least = SAME_WITHIN * float(pair[0].abs().max())
-        same = torch.allclose(*pair, rtol=0, atol=least, equal_nan=True)
-    except RuntimeError:
-        same = False
-    if not same:
-        raise UserError(
-            f"model {settings.model} is another one each time that it is built, with the same "
-            "state_dict: keep what it draws in a buffer, or draw it by a seed of its own"
-        )
 
 
 def choose_rules(settings: Settings, model: torch.nn.Module, image_size: int) -> Rules:
@@ -323,33 +199,19 @@ def _try_compiler(device: torch.device) -> None:
         ) from None
 
 
-def measure_colours(
-    topology: Topology, settings: Settings, dataset: Dataset, heartbeat: Heartbeat
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean and the deviation of the colours of all ranks' images, float32 [3].
-
-    Raises UserError on every rank where one can't be read. Collective on `world`.
-    """
-
-    def measure(going: Callable[[], None]) -> torch.Tensor:
-        moments = channel_moments(dataset.train, settings.normalise_samples, going)
-        if dataset.reader is not None:
-            dataset.reader.raise_error()
-        return moments
-
-    moments = together_while(topology.world, measure, heartbeat.go_on).numpy()
-    hierarchical_sum_(topology.leader, topology.node, moments)
-    return normalisation(torch.from_numpy(moments))
-
-
 def broadcast_weights_(world: MPI.Comm, model: torch.nn.Module, transport: Transport) -> None:
     """Make rank 0's parameters and buffers everyone's. Collective on `world`."""
     for tensor in _tensors(model):
-        # A copy: the memory may be out of order, as in a model that is channels_last itself. Bytes,
-        # since counters travel as well.
-        flat = tensor.detach().reshape(-1).clone()
-        bcast_(world, flat.view(torch.uint8), transport)
-        tensor.detach().copy_(flat.view(tensor.shape))
+        broadcast_tensor_(world, tensor.detach(), transport)
+
+
+def broadcast_tensor_(world: MPI.Comm, tensor: torch.Tensor, transport: Transport) -> None:
+    """Make rank 0's values of a tensor, of any dtype, everyone's. Collective on `world`."""
+    # A copy: the memory may be out of order, as in a model that is channels_last itself. Bytes,
+    # since counters travel as well.
+    flat = tensor.reshape(-1).clone()
+    bcast_(world, flat.view(torch.uint8), transport)
+    tensor.copy_(flat.view(tensor.shape))
 
 
 def refuse_parts(settings: Settings, images: int, model: torch.nn.Module) -> None:
@@ -376,13 +238,6 @@ def lr_scale_of(settings: Settings, ranks: int) -> float:
             return ranks**0.5
         case _:
             return 1.0
-
-
-def steps_of(settings: Settings, steps_per_epoch: int) -> int:
-    """Return the local steps per outer iteration: as given, or by epochs."""
-    if settings.local_steps > 0:
-        return settings.local_steps
-    return max(1, round(settings.local_epochs * steps_per_epoch))
 
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from prunex_mpi.core.state import Position
+from prunex_mpi.core.position import Position
 from prunex_mpi.settings.fields import Settings
 
 # Each milestone divides the rate of the `step` schedule by ten.

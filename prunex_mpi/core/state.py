@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,10 +14,12 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.behind import Behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import StopAgreement
-from prunex_mpi.comm.traffic import Clock, Traffic
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.wire import Wires, find_wires
 from prunex_mpi.core.coded import Coded, whole_blocks
 from prunex_mpi.core.distillation import Teacher
 from prunex_mpi.core.optimizer import build_optimizer, momentum_of
+from prunex_mpi.core.position import Position
 from prunex_mpi.core.whole import Whole, describe_whole
 from prunex_mpi.data.batches import BatchStream, Shard
 from prunex_mpi.data.mixing import Mixing
@@ -48,8 +50,6 @@ OWN, EACH, SHARED = "own.", "each.", "shared."
 # and as heavy as this worker's contribution; and, where statistics travel as differences, the
 # BatchNorm statistics that all ranks know.
 REST, KNOWN = f"{OWN}rounding_rest", f"{SHARED}known_statistics"
-# As what a message travels between nodes.
-PLAIN, CODED = "plain", "coded"
 
 
 @dataclass(frozen=True)
@@ -85,34 +85,6 @@ class Problem:
     reader: Reader | None = None
     teacher: Teacher | None = None
     digest: str = ""
-
-
-@dataclass
-class Position:
-    """Where a run stands: all that the driver remembers from one local step to the next.
-
-    `step` counts the local steps that outer iteration `iteration` has behind it, `steps_done` those
-    of the outer iterations before; the sums of losses, the bytes and the seconds so far are this
-    rank's own. `under_way` says as what travels (PLAIN or CODED) that the last outer iteration has
-    exchanged and z does not hold yet, if anything. `converged_of` is the length of a run, in outer
-    iterations, that has converged before it, else 0.
-    """
-
-    iteration: int = 1
-    step: int = 0
-    steps_done: int = 0
-    loss_sum: float = 0.0
-    loss_count: float = 0.0
-    traffic: Traffic = field(default_factory=Traffic)
-    clock: Clock = field(default_factory=Clock)
-    drifts: list[float] = field(default_factory=list)
-    freeze_next: bool = False
-    vote_next: bool = False
-    under_way: str = ""
-    first_loss: float | None = None
-    best: list[float] = field(default_factory=list)  # what best.Judged has of the best z so far
-    rollbacks: int = 0
-    converged_of: int = 0
 
 
 @dataclass
@@ -197,6 +169,11 @@ class Work:
     stop: StopAgreement | None = None
     behind: Behind | None = None
     failures: list[UserError] = field(default_factory=list)
+
+
+def wires_of(topology: Topology, state: State, transport: Transport, flat: bool = False) -> Wires:
+    """Make the wires of this rank, which count into the position of `state`; see `find_wires`."""
+    return find_wires(topology, flat, transport, state.position.traffic, state.position.clock)
 
 
 def build_state(
@@ -344,24 +321,6 @@ def forget_momentum_(state: State) -> None:
 def starts_from_z(state: State, settings: Settings) -> bool:
     """Say whether theta starts the local steps from z, not from where it was."""
     return state.consensus_sgd or settings.theta_start == "z"
-
-
-def next_iteration(position: Position, loss: float) -> None:
-    """Move on to the first step of the next outer iteration; `loss` is this one's mean."""
-    if position.first_loss is None:
-        position.first_loss = loss
-    position.iteration += 1
-    position.steps_done += position.step
-    begin_iteration(position)
-
-
-def begin_iteration(position: Position) -> None:
-    """Forget what belongs to the steps of an outer iteration."""
-    position.step, position.loss_sum, position.loss_count = 0, 0.0, 0.0
-    # In place: wires hold on to these objects.
-    for part in (position.traffic, position.clock):
-        for one in fields(part):
-            setattr(part, one.name, type(getattr(part, one.name))())
 
 
 def put_mask_back(state: State, mask: np.ndarray, frozen: bool, consensus_sgd: bool) -> None:

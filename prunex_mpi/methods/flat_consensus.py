@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.comm.wire import Wires, find_wires
+from prunex_mpi.comm.wire import Wires
 from prunex_mpi.core.evaluation import refuse_divergence
 from prunex_mpi.core.mask_agreement import project_locally
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
@@ -30,7 +30,7 @@ from prunex_mpi.core.norms import find_residuals, own_residuals
 from prunex_mpi.core.residuals import converges
 from prunex_mpi.core.rounds import measures_residuals, phase, rounds, split_local
 from prunex_mpi.core.schedule import Stage, find_stage, may_stop
-from prunex_mpi.core.state import State, Work, change_mask, freeze
+from prunex_mpi.core.state import State, Work, change_mask, freeze, wires_of
 from prunex_mpi.core.updates import decay_of_layers, sum_candidate
 from prunex_mpi.methods.hsadmm import end_iteration, local_computation, update_duals
 from prunex_mpi.models import batchnorm
@@ -46,7 +46,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
     `topology.world`. Raises Diverged on every rank.
     """
     state, settings, position = work.state, work.settings, work.state.position
-    wires = find_wires(topology, False, work.transport, position.traffic, position.clock)
+    wires = wires_of(topology, state, work.transport)
     for this in rounds(work):
         measured = measures_residuals(work, this)
         stage = find_stage(this.k, settings, state.frozen, position, measured)

@@ -20,14 +20,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from prunex_mpi.comm.agreement import digests_agree
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
-from prunex_mpi.comm.wire import Wire, Wires, find_wires
+from prunex_mpi.comm.wire import Wire, Wires
+from prunex_mpi.core.course import local_steps, steps_behind
 from prunex_mpi.core.dropped import forget_duals_, start_from_
 from prunex_mpi.core.evaluation import LASTING, PASSING, refuse_divergence
 from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_locally
@@ -35,6 +35,7 @@ from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_
 from prunex_mpi.core.norms import find_residuals, own_residuals
 from prunex_mpi.core.outer_step import arrive_
 from prunex_mpi.core.penalties import update_penalties, update_rho2
+from prunex_mpi.core.proximal import add_pull_, set_anchor_, share_pull_
 from prunex_mpi.core.removal import remove_dropped_
 from prunex_mpi.core.residuals import NormSums, Residuals, converges
 from prunex_mpi.core.rounds import (
@@ -55,6 +56,7 @@ from prunex_mpi.core.state import (
     forget_momentum_,
     freeze,
     starts_from_z,
+    wires_of,
 )
 from prunex_mpi.core.steps import (
     add_loss_,
@@ -62,16 +64,14 @@ from prunex_mpi.core.steps import (
     clip_,
     finish_average_,
     forward_backward,
-    local_steps,
     loss_sums,
     share_decay_,
     step_optimizer_,
-    steps_behind,
     stops_here,
 )
 from prunex_mpi.core.updates import decay_of_layers, step_duals_, sum_candidate, weigh_candidate
 from prunex_mpi.models import batchnorm
-from prunex_mpi.models.layout import bits_digest, fill_, scale_, squared_distances
+from prunex_mpi.models.layout import bits_digest, squared_distances
 from prunex_mpi.pruning.masks import (
     apply_factors_,
     build_factors,
@@ -92,7 +92,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
     Raises Diverged on every rank.
     """
     state, settings, position = work.state, work.settings, work.state.position
-    wires = find_wires(topology, False, work.transport, position.traffic, position.clock)
+    wires = wires_of(topology, state, work.transport)
     leader, node = wires.workers, wires.node
     with averaging(node if settings.node_sync == "step" else None, work) as averager:
         for this in rounds(work):
@@ -153,21 +153,7 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
             forget_momentum_(state)
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
     decayed = share_decay_(work, settings.weight_decay if in_theta else 0.0)
-    rho_by_weight, pull = None, 0.0
-    if not state.consensus_sgd:
-        # rho1 (theta - z_i + u) = rho1 theta - anchor. The anchor stands still during the phase,
-        # and rho1 theta is a weight decay: the optimizer's one pass adds it.
-        set_anchor_(state)
-        # AdamW's decay is no part of the gradient: there the whole term is added.
-        alike = np.all(state.rho1 == state.rho1[0])
-        if alike and settings.optimizer == "adamw":
-            pull = float(state.rho1[0])
-        elif alike:
-            state.optimizer.param_groups[0]["weight_decay"] += float(state.rho1[0])
-        else:
-            # Nothing is under way in it: penalties that differ come of residuals, and those wait.
-            rho_by_weight = state.payload[: state.layout.numel]
-            fill_(rho_by_weight, state.layout, state.rho1)
+    rho1 = None if state.consensus_sgd else share_pull_(state, settings)
     masked = factor_views(state.grad, state.layout, state.groups, state.factors)
     work.problem.model.train()
     steps, arrival = local_steps(work), steps_behind(work)
@@ -185,12 +171,8 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
         if state.frozen and settings.clip_norm:
             mask_views_(masked, state.factors)
         clip_(work)
-        if not state.consensus_sgd:
-            state.grad.sub_(state.scratch)
-            if pull:
-                state.grad.add_(state.theta, alpha=pull)
-            if rho_by_weight is not None:
-                state.grad.addcmul_(state.theta, rho_by_weight)
+        if rho1 is not None:
+            add_pull_(state, rho1)
         if state.frozen:
             mask_views_(masked, state.factors)
         step_optimizer_(work, decayed)
@@ -200,12 +182,6 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
     if position.under_way:
         z_arrives(work)
     return float(losses[0] / losses[1])
-
-
-def set_anchor_(state: State) -> None:
-    """Leave rho1 (z_i - u) in `scratch`, for as long as phase 1 lasts."""
-    torch.sub(state.z_node, state.u, out=state.scratch)
-    scale_(state.scratch, state.layout, state.rho1)
 
 
 # --------------------------------------------------------------------------------------------------

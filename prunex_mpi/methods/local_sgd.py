@@ -16,13 +16,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.comm.wire import find_wires
 from prunex_mpi.core.evaluation import LASTING, PASSING, refuse_divergence
 from prunex_mpi.core.norms import mean_loss
 from prunex_mpi.core.outer_step import outer_step_
 from prunex_mpi.core.rounds import finish_round, goes_behind, phase, rounds, split_local
 from prunex_mpi.core.schedule import Stage
-from prunex_mpi.core.state import Work, freeze
+from prunex_mpi.core.state import Work, freeze, wires_of
 from prunex_mpi.core.steps import averaging
 from prunex_mpi.methods import sparseloco
 from prunex_mpi.methods.hsadmm import (
@@ -48,8 +47,8 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
     As `hsadmm.outer_iterations`; `dual` counts diloco's outer step, unless it waits for an exchange
     that goes on behind local steps. Collective on `topology.world`. Raises Diverged on every rank.
     """
-    state, settings, position = work.state, work.settings, work.state.position
-    wires = find_wires(topology, False, work.transport, position.traffic, position.clock)
+    state, settings = work.state, work.settings
+    wires = wires_of(topology, state, work.transport)
     leader, node = wires.workers, wires.node
     sparse = settings.method in SPARSE
     space = sparseloco.allocate(topology.num_nodes, work) if sparse else None

@@ -91,7 +91,7 @@ def hessian_gradient_product(everyone: Wire, work: Work) -> Tensor:
         everyone.reduce_(flat, kind="setup")
         for segment in layout.segments:
             if len(segment.shape) < 2:
-                flat[segment.offset : segment.offset + segment.numel].zero_()
+                flat[segment.place].zero_()
     for buffer, value in kept:
         buffer.copy_(value)
     return product

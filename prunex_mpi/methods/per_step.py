@@ -19,11 +19,11 @@ from typing import Any
 
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.comm.wire import Wire, Wires, find_wires, reduce_between_nodes_
+from prunex_mpi.comm.wire import Wire, Wires, reduce_between_nodes_
 from prunex_mpi.core.evaluation import refuse_divergence
 from prunex_mpi.core.norms import mean_loss
 from prunex_mpi.core.rounds import finish_round, phase, rounds, split_local
-from prunex_mpi.core.state import Work
+from prunex_mpi.core.state import Work, wires_of
 from prunex_mpi.core.steps import (
     add_loss_,
     averaging,
@@ -53,7 +53,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
     """
     state, settings, position = work.state, work.settings, work.state.position
     flat = settings.aggregation == "flat"
-    wires = find_wires(topology, flat, work.transport, position.traffic, position.clock)
+    wires = wires_of(topology, state, work.transport, flat)
     space = exchanges.module_of(settings.method).allocate(wires.workers, work)
     with averaging(wire_during_backward(wires, settings), work) as averager:
         for this in rounds(work):

@@ -39,11 +39,12 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
 
 
 def allocate(wire: Wire, work: Work) -> dict[str, Any]:
-    """Return memory for the left factors and for the tensors that travel whole."""
+    """Say what travels how; return memory for left factors and for tensors that travel whole."""
     if not wire.speaks:
         return {}
     split, theta = split_layout(work.state.layout, work.settings.powersgd_rank), work.state.theta
     return {
+        "split": split,
         "left_factors": theta.new_empty(split.left_numel),
         "whole": theta.new_empty(split.whole_numel),
     }
@@ -55,9 +56,8 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     A worker's new residual is its own part without the projection on the common left factors.
     Collective on `wire.comm`.
     """
-    state, left, whole = work.state, space["left_factors"], space["whole"]
+    state, split, left, whole = work.state, space["split"], space["left_factors"], space["whole"]
     right = state.memory[RIGHT_FACTORS]
-    split = split_layout(state.layout, work.settings.powersgd_rank)
     residual = state.memory[RESIDUAL].add_(state.grad)
     move_whole_(residual, split.whole, whole)
     project_left_(residual, right, split, left)

@@ -17,11 +17,10 @@ from mpi4py import MPI
 
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress.quantise import ternarise_
-from prunex_mpi.compress.whole import pieces_of
 from prunex_mpi.core.counts import allocate_counts, bytes_handed_over, spread_, sum_numbers_
+from prunex_mpi.core.course import steps_taken
 from prunex_mpi.core.state import Work
-from prunex_mpi.core.steps import steps_taken
-from prunex_mpi.models.layout import Layout
+from prunex_mpi.models.layout import Layout, pieces_of
 from prunex_mpi.settings.fields import Settings
 
 OPERATIONS = (

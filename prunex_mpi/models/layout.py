@@ -6,7 +6,7 @@ packing.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,11 @@ class Segment:
     offset: int
     numel: int
 
+    @property
+    def place(self) -> slice:
+        """The elements of a flat vector that are this segment's."""
+        return slice(self.offset, self.offset + self.numel)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -46,7 +51,7 @@ class Layout:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return one view per segment, each of its parameter's shape, without copying."""
-        return [flat[s.offset : s.offset + s.numel].view(s.shape) for s in self.segments]
+        return [flat[s.place].view(s.shape) for s in self.segments]
 
 
 @dataclass(frozen=True)
@@ -136,10 +141,11 @@ def scale_(flat: Tensor, layout: Layout, factors: np.ndarray) -> None:
         torch._foreach_mul_(layout.views(flat), factor.tolist())
 
 
-def fill_(flat: Tensor, layout: Layout, values: np.ndarray) -> None:
-    """Set each segment of `flat` to its value in place; `values` is float64 [segments]."""
+def fill_(flat: Tensor, layout: Layout, values: np.ndarray) -> Tensor:
+    """Set each segment of `flat` to its value, and return it; `values` is float64 [segments]."""
     for view, value in zip(layout.views(flat), values.tolist(), strict=True):
         view.fill_(value)
+    return flat
 
 
 def bits_digest(flat: Tensor, spare: Tensor) -> int:
@@ -163,6 +169,11 @@ def bits_digest(flat: Tensor, spare: Tensor) -> int:
 def matrices(layout: Layout) -> tuple[Segment, ...]:
     """Return the segments of two or more dimensions: weights, not biases or BatchNorm."""
     return tuple(segment for segment in layout.segments if len(segment.shape) > 1)
+
+
+def pieces_of(flat: Tensor, segments: Iterable[Segment]) -> list[Tensor]:
+    """Return the segments' views of `flat`, 1-D."""
+    return [flat[segment.place] for segment in segments]
 
 
 def tile_length(device: torch.device) -> int:
@@ -223,12 +234,6 @@ def norm(flat: Tensor) -> Tensor:
         return torch.linalg.vector_norm(flat)
     parts = [torch.linalg.vector_norm(part) for part in flat.split(NORM_NUMEL)]
     return torch.linalg.vector_norm(torch.stack(parts))
-
-
-def squared_norms(flat: Tensor, layout: Layout) -> np.ndarray:
-    """Return the squared 2-norm of each segment as float64 [segments] on the host."""
-    found = [tile_norms(tile, flat[tile.place]) for tile in tiles(layout, flat.device)]
-    return sum_tile_norms(found, layout, flat.device)[0]
 
 
 def squared_distances(flat: Tensor, other: Tensor, layout: Layout) -> np.ndarray:

@@ -13,11 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.blank import blank_image, evaluating
 from prunex_mpi.models.layout import Layout
+from prunex_mpi.models.slim import CONVOLUTIONS
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.groups import Budget, CoupledLayer, Groups, PrunableLayer, Selection
 from prunex_mpi.pruning.projection import cost, reduce_to
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 COUPLED_REACH = "--groups coupled, which prunes linear layers and heads of attention too"
 

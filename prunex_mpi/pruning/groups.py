@@ -191,8 +191,7 @@ def gemm_views(flat: Tensor, layout: Layout, groups: Groups) -> list[Tensor]:
 
 def gemm_view(flat: Tensor, layout: Layout, layer: PrunableLayer) -> Tensor:
     """Return one prunable layer of `flat` as a view [blocks, rows, columns]."""
-    offset = layout.segments[layer.segment].offset
-    piece = flat[offset : offset + layer.numel]
+    piece = flat[layout.segments[layer.segment].place]
     return piece.view(layer.blocks, layer.rows, layer.columns)
 
 

@@ -359,9 +359,3 @@ def pad(
             moved = torch.where(inside, moved, VOID)
         found = moved
     labels.label(result, found, zero)
-
-
-def unknown(labels: Labels, result: object, what: str, *arguments: object) -> None:
-    """Keep all that goes through an operation that nothing is known of."""
-    labels.pin(arguments, f"{what} mixes it with others")
-    labels.label_pinned([result])

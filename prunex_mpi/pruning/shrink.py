@@ -164,11 +164,6 @@ def kept_slices(ids: np.ndarray, removed: np.ndarray) -> np.ndarray:
     return (ids < 0) | ~removed[ids]
 
 
-def owner_of(model: nn.Module, name: str) -> nn.Module:
-    """Return the module that holds the parameter `name`."""
-    return model.get_submodule(name.rpartition(".")[0])
-
-
 def attention_of(model: nn.Module, name: str) -> nn.MultiheadAttention | SlimAttention | None:
     """Return the attention that the parameter `name` is part of, if it is of one."""
     path = name.rpartition(".")[0]

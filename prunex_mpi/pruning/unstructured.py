@@ -34,8 +34,8 @@ def prune_by_magnitude(theta: Tensor, layout: Layout, ratio: float) -> Tensor:
     """
     pruned = torch.zeros_like(theta, dtype=torch.bool)
     for segment in matrices(layout):
-        place = slice(segment.offset, segment.offset + segment.numel)
-        pruned[place] = all_but_lowest(-theta[place].abs(), kept_count(segment.numel, ratio))
+        magnitudes, kept = theta[segment.place].abs(), kept_count(segment.numel, ratio)
+        pruned[segment.place] = all_but_lowest(-magnitudes, kept)
     return pruned
 
 
@@ -49,18 +49,13 @@ def prune_by_gradient_flow(theta: Tensor, product: Tensor, layout: Layout, ratio
     segments = matrices(layout)
     if not segments:
         raise UserError("the model has no weight of two or more dimensions to prune")
-    scores = torch.cat(
-        [
-            (theta[place] * product[place]).neg_()
-            for place in (slice(s.offset, s.offset + s.numel) for s in segments)
-        ]
-    )
+    scores = torch.cat([(theta[s.place] * product[s.place]).neg_() for s in segments])
     if not bool(torch.isfinite(scores).all()):
         raise UserError("the scores of grasp are not finite; lower --lr or check the data")
     removed = all_but_lowest(scores, kept_weights(layout, ratio, "grasp"))
     pruned = torch.zeros_like(theta, dtype=torch.bool)
     for segment, part in zip(segments, removed.split([s.numel for s in segments]), strict=True):
-        pruned[segment.offset : segment.offset + segment.numel] = part
+        pruned[segment.place] = part
     return pruned
 
 

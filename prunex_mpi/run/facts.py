@@ -20,7 +20,7 @@ from prunex_mpi.checks.library import SETTINGS
 from prunex_mpi.checks.ranks import MUST_AGREE
 from prunex_mpi.comm.agreement import gather_text
 from prunex_mpi.comm.topology import Topology, library_name
-from prunex_mpi.core.problem import gpu_identity
+from prunex_mpi.core.loading import gpu_identity
 from prunex_mpi.run.machine import package_versions
 
 DEFAULT_RUN_DIR = "runs"

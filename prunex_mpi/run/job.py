@@ -10,42 +10,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mpi4py import MPI
 
 from prunex_mpi.base.alone import require_packages
-from prunex_mpi.base.errors import PREEMPTED, UserError
+from prunex_mpi.base.errors import PREEMPTED
 from prunex_mpi.base.files import SUMMARY, telling_disk_errors
-from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.comm.agreement import broadcast_text, require_same, together, together_while
 from prunex_mpi.comm.behind import exchanging_behind
-from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline, stop_agreement
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.best import Judged, best_of, delivered, memory_of_best
-from prunex_mpi.core.ema import memory_of_ema
+from prunex_mpi.core.best import Judged, best_of, delivered
+from prunex_mpi.core.course import rate_now
 from prunex_mpi.core.evaluation import judge
-from prunex_mpi.core.listing import share_contents
-from prunex_mpi.core.problem import (
-    build_problem,
-    choose_rules,
-    load_dataset,
-    make_groups,
-    make_model,
-    refuse_drawn,
-)
-from prunex_mpi.core.scores import memory_of_scores
-from prunex_mpi.core.state import Work, build_state
-from prunex_mpi.core.steps import rate_now
-from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.methods.exchanges import memory_of
-from prunex_mpi.models.layout import build_layout
-from prunex_mpi.pruning.trial import rules_of
+from prunex_mpi.core.loading import load_dataset, share_contents
+from prunex_mpi.core.state import Work
 from prunex_mpi.run import checkpoint, summary
+from prunex_mpi.run.assembly import assemble
 from prunex_mpi.run.beginning import (
-    begin_from_,
     judge_beginning,
     look_at_checkpoints,
     read_initial,
@@ -64,14 +46,10 @@ from prunex_mpi.run.start import (
     tell_beforehand,
 )
 from prunex_mpi.run.supervision import Checkpoints, run_to_end, write_last_checkpoint
-from prunex_mpi.run.teaching import find_teacher, taught
 from prunex_mpi.run.tracing import tracing
 from prunex_mpi.run.tuning import (
     goes_behind_steps,
-    is_left_to_measure,
     refuse_impossible_exchange,
-    trial_of,
-    tuned,
 )
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
@@ -106,7 +84,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                 print(text, flush=True)
             return 0
         if settings.tensorboard:
-            together(world, lambda: require_packages("--tensorboard", "report", "tensorboard"))
+            together(world, lambda: require_packages("--tensorboard", "tensorboard"))
         heed_findings(place, settings)
         transport = find_transport(place, settings)
         refuse_impossible_exchange(topology, settings)
@@ -194,116 +172,6 @@ def say(text: str) -> None:
         log.warning("the results can't be printed: %s", error.strerror)
         # Python would try once more, and fail, when it ends.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-
-
-def refuse_odd_state(model: torch.nn.Module) -> None:
-    """Raise UserError where a model keeps what no file of a run can hold."""
-    for name, value in model.state_dict().items():
-        if not isinstance(value, torch.Tensor):
-            raise UserError(
-                f"the model's state_dict() holds {name}, a {type(value).__name__}; it may hold "
-                "tensors alone: leave get_extra_state away"
-            )
-        if value.layout != torch.strided or value.device.type != "cpu":
-            kind = value.device.type if value.layout == torch.strided else value.layout
-            raise UserError(
-                f"{name} of the model is {kind}; build it of dense tensors on the CPU, with values"
-            )
-
-
-def set_up(
-    topology: Topology,
-    settings: Settings,
-    device: torch.device,
-    transport: Transport,
-    heartbeat: Heartbeat,
-) -> Work:
-    """Load the data, build the model, find what can be pruned. Collective on `world`."""
-    heartbeat.enter("data")
-    dataset = load_dataset(topology, settings, heartbeat, device)
-    return assemble(topology, settings, dataset, device, transport, heartbeat)
-
-
-def assemble(
-    topology: Topology,
-    settings: Settings,
-    dataset: Dataset,
-    device: torch.device,
-    transport: Transport,
-    heartbeat: Heartbeat,
-    reads: bool = True,
-) -> Work:
-    """Do the rest of `set_up` with data that is loaded already. Collective on `world`.
-
-    What the settings leave to be measured is measured first, by a trial; the result's have it. Only
-    if it `reads` are the weights those of `--init-from`: a checkpoint has its own.
-    """
-    world = topology.world
-    if is_left_to_measure(settings):
-        settings = try_out(topology, settings, dataset, device, transport, heartbeat)
-    heartbeat.enter("model")
-    sizes = dataset.num_classes, dataset.image_size
-    model = together(world, lambda: make_model(settings, *sizes))
-    together(world, lambda: refuse_odd_state(model))
-    if ":" in settings.model:
-        first = world.rank == 0
-        together(world, lambda: refuse_drawn(settings, model, *sizes) if first else None)
-    return assemble_around(topology, settings, dataset, model, device, transport, heartbeat, reads)
-
-
-def try_out(
-    topology: Topology,
-    settings: Settings,
-    dataset: Dataset,
-    device: torch.device,
-    transport: Transport,
-    heartbeat: Heartbeat,
-) -> Settings:
-    """Return the settings with what they leave to be measured; nothing of the trial is left.
-
-    Its images on the device, above all. Collective on `world`.
-    """
-    trial = assemble(topology, trial_of(settings), dataset, device, transport, heartbeat)
-    heartbeat.enter("trial")
-    return tuned(topology, trial, settings)
-
-
-def assemble_around(
-    topology: Topology,
-    settings: Settings,
-    dataset: Dataset,
-    model: torch.nn.Module,
-    device: torch.device,
-    transport: Transport,
-    heartbeat: Heartbeat,
-    reads: bool = False,
-) -> Work:
-    """Do the rest of `assemble` with a model, which is on the CPU. Collective on `world`."""
-    world = topology.world
-    together(world, lambda: refuse_odd_state(model))
-    layout = together(world, lambda: build_layout(model))
-    tensors = [(name, t.shape, t.dtype) for name, t in model.state_dict().items()]
-    require_same(world, "the parameters of the model", repr((layout, tensors)))
-    side, first = dataset.image_size, world.rank == 0
-    # One rank tries what the others then go by.
-    tried = together(world, lambda: choose_rules(settings, model, side).text() if first else "")
-    rules = rules_of(broadcast_text(world, tried))
-    if settings.init_from and reads:
-        settings = begin_from_(world, settings, model, side, dataset.class_names, heartbeat.go_on)
-    teacher = None
-    if settings.teacher:
-        settings, *teacher = find_teacher(world, settings, model, dataset, heartbeat.go_on)
-    groups = together(world, lambda: make_groups(settings, model, layout, side, rules))
-    problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
-    if teacher is not None:
-        problem = taught(topology, settings, problem, teacher, transport)
-    heartbeat.beat(1)
-    state = build_state(model, layout, groups, settings)
-    state.memory |= memory_of(settings, layout, state.theta)
-    state.memory |= memory_of_best(settings, state) | memory_of_ema(settings, state)
-    state.memory |= memory_of_scores(settings, state)
-    heartbeat.beat(2)
-    return Work(state, problem, settings, transport, heartbeat)
 
 
 @contextmanager

@@ -26,23 +26,22 @@ from prunex_mpi.comm.agreement import broadcast_text, together_while
 from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_, reduce_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import worker_weight
+from prunex_mpi.core.course import recount_steps_, steps_of
 from prunex_mpi.core.optimizer import remembered
 from prunex_mpi.core.outer_step import arrive_
 from prunex_mpi.core.penalties import update_rho2
-from prunex_mpi.core.problem import steps_of
+from prunex_mpi.core.position import Position, begin_iteration
+from prunex_mpi.core.problem import broadcast_tensor_
 from prunex_mpi.core.state import (
     EACH,
     OWN,
     REST,
-    Position,
     Problem,
     State,
     Work,
-    begin_iteration,
     every_rank_sends,
     put_mask_back,
 )
-from prunex_mpi.core.steps import recount_steps_
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.models import batchnorm
 from prunex_mpi.run.alike import alike
@@ -315,7 +314,7 @@ def put_common(topology: Topology, parts: Parts, old_size: int, work: Work) -> N
         for name, buffer in problem.model.named_buffers():
             buffer.copy_(first[0][f"buffer.{name}"])
     for buffer in problem.model.buffers():
-        _bcast_bytes(topology, buffer, transport)
+        broadcast_tensor_(world, buffer.detach(), transport)
     batchnorm.write(state.bn_modules, stats.div_(old_size))
     _put_position(state.position, common["position"])
     before = steps_of(settings, max(1, common["images"] // problem.train.batch_size))
@@ -335,14 +334,7 @@ def _put_fixed(
     for key, values in _fixed(problem).items():
         if topology.world.rank == 0:
             values.copy_(tensors[key])
-        _bcast_bytes(topology, values, transport)
-
-
-def _bcast_bytes(topology: Topology, tensor: Tensor, transport: Transport) -> None:
-    """Give every rank a tensor of world rank 0, of any dtype and in any order of its memory."""
-    flat = tensor.detach().reshape(-1).clone()
-    bcast_(topology.world, flat.view(torch.uint8), transport)
-    tensor.copy_(flat.view(tensor.shape))
+        broadcast_tensor_(topology.world, values, transport)
 
 
 def _bcast_shared_memory(topology: Topology, state: State, transport: Transport) -> None:

@@ -19,7 +19,7 @@ from prunex_mpi.comm.agreement import together
 from prunex_mpi.comm.behind import refuse_single_thread
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.coded import MOST_SUMMED, SUMMED
-from prunex_mpi.core.problem import steps_of
+from prunex_mpi.core.course import steps_of
 from prunex_mpi.core.state import Work
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.checks import known_freeze

@@ -88,15 +88,14 @@ def plain(text: str) -> str:
     return f" {text}" if text.startswith("_") else text
 
 
-def legend_above(panel: "Axes", columns: int = 4, reverse: bool = False) -> None:
+def legend_above(panel: "Axes", columns: int = 4) -> None:
     """Name the curves of a panel above it, where the legend covers nothing."""
     handles, names = panel.get_legend_handles_labels()
     if not handles:
         return
-    order = slice(None, None, -1) if reverse else slice(None)
     panel.legend(
-        handles[order],
-        names[order],
+        handles,
+        names,
         loc="lower left",
         bbox_to_anchor=(0, 1.0),
         ncols=min(columns, len(handles)),

@@ -112,7 +112,7 @@ class Place:
 
 
 PLACES = (
-    Place("prunex_mpi.run.job:build_problem", per_job=1),
+    Place("prunex_mpi.run.assembly:build_problem", per_job=1),
     Place("prunex_mpi.run.directory:RunDirectory.__init__", per_job=1, only_rank_0=True),
     Place("prunex_mpi.run.checkpoint:restore", per_job=1, resuming=True),
     Place("prunex_mpi.data.batches:BatchStream.next", per_iteration=LOCAL_STEPS),

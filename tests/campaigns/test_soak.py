@@ -18,7 +18,8 @@ from mpi4py import MPI
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
-from prunex_mpi.core.problem import build_problem, load_dataset, make_groups
+from prunex_mpi.core.loading import load_dataset
+from prunex_mpi.core.problem import build_problem, make_groups
 from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run import supervision

@@ -13,9 +13,9 @@ from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.problem import load_dataset
+from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.state import Work
-from prunex_mpi.run.job import assemble
+from prunex_mpi.run.assembly import assemble
 from prunex_mpi.run.tuning import goes_behind_steps
 from prunex_mpi.settings.resolve import make
 

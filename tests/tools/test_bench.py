@@ -20,6 +20,7 @@ from prunex_mpi.base.tables import Table, format_table
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import build_topology, free_topology, nodes_of
 from prunex_mpi.core.schedule import Stage
+from prunex_mpi.core.state import wires_of
 from prunex_mpi.data.datasets import load
 from prunex_mpi.run.start import Place
 from prunex_mpi.settings import cli
@@ -32,7 +33,7 @@ from prunex_mpi.tools.bench.checkpoint import checkpoints
 from prunex_mpi.tools.bench.collectives import collectives
 from prunex_mpi.tools.bench.ddp import average_parameters_, compare_with_ddp
 from prunex_mpi.tools.bench.intervals import intervals
-from prunex_mpi.tools.bench.kernels import PHASES, kernels, make_state, project_alone, wires_of
+from prunex_mpi.tools.bench.kernels import PHASES, kernels, make_state, project_alone
 from prunex_mpi.tools.bench.memory import child, memory
 from prunex_mpi.tools.bench.model import fit, model
 from prunex_mpi.tools.bench.options import choose_sections, parse

@@ -27,7 +27,7 @@ from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import nodes_of
 from prunex_mpi.compress.sparse import kept_per_layer
 from prunex_mpi.core import evaluation
-from prunex_mpi.core.problem import load_dataset
+from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout, Segment, build_layout
 from prunex_mpi.settings.methods import METHODS

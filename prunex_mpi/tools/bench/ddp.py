@@ -17,13 +17,14 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.comm.wire import find_wires
-from prunex_mpi.core.problem import build_problem, load_dataset, make_model
-from prunex_mpi.core.state import Problem, next_iteration
+from prunex_mpi.core.loading import load_dataset
+from prunex_mpi.core.position import next_iteration
+from prunex_mpi.core.problem import build_problem, make_model
+from prunex_mpi.core.state import Problem, wires_of
 from prunex_mpi.core.steps import averaging
 from prunex_mpi.methods import per_step
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.run.job import set_up
+from prunex_mpi.run.assembly import set_up
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.bench.gloo import gloo_group
@@ -174,13 +175,12 @@ def dense_turn(
     `exchange`.
     """
     work = set_up(topology, settings, device, transport, heartbeat)
-    position = work.state.position
-    wires = find_wires(topology, True, transport, position.traffic, position.clock)
+    wires = wires_of(topology, work.state, transport, flat=True)
     averager = exits.enter_context(averaging(wires.workers if exchange else None, work))
 
     def turn() -> None:
         loss = per_step.train_steps(wires, averager, {}, work)
-        next_iteration(position, loss)
+        next_iteration(work.state.position, loss)
 
     return turn, lambda: work.state.theta
 

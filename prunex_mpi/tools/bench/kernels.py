@@ -11,12 +11,11 @@ from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.comm.wire import Wires, find_wires
 from prunex_mpi.core.mask_agreement import project_locally
 from prunex_mpi.core.norms import find_residuals
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.schedule import Stage
-from prunex_mpi.core.state import State, Work, adopt_mask, build_state, freeze
+from prunex_mpi.core.state import State, Work, adopt_mask, build_state, freeze, wires_of
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
@@ -47,12 +46,6 @@ def make_state(settings: Settings, device: torch.device) -> State:
     for flat in (state.u, state.v, state.grad, state.scratch, state.payload):
         flat.normal_(std=1e-3)
     return state
-
-
-def wires_of(topology: Topology, state: State, transport: Transport) -> Wires:
-    """Make the wires of the driver, which count into the position of `state`."""
-    position = state.position
-    return find_wires(topology, False, transport, position.traffic, position.clock)
 
 
 def kernels(

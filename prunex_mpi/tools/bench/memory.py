@@ -28,7 +28,8 @@ from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.problem import build_problem, load_dataset, make_groups, make_model
+from prunex_mpi.core.loading import load_dataset
+from prunex_mpi.core.problem import build_problem, make_groups, make_model
 from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.layout import build_layout, flatten_

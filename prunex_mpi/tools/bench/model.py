@@ -22,7 +22,7 @@ from prunex_mpi.comm.collectives import Transport, allreduce_, between_nodes
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.coded import MOST_SUMMED, SUMMED
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
-from prunex_mpi.core.state import State, adopt_mask, freeze
+from prunex_mpi.core.state import State, adopt_mask, freeze, wires_of
 from prunex_mpi.run.cost import Exchange, Kernels, Link, bound_s, exchange_s, latency_s
 from prunex_mpi.run.dry_run import nominal_mask
 from prunex_mpi.run.forecast import exchange_of, travelling_under
@@ -30,7 +30,7 @@ from prunex_mpi.settings.fields import PAYLOADS, Settings
 from prunex_mpi.settings.resolve import with_overrides
 from prunex_mpi.tools.bench.block_codes import coding_steps, shared_steps
 from prunex_mpi.tools.bench.collectives import slowest_of_ranks
-from prunex_mpi.tools.bench.kernels import make_state, wires_of
+from prunex_mpi.tools.bench.kernels import make_state
 from prunex_mpi.tools.bench.timing import Action
 
 # Bytes of messages between leaders, and of the float32 vectors that kernels work on.

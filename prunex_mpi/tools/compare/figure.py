@@ -59,7 +59,7 @@ def refuse_impossible(path: str) -> None:
     if not path:
         return
     refuse_other_kinds("--figure", path)
-    require_packages("--figure", "report", "matplotlib")
+    require_packages("--figure", "matplotlib")
 
 
 def curves_of(outcomes: Sequence[Outcome]) -> list[Curve]:

@@ -26,7 +26,7 @@ from prunex_mpi.comm.agreement import (
     together,
     together_while,
 )
-from prunex_mpi.core.listing import share_contents
+from prunex_mpi.core.loading import share_contents
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.reading import Access, decoding_threads

@@ -103,10 +103,6 @@ class Run:
         known = self.accuracy[np.isfinite(self.accuracy)]
         return float(known[-1]) if len(known) else float("nan")
 
-    def names_under(self, key: str) -> list[str]:
-        """Return what a nested key holds: phases for "seconds"."""
-        return [n.partition(".")[2] for n in self.columns if n.startswith(f"{key}.")]
-
     def setting(self, key: str, otherwise: Any = None) -> Any:
         """Return what config.toml says."""
         return self.config.get(key, otherwise)

@@ -6,10 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from prunex_mpi.core.rounds import falls_due, rounds
-from prunex_mpi.core.schedule import quadratic_interval
-from prunex_mpi.core.state import Position
-from prunex_mpi.core.steps import (
+from prunex_mpi.core.course import (
     local_steps,
     quadratic_rounds,
     rate_now,
@@ -17,6 +14,9 @@ from prunex_mpi.core.steps import (
     steps_behind,
     total_steps,
 )
+from prunex_mpi.core.position import Position
+from prunex_mpi.core.rounds import falls_due, rounds
+from prunex_mpi.core.schedule import quadratic_interval
 from prunex_mpi.settings.resolve import make
 
 

@@ -1,4 +1,4 @@
-"""Class folders and tar files: each is read by one rank, and all know what is in all of them."""
+"""Each class folder or tar file is read by one rank; all ranks know the same of the data set."""
 
 import errno
 import json
@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jobs import run_job_here
 from nodes import WORLD, nodes_of
 from picture_files import damage, write_folder, write_tars
+from small_runs import small_run
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import broadcast_text
-from prunex_mpi.core.listing import share_contents
-from prunex_mpi.core.problem import load_dataset
-from prunex_mpi.data import folders, tars
+from prunex_mpi.core import loading
+from prunex_mpi.core.loading import CPU, free_room, load_dataset, share_contents
+from prunex_mpi.data import folders, sources, tars
 from prunex_mpi.settings.resolve import make
 
 READERS = {"imagefolder": (folders, "read_names"), "webdataset": (tars, "read_headers")}
@@ -114,3 +116,51 @@ def test_a_class_folder_that_one_rank_cannot_read_ends_all(
     with pytest.raises(UserError, match=f"cannot read folder {refused}: Permission") as caught:
         share_contents(WORLD, "imagefolder", str(places["imagefolder"]), Heartbeat())
     assert caught.value.exit_code == UNREADABLE
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_ranks_share_what_is_free_on_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has 50 bytes of its own, 20 of them in use; other programs have left 1000 or more."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000 + 100 * WORLD.rank, 8000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
+    monkeypatch.setattr(loading, "gpu_identity", lambda _: "the only one")
+    with nodes_of(2) as topology:
+        assert free_room(topology, torch.device("cuda:0")) == 1030 // WORLD.size
+        assert free_room(topology, CPU) is None
+        monkeypatch.setattr(loading, "gpu_identity", lambda _: f"that of rank {WORLD.rank}")
+        assert free_room(topology, torch.device("cuda:0")) == 1030
+        monkeypatch.setattr(loading, "free_room", lambda *_: 100)
+        settings = make("recipe", dataset="synthetic", train_samples=64, image_size=8)
+        with pytest.raises(UserError, match="its GPU has"):
+            load_dataset(topology, settings)
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_images_of_one_class_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "SYNTHETIC_CLASSES", 1)
+    settings = make("recipe", dataset="synthetic", train_samples=16, test_samples=8, image_size=8)
+    with nodes_of(2) as topology, pytest.raises(UserError, match="of one class") as caught:
+        load_dataset(topology, settings)
+    assert caught.value.exit_code == UNREADABLE
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_colours_that_are_given_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    real = loading.channel_moments
+
+    def moments(*what: object) -> torch.Tensor:
+        measured.append(1)
+        return real(*what)
+
+    monkeypatch.setattr(loading, "channel_moments", moments)
+    given = {"image_mean": (0.1, 0.2, 0.3), "image_std": (0.4, 0.5, 0.6)}
+    for changes in ({}, given):
+        with nodes_of(2) as topology, small_run(topology, "dense", **changes) as work:
+            assert measured == [1]
+            mean, std = work.problem.mean.tolist(), work.problem.std.tolist()
+    assert mean == pytest.approx(given["image_mean"]) and std == pytest.approx(given["image_std"])

@@ -1,0 +1,156 @@
+"""Find, load and measure a data set together: each rank its share of the images."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+
+import numpy as np
+import torch
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.logs import log
+from prunex_mpi.comm.agreement import broadcast_text, require_same, together_while
+from prunex_mpi.comm.collectives import hierarchical_sum_
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.data.batches import channel_moments, normalisation
+from prunex_mpi.data.datasets import Dataset, Part, load
+from prunex_mpi.data.reading import Access, decoding_threads
+from prunex_mpi.data.sources import CONTENTS, Known, read_share
+from prunex_mpi.settings.fields import Settings
+
+CPU = torch.device("cpu")
+
+
+def share_contents(world: MPI.Comm, name: str, data_dir: str, heartbeat: Heartbeat) -> Known:
+    """Return what lies in all class folders or tar files of a data set; each rank reads a share.
+
+    {} for a data set of another kind. Raises UserError (UNREADABLE) everywhere for what one can't
+    read. Collective on `world`.
+    """
+    if name not in CONTENTS:
+        return {}
+    mine = together_while(
+        world,
+        lambda going: read_share(name, data_dir, world.rank, world.size, going),
+        heartbeat.go_on,
+    )
+    text = json.dumps({path: asdict(contents) for path, contents in mine.items()})
+    found = {}
+    for root in range(world.size):
+        share = json.loads(broadcast_text(world, text, root))
+        found |= {path: CONTENTS[name](**told) for path, told in share.items()}
+        heartbeat.go_on()
+    return found
+
+
+def load_dataset(
+    topology: Topology,
+    settings: Settings,
+    heartbeat: Heartbeat | None = None,
+    device: torch.device = CPU,
+) -> Dataset:
+    """Load this rank's shards, on the CPU; what any rank cannot read ends the job.
+
+    Their training images will be on `device` as well. Raises UserError (UNREADABLE) where all
+    images are of one class. Collective on `world`.
+    """
+    heartbeat = heartbeat or Heartbeat()
+    world = topology.world
+    room = free_room(topology, device)
+    known = share_contents(world, settings.dataset, settings.data_dir, heartbeat)
+    dataset = together_while(
+        world,
+        lambda going: load(
+            settings.dataset,
+            data_dir=settings.data_dir,
+            access=Access(
+                settings.download,
+                settings.data_mode,
+                decoding_threads(topology.core_sharers, settings.data_workers),
+                settings.skip_corrupt,
+                settings.data_cache,
+            ),
+            train_samples=settings.train_samples,
+            test_samples=settings.test_samples,
+            image_size=settings.image_size,
+            seed=settings.seed,
+            part=Part(
+                rank=world.rank,
+                size=world.size,
+                here=topology.host_size,
+                going=going,
+                val_share=settings.val_share,
+                room=room,
+                known=known,
+            ),
+        ),
+        heartbeat.go_on,
+    )
+    totals = dataset.train_total, dataset.test_total, dataset.num_classes, dataset.image_size
+    # Ranks with other numbers of steps would wait for each other for ever.
+    require_same(
+        world,
+        f"the numbers, names, labels or sizes of the images of {settings.dataset}",
+        repr((totals, dataset.digest)),
+    )
+    if world.rank == 0 and dataset.left_out:
+        log.warning("%s; left out: %s", dataset.found, dataset.left_out)
+    elif dataset.found:
+        log.info("%s", dataset.found)
+    if dataset.num_classes == 1:
+        message = f"all images of {settings.dataset} are of one class, so there is nothing to learn"
+        raise UserError(f"{message}: correct --data-dir or the data set", UNREADABLE)
+    return dataset
+
+
+def free_room(topology: Topology, device: torch.device) -> int | None:
+    """Return the bytes that each rank has free on its GPU, the least of all; None on a CPU.
+
+    Ranks that share a GPU share what is free. Collective on `world`.
+    """
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    # What torch has taken and does not use is free as well.
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    mine = np.frombuffer(hashlib.sha256(gpu_identity(device).encode()).digest()[:8], np.uint64)
+    everyone = np.empty(topology.world.size, np.uint64)
+    topology.world.Allgather(mine, everyone)
+    least = np.array([free // np.count_nonzero(everyone == mine)], dtype=np.int64)
+    topology.world.Allreduce(MPI.IN_PLACE, least, op=MPI.MIN)
+    return int(least[0])
+
+
+def gpu_identity(device: torch.device) -> str:
+    """Return what the GPU is known by on all machines.
+
+    The number of a device identifies no GPU where each rank sees only its own.
+    """
+    if uuid := getattr(torch.cuda.get_device_properties(device), "uuid", ""):
+        return str(uuid)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return f"{MPI.Get_processor_name()}/{visible}/{device.index}"
+
+
+def measure_colours(
+    topology: Topology, settings: Settings, dataset: Dataset, heartbeat: Heartbeat
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean and the deviation of the colours of all ranks' images, float32 [3].
+
+    Raises UserError on every rank where one can't be read. Collective on `world`.
+    """
+
+    def measure(going: Callable[[], None]) -> torch.Tensor:
+        moments = channel_moments(dataset.train, settings.normalise_samples, going)
+        if dataset.reader is not None:
+            dataset.reader.raise_error()
+        return moments
+
+    moments = together_while(topology.world, measure, heartbeat.go_on).numpy()
+    hierarchical_sum_(topology.leader, topology.node, moments)
+    return normalisation(torch.from_numpy(moments))
