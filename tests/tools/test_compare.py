@@ -265,7 +265,7 @@ tune-lr = [0.01]
     ("plan", "rows"),
     [
         ("compare_cifar10.toml", 27),
-        ("compare_resnet20.toml", 6),
+        ("compare_resnet20.toml", 9),
         ("ways_cifar10.toml", 11),
         ("pruned_cifar10.toml", 11),
         ("ingredients_cifar10.toml", 8),
