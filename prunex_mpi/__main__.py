@@ -3,6 +3,7 @@
 import sys
 
 from prunex_mpi import __version__
+from prunex_mpi.base.errors import USAGE
 
 PROGRAMS = {
     "train": "train a network on several ranks and prune it while it trains",
@@ -15,7 +16,13 @@ PROGRAMS = {
 
 
 def main() -> int:
-    """Print a line for each program and return the exit code."""
+    """Print a line for each program and return the exit code; refuse what is meant for one."""
+    meant = [word for word in sys.argv[1:] if word not in ("-h", "--help", "--version")]
+    if meant:
+        name = meant[0] if meant[0] in PROGRAMS else "PROGRAM"
+        line = f"prunex_mpi takes no arguments: start a program as python -m prunex_mpi.{name}"
+        print(f"prunex_mpi: error: {line}", file=sys.stderr)
+        return USAGE
     print(f"prunex_mpi {__version__}: data-parallel training that prunes, over MPI\n")
     for name, what in PROGRAMS.items():
         print(f"  python -m prunex_mpi.{name:<8}  {what}")

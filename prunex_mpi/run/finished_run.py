@@ -66,6 +66,8 @@ def read_run(
     """
     if not path.is_dir():
         raise UserError(f"there is no run in {path}; give the folder of --run-dir", UNREADABLE)
+    if not (path / "config.toml").exists():
+        raise UserError(f"{path} is not the folder of a run: it has no config.toml", UNREADABLE)
     settings = resumed(read_saved(str(path)), {"data_dir": data_dir} if data_dir else {})
     summary = read_summary(path)
     go_on = f"go on with it: python -m prunex_mpi.train --resume --run-dir {path}"

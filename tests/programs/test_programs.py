@@ -56,6 +56,13 @@ def test_the_package_names_its_programs() -> None:
     assert named == [f"prunex_mpi.{name}" for name in PROGRAMS]
 
 
+def test_arguments_without_a_program_are_refused() -> None:
+    for words, start in ((["train", "--seed", "1"], "train"), (["--seed"], "PROGRAM")):
+        done = python("-m", "prunex_mpi", *words)
+        assert (done.returncode, done.stdout) == (USAGE, "")
+        assert len(done.stderr.splitlines()) == 1 and f"prunex_mpi.{start}\n" in done.stderr
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_tell_of_themselves_without_torch_and_mpi(name: str) -> None:
     for flag, word in (("--help", WORDS[name]), ("--version", __version__)):

@@ -774,6 +774,18 @@ def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first():
     assert names[:2] == [f"1 row {MOST_COURSES + 1}", f"2 row {MOST_COURSES}"]
 
 
+@pytest.mark.parametrize("rows", [2, 25, 60])
+def test_the_legend_of_a_figure_fits_into_it(rows):
+    with styled():
+        figure = make_figure(
+            comparison([Outcome(f"row {n}", 0, 0.1, RAN) for n in range(rows)]), {}
+        )
+        figure.draw_without_rendering()
+        legend = figure.legends[0].get_window_extent()
+    assert len(figure.legends[0].get_texts()) == rows
+    assert figure.bbox.y0 <= legend.y0 and legend.y1 <= figure.bbox.y1
+
+
 def test_a_figure_shows_every_row_once_per_panel(tmp_path):
     found = comparison(outcomes("dense", "topk", accuracy=0.5))
     draw(found, {"100 Mbit/s": found, "1 Gbit/s": found}, str(tmp_path / "figure.svg"))

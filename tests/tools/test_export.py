@@ -347,7 +347,7 @@ def config(old: str, new: str) -> Callable[[Path], object]:
 
 BAD = {
     "no folder": (shutil.rmtree, UNREADABLE, "there is no run in"),
-    "no config": (remove("config.toml"), UNREADABLE, "config.toml"),
+    "no config": (remove("config.toml"), UNREADABLE, "not the folder of a run: it has no config"),
     "config cut": (cut("config.toml"), UNREADABLE, "config.toml"),
     "did not end": (remove("summary.json"), UNREADABLE, "did not end well"),
     "preempted": (summary(status="preempted"), UNREADABLE, "it was preempted; go on with it"),

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL_INCHES, HEIGHT_INCHES, LEGEND_INCHES = 4.2, 4.0, 2.6
+# What a row takes of the legend's height; the layout makes no room for a legend that is too high.
+ROW_INCHES = 0.19
 # More panels than these would be too small beside each other in a page of text.
 IN_A_ROW = 3
 # Of more rows the courses can't be told apart, and their ends alone are drawn.
@@ -137,7 +139,8 @@ def make_figure(found: Comparison, times: Mapping[str, Comparison]) -> "Figure":
     count = 1 + len(paces)
     columns = count if count <= IN_A_ROW else 2
     lines = math.ceil(count / columns)
-    figure = new_figure(HEIGHT_INCHES * lines, PANEL_INCHES * columns + LEGEND_INCHES)
+    height = max(HEIGHT_INCHES * lines, ROW_INCHES * (len(curves) + 1))
+    figure = new_figure(height, PANEL_INCHES * columns + LEGEND_INCHES)
     panels = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
     draw_bytes(panels[0], curves)
     for panel in panels[::columns]:
