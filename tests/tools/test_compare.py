@@ -264,7 +264,7 @@ tune-lr = [0.01]
 @pytest.mark.parametrize(
     ("plan", "rows"),
     [
-        ("compare_cifar10.toml", 27),
+        ("compare_cifar10.toml", 26),
         ("compare_resnet20.toml", 9),
         ("ways_cifar10.toml", 11),
         ("pruned_cifar10.toml", 11),
