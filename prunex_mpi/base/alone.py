@@ -38,8 +38,8 @@ def find_own_modules() -> None:
         sys.path.insert(0, "")
 
 
-def require_packages(what: str, *packages: str) -> None:
-    """Raise UserError unless `packages`, which `what` needs, are there: `report` brings them."""
+def require_packages(what: str, extra: str, *packages: str) -> None:
+    """Raise UserError unless `packages` are installed, which `what` needs and an extra brings."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        raise UserError(f'{what} needs {" and ".join(missing)}: pip install "prunex_mpi[report]"')
+        raise UserError(f'{what} needs {" and ".join(missing)}: pip install "prunex_mpi[{extra}]"')

@@ -182,7 +182,10 @@ def _not_finite(work: Work, loss: float) -> str:
 
 
 def _refuse_together(topology: Topology, work: Work, problem: str) -> None:
-    """Raise the lowest rank's `problem`, as Diverged, or what it could not do. Collective."""
+    """Raise on all what one has met: a `problem` as Diverged, what it could not do as it is.
+
+    Collective on `world`.
+    """
     state, reader = work.state, work.problem.reader
     failure = reader.error if reader is not None else None
     failure = failure or next(iter(work.failures), None)

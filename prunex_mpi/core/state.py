@@ -156,9 +156,9 @@ class State:
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank works on and with, beside communicators.
+    """What a rank works on and with; the communicators are handed down beside it.
 
-    All ranks raise the first of the `failures` of its local steps after these.
+    What it could not do in local steps is in `failures`; all ranks raise the first after phase 1.
     """
 
     state: State
@@ -276,7 +276,8 @@ def adopt_mask(state: State, mask: np.ndarray) -> None:
     travels = mask if state.shrinks else np.ones_like(mask)
     kept = kept_stats(travels, state.stats_groups)
     state.stats_kept = torch.from_numpy(kept).to(state.stats.device)
-    state.mask, state.plan_agreed = mask, False
+    state.mask = mask
+    state.plan_agreed = False
     state.factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
     state.plan = build_plan(state.layout, state.groups, travels, state.theta.device)
 

@@ -84,7 +84,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                 print(text, flush=True)
             return 0
         if settings.tensorboard:
-            together(world, lambda: require_packages("--tensorboard", "tensorboard"))
+            together(world, lambda: require_packages("--tensorboard", "report", "tensorboard"))
         heed_findings(place, settings)
         transport = find_transport(place, settings)
         refuse_impossible_exchange(topology, settings)

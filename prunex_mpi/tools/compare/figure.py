@@ -61,7 +61,7 @@ def refuse_impossible(path: str) -> None:
     if not path:
         return
     refuse_other_kinds("--figure", path)
-    require_packages("--figure", "matplotlib")
+    require_packages("--figure", "report", "matplotlib")
 
 
 def curves_of(outcomes: Sequence[Outcome]) -> list[Curve]:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from prunex_mpi.base.alone import require_packages
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import STATE
 from prunex_mpi.base.tables import format_table
@@ -26,7 +27,7 @@ def export(options: Options) -> None:
     """Read the run, take out what can go, write it, prove it and measure it."""
     devices = choose_devices(options.device)
     if options.onnx:
-        files.require_onnx()
+        require_packages("--onnx", "onnx", *files.ONNX_PACKAGES)
     run = read_run(options.run, options.data_dir)
     count = min(options.images or len(run.test.labels), len(run.test.labels))
     chosen = part_of(run.test, slice(count))

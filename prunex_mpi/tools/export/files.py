@@ -1,6 +1,5 @@
 """Write the files of a smaller network, and make them valid all at once."""
 
-import importlib.util
 import re
 import shutil
 from collections.abc import Iterator
@@ -85,13 +84,6 @@ def loader_source() -> str:
     """Return the source of the file that loads a network: `standalone` with what it imports."""
     texts = [Path(module.__file__).read_text(encoding="utf-8") for module in (standalone, slim)]
     return "\n\n".join([OUR_IMPORTS.sub("", texts[0]), texts[1]])
-
-
-def require_onnx() -> None:
-    """Raise UserError unless the packages for ONNX are there."""
-    missing = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f'--onnx needs {", ".join(missing)}: pip install "prunex_mpi[onnx]"')
 
 
 def write_onnx(folder: Path, model: nn.Module, images: Tensor, allowed: float) -> float:

@@ -18,7 +18,7 @@ ALONE = ("10", "11", "13")
 
 def figure(options: Options) -> None:
     """Write the figure and print the values beside the paper's; raise UserError."""
-    require_packages("bench figure", "matplotlib")
+    require_packages("bench figure", "report", "matplotlib")
     if options.number in ALONE and len(options.runs) > 1:
         raise UserError(f"figure {options.number} is of one run; give one")
     if len(options.runs) > MOST_CURVES and options.number not in ("9", "12"):

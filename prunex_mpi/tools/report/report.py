@@ -19,7 +19,7 @@ from prunex_mpi.tools.report.reading import NothingYet, Run, read_run, shown
 
 def report(options: Options) -> None:
     """Write the page, and what else was asked for; raise UserError."""
-    require_packages("report", "matplotlib", "jinja2")
+    require_packages("report", "report", "matplotlib", "jinja2")
     files = [source for source in options.sources if source.is_file()]
     if files and len(files) < len(options.sources):
         raise UserError("runs and comparisons don't fit on one page; show them one after the other")
