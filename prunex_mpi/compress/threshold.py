@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.compress.sparse import kept_per_layer, share_of
-from prunex_mpi.models.layout import Layout, Segment, norm
+from prunex_mpi.models.layout import Layout, Segment
 
 # A sample holds at least so many of the elements that are to be sent.
 LEAST_ABOVE = 2
@@ -53,25 +53,10 @@ def ratio_in(part: int, parts: int, final: float) -> float:
     return final if part >= parts else max(final, final ** ((part + 1) / (parts + 1)))
 
 
-def clip_norm_(grad: Tensor, weight: float, largest: float) -> None:
-    """Scale `grad`, `weight` times a gradient, where that gradient's 2-norm exceeds `largest`."""
-    length = norm(grad) / weight
-    grad.mul_((largest / (length + 1e-6)).clamp_(max=1.0))
-
-
-def accumulate_(
-    momentum: Tensor, residual: Tensor, grad: Tensor, factor: float, nesterov: bool = False
-) -> None:
-    """Correct the momentum: u = factor u + g, v = v + u (Lin et al. 2018, Eq. 5).
-
-    With Nesterov's, u = factor (u + g), v = v + u + g.
-    """
-    if nesterov:
-        momentum.add_(grad).mul_(factor)
-        residual.add_(momentum).add_(grad)
-    else:
-        momentum.mul_(factor).add_(grad)
-        residual.add_(momentum)
+def accumulate_(momentum: Tensor, residual: Tensor, grad: Tensor, factor: float) -> None:
+    """Correct the momentum: u = factor u + g, v = v + u (Lin et al. 2018, Eq. 5)."""
+    momentum.mul_(factor).add_(grad)
+    residual.add_(momentum)
 
 
 def sample_stride(numel: int, ratio: float, sample: float) -> int:

@@ -12,8 +12,7 @@ from prunex_mpi.core.metrics import density
 from prunex_mpi.core.schedule import strictness
 from prunex_mpi.core.state import SHARED, State, Work, in_place_of_z
 from prunex_mpi.models import batchnorm
-from prunex_mpi.settings.fields import Settings, concerns
-from prunex_mpi.settings.methods import CONSENSUS
+from prunex_mpi.settings.fields import Settings
 
 # In the memory of a run: that z, the BatchNorm means and variances that go with it, and its mask.
 BEST, BEST_STATS = f"{SHARED}best_z", f"{SHARED}best_statistics"
@@ -63,16 +62,15 @@ def keep_best_(work: Work, loss: float, accuracy: float) -> None:
 
 def stage_of(settings: Settings, k: int, frozen: bool) -> float:
     """Return how far pruning has come in outer iteration `k`: 2 where masks are `frozen`."""
-    if settings.method not in CONSENSUS:
+    if not settings.method.consensus:
         return 0.0
     return strictness(k, settings.warmup_iterations, settings.keep_ramp_iterations) + frozen
 
 
 def votes(settings: Settings) -> bool:
     """Say whether each mask keeps as much as it may, and none is a union of several."""
-    return settings.method in CONSENSUS and (
-        settings.mask_agreement == "vote" or not concerns("mask_agreement", vars(settings))
-    )
+    method = settings.method
+    return method.consensus and (settings.mask_agreement == "vote" or method.flat)
 
 
 def is_better(here: Judged, best: Judged, by_size: bool) -> bool:

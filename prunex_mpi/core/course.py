@@ -7,7 +7,6 @@ from prunex_mpi.core.position import Position
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR, learning_rate, quadratic_interval
 from prunex_mpi.core.state import Work
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import PRUNING_ONCE, QUADRATIC
 
 
 def steps_of(settings: Settings, steps_per_epoch: int) -> int:
@@ -20,22 +19,14 @@ def steps_of(settings: Settings, steps_per_epoch: int) -> int:
 def rate_now(work: Work) -> float:
     """Return the learning rate of the local step that comes next."""
     settings, problem, step = work.settings, work.problem, steps_taken(work)
-    total, peak = total_steps(settings, problem.steps), 1.0
-    if settings.lr_restart:
-        # Two courses, each as the only one of a run would be.
-        first = pruning_ends(settings) * problem.steps
-        if step < first:
-            total = first
-        else:
-            step, total, peak = step - first, total - first, settings.lr_restart
-    rate = rate_at(settings, step, total, work.state.position.rollbacks)
-    return rate * peak * problem.lr_scale
+    total = total_steps(settings, problem.steps)
+    return rate_at(settings, step, total, work.state.position.rollbacks) * problem.lr_scale
 
 
 def pruning_ends(settings: Settings) -> int:
     """Return the outer iteration at whose end the masks become final, where that is known."""
-    once = settings.method in PRUNING_ONCE
-    return settings.prune_iteration if once else settings.freeze_iteration
+    once = settings.method.prunes_once
+    return settings.options.prune_iteration if once else settings.freeze_iteration
 
 
 def rate_at(settings: Settings, step: int, total: int, rollbacks: int) -> float:
@@ -59,7 +50,7 @@ def steps_taken(work: Work) -> int:
 def local_steps(work: Work) -> int:
     """Return the number of local steps of the outer iteration under way."""
     settings, position = work.settings, work.state.position
-    if settings.method in QUADRATIC:
+    if settings.method.quadratic_interval:
         return quadratic_steps(
             settings, work.problem.steps, position.steps_done, position.rollbacks
         )
@@ -76,7 +67,7 @@ def quadratic_steps(settings: Settings, least: int, done: int, rollbacks: int = 
     total = total_steps(settings, least)
     warm = max(done, round(settings.lr_warmup * total))
     rate = rate_at(settings, warm, total, rollbacks)
-    return quadratic_interval(rate, settings.qsr_alpha, least, total - done)
+    return quadratic_interval(rate, settings.options.alpha, least, total - done)
 
 
 def quadratic_rounds(
@@ -99,7 +90,7 @@ def rounds_left(work: Work, most: int = 0) -> int:
     Where they have to be counted, that is up to `most`, if it is given.
     """
     settings, position = work.settings, work.state.position
-    if settings.method not in QUADRATIC:
+    if settings.method.fixed_interval:
         return settings.outer_iterations + 1 - position.iteration
     places = position.steps_done, position.rollbacks
     return quadratic_rounds(settings, work.problem.steps, *places, most)
@@ -132,6 +123,6 @@ def steps_behind(work: Work) -> int:
 
     Where the interval grows with time, and an exchange takes as long as ever, they are as many.
     """
-    if work.settings.method in QUADRATIC:
+    if work.settings.method.quadratic_interval:
         return work.settings.overlap_steps
     return -(-work.settings.overlap_steps * local_steps(work) // work.problem.steps)

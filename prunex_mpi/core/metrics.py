@@ -6,7 +6,6 @@ from prunex_mpi.compress.support import PRUNED
 from prunex_mpi.core.residuals import RESIDUALS, Residuals
 from prunex_mpi.core.state import State, Work
 from prunex_mpi.pruning.masks import kept_numel
-from prunex_mpi.settings.methods import CONSENSUS
 
 PHASES = ("local", "intra", "project", "inter", "dual", "evaluate", "setup", "total")
 # Of each rank apart; what a method does once to begin is in none of them.
@@ -47,7 +46,7 @@ def layer_records(work: Work, iteration: int, residuals: Residuals | None) -> li
     """
     state = work.state
     density = {i: kept / numel for i, (kept, numel) in kept_by_segment(state).items()}
-    penalties = work.settings.method in CONSENSUS
+    penalties = work.settings.method.consensus
     rows = []
     for i, segment in enumerate(state.layout.segments):
         rows.append(
@@ -75,7 +74,7 @@ def iteration_record(
     """
     state = work.state
     traffic = state.position.traffic
-    penalties = work.settings.method in CONSENSUS
+    penalties = work.settings.method.consensus
     return {
         "iteration": iteration,
         "seconds": {phase: seconds.get(phase, 0.0) for phase in PHASES},

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import OWN_MOMENTUM
 
 # AdamW's second coefficient and its epsilon, as in its paper; the first one is `--momentum`.
 BETA2, EPSILON = 0.999, 1e-8
@@ -26,7 +25,7 @@ def build_optimizer(theta: Tensor, settings: Settings) -> torch.optim.Optimizer:
         count = torch.zeros((), dtype=torch.float32, device=theta.device)
         adamw.state[theta].update(step=count, **moments)
         return adamw
-    momentum = 0.0 if settings.method in OWN_MOMENTUM else settings.momentum
+    momentum = 0.0 if settings.method.own_momentum else settings.momentum
     sgd = torch.optim.SGD([theta], lr=settings.lr, momentum=momentum, fused=True)
     if momentum:
         # The fused step leaves a buffer of its own uninitialised when fp16 skips the first step.

@@ -25,7 +25,7 @@ def outer_step_(state: State, settings: Settings) -> None:
     """
     if VELOCITY not in state.memory:
         return
-    lr, momentum = settings.outer_lr, settings.outer_momentum
+    lr, momentum = settings.options.outer_lr, settings.options.outer_momentum
     step = state.scratch.sub_(state.z)
     velocity = state.memory[VELOCITY].mul_(momentum).add_(step)
     state.z.add_(step, alpha=1 - lr).add_(velocity, alpha=-lr * momentum)

@@ -36,9 +36,7 @@ from prunex_mpi.pruning.coupling import PLAIN
 from prunex_mpi.pruning.find_groups import OfAll, find_ends, find_groups
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.trial import Rules, find_coupling_by, find_rules, training_failure
-from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import BY_GROUPS, REMOVING
-from prunex_mpi.settings.resolve import layer_keep_ratios
+from prunex_mpi.settings.fields import Settings, layer_keep_ratios
 
 
 def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.nn.Module:
@@ -51,8 +49,8 @@ def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.n
 
 def choose_rules(settings: Settings, model: torch.nn.Module, image_size: int) -> Rules:
     """Try by which rules coupled groups can be taken out of `model`, on the CPU; if need be."""
-    removing = settings.method in REMOVING
-    if not removing and (settings.method not in BY_GROUPS or "coupled" not in settings.groups):
+    removing = settings.method.removes
+    if not removing and (not settings.method.prunes_groups or "coupled" not in settings.groups):
         return Rules()
     plain = removing or settings.coupled_through == "plain"
     rules = find_rules(model, image_size, Rules(plain=PLAIN if plain else frozenset()))
@@ -62,7 +60,7 @@ def choose_rules(settings: Settings, model: torch.nn.Module, image_size: int) ->
         reason = training_failure(model, find_coupling_by(model, image_size, rules), image_size)
         what, instead = "remove-dropped", "leave remove-dropped away"
         if removing:
-            what, instead = f"method {settings.method}", "choose another method"
+            what, instead = f"method {settings.method.name}", "choose another method"
         if reason:
             raise UserError(
                 f"{what}: a smaller network could not be trained, since the model reads channels "
@@ -93,11 +91,11 @@ def make_groups(
 
     `rules` are those of `choose_rules`, which are chosen here without.
     """
-    if settings.method not in (*REMOVING, *BY_GROUPS):
+    if not (settings.method.removes or settings.method.prunes_groups):
         return Groups((), (), 0, ())
     if rules is None:
         rules = choose_rules(settings, model, image_size)
-    if settings.method in REMOVING:
+    if settings.method.removes:
         coupling = find_coupling_by(model, image_size, rules)
         return find_groups(model, layout, ("coupled",), (1.0,), coupling=coupling)
     coupling = None

@@ -24,7 +24,6 @@ from prunex_mpi.models.layout import build_layout
 from prunex_mpi.models.standalone import Sizes, fill_, resize_
 from prunex_mpi.pruning.shrink import cut, smaller_sizes, smaller_tensors
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import REMOVING
 
 
 def remove_dropped_(work: Work, averager: GradientAverager | None) -> None:
@@ -79,7 +78,7 @@ def resize_to_(state: State, model: nn.Module, mask: np.ndarray, settings: Setti
     sizes = smaller_sizes(model, state.groups.coupling, ~mask)
     resize_(model, sizes)
     _rebuild_(state, model, mask, sizes, settings)
-    state.removes = settings.method in REMOVING or not mask.all()
+    state.removes = settings.method.removes or not mask.all()
 
 
 def _staying(state: State, mask: np.ndarray) -> dict[str, Tensor]:

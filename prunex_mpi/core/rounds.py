@@ -29,7 +29,6 @@ from prunex_mpi.core.residuals import Residuals
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import Work
 from prunex_mpi.pruning.masks import mask_drift
-from prunex_mpi.settings.methods import QUADRATIC
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def falls_due(work: Work, k: int) -> bool:
     Where they are of several lengths their steps count, so that all methods see as many samples.
     """
     every = work.settings.evaluate_every
-    if work.settings.method not in QUADRATIC:
+    if work.settings.method.fixed_interval:
         return k % every == 0
     done, every = work.state.position.steps_done, every * work.problem.steps
     return (done + local_steps(work)) // every > done // every

@@ -23,7 +23,6 @@ from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.state import EACH, State, Work
 from prunex_mpi.pruning.gates import gate_gradients
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import BY_GROUPS, PRUNING_ONCE
 
 # The sum of gradients, or of squares: of each weight, or of each gate.
 SENSITIVITY = f"{EACH}sensitivity"
@@ -31,7 +30,7 @@ SENSITIVITY = f"{EACH}sensitivity"
 
 def memory_of_scores(settings: Settings, state: State) -> dict[str, Tensor]:
     """Allocate what gradients are added up in, where the score looks at them."""
-    if settings.method not in BY_GROUPS or settings.score == "magnitude":
+    if not settings.method.prunes_groups or settings.score == "magnitude":
         return {}
     size = state.groups.total if settings.score == "gates" else state.layout.numel
     return {SENSITIVITY: state.theta.new_zeros(size)}
@@ -47,8 +46,8 @@ def watch_(work: Work) -> None:
         return
     k, first, last = position.iteration, settings.warmup_iterations + 1, position.iteration
     begins = position.step == 0
-    if settings.method in PRUNING_ONCE:
-        last = settings.prune_iteration
+    if settings.method.prunes_once:
+        last = settings.options.prune_iteration
         first = max(1, last + 1 - -(-work.problem.train.steps_per_epoch // work.problem.steps))
         begins = begins and k == first
     if not first <= k <= last:

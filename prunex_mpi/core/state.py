@@ -31,14 +31,6 @@ from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.masks import Factors, apply_factors_, build_factors
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import (
-    AVERAGING,
-    CONSENSUS,
-    EVERY_RANK_ALONE,
-    PER_STEP,
-    REMOVING,
-    SPARSE,
-)
 
 # `own.` tensors of a method's memory are each rank's: parts of a vector whose sum over all ranks is
 # what counts, such as the gradient that has not been sent yet; on other nodes the sum is dealt out
@@ -217,9 +209,9 @@ def build_state(
         plan=build_plan(layout, groups, mask, theta.device),
         memory=memory_of_message(settings, theta, stats),
         whole=whole or describe_whole(model, layout, groups, settings),
-        shrinks=settings.method not in EVERY_RANK_ALONE,
-        removes=settings.method in REMOVING,
-        consensus_sgd=settings.method not in CONSENSUS,
+        shrinks=settings.method.nodes,
+        removes=settings.method.removes,
+        consensus_sgd=not settings.method.consensus,
         sound=torch.empty_like(stats) if settings.amp == "fp16" else None,
     )
 
@@ -231,19 +223,19 @@ def new_payload(theta: Tensor, parameters: int, stats: int) -> Tensor:
 
 def every_rank_sends(settings: Settings) -> bool:
     """Say whether all ranks speak between nodes at each step, not the leaders of the nodes."""
-    return settings.method in PER_STEP and settings.aggregation == "flat"
+    return settings.method.per_step and settings.aggregation == "flat"
 
 
 def sends_codes(settings: Settings) -> bool:
     """Say whether nodes, where there are several, exchange fewer bits than parameters have."""
-    return settings.method in AVERAGING and settings.payload != "fp32"
+    return settings.method.averages and settings.payload != "fp32"
 
 
 def memory_of_message(settings: Settings, theta: Tensor, stats: Tensor) -> dict[str, Tensor]:
     """Allocate what messages between nodes leave: nothing left over, first statistics."""
     if sends_codes(settings):
         return {REST: theta.new_zeros(whole_blocks(theta.numel())), KNOWN: stats.clone()}
-    return {KNOWN: stats.clone()} if settings.method in SPARSE else {}
+    return {KNOWN: stats.clone()} if settings.method.own_format else {}
 
 
 def find_stats_groups(

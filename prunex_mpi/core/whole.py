@@ -12,7 +12,6 @@ from prunex_mpi.models.standalone import Sizes
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.shrink import smaller_sizes
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import REMOVING
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Whole:
 def describe_whole(model: nn.Module, layout: Layout, groups: Groups, settings: Settings) -> Whole:
     """Describe `model`, of which nothing has been taken out."""
     sizes: Sizes = {}
-    if settings.method in REMOVING or settings.remove_dropped:
+    if settings.method.removes or settings.remove_dropped:
         sizes = smaller_sizes(model, groups.coupling, np.zeros(groups.total, dtype=bool))
     buffers = tuple((name, b.shape) for name, b in model.named_buffers())
     return Whole(layout, batchnorm.numel(batchnorm.find(model)), buffers, sizes)

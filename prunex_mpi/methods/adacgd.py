@@ -6,7 +6,7 @@ its gradient less its estimate, and nothing where the estimate is good enough as
 (`compress/three_point.py`). The first gradients travel whole. Nothing is left over for later: the
 estimates follow (EF21), and the step takes their sum.
 
-With `--ada-average` a below 1 the worker's own average of gradients, x = (1 - a) y + a g, stands
+With `--adacgd-average` a below 1 the worker's own average of gradients, x = (1 - a) y + a g, stands
 for the gradient, y being the average of the step before (EF21-SGDM, Fatkhullin et al. 2023): that
 of a batch is mostly noise, which no estimate can follow.
 """
@@ -21,7 +21,7 @@ from prunex_mpi.compress.sparse import POSITION_BYTES, check_positions, share_of
 from prunex_mpi.compress.three_point import choose_count
 from prunex_mpi.core.course import steps_taken
 from prunex_mpi.core.sparse_sum import add_sparse_parts_, allocate_sparse
-from prunex_mpi.core.state import OWN, SHARED, Work
+from prunex_mpi.core.state import OWN, SHARED, State, Work
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
@@ -30,12 +30,16 @@ OPERATIONS = (
     ("how many elements there are", "workers", "Allgather", "one int64"),
     ("elements, in buckets", "workers", "Allgatherv", "values, then int32 positions"),
 )
+# Shares of the gradient that a worker chooses from, ascending.
+LEVELS = (0.01, 0.03, 0.1)
+# How good an estimate must be, as a share of the gradient's last change (squares).
+ZETA = 0.4
 ESTIMATE, LAST, SUM = f"{OWN}estimate", f"{OWN}last_gradient", f"{SHARED}sum_of_estimates"
 
 
-def counts_of(settings: Settings, numel: int) -> list[int]:
+def counts_of(numel: int) -> list[int]:
     """Return how many elements each level sends, ascending."""
-    return [share_of(numel, level) for level in settings.ada_levels]
+    return [share_of(numel, level) for level in LEVELS]
 
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
@@ -49,7 +53,7 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     if not wire.speaks:
         return {}
     theta = work.state.theta
-    most = counts_of(work.settings, theta.numel())[-1]
+    most = counts_of(theta.numel())[-1]
     return {
         **allocate_sparse(wire, theta, most),
         "magnitudes": torch.empty_like(theta),
@@ -69,16 +73,16 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
         wire.reduce_(grad)
         total.copy_(grad)
         return
-    if work.settings.ada_average < 1:
-        grad.lerp_(last, 1 - work.settings.ada_average)
+    if work.settings.options.average < 1:
+        grad.lerp_(last, 1 - work.settings.options.average)
     change = torch.linalg.vector_norm(last.sub_(grad), dtype=torch.float64).square()
     last.copy_(grad)
     difference = torch.sub(grad, estimate, out=state.scratch)
     torch.abs(difference, out=space["magnitudes"])
-    counts = counts_of(work.settings, grad.numel())
+    counts = counts_of(grad.numel())
     largest, places = space["largest"], space["places"]
     torch.topk(space["magnitudes"], counts[-1], out=(largest, places))
-    count = choose_count(difference, largest, counts, work.settings.ada_zeta * change)
+    count = choose_count(difference, largest, counts, ZETA * change)
     torch.index_select(difference, 0, places[:count], out=space["values"][:count])
     space["positions"][:count].copy_(places[:count])
     estimate.index_add_(0, places[:count], space["values"][:count])
@@ -86,9 +90,17 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     grad.copy_(total)
 
 
+def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
+    """Return how many of a run's `payload` bytes are positions; the first step is dense."""
+    size, steps = state.theta.element_size(), state.position.steps_done
+    pairs = payload - rounds * state.stats.numel() * size
+    pairs -= state.layout.numel * size + (steps - 1) * COUNT_BYTES
+    return pairs * POSITION_BYTES // (POSITION_BYTES + size)
+
+
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, and what they are."""
-    counts = counts_of(settings, layout.numel)
+    counts = counts_of(layout.numel)
     levels = ", ".join(f"{count:,}" for count in counts)
     how = f"at most: 0, {levels} values and positions; the first step dense, {settings.aggregation}"
     return counts[-1] * (size + POSITION_BYTES) + COUNT_BYTES, how

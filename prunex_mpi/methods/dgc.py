@@ -16,7 +16,6 @@ from prunex_mpi.comm.wire import COUNT_BYTES, Wire
 from prunex_mpi.compress.sparse import POSITION_BYTES, check_positions, kept_per_layer
 from prunex_mpi.compress.threshold import (
     accumulate_,
-    clip_norm_,
     divide,
     forget_sent_,
     parts_of,
@@ -26,7 +25,7 @@ from prunex_mpi.compress.threshold import (
 from prunex_mpi.compress.whole import move_whole_
 from prunex_mpi.core.course import steps_taken, total_steps
 from prunex_mpi.core.sparse_sum import add_sparse_parts_, allocate_sparse
-from prunex_mpi.core.state import OWN, SHARED, Work
+from prunex_mpi.core.state import OWN, SHARED, State, Work
 from prunex_mpi.models.layout import Layout, pieces_of
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.values import AUTO
@@ -42,6 +41,8 @@ COMMON = f"{SHARED}momentum"
 # The warm-up by itself: the paper's, but no larger part of a shorter run than the 5 epochs of 200
 # that it is in the authors' code.
 WARMUP_EPOCHS, WARMUP_SHARE = 4, Fraction(1, 40)
+# Share of a layer's gradient that its threshold is estimated from (the authors').
+SAMPLE = 0.01
 
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
@@ -58,8 +59,8 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     if not wire.speaks:
         return {}
     theta, settings = work.state.theta, work.settings
-    compressed, whole = divide(work.state.layout, settings.compress_ratio)
-    largest = ratio_in(0, warmup_parts(settings), settings.compress_ratio)
+    compressed, whole = divide(work.state.layout, settings.options.ratio)
+    largest = ratio_in(0, warmup_parts(settings), settings.options.ratio)
     return {
         **allocate_sparse(wire, theta, sum(kept_per_layer(compressed, largest))),
         "whole": theta.new_empty(sum(s.numel for s in whole)),
@@ -74,17 +75,14 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     """
     state, settings, grad = work.state, work.settings, work.state.grad
     momentum, residual = state.memory[MOMENTUM], state.memory[RESIDUAL]
-    compressed, whole = divide(state.layout, settings.compress_ratio)
-    if settings.dgc_clip:
-        # So that the mean gradient of independent ones is clipped at about the norm that is asked.
-        clip_norm_(grad, wire.weight, settings.dgc_clip / wire.comm.size**0.5)
+    compressed, whole = divide(state.layout, settings.options.ratio)
     move_whole_(grad, whole, space["whole"])
     wire.reduce_(space["whole"])
     if compressed:
-        accumulate_(momentum, residual, grad, settings.momentum, settings.dgc_nesterov)
+        accumulate_(momentum, residual, grad, settings.momentum)
         spare, sent = (state.scratch, space["chosen"]), (space["values"], space["positions"])
         ratio, step = ratio_of(work), steps_taken(work)
-        count = select_above_(residual, compressed, ratio, settings.dgc_sample, step, spare, sent)
+        count = select_above_(residual, compressed, ratio, SAMPLE, step, spare, sent)
         forget_sent_(momentum, residual, space["positions"][:count])
         grad.zero_()
         add_sparse_parts_(wire, space, count, grad)
@@ -94,7 +92,7 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
 def ratio_of(work: Work) -> float:
     """Return the share of a layer that travels in this step."""
     settings, step = work.settings, steps_taken(work)
-    steps, final = warmup_steps(work), settings.compress_ratio
+    steps, final = warmup_steps(work), settings.options.ratio
     if step >= steps:
         return final
     parts = warmup_parts(settings)
@@ -105,22 +103,22 @@ def warmup_steps(work: Work) -> int:
     """Return how many steps the warm-up takes."""
     settings, problem = work.settings, work.problem
     per_epoch = problem.train.steps_per_epoch
-    if settings.dgc_warmup_epochs != AUTO:
-        return round(settings.dgc_warmup_epochs * per_epoch)
+    if settings.options.warmup_epochs != AUTO:
+        return round(settings.options.warmup_epochs * per_epoch)
     run = total_steps(settings, problem.steps)
     return min(WARMUP_EPOCHS * per_epoch, round(WARMUP_SHARE * run))
 
 
 def warmup_parts(settings: Settings) -> int:
     """Return in how many equal parts the share falls in the warm-up."""
-    epochs = settings.dgc_warmup_epochs
+    epochs = settings.options.warmup_epochs
     return parts_of(WARMUP_EPOCHS if epochs == AUTO else epochs)
 
 
 def add_common_(space: dict[str, Any], work: Work) -> None:
     """Add weight decay and the tensors that travelled whole to `grad`, by their own momentum."""
     state, settings = work.state, work.settings
-    _, whole = divide(state.layout, settings.compress_ratio)
+    _, whole = divide(state.layout, settings.options.ratio)
     fresh = torch.mul(state.theta, settings.weight_decay, out=state.scratch)
     spared = [s for s in state.layout.segments if len(s.shape) < 2]
     if settings.weight_decay_on == "weights" and spared:
@@ -129,21 +127,28 @@ def add_common_(space: dict[str, Any], work: Work) -> None:
     if pieces:
         torch._foreach_add_(pieces, list(space["whole"].split([s.numel for s in whole])))
     common = state.memory[COMMON].mul_(settings.momentum).add_(fresh)
-    if settings.dgc_nesterov:
-        state.grad.add_(fresh).add_(common, alpha=settings.momentum)
-    else:
-        state.grad.add_(common)
+    state.grad.add_(common)
+
+
+def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
+    """Return how many of a run's `payload` bytes are positions, of what does not travel whole."""
+    size, steps = state.theta.element_size(), state.position.steps_done
+    parts, whole = divide(state.layout, settings.options.ratio)
+    counts = COUNT_BYTES if parts else 0
+    pairs = payload - rounds * state.stats.numel() * size
+    pairs -= steps * (sum(segment.numel for segment in whole) * size + counts)
+    return pairs * POSITION_BYTES // (POSITION_BYTES + size)
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, and what they are."""
-    compressed, whole = divide(layout, settings.compress_ratio)
+    compressed, whole = divide(layout, settings.options.ratio)
     dense = sum(s.numel for s in whole)
     if not compressed:
         return dense * size, settings.aggregation
-    count = sum(kept_per_layer(compressed, settings.compress_ratio))
+    count = sum(kept_per_layer(compressed, settings.options.ratio))
     how = f"at most {count:,} values and positions, {dense:,} elements whole"
-    if settings.dgc_warmup_epochs:
+    if settings.options.warmup_epochs:
         how += "; more in the warm-up"
     sparse = count * (size + POSITION_BYTES) + COUNT_BYTES
     return sparse + dense * size, f"{how}, {settings.aggregation}"

@@ -1,52 +1,42 @@
-"""What each method does: the only place that finds a method's code by its name.
+"""What each method does, found by its declaration.
 
-Beside it `settings/` says, by lists of methods, what each setting means to whom, and which values
-are refused. A method that communicates at each step is a module with one face:
+A method's own code is a module with one face. One that communicates at each step has
 
 - `memory(settings, layout, theta)`: what one step hands to the next; checkpoints hold it;
 - `allocate(wire, work)`: what each step writes anew (`space`), so that no step allocates; called
   on every rank, also on those that do not speak: their wire has no communicator;
 - `exchange_(wire, space, work)`: replaces a worker's weighted gradient in `grad` by the sum over
   all workers, the same bits on each; what it leaves out of the sum stays in the memory; a method
-  of PLAIN_MEAN has none, the driver adds up its gradients;
+  with the trait `plain_mean` has none, the driver adds up its gradients;
 - `payload(settings, layout, size, workers)`: bytes that a worker hands over in a step, or the most
   of them, and what they are in words, for the dry run;
-- `OPERATIONS`: its messages, as rows (what, communicator, MPI operation, operand).
+- `OPERATIONS`: its messages, as rows (what, communicator, MPI operation, operand);
 
-A new one is such a file, a line in `module_of`, and its settings: README.md goes through it. The
-others exchange once per outer iteration, and are what their driver does.
+and, where it needs them,
+
+- `metadata_bytes(settings, state, payload, rounds)`: bytes of a run that say where values belong;
+- `start_gradient_(wires, space, work, loss)`: lets `grad` start from what the method adds to it;
+- `follow_(wires, space, work)`: looks at the gradient that all ranks have received;
+- `prune_(wires, work, done)`: prunes after `done` outer iterations, if that is when; returns the
+  drift of the mask of weights;
+- `reshape_(wires, space, work, done)`: takes out of the network what is of no use; returns whether
+  any was, and `space` is allocated anew.
+
+One that exchanges once per outer iteration in a format of its own (`own_format`) has `memory`,
+`payload`, `OPERATIONS`, `allocate(nodes, work)` and `exchange_(wires, space, work)`, which moves z.
 """
 
+import importlib
 from types import ModuleType
-from typing import Any
 
 from torch import Tensor
 
-from prunex_mpi.comm.wire import COUNT_BYTES, Wires
-from prunex_mpi.compress.chunks import position_bytes
-from prunex_mpi.compress.sparse import POSITION_BYTES
-from prunex_mpi.compress.threshold import divide
 from prunex_mpi.core.coded import SUMMED
 from prunex_mpi.core.outer_step import outer_memory
-from prunex_mpi.core.state import State, Work
-from prunex_mpi.methods import (
-    adacgd,
-    dense,
-    dgc,
-    half,
-    lion,
-    omnireduce,
-    pactrain,
-    pactrain_mask,
-    powersgd,
-    prunetrain,
-    sparseloco,
-    terngrad,
-    topk,
-)
+from prunex_mpi.core.state import State
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import BY_GROUPS, PER_STEP
+from prunex_mpi.settings.method import Method
 
 # What the drivers that exchange once per outer iteration send between nodes then.
 COMPACT = "compact, and BatchNorm statistics"
@@ -60,79 +50,32 @@ CHOICE = (
 )
 
 
-def module_of(method: str) -> ModuleType:
-    """Return the module with the face of a method that communicates at each step."""
-    match method:
-        case "dense":
-            return dense
-        case "topk":
-            return topk
-        case "dgc":
-            return dgc
-        case "powersgd":
-            return powersgd
-        case "omnireduce":
-            return omnireduce
-        case "fp16" | "bf16":
-            return half
-        case "terngrad":
-            return terngrad
-        case "lion":
-            return lion
-        case "adacgd":
-            return adacgd
-        case "pactrain":
-            return pactrain
-        case "prunetrain":
-            return prunetrain
-        case other:
-            raise ValueError(f"no module for {other} here: give it a line, as PER_STEP names it")
+def code_of(method: Method) -> ModuleType:
+    """Return the module with a method's own code, named by its declaration."""
+    return importlib.import_module(f"prunex_mpi.methods.{method.code}")
 
 
 def operations_of(settings: Settings) -> tuple[tuple[str, str, str, str], ...]:
     """Return the messages of any method: rows (what, communicator, MPI operation, operand)."""
-    average = CODED_AVERAGE
+    method, average = settings.method, CODED_AVERAGE
     if settings.payload in ("fp32", SUMMED):
         average = AVERAGE if settings.payload == "fp32" else SHARED_AVERAGE
-    match settings.method:
-        case "prunex-flat" if settings.flat_consensus == "direct":
-            return (average, DECISION)
-        case "sparseloco":
-            return sparseloco.OPERATIONS
-        case method if method in PER_STEP:
-            return module_of(method).OPERATIONS
-        case method if method in BY_GROUPS:
-            return (*CHOICE, average)
-        case _:
-            return (average,)
+    if method.code:
+        return code_of(method).OPERATIONS
+    if method.flat:
+        return (average, DECISION)
+    return (*CHOICE, average) if method.prunes_groups else (average,)
 
 
 def metadata_bytes(settings: Settings, state: State, counted: dict[str, int], rounds: int) -> int:
     """Return how many of a run's inter-node bytes, as `counted`, say where values belong.
 
-    Beside masks and bits: a position for each value, or block of values, that does not travel
-    whole; of SparseLoCo one of 12 bits.
+    Masks and bits, and a position for each value, or block of values, that does not travel whole.
     """
-    size, steps = state.theta.element_size(), state.position.steps_done
-    # The statistics of each outer iteration have no positions.
-    pairs, values = counted["payload"] - rounds * state.stats.numel() * size, 1
-    match settings.method:
-        case "sparseloco":
-            return rounds * position_bytes(state.layout, settings.compress_ratio)
-        case "topk":
-            pass
-        case "omnireduce" if settings.block_top < 1:
-            values = settings.block_size
-        case "dgc":
-            parts, whole = divide(state.layout, settings.compress_ratio)
-            counts = COUNT_BYTES if parts else 0
-            pairs -= steps * (sum(segment.numel for segment in whole) * size + counts)
-        case "adacgd":
-            # The first step is dense.
-            pairs -= state.layout.numel * size + (steps - 1) * COUNT_BYTES
-        case _:
-            return counted["mask"]
-    return counted["mask"] + pairs * POSITION_BYTES // (POSITION_BYTES + values * size)
+    code = code_of(settings.method) if settings.method.code else None
+    if not hasattr(code, "metadata_bytes"):
+        return counted["mask"]
+    return counted["mask"] + code.metadata_bytes(settings, state, counted["payload"], rounds)
 
 
 def memory_of(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
@@ -142,52 +85,8 @@ def memory_of(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Te
     `own.` tensors have theta's dtype and device, `shared.` tensors any (small ones that decide stay
     on the host); all are contiguous. Raises UserError where the method can't work on such a layout.
     """
-    match settings.method:
-        case "diloco":
-            return outer_memory(theta)
-        case "sparseloco":
-            return sparseloco.memory(theta)
-        case method if method in PER_STEP:
-            return module_of(method).memory(settings, layout, theta)
-        case _:
-            return {}
-
-
-def start_gradient_(wires: Wires, space: dict[str, Any], work: Work, loss: Tensor) -> None:
-    """Let `grad` start from what the method adds to the gradient of `loss`: mostly nothing."""
-    match work.settings.method:
-        case "prunetrain":
-            prunetrain.start_gradient_(wires, space, work, loss)
-        case _:
-            work.state.grad.zero_()
-
-
-def follow_(wires: Wires, space: dict[str, Any], work: Work) -> None:
-    """Look at the gradient that all ranks have received. Collective on `world`."""
-    match work.settings.method:
-        case "pactrain":
-            pactrain.follow_(wires, space, work)
-
-
-def prune_(wires: Wires, work: Work, done: int) -> float | None:
-    """Prune after `done` outer iterations, if that is when; return the drift of a mask of weights.
-
-    None where the drift is that of the groups. Collective on `world`, or on `node` and `leader`.
-    """
-    match work.settings.method:
-        case "pactrain":
-            return pactrain_mask.prune_when_due_(wires, work, done)
-        case _:
-            return None
-
-
-def reshape_(wires: Wires, space: dict[str, Any], work: Work, done: int) -> bool:
-    """Take out of the network what is of no use after `done` outer iterations; say if any was.
-
-    Then `space` has to be allocated anew. Collective on `world`.
-    """
-    match work.settings.method:
-        case "prunetrain" if done % work.settings.reconfigure_every == 0:
-            return prunetrain.reconfigure_(wires, space, work)
-        case _:
-            return False
+    if settings.method.outer_step:
+        return outer_memory(theta)
+    if settings.method.code:
+        return code_of(settings.method).memory(settings, layout, theta)
+    return {}

@@ -35,7 +35,7 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     theta, workers = work.state.theta, wire.comm.size
     shape = workers, -(-theta.numel() // workers)
     # What fills up the last share stays zero.
-    return {"rows": torch.zeros(shape, dtype=TYPES[work.settings.method], device=theta.device)}
+    return {"rows": torch.zeros(shape, dtype=TYPES[work.settings.method.name], device=theta.device)}
 
 
 def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
@@ -52,4 +52,4 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, and what they are."""
-    return layout.numel * TYPES[settings.method].itemsize, f"16 bits, {settings.aggregation}"
+    return layout.numel * TYPES[settings.method.name].itemsize, f"16 bits, {settings.aggregation}"

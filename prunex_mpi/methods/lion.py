@@ -29,6 +29,8 @@ OPERATIONS = (
 )
 MOMENTUM = f"{OWN}momentum"
 UP = 1
+# Weight of the momentum in a vote, and its decay.
+BETA1, BETA2 = 0.9, 0.99
 
 
 def bits_down(workers: int) -> int:
@@ -53,10 +55,10 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
 
     A worker's weight changes no sign. The weight decay is the optimizer's, outside of the vote.
     """
-    state, settings, workers = work.state, work.settings, wire.comm.size
+    state, workers = work.state, wire.comm.size
     grad, momentum = state.grad, state.memory[MOMENTUM]
-    update = torch.lerp(grad, momentum, settings.lion_beta1, out=state.scratch)
-    momentum.lerp_(grad, 1 - settings.lion_beta2)
+    update = torch.lerp(grad, momentum, BETA1, out=state.scratch)
+    momentum.lerp_(grad, 1 - BETA2)
     cast_votes_(wire, space, update, steps_taken(work))
     votes = sum_numbers_(wire, space, UP)
     if space["to_all"]:

@@ -23,7 +23,7 @@ from prunex_mpi.core.rounds import finish_round, goes_behind, phase, rounds, spl
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import Work, freeze, wires_of
 from prunex_mpi.core.steps import averaging
-from prunex_mpi.methods import sparseloco
+from prunex_mpi.methods.exchanges import code_of
 from prunex_mpi.methods.hsadmm import (
     inter_node_consensus,
     intra_node_consensus,
@@ -31,7 +31,6 @@ from prunex_mpi.methods.hsadmm import (
     project,
 )
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import PRUNING_ONCE, SPARSE, WITH_OPTIMIZER
 
 # With fewer local steps, momentum that is kept and DiLoCo's outer momentum drive each other.
 FEWEST_KEPT = 8
@@ -50,12 +49,13 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
     state, settings = work.state, work.settings
     wires = wires_of(topology, state, work.transport)
     leader, node = wires.workers, wires.node
-    sparse = settings.method in SPARSE
-    space = sparseloco.allocate(topology.num_nodes, work) if sparse else None
+    method = settings.method
+    code = code_of(method) if method.own_format else None
+    space = code.allocate(topology.num_nodes, work) if code else None
     recalibrates = settings.bn == "recalibrate"
     with averaging(node if settings.node_sync == "step" else None, work) as averager:
         for this in rounds(work):
-            prune = settings.method in PRUNING_ONCE and this.k == settings.prune_iteration
+            prune = method.prunes_once and this.k == settings.options.prune_iteration
             stage = Stage(strict=1.0, choose=prune, vote=True, freeze=prune, measured=False)
 
             with phase(work, this, "local"):
@@ -72,8 +72,8 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
                     freeze(state, True)
             with phase(work, this, "inter"):
                 behind = goes_behind(work, this, stage)
-                if space is not None:
-                    sparseloco.exchange_(wires, space, work)
+                if code is not None:
+                    code.exchange_(wires, space, work)
                 else:
                     inter_node_consensus(wires, work, stage, behind)
                 loss = mean_loss(topology.world, state, loss)
@@ -82,11 +82,10 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
                     outer_step_(state, settings)
 
             # Nobody was trained with z: its statistics are estimated where it is looked at.
-            once = settings.method in PRUNING_ONCE
             estimate = ""
-            if recalibrates and (prune if once else this.last):
+            if recalibrates and (prune if method.prunes_once else this.last):
                 estimate = LASTING
-            elif recalibrates and not once:
+            elif recalibrates and not method.prunes_once:
                 estimate = PASSING
             yield finish_round(topology, work, this, loss, estimate=estimate)
 
@@ -100,12 +99,12 @@ def advice(
     BatchNorm, GroupNorm or the like.
     """
     lines = []
-    kept = settings.method == "diloco" and settings.inner_momentum == "keep" and settings.momentum
+    kept = settings.method.outer_step and settings.inner_momentum == "keep" and settings.momentum
     if kept and steps < FEWEST_KEPT:
         lines.append(
-            f"diloco keeps the inner momentum over exchanges that are {steps} local steps apart: "
-            f"below {FEWEST_KEPT} that is stable at very small learning rates alone; give "
-            "--inner-momentum reset"
+            f"{settings.method.name} keeps the inner momentum over exchanges that are {steps} "
+            f"local steps apart: below {FEWEST_KEPT} that is stable at very small learning rates "
+            "alone; give --inner-momentum reset"
         )
     if settings.optimizer == "adamw" and settings.inner_momentum == "reset":
         lines.append(
@@ -122,6 +121,6 @@ def advice(
         other = "--optimizer adamw, which is usual for transformers, or "
         lines.append(
             f"lr {rate:g} with sgd is for networks with BatchNorm, and this one has none: give "
-            f"{other if settings.method in WITH_OPTIMIZER else ''}a smaller --lr"
+            f"{other if settings.method.optimizer else ''}a smaller --lr"
         )
     return lines

@@ -1,9 +1,9 @@
 """A step of OmniReduce (Fei et al. 2021): blocks of the gradient travel or stay at home as a whole.
 
 With Block Top-k, the default, each worker sends a share of its blocks, those of largest norm, and
-keeps the others for later (error feedback). With --block-top 1 all blocks travel but those that are
-zero on all workers: the sum is that of dense SGD, and nothing is saved unless whole blocks of the
-gradient are zero, which on most networks none are.
+keeps the others for later (error feedback). With --omnireduce-block-ratio 1 all blocks travel but
+those that are zero on all workers: the sum is that of dense SGD, and nothing is saved unless whole
+blocks of the gradient are zero, which on most networks none are.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ from prunex_mpi.compress.blocks import (
 )
 from prunex_mpi.compress.sparse import POSITION_BYTES, share_of
 from prunex_mpi.core.sparse_sum import allocate_equal, sum_sparse_
-from prunex_mpi.core.state import OWN, Work
+from prunex_mpi.core.state import OWN, State, Work
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
@@ -40,19 +40,19 @@ RESIDUAL = f"{OWN}residual"
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
     """Allocate what has not been sent yet, in whole blocks; nothing where all of them travel."""
-    if settings.block_top == 1:
+    if settings.options.block_ratio == 1:
         return {}
-    blocks = block_count(layout.numel, settings.block_size)
-    return {RESIDUAL: theta.new_zeros(blocks * settings.block_size)}
+    blocks = block_count(layout.numel, settings.options.block_size)
+    return {RESIDUAL: theta.new_zeros(blocks * settings.options.block_size)}
 
 
 def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     """Return memory for what travels: the largest blocks, or bits for all and as many blocks."""
     if not wire.speaks:
         return {}
-    state, size = work.state, work.settings.block_size
-    if work.settings.block_top < 1:
-        count = share_of(block_count(state.layout.numel, size), work.settings.block_top)
+    state, size = work.state, work.settings.options.block_size
+    if work.settings.options.block_ratio < 1:
+        count = share_of(block_count(state.layout.numel, size), work.settings.options.block_ratio)
         blocks = state.theta.new_empty(count, size)
         numbers = torch.empty(count, dtype=torch.int32, device=blocks.device)
         total = torch.empty_like(state.memory[RESIDUAL]).view(-1, size)
@@ -67,7 +67,7 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
 
 def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     """Set `grad` to the sum of what the workers send. Collective on `wire.comm`."""
-    if work.settings.block_top < 1:
+    if work.settings.options.block_ratio < 1:
         send_top_(wire, space, work)
     else:
         send_nonzero_(wire, space, work)
@@ -81,7 +81,7 @@ def send_top_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     """
     grad, residual = work.state.grad, work.state.memory[RESIDUAL]
     residual[: grad.numel()].add_(grad)
-    rows = residual.view(-1, work.settings.block_size)
+    rows = residual.view(-1, work.settings.options.block_size)
     move_top_blocks_(rows, space["values"], space["positions"])
     sum_sparse_(wire, space, space["sum"])
     grad.copy_(space["sum"].view(-1)[: grad.numel()])
@@ -89,7 +89,7 @@ def send_top_(wire: Wire, space: dict[str, Any], work: Work) -> None:
 
 def send_nonzero_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     """Set `grad` to the sum over the workers. Collective on `wire.comm`."""
-    grad, size = work.state.grad, work.settings.block_size
+    grad, size = work.state.grad, work.settings.options.block_size
     bits, packed = space["bits"], space["packed"]
     row = bits.view(torch.uint8).view(1, -1)
     find_nonzero_(grad, size, bits)
@@ -106,12 +106,21 @@ def send_nonzero_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     put_blocks_(grad, size, chosen, message)
 
 
+def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
+    """Return how many of a run's `payload` bytes are numbers of blocks."""
+    if settings.options.block_ratio == 1:
+        return 0
+    size = state.theta.element_size()
+    pairs = payload - rounds * state.stats.numel() * size
+    return pairs * POSITION_BYTES // (POSITION_BYTES + settings.options.block_size * size)
+
+
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, and what they are."""
-    blocks = block_count(layout.numel, settings.block_size)
-    if settings.block_top == 1:
+    blocks = block_count(layout.numel, settings.options.block_size)
+    if settings.options.block_ratio == 1:
         how = f"at most, and {-(-blocks // 8):,} B of block bits, {settings.aggregation}"
         return layout.numel * size, how
-    count = share_of(blocks, settings.block_top)
-    how = f"{count:,} of {blocks:,} blocks of {settings.block_size}, {settings.aggregation}"
-    return count * (settings.block_size * size + POSITION_BYTES), how
+    count = share_of(blocks, settings.options.block_ratio)
+    how = f"{count:,} of {blocks:,} blocks of {settings.options.block_size}, {settings.aggregation}"
+    return count * (settings.options.block_size * size + POSITION_BYTES), how

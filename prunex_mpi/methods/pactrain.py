@@ -35,6 +35,7 @@ from prunex_mpi.compress.support import (
     stable_positions,
 )
 from prunex_mpi.core.state import State, Work
+from prunex_mpi.methods.pactrain_mask import prune_when_due_, score_of
 from prunex_mpi.models.layout import Layout, matrices
 from prunex_mpi.pruning.unstructured import kept_weights
 from prunex_mpi.settings.fields import Settings
@@ -55,6 +56,9 @@ FULL, COMPACT, TERNARY = range(3)
 WAY_NAMES = ("full", "compact", "compact and ternary")
 # Per way; the shortest counts.
 TRIALS_PER_WAY = 3
+
+# Before training, or after an outer iteration.
+prune_ = prune_when_due_
 
 
 # --------------------------------------------------------------------------------------------------
@@ -85,7 +89,7 @@ def refresh_(wire: Wire, space: dict[str, Any], state: State, settings: Settings
     space["positions"], space["counts"] = positions, counts
     # Behind the values a flag per stable bucket.
     space["message"] = state.theta.new_empty(positions.numel() + len(counts))
-    if settings.ternary:
+    if settings.options.ternary:
         space["draws"] = state.theta.new_empty(positions.numel())
         space["down"] = torch.empty_like(positions, dtype=torch.bool)
         space["integers"] = torch.empty_like(positions, dtype=integer_type(wire.comm.size))
@@ -94,8 +98,8 @@ def refresh_(wire: Wire, space: dict[str, Any], state: State, settings: Settings
 
 def way_in_force(tracked: dict[str, Tensor], settings: Settings) -> int:
     """Return how stable buckets travel in this step: FULL, COMPACT or TERNARY."""
-    if not settings.adaptive:
-        return TERNARY if settings.ternary else COMPACT
+    if not settings.options.adaptive:
+        return TERNARY if settings.options.ternary else COMPACT
     if tracked[CHOICE] >= 0:
         return int(tracked[CHOICE])
     return int(tracked[TRIALS]) % ways(settings)
@@ -103,12 +107,12 @@ def way_in_force(tracked: dict[str, Tensor], settings: Settings) -> int:
 
 def ways(settings: Settings) -> int:
     """Return how many ways to exchange are compared; the ternary one rounds, so it is asked for."""
-    return 3 if settings.ternary else 2
+    return 3 if settings.options.ternary else 2
 
 
 def on_trial(tracked: dict[str, Tensor], settings: Settings) -> bool:
     """Say whether this step's exchange is one of those that are measured."""
-    return settings.adaptive and bool(tracked[CHOICE] < 0) and bool(tracked[STABLE].any())
+    return settings.options.adaptive and bool(tracked[CHOICE] < 0) and bool(tracked[STABLE].any())
 
 
 def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
@@ -219,9 +223,9 @@ def follow_(wires: Wires, space: dict[str, Any], work: Work) -> None:
     if on_trial(tracked, settings):
         note_trial_(wires.everyone, space["seconds"].double(), tracked, settings)
     observe_(state.grad, tracked, space["fresh"], bucket)
-    if tracked[CLOCK] % settings.stable_window:
+    if tracked[CLOCK] % settings.options.stable_window:
         return
-    digests, window = read_digests(tracked, bucket), settings.stable_window
+    digests, window = read_digests(tracked, bucket), settings.options.stable_window
     stable = agree_on_stable(wires.everyone, tracked[UNCHANGED].numpy(), digests, window)
     if not torch.equal(stable, tracked[STABLE]):
         tracked[STABLE].copy_(stable)
@@ -276,11 +280,11 @@ def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tupl
     """
     (ratio,) = settings.keep_ratio
     weights = sum(segment.numel for segment in matrices(layout))
-    count = layout.numel - weights + kept_weights(layout, ratio, settings.prune_by)
+    count = layout.numel - weights + kept_weights(layout, ratio, score_of(settings))
     buckets = -(-layout.numel // max(1, int(settings.bucket_mib * 2**20) // size))
     each = f"{count:,} values, {settings.aggregation}"
     when = "once all buckets are stable, dense before"
-    if not settings.ternary:
+    if not settings.options.ternary:
         return count * size + buckets * size, f"{each}, {when}"
     narrow = integer_type(workers).itemsize
     return count * narrow + 2 * buckets * size, f"{each}, as integers, {when}"

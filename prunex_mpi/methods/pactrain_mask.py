@@ -25,16 +25,29 @@ from prunex_mpi.pruning.unstructured import (
     prune_by_gradient_flow,
     prune_by_magnitude,
 )
+from prunex_mpi.settings.declared import GRASP_BELOW
+from prunex_mpi.settings.fields import Settings
+
+# What logits are divided by for the score grasp (Wang et al. 2020).
+GRASP_TEMPERATURE = 200.0
+
+
+def score_of(settings: Settings) -> str:
+    """Return what decides which weights go, magnitude or grasp."""
+    if settings.options.score != "auto":
+        return settings.options.score
+    return "magnitude" if settings.keep_ratio[0] >= GRASP_BELOW else "grasp"
 
 
 def prune_when_due_(wires: Wires, work: Work, done: int) -> float:
-    """Prune if `done` outer iterations are those of `--prune-iteration`; return the mask's drift.
+    """Prune if `done` outer iterations are those of the option; return the mask's drift.
 
-    The mask is decided on world rank 0. What this takes, seconds and bytes, is counted as set-up.
+    The option is `--pactrain-prune-iteration`. The mask is decided on world rank 0. What this
+    takes, seconds and bytes, is counted as set-up.
     Collective on `world`.
     """
     state, settings = work.state, work.settings
-    if state.frozen or done != settings.prune_iteration:
+    if state.frozen or done != settings.options.prune_iteration:
         return 0.0
     with state.position.clock.setting_up(state.theta.device):
         pruned = choose_pruned(wires, work)
@@ -44,7 +57,7 @@ def prune_when_due_(wires: Wires, work: Work, done: int) -> float:
     total = sum(segment.numel for segment in matrices(state.layout))
     kept = total - int(mask.sum())
     text = "pruned by %s: %d of %d weights are kept, biases and BatchNorm apart"
-    log.info(text, settings.prune_by, kept, total)
+    log.info(text, score_of(settings), kept, total)
     return (total - kept) / max(1, kept)
 
 
@@ -57,7 +70,7 @@ def choose_pruned(wires: Wires, work: Work) -> Tensor:
     everyone, layout, (ratio,) = wires.everyone, state.layout, settings.keep_ratio
     if not matrices(layout):
         raise UserError("the model has no weight of two or more dimensions to prune")
-    if settings.prune_by == "magnitude":
+    if score_of(settings) == "magnitude":
         return prune_by_magnitude(state.theta, layout, ratio)
     product = hessian_gradient_product(everyone, work)
     prune = partial(prune_by_gradient_flow, state.theta, product, layout, ratio)
@@ -67,12 +80,12 @@ def choose_pruned(wires: Wires, work: Work) -> Tensor:
 def hessian_gradient_product(everyone: Wire, work: Work) -> Tensor:
     """Return H g over the weights, both summed over the batches of all ranks.
 
-    Of the loss at logits divided by `--grasp-temperature`. As in the authors' code g and H are
+    Of the loss at logits divided by `GRASP_TEMPERATURE`. As in the authors' code g and H are
     those of the weights that may be pruned alone. Leaves the model's statistics as they were.
     Collective on `world`. Raises UserError on every rank.
     """
     state, problem = work.state, work.problem
-    layout, model, temperature = state.layout, problem.model, work.settings.grasp_temperature
+    layout, model, temperature = state.layout, problem.model, GRASP_TEMPERATURE
     batches = batches_to_score(everyone, work)
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:

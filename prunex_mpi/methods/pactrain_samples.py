@@ -20,6 +20,8 @@ from prunex_mpi.data.batches import Shard
 
 # A batch holds at most so many pixels, 512 images of 32x32: second derivatives take memory.
 BATCH_PIXELS = 2**19
+# Images of each class, of all ranks together.
+SAMPLES = 10
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -30,33 +32,26 @@ def batches_to_score(everyone: Wire, work: Work) -> Batches:
     Collective on `world`. Raises UserError on every rank where a class has too few images, or one
     can't be read.
     """
-    problem, settings = work.problem, work.settings
-    if not settings.grasp_samples:
-        batches = [problem.train.next() for _ in range(settings.grasp_batches)]
-        refuse_unreadable(everyone.comm, problem)
-        return batches
-    drawn = draw_balanced(
-        everyone, problem.train_shard, settings.grasp_samples, settings.grasp_batches
-    )
+    problem = work.problem
+    drawn = draw_balanced(everyone, problem.train_shard, SAMPLES)
     refuse_unreadable(everyone.comm, problem)
     most = max(1, BATCH_PIXELS // drawn.images[0, 0].numel())
-    size = len(drawn.labels) // settings.grasp_batches
+    size = len(drawn.labels)
     pieces = []
-    for start in range(0, len(drawn.labels), size):
-        for half in (slice(start, start + size // 2), slice(start + size // 2, start + size)):
-            # As long as each other, since each batch's mean loss counts as much.
-            parts = max(1, -(-(half.stop - half.start) // most))
-            images, labels = drawn.images[half], drawn.labels[half]
-            pairs = zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True)
-            pieces += [Shard(*pair) for pair in pairs if len(pair[1])]
+    for half in (slice(0, size // 2), slice(size // 2, size)):
+        # As long as each other, since each batch's mean loss counts as much.
+        parts = max(1, -(-(half.stop - half.start) // most))
+        images, labels = drawn.images[half], drawn.labels[half]
+        pairs = zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True)
+        pieces += [Shard(*pair) for pair in pairs if len(pair[1])]
     mine = pieces[everyone.comm.rank :: everyone.comm.size]
     return [
         batch for piece in mine for batch in problem.batches(piece, batch_size=len(piece.labels))
     ]
 
 
-def draw_balanced(everyone: Wire, shard: Shard, each: int, draws: int) -> Shard:
-    """Return `draws` times `each` images of every class, draw by draw and class by class.
+def draw_balanced(everyone: Wire, shard: Shard, each: int) -> Shard:
+    """Return `each` images of every class, class by class.
 
     The same on all ranks. Collective on `world`. Raises UserError on every rank.
     """
@@ -68,14 +63,14 @@ def draw_balanced(everyone: Wire, shard: Shard, each: int, draws: int) -> Shard:
     table[comm.rank] = class_counts(shard.labels, classes)
     everyone.reduce_(table.view(-1), kind="setup")
     fewest = int(table.sum(0).min())
-    if fewest < each * draws:
+    if fewest < each:
         raise UserError(
-            f"grasp-samples {each} in {draws} draws: a class has {fewest} training images; lower "
-            "--grasp-samples or --grasp-batches, or give --prune-by magnitude"
+            f"pactrain.score grasp looks at {each} training images of each class, and one has "
+            f"{fewest}: give --pactrain-score magnitude, or more images"
         )
-    own, places = places_in_draws(shard.labels, table[: comm.rank].sum(0), each, draws)
-    images = torch.zeros(draws * classes * each, *shard.images.shape[1:], dtype=shard.images.dtype)
+    own, places = places_in_draws(shard.labels, table[: comm.rank].sum(0), each, 1)
+    images = torch.zeros(classes * each, *shard.images.shape[1:], dtype=shard.images.dtype)
     images[places] = shard.images[own]
     everyone.reduce_(images.view(-1), MPI.BOR, kind="setup")
-    labels = torch.arange(classes).repeat_interleave(each).repeat(draws)
+    labels = torch.arange(classes).repeat_interleave(each)
     return Shard(images, labels)

@@ -9,12 +9,13 @@
 and, once per outer iteration, the BatchNorm statistics of all ranks. The workers are all ranks or
 the node leaders (`comm/wire.py`); the mean over all N ranks is what every exchange aims at, and all
 ranks hold the same theta after every step. An outer iteration is T steps, as in H-SADMM, so that
-evaluations, checkpoints and records come at the same places. What a method does is in its file;
-`exchanges.py` says which.
+evaluations, checkpoints and records come at the same places. What a method does is in its file
+(`code`); `exchanges.py` says what that has.
 """
 
 import time
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 from prunex_mpi.comm.gradients import GradientAverager
@@ -38,10 +39,9 @@ from prunex_mpi.core.steps import (
     step_optimizer_,
     stops_here,
 )
-from prunex_mpi.methods import exchanges
+from prunex_mpi.methods.exchanges import code_of
 from prunex_mpi.models import batchnorm
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import OWN_DECAY, PLAIN_MEAN, REMOVING
 
 
 def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]:
@@ -54,23 +54,24 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
     state, settings, position = work.state, work.settings, work.state.position
     flat = settings.aggregation == "flat"
     wires = wires_of(topology, state, work.transport, flat)
-    space = exchanges.module_of(settings.method).allocate(wires.workers, work)
+    code = code_of(settings.method)
+    space = code.allocate(wires.workers, work)
     with averaging(wire_during_backward(wires, settings), work) as averager:
         for this in rounds(work):
             with phase(work, this, "local"):
-                loss = train_steps(wires, averager, space, work)
+                loss = train_steps(code, wires, averager, space, work)
                 if loss is None:
                     return
                 refuse_divergence(topology, work, loss)
-                drift = exchanges.prune_(wires, work, done=this.k)
+                drift = prune_(code, wires, work, done=this.k)
             split_local(work, this, waiting="inter")
             with phase(work, this, "inter"):
                 average_statistics(wires, work)
                 loss = mean_loss(topology.world, state, loss)
-            if settings.method in REMOVING:
+            if settings.method.removes:
                 with phase(work, this, "project"):
-                    if exchanges.reshape_(wires, space, work, done=this.k):
-                        space = exchanges.module_of(settings.method).allocate(wires.workers, work)
+                    if code.reshape_(wires, space, work, done=this.k):
+                        space = code.allocate(wires.workers, work)
                         if averager is not None:
                             averager.listen_to(work.problem.model, state.layout, state.grad)
             state.z.copy_(state.theta)
@@ -92,11 +93,23 @@ def wire_during_backward(wires: Wires, settings: Settings) -> Wire | None:
     """
     if not wires.flat:
         return wires.node
-    return wires.workers if settings.method in PLAIN_MEAN else None
+    return wires.workers if settings.method.plain_mean else None
+
+
+def prune_(code: ModuleType, wires: Wires, work: Work, done: int) -> float | None:
+    """Prune after `done` outer iterations, if that is when; return the drift of a mask of weights.
+
+    None where the drift is that of the groups. Collective on `world`, or on `node` and `leader`.
+    """
+    return code.prune_(wires, work, done) if hasattr(code, "prune_") else None
 
 
 def train_steps(
-    wires: Wires, averager: GradientAverager | None, space: dict[str, Any], work: Work
+    code: ModuleType,
+    wires: Wires,
+    averager: GradientAverager | None,
+    space: dict[str, Any],
+    work: Work,
 ) -> float | None:
     """Take T steps of SGD on the mean gradient of all ranks; return this rank's mean loss.
 
@@ -105,10 +118,10 @@ def train_steps(
     """
     state, settings, position = work.state, work.settings, work.state.position
     # Lion's is decoupled: its momentum is on the workers, and the optimizer has none.
-    decayed = share_decay_(work, 0.0 if settings.method in OWN_DECAY else settings.weight_decay)
+    decayed = share_decay_(work, 0.0 if settings.method.own_decay else settings.weight_decay)
     losses = loss_sums(work)
     started = time.perf_counter()
-    exchanges.prune_(wires, work, done=position.iteration - 1)
+    prune_(code, wires, work, done=position.iteration - 1)
     work.problem.model.train()
     while position.step < work.problem.steps:
         if stops_here(work, losses, started):
@@ -118,11 +131,14 @@ def train_steps(
         batch = next_batch(work)
         remember_statistics_(state)
         loss = forward(work, batch[0])
-        exchanges.start_gradient_(wires, space, work, loss)
+        if hasattr(code, "start_gradient_"):
+            code.start_gradient_(wires, space, work, loss)
+        else:
+            state.grad.zero_()
         loss = backward(work, averager, batch, loss)
         finish_average_(work, averager)
         with position.clock.computing(state.theta.device):
-            average_gradient_(wires, space, work)
+            average_gradient_(code, wires, space, work)
         state.scaler.unscale_(state.optimizer)
         clip_(work)
         step_optimizer_(work, decayed)
@@ -132,13 +148,13 @@ def train_steps(
     return float(losses[0] / losses[1])
 
 
-def average_gradient_(wires: Wires, space: dict[str, Any], work: Work) -> None:
+def average_gradient_(code: ModuleType, wires: Wires, space: dict[str, Any], work: Work) -> None:
     """Turn this worker's gradient in `grad` into the mean over all ranks, as the method has it.
 
     Collective on `workers` and, with hierarchical aggregation, on `node`.
     """
-    workers, grad, settings = wires.workers, work.state.grad, work.settings
-    if settings.method in PLAIN_MEAN:
+    workers, grad = wires.workers, work.state.grad
+    if work.settings.method.plain_mean:
         # Flat, it is the mean over all ranks already.
         if not wires.flat:
             grad.mul_(workers.weight)
@@ -146,10 +162,11 @@ def average_gradient_(wires: Wires, space: dict[str, Any], work: Work) -> None:
         return
     if workers.speaks:
         grad.mul_(workers.weight)
-        exchanges.module_of(settings.method).exchange_(workers, space, work)
+        code.exchange_(workers, space, work)
     if not wires.flat:
         wires.node.broadcast_(grad)
-    exchanges.follow_(wires, space, work)
+    if hasattr(code, "follow_"):
+        code.follow_(wires, space, work)
 
 
 def average_statistics(wires: Wires, work: Work) -> None:

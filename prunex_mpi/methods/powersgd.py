@@ -33,7 +33,7 @@ RESIDUAL, RIGHT_FACTORS = f"{OWN}residual", f"{SHARED}right_factors"
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
     """Allocate what has not been sent yet, and the right factors that a step starts from."""
-    split = split_layout(layout, settings.powersgd_rank)
+    split = split_layout(layout, settings.options.rank)
     right = new_right_factors(split, settings.seed, theta)
     return {RESIDUAL: torch.zeros_like(theta), RIGHT_FACTORS: right}
 
@@ -42,7 +42,7 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     """Say what travels how; return memory for left factors and for tensors that travel whole."""
     if not wire.speaks:
         return {}
-    split, theta = split_layout(work.state.layout, work.settings.powersgd_rank), work.state.theta
+    split, theta = split_layout(work.state.layout, work.settings.options.rank), work.state.theta
     return {
         "split": split,
         "left_factors": theta.new_empty(split.left_numel),
@@ -71,7 +71,7 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, and what they are."""
-    split = split_layout(layout, settings.powersgd_rank)
+    split = split_layout(layout, settings.options.rank)
     how = (
         f"{len(split.matrices)} matrices as factors of rank {split.rank}, "
         f"{split.whole_numel:,} elements whole, {settings.aggregation}"

@@ -43,11 +43,8 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     state = work.state
     coupling = state.groups.coupling.left(state.mask)
     channels = build_lasso(state.layout, coupling, state.theta.device)
-    apart = work.settings.lasso_groups == "layer"
-    return {
-        "channels": channels,
-        "lasso": one_group_per_layer(channels) if apart else channels,
-    }
+    # A channel's outputs and inputs are groups of their own in each layer.
+    return {"channels": channels, "lasso": one_group_per_layer(channels)}
 
 
 def start_gradient_(wires: Wires, space: dict[str, Any], work: Work, loss: Tensor) -> None:
@@ -61,21 +58,26 @@ def start_gradient_(wires: Wires, space: dict[str, Any], work: Work, loss: Tenso
     with position.clock.computing(state.theta.device):
         norms = group_norms(state.theta, lasso, state.scratch)
         if (position.iteration, position.step) == (1, 0):
-            coefficient.copy_(coefficient_for(work.settings.lasso_ratio, loss.detach(), norms))
+            ratio = work.settings.options.lasso_ratio
+            coefficient.copy_(coefficient_for(ratio, loss.detach(), norms))
             wires.everyone.broadcast_(coefficient)
         write_subgradient_(state.theta, lasso, norms, state.scaler.scale(coefficient), state.grad)
 
 
-def reconfigure_(wires: Wires, space: dict[str, Any], work: Work) -> bool:
-    """Take the groups that the lasso has emptied out of the network; say whether there were any.
+def reshape_(wires: Wires, space: dict[str, Any], work: Work, done: int) -> bool:
+    """Take the groups that the lasso has emptied out of the network; return whether there were any.
+
+    When `done` outer iterations are a multiple of --prunetrain-reconfigure-every.
 
     Afterwards `state` and the model have other parameters, and what was built on the old ones (the
     space, an averager) is of no use any more. Collective on `world`.
     """
     state, settings = work.state, work.settings
+    if done % settings.options.reconfigure_every:
+        return False
     removed = np.zeros(state.mask.size, dtype=bool)
     if wires.everyone.comm.rank == 0:
-        threshold = settings.prune_threshold
+        threshold = settings.options.threshold
         removed = emptied(state.theta, space["channels"], state.groups, state.mask, threshold)
     removed = wires.everyone.broadcast_bits(removed, kind="mask")
     if not removed.any():

@@ -22,8 +22,9 @@ from prunex_mpi.compress.chunks import (
     encode_,
     kept_per_chunk,
     message_bytes,
+    position_bytes,
 )
-from prunex_mpi.core.state import KNOWN, OWN, Work
+from prunex_mpi.core.state import KNOWN, OWN, State, Work
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
@@ -48,7 +49,7 @@ class Space:
     everyone: Tensor
 
 
-def memory(theta: Tensor) -> dict[str, Tensor]:
+def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
     """Allocate what has not been sent yet: the leader's, and zero on the other ranks."""
     return {NOT_SENT: torch.zeros_like(theta)}
 
@@ -57,7 +58,7 @@ def allocate(nodes: int, work: Work) -> Space:
     """Plan messages between so many nodes and allocate them."""
     state = work.state
     extra = state.stats.numel() * STATISTICS.itemsize
-    chunks = build_chunks(state.layout, work.settings.compress_ratio, state.theta, extra)
+    chunks = build_chunks(state.layout, work.settings.options.ratio, state.theta, extra)
     everyone = torch.zeros(nodes, chunks.nbytes, dtype=torch.uint8, device=state.theta.device)
     return Space(chunks, everyone)
 
@@ -76,7 +77,7 @@ def exchange_(wires: Wires, space: Space, work: Work) -> None:
         wires.workers.gather_(_fill(wires.workers.weight, space, work), everyone)
     wires.node.broadcast_(everyone.view(-1))
     for message in everyone:
-        add_decoded_(message, chunks, state.z, -settings.outer_lr)
+        add_decoded_(message, chunks, state.z, -settings.options.outer_lr)
         known.add_(_statistics_in(message, chunks))
     state.stats.copy_(known)
     batchnorm.write(state.bn_modules, state.stats)
@@ -88,7 +89,7 @@ def _fill(weight: float, space: Space, work: Work) -> Tensor:
     """Return this node's message; what it leaves out stays to be sent."""
     state, chunks = work.state, space.chunks
     message = space.everyone.new_zeros(chunks.nbytes)
-    left = state.memory[NOT_SENT].mul_(work.settings.error_decay)
+    left = state.memory[NOT_SENT].mul_(work.settings.options.error_decay)
     torch.sub(state.z, state.z_node, out=state.scratch)
     left.add_(state.scratch, alpha=weight)
     encode_(left, chunks, message)
@@ -102,9 +103,14 @@ def _statistics_in(message: Tensor, chunks: Chunks) -> Tensor:
     return message[chunks.extra : chunks.positions].view(STATISTICS)
 
 
+def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
+    """Return how many of a run's `payload` bytes are positions: 12 bits each."""
+    return rounds * position_bytes(state.layout, settings.options.ratio)
+
+
 def payload(settings: Settings, layout: Layout, size: int, statistics: int) -> tuple[int, str]:
     """Return the bytes that a leader hands over in an outer iteration, and what they are."""
     extra = statistics * STATISTICS.itemsize
-    count = kept_per_chunk(settings.compress_ratio)
+    count = kept_per_chunk(settings.options.ratio)
     how = f"{count:,} values of 4,096, 2 bits and a position each"
-    return message_bytes(layout, settings.compress_ratio, size, extra), how
+    return message_bytes(layout, settings.options.ratio, size, extra), how

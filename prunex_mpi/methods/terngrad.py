@@ -2,7 +2,7 @@
 
 After Wen et al. 2017 and the authors' code (wenwei202/terngrad, inception/bingrad_common.py): per
 tensor s is the largest of the workers' scales, and an element becomes its sign with probability
-|g| / s, 1 beyond it, which keeps its expectation. A worker's scale is --clip-sigma standard
+|g| / s, 1 beyond it, which keeps its expectation. A worker's scale is 2.5 standard
 deviations of its gradient, or the largest magnitude where that is less. Sums of the workers' whole
 numbers are exact. What an element becomes depends on seed, step and worker alone.
 """
@@ -30,6 +30,8 @@ OPERATIONS = (
     ("from 4 on: their sums", "workers", "Allgather", "4 bits each, 8 from 8 workers on"),
 )
 UP = 2
+# Standard deviations of a tensor's gradient that its scale is at most.
+CLIP_SIGMA = 2.5
 
 
 def bits_down(workers: int) -> int:
@@ -60,7 +62,7 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
 def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     """Set `grad` to the sum of the workers' ternary gradients. Collective on `wire.comm`."""
     grad, scales, segments = work.state.grad, space["scales"], work.state.layout.segments
-    find_scales_(pieces_of(grad, segments), work.settings.clip_sigma, scales)
+    find_scales_(pieces_of(grad, segments), CLIP_SIGMA, scales)
     wire.reduce_(scales, MPI.MAX)
     draw_numbers_(wire, space, work)
     sums = sum_numbers_(wire, space, UP)

@@ -13,7 +13,7 @@ from prunex_mpi.compress.sparse import (
     select_top_,
 )
 from prunex_mpi.core.sparse_sum import allocate_equal, sum_sparse_
-from prunex_mpi.core.state import OWN, Work
+from prunex_mpi.core.state import OWN, State, Work
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
@@ -34,7 +34,7 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     """Return memory for one worker's values and positions, and for a bucket of those of all."""
     if not wire.speaks:
         return {}
-    count = sum(kept_per_layer(work.state.layout.segments, work.settings.compress_ratio))
+    count = sum(kept_per_layer(work.state.layout.segments, work.settings.options.ratio))
     values = work.state.theta.new_empty(count)
     positions = torch.empty(count, dtype=torch.int32, device=values.device)
     return allocate_equal(wire, values, positions)
@@ -48,13 +48,20 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     """
     state = work.state
     residual = state.memory[RESIDUAL].add_(state.grad)
-    counts = kept_per_layer(state.layout.segments, work.settings.compress_ratio)
+    counts = kept_per_layer(state.layout.segments, work.settings.options.ratio)
     select_top_(residual, state.layout, counts, space["values"], space["positions"])
     sum_sparse_(wire, space, state.grad)
 
 
+def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
+    """Return how many of a run's `payload` bytes are positions; statistics have none."""
+    size = state.theta.element_size()
+    pairs = payload - rounds * state.stats.numel() * size
+    return pairs * POSITION_BYTES // (POSITION_BYTES + size)
+
+
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, and what they are."""
-    count = sum(kept_per_layer(layout.segments, settings.compress_ratio))
+    count = sum(kept_per_layer(layout.segments, settings.options.ratio))
     how = f"{count:,} values and positions, {settings.aggregation}"
     return count * (size + POSITION_BYTES), how

@@ -101,7 +101,7 @@ def add_hessian_products_(
         except RuntimeError as error:
             raise UserError(
                 f"the model cannot be differentiated twice ({one_line(error)}); "
-                "use --prune-by magnitude"
+                "use --pactrain-score magnitude"
             ) from None
         _add_(total, layout, products)
 

@@ -31,7 +31,6 @@ from prunex_mpi.run.snapshot import (
     put_all,
     put_common,
 )
-from prunex_mpi.settings.methods import REMOVING
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,7 @@ def _fit_network(left: str, work: Work) -> str:
     state = work.state
     if not (state.removes or left):
         return ""
-    if not left and work.settings.method not in REMOVING:
+    if not left and not work.settings.method.removes:
         left = np.packbits(np.ones_like(state.mask)).tobytes().hex()
     bits = np.frombuffer(bytes.fromhex(left), dtype=np.uint8)
     if bits.size != np.packbits(state.mask).size:

@@ -13,7 +13,7 @@ from prunex_mpi.data.datasets import NOTHING_KNOWN, Part, load
 from prunex_mpi.data.reading import Access
 from prunex_mpi.data.sources import Known
 from prunex_mpi.methods import sparseloco
-from prunex_mpi.methods.exchanges import module_of
+from prunex_mpi.methods.exchanges import code_of
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.compaction import build_plan
@@ -23,14 +23,6 @@ from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import select
 from prunex_mpi.run.forecast import Travelling, bytes_of, cost_table, travelling_under
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import (
-    CONSENSUS,
-    EVERY_RANK_ALONE,
-    LOCAL,
-    PER_STEP,
-    QUADRATIC,
-    SPARSE,
-)
 from prunex_mpi.settings.values import AUTO
 
 CIFAR, CIFAR_SIDE = ("cifar10", "cifar100"), 32
@@ -65,22 +57,23 @@ def dry_run(settings: Settings, topology: Topology, known: Known = NOTHING_KNOWN
     bn_modules = batchnorm.find(model)
     size, statistics = parameter.element_size(), batchnorm.numel(bn_modules)
     groups = make_groups(settings, model, layout, image_size)
-    if settings.method in PER_STEP:
+    if settings.method.per_step:
         return _dry_run_per_step(settings, topology, layout, size, statistics)
-    if settings.method in SPARSE:
+    if settings.method.own_format:
         return _dry_run_sparse(settings, topology, layout, size, statistics)
     stats_groups = find_stats_groups(model, bn_modules, layout, groups)
 
     def travelling(strict: float) -> Travelling:
         mask = nominal_mask(groups, strict, settings.round_to)
-        if settings.method in EVERY_RANK_ALONE:
+        if settings.method.flat:
             mask[:] = True
         plan = build_plan(layout, groups, mask, parameter.device)
         return travelling_under(plan, kept_stats(mask, stats_groups).size, layout, size)
 
     warmup, ramp = settings.warmup_iterations, settings.keep_ramp_iterations
-    if settings.method in LOCAL:
-        warmup, ramp = settings.prune_iteration - 1, 0
+    if settings.method.local_sgd:
+        # None of them but one-shot prunes.
+        warmup, ramp = getattr(settings.options, "prune_iteration", 1) - 1, 0
     count = _rounds(settings)[0]
     run = [strictness(k, warmup, ramp) for k in range(1, count + 1)]
     travels = {s: travelling(s) for s in {0.0, 1.0, *run}}
@@ -103,8 +96,8 @@ def dry_run(settings: Settings, topology: Topology, known: Known = NOTHING_KNOWN
         if line := out_of_reach(groups, layout.numel):
             rows.append(("warning", line))
     text = format_lines(rows)
-    if settings.link_gbit:
-        table = cost_table(settings, travels[1.0])
+    if settings.estimate and settings.estimate.link_gbit:
+        table = cost_table(settings, settings.estimate, travels[1.0])
         text = f"{text}\n\n{format_table(table)}"
     return text
 
@@ -148,7 +141,7 @@ def _rounds(settings: Settings) -> tuple[int, str]:
     outer = settings.outer_iterations
     if settings.local_steps == AUTO:
         return outer, f"{outer} outer iterations as asked; auto chooses another number"
-    if settings.method in QUADRATIC:
+    if settings.method.quadratic_interval:
         if settings.local_steps <= 0:
             return outer, f"at most {outer} outer iterations"
         outer = quadratic_rounds(settings, settings.local_steps)
@@ -159,7 +152,8 @@ def _dry_run_sparse(
     settings: Settings, topology: Topology, layout: Layout, size: int, statistics: int
 ) -> str:
     """Return what a leader hands over where a few values of many travel."""
-    each, how = sparseloco.payload(settings, layout, size, statistics)
+    module = code_of(settings.method)
+    each, how = module.payload(settings, layout, size, statistics)
     dense, outer = (layout.numel + statistics) * size, settings.outer_iterations
     whole_run = _size_of(dense * outer)
     rows = [
@@ -189,7 +183,7 @@ def _quality(settings: Settings, groups: Groups) -> str:
         caveats.append("less, where the groups of a composition overlap")
     if settings.keep_by != "groups":
         caveats.append("about, since trained scores decide how the budget is spent")
-    shrinking = settings.method in CONSENSUS and settings.method not in EVERY_RANK_ALONE
+    shrinking = settings.method.consensus and not settings.method.flat
     if shrinking and settings.mask_agreement == "or":
         caveats.append("more before the freeze, since a union of masks may hold more groups")
     return f" ({'; '.join(caveats)})" if caveats and groups.total else ""
@@ -199,7 +193,7 @@ def _dry_run_per_step(
     settings: Settings, topology: Topology, layout: Layout, size: int, statistics: int
 ) -> str:
     """Return what one step hands over; how many steps there are depends on the data."""
-    module = module_of(settings.method)
+    module = code_of(settings.method)
     workers = topology.world_size if settings.aggregation == "flat" else topology.num_nodes
     payload, how = module.payload(settings, layout, size, workers)
     rows = [

@@ -21,8 +21,7 @@ from prunex_mpi.run.cost import (
     share,
 )
 from prunex_mpi.run.tuning import LATEST
-from prunex_mpi.settings.fields import PAYLOADS, Settings
-from prunex_mpi.settings.methods import BY_GROUPS
+from prunex_mpi.settings.fields import PAYLOADS, Estimate, Settings
 from prunex_mpi.settings.values import AUTO
 
 
@@ -75,10 +74,10 @@ def exchange_of(payload: str, what: Travelling, nodes: int, bucket_bytes: int) -
     )
 
 
-def cost_table(settings: Settings, what: Travelling) -> Table:
+def cost_table(settings: Settings, asked: Estimate, what: Travelling) -> Table:
     """Return what each payload costs at the keep ratio, with each number of nodes."""
-    link = Link(settings.link_gbit, settings.latency_us)
-    step_s, steps = settings.step_ms / 1e3, settings.local_steps
+    link = Link(asked.link_gbit, asked.latency_us)
+    step_s, steps = asked.step_ms / 1e3, settings.local_steps
     # `auto` takes the fewest steps that hide the exchange, at most these.
     behind = steps // LATEST if settings.overlap_steps == AUTO else settings.overlap_steps
     transport = build_transport(
@@ -87,13 +86,13 @@ def cost_table(settings: Settings, what: Travelling) -> Table:
     leaders = sorted({1, 4, settings.leaders_per_node})
     rows: list[tuple[Cell, ...]] = []
     for payload in PAYLOADS:
-        for nodes in settings.nodes:
+        for nodes in asked.nodes:
             if payload == SUMMED and nodes > MOST_SUMMED:
                 rows.append((payload, nodes, *[None] * (3 + len(leaders) + bool(step_s))))
                 continue
             pieces = between_nodes(transport, nodes).bucket_bytes
             exchange = exchange_of(payload, what, nodes, pieces)
-            kernels = kernels_of(payload, settings.copy_gbs)
+            kernels = kernels_of(payload, asked.copy_gbs)
             shared = {count: replace(exchange, leaders=count) for count in leaders}
             row = (payload, nodes, round(sent_bytes(exchange)), bound_s(link, exchange))
             row += (packing_s(kernels, exchange),)
@@ -118,13 +117,13 @@ def cost_table(settings: Settings, what: Travelling) -> Table:
         by = f" and {many} leaders" if many > 1 else ""
         hidden = f", {behind} of which hide what goes between nodes" if behind else ""
         notes.append(
-            f"share: of an outer iteration with {steps} local steps of {settings.step_ms:g} ms{by}"
+            f"share: of an outer iteration with {steps} local steps of {asked.step_ms:g} ms{by}"
             f"{hidden}"
         )
-    pruned = " at the keep ratio" if settings.method in BY_GROUPS else ""
+    pruned = " at the keep ratio" if settings.method.prunes_groups else ""
     return Table(
-        f"Exchange{pruned}: {settings.link_gbit:g} Gbit/s, {settings.latency_us:g} us a message, "
-        f"copies of {settings.copy_gbs:g} GB/s, pieces of {settings.piece_kib} KiB for each node",
+        f"Exchange{pruned}: {asked.link_gbit:g} Gbit/s, {asked.latency_us:g} us a message, "
+        f"copies of {asked.copy_gbs:g} GB/s, pieces of {settings.piece_kib} KiB for each node",
         columns,
         tuple(rows),
         tuple(notes),

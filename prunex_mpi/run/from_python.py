@@ -28,8 +28,7 @@ from prunex_mpi.run.assembly import assemble_around
 from prunex_mpi.run.start import find_transport, take_places, tell_beforehand
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.run.tuning import goes_behind_steps, is_left_to_measure, refuse_impossible_exchange
-from prunex_mpi.settings.fields import CROSS_ENTROPY, FIELDS, OF_SECTION, Settings, key_of
-from prunex_mpi.settings.methods import EVERY_RANK_ALONE
+from prunex_mpi.settings.fields import CROSS_ENTROPY, OF_SECTION, SHARED, Settings, key_of
 from prunex_mpi.settings.resolve import to_toml
 
 # What the program takes from its own models and data, which it normalises and augments as here.
@@ -121,7 +120,7 @@ def training(
         world, "the images, which some have without a test set,", str(data.test is not None)
     )
     require_same(world, "the settings", to_toml(settings, {}))
-    each = 1 if settings.method in EVERY_RANK_ALONE else settings.ranks_per_node
+    each = 1 if settings.method.flat else settings.ranks_per_node
     lanes = settings.leaders_per_node
     with take_places(world, each, settings.device, lanes=lanes) as place:
         topology, device = place.topology, place.device
@@ -144,7 +143,7 @@ def training(
 def refuse_foreign(settings: Settings, loss: Loss | None, data: Data) -> None:
     """Raise UserError for settings of what is given here, or done by the program alone."""
     for name in OF_THE_PROGRAM:
-        if getattr(settings, name) != FIELDS[name].default:
+        if getattr(settings, name) != SHARED[name].default:
             raise UserError(
                 f"{key_of(name)} means nothing to a run from Python, which brings model and data "
                 "and writes no files; leave it away"

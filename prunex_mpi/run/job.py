@@ -53,7 +53,6 @@ from prunex_mpi.run.tuning import (
 )
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import EVERY_RANK_ALONE
 from prunex_mpi.settings.resolve import to_toml
 
 
@@ -71,7 +70,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
     asked = to_toml(settings, versions)
     require_same(world, "the settings or the versions of the software", asked)
     # Without leaders every rank is a node of its own.
-    ranks_per_node = 1 if settings.method in EVERY_RANK_ALONE else settings.ranks_per_node
+    ranks_per_node = 1 if settings.method.flat else settings.ranks_per_node
     lanes = settings.leaders_per_node
     with take_places(world, ranks_per_node, settings.device, lanes=lanes) as place:
         topology, device = place.topology, place.device

@@ -39,7 +39,6 @@ from prunex_mpi.run.devices import (
 from prunex_mpi.run.facts import gather_facts
 from prunex_mpi.run.machine import describe_machine
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import EVERY_RANK_ALONE, QUADRATIC
 
 # Layers behind which weights of any size do, and learning rates of ResNets with them.
 STEADYING = (_BatchNorm, _InstanceNorm, nn.GroupNorm)
@@ -94,7 +93,7 @@ def heed_findings(place: Place, settings: Settings) -> None:
     """Log what the doctor would warn of and refuse what can't work. Collective on `world`."""
     world = place.topology.world
     facts = gather_facts(place.topology, place.device, settings.run_dir)
-    virtual = settings.ranks_per_node > 0 or settings.method in EVERY_RANK_ALONE
+    virtual = settings.ranks_per_node > 0 or settings.method.flat
     refused = ""
     if facts:
         findings = check_ranks(facts, settings.mpi_buffers, virtual)
@@ -119,7 +118,7 @@ def describe_training(work: Work, dataset: Dataset, ranks: int) -> str:
     """Say in one line on what, for how long and what is trained, and what of it can be pruned."""
     settings, problem = work.settings, work.problem
     steps = f"{problem.steps:,} steps"
-    if settings.method in QUADRATIC:
+    if settings.method.quadratic_interval:
         steps += " or more"
     steps += " per outer iteration"
     if settings.frozen_local_steps:

@@ -53,7 +53,7 @@ def summarise(
     sums = add_up(records)
     return {
         "status": status,
-        "method": settings.method,
+        "method": settings.method.name,
         "iterations": len(records),
         "test_accuracy": last["test_accuracy"],
         "test_loss": last["test_loss"],

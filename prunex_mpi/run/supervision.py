@@ -1,5 +1,6 @@
 """Iterate to the end: records, checkpoints when due, back after a divergence, out when asked."""
 
+import importlib
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -18,13 +19,11 @@ from prunex_mpi.core.course import local_steps, rounds_left, total_steps
 from prunex_mpi.core.evaluation import refuse_what_went_wrong
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR
 from prunex_mpi.core.state import Work
-from prunex_mpi.methods import flat_consensus, hsadmm, local_sgd, per_step
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.rank_records import RankRecords
 from prunex_mpi.run.tracing import write_trace
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, LOCAL
 
 # --checkpoint-every auto: the share of the time that writing may take, and the shortest interval.
 WRITING_SHARE = 0.02
@@ -165,12 +164,7 @@ def recorded(
 
 def driver_of(settings: Settings) -> ModuleType:
     """Return the module whose `outer_iterations` trains by the method of `settings`."""
-    method = settings.method
-    if method in EVERY_RANK_ALONE and settings.flat_consensus == "direct":
-        return flat_consensus
-    if method in CONSENSUS:
-        return hsadmm
-    return local_sgd if method in LOCAL else per_step
+    return importlib.import_module(f"prunex_mpi.methods.{settings.method.driver}")
 
 
 def write_last_checkpoint(

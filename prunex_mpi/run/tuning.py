@@ -24,14 +24,6 @@ from prunex_mpi.core.state import Work
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.checks import known_freeze
 from prunex_mpi.settings.fields import Settings, key_of
-from prunex_mpi.settings.methods import (
-    AVERAGING,
-    BY_ITERATION,
-    CONSENSUS,
-    PRUNING_ONCE,
-    QUADRATIC,
-    SHRINKING,
-)
 from prunex_mpi.settings.resolve import with_overrides
 from prunex_mpi.settings.values import AUTO
 
@@ -59,13 +51,13 @@ class Costs:
 
 def is_left_to_measure(settings: Settings) -> bool:
     """Say whether something has to be measured before the run can begin."""
-    overlaps = settings.method in AVERAGING and settings.overlap_steps == AUTO
-    return overlaps or (settings.method in BY_ITERATION and settings.local_steps == AUTO)
+    overlaps = settings.method.averages and settings.overlap_steps == AUTO
+    return overlaps or (settings.method.by_iteration and settings.local_steps == AUTO)
 
 
 def goes_behind_steps(settings: Settings) -> bool:
     """Say whether exchanges of this run go on behind local steps."""
-    return settings.method in AVERAGING and settings.overlap_steps > 0
+    return settings.method.averages and settings.overlap_steps > 0
 
 
 def refuse_impossible_exchange(topology: Topology, settings: Settings) -> None:
@@ -73,7 +65,7 @@ def refuse_impossible_exchange(topology: Topology, settings: Settings) -> None:
 
     Collective on `world`.
     """
-    if settings.method not in AVERAGING:
+    if not settings.method.averages:
         return
     if settings.payload == SUMMED and topology.num_nodes > MOST_SUMMED:
         raise UserError(
@@ -160,9 +152,9 @@ def chosen_by(settings: Settings, nominal: int, before: Costs, after: Costs) -> 
 
 def _knows_end_of_pruning(settings: Settings) -> bool:
     """Say whether the payload shrinks in an outer iteration that is known before."""
-    if settings.method in CONSENSUS and not known_freeze(settings):
+    if settings.method.consensus and not known_freeze(settings):
         return False
-    return settings.method in SHRINKING
+    return settings.method.shrinks
 
 
 def _stretched(settings: Settings, before: float, after: float) -> dict[str, int]:
@@ -173,7 +165,7 @@ def _stretched(settings: Settings, before: float, after: float) -> dict[str, int
 
     outer = settings.outer_iterations
     changes = {"evaluate_every": times(settings.evaluate_every, before)}
-    if settings.method in CONSENSUS:
+    if settings.method.consensus:
         split = settings.freeze_iteration or outer
         until = times(split, before)
         warmup = times(settings.warmup_iterations, before)
@@ -183,9 +175,9 @@ def _stretched(settings: Settings, before: float, after: float) -> dict[str, int
             "keep_ramp_iterations": min(ramp, until - min(warmup, until - 1)),
             "freeze_iteration": until if settings.freeze_iteration else 0,
         }
-    elif settings.method in PRUNING_ONCE:
-        split = settings.prune_iteration
-        until = changes["prune_iteration"] = times(split, before)
+    elif settings.method.prunes_once:
+        split = settings.options.prune_iteration
+        until = changes["one_shot_prune_iteration"] = times(split, before)
     else:
         split, until = outer, times(outer, before)
     changes["outer_iterations"] = until + times(outer - split, after)
@@ -195,7 +187,7 @@ def _stretched(settings: Settings, before: float, after: float) -> dict[str, int
 def trial_of(settings: Settings) -> Settings:
     """Return the settings of the trial of a run."""
     # The first iteration after the freeze makes the network smaller, and one more warms up.
-    removes = settings.remove_dropped and settings.method in SHRINKING
+    removes = settings.remove_dropped and settings.method.shrinks
     iterations = ITERATIONS + removes
     changes: dict[str, Any] = {
         "local_steps": STEPS,
@@ -207,12 +199,12 @@ def trial_of(settings: Settings) -> Settings:
         "init_from": "",
         "init_digest": "",
     }
-    if settings.method in CONSENSUS:
+    if settings.method.consensus:
         stages = {"warmup_iterations": FREEZE - 1, "keep_ramp_iterations": 0}
         changes |= {**stages, "freeze_iteration": FREEZE, "freeze_drift": -1.0}
-    elif settings.method in PRUNING_ONCE:
-        changes["prune_iteration"] = FREEZE
-    elif settings.method in QUADRATIC:
+    elif settings.method.prunes_once:
+        changes["one_shot_prune_iteration"] = FREEZE
+    elif settings.method.quadratic_interval:
         # So small that all its intervals are as short as they can be.
         changes["qsr_alpha"] = TRIAL_RATE * TRIAL_RATE
     return with_overrides(settings, **changes)

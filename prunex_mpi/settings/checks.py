@@ -6,23 +6,14 @@ from typing import Any
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.settings.fields import (
     CROSS_ENTROPY,
-    ESTIMATED,
     FETCHED,
-    FIELDS,
-    FORMER_DGC,
     FROM_FILES,
     OF_FILES,
+    SHARED,
+    Estimate,
     Settings,
     key_of,
-)
-from prunex_mpi.settings.methods import (
-    AVERAGING,
-    BY_GROUPS,
-    BY_ITERATION,
-    CONSENSUS,
-    PER_STEP,
-    PRUNING_ONCE,
-    SPARED_BY_OVERFLOW,
+    known_freeze,
 )
 from prunex_mpi.settings.values import AUTO
 
@@ -32,18 +23,23 @@ def first_at_target(values: Mapping[str, Any]) -> int:
     return values["warmup_iterations"] + max(1, values["keep_ramp_iterations"])
 
 
-def check_together(settings: Settings) -> None:
-    """Refuse values that are fine alone and wrong together."""
+def check_together(settings: Settings, estimate: Mapping[str, Any]) -> None:
+    """Refuse values that are fine alone and wrong together.
+
+    `estimate` is what a dry run is asked beside the settings, by name.
+    """
     s = settings
     if not s.local_epochs and not s.local_steps:
         raise UserError("local-epochs and local-steps are both 0; give one of them")
-    _check_estimate(s)
+    _check_estimate(s, estimate)
     _check_batch(s)
     _check_beginning(s)
     _check_data(s)
-    _check_rival(s)
+    if s.method.check is not None:
+        s.method.check(s)
+    _check_fp16(s)
     _check_interval(s)
-    if s.method not in BY_GROUPS:
+    if not s.method.prunes_groups:
         return
     if len(s.keep_ratio) not in (1, len(s.groups)):
         raise UserError(
@@ -67,7 +63,7 @@ def check_together(settings: Settings) -> None:
         raise UserError(f"amp fp16: gradients that score {s.score} adds up overflow; use bf16")
     _check_pruning_is_done(s)
     _check_removal(s)
-    if s.method not in CONSENSUS:
+    if not s.method.consensus:
         return
     target = first_at_target(vars(s))
     last = min(s.freeze_iteration or s.outer_iterations, s.outer_iterations)
@@ -116,26 +112,10 @@ def check_given(settings: Settings, usual: Mapping[str, Any]) -> None:
             )
 
 
-def known_freeze(settings: Settings) -> int:
-    """Return the outer iteration that freezes the masks, 0 where that is not known before."""
-    return settings.freeze_iteration if settings.freeze_drift < 0 else 0
-
-
 def _check_pruning_is_done(settings: Settings) -> None:
     """Refuse what needs to know when pruning is done, where it can't be known."""
     s = settings
     freezes_at = known_freeze(s)
-    if s.lr_restart and s.method in CONSENSUS and not freezes_at:
-        raise UserError(
-            "lr-restart needs to know when the masks freeze: give freeze-iteration, and a negative "
-            "freeze-drift"
-        )
-    done = s.prune_iteration if s.method in PRUNING_ONCE else freezes_at
-    if s.lr_restart and done >= s.outer_iterations:
-        raise UserError(
-            f"lr-restart: no local step is left when pruning is done in the last of "
-            f"{s.outer_iterations} outer-iterations; prune earlier, or leave it away"
-        )
     if s.dropped == "cut":
         return
     if s.penalty == "balance":
@@ -160,17 +140,17 @@ def _check_interval(settings: Settings) -> None:
     s = settings
     if s.local_steps == AUTO and not s.local_epochs:
         raise UserError("local-steps auto needs local-epochs, which say how long the run is")
-    if s.method not in BY_ITERATION:
+    if not s.method.by_iteration:
         return
     if s.local_steps == AUTO and s.frozen_local_steps:
         raise UserError("frozen-local-steps is chosen with local-steps auto; leave it away")
     freezes_at = known_freeze(s)
-    if s.frozen_local_steps and s.method in CONSENSUS and not freezes_at:
+    if s.frozen_local_steps and s.method.consensus and not freezes_at:
         raise UserError(
             "frozen-local-steps needs to know when the masks freeze: give freeze-iteration, and a "
             "negative freeze-drift"
         )
-    if s.method not in AVERAGING or not s.overlap_steps:
+    if not s.method.averages or not s.overlap_steps:
         return
     if s.evaluate_every == 1:
         raise UserError(
@@ -181,22 +161,22 @@ def _check_interval(settings: Settings) -> None:
         raise UserError(
             f"overlap-steps {s.overlap_steps} is more than the {s.local_steps} local-steps"
         )
-    if s.method in CONSENSUS and s.residuals == "every":
+    if s.method.consensus and s.residuals == "every":
         raise UserError(
             "overlap-steps: residuals are measured on z in every outer iteration, which waits for "
             "it; give --residuals evaluate or off"
         )
 
 
-def _check_estimate(settings: Settings) -> None:
+def _check_estimate(settings: Settings, estimate: Mapping[str, Any]) -> None:
     """Refuse what a dry run alone looks at, where there is none, and what its estimate lacks."""
-    s = settings
-    given = [name for name in ESTIMATED if getattr(s, name) != FIELDS[name].default]
-    if given and not s.dry_run:
+    usual = vars(Estimate())
+    given = [name for name in usual if estimate[name] != usual[name]]
+    if given and not settings.dry_run:
         raise UserError(f"{key_of(given[0])} means something with --dry-run alone; leave it away")
-    if given and not s.link_gbit:
+    if given and not estimate["link_gbit"]:
         raise UserError(f"{key_of(given[0])} means nothing without --link-gbit; give it as well")
-    if s.step_ms and s.local_steps <= 0:
+    if estimate["step_ms"] and settings.local_steps <= 0:
         raise UserError(
             "step-ms: local-epochs and auto do not say how many steps there are; give "
             "--local-steps as a number"
@@ -225,7 +205,7 @@ def _check_beginning(settings: Settings) -> None:
     if s.init_digest and not s.init_from:
         raise UserError("init-digest means nothing without --init-from; give it as well")
     for name in ("teacher_digest", "teacher_share", "teacher_temperature"):
-        if not s.teacher and getattr(s, name) != FIELDS[name].default:
+        if not s.teacher and getattr(s, name) != SHARED[name].default:
             raise UserError(f"{key_of(name)} means nothing without --teacher; give it as well")
     if len(s.image_mean) != len(s.image_std) or len(s.image_mean) not in (0, 3):
         raise UserError(
@@ -253,7 +233,7 @@ def _check_data(settings: Settings) -> None:
         return
     for name in OF_FILES:
         # All that is not a file is in memory anyway.
-        if getattr(settings, name) not in (FIELDS[name].default, "memory"):
+        if getattr(settings, name) not in (SHARED[name].default, "memory"):
             raise UserError(
                 f"{key_of(name)} is for image files, which {settings.dataset} has none of; leave "
                 f"it away, or give --dataset {FROM_FILES[0]}"
@@ -267,94 +247,28 @@ def _check_removal(settings: Settings) -> None:
         return
     if s.groups != ("coupled",):
         raise UserError("remove-dropped is for coupled groups alone; give --groups coupled")
-    if s.method in CONSENSUS and not s.freeze_iteration and s.freeze_drift < 0:
+    if s.method.consensus and not s.freeze_iteration and s.freeze_drift < 0:
         raise UserError(
             "remove-dropped needs masks that are final: give freeze-iteration or freeze-drift"
         )
-    if s.method in CONSENSUS and s.after_freeze != "local-sgd":
+    if s.method.consensus and s.after_freeze != "local-sgd":
         raise UserError(
             f"after-freeze {s.after_freeze}: its duals are of the whole network; leave "
             "remove-dropped away, or give local-sgd"
         )
 
 
-def _check_rival(settings: Settings) -> None:
-    """Refuse what is wrong for one of the other methods alone."""
+def _check_fp16(settings: Settings) -> None:
+    """Refuse float16 where a step that overflows would leave a trace."""
     s = settings
-    if s.method == "prunex-flat" and s.ranks_per_node > 1:
-        raise UserError(
-            f"ranks-per-node {s.ranks_per_node}: with prunex-flat every rank is a node of its own; "
-            "leave it away"
-        )
-    if s.method == "prunex-flat" and s.leaders_per_node > 1:
-        raise UserError(
-            f"leaders-per-node {s.leaders_per_node}: with prunex-flat every rank is a node of its "
-            "own, which has one leader; leave it away"
-        )
-    if s.method == "one-shot" and not 1 <= s.prune_iteration <= s.outer_iterations:
-        raise UserError(
-            f"prune-iteration {s.prune_iteration} must be from 1 to the {s.outer_iterations} "
-            "outer-iterations of one-shot"
-        )
-    if s.method == "prunetrain" and s.compile:
-        raise UserError("compile: prunetrain changes the model too often; leave it away")
-    if s.method == "prunetrain" and s.reconfigure_every > s.outer_iterations:
-        raise UserError(
-            f"reconfigure-every {s.reconfigure_every} is more than the {s.outer_iterations} "
-            "outer-iterations, so that nothing would be removed; lower it"
-        )
-    if s.optimizer == "adamw" and s.weight_decay_on == "weights" and s.amp == "fp16":
+    if s.amp != "fp16":
+        return
+    if s.optimizer == "adamw" and s.weight_decay_on == "weights":
         raise UserError(
             "weight-decay-on weights: a step of adamw that fp16 leaves out would shrink them all "
             "the same; use --amp bf16, or all"
         )
-    if s.method == "dgc":
-        _check_dgc(s)
-    if s.method == "pactrain":
-        _check_pactrain(s)
-    if s.amp == "fp16" and s.method in PER_STEP and not spared_by_overflow(s):
-        raise UserError(f"amp fp16: what {s.method} keeps or scales by must not overflow; use bf16")
-    if s.method == "adacgd" and list(s.ada_levels) != sorted(set(s.ada_levels)):
-        raise UserError("ada-levels must ascend, from the coarsest to the finest")
-
-
-def spared_by_overflow(settings: Settings) -> bool:
-    """Say whether a method that exchanges at each step can leave out one that has overflowed."""
-    all_blocks = settings.method == "omnireduce" and settings.block_top == 1
-    return settings.method in SPARED_BY_OVERFLOW or all_blocks
-
-
-def _check_dgc(settings: Settings) -> None:
-    """Refuse what is wrong for deep gradient compression alone."""
-    s = settings
-    if s.dgc_clip == FORMER_DGC:
+    if s.method.per_step and not s.method.overflow_safe:
         raise UserError(
-            "a run of dgc from before dgc-clip compressed biases and accumulated weight decay; it "
-            "can't go on in the same way: start a new run"
+            f"amp fp16: what {s.method.name} keeps or scales by must not overflow; use bf16"
         )
-    if s.dgc_nesterov and not s.momentum:
-        raise UserError("dgc-nesterov means nothing without momentum; leave it away")
-
-
-def _check_pactrain(settings: Settings) -> None:
-    """Refuse what is wrong for PacTrain alone."""
-    s = settings
-    if len(s.keep_ratio) != 1:
-        raise UserError(
-            f"keep-ratio has {len(s.keep_ratio)} values; pactrain prunes single weights, not "
-            "groups: give one"
-        )
-    if s.prune_iteration > s.outer_iterations:
-        raise UserError(
-            f"prune-iteration {s.prune_iteration} must be from 0 to the {s.outer_iterations} "
-            "outer-iterations of pactrain"
-        )
-    for name in ("grasp_batches", "grasp_samples", "grasp_temperature"):
-        usual = FIELDS[name].default, FIELDS[name].metadata.get("before")
-        if s.prune_by != "grasp" and getattr(s, name) not in usual:
-            raise UserError(
-                f"{key_of(name)} means nothing to --prune-by {s.prune_by}; leave it away, or give "
-                "--prune-by grasp"
-            )
-    if s.ternary and s.amp == "fp16":
-        raise UserError("amp fp16: the scale of --ternary must not overflow; use bf16")

@@ -6,18 +6,23 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, quote
-from prunex_mpi.settings.fields import FIELDS, Settings, key_of, methods_of
-from prunex_mpi.settings.methods import METHOD_DEFAULTS
+from prunex_mpi.base.errors import UNREADABLE, UserError, meant, quote
+from prunex_mpi.settings.fields import PRESETS, Settings, key_of
 from prunex_mpi.settings.parser import Parser, program_parser
 from prunex_mpi.settings.resolve import (
+    BY_NAME,
+    FIELDS,
+    OWNER,
     build,
     check_saved,
+    defaults,
     from_table,
     is_of_a_run,
+    preset_comment,
     preset_values,
     resumed,
 )
@@ -30,6 +35,18 @@ else:
 
 # Say which folder a run lies in, and that it goes on.
 OF_THE_FOLDER = ("run_dir", "resume")
+# What a newcomer needs to see; --help all has the rest.
+FIRST = (
+    *("preset", "method", "model", "dataset", "data_dir", "epochs", "batch_size", "lr"),
+    *("groups", "keep_ratio", "payload", "local_epochs", "local_steps", "overlap_steps"),
+    *("init_from", "device", "amp", "ranks_per_node", "run_dir", "resume", "seed", "dry_run"),
+)
+HELP_EPILOG = """\
+--help presets tells what each preset sets, --help all names every flag, --help GROUP those of one
+group ({groups}),
+--help METHOD the options of one method ({methods}).
+A run has epochs / local-epochs outer iterations: local steps, then one exchange between nodes.
+--dry-run prints the settings and the bytes of every message, and trains nothing."""
 _METAVARS = {int: "N", float: "X", Fraction: "N|P/Q", str: "NAME"}
 
 
@@ -40,6 +57,15 @@ def parse(argv: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> 
     handed to `tell` in a line. Raises UserError, with one line that names the culprit, for whatever
     is wrong; `--help` and `--version` print and exit.
     """
+    asked = [number for number, word in enumerate(argv) if word in ("-h", "--help")]
+    if asked:
+        rest = [word for number, word in enumerate(argv) if number not in asked]
+        about = argv[asked[0] + 1] if len(argv) > asked[0] + 1 else ""
+        preset, method = (_word_after(rest, flag) for flag in ("--preset", "--method"))
+        about = "" if about.startswith("-") else about
+        known = preset in PRESETS, method in BY_NAME
+        print_help(about, preset if known[0] else "recipe", method if known[1] else "prunex")
+        sys.exit(0)
     flags = vars(build_parser().parse_all(join_negative_numbers(argv)))
     paths = flags.pop("config", [])
     if len(paths) > 1:
@@ -65,6 +91,10 @@ def parse(argv: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> 
     return build(preset, [file_values, flag_values])
 
 
+def _word_after(words: Sequence[str], flag: str) -> str:
+    return next((after for word, after in pairwise(words) if word == flag), "")
+
+
 def read_config(path: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Read the TOML file of `--config`; return converted values by field name, and keys left out.
 
@@ -85,7 +115,7 @@ def read_saved(run_dir: str) -> dict[str, Any]:
     path = str(Path(run_dir) / "config.toml")
     where = quote(path, 250)
     try:
-        saved = _read_toml(path, where)
+        saved = from_table(_load_toml(path, where), where)
         check_saved(saved, where)
     except UserError as error:
         raise UserError(str(error), UNREADABLE) from None
@@ -101,10 +131,6 @@ def read_asked(run_dir: str) -> dict[str, Any]:
         return from_table(asked if isinstance(asked, dict) else {}, where)
     except UserError as error:
         raise UserError(str(error), UNREADABLE) from None
-
-
-def _read_toml(path: str, where: str) -> dict[str, Any]:
-    return from_table(_load_toml(path, where), where)
 
 
 def _load_toml(path: str, where: str) -> dict[str, Any]:
@@ -123,29 +149,82 @@ def build_parser() -> Parser:
     parser = program_parser(
         "train",
         "Train a network on several MPI ranks and prune it while it trains.",
-        "Start it with mpirun or srun. Defaults are those of the preset 'recipe'.",
         usage="%(prog)s [--config FILE] [--preset NAME] [--FLAG VALUE ...]",
         argument_default=argparse.SUPPRESS,
+        add_help=False,
     )
     parser.add_argument(
         "--config", metavar="FILE", action="append", help="TOML file of settings; flags beat it"
     )
-    add_settings(parser, FIELDS)
+    add_settings(parser, FIELDS, defaults("recipe", BY_NAME["prunex"]))
     return parser
 
 
-def add_settings(parser: Parser, names: Iterable[str]) -> None:
-    """Add a flag, which converts nothing, for each of these settings, grouped by subject."""
-    defaults = {name: field.default for name, field in FIELDS.items()} | preset_values("recipe")
+def print_help(about: str, preset: str, method: str) -> None:
+    """Print the flags that matter first, or those of a group, of a method, or `all`.
+
+    Defaults in brackets are those of `preset` and `method`. Raises UserError for another word.
+    """
+    usual = defaults(preset, BY_NAME[method])
+    groups = list(dict.fromkeys(field.metadata["section"] for field in FIELDS.values()))
+    groups = [group for group in groups if group]
+    if about == "presets":
+        print(describe_presets())
+        return
+    parser = Parser(
+        prog="python -m prunex_mpi.train",
+        description="Train a network on several MPI ranks and prune it while it trains.",
+        usage="srun %(prog)s [--preset NAME] [--FLAG VALUE ...]",
+        epilog=HELP_EPILOG.format(groups=", ".join(groups), methods=", ".join(BY_NAME)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+    if about == "all":
+        names: Iterable[str] = FIELDS
+    elif about in groups:
+        names = [name for name, field in FIELDS.items() if field.metadata["section"] == about]
+    elif about in BY_NAME:
+        parser.description = f"{about}: {BY_NAME[about].help}."
+        names = ["method", *BY_NAME[about].option_fields()]
+        usual |= defaults(preset, BY_NAME[about])
+    elif about:
+        guess = meant(about, [*groups, *BY_NAME, "all", "presets"])
+        raise UserError(f"--help {quote(about)}: there is no such group or method{guess}")
+    else:
+        names = FIRST
+        parser.add_argument("--config", metavar="FILE", help="TOML file of settings; flags beat it")
+    add_settings(parser, names, usual, grouped=bool(about))
+    parser.print_help()
+
+
+def describe_presets() -> str:
+    """Return what each preset is for, and what it sets beside the recipe."""
+    recipe, blocks = preset_values("recipe"), []
+    for preset in PRESETS:
+        about = " ".join(preset_comment(preset).split())
+        differing = {n: v for n, v in preset_values(preset).items() if recipe.get(n) != v}
+        lines = [f"  --{key_of(name)} {_show(value)}" for name, value in differing.items()]
+        blocks.append("\n".join([f"{preset}: {about}", *lines]))
+    return "\n\n".join(blocks)
+
+
+def add_settings(
+    parser: Parser, names: Iterable[str], usual: Mapping[str, Any], grouped: bool = True
+) -> None:
+    """Add a flag, which converts nothing, for each of these settings, grouped by subject.
+
+    `usual` holds the defaults to show.
+    """
     sections: dict[str, Any] = {}
     for name in names:
         field = FIELDS[name]
         section = field.metadata["section"]
+        if name in OWNER:
+            section = f"method {OWNER[name].name}: {OWNER[name].help}"
+        section = section if grouped else "the flags that matter first"
         group = sections.get(section) or parser.add_argument_group(section)
         sections[section] = group
-        default = defaults[name]
-        if len(methods_of(name)) == 1:
-            default = METHOD_DEFAULTS.get(methods_of(name)[0], {}).get(name, default)
+        default = usual.get(name, field.default)
         shown = "auto" if left_open(field, default) else _show(default)
         text = f"{field.metadata['help']} [{shown}]"
         options = _action(field.type, field.metadata, text)

@@ -1,5 +1,9 @@
-"""Lay presets, files and flags over each other and resolve them to the settings of a run."""
+"""Lay presets, files and flags over each other and resolve them to the settings of a run.
 
+Here a setting has a flat name: `a_b` for one that methods share, `METHOD_c` for a method's own.
+"""
+
+import dataclasses
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,34 +15,81 @@ import tomli_w
 
 from prunex_mpi.base.errors import UserError, meant, quote
 from prunex_mpi.settings.checks import check_given, check_together, first_at_target
-from prunex_mpi.settings.fields import (
-    FIELDS,
-    GRASP_BELOW,
-    OF_THE_JOB,
-    Settings,
-    concerns,
-    key_of,
-    methods_of,
-)
-from prunex_mpi.settings.methods import METHOD_DEFAULTS, OPTIMIZER_DEFAULTS, PRESET_DEFAULTS
-from prunex_mpi.settings.values import (
-    AUTO,
-    convert,
-    left_open,
-    split_layer_keep_ratio,
-    to_be_found,
-)
+from prunex_mpi.settings.declared import METHODS, OPTIMIZER_DEFAULTS
+from prunex_mpi.settings.fields import OF_THE_JOB, SHARED, Estimate, Settings, key_of
+from prunex_mpi.settings.method import Method
+from prunex_mpi.settings.values import AUTO, convert, left_open, setting, to_be_found
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+BY_NAME = {method.name: method for method in METHODS}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """What is given beside the settings, or in another form than they have."""
+
+    method: str = setting("model", "training method", "prunex", choices=tuple(BY_NAME))
+    epochs: Fraction = setting(
+        "training", "length of the run, in place of outer-iterations", Fraction(0), low=0
+    )
+
+
+GIVEN = {field.name: field for field in dataclasses.fields(_Given)}
+ESTIMATED = {field.name: field for field in dataclasses.fields(Estimate)}
+# The method that has a setting to itself, by flat name.
+OWNER = {name: method for method in METHODS for name in method.option_fields()}
+# All that can be given, by flat name.
+FIELDS = {
+    **SHARED,
+    **GIVEN,
+    **{name: field for method in METHODS for name, field in method.option_fields().items()},
+    **ESTIMATED,
+}
+# The number of the form of a run's files: those of another one are refused.
+FORMAT = 1
+
+
+def concerns(name: str, method: Method) -> bool:
+    """Return whether a setting, by flat name, has a meaning for `method`."""
+    if name in OWNER:
+        return OWNER[name] is method
+    return method.has(FIELDS[name].metadata.get("of", ""))
+
+
+def methods_of(name: str) -> tuple[str, ...]:
+    """Return the names of the methods that a setting has a meaning for."""
+    return tuple(method.name for method in METHODS if concerns(name, method))
+
+
+def toml_key(name: str) -> str:
+    """Return how a setting is named in files, for messages: `a-b`, or `METHOD.c`."""
+    if name not in OWNER:
+        return key_of(name)
+    method = OWNER[name]
+    return f"{method.name}.{key_of(name.removeprefix(method.option_name('')))}"
+
 
 def preset_values(preset: str) -> dict[str, Any]:
-    """Read a preset file; return converted values by field name."""
-    file = resources.files("prunex_mpi.settings").joinpath("presets", f"{preset}.toml")
-    return from_table(tomllib.loads(file.read_text("utf-8")), f"preset {preset}")
+    """Read a preset, which names what differs from the recipe; return values by flat name."""
+    values: dict[str, Any] = {}
+    for name in dict.fromkeys(("recipe", preset)):
+        values |= from_table(tomllib.loads(_preset_text(name)), f"preset {name}")
+    return values
+
+
+def preset_comment(preset: str) -> str:
+    """Return the comment with which the file of a preset begins: what it is for."""
+    lines = _preset_text(preset).splitlines()
+    return "\n".join(line.removeprefix("# ") for line in lines[: lines.index("")])
+
+
+def _preset_text(preset: str) -> str:
+    folder = resources.files("prunex_mpi.settings").joinpath("presets")
+    return folder.joinpath(f"{preset}.toml").read_text("utf-8")
 
 
 # What stands beside the settings in the file that a run has written: the versions of the software,
@@ -47,118 +98,161 @@ OF_A_RUN = ("versions", "asked")
 
 
 def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Convert a TOML table to values by field name.
+    """Convert a TOML table to values by flat name; a method's own stand in a table of its name.
 
-    A run has written a file with a table `versions`: settings that it lacks, because they came
-    later, are what they were to that run, and those that its method has no use for what they are
-    today. Raises UserError for an unknown key and for a value of the wrong type or range.
+    Raises UserError for an unknown key, for a value of the wrong type or range, and for the file of
+    a run of another format.
     """
-    names = {key_of(name): name for name in FIELDS}
-    if isinstance(table.get("versions"), dict):
-        rules = {name: field.metadata for name, field in FIELDS.items()}
-        names |= {rule["former"]: name for name, rule in rules.items() if "former" in rule}
+    if is_of_a_run(table) and str(table["versions"].get("format")) != str(FORMAT):
+        raise UserError(
+            f"{source} is of a run of another version of prunex_mpi, which this one can't read: "
+            "use that version, or start a new run"
+        )
+    names = {key_of(name): name for name in (*SHARED, *GIVEN)}
     values = {}
     for key, value in table.items():
         if key in OF_A_RUN and isinstance(value, dict):
             continue
+        if key in BY_NAME and isinstance(value, dict):
+            values |= _own_from_table(BY_NAME[key], value, source)
+            continue
         if key not in names:
-            guess = meant(key, names, "; train --help names them")
+            guess = meant(key, [*names, *BY_NAME], "; train --help all names them")
             raise UserError(f"unknown key {quote(key)} in {source}{guess}")
         values[names[key]] = convert(FIELDS[names[key]], value, f"{key} in {source}")
-    if is_of_a_run(table):
-        return _of_its_method(_whole(values))
+    return values
+
+
+def _own_from_table(method: Method, table: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Convert the table of a method's own options."""
+    names = {key_of(field.name): field.name for field in dataclasses.fields(method.options)}
+    values = {}
+    for key, value in table.items():
+        if key not in names:
+            guess = meant(key, names, f"; train --help {method.name} names them")
+            raise UserError(f"unknown key {quote(key)} in [{method.name}] of {source}{guess}")
+        name = method.option_name(names[key])
+        values[name] = convert(FIELDS[name], value, f"{method.name}.{key} in {source}")
     return values
 
 
 def is_of_a_run(table: Mapping[str, Any]) -> bool:
-    """Say whether a run has written the TOML table: only such files have all of these."""
+    """Return whether a run has written the TOML table: only such files have all of these."""
     return isinstance(table.get("versions"), dict) and {"preset", "method"} <= table.keys()
-
-
-def _joined(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what came to mean something to a run's method after it, as it was without."""
-    return {
-        name: value
-        for name, field in FIELDS.items()
-        for methods, later, value in field.metadata.get("joined", ())
-        if saved.get("method") in methods and later not in saved
-    }
 
 
 def build(preset: str, layers: Sequence[Mapping[str, Any]]) -> Settings:
     """Lay converted values over a preset, the later the stronger; resolve and check the result."""
-    method = next((x["method"] for x in reversed(layers) if "method" in x), "prunex")
+    name = next((x["method"] for x in reversed(layers) if "method" in x), "prunex")
+    method = BY_NAME[name]
     optimizer = next((x["optimizer"] for x in reversed(layers) if "optimizer" in x), "sgd")
-    usual = _defaults(preset, method, optimizer)
+    usual = defaults(preset, method, optimizer)
     values = dict(usual)
     for layer in layers:
         _lay_over(values, _given_to(method, preset, layer))
-    settings = _resolve({**values, "preset": preset})
+    _count_epochs(values, layers)
+    settings = _resolve({**values, "preset": preset, "method": name})
     check_given(settings, usual)
     return settings
 
 
-def _given_to(method: str, preset: str, layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a layer that another method's file is without what nobody has given there.
+def _count_epochs(values: dict[str, Any], layers: Sequence[Mapping[str, Any]]) -> None:
+    """Set the outer iterations by the length of the run in epochs, where that is given."""
+    epochs = values.pop("epochs", 0)
+    if not epochs:
+        return
+    last = next(layer for layer in reversed(layers) if layer.get("epochs"))
+    if "outer_iterations" in last:
+        raise UserError("epochs and outer-iterations are both given; keep one of them")
+    if not values["local_epochs"] or values["local_steps"] > 0:
+        raise UserError(
+            "epochs: how many local-steps there are in an epoch is not known yet; give "
+            "outer-iterations, or local-epochs in place of local-steps"
+        )
+    values["outer_iterations"] = max(1, round(epochs / values["local_epochs"]))
 
-    That is defaults which one of them ignores, and of settings that mean nothing to `method` what
-    stands for a run from before there were such.
-    """
-    written_by = layer.get("method", method)
-    if written_by == method:
+
+def _given_to(method: Method, preset: str, layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a layer of another method's file without the defaults that mean nothing to both."""
+    written_by = BY_NAME[layer.get("method", method.name)]
+    if written_by is method:
         return dict(layer)
-    theirs, before = _defaults(preset, written_by, layer.get("optimizer", "sgd")), _before()
-    kept = {}
-    for name, value in layer.items():
-        both = {written_by, method} <= {*methods_of(name)}
-        former = method not in methods_of(name) and name in before and value == before[name]
-        if both or (value != theirs[name] and not former):
-            kept[name] = value
-    return kept
+    theirs = defaults(preset, written_by, layer.get("optimizer", "sgd"))
+    resolved = theirs | {"outer_iterations": layer.get("outer_iterations", 1)}
+    _resolve_shares(resolved, [name for name in FIELDS if name in resolved])
+    return {
+        name: value
+        for name, value in layer.items()
+        if (concerns(name, written_by) and concerns(name, method))
+        or value not in (theirs.get(name), resolved.get(name), _off(name))
+    }
 
 
-def _defaults(preset: str, method: str, optimizer: str = "sgd") -> dict[str, Any]:
+def _off(name: str) -> Any:
+    """Return what a setting is where it means nothing, None where that is its default."""
+    return FIELDS[name].metadata.get("off")
+
+
+def defaults(preset: str, method: Method, optimizer: str = "sgd") -> dict[str, Any]:
     """Return the values, not resolved yet, of a run that is given nothing but these.
 
     The optimizer is not among them: a file that names one gives it.
     """
-    values = {name: field.default for name, field in FIELDS.items()} | preset_values(preset)
-    own = {**METHOD_DEFAULTS.get(method, {}), **PRESET_DEFAULTS.get((preset, method), {})}
+    values = {
+        name: field.default for name, field in FIELDS.items() if OWNER.get(name, method) is method
+    }
+    del values["epochs"]
+    preset_of = preset_values(preset)
+    values |= {name: value for name, value in preset_of.items() if name in values}
+    own = dict(method.defaults)
     by_optimizer = OPTIMIZER_DEFAULTS.get(optimizer, {}).items()
-    own |= {name: value for name, value in by_optimizer if method in methods_of(name)}
-    return {**values, **own, "preset": preset, "method": method}
+    own |= {name: value for name, value in by_optimizer if concerns(name, method)}
+    return {**values, **own, "preset": preset, "method": method.name}
 
 
 def make(preset: str = "recipe", **overrides: object) -> Settings:
-    """Return a preset's settings with `overrides`, checked as flags are.
+    """Return a preset's settings with `overrides` by flat name, checked as flags are.
 
     Raises UserError for an unknown name or a bad value.
+
+    >>> make("thin", method="dgc", dgc_ratio=0.01).options.ratio
+    0.01
     """
     preset = convert(FIELDS["preset"], preset, "preset")
     return build(preset, [_convert_all(overrides)])
 
 
 def with_overrides(settings: Settings, **changes: object) -> Settings:
-    """Return a copy with some values replaced, checked like any other.
+    """Return a copy with some values replaced, by flat name, checked like any other.
 
     Raises UserError for an unknown name, a bad value, or another preset or method.
     """
+    values, converted = flat_values(settings), _convert_all(changes)
     for name in ("preset", "method"):
-        if changes.get(name, getattr(settings, name)) != getattr(settings, name):
+        if converted.get(name, values[name]) != values[name]:
             raise UserError(f"{name} cannot be changed in settings that are already resolved")
-    values = {name: getattr(settings, name) for name in FIELDS}
-    _lay_over(values, _convert_all(changes))
+    _lay_over(values, converted)
     return _resolve(values)
+
+
+def flat_values(settings: Settings) -> dict[str, Any]:
+    """Return all values of resolved settings by flat name."""
+    method = settings.method
+    values = {name: getattr(settings, name) for name in SHARED} | {"method": method.name}
+    own = {method.option_name(k): value for k, value in vars(settings.options).items()}
+    estimate = settings.estimate or Estimate()
+    return values | own | vars(estimate)
 
 
 def check_saved(saved: Mapping[str, Any], where: str) -> Settings:
     """Return the settings of a run; raise UserError unless `saved` holds all and they fit."""
-    whole = _whole(saved)
-    missing = [key_of(name) for name in FIELDS if name not in whole]
+    method = BY_NAME.get(saved.get("method", ""), METHODS[0])
+    names = ["method", *SHARED, *method.option_fields()]
+    missing = [toml_key(name) for name in names if name not in saved]
     if missing:
         raise UserError(f"{where} has no {missing[0]}; put back the file that the run wrote")
     try:
-        return _resolve(_of_its_method(whole))
+        return _resolve(dict(saved))
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -166,49 +260,57 @@ def check_saved(saved: Mapping[str, Any], where: str) -> Settings:
 def resumed(
     saved: Mapping[str, Any], given: Mapping[str, Any], asked: Mapping[str, Any] | None = None
 ) -> Settings:
-    """Return the settings of a run that goes on: those `saved` in its config.toml, by field name.
+    """Return the settings of a run that goes on: those `saved` in its config.toml, by flat name.
 
     What is `given` beside them may only repeat them, or what was `asked` for where that was
     something else, except for OF_THE_JOB, where it counts, and for more outer iterations than
     before; what stands as a share of them stays at the iteration where it was. Raises UserError
     that names the first difference.
     """
-    whole = _of_its_method({**_whole(saved), "resume": True})
+    whole = {**saved, "resume": True}
     if asked:
         given = _without_repeated({**whole, **asked}, given)
-    before, after = _resolve(dict(whole)), whole
+    before, after = flat_values(_resolve(dict(whole))), whole
     # What was measured or found when the run began is kept.
     _lay_over(after, {k: v for k, v in given.items() if not to_be_found(FIELDS[k], v)})
-    length, after["outer_iterations"] = after["outer_iterations"], before.outer_iterations
-    if length < before.outer_iterations:
+    length, after["outer_iterations"] = after["outer_iterations"], before["outer_iterations"]
+    if length < before["outer_iterations"]:
         raise UserError(
-            f"--outer-iterations {length} is fewer than the run's {before.outer_iterations}; a "
+            f"--outer-iterations {length} is fewer than the run's {before['outer_iterations']}; a "
             "resumed run can become longer, not shorter: leave it away, or start a new run"
         )
+    if after["method"] != before["method"]:
+        raise UserError(_differs("method", after["method"], before["method"]))
     settings = _resolve(after)
-    for name in FIELDS:
-        old, new = getattr(before, name), getattr(settings, name)
-        if name not in OF_THE_JOB and old != new:
-            raise UserError(
-                f"--{key_of(name)} {_plain(new)} differs from the run's {_plain(old)}; a resumed "
-                "run keeps its settings: leave it away, or start a new run"
-            )
-    if length > before.outer_iterations:
-        return _resolve({**vars(settings), "outer_iterations": length})
+    now = flat_values(settings)
+    for name, old in before.items():
+        if name not in (*OF_THE_JOB, *ESTIMATED) and old != now[name]:
+            raise UserError(_differs(name, now[name], old))
+    if length > before["outer_iterations"]:
+        return _resolve({**now, "outer_iterations": length})
     return settings
+
+
+def _differs(name: str, new: object, old: object) -> str:
+    return (
+        f"--{key_of(name)} {_plain(new)} differs from the run's {_plain(old)}; a resumed run keeps "
+        "its settings: leave it away, or start a new run"
+    )
 
 
 def _without_repeated(asked: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is `given` beyond what was `asked` for when the run began."""
-    before, again = _resolve(dict(asked)), dict(asked)
+    if given.get("method", asked["method"]) != asked["method"]:
+        return dict(given)
+    before, again = flat_values(_resolve(dict(asked))), dict(asked)
     _lay_over(again, given)
-    again["outer_iterations"] = before.outer_iterations
-    after = _resolve(again)
+    again["outer_iterations"] = before["outer_iterations"]
+    after = flat_values(_resolve(again))
     return {
         name: value
         for name, value in given.items()
-        if getattr(after, name) != getattr(before, name)
-        or (name == "outer_iterations" and value != before.outer_iterations)
+        if after[name] != before[name]
+        or (name == "outer_iterations" and value != before["outer_iterations"])
     }
 
 
@@ -217,45 +319,15 @@ def first_difference(saved: Mapping[str, Any], settings: Settings) -> str | None
 
     What describes the job does not count. Raises UserError where `saved` is no whole run.
     """
-    before = check_saved(saved, "it")
-    for name in FIELDS:
-        if name not in OF_THE_JOB and getattr(before, name) != getattr(settings, name):
-            return key_of(name)
+    before, now = flat_values(check_saved(saved, "it")), flat_values(settings)
+    for name in now:
+        if name not in (*OF_THE_JOB, *ESTIMATED) and before.get(name) != now[name]:
+            return toml_key(name)
     return None
-
-
-def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's values with those that its file does not name, since they came later."""
-    whole = {**_before(), **saved, **_joined(saved)}
-    if "coupled" not in whole.get("groups", ()):
-        # It means nothing there, and is refused where it is given.
-        whole["coupled_through"] = saved.get("coupled_through", FIELDS["coupled_through"].default)
-    return whole
-
-
-def _before() -> dict[str, Any]:
-    """Return what settings that came later are to runs whose files do not name them."""
-    rules = {name: field.metadata for name, field in FIELDS.items()}
-    return {name: rule["before"] for name, rule in rules.items() if "before" in rule}
-
-
-def _of_its_method(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's values; what its method has no use for is as it would be today.
-
-    Its file names the defaults of its day, which may have been others.
-    """
-    today = _defaults(saved["preset"], saved["method"])
-    method = saved["method"]
-    return {n: value if method in methods_of(n) else today[n] for n, value in saved.items()}
 
 
 def _plain(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def layer_keep_ratios(settings: Settings) -> tuple[tuple[str, float], ...]:
-    """Return the (pattern, ratio) pairs of `layer_keep_ratio` in order."""
-    return tuple(split_layer_keep_ratio(item) for item in settings.layer_keep_ratio)
 
 
 def to_toml(settings: Settings, extra: Mapping[str, object], asked: Settings | None = None) -> str:
@@ -264,16 +336,32 @@ def to_toml(settings: Settings, extra: Mapping[str, object], asked: Settings | N
     `extra` (the versions of the software) becomes the table `[versions]`, which is not read back,
     and what of `asked` was something else the table `[asked]`, for `resumed`.
     """
-    table: dict[str, Any] = {key_of(name): _to_toml_value(name, settings) for name in FIELDS}
-    table["versions"] = {key: str(value) for key, value in extra.items()}
-    others = [n for n in FIELDS if asked and getattr(asked, n) != getattr(settings, n)]
-    if asked and others:
-        table["asked"] = {key_of(name): _to_toml_value(name, asked) for name in others}
+    values = flat_values(settings)
+    table = _to_table(values, values)
+    table["versions"] = {key: str(value) for key, value in extra.items()} | {"format": str(FORMAT)}
+    others = flat_values(asked) if asked else values
+    differing = [name for name in values if others[name] != values[name]]
+    if differing:
+        table["asked"] = _to_table(others, differing)
     return tomli_w.dumps(table)
 
 
-def _to_toml_value(name: str, settings: Settings) -> Any:
-    value = getattr(settings, name)
+def _to_table(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return what TOML writes of the values of some settings, by key, methods' own in tables."""
+    table: dict[str, Any] = {}
+    for name in names:
+        if name in ESTIMATED:
+            continue
+        value = _to_toml_value(name, values[name])
+        method, _, key = toml_key(name).rpartition(".")
+        if method:
+            table.setdefault(method, {})[key] = value
+        else:
+            table[key] = value
+    return table
+
+
+def _to_toml_value(name: str, value: Any) -> Any:
     if isinstance(value, Fraction):
         value = int(value) if value.denominator == 1 else str(value)
     if left_open(FIELDS[name], value):
@@ -285,7 +373,12 @@ def _convert_all(values: Mapping[str, object]) -> dict[str, Any]:
     for name in values:
         if name not in FIELDS:
             raise UserError(f"unknown setting {name!r}{meant(name, FIELDS)}")
-    return {name: convert(FIELDS[name], value, key_of(name)) for name, value in values.items()}
+    return {
+        name: convert(
+            FIELDS[name], value.name if isinstance(value, Method) else value, toml_key(name)
+        )
+        for name, value in values.items()
+    }
 
 
 def _lay_over(values: dict[str, Any], layer: Mapping[str, Any]) -> None:
@@ -303,21 +396,21 @@ def _lay_over(values: dict[str, Any], layer: Mapping[str, Any]) -> None:
 
 def _resolve(values: dict[str, Any]) -> Settings:
     """Turn shares into iterations, drop the epochs that steps replace, check the whole."""
-    _put_foreign_back(values)
-    own = [name for name in FIELDS if concerns(name, values)]
-    _resolve_shares(values, own)
+    method = BY_NAME[values["method"]]
+    _put_foreign_back(values, method)
+    _resolve_shares(values, [name for name in values if concerns(name, method)])
     if values["local_steps"] > 0:
         values["local_epochs"] = Fraction(0)
-    if values["prune_by"] == "auto" and concerns("prune_by", values):
-        values["prune_by"] = _score_at(values["keep_ratio"])
-    settings = Settings(**values)
-    check_together(settings)
+    own = {f.name: values[method.option_name(f.name)] for f in dataclasses.fields(method.options)}
+    estimate = {name: values.get(name, field.default) for name, field in ESTIMATED.items()}
+    settings = Settings(
+        **{name: values[name] for name in SHARED},
+        method=method,
+        options=method.options(**own),
+        estimate=Estimate(**estimate) if values["dry_run"] else None,
+    )
+    check_together(settings, estimate)
     return settings
-
-
-def _score_at(keep_ratio: Sequence[float]) -> str:
-    """Return what `--prune-by auto` is at a keep ratio."""
-    return "magnitude" if keep_ratio[0] >= GRASP_BELOW else "grasp"
 
 
 def _resolve_shares(values: dict[str, Any], names: Iterable[str]) -> None:
@@ -334,31 +427,19 @@ def _resolve_shares(values: dict[str, Any], names: Iterable[str]) -> None:
             values[name] = count
 
 
-def _who_lacks(name: str, method: str) -> str:
-    """Return to whom a setting means nothing, and what to do, to end an error."""
-    if method not in methods_of(name):
-        for_whom = ", ".join(methods_of(name))
-        return f"method {method}; leave it away (it is for {for_whom})"
-    other, value = FIELDS[name].metadata["unless"]
-    return f"method {method} with {key_of(other)} {value}; leave it away"
-
-
-def _put_foreign_back(values: dict[str, Any]) -> None:
-    """Leave what the method has no use for at its default; refuse it where it is given as another.
-
-    Shares among them stay shares. As a count, the default is what a run of the same length by
-    another method has written into its file; one that is past may be there as well.
-    """
-    untouched = _defaults(values["preset"], values["method"])
-    resolved = {**untouched, "outer_iterations": values["outer_iterations"]}
-    _resolve_shares(resolved, FIELDS)
-    resolved["prune_by"] = _score_at(values["keep_ratio"])
-    rules = {name: field.metadata for name, field in FIELDS.items()}
-    past = {**resolved, **{name: rule["past"] for name, rule in rules.items() if "past" in rule}}
-    _resolve_shares(past, FIELDS)
-    for name in FIELDS:
-        if concerns(name, values):
+def _put_foreign_back(values: dict[str, Any], method: Method) -> None:
+    """Set what the method has no use for to its default; refuse it where it is given as another."""
+    untouched = defaults(values["preset"], method)
+    for name in list(values):
+        if concerns(name, method):
             continue
-        if values[name] not in (untouched[name], resolved[name], past[name]):
-            raise UserError(f"{key_of(name)} means nothing to {_who_lacks(name, values['method'])}")
-        values[name] = untouched[name]
+        if values[name] not in (untouched.get(name), _off(name)):
+            for_whom = ", ".join(methods_of(name))
+            raise UserError(
+                f"{toml_key(name)} means nothing to method {method.name}; leave it away (it is for "
+                f"{for_whom})"
+            )
+        if name in OWNER:
+            del values[name]
+        else:
+            values[name] = untouched[name] if _off(name) is None else _off(name)

@@ -1,7 +1,6 @@
 """Convert and check one value of a setting by the rules of its field.
 
-A field is one of the dataclass `fields.Settings`: its type and its metadata (choices, low and high
-inclusive, above and below exclusive, share, words, auto, optional) are the rules.
+A field is made by `setting`: its type and its metadata are the rules.
 """
 
 import dataclasses
@@ -13,9 +12,28 @@ from typing import Any, get_args
 
 from prunex_mpi.base.errors import UserError, meant, quote
 
+_NO_DEFAULT = dataclasses.MISSING
 # What stands for `auto` where a number is left to the run.
 AUTO = -1
 _MAX_INT = 2**63 - 1
+
+
+def setting(section: str, text: str, default: Any = _NO_DEFAULT, **rules: Any) -> Any:
+    """Make a field of settings, with its help `text`.
+
+    `rules` are choices, low, high (inclusive), above, below (exclusive), share, words, optional.
+    `named` shows the form of what may be given beside the choices: what has a colon. With `auto` a
+    number may be left to the run, to be measured or to follow from its length, with `found` an
+    empty value is filled in by the run. `of` holds the traits (properties of `Method`) that a
+    method must have for the setting to mean something: with any other method it can't be given, and
+    is `off` there, where that is named, else its default.
+    """
+    return dataclasses.field(default=default, metadata={"section": section, "help": text, **rules})
+
+
+def option(text: str, default: Any, **rules: Any) -> Any:
+    """Make a field of a method's own options; rules as those of `setting`."""
+    return setting("", text, default, **rules)
 
 
 def left_open(field: dataclasses.Field, value: object) -> bool:

@@ -21,8 +21,8 @@ from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import build_problem, make_groups
 from prunex_mpi.core.state import Work, build_state
+from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.run import supervision
 from prunex_mpi.run.supervision import Checkpoints, run_to_end
 from prunex_mpi.settings.resolve import make
 
@@ -88,7 +88,7 @@ def test_a_long_run_leaves_nothing_behind(
         progress="off",
     )
     samples: list[tuple[int, tuple[int, int, int]]] = []
-    real = supervision.hsadmm.outer_iterations
+    real = hsadmm.outer_iterations
 
     def watched(*arguments: object) -> Iterator[dict]:
         for record in real(*arguments):
@@ -99,7 +99,7 @@ def test_a_long_run_leaves_nothing_behind(
                 samples.append((resident_bytes(), held()))
             yield record
 
-    monkeypatch.setattr(supervision.hsadmm, "outer_iterations", watched)
+    monkeypatch.setattr(hsadmm, "outer_iterations", watched)
     with nodes_of(2) as nodes, run_directory() as files:
         topology = replace(nodes, world=WatchedComm(nodes.world), node=WatchedComm(nodes.node))
         model = NoisyNet()

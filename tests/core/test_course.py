@@ -9,7 +9,6 @@ import pytest
 from prunex_mpi.core.course import (
     local_steps,
     quadratic_rounds,
-    rate_now,
     rounds_left,
     steps_behind,
     total_steps,
@@ -127,26 +126,3 @@ def test_an_exchange_runs_behind_as_many_steps_of_a_round_of_any_length():
     )
     work = work_of(settings, 4)
     assert (local_steps(work), steps_behind(work)) == (36, 1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "first"),
-    [
-        ({"freeze_iteration": 6, "keep_ramp_iterations": 2}, 6),
-        ({"method": "one-shot", "prune_iteration": 4}, 4),
-    ],
-)
-def test_the_rate_has_a_second_course_once_pruning_is_done(changes, first):
-    """Each course is that of a run of its own; what comes after pruning may have other steps."""
-    settings = make(outer_iterations=10, frozen_local_steps=8, lr_restart=0.25, **changes)
-    rest = 8 * (10 - first)
-    parts = [(5 * first, 1.0), (rest, 0.25)]
-    found = [rate_now(work_of(settings, 5, done)) for done in range(5 * first + rest)]
-    wanted = []
-    for steps, peak in parts:
-        alone = make(method="local-sgd", outer_iterations=steps, local_steps=1)
-        wanted += [peak * rate_now(work_of(alone, 1, done)) for done in range(steps)]
-    assert found == pytest.approx(wanted, rel=1e-12)
-    once = make(outer_iterations=10, frozen_local_steps=8, **changes)
-    whole = [rate_now(work_of(once, 5, done)) for done in range(5 * first + rest)]
-    assert min(whole[: 5 * first]) > 2 * found[5 * first - 1]

@@ -22,8 +22,7 @@ from prunex_mpi.core.evaluation import evaluate, judge, statistics_of_z
 from prunex_mpi.core.state import Work, in_place_of_z
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.cli import parse
-from prunex_mpi.settings.methods import PER_STEP
-from prunex_mpi.settings.resolve import make
+from prunex_mpi.settings.resolve import BY_NAME, make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -39,13 +38,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "behind": {"freeze_iteration": 5, "keep_ramp_iterations": 2, "evaluate_every": 6},
     "local sgd": {},
     "local sgd behind": {"overlap_steps": 1, "evaluate_every": 4},
-    "one-shot": {"prune_iteration": 3, "groups": ("coupled",)},
+    "one-shot": {"one_shot_prune_iteration": 3, "groups": ("coupled",)},
     "diloco": {},
     "sparseloco": {},
     "dense": {},
     "topk": {},
-    "pactrain": {"prune_iteration": 3},
-    "prunetrain": {"reconfigure_every": 3, "prune_threshold": 10.0},
+    "pactrain": {"pactrain_prune_iteration": 3},
+    "prunetrain": {"prunetrain_reconfigure_every": 3, "prunetrain_threshold": 10.0},
 }
 BASES = {"union": "recipe", "one-shot": "local sgd", "diloco": "local sgd"}
 BASES["local sgd behind"] = "local sgd"
@@ -140,7 +139,7 @@ def test_the_average_is_that_of_every_z_since_the_mask_changed(
     scenario: str, ranks_per_node: int
 ) -> None:
     # Statistics that are estimated come below.
-    average = {} if scenario in PER_STEP else {"bn": "average"}
+    average = {} if scenario in BY_NAME and BY_NAME[scenario].per_step else {"bn": "average"}
     changes = settings_of(scenario, **average)
     with (
         nodes_of(ranks_per_node) as topology,

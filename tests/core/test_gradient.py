@@ -15,7 +15,7 @@ from prunex_mpi.core.objective import find_losses
 from prunex_mpi.core.problem import lr_scale_of
 from prunex_mpi.core.steps import averaging, clip_, forward_backward
 from prunex_mpi.data.mixing import Mixing, mix
-from prunex_mpi.settings.resolve import from_table, make
+from prunex_mpi.settings.resolve import make
 
 BATCH, CLASSES, SIDE = 8, 5, 6
 
@@ -150,9 +150,3 @@ def test_the_learning_rate_grows_with_the_ranks_when_asked() -> None:
     assert lr_scale_of(make(), 8) == 1.0
     assert lr_scale_of(make(lr_scaling="linear"), 8) == 8.0
     assert lr_scale_of(make(lr_scaling="sqrt"), 8) == pytest.approx(math.sqrt(8))
-
-
-def test_a_run_s_own_file_may_name_the_optimizer_as_it_once_was() -> None:
-    assert from_table({"inner-optimizer": "adamw", "versions": {}}, "x") == {"optimizer": "adamw"}
-    with pytest.raises(UserError, match="unknown key 'inner-optimizer'"):
-        from_table({"inner-optimizer": "adamw"}, "x")

@@ -32,7 +32,7 @@ def test_the_outer_step_is_that_of_algorithm_1():
 def test_the_outer_step_is_torchs_sgd_with_nesterov_momentum():
     generator = torch.Generator().manual_seed(0)
     means = torch.randn(5, 7, generator=generator, dtype=torch.float64)
-    settings = make(method="diloco", outer_lr=0.4, outer_momentum=0.8)
+    settings = make(method="diloco", diloco_outer_lr=0.4, diloco_outer_momentum=0.8)
     z = torch.zeros(7, dtype=torch.float64)
     theirs = z.clone().requires_grad_()
     optimizer = torch.optim.SGD([theirs], lr=0.4, momentum=0.8, nesterov=True)

@@ -18,6 +18,7 @@ from prunex_mpi import export
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.core import course, evaluation
 from prunex_mpi.core.problem import choose_rules
+from prunex_mpi.methods import hsadmm
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.slim import SlimSelfAttention
 from prunex_mpi.models.standalone import load
@@ -41,7 +42,7 @@ PRUNEX = {
     **{"method": "prunex", "warmup_iterations": 1, "keep_ramp_iterations": 2},
     **{"freeze_iteration": 3, "rho1": 0.02, "rho2": 0.005, "residuals": "off"},
 }
-ONE_SHOT = {"method": "one-shot", "prune_iteration": 3}
+ONE_SHOT = {"method": "one-shot", "one_shot_prune_iteration": 3}
 SCENARIOS = {
     "prunex": PRUNEX,
     "outer": {**PRUNEX, "node_sync": "outer", "clip_norm": 0.5, "dropped": "shrink"},
@@ -175,7 +176,7 @@ def test_a_divergence_goes_back_to_before_the_removal(model, monkeypatch):
     with run_folder() as folder:
         for diverges in (False, True):
             if diverges:
-                monkeypatch.setattr(supervision.hsadmm, "refuse_divergence", refuse)
+                monkeypatch.setattr(hsadmm, "refuse_divergence", refuse)
             run = folder / str(diverges)
             assert run_job_here(make(**{**RUN, **changes}, run_dir=str(run))) == 0
             WORLD.Barrier()

@@ -44,11 +44,15 @@ SCENARIOS = {
     "behind": {**PRUNING, **BEHIND, "payload": "int4"},
     "flat consensus": {**PRUNING, "method": "prunex-flat"},
     "local sgd": {"method": "local-sgd", "node_sync": "outer"},
-    "sparseloco": {"method": "sparseloco", "compress_ratio": 0.1},
+    "sparseloco": {"method": "sparseloco", "sparseloco_ratio": 0.1},
     "dense": {"method": "dense"},
     "topk": {"method": "topk", "aggregation": "hierarchical"},
-    "pactrain": {"method": "pactrain", "prune_iteration": 1, "aggregation": "hierarchical"},
-    "prunetrain": {"method": "prunetrain", "reconfigure_every": 1},
+    "pactrain": {
+        "method": "pactrain",
+        "pactrain_prune_iteration": 1,
+        "aggregation": "hierarchical",
+    },
+    "prunetrain": {"method": "prunetrain", "prunetrain_reconfigure_every": 1},
 }
 
 

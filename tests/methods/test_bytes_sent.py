@@ -11,21 +11,21 @@ from mpi4py import MPI
 
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.methods.exchanges import metadata_bytes, module_of
-from prunex_mpi.settings.methods import PER_STEP, PLAIN_MEAN
+from prunex_mpi.methods.exchanges import code_of, metadata_bytes
+from prunex_mpi.settings import declared
 from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.mpi
 
 SIZE = WORLD.size
 METHODS = {
-    "dgc": {"compress_ratio": 0.1, "dgc_warmup_epochs": 0},
-    "omnireduce": {"block_size": 16, "block_top": 0.2},
-    "adacgd": {"ada_levels": (0.1, 0.3)},
+    "dgc": {"dgc_ratio": 0.1, "dgc_warmup_epochs": 0},
+    "omnireduce": {"omnireduce_block_size": 16, "omnireduce_block_ratio": 0.2},
+    "adacgd": {},
 }
 # All others as they are by default; what a step of pactrain sends is told by those before it.
-WITHOUT = (*PLAIN_MEAN, "pactrain", *METHODS)
-METHODS |= {method: {} for method in PER_STEP if method not in WITHOUT}
+OTHERS = [m for m in declared.METHODS if m.per_step and not m.plain_mean and m.name != "pactrain"]
+METHODS |= {m.name: {} for m in OTHERS if m.name not in METHODS}
 # Those of which the most that a step sends is foretold; adacgd's first step is dense.
 AT_MOST = ("dgc", "adacgd")
 
@@ -79,7 +79,7 @@ def test_what_is_counted_is_what_is_sent(method: str) -> None:
     work = make_work(settings, new_net(torch.float32), RandomStream(0, torch.float32))
     work.problem.train.steps_per_epoch = 2
     wire = Wire(Counting(), 1 / SIZE, SIZE, SMALL_BUCKETS, Traffic(), Clock())
-    module = module_of(method)
+    module = code_of(settings.method)
     space = module.allocate(wire, work)
     foretold, _ = module.payload(settings, work.state.layout, 4, SIZE)
     for step in range(3):

@@ -9,6 +9,7 @@ from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
 from torch import float64
 
+from prunex_mpi.methods import dgc
 from prunex_mpi.methods.dgc import ratio_of, warmup_steps
 from prunex_mpi.settings.resolve import make
 
@@ -28,7 +29,7 @@ def test_sending_everything_is_sgd_with_momentum(aggregation, ranks_per_node) ->
     """Nothing is compressed then, as in the authors' code; the decay's momentum is apart."""
     with nodes_of(ranks_per_node) as topology:
         changes = {"aggregation": aggregation, "weight_decay": 0.1}
-        _, found = run(topology, method="dgc", compress_ratio=1.0, **changes)
+        _, found = run(topology, method="dgc", dgc_ratio=1.0, **changes)
         _, wanted = run(topology, method="dense", **changes)
     assert (found.z - wanted.z).abs().max() < 1e-13
     assert not found.memory["own.residual"].any()
@@ -36,10 +37,11 @@ def test_sending_everything_is_sgd_with_momentum(aggregation, ranks_per_node) ->
     assert_alike_on_all_ranks(found.theta)
 
 
-def test_the_warm_up_sends_more_and_then_the_share() -> None:
+def test_the_warm_up_sends_more_and_then_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two epochs of two steps: 0.001 to the power of 1/5, 2/5, 3/5 and 4/5."""
+    monkeypatch.setattr(dgc, "SAMPLE", 1.0)
     with nodes_of(1) as topology:
-        sample = {"dgc_sample": 1.0, "compress_ratio": 0.001, "dgc_warmup_epochs": 2}
+        sample = {"dgc_ratio": 0.001, "dgc_warmup_epochs": 2}
         records, _ = run(topology, method="dgc", **sample)
     # Per step all 69 biases, gammas and betas, and what is told: how many elements there are.
     rest = 8 * 69 + 8
@@ -59,7 +61,7 @@ def test_the_warm_up_is_four_epochs_but_a_small_part_of_the_run(
     outer_iterations: int, steps: int, wanted: int
 ) -> None:
     """An epoch has 100 steps; 5 of 200 epochs are the authors'."""
-    settings = make(method="dgc", outer_iterations=outer_iterations, compress_ratio=0.001)
+    settings = make(method="dgc", outer_iterations=outer_iterations, dgc_ratio=0.001)
     train = SimpleNamespace(steps_per_epoch=100)
     position = SimpleNamespace(steps_done=0, step=0)
     work = SimpleNamespace(

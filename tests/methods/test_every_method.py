@@ -8,7 +8,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.core.state import EACH, OWN, SHARED
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.settings.methods import METHODS, PER_STEP
+from prunex_mpi.settings.declared import METHODS
 from prunex_mpi.settings.resolve import make
 
 
@@ -19,7 +19,7 @@ def remembered(method: str, **changes: object) -> dict[str, torch.Tensor]:
     return memory_of(make(method=method, **changes), layout, theta)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [m.name for m in METHODS])
 def test_what_is_remembered_says_whose_it_is(method: str) -> None:
     """A name of no kind would pass for what all ranks share: the first rank's alone is kept."""
     for name, tensor in remembered(method).items():
@@ -29,6 +29,7 @@ def test_what_is_remembered_says_whose_it_is(method: str) -> None:
 
 
 # What is kept of gradients, or of estimates of them.
+PER_STEP = [method.name for method in METHODS if method.per_step]
 KEEPING = [m for m in PER_STEP if any(name.startswith((OWN, EACH)) for name in remembered(m))]
 
 

@@ -18,9 +18,11 @@ def work_of(**changes: object) -> Work:
     return make_work(settings, new_net(), RandomStream(0, torch.float64))
 
 
-def test_votes_by_hand() -> None:
+def test_votes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients and momenta of halves; beta1 1/2 and beta2 3/4 are exact."""
-    work, wire = work_of(lion_beta1=0.5, lion_beta2=0.75), wire_of(WORLD)
+    monkeypatch.setattr(lion, "BETA1", 0.5)
+    monkeypatch.setattr(lion, "BETA2", 0.75)
+    work, wire = work_of(), wire_of(WORLD)
     space = lion.allocate(wire, work)
     grad, momentum = work.state.grad, work.state.memory["own.momentum"]
     momentum.zero_()

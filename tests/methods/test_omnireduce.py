@@ -42,7 +42,10 @@ def test_only_blocks_that_hold_anything_travel(aggregation, ranks_per_node, monk
 
     monkeypatch.setattr(omnireduce, "exchange_", watched)
     with nodes_of(ranks_per_node) as topology:
-        for method, size in (("dense", {}), ("omnireduce", {"block_size": SIZE, "block_top": 1.0})):
+        for method, size in (
+            ("dense", {}),
+            ("omnireduce", {"omnireduce_block_size": SIZE, "omnireduce_block_ratio": 1.0}),
+        ):
             settings = make(method=method, aggregation=aggregation, **size, **COMMON)
             stream = RandomStream(WORLD.rank, torch.float64)
             runs = list(run_driver(topology, settings, copy.deepcopy(model), stream))
@@ -78,7 +81,7 @@ def test_nothing_at_all_is_no_message() -> None:
             return 0 * super().forward(x)
 
     with nodes_of(2) as topology:
-        settings = make(method="omnireduce", block_top=1.0, weight_decay=0.0, **COMMON)
+        settings = make(method="omnireduce", omnireduce_block_ratio=1.0, weight_decay=0.0, **COMMON)
         model = Constant()
         before = model.rows.detach().clone()
         stream = RandomStream(WORLD.rank, torch.float64)
@@ -88,22 +91,14 @@ def test_nothing_at_all_is_no_message() -> None:
             assert torch.equal(state.theta.view(64, 5), before)
 
 
-def test_mixed_precision_with_a_scaled_loss_runs() -> None:
-    """Nothing is kept for later, so that fp16 may overflow and skip a step as dense SGD does."""
-    with nodes_of(2) as topology:
-        settings = make(method="omnireduce", block_top=1.0, amp="fp16", **COMMON)
-        stream = RandomStream(WORLD.rank, torch.float32)
-        for record, state in run_driver(topology, settings, Table().float(), stream):
-            assert np.isfinite(record["train_loss"])
-            assert_alike_on_all_ranks(state.theta)
-
-
 def test_block_top_k_by_hand() -> None:
     """Blocks of 4 with squared norms 4, 0, 9 and 1: one goes per step, the others wait.
 
     Fei et al. 2021: the k blocks of the largest 2-norm, with error feedback.
     """
-    settings = make(method="omnireduce", block_size=4, block_top=0.25, **COMMON)
+    settings = make(
+        method="omnireduce", omnireduce_block_size=4, omnireduce_block_ratio=0.25, **COMMON
+    )
 
     class Four(nn.Module):
         def __init__(self) -> None:

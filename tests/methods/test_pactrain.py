@@ -32,7 +32,7 @@ from prunex_mpi.comm.agreement import require_same
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.compress.support import CHOICE, PRUNED, SECONDS, STABLE, SUPPORT, UNCHANGED
 from prunex_mpi.data.batches import Shard
-from prunex_mpi.methods import pactrain_samples
+from prunex_mpi.methods import pactrain_mask, pactrain_samples
 from prunex_mpi.methods.pactrain import (
     COMPACT,
     FULL,
@@ -45,7 +45,12 @@ from prunex_mpi.methods.pactrain import (
     note_trial_,
     way_in_force,
 )
-from prunex_mpi.methods.pactrain_mask import adopt_pruned_, prune_when_due_
+from prunex_mpi.methods.pactrain_mask import (
+    GRASP_TEMPERATURE,
+    adopt_pruned_,
+    prune_when_due_,
+    score_of,
+)
 from prunex_mpi.methods.pactrain_samples import draw_balanced
 from prunex_mpi.models.layout import build_layout, matrices
 from prunex_mpi.run import summary
@@ -63,18 +68,18 @@ COMMON = {
     "lr_schedule": "constant",
     "lr_warmup": 0.0,
     "bucket_mib": 2**-10,
-    "stable_window": 2,
-    "prune_by": "magnitude",
+    "pactrain_stable_window": 2,
+    "pactrain_score": "magnitude",
     "keep_ratio": (0.3,),
 }
 SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
 
 
-LATER = {"prune_iteration": 1}
+LATER = {"pactrain_prune_iteration": 1}
 CASES = [
     *((*shape, {}) for shape in SHAPES),
     *((*shape, LATER) for shape in SHAPES[::2]),
-    (*SHAPES[1], {"adaptive": True}),
+    (*SHAPES[1], {"pactrain_adaptive": True}),
 ]
 
 
@@ -114,17 +119,17 @@ def test_program_equals_masked_sgd(aggregation, ranks_per_node, changes):
                 torch.testing.assert_close(module.running_mean.cpu(), mean, rtol=1e-11, atol=1e-12)
                 torch.testing.assert_close(module.running_var.cpu(), var, rtol=1e-11, atol=1e-12)
         assert state.memory[STABLE].all()
-        if settings.adaptive:
+        if settings.options.adaptive:
             assert int(state.memory[CHOICE]) in (FULL, COMPACT)
         elif aggregation == "flat" or topology.is_leader:
             # Part of the weights travel in the end, and all of them before they are pruned.
             assert payloads[2] < 0.7 * record["bytes"]["dense"]
-            if settings.prune_iteration:
+            if settings.options.prune_iteration:
                 assert payloads[0] == record["bytes"]["dense"]
 
 
 def test_records_and_totals_count_single_weights():
-    settings = make(**{**COMMON, "outer_iterations": 1, "prune_iteration": 1})
+    settings = make(**{**COMMON, "outer_iterations": 1, "pactrain_prune_iteration": 1})
     with nodes_of(2) as topology:
         stream = RandomStream(WORLD.rank, torch.float32)
         ((record, state),) = run_driver(topology, settings, new_net(torch.float32), stream, STEPS)
@@ -160,15 +165,18 @@ class Gain(nn.Module):
         return torch.tanh(self.gain * x)
 
 
-def test_the_mask_of_grasp_is_that_of_all_ranks_batches():
+def test_the_mask_of_grasp_is_that_of_all_ranks_batches(monkeypatch):
     """Against the explicit Hessian of the mean loss, on every rank; nothing else moves."""
     torch.manual_seed(3)
     model = nn.Sequential(
         nn.Conv2d(3, 2, 3, bias=False), nn.BatchNorm2d(2), Gain(), nn.Flatten(), nn.Linear(32, 5)
     ).double()
     alone = copy.deepcopy(model)
-    changes = {"prune_by": "grasp", "grasp_batches": 2, "outer_iterations": 1, "lr": 1e-12}
-    changes |= {"grasp_samples": 0, "grasp_temperature": 3.0}
+    monkeypatch.setattr(pactrain_mask, "GRASP_TEMPERATURE", 3.0)
+    own = RandomStream(WORLD.rank, torch.float64)
+    drawn = [own.next() for _ in range(2)]
+    monkeypatch.setattr(pactrain_mask, "batches_to_score", lambda everyone, work: drawn)
+    changes = {"pactrain_score": "grasp", "outer_iterations": 1, "lr": 1e-12}
     settings = make(aggregation="hierarchical", **{**COMMON, **changes})
     with nodes_of(3) as topology:
         stream = RandomStream(WORLD.rank, torch.float64)
@@ -238,7 +246,7 @@ def grasp_as_published(net, images, labels, keep, temperature=200.0):
     return {id(w): m.view(w.shape) for w, m in zip(weights, masks, strict=True)}
 
 
-def test_grasp_is_that_of_its_authors_on_any_number_of_ranks():
+def test_grasp_is_that_of_its_authors_on_any_number_of_ranks(monkeypatch):
     """Samples of each class come from wherever they lie, and make the authors' two batches."""
     torch.manual_seed(5)
     classes, each, keep = 3, 4, 0.2
@@ -255,11 +263,11 @@ def test_grasp_is_that_of_its_authors_on_any_number_of_ranks():
 
     alone = copy.deepcopy(model)
     wanted = grasp_as_published(alone, normalised(images[first]), labels[first], keep)
+    monkeypatch.setattr(pactrain_samples, "SAMPLES", each)
     settings = make(
-        **{**COMMON, "prune_by": "auto", "keep_ratio": (keep,), "outer_iterations": 1},
-        grasp_samples=each,
+        **{**COMMON, "pactrain_score": "auto", "keep_ratio": (keep,), "outer_iterations": 1}
     )
-    assert (settings.prune_by, settings.grasp_temperature) == ("grasp", 200.0)
+    assert (score_of(settings), GRASP_TEMPERATURE) == ("grasp", 200.0)
     mine = slice(32 // WORLD.size * WORLD.rank, 32 // WORLD.size * (WORLD.rank + 1))
     with nodes_of(2) as topology:
         work = make_work(settings, model, RandomStream(WORLD.rank, torch.float64), steps=1)
@@ -290,9 +298,10 @@ def test_grasp_is_that_of_its_authors_on_any_number_of_ranks():
 
 
 def test_large_halves_are_cut_into_batches_of_the_same_size(monkeypatch):
-    """Two draws of 12 images of 2 x 2 pixels: halves of 6, of which 5 would fit into a batch."""
+    """12 images of 2 x 2 pixels: halves of 6, of which 5 would fit into a batch."""
+    monkeypatch.setattr(pactrain_samples, "SAMPLES", 4)
     monkeypatch.setattr(pactrain_samples, "BATCH_PIXELS", 5 * 2 * 2)
-    settings = make(**{**COMMON, "prune_by": "grasp"}, grasp_samples=4, grasp_batches=2)
+    settings = make(**{**COMMON, "pactrain_score": "grasp"})
     work = make_work(settings, new_net(), RandomStream(WORLD.rank, torch.float64))
     shard = Shard(torch.zeros(24, 3, 2, 2, dtype=torch.uint8), torch.arange(24) % 3)
     problem = replace(
@@ -304,18 +313,18 @@ def test_large_halves_are_cut_into_batches_of_the_same_size(monkeypatch):
         everyone = wires_of(topology).everyone
         found = pactrain_samples.batches_to_score(everyone, replace(work, problem=problem))
     sizes = WORLD.allgather([len(labels) for _, labels in found])
-    assert list(itertools.chain(*sizes)) == [3] * 8
+    assert list(itertools.chain(*sizes)) == [3] * 4
 
 
 def test_too_few_images_of_a_class_are_refused_by_all_ranks():
     shard = Shard(torch.zeros(4, 3, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 2, 2]))
     with nodes_of(2) as topology:
         everyone = wires_of(topology).everyone
-        with pytest.raises(UserError, match="a class has 0 training images"):
-            draw_balanced(everyone, shard, 1, 1)
+        with pytest.raises(UserError, match="one has 0: give"):
+            draw_balanced(everyone, shard, 1)
         full = Shard(shard.images, torch.tensor([0, 1, 2, 1]))
-        with pytest.raises(UserError, match=f"a class has {WORLD.size} training images"):
-            draw_balanced(everyone, full, WORLD.size, 2)
+        with pytest.raises(UserError, match=f"one has {WORLD.size}: give"):
+            draw_balanced(everyone, full, WORLD.size + 1)
 
 
 def test_a_model_without_matrices_is_refused_by_all_ranks():
@@ -327,7 +336,7 @@ def test_a_model_without_matrices_is_refused_by_all_ranks():
         def forward(self, x):
             return x.mean(dim=(1, 2, 3)).view(-1, 1) * self.weight
 
-    for by in ({"prune_by": "grasp", "grasp_samples": 0}, {}):
+    for by in ({"pactrain_score": "grasp"}, {}):
         settings = make(**{**COMMON, **by})
         with nodes_of(2) as topology:
             stream = RandomStream(WORLD.rank, torch.float32)
@@ -344,7 +353,7 @@ class Exchanger:
     """One job's exchange without training: gradients go in, and their sum comes out."""
 
     def __init__(self, topology, **changes):
-        self.settings = make(**{**COMMON, "stable_window": 3, **changes})
+        self.settings = make(**{**COMMON, "pactrain_stable_window": 3, **changes})
         stream = RandomStream(WORLD.rank, torch.float64)
         self.work = make_work(self.settings, Net().double(), stream, side=8)
         self.state = self.work.state
@@ -491,7 +500,7 @@ def test_ternary_sums_are_conserved_and_right_on_average(aggregation, ranks_per_
     torch.manual_seed(1000 + WORLD.rank)
     repetitions = 300
     with nodes_of(ranks_per_node) as topology:
-        job = Exchanger(topology, aggregation=aggregation, ternary=True)
+        job = Exchanger(topology, aggregation=aggregation, pactrain_ternary=True)
         state, workers = job.state, job.workers
         state.theta.fill_(1.0)
         state.theta[1] = 0.0
@@ -540,7 +549,7 @@ def test_ternary_sums_are_conserved_and_right_on_average(aggregation, ranks_per_
 
 
 def test_ternary_training_stays_the_same_on_all_ranks():
-    settings = make(**{**COMMON, "ternary": True, "lr": 0.01})
+    settings = make(**{**COMMON, "pactrain_ternary": True, "lr": 0.01})
     with nodes_of(2) as topology:
         stream = RandomStream(WORLD.rank, torch.float32)
         torch.manual_seed(WORLD.rank)
@@ -564,7 +573,7 @@ def test_the_way_that_is_fastest_on_the_slowest_worker_is_taken(ternary):
     """Full is the fastest but for one straggler; the last rank is the straggler."""
     slow = 1.0 if WORLD.rank == WORLD.size - 1 else 0.0
     with nodes_of(2) as topology:
-        job = Exchanger(topology, adaptive=True, ternary=ternary)
+        job = Exchanger(topology, pactrain_adaptive=True, pactrain_ternary=ternary)
         memory, settings = job.state.memory, job.settings
         memory[STABLE].fill_(True)
         tried = []
@@ -589,7 +598,7 @@ def test_the_way_that_is_fastest_on_the_slowest_worker_is_taken(ternary):
 def test_ternary_on_one_rank_alone_is_refused_by_all():
     if WORLD.size == 1:
         pytest.skip("one rank agrees with itself")
-    config = to_toml(make(**{**COMMON, "ternary": WORLD.rank == WORLD.size - 1}), {})
+    config = to_toml(make(**{**COMMON, "pactrain_ternary": WORLD.rank == WORLD.size - 1}), {})
     with pytest.raises(UserError, match="the settings differ between ranks"):
         require_same(WORLD, "the settings", config)
 

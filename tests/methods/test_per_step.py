@@ -21,12 +21,12 @@ from driving import (
 )
 from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
-from reference_rivals import simulate_per_step
+from reference_rivals import CONSTANTS, simulate_per_step
 from torch import nn
 
 from prunex_mpi.methods import exchanges
-from prunex_mpi.settings.methods import PER_STEP
-from prunex_mpi.settings.resolve import make
+from prunex_mpi.settings import declared
+from prunex_mpi.settings.resolve import BY_NAME, make
 
 pytestmark = pytest.mark.mpi
 
@@ -34,34 +34,42 @@ CPU = torch.device("cpu")
 OF_WEIGHTS = {"weight_decay": 0.05, "weight_decay_on": "weights"}
 METHODS = {
     "dense": OF_WEIGHTS,
-    "topk": {"compress_ratio": 0.05},
+    "topk": {"topk_ratio": 0.05},
     # Two steps of warm-up, and beyond; every ninth element of the large layers is drawn.
-    "dgc": {"compress_ratio": 0.1, "dgc_sample": 0.05, "dgc_warmup_epochs": 1, **OF_WEIGHTS},
-    "dgc, Nesterov": {
-        "compress_ratio": 0.1,
-        "dgc_sample": 0.05,
-        "dgc_warmup_epochs": 0,
-        "dgc_nesterov": True,
-        "dgc_clip": 0.5,
-    },
+    "dgc": {"dgc_ratio": 0.1, "dgc_warmup_epochs": 1, **OF_WEIGHTS},
+    "dgc, no warm-up": {"dgc_ratio": 0.1, "dgc_warmup_epochs": 0},
     "powersgd": {},
-    "omnireduce": {"block_size": 16, "block_top": 0.2},
-    "omnireduce, all": {"block_size": 16, "block_top": 1.0},
+    "omnireduce": {"omnireduce_block_size": 16, "omnireduce_block_ratio": 0.2},
+    "omnireduce, all": {"omnireduce_block_size": 16, "omnireduce_block_ratio": 1.0},
     "fp16": {},
     "bf16": {},
     "terngrad": {},
-    "terngrad, unbounded": {"clip_sigma": 0.0},
     # The learning rate is that of all here, a hundredth of it on the scale of SGD.
-    "adacgd": {"ada_levels": (0.1, 0.3, 0.6), "ada_zeta": 0.5},
-    "adacgd, averaged": {"ada_levels": (0.1, 0.3, 0.6), "ada_zeta": 0.5, "ada_average": 0.3},
+    "adacgd": {},
+    "adacgd, averaged": {"adacgd_average": 0.3},
     "lion": {"weight_decay": 0.1, "lr": 0.0005},
+}
+# What suits a small network in place of the authors' constants.
+SMALL = {
+    "dgc": {"SAMPLE": 0.05},
+    "adacgd": {"LEVELS": (0.1, 0.3, 0.6), "ZETA": 0.5},
 }
 # All others as they are by default; what prunes has a file of its own.
 COVERED = {"pactrain", "prunetrain", *(name.partition(",")[0] for name in METHODS)}
-METHODS |= {method: {} for method in PER_STEP if method not in COVERED}
+PER_STEP = [method for method in declared.METHODS if method.per_step]
+METHODS |= {m.name: {} for m in PER_STEP if m.name not in COVERED}
 # Those that keep what they have not sent for a later step.
-WITH_RESIDUAL = [method for method in PER_STEP if hasattr(exchanges.module_of(method), "RESIDUAL")]
+WITH_RESIDUAL = [m.name for m in PER_STEP if hasattr(exchanges.code_of(m), "RESIDUAL")]
 AGGREGATIONS = ("flat", "hierarchical")
+
+
+@pytest.fixture(autouse=True)
+def small_constants(monkeypatch):
+    """Let program and oracle have constants that suit a small network."""
+    for name, constants in SMALL.items():
+        for key, value in constants.items():
+            monkeypatch.setattr(exchanges.code_of(BY_NAME[name]), key, value)
+            monkeypatch.setitem(CONSTANTS[name], key, value)
 
 
 def changes_of(name):
@@ -155,7 +163,7 @@ def test_what_is_sent_and_what_is_kept_are_the_gradients(
     changes = {**changes_of(method), "momentum": 0.0, "weight_decay": 0.0}
     settings = make(aggregation=aggregation, **changes)
     given, arrived = [], []
-    module = exchanges.module_of(method)
+    module = exchanges.code_of(settings.method)
     real = module.exchange_
 
     def watched(wire, space, work):
@@ -183,15 +191,16 @@ def test_what_is_sent_and_what_is_kept_are_the_gradients(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("aggregation", "ranks_per_node"), [*SHAPES, ("flat", 3), ("flat", 4)])
-def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
+def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method, monkeypatch):
     changes = {**changes_of(method), "outer_iterations": 1}
     method = changes["method"]
     if method == "dgc":
         # A sample of everything finds as many as topk sends.
-        changes |= {"dgc_sample": 1.0, "dgc_warmup_epochs": 0}
+        monkeypatch.setattr(exchanges.code_of(BY_NAME[method]), "SAMPLE", 1.0)
+        changes |= {"dgc_warmup_epochs": 0}
     if method == "adacgd":
         # The finest level always.
-        changes |= {"ada_zeta": 0.0}
+        monkeypatch.setattr(exchanges.code_of(BY_NAME[method]), "ZETA", 0.0)
     settings = make(aggregation=aggregation, **changes)
     model = new_net(torch.float32)
     parameters = sum(p.numel() for p in model.parameters())
@@ -232,7 +241,7 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
         # The first step is dense.
         reduced = 4 * (parameters + statistics)
         gathered = (STEPS - 1) * (8 * 481 + 8)
-    elif method == "omnireduce" and settings.block_top < 1:
+    elif method == "omnireduce" and settings.options.block_ratio < 1:
         # 11 of 51 blocks and their numbers; the last block, of one element, would be filled up.
         reduced, gathered = 4 * statistics, STEPS * 11 * (4 * 16 + 4)
     elif method == "omnireduce":

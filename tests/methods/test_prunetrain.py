@@ -31,9 +31,9 @@ SIDE = 8
 COMMON = {
     "method": "prunetrain",
     "outer_iterations": 5,
-    "reconfigure_every": 2,
-    "lasso_ratio": 0.6,
-    "prune_threshold": 0.25,
+    "prunetrain_reconfigure_every": 2,
+    "prunetrain_lasso_ratio": 0.6,
+    "prunetrain_threshold": 0.25,
     "lr": 0.05,
     "lr_schedule": "constant",
     "lr_warmup": 0.0,
@@ -47,12 +47,9 @@ def new_net(dtype=torch.float64):
     return CoupledNet().to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "ranks_per_node", "groups"),
-    [*((*shape, "layer") for shape in SHAPES), (*SHAPES[0], "coupled")],
-)
-def test_program_equals_oracle(aggregation, ranks_per_node, groups):
-    settings = make(aggregation=aggregation, lasso_groups=groups, **COMMON)
+@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
+def test_program_equals_oracle(aggregation, ranks_per_node):
+    settings = make(aggregation=aggregation, **COMMON)
     model = new_net()
     wanted = {**vars(settings), "steps": STEPS, "sets": CoupledNet.SETS}
     history = simulate_prunetrain(
@@ -250,7 +247,7 @@ def test_with_mixed_precision_all_ranks_stay_alike(amp):
 
 
 def test_one_channel_of_each_set_stays():
-    settings = make(**{**COMMON, "prune_threshold": 100.0, "outer_iterations": 2})
+    settings = make(**{**COMMON, "prunetrain_threshold": 100.0, "outer_iterations": 2})
     model = new_net()
     with nodes_of(2) as topology:
         stream = RandomStream(WORLD.rank, torch.float64)

@@ -16,7 +16,7 @@ COMMON = {"outer_iterations": 3, "lr": 0.05, "lr_schedule": "constant", "bn": "a
 
 @pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
 def test_bytes_are_those_that_are_foretold_and_all_ranks_hold_the_same(ranks_per_node):
-    settings = make(method="sparseloco", compress_ratio=1e-3, **COMMON)
+    settings = make(method="sparseloco", sparseloco_ratio=1e-3, **COMMON)
     with nodes_of(ranks_per_node) as topology:
         stream = RandomStream(WORLD.rank, torch.float32)
         for record, state in run_driver(topology, settings, new_net(torch.float32), stream, 2):
@@ -43,7 +43,7 @@ def test_everything_in_four_levels_at_rate_one_is_near_the_mean():
     found = {}
     with nodes_of(1) as topology:
         for method in ("local-sgd", "sparseloco"):
-            changes = {"compress_ratio": 1.0} if method == "sparseloco" else {}
+            changes = {"sparseloco_ratio": 1.0} if method == "sparseloco" else {}
             settings = make(method=method, **COMMON, **changes)
             stream = RandomStream(WORLD.rank, torch.float64)
             runs = run_driver(topology, settings, new_net(), stream, 2)

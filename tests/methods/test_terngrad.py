@@ -27,7 +27,7 @@ def test_scales_by_hand() -> None:
 @pytest.mark.mpi
 def test_a_gradient_is_right_on_average_and_draws_depend_on_the_step() -> None:
     """Of many steps with the same gradients, the mean is that of the workers, clipped."""
-    settings = make(method="terngrad", clip_sigma=1.5, **COMMON)
+    settings = make(method="terngrad", **COMMON)
     work = make_work(settings, new_net(), RandomStream(0, torch.float64))
     wire = wire_of(WORLD)
     space = terngrad.allocate(wire, work)
@@ -37,7 +37,7 @@ def test_a_gradient_is_right_on_average_and_draws_depend_on_the_step() -> None:
         torch.randn(state.grad.numel(), generator=torch.Generator().manual_seed(r)).double()
         for r in range(WORLD.size)
     ]
-    scale = max(1.5 * float(g[place].std(unbiased=False)) for g in every)
+    scale = max(2.5 * float(g[place].std(unbiased=False)) for g in every)
     wanted = sum(g[place].clamp(-scale, scale) for g in every)
     steps, total, seen = 600, torch.zeros(segment.numel, dtype=torch.float64), []
     for step in range(steps):

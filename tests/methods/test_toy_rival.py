@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launch import run_job
 
-from prunex_mpi.settings.methods import METHODS
+from prunex_mpi.settings.resolve import BY_NAME
 
 PACKAGE = Path(__file__).resolve().parents[2] / "prunex_mpi"
 README = PACKAGE / "methods" / "README.md"
@@ -34,7 +34,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(PACKAGE, root / "prunex_mpi", ignore=ignored)
     (root / "prunex_mpi" / "methods" / "sign.py").write_text(block("python"), encoding="utf-8")
     applied = subprocess.run(
-        ["git", "apply", "--whitespace=error", "-"],
+        ["git", "apply", "--unidiff-zero", "--recount", "-"],
         cwd=root,
         input=block("diff"),
         capture_output=True,
@@ -44,14 +44,13 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_method_costs_one_file_and_a_few_lines(tree: Path) -> None:
-    assert "sign_scale" in (tree / "prunex_mpi" / "settings" / "fields.py").read_text("utf-8")
+def test_a_method_costs_one_file_and_its_declaration(tree: Path) -> None:
     lines = block("diff").splitlines()
-    changed = [line for line in lines if re.match(r"[+-](?![+-]{2} )", line)]
-    assert "sign" not in METHODS
-    assert len(changed) <= 10
-    files = [line for line in lines if line.startswith("+++ ")]
-    assert len(files) == 3
+    assert "sign" not in BY_NAME
+    (file,) = [line for line in lines if line.startswith("+++ ")]
+    assert file.endswith("declared.py")
+    # It only adds.
+    assert not [line for line in lines if re.match(r"-(?!-{2} )", line)]
 
 
 @pytest.mark.jobs
@@ -74,4 +73,4 @@ def test_the_methods_readme_adds_a_method_that_trains(tree: Path) -> None:
     # Its settings are its own.
     refused = run_job(1, ["-m", "prunex_mpi.train", "--method", "dense", "--sign-scale", "2"], tree)
     assert refused.returncode == 2
-    assert "sign-scale means nothing to method dense" in refused.stderr
+    assert "sign.scale means nothing to method dense" in refused.stderr

@@ -24,14 +24,13 @@ def slices(tensors, places, channel):
     return [tensors[n].select(axis, channel) for n, axis in places if tensors[n].dim() > 1]
 
 
-def penalty(tensors, sets, groups):
-    """Add up the norms of all groups that are not zero.
+def penalty(tensors, sets):
+    """Add up the norms of all groups: each weight's slices apart, 1e-8 added to a sum of squares.
 
-    By `layer` each weight's slices are a group of their own, whose sum of squares has 1e-8 added;
-    depthwise convolutions are left out.
+    Depthwise convolutions are left out.
     """
     total = 0.0
-    for _, channel, places in places_of(sets) if groups == "layer" else ():
+    for _, channel, places in places_of(sets):
         wide = [
             (n, axis)
             for n, axis in places
@@ -39,12 +38,6 @@ def penalty(tensors, sets, groups):
         ]
         for x in slices(tensors, wide, channel):
             total = total + torch.sqrt((x**2).sum() + 1e-8)
-    if groups == "layer":
-        return total
-    for _, channel, places in places_of(sets):
-        square = sum((x**2).sum() for x in slices(tensors, places, channel))
-        if float(square.detach()) > 0:
-            total = total + torch.sqrt(square)
     return total
 
 
@@ -69,10 +62,10 @@ def simulate_prunetrain(model, streams, loss_fn, s):
                 m.train()
                 optimizer.zero_grad()
                 loss = loss_fn(m(images), labels)
-                extra = penalty(parameters(m), s.sets, s.lasso_groups)
+                extra = penalty(parameters(m), s.sets)
                 if coefficient is None:
                     # extra * coefficient / (loss + extra * coefficient) is the share.
-                    share = s.lasso_ratio
+                    share = s.options.lasso_ratio
                     coefficient = share * loss.item() / ((1 - share) * extra.item())
                 (loss + coefficient * extra).backward()
                 losses.append(float(loss.detach()))
@@ -84,14 +77,14 @@ def simulate_prunetrain(model, streams, loss_fn, s):
                 optimizer.step()
         average_batchnorm(models)
         weights = {n: p.detach() for n, p in parameters(models[0]).items()}
-        if k % s.reconfigure_every == 0:
+        if k % s.options.reconfigure_every == 0:
             largest = {
                 (number, channel): max(float(x.abs().max()) for x in slices(weights, p, channel))
                 for number, channel, p in places_of(s.sets)
             }
             for number, (count, _) in enumerate(s.sets):
                 left = [c for c in range(count) if (number, c) not in dead]
-                going = [c for c in left if largest[number, c] < s.prune_threshold]
+                going = [c for c in left if largest[number, c] < s.options.threshold]
                 if going == left:
                     going.remove(max(left, key=lambda c: largest[number, c]))
                 dead |= {(number, c) for c in going}

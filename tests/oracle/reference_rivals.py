@@ -14,6 +14,13 @@ import torch
 from places import DEVICE
 from reference import batchnorms, conv_shapes, decays, masked, parameters, project, sgd
 
+# What their authors have chosen, by method; tests on small networks choose otherwise.
+CONSTANTS = {
+    "dgc": {"SAMPLE": 0.01},
+    "adacgd": {"LEVELS": (0.01, 0.03, 0.1), "ZETA": 0.4},
+    "terngrad": {"CLIP_SIGMA": 2.5},
+}
+
 
 def workers_of(node_sizes, aggregation):
     """Return [(ranks that the worker speaks for, its weight)]."""
@@ -54,7 +61,7 @@ def topk(contributions, memory, s):
     for contribution, residual in zip(contributions, residuals, strict=True):
         for n, x in contribution.items():
             waiting = (residual[n] + x).reshape(-1)
-            count = max(1, math.ceil(s.compress_ratio * waiting.numel() - 1e-9))
+            count = max(1, math.ceil(s.options.ratio * waiting.numel() - 1e-9))
             order = sorted(range(waiting.numel()), key=lambda i: -abs(float(waiting[i])))
             sent = torch.zeros_like(waiting)
             for i in order[:count]:
@@ -118,25 +125,18 @@ def chosen_by_dgc(waiting, ratio, sample, step):
 
 
 def dgc(contributions, memory, s):
-    """Do what the authors' code does: compressor, memory and optimizer, gradients clipped before.
+    """Do what the authors' code does: compressor, memory and optimizer.
 
     Kernels and matrices are compressed after momentum correction; all else is averaged and has
     momentum then. Weight decay has a momentum of its own. Samples begin at another place each step.
     """
-    step, final, warmup = memory.setdefault("step", 0), s.compress_ratio, s.dgc_warmup_epochs
+    step, final, warmup = memory.setdefault("step", 0), s.options.ratio, s.options.warmup_epochs
     memory["step"] += 1
     ratio = final
     if step < warmup * s.steps_per_epoch:
         parts = max(4, math.ceil(warmup))
         falls = 1 + int(step / (warmup * s.steps_per_epoch) * parts)
         ratio = final ** (falls / (parts + 1))
-    if s.dgc_clip:
-        clipped = []
-        for c, weight in zip(contributions, memory["shares"], strict=True):
-            norm = math.sqrt(sum(float((x**2).sum()) for x in c.values())) / weight
-            factor = min(1.0, s.dgc_clip / math.sqrt(len(contributions)) / (norm + 1e-6))
-            clipped.append({n: factor * x for n, x in c.items()})
-        contributions = clipped
     momenta = memory.setdefault("momenta", zeros_for(contributions))
     residuals = memory.setdefault("residuals", zeros_for(contributions))
     (common,) = memory.setdefault("common", zeros_for(contributions[:1]))
@@ -145,9 +145,6 @@ def dgc(contributions, memory, s):
 
     def corrected(momentum, n, g):
         """Update a momentum; return what of it the step takes."""
-        if s.dgc_nesterov:
-            momentum[n] = s.momentum * (momentum[n] + g)
-            return momentum[n] + g
         momentum[n] = s.momentum * momentum[n] + g
         return momentum[n]
 
@@ -158,19 +155,19 @@ def dgc(contributions, memory, s):
         for c, momentum, residual in zip(contributions, momenta, residuals, strict=True):
             residual[n] = residual[n] + corrected(momentum, n, c[n])
             waiting = residual[n].reshape(-1)
-            for i in chosen_by_dgc(waiting.tolist(), ratio, s.dgc_sample, step):
+            for i in chosen_by_dgc(waiting.tolist(), ratio, CONSTANTS["dgc"]["SAMPLE"], step):
                 total[n].reshape(-1)[i] += waiting[i]
                 residual[n].reshape(-1)[i] = momentum[n].reshape(-1)[i] = 0
     for n, weights in memory["theta"].items():
         decay = s.weight_decay * decays(weights, s) * weights
         decayed[n] = s.momentum * decayed[n] + decay
-        total[n] = total[n] + (decay + s.momentum * decayed[n] if s.dgc_nesterov else decayed[n])
+        total[n] = total[n] + decayed[n]
     return total
 
 
 def powersgd(contributions, memory, s):
     """Project each large matrix of the sum on the space of M Q; the rest of each worker stays."""
-    rank, shapes = s.powersgd_rank, {}
+    rank, shapes = s.options.rank, {}
     for n, x in contributions[0].items():
         rows, columns = len(x), x.numel() // len(x)
         if x.dim() > 1 and rank * (rows + columns) < rows * columns:
@@ -201,7 +198,7 @@ def powersgd(contributions, memory, s):
 
 def omnireduce(contributions, memory, s):
     """Send whole blocks of the largest norm of all tensors in one row; the others wait."""
-    if s.block_top == 1:
+    if s.options.block_ratio == 1:
         # Blocks of zeros need not travel to be added up.
         return dense(contributions, memory, s)
     rows = [torch.cat([x.reshape(-1) for x in c.values()]) for c in contributions]
@@ -209,12 +206,12 @@ def omnireduce(contributions, memory, s):
     total = torch.zeros_like(rows[0])
     for row, kept in zip(rows, waiting, strict=True):
         kept += row
-        starts = range(0, len(row), s.block_size)
-        norms = {i: float((kept[i : i + s.block_size] ** 2).sum()) for i in starts}
-        count = math.ceil(s.block_top * len(norms) - 1e-9)
+        starts = range(0, len(row), s.options.block_size)
+        norms = {i: float((kept[i : i + s.options.block_size] ** 2).sum()) for i in starts}
+        count = math.ceil(s.options.block_ratio * len(norms) - 1e-9)
         for i in sorted(norms, key=lambda i: -norms[i])[:count]:
-            total[i : i + s.block_size] += kept[i : i + s.block_size]
-            kept[i : i + s.block_size] = 0
+            total[i : i + s.options.block_size] += kept[i : i + s.options.block_size]
+            kept[i : i + s.options.block_size] = 0
     pieces = total.split([x.numel() for x in contributions[0].values()])
     return {n: p.view(x.shape) for p, (n, x) in zip(pieces, contributions[0].items(), strict=True)}
 
@@ -231,10 +228,10 @@ def adacgd(contributions, memory, s):
         return dense(contributions, memory, s)
     for h, g, y in zip(memory["estimates"], rows, memory["before"], strict=True):
         # EF21-SGDM compresses an average of the gradients; 1 is the gradient itself.
-        x = y + s.ada_average * (g - y)
-        bound = s.ada_zeta * float(((x - y) ** 2).sum())
+        x = y + s.options.average * (g - y)
+        bound = CONSTANTS["adacgd"]["ZETA"] * float(((x - y) ** 2).sum())
         order = sorted(range(len(x)), key=lambda i: -abs(float(x[i] - h[i])))
-        for level in (0, *s.ada_levels):
+        for level in (0, *CONSTANTS["adacgd"]["LEVELS"]):
             tried = h.clone()
             for i in order[: math.ceil(level * len(x) - 1e-9)]:
                 tried[i] = x[i]
@@ -272,7 +269,9 @@ def terngrad(contributions, memory, s):
             mean = sum(values) / len(values)
             sigma = math.sqrt(sum((v - mean) ** 2 for v in values) / len(values))
             largest = max(abs(v) for v in values)
-            mine.append(min(s.clip_sigma * sigma, largest) if s.clip_sigma and sigma else largest)
+            mine.append(
+                min(CONSTANTS["terngrad"]["CLIP_SIGMA"] * sigma, largest) if sigma else largest
+            )
         scales[n] = max(mine)
     total = {n: torch.zeros_like(x) for n, x in contributions[0].items()}
     for rank, c in enumerate(contributions):
@@ -294,8 +293,8 @@ def lion(contributions, memory, s):
     for c, share, momentum in zip(contributions, memory["shares"], momenta, strict=True):
         for n, x in c.items():
             gradient = x / share
-            update = s.lion_beta1 * momentum[n] + (1 - s.lion_beta1) * gradient
-            momentum[n] = s.lion_beta2 * momentum[n] + (1 - s.lion_beta2) * gradient
+            update = 0.9 * momentum[n] + (1 - 0.9) * gradient
+            momentum[n] = 0.99 * momentum[n] + (1 - 0.99) * gradient
             assert update.all()
             votes[n] += update.sign()
     return {n: v.sign() for n, v in votes.items()}
@@ -318,16 +317,16 @@ PER_STEP = {
 
 def simulate_per_step(model, streams, node_sizes, loss_fn, s):
     """Run `s.outer_iterations` times `s.steps` steps; return one SimpleNamespace per iteration."""
-    exchange, memory = PER_STEP[s.method], {}
+    exchange, memory = PER_STEP[s.method.name], {}
     workers = workers_of(node_sizes, s.aggregation)
     models = [copy.deepcopy(model) for _ in streams]
     memory["shares"] = [weight for _, weight in workers]
     # DGC has momentum and weight decay of its own, Lion momentum.
-    momentum = 0 if s.method in ("dgc", "lion") else s.momentum
-    decay = 0 if s.method == "dgc" else s.weight_decay
+    momentum = 0 if s.method.name in ("dgc", "lion") else s.momentum
+    decay = 0 if s.method.name == "dgc" else s.weight_decay
     optimizers = [sgd(m, s, momentum, decay) for m in models]
     history = []
-    if s.method == "pactrain" and s.prune_iteration == 0:
+    if s.method.name == "pactrain" and s.options.prune_iteration == 0:
         prune_weights(models, optimizers, memory, s)
     for k in range(1, s.outer_iterations + 1):
         losses = []
@@ -351,7 +350,7 @@ def simulate_per_step(model, streams, node_sizes, loss_fn, s):
                 for n, p in parameters(m).items():
                     p.grad.copy_(mean[n])
                 optimizer.step()
-        if s.method == "pactrain" and s.prune_iteration == k:
+        if s.method.name == "pactrain" and s.options.prune_iteration == k:
             prune_weights(models, optimizers, memory, s)
         average_batchnorm(models)
         history.append(
@@ -399,9 +398,9 @@ def rate_at(step, total, s):
 
 def interval(done, total, s):
     """Return the steps of a round, as the code of Gu et al. 2024 has it (LocalOptimizer)."""
-    if s.method != "qsr" or done < round(s.lr_warmup * total):
+    if s.method.name != "qsr" or done < round(s.lr_warmup * total):
         return s.steps
-    wanted = int((s.qsr_alpha / rate_at(done, total, s)) ** 2)
+    wanted = int((s.options.alpha / rate_at(done, total, s)) ** 2)
     return max(min(max(wanted, s.steps), total - done), 1)
 
 
@@ -426,7 +425,7 @@ def sparse(left, s):
         places = []
         for start in range(0, len(numbers), s.chunk):
             chunk = range(start, min(start + s.chunk, len(numbers)))
-            count = math.ceil(s.compress_ratio * s.chunk)
+            count = math.ceil(s.options.ratio * s.chunk)
             places += sorted(chunk, key=lambda i: -abs(numbers[i]))[:count]
         out = [0.0] * len(numbers)
         for i, level in zip(places, quantised([numbers[i] for i in places]), strict=True):
@@ -483,7 +482,7 @@ def simulate_local(model, streams, node_sizes, loss_fn, s):
                         p.grad *= mask[n]
                 optimizer.step()
         mean = {n: sum(parameters(m)[n].detach() for m in models) / total for n in names}
-        if s.method == "one-shot" and k == s.prune_iteration:
+        if s.method.name == "one-shot" and k == s.options.prune_iteration:
             by_node = [
                 {
                     n: sum(
@@ -503,23 +502,25 @@ def simulate_local(model, streams, node_sizes, loss_fn, s):
                         kept = optimizer.state[p]
                         kept["exp_avg" if "exp_avg" in kept else "momentum_buffer"] *= mask[n]
         mean = masked(mean, mask)
-        if s.method == "diloco":
+        if s.method.name == "diloco":
             for n in names:
                 displacement = z[n] - mean[n]
-                velocity[n] = s.outer_momentum * velocity[n] + displacement
-                z[n] = z[n] - s.outer_lr * (displacement + s.outer_momentum * velocity[n])
-        elif s.method == "sparseloco":
+                velocity[n] = s.options.outer_momentum * velocity[n] + displacement
+                z[n] = z[n] - s.options.outer_lr * (
+                    displacement + s.options.outer_momentum * velocity[n]
+                )
+        elif s.method.name == "sparseloco":
             total_sent = {n: torch.zeros_like(x) for n, x in z.items()}
             for i, size in enumerate(node_sizes):
                 mine = [m for m, node in zip(models, node_of, strict=True) if node == i]
                 for n in names:
                     drift = z[n] - sum(parameters(m)[n].detach() for m in mine) / size
-                    left[i][n] = s.error_decay * left[i][n] + drift
+                    left[i][n] = s.options.error_decay * left[i][n] + drift
                 sent = sparse(left[i], s)
                 for n in names:
                     left[i][n] = left[i][n] - sent[n]
                     total_sent[n] += size / total * sent[n]
-            z = {n: x - s.outer_lr * total_sent[n] for n, x in z.items()}
+            z = {n: x - s.options.outer_lr * total_sent[n] for n, x in z.items()}
         else:
             z = mean
         average_batchnorm(models)

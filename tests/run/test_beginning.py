@@ -32,7 +32,7 @@ from prunex_mpi.models.build import build_model
 from prunex_mpi.run import beginning
 from prunex_mpi.run.beginning import INITIAL, judge_beginning
 from prunex_mpi.settings.cli import parse
-from prunex_mpi.settings.resolve import make, resumed, with_overrides
+from prunex_mpi.settings.resolve import flat_values, make, resumed, with_overrides
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -236,7 +236,9 @@ def test_a_run_that_made_its_network_smaller_says_so(tmp_path: Path) -> None:
 
 def test_what_the_run_filled_in_is_no_difference_and_all_else_is() -> None:
     asked = make(init_from="a.pt")
-    saved = vars(replace(asked, init_digest="ab", image_mean=(0.5,) * 3, image_std=(0.5,) * 3))
+    saved = flat_values(
+        replace(asked, init_digest="ab", image_mean=(0.5,) * 3, image_std=(0.5,) * 3)
+    )
     repeated = {"init_from": "a.pt", "init_digest": "", "image_mean": (), "image_std": ()}
     assert resumed(saved, repeated).init_digest == "ab"
     for other in ({"init_from": "b.pt"}, {"init_digest": "cd"}, {"image_mean": (0.1,) * 3}):

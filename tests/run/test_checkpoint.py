@@ -43,8 +43,8 @@ from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.older import renamed, upgraded
 from prunex_mpi.run.snapshot import contents, misfit
 from prunex_mpi.run.supervision import Checkpoints, driver_of, write_checkpoint
+from prunex_mpi.settings.declared import METHODS
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import METHODS
 from prunex_mpi.settings.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
@@ -91,15 +91,15 @@ SCENARIOS = {
     "pactrain": {
         "method": "pactrain",
         "aggregation": "hierarchical",
-        "prune_iteration": 1,
-        "stable_window": 2,
-        "ternary": True,
+        "pactrain_prune_iteration": 1,
+        "pactrain_stable_window": 2,
+        "pactrain_ternary": True,
         "bucket_mib": 2**-10,
     },
-    "dgc": {"method": "dgc", "aggregation": "hierarchical", "compress_ratio": 0.02},
+    "dgc": {"method": "dgc", "aggregation": "hierarchical", "dgc_ratio": 0.02},
     "powersgd": {"method": "powersgd", "aggregation": "hierarchical"},
-    "omnireduce": {"method": "omnireduce", "block_size": 16},
-    "all blocks": {"method": "omnireduce", "block_top": 1.0},
+    "omnireduce": {"method": "omnireduce", "omnireduce_block_size": 16},
+    "all blocks": {"method": "omnireduce", "omnireduce_block_ratio": 1.0},
     "fp16 gradients": {"method": "fp16"},
     "terngrad": {"method": "terngrad", "aggregation": "hierarchical"},
     "lion": {"method": "lion"},
@@ -108,13 +108,12 @@ SCENARIOS = {
     "diloco adamw": {"method": "diloco", "optimizer": "adamw", "lr": 0.002},
     # Its fourth round has six steps.
     "qsr": {"method": "qsr", "qsr_alpha": 0.07},
-    "sparseloco": {"method": "sparseloco", "compress_ratio": 0.01, "node_sync": "outer"},
+    "sparseloco": {"method": "sparseloco", "sparseloco_ratio": 0.01, "node_sync": "outer"},
     "one-shot": {
         "method": "one-shot",
-        "prune_iteration": 4,
+        "one_shot_prune_iteration": 4,
         "groups": ("coupled",),
         "score": "taylor",
-        "lr_restart": 0.5,
     },
     "shrunk": {
         **RAMP,
@@ -125,13 +124,13 @@ SCENARIOS = {
     },
     "prunetrain": {
         "method": "prunetrain",
-        "reconfigure_every": 3,
-        "prune_threshold": 0.27,
+        "prunetrain_reconfigure_every": 3,
+        "prunetrain_threshold": 0.27,
         "ema": 0.5,
     },
 }
 COVERED = {changes.get("method", "prunex") for changes in SCENARIOS.values()}
-SCENARIOS |= {method: {"method": method} for method in METHODS if method not in COVERED}
+SCENARIOS |= {m.name: {"method": m.name} for m in METHODS if m.name not in COVERED}
 # Those whose workers alone use what is the same on all of them.
 WORKERS_SHARE = ("dgc", "powersgd", "adacgd")
 # Exchanges of iterations 1, 2 and 4 run behind the local steps of the next.
@@ -182,7 +181,7 @@ OVERLAPPED = {
 }
 for name in ("diloco int4 behind", "one-shot bf16 behind"):
     del OVERLAPPED[name]["residuals"]
-OVERLAPPED["one-shot bf16 behind"] |= {"prune_iteration": 3, "groups": ("coupled",)}
+OVERLAPPED["one-shot bf16 behind"] |= {"one_shot_prune_iteration": 3, "groups": ("coupled",)}
 SCENARIOS |= {**FEWER_BITS, **OVERLAPPED}
 SCENARIOS["qsr int4 behind"] = {**OVERLAPPED["diloco int4 behind"], **SCENARIOS["qsr"]}
 RARELY = ("int8sum", "diloco int4", "behind", "diloco int4 behind", "one-shot bf16 behind")
@@ -270,7 +269,7 @@ def vectors(run: Run) -> dict[str, torch.Tensor]:
     found = {name: getattr(state, name) for name in ("theta", "u", "v", "z_node", "z")}
     found |= remembered(state.optimizer, state.theta)
     found |= state.memory
-    if run.settings.method in WORKERS_SHARE and not run.topology.is_leader:
+    if run.settings.method.name in WORKERS_SHARE and not run.topology.is_leader:
         # Followers have no use for what the workers share.
         found = {name: t for name, t in found.items() if not name.startswith("shared.")}
     found |= dict(run.problem.model.named_buffers())
@@ -700,7 +699,7 @@ def test_the_moments_of_adamw_go_to_other_nodes_as_means() -> None:
 
 
 # By the fourth iteration the supports are stable and measurements have chosen how they travel.
-ADAPTIVE = {"adaptive": True, "ternary": False, "prune_iteration": 0}
+ADAPTIVE = {"pactrain_adaptive": True, "pactrain_ternary": False, "pactrain_prune_iteration": 0}
 
 
 @pytest.mark.parametrize("node_sync", ["step", "outer"])

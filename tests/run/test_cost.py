@@ -119,7 +119,7 @@ def test_messages_are_cut_into_buckets():
 def test_the_table_has_a_row_per_payload_and_number_of_nodes(flags):
     given = {"dry_run": True, "link_gbit": 1.0, "leaders_per_node": 2, **flags}
     settings = make(nodes=(1, 2, 18, 19), **given)
-    table = cost_table(settings, WHAT)
+    table = cost_table(settings, settings.estimate, WHAT)
     rows = {(row[0], row[1]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
     assert len(rows) == 7 * 4 == len(table.rows)
     for (payload, nodes), row in rows.items():
@@ -139,9 +139,8 @@ def test_the_table_has_a_row_per_payload_and_number_of_nodes(flags):
 def test_the_share_is_of_what_is_not_hidden():
     given = {"dry_run": True, "link_gbit": 1e-3, "step_ms": 1e6, "local_steps": 20}
     given |= {"evaluate_every": 4, "residuals": "evaluate"}
-    whole, behind, auto = (
-        cost_table(make(overlap_steps=steps, **given), WHAT) for steps in (0, 5, "auto")
-    )
+    runs = [make(overlap_steps=steps, **given) for steps in (0, 5, "auto")]
+    whole, behind, auto = (cost_table(run, run.estimate, WHAT) for run in runs)
     assert behind == auto
     for exposed, hidden in zip(whole.rows, behind.rows, strict=True):
         assert hidden[:-1] == exposed[:-1]

@@ -27,20 +27,20 @@ SPARSE = 8 * -(-(23 * 16 + 480 * 2 + 23 * 64 * 12 // 8 + (23 * 64 + 490 + 3) // 
     ("changes", "counts"),
     [
         ({"method": "dense"}, [4 * 75_290, 4 * 480]),
-        ({"method": "topk", "compress_ratio": 1.0, "aggregation": "hierarchical"}, [8 * 75_290]),
+        ({"method": "topk", "topk_ratio": 1.0, "aggregation": "hierarchical"}, [8 * 75_290]),
         # Half of the 74,800 weights and 490 other parameters; one flag, or a scale and a flag.
         ({"method": "pactrain"}, [4 * 75_290, 4 * (37_400 + 490 + 1)]),
         (
-            {"method": "pactrain", "prune_by": "magnitude", "ternary": True},
+            {"method": "pactrain", "pactrain_score": "magnitude", "pactrain_ternary": True},
             [4 * 75_290, 37_400 + 490 + 4 * 2],
         ),
         # 44 + 231 + 231 + 461 + 922 + 1,844 + 3,687 + 64, and what is no kernel or matrix.
-        ({"method": "dgc", "compress_ratio": 0.1}, [8 * 7_484 + 8 + 4 * 490]),
-        ({"method": "dgc", "compress_ratio": 1.0}, [4 * 75_290]),
+        ({"method": "dgc", "dgc_ratio": 0.1}, [8 * 7_484 + 8 + 4 * 490]),
+        ({"method": "dgc", "dgc_ratio": 1.0}, [4 * 75_290]),
         # 8 matrices of 250 rows and 1,675 columns together, and 490 other parameters.
         ({"method": "powersgd"}, [4 * (2 * (250 + 1_675) + 490)]),
         # 295 blocks of 256 elements.
-        ({"method": "omnireduce", "block_top": 1.0}, [4 * 75_290, 37]),
+        ({"method": "omnireduce", "omnireduce_block_ratio": 1.0}, [4 * 75_290, 37]),
         # 3 of them.
         ({"method": "omnireduce"}, [3 * (4 * 256 + 4)]),
         ({"method": "fp16"}, [2 * 75_290]),
@@ -61,7 +61,7 @@ SPARSE = 8 * -(-(23 * 16 + 480 * 2 + 23 * 64 * 12 // 8 + (23 * 64 + 490 + 3) // 
         ({"method": "prunex-flat"}, [DENSE, 64 * DENSE]),
         # Pruned in iteration 16 of 64, whose payload is the first to be smaller.
         (
-            {"method": "one-shot", "prune_iteration": 16},
+            {"method": "one-shot", "one_shot_prune_iteration": 16},
             [DENSE, DENSE - 4 * 36_864, 64 * DENSE - 49 * 4 * 36_864],
         ),
     ],

@@ -15,7 +15,7 @@ from prunex_mpi.run import supervision
 from prunex_mpi.run.directory import RunDirectory, same_run
 from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.resolve import make, resumed, to_toml
+from prunex_mpi.settings.resolve import flat_values, make, resumed, to_toml
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -157,7 +157,7 @@ def test_a_job_that_is_ended_before_its_summary_has_its_last_checkpoint(
 
 
 def test_only_more_iterations_are_another_length() -> None:
-    saved = vars(make(outer_iterations=16))
+    saved = flat_values(make(outer_iterations=16))
     share = Fraction(1, 16)
     for given in ({"outer_iterations": 24}, {"outer_iterations": 24, "warmup_iterations": share}):
         found = resumed(saved, given)

@@ -30,14 +30,14 @@ MORE = {
     "dgc": {"method": "dgc"},
     "powersgd": {"method": "powersgd"},
     "omnireduce": {"method": "omnireduce"},
-    "all blocks": {"method": "omnireduce", "block_top": 1.0},
+    "all blocks": {"method": "omnireduce", "omnireduce_block_ratio": 1.0},
     "bf16": {"method": "bf16"},
     "terngrad": {"method": "terngrad"},
     "lion": {"method": "lion"},
     "adacgd": {"method": "adacgd"},
-    "ternary": {
-        **{"method": "pactrain", "prune_iteration": 1, "stable_window": 1},
-        **{"ternary": True, "adaptive": True},
+    "pactrain_ternary": {
+        **{"method": "pactrain", "pactrain_prune_iteration": 1, "pactrain_stable_window": 1},
+        **{"pactrain_ternary": True, "pactrain_adaptive": True},
     },
 }
 

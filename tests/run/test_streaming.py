@@ -229,7 +229,7 @@ def test_statistics_of_damaged_images_are_refused_by_all_ranks(shared: Path) -> 
     assert caught.value.exit_code == UNREADABLE
 
 
-GRASP = {"prune_by": "grasp", "keep_ratio": (0.1,), "grasp_batches": 1, "evaluate_every": 3}
+GRASP = {"pactrain_score": "grasp", "keep_ratio": (0.1,), "grasp_batches": 1, "evaluate_every": 3}
 
 
 @pytest.mark.any_mpi

@@ -39,7 +39,7 @@ def settings_of(folder: Path, name: str, **changes: object) -> Any:
 )
 def test_the_best_of_what_has_been_evaluated_is_kept(scenario: str) -> None:
     # All that the lasso leaves of a channel is taken out at once.
-    changes = {"prune_threshold": 10.0} if scenario == "prunetrain" else {}
+    changes = {"prunetrain_threshold": 10.0} if scenario == "prunetrain" else {}
     changes |= UNFROZEN.get(scenario, {})
     changes |= {"outer_iterations": 4, "model": "resnet8-w4", **VAL}
     seen: list[tuple[Judged, torch.Tensor]] = []

@@ -30,7 +30,7 @@ from prunex_mpi.core import evaluation
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout, Segment, build_layout
-from prunex_mpi.settings.methods import METHODS
+from prunex_mpi.settings.resolve import BY_NAME as METHODS
 from prunex_mpi.settings.resolve import make
 from prunex_mpi.settings.values import AUTO
 from prunex_mpi.tools.compare import compare as bench_compare
@@ -160,7 +160,7 @@ def cells(table: Table, method: str) -> dict:
         ("--methods dense --seeds 3 --tune-lr 0.2 --tune-seed 3", ["--tune-seed", "3"]),
         ("--methods dense topk --keep-ratio 0.5", ["--keep-ratio", "dense, topk"]),
         ("--methods prunex-flat --mask-agreement or", ["--mask-agreement", "(it is for prunex)"]),
-        ("--methods dense --compress-ratio 2", ["--compress-ratio", "2"]),
+        ("--methods topk --topk-ratio 2", ["--topk-ratio", "2"]),
         ("--methods dense --seed 3", ["--seed", "--seeds"]),
         ("--methods dense --resume", ["--resume", "--dir"]),
         ("--methods dense --dir=x --known=y.json", ["--known", "--resume"]),
@@ -212,13 +212,13 @@ def test_runs_that_tune_are_of_another_seed_and_as_long_unless_told():
         dgc, prunetrain = (
             settings_of(options.common, row, 0, length=Fraction(1, 8)) for row in options.rows
         )
-        assert (dgc.outer_iterations, dgc.dgc_warmup_epochs) == (8, warmup)
-    assert (prunetrain.reconfigure_every, prunetrain.evaluate_every) == (1, 1)
+        assert (dgc.outer_iterations, dgc.options.warmup_epochs) == (8, warmup)
+    assert (prunetrain.options.reconfigure_every, prunetrain.evaluate_every) == (1, 1)
 
 
 def test_stages_given_as_counts_are_as_large_a_part_of_a_shorter_run():
     flags = "--methods prunex one-shot --warmup-iterations 9 --keep-ramp-iterations 23"
-    flags += " --freeze-iteration 32 --prune-iteration 64"
+    flags += " --freeze-iteration 32 --one-shot-prune-iteration 64"
     prunex, one_shot = (
         settings_of(options.common, row, 0, length=Fraction(1, 4))
         for options in [parse(flags.split())]
@@ -226,7 +226,7 @@ def test_stages_given_as_counts_are_as_large_a_part_of_a_shorter_run():
     )
     stages = (prunex.warmup_iterations, prunex.keep_ramp_iterations, prunex.freeze_iteration)
     assert (prunex.outer_iterations, stages) == (16, (2, 6, 8))
-    assert one_shot.prune_iteration == one_shot.outer_iterations == 16
+    assert one_shot.options.prune_iteration == one_shot.outer_iterations == 16
 
 
 def test_a_shorter_run_still_has_exchanges_behind_its_steps():
@@ -316,7 +316,7 @@ def test_rows_of_a_plan_can_be_chosen(tmp_path):
     for more, culprits in (
         (["tpok"], ["--rows", "'tpok'", "'topk'"]),
         (["topk", "topk"], ["--rows", "twice"]),
-        (["dense", "--compress-ratio", "0.1"], ["--compress-ratio", "dense"]),
+        (["dense", "--topk-ratio", "0.1"], ["--topk-ratio", "dense"]),
     ):
         with pytest.raises(UserError) as caught:
             parse([*flags, *more])
@@ -878,7 +878,7 @@ def compared(flags: list[str], folder) -> tuple[dict[str, Table], str]:
 @pytest.mark.mpi
 @pytest.mark.parametrize("method", ["prunex", "one-shot"])
 def test_what_was_taken_out_counts_as_zeros(quiet, tmp_path, method):
-    stages = PRUNED_AT_ONCE if method == "prunex" else ["--prune-iteration=1"]
+    stages = PRUNED_AT_ONCE if method == "prunex" else ["--one-shot-prune-iteration=1"]
     found = []
     for number, more in enumerate(([], ["--remove-dropped"])):
         flags = ["--methods", method, *stages, "--groups", "coupled", *more]
@@ -942,7 +942,7 @@ def test_methods_are_compared_on_the_same_samples(quiet, tmp_path, capsys):
 @pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_what_says_where_values_belong_is_told_from_the_values(quiet, tmp_path):
-    tables, _ = compared(["--methods", "dgc", "omnireduce", "--compress-ratio=1"], tmp_path)
+    tables, _ = compared(["--methods", "dgc", "omnireduce", "--dgc-ratio=1"], tmp_path)
     # All that dgc sends travels whole.
     assert cells(tables["The"], "dgc")["metadata %"] == 0
     # Statistics, and in a step three blocks of 256 elements, each with its number.
@@ -1256,7 +1256,7 @@ def test_one_more_seed_changes_nothing_about_rows_of_equal_bytes(quiet, tmp_path
     def uneven(topology, settings, *rest, **more):
         found = real(topology, settings, *rest, **more)
         sent = found.measured.sent_bytes
-        if settings.method == "local-sgd":
+        if settings.method.name == "local-sgd":
             sent //= 1 + settings.seed
         return replace(found, measured=replace(found.measured, sent_bytes=sent))
 

@@ -69,7 +69,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def smaller_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train one that becomes smaller while it is trained."""
-    flags = ["--method", "prunetrain", "--reconfigure-every", "2", "--prune-threshold", "0.26"]
+    flags = [
+        "--method",
+        "prunetrain",
+        "--prunetrain-reconfigure-every",
+        "2",
+        "--prunetrain-threshold",
+        "0.26",
+    ]
     return train(tmp_path_factory.mktemp("smaller"), flags)
 
 

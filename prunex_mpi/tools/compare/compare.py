@@ -21,7 +21,7 @@ from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.run.facts import recorded_versions
 from prunex_mpi.run.program import watched
 from prunex_mpi.run.start import find_transport, heed_findings, refuse_lone_singleton, take_places
-from prunex_mpi.settings.fields import FIELDS
+from prunex_mpi.settings.resolve import FIELDS
 from prunex_mpi.tools.compare import store
 from prunex_mpi.tools.compare.equal import run_equal
 from prunex_mpi.tools.compare.figure import draw

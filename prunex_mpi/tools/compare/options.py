@@ -8,9 +8,9 @@ from typing import Any
 
 from prunex_mpi.base.errors import UserError, meant, quote
 from prunex_mpi.settings.cli import add_settings, convert_flag, join_negative_numbers
-from prunex_mpi.settings.fields import FIELDS, key_of
-from prunex_mpi.settings.methods import METHODS
+from prunex_mpi.settings.fields import key_of
 from prunex_mpi.settings.parser import Parser, program_parser
+from prunex_mpi.settings.resolve import BY_NAME, FIELDS, defaults
 from prunex_mpi.settings.values import AUTO, convert
 from prunex_mpi.tools.compare.rows import (
     COMMON,
@@ -83,7 +83,7 @@ def build_parser() -> Parser:
     several = {"action": "extend", "nargs": "+"}
     group = parser.add_argument_group("comparison")
     add = group.add_argument
-    add("--methods", **several, metavar="NAME", help=f"some of {', '.join(METHODS)}")
+    add("--methods", **several, metavar="NAME", help=f"some of {', '.join(BY_NAME)}")
     add("--plan", metavar="FILE", help="TOML: [settings] and [rows.NAME], in place of --methods")
     add("--rows", **several, metavar="NAME", help="these rows of the plan alone, in its order")
     add(
@@ -125,7 +125,7 @@ def build_parser() -> Parser:
         metavar="NAME=FILE",
         help="with --from and --figure: over the seconds that such a file has of the same rows",
     )
-    add_settings(parser, COMMON)
+    add_settings(parser, COMMON, defaults("recipe", BY_NAME["prunex"]))
     return parser
 
 
@@ -201,7 +201,7 @@ def _refuse_what_excludes(given: Mapping[str, Any], places: Mapping[str, str]) -
     if "methods" in given and "plan" in given:
         raise UserError("--methods and --plan both name rows; keep one of them")
     if "methods" not in given and "plan" not in given:
-        raise UserError(f"--methods is missing: give some of {', '.join(METHODS)}, or --plan")
+        raise UserError(f"--methods is missing: give some of {', '.join(BY_NAME)}, or --plan")
 
 
 def _times(items: Sequence[str], places: Mapping[str, str]) -> dict[str, str]:

@@ -27,17 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from prunex_mpi.base.errors import UserError, meant, quote
-from prunex_mpi.settings.fields import (
+from prunex_mpi.settings.fields import OF_SECTION, Settings, key_of
+from prunex_mpi.settings.resolve import (
+    BY_NAME,
     ESTIMATED,
     FIELDS,
-    OF_SECTION,
-    Settings,
+    build,
     concerns,
-    key_of,
+    flat_values,
+    from_table,
     methods_of,
 )
-from prunex_mpi.settings.methods import AVERAGING, CONSENSUS, EVERY_RANK_ALONE, METHODS
-from prunex_mpi.settings.resolve import build, from_table
 from prunex_mpi.settings.values import AUTO, convert
 
 if sys.version_info >= (3, 11):
@@ -46,14 +46,14 @@ else:
     import tomli as tomllib
 
 # What the comparison itself decides, or what only a run of its own can do.
-OWN = ("seed", "lr", "eps_abs", "eps_rel", "run_dir", "dry_run", *ESTIMATED)
+OWN = ("seed", "lr", "eps_abs", "eps_rel", "epochs", "run_dir", "dry_run", *ESTIMATED)
 ALONE = (
     *("resume", "checkpoint_every", "time_limit", "preempt_signals", "on_divergence"),
     *("tensorboard", "trace"),
 )
 COMMON = tuple(name for name in FIELDS if name not in ("method", *OWN, *ALONE))
 # What a shorter run has fewer of, or more often.
-COUNTING_ITERATIONS = ("outer_iterations", "evaluate_every", "reconfigure_every")
+COUNTING_ITERATIONS = ("outer_iterations", "evaluate_every", "prunetrain_reconfigure_every")
 # Stages of a run, each a count or a share of its outer iterations.
 STAGES = tuple(name for name, field in FIELDS.items() if field.metadata.get("share"))
 # The key of a row that begins the search elsewhere.
@@ -130,7 +130,7 @@ def read_plan(path: str) -> tuple[dict[str, Any], tuple[Row, ...]]:
 def _row(name: str, table: Mapping[str, Any], where: str) -> Row:
     here = f"[rows.{name}] of {where}"
     if "method" not in table:
-        raise UserError(f"{here} has no method; give one of {', '.join(METHODS)}")
+        raise UserError(f"{here} has no method; give one of {', '.join(BY_NAME)}")
     own = from_table({key: value for key, value in table.items() if key != GRID}, here)
     method, lr = own.pop("method"), own.pop("lr", None)
     _refuse(own, [n for n in COMMON if n not in (*SHARED, "preset")], here)
@@ -164,26 +164,27 @@ def settings_of(
     if lr is not None or row.lr is not None:
         values["lr"] = lr if lr is not None else row.lr
     preset = values.pop("preset", FIELDS["preset"].default)
-    if row.method in CONSENSUS:
+    if BY_NAME[row.method].consensus:
         # An early stop would spare it work that the others do.
         values |= {"eps_abs": 0.0, "eps_rel": 0.0}
     settings = build(preset, [values])
     if length == 1:
         return settings
+    whole = flat_values(settings)
     values |= {
-        name: max(1, round(getattr(settings, name) * length))
+        name: max(1, round(whole[name] * length))
         for name in COUNTING_ITERATIONS
-        if concerns(name, values)
+        if concerns(name, settings.method)
     }
-    if settings.method in AVERAGING and settings.overlap_steps:
+    if settings.method.averages and settings.overlap_steps:
         # An evaluation in every outer iteration would wait for every exchange.
         values["evaluate_every"] = max(2, values["evaluate_every"])
     shorter, outer = values["outer_iterations"], settings.outer_iterations
     counts = {name: values[name] for name in STAGES if values.get(name, 0) >= 1}
     # Shares are rounded so that one stage does not run into the next.
     values |= {n: Fraction(c) / outer if c < outer else shorter for n, c in counts.items()}
-    warmup = settings.dgc_warmup_epochs
-    if concerns("dgc_warmup_epochs", values) and warmup != AUTO:
+    warmup = whole.get("dgc_warmup_epochs", AUTO)
+    if warmup != AUTO:
         values["dgc_warmup_epochs"] = warmup * length
     return build(preset, [values])
 
@@ -198,11 +199,11 @@ def name_seed(settings: Settings) -> Settings:
 
 def meant_for(name: str, row: Row, common: Mapping[str, Any]) -> bool:
     """Say whether a common setting means something to a row."""
-    if row.method in EVERY_RANK_ALONE and name in ("ranks_per_node", "leaders_per_node"):
+    method = BY_NAME[row.method]
+    if method.flat and name in ("ranks_per_node", "leaders_per_node"):
         # Every rank is a node of its own there, which is what is compared.
         return False
-    defaults = {name: field.default for name, field in FIELDS.items()}
-    return concerns(name, {**defaults, **common, **row.own, "method": row.method})
+    return concerns(name, method)
 
 
 def refuse_unused(names: Iterable[str], common: Mapping[str, Any], rows: Sequence[Row]) -> None:
@@ -219,6 +220,6 @@ def refuse_unused(names: Iterable[str], common: Mapping[str, Any], rows: Sequenc
 
 def refuse_unknown(method: str, where: str) -> None:
     """Raise UserError unless there is such a method."""
-    if method not in METHODS:
-        guess = meant(method, METHODS, f"; there are {', '.join(METHODS)}")
+    if method not in BY_NAME:
+        guess = meant(method, BY_NAME, f"; there are {', '.join(BY_NAME)}")
         raise UserError(f"{where}: unknown method {quote(method)}{guess}")

@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import MISSING, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,8 @@ from prunex_mpi.run.facts import recorded_versions
 from prunex_mpi.run.start import tell_beforehand
 from prunex_mpi.run.supervision import progress_of, recorded
 from prunex_mpi.run.tuning import goes_behind_steps, refuse_impossible_exchange
-from prunex_mpi.settings.fields import FIELDS, OF_THE_JOB, Settings
-from prunex_mpi.settings.methods import EVERY_RANK_ALONE
-from prunex_mpi.settings.resolve import to_toml
+from prunex_mpi.settings.fields import OF_THE_JOB, Settings
+from prunex_mpi.settings.resolve import ESTIMATED, flat_values, to_toml
 from prunex_mpi.tools.bench.timing import Action, min_seconds
 from prunex_mpi.tools.compare.outcomes import Measured, Outcome, Point
 from prunex_mpi.tools.compare.rows import name_seed
@@ -69,7 +68,7 @@ def run_one(
     """
     world = topology.world
     # Without leaders every rank is a node of its own.
-    flat = settings.method in EVERY_RANK_ALONE
+    flat = settings.method.flat
     nodes = nodes_of(world, 1) if flat else nullcontext(topology)
     name = f"{row}, seed {settings.seed}, learning rate {settings.lr:g}"
     log.info("%s", name)
@@ -237,15 +236,11 @@ def operations(settings: Settings) -> str:
 
 
 def digest_of(settings: Settings) -> str:
-    """Return what tells rows of other settings apart, whatever their seed and learning rate are.
-
-    A setting that came later, and says what runs did before, changes nothing.
-    """
+    """Return what tells rows of other settings apart, whatever their seed and learning rate are."""
     told = {
-        name: str(getattr(settings, name))
-        for name, field in FIELDS.items()
-        if name not in (*OF_THE_JOB, "preset", "seed", "lr")
-        and getattr(settings, name) != field.metadata.get("before", MISSING)
+        name: str(value)
+        for name, value in flat_values(settings).items()
+        if name not in (*OF_THE_JOB, *ESTIMATED, "preset", "seed", "lr")
     }
     return hashlib.sha256(repr(sorted(told.items())).encode()).hexdigest()[:DIGITS]
 

@@ -34,7 +34,7 @@ from prunex_mpi.models import standalone
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.run.job import say
 from prunex_mpi.run.start import refuse_lone_singleton, take_places
-from prunex_mpi.settings.fields import FIELDS
+from prunex_mpi.settings.fields import SHARED
 from prunex_mpi.tools.evaluate.options import Options
 
 # Settings of a run that say on what it was tested.
@@ -150,7 +150,7 @@ def data_of(network: Network, options: Options) -> dict[str, Any]:
     """
     given = {"dataset": options.dataset, "data_dir": options.data_dir}
     given = {key: value for key, value in given.items() if value}
-    data = {"data_dir": FIELDS["data_dir"].default, **network.data, **given}
+    data = {"data_dir": SHARED["data_dir"].default, **network.data, **given}
     if "dataset" not in data:
         raise UserError("an exported network does not say what it is for: give --dataset")
     if options.test_samples is not None or given:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.settings.cli import convert_flag
-from prunex_mpi.settings.fields import FIELDS
+from prunex_mpi.settings.fields import SHARED
 from prunex_mpi.settings.parser import Parser, add_timeout, check_range, program_parser
 from prunex_mpi.settings.values import choices_shown
 
@@ -37,7 +37,7 @@ def build_parser() -> Parser:
         "Under mpirun or srun the ranks share the images.",
     )
     add = parser.add_argument
-    datasets = choices_shown(FIELDS["dataset"].metadata)
+    datasets = choices_shown(SHARED["dataset"].metadata)
     add("network", metavar="RUN|MODEL", help="folder of a complete run, or of an exported network")
     add(
         "--dataset",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
-from prunex_mpi.settings.methods import PER_STEP
+from prunex_mpi.settings.resolve import BY_NAME
 from prunex_mpi.tools.drawing import COLOURS, legend_above, marker_of, name_bars, new_figure
 from prunex_mpi.tools.figures.beside import NONE, PAYLOAD_WHY, Beside, Drawn, setup_words, unequal
 from prunex_mpi.tools.report import pictures
@@ -129,7 +129,7 @@ def volume(runs: Sequence[Run]) -> Drawn:
     figure = new_figure(1.5 + 0.55 * max(2, len(runs)))
     panel = figure.subplots()
     places = np.arange(len(runs))
-    at_each_step = np.array([str(run.setting("method")) in PER_STEP for run in runs])
+    at_each_step = np.array([BY_NAME[str(run.setting("method"))].per_step for run in runs])
     light = {"facecolor": "#e4e4e4", "edgecolor": "#555555", "linewidth": 0.6}
     kinds = (
         (~at_each_step, "dense: one full model per OUTER iteration", ""),

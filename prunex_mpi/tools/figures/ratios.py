@@ -6,8 +6,8 @@ from statistics import mean, stdev
 import numpy as np
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.settings.fields import FIELDS, OF_THE_JOB, key_of, methods_of
-from prunex_mpi.settings.methods import REMOVING
+from prunex_mpi.settings.fields import OF_THE_JOB
+from prunex_mpi.settings.resolve import BY_NAME, FIELDS, toml_key
 from prunex_mpi.tools.drawing import legend_above, look_of, marker_of, new_figure, plain
 from prunex_mpi.tools.figures.beside import Beside, Drawn, differing, setup_words, unequal, value_of
 from prunex_mpi.tools.figures.costs import lacking, ranks_of
@@ -17,7 +17,7 @@ PAPER = {1.0: "85.96 %", 0.5: "81.39 %"}
 # What makes a curve of its own where runs of a method differ in it at one keep ratio: all but the
 # seed, and what follows from other settings.
 TOLD_APART = tuple(
-    key_of(name)
+    toml_key(name)
     for name in FIELDS
     if name not in (*OF_THE_JOB, "preset", "method", "groups", "keep_ratio", "seed")
 )
@@ -96,9 +96,9 @@ def curves(runs: Sequence[Run]) -> dict[str, dict[float, list[Run]]]:
 def ratio_of(run: Run) -> float:
     """Return the keep ratio of a run, 1 where it prunes nothing."""
     method = run.setting("method")
-    if method in REMOVING:
+    if BY_NAME[method].removes:
         raise lacking("12", run, f"a keep ratio: {method} has none")
-    if method not in methods_of("keep_ratio"):
+    if not BY_NAME[method].keeps_a_share:
         return 1.0
     ratio = run.setting("keep-ratio", [1.0])
     try:
@@ -110,7 +110,7 @@ def ratio_of(run: Run) -> float:
 def series_of(run: Run) -> str:
     """Return what runs of one curve have in common."""
     method = str(run.setting("method"))
-    if method not in methods_of("keep_ratio"):
+    if not BY_NAME[method].keeps_a_share:
         return method
     groups = run.setting("groups", [])
     kinds = " ".join(map(str, groups)) if isinstance(groups, list) else str(groups)

@@ -9,8 +9,8 @@ import numpy as np
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.units import KIB
 from prunex_mpi.run.cost import Exchange, Link, exchange_s, kernels_of
-from prunex_mpi.settings.fields import FIELDS, OF_THE_JOB, PAYLOADS, key_of
-from prunex_mpi.settings.methods import PER_STEP
+from prunex_mpi.settings.fields import OF_THE_JOB, PAYLOADS
+from prunex_mpi.settings.resolve import BY_NAME, FIELDS, toml_key
 from prunex_mpi.tools.drawing import legend_above, look_of, marker_of, new_figure, plain
 from prunex_mpi.tools.figures.beside import NONE, Beside, Drawn, differing, value_of
 from prunex_mpi.tools.figures.costs import lacking, ranks_of
@@ -29,12 +29,12 @@ OF_ONE_CURVE = (
     *("preset", "method", "model", "dataset", "seed", "init_from", "init_digest"),
     *("teacher_digest", "outer_iterations", "local_epochs", "local_steps", "frozen_local_steps"),
     *("comm_share", "batch_size", "accumulate", "lr", "lr_schedule", "lr_warmup", "lr_final"),
-    *("lr_restart", "lr_scaling", "image_mean", "image_std", "normalise_samples", "test_samples"),
-    *("warmup_iterations", "keep_ramp_iterations", "freeze_iteration", "prune_iteration"),
-    *("dgc_warmup_epochs", "reconfigure_every", "evaluate_every"),
+    *("lr_scaling", "image_mean", "image_std", "normalise_samples", "test_samples"),
+    *("warmup_iterations", "keep_ramp_iterations", "freeze_iteration", "one_shot_prune_iteration"),
+    *("dgc_warmup_epochs", "prunetrain_reconfigure_every", "evaluate_every"),
     *("ranks_per_node", "leaders_per_node"),
 )
-TOLD_APART = tuple(key_of(name) for name in FIELDS if name not in OF_ONE_CURVE)
+TOLD_APART = tuple(toml_key(name) for name in FIELDS if name not in OF_ONE_CURVE)
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def modelled_s(base: Measured, link: Link, copy_gbs: float, times: int) -> float
     payload = payload if payload in PAYLOADS else "fp32"
     message = float(np.nan_to_num(run.column("bytes.payload"))[-1])
     model = float(np.nan_to_num(run.column("bytes.dense"))[-1])
-    if str(run.setting("method")) in PER_STEP:
+    if BY_NAME[str(run.setting("method"))].per_step:
         # As many images in fewer steps, each of which sends as much.
         message, model = message / times, model / times
     pieces = read_layers(run.path, [int(run.iterations[-1])])

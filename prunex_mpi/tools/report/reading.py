@@ -133,6 +133,17 @@ def shown(path: Path | str) -> str:
     return os.fsencode(path).decode("utf-8", "replace")
 
 
+def flat_config(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a config.toml by key, those in a method's table as `METHOD.key`."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= {f"{key}.{own}": item for own, item in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
 def read_run(path: Path) -> Run:
     """Return the run in the folder `path`; raise UserError in a line where there is none."""
     where = quote(shown(path), 250)
@@ -163,7 +174,7 @@ def read_run(path: Path) -> Run:
     return Run(
         path=path,
         name=shown(path.resolve().name) or where,
-        config=table,
+        config=flat_config(table),
         versions=versions if isinstance(versions, dict) else {},
         status=status,
         reason=reason,

@@ -8,8 +8,7 @@ import numpy as np
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.run.closing import closing_rows
-from prunex_mpi.settings.fields import FIELDS, key_of
-from prunex_mpi.settings.resolve import make, to_toml
+from prunex_mpi.settings.resolve import FIELDS, make, to_toml, toml_key
 from prunex_mpi.tools.report import layers_ranks, pictures
 from prunex_mpi.tools.report.blame import PHASES, Blame, find_blame
 from prunex_mpi.tools.report.page import Page, Section, pictures_of
@@ -18,6 +17,7 @@ from prunex_mpi.tools.report.reading import (
     RESIDUALS,
     Layers,
     Run,
+    flat_config,
     read_layers,
     read_ranks,
     shown,
@@ -260,11 +260,12 @@ def usual_settings(run: Run) -> Mapping[str, Any] | None:
         asked = {"preset": config["preset"], "method": config["method"]}
         own = make(**asked)
         asked["outer_iterations"] = config["outer-iterations"]
-        table = tomllib.loads(to_toml(make(**asked), {}))
+        table = flat_config(tomllib.loads(to_toml(make(**asked), {})))
     except (KeyError, TypeError, UserError):
         return None
+    del table["versions.format"]
     table["outer-iterations"] = own.outer_iterations
-    known = {key_of(name) for name in FIELDS if name not in UNINTERESTING}
+    known = {toml_key(name) for name in FIELDS if name not in UNINTERESTING}
     hidden = {key: config.get(key) for key in table.keys() - known}
     return {**table, **hidden}
 

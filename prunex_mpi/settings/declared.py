@@ -1,0 +1,388 @@
+"""The training methods: each declared once, with its own options, in one visible tuple.
+
+Whoever adds one writes its code in a file of this folder and declares it here; nothing else names
+it. Free of torch and MPI, since flags are read before either is loaded.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.method import Method
+from prunex_mpi.settings.values import AUTO, option
+
+# From this keep ratio on PacTrain's score `auto` is magnitude.
+GRASP_BELOW = 0.3
+
+# --------------------------------------------------------------------------------------------------
+# H-SADMM
+# --------------------------------------------------------------------------------------------------
+
+PRUNEX = Method(
+    name="prunex",
+    help="H-SADMM: prunes the consensus of each node before it leaves the node",
+    driver="hsadmm",
+    consensus=True,
+    prunes_groups=True,
+)
+
+
+def check_prunex_flat(settings: Settings) -> None:
+    """Refuse nodes of several ranks."""
+    if settings.ranks_per_node > 1:
+        raise UserError(
+            f"ranks-per-node {settings.ranks_per_node}: with prunex-flat every rank is a node of "
+            "its own; leave it away"
+        )
+
+
+PRUNEX_FLAT = Method(
+    name="prunex-flat",
+    help="ADMM without nodes: every rank sends all, pruned once all are added up",
+    driver="flat_consensus",
+    check=check_prunex_flat,
+    consensus=True,
+    prunes_groups=True,
+    flat=True,
+)
+
+# --------------------------------------------------------------------------------------------------
+# Local training, parameters averaged once per outer iteration
+# --------------------------------------------------------------------------------------------------
+
+LOCAL_SGD = Method(
+    name="local-sgd",
+    help="local SGD: parameters averaged once per outer iteration",
+    driver="local_sgd",
+    defaults={"bn": "average"},
+)
+
+
+@dataclass(frozen=True)
+class DilocoOptions:
+    outer_lr: float = option("learning rate of the step between nodes", 0.7, above=0)
+    outer_momentum: float = option("Nesterov momentum of that step", 0.9, low=0, below=1)
+
+
+DILOCO = Method(
+    name="diloco",
+    help="local SGD whose mean change is a step with Nesterov momentum",
+    driver="local_sgd",
+    options=DilocoOptions,
+    defaults={"inner_momentum": "reset"},
+    outer_step=True,
+)
+
+
+@dataclass(frozen=True)
+class QsrOptions:
+    alpha: float = option(
+        "exchange after (alpha / learning rate)^2 steps, where these are more than local-steps",
+        0.2,
+        above=0,
+    )
+
+
+QSR = Method(
+    name="qsr",
+    help="local SGD whose interval grows as the learning rate falls",
+    driver="local_sgd",
+    options=QsrOptions,
+    quadratic_interval=True,
+)
+
+
+@dataclass(frozen=True)
+class SparselocoOptions:
+    ratio: float = option(
+        "share of each 4,096 parameters whose change travels", 1 / 64, above=0, high=1
+    )
+    outer_lr: float = option("learning rate of the step between nodes", 1.0, above=0)
+    error_decay: float = option(
+        "factor of what has not been sent yet, at each exchange", 0.95, low=0, high=1
+    )
+
+
+SPARSELOCO = Method(
+    name="sparseloco",
+    help="local SGD that sends the largest changes, 2 bits each",
+    driver="local_sgd",
+    code="sparseloco",
+    options=SparselocoOptions,
+    own_format=True,
+)
+
+
+@dataclass(frozen=True)
+class OneShotOptions:
+    prune_iteration: int = option(
+        "outer iteration whose end prunes, a count or a share", Fraction(1, 2), share=True
+    )
+
+
+def check_one_shot(settings: Settings) -> None:
+    """Refuse to prune at an iteration that does not come."""
+    if not 1 <= settings.options.prune_iteration <= settings.outer_iterations:
+        raise UserError(
+            f"one-shot.prune-iteration {settings.options.prune_iteration} must be from 1 to the "
+            f"{settings.outer_iterations} outer-iterations"
+        )
+
+
+ONE_SHOT = Method(
+    name="one-shot",
+    help="local SGD, pruned at the end of one outer iteration",
+    driver="local_sgd",
+    options=OneShotOptions,
+    check=check_one_shot,
+    prunes_groups=True,
+    prunes_once=True,
+)
+
+# --------------------------------------------------------------------------------------------------
+# Gradients exchanged at each step
+# --------------------------------------------------------------------------------------------------
+
+DENSE = Method(
+    name="dense",
+    help="synchronous SGD: every gradient travels whole",
+    driver="per_step",
+    code="dense",
+    per_step=True,
+    plain_mean=True,
+    overflow_safe=True,
+)
+
+FP16 = Method(
+    name="fp16",
+    help="gradients travel as float16",
+    driver="per_step",
+    code="half",
+    per_step=True,
+    overflow_safe=True,
+)
+
+BF16 = Method(
+    name="bf16",
+    help="gradients travel as bfloat16",
+    driver="per_step",
+    code="half",
+    per_step=True,
+    overflow_safe=True,
+)
+
+
+@dataclass(frozen=True)
+class TopkOptions:
+    ratio: float = option("share of each layer's gradient that travels", 0.01, above=0, high=1)
+
+
+TOPK = Method(
+    name="topk",
+    help="the largest elements of each gradient, with error feedback",
+    driver="per_step",
+    code="topk",
+    options=TopkOptions,
+    per_step=True,
+)
+
+
+@dataclass(frozen=True)
+class DgcOptions:
+    ratio: float = option(
+        "share of each layer's gradient that travels, after the warm-up", 0.001, above=0, high=1
+    )
+    warmup_epochs: Fraction = option(
+        "epochs in which the share falls by the same factor each, to the ratio after them; auto: "
+        "4, or 1/40 of the run where that is less",
+        AUTO,
+        low=0,
+        auto=True,
+    )
+
+
+DGC = Method(
+    name="dgc",
+    help="deep gradient compression: elements above a threshold, momentum corrected",
+    driver="per_step",
+    code="dgc",
+    options=DgcOptions,
+    per_step=True,
+    own_momentum=True,
+    own_decay=True,
+)
+
+
+@dataclass(frozen=True)
+class PowersgdOptions:
+    rank: int = option("rank of the approximation of each gradient matrix", 2, low=1)
+
+
+POWERSGD = Method(
+    name="powersgd",
+    help="low-rank factors of each gradient, with error feedback",
+    driver="per_step",
+    code="powersgd",
+    options=PowersgdOptions,
+    per_step=True,
+)
+
+
+@dataclass(frozen=True)
+class OmnireduceOptions:
+    block_size: int = option("elements of a block that travels or not", 256, low=1)
+    block_ratio: float = option(
+        "share of its blocks that a worker sends, those of largest norm; 1: all that are not zero",
+        0.01,
+        above=0,
+        high=1,
+    )
+
+
+OMNIREDUCE = Method(
+    name="omnireduce",
+    help="blocks of the gradient, those of largest norm",
+    driver="per_step",
+    code="omnireduce",
+    options=OmnireduceOptions,
+    per_step=True,
+)
+
+TERNGRAD = Method(
+    name="terngrad",
+    help="gradients as -1, 0 or 1 times a shared scale",
+    driver="per_step",
+    code="terngrad",
+    per_step=True,
+)
+
+LION = Method(
+    name="lion",
+    help="Distributed Lion: workers vote for signs",
+    driver="per_step",
+    code="lion",
+    defaults={"lr": 0.001, "weight_decay": 0.05},
+    per_step=True,
+    own_momentum=True,
+    momentum=False,
+)
+
+
+@dataclass(frozen=True)
+class AdacgdOptions:
+    average: float = option(
+        "weight of a new gradient in the average that a worker compresses; 1: the gradient alone",
+        1.0,
+        above=0,
+        high=1,
+    )
+
+
+ADACGD = Method(
+    name="adacgd",
+    help="adaptive compression: each worker sends as much as its estimate needs",
+    driver="per_step",
+    code="adacgd",
+    options=AdacgdOptions,
+    per_step=True,
+)
+
+
+@dataclass(frozen=True)
+class PrunetrainOptions:
+    lasso_ratio: float = option(
+        "share of the first batch's loss, penalty included, that the group lasso makes up",
+        0.25,
+        above=0,
+        below=1,
+    )
+    reconfigure_every: int = option("outer iterations between removals of channels", 8, low=1)
+    threshold: float = option("largest weight of a channel that is removed", 1e-4, above=0)
+
+
+def check_prunetrain(settings: Settings) -> None:
+    """Refuse an interval in which nothing would be removed, and compiled models."""
+    if settings.compile:
+        raise UserError("compile: prunetrain changes the model too often; leave it away")
+    if settings.options.reconfigure_every > settings.outer_iterations:
+        raise UserError(
+            f"prunetrain.reconfigure-every {settings.options.reconfigure_every} is more than the "
+            f"{settings.outer_iterations} outer-iterations, so that nothing would be removed; "
+            "lower it"
+        )
+
+
+PRUNETRAIN = Method(
+    name="prunetrain",
+    help="group lasso; emptied channels are taken out of the network",
+    driver="per_step",
+    code="prunetrain",
+    options=PrunetrainOptions,
+    check=check_prunetrain,
+    per_step=True,
+    plain_mean=True,
+    removes=True,
+    overflow_safe=True,
+)
+
+
+@dataclass(frozen=True)
+class PactrainOptions:
+    prune_iteration: int = option(
+        "outer iteration whose end prunes, a count or a share; 0: before the first",
+        Fraction(0),
+        share=True,
+    )
+    score: str = option(
+        f"score that decides which weights go; auto: grasp below a keep ratio of {GRASP_BELOW}, "
+        "else magnitude",
+        "auto",
+        choices=("auto", "grasp", "magnitude"),
+    )
+    stable_window: int = option(
+        "steps with an unchanged support after which a bucket travels compacted", 10, low=1
+    )
+    ternary: bool = option("send -1, 0 or 1 times a shared scale", False)
+    adaptive: bool = option(
+        "compact (and, with ternary, quantise) only where it is measured to pay", False
+    )
+
+
+def check_pactrain(settings: Settings) -> None:
+    """Refuse ratios of groups, and to prune at an iteration that does not come."""
+    own, ratios = settings.options, settings.keep_ratio
+    if len(ratios) != 1:
+        raise UserError(
+            f"keep-ratio has {len(ratios)} values; pactrain prunes single weights, not groups: "
+            "give one"
+        )
+    if own.prune_iteration > settings.outer_iterations:
+        raise UserError(
+            f"pactrain.prune-iteration {own.prune_iteration} must be from 0 to the "
+            f"{settings.outer_iterations} outer-iterations"
+        )
+    if own.ternary and settings.amp == "fp16":
+        raise UserError("amp fp16: the scale of pactrain.ternary must not overflow; use bf16")
+
+
+PACTRAIN = Method(
+    name="pactrain",
+    help="pruned weights, and gradients whose sparsity all workers know",
+    driver="per_step",
+    code="pactrain",
+    options=PactrainOptions,
+    check=check_pactrain,
+    per_step=True,
+    prunes_weights=True,
+    overflow_safe=True,
+)
+
+METHODS = (
+    *(PRUNEX, PRUNEX_FLAT),
+    *(DENSE, TOPK, DGC, POWERSGD, OMNIREDUCE, FP16, BF16),
+    *(TERNGRAD, LION, ADACGD, PRUNETRAIN, PACTRAIN),
+    *(LOCAL_SGD, DILOCO, QSR, SPARSELOCO, ONE_SHOT),
+)
+# Where an optimizer's defaults are not those of SGD: rates of another size, and what goes by them.
+OPTIMIZER_DEFAULTS = {"adamw": {"lr": 0.001, "weight_decay": 0.05, "qsr_alpha": 0.001}}
