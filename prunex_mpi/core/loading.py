@@ -73,7 +73,6 @@ def load_dataset(
                 settings.data_mode,
                 decoding_threads(topology.core_sharers, settings.data_workers),
                 settings.skip_corrupt,
-                settings.data_cache,
             ),
             train_samples=settings.train_samples,
             test_samples=settings.test_samples,

@@ -15,7 +15,6 @@ from prunex_mpi.base.units import GIB
 from prunex_mpi.checks.memory import memory_limit
 from prunex_mpi.data.balanced import hold_out
 from prunex_mpi.data.batches import Shard
-from prunex_mpi.data.cache import cached
 from prunex_mpi.data.reading import Access, Reader
 from prunex_mpi.data.sources import FIXED_SEED, Known, Source, find_source
 from prunex_mpi.data.streamed import Streamed, load_all
@@ -119,9 +118,6 @@ def load(
         ("test", test_order[rank::size]),
         ("train", held_out[rank::size]),
     ]
-    if source.files and access.cache:
-        kept = {split: cached(files, access.cache, split) for split, files in source.files.items()}
-        source = replace(source, files=kept)
     reader = Reader(access) if source.files else None
     going = None if streams else part.going
     try:

@@ -203,8 +203,7 @@ def files_of(half: Half, image_size: int, side: int) -> Files:
             raise UserError(f"{message}: {advice}", UNREADABLE)
         return image
 
-    # No files that could be looked at: settings/checks.py refuses a cache.
-    return Files(half.labels, side, decoded, name, name)
+    return Files(half.labels, side, decoded, name)
 
 
 def decode(data: Any, index: int, side: int, *, fit: bool, name: str) -> tuple[Tensor, int]:

@@ -33,15 +33,13 @@ class Access:
 
     `mode` is memory, stream, or auto, which streams what memory can't hold, or once, which streams
     all that are files, since each is looked at once; `workers` threads decode. With `skip_corrupt`
-    a damaged image is replaced by the next one of its class. `cache` is a folder of decoded images,
-    "" for none.
+    a damaged image is replaced by the next one of its class.
     """
 
     download: bool = False
     mode: str = "memory"
     workers: int = 1
     skip_corrupt: bool = False
-    cache: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,18 +47,14 @@ class Files:
     """The images of one split in their order, which is the same on every rank.
 
     `decode(i)` returns image i as uint8 [3, side, side]; it is called by several threads at a time
-    and raises UserError (UNREADABLE). `name(i)` is what messages call the image, `path(i)` the file
-    that it is in, `within(i)` where in it, if there are several. `way` says how images come to
-    their size. Those `held_out` and all others never stand in for each other.
+    and raises UserError (UNREADABLE). `name(i)` is what messages call the image. Those `held_out`
+    and all others never stand in for each other.
     """
 
     labels: Tensor  # int64 [n]
     side: int
     decode: Callable[[int], Tensor]
     name: Callable[[int], str]
-    path: Callable[[int], str]
-    way: str = ""
-    within: Callable[[int], str] = lambda _: ""
     held_out: Tensor | None = None  # bool [n], None for none
 
 

@@ -244,8 +244,7 @@ def _files(paths: Sequence[str], classes: Sequence[str], image_size: int, side: 
     numbers = {name: number for number, name in enumerate(classes)}
     labels = torch.tensor([numbers[path.rsplit(os.sep, 2)[1]] for path in paths])
     decode = lambda index: as_uint8(paths[index], side, fit=image_size > 0)  # noqa: E731
-    way = "fit" if image_size else "as it is"
-    return Files(labels, side, decode, paths.__getitem__, paths.__getitem__, way)
+    return Files(labels, side, decode, paths.__getitem__)
 
 
 def _synthetic(

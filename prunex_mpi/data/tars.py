@@ -69,10 +69,6 @@ class Members:
         """Return the tar file of a picture."""
         return self.paths[self.file[index]]
 
-    def within(self, index: int) -> str:
-        """Return what tells a picture from all others of its tar file."""
-        return f"{self.names[index]} {self.start[index]} {self.size[index]}"
-
     def content(self, index: int) -> BytesIO:
         """Read a picture's file; raise UserError where that is not possible.
 
@@ -230,9 +226,7 @@ def files_of(members: Members, image_size: int, side: int) -> Files:
         content, name = members.content(index), members.name(index)
         return as_uint8(content, side, fit=image_size > 0, name=name)
 
-    way = "fit" if image_size else "as it is"
-    labels = torch.from_numpy(members.labels)
-    return Files(labels, side, decode, members.name, members.path, way, members.within)
+    return Files(torch.from_numpy(members.labels), side, decode, members.name)
 
 
 def side_of(members: Members, index: int) -> int:

@@ -146,7 +146,7 @@ def decoding(
     if ":" in settings.dataset:
         pictures = Items(settings, places.tolist(), files.side)
     else:
-        paths = [files.path(index) for index in places.tolist()]
+        paths = [files.name(index) for index in places.tolist()]
         pictures = Pictures(paths, files.side, settings.image_size > 0)
     found = {}
     for count in workers:
