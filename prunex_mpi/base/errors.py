@@ -34,6 +34,18 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
+def printable(text: str) -> str:
+    """Return `text` with escapes for what a terminal would not show but obey, or not take at all.
+
+    Names of files and classes come from others: control characters, line ends, marks that reverse
+    the direction of writing, bytes that are no UTF-8.
+    """
+    if text.isprintable():
+        return text
+    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(escaped)
+
+
 def quote(value: object, limit: int = 80) -> str:
     """Return `value` for an error message: on one line and not too long."""
     text = repr(str(value) if isinstance(value, Fraction) else value)
