@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.named import import_function
-from prunex_mpi.data.pictures import to_rgb, to_side
+from prunex_mpi.data.pictures import load_rgb, to_side
 from prunex_mpi.data.reading import Files
 
 # Where torchvision's data sets hold the labels of all their items.
@@ -168,8 +168,7 @@ def to_picture(image: Any, name: str) -> Image.Image:
     """Return the image of an item as RGB; raise UserError (UNREADABLE) for what is none."""
     if isinstance(image, Image.Image):
         with _told(f"cannot read image {name}", "repair or remove it"):
-            image.load()
-            return to_rgb(image, name)
+            return load_rgb(image, name)
     pixels = image.detach().cpu().numpy() if isinstance(image, Tensor) else image
     if not isinstance(pixels, np.ndarray):
         found = type(image).__name__

@@ -17,15 +17,21 @@ What happens to each mode of Pillow:
 Of several frames the first is taken; the orientation in EXIF is left alone, as torchvision does.
 """
 
+from contextlib import nullcontext
 from typing import BinaryIO
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
+from prunex_mpi.base.files import open_regular
 
+# No others are tried, whatever the name of a file says: Pillow would hand EPS to Ghostscript.
+FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
+# Decoding takes 4 to 12 bytes for each. A small file can claim to have many.
+MOST_PIXELS = 2**26
 WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 SCALED_TO_16_BITS = ("PNG", "PPM")  # formats of which Pillow gives 16 bits as mode I
 TIFF_BITS, TIFF_PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0
@@ -57,14 +63,26 @@ def open_rgb(source: str | BinaryIO, *, name: str = "") -> Image.Image:
     """Decode one file as RGB; raise UserError (UNREADABLE) for broken or refused ones."""
     name = name or str(source)
     try:
-        with Image.open(source) as image:
-            image.load()
-            return to_rgb(image, name)
+        with (
+            open_regular(source) if isinstance(source, str) else nullcontext(source) as file,
+            Image.open(file, formats=FORMATS) as image,
+        ):
+            return load_rgb(image, name)
     except UserError:
         raise
     except Exception as error:  # broken ones raise all kinds of errors in Pillow
-        message = f"cannot read image {name} ({one_line(error)}): repair or remove it"
+        none = f"damaged, or none of {', '.join(FORMATS)}"
+        reason = none if isinstance(error, UnidentifiedImageError) else one_line(error)
+        message = f"cannot read image {name} ({reason}): repair or remove it"
         raise UserError(message, UNREADABLE) from error
+
+
+def load_rgb(image: Image.Image, name: str) -> Image.Image:
+    """Decode an image that was opened as RGB, unless it has too many pixels (ValueError)."""
+    if image.width * image.height > MOST_PIXELS:
+        raise ValueError(f"{image.width}x{image.height} pixels, more than {MOST_PIXELS:,}")
+    image.load()
+    return to_rgb(image, name)
 
 
 def to_rgb(image: Image.Image, name: str) -> Image.Image:
