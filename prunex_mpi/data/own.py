@@ -23,12 +23,10 @@ from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.named import import_function
 from prunex_mpi.data.pictures import load_rgb, to_side
-from prunex_mpi.data.reading import Files
+from prunex_mpi.data.reading import MOST_LABEL, Files
 
 # Where torchvision's data sets hold the labels of all their items.
 OF_LABELS = ("targets", "labels")
-# Above it a label is no number of a class.
-MOST = 2**31 - 1
 IMAGES = "a PIL image, or uint8 [3, H, W] or [1, H, W]"
 
 
@@ -112,7 +110,7 @@ def _labels(name: str, data: Any, going: Callable[[], None]) -> Tensor:
         for index in range(len(data)):
             going()
             found[index] = read_item(data, index, name)[1]
-    odd = torch.nonzero((found < 0) | (found > MOST)).flatten()
+    odd = torch.nonzero((found < 0) | (found > MOST_LABEL)).flatten()
     if len(odd):
         place = int(odd[0])
         _refuse_label(f"{name}[{place}]", int(found[place]))
@@ -159,7 +157,7 @@ def read_item(data: Any, index: int, name: str) -> tuple[Any, int]:
             raise TypeError
     except (TypeError, ValueError, RuntimeError):
         _refuse_label(name, label)
-    if not 0 <= number <= MOST:
+    if not 0 <= number <= MOST_LABEL:
         _refuse_label(name, number)
     return image, number
 

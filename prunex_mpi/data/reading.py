@@ -21,6 +21,8 @@ from prunex_mpi.base.logs import log
 CHUNK = 8
 # Warnings of single files; after them only doublings of their number are told.
 TOLD = 10
+# Above it a label is no number of a class.
+MOST_LABEL = 2**31 - 1
 # More threads wait for the interpreter's lock.
 MOST_DECODING = 16
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from tarfile import TarError
 
 import numpy as np
 import torch
@@ -19,13 +20,20 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
-from prunex_mpi.data.pictures import as_uint8, open_rgb
-from prunex_mpi.data.reading import Files
+from prunex_mpi.base.files import CHUNK_BYTES, open_regular
+from prunex_mpi.data.pictures import MOST_PIXELS, as_uint8, open_rgb
+from prunex_mpi.data.reading import MOST_LABEL, Files
 
 BLOCK = 512  # of a tar file
 SIZE = slice(124, 136)  # where a header says how many bytes follow, in octal digits
 # Members that are read between two signs of life.
 BETWEEN = 1000
+# Of what is read into memory: long names and other records about a member, a class, a picture.
+MOST_BYTES_ABOUT, MOST_BYTES_CLASS, MOST_BYTES_PICTURE = 2**16, 32, 8 * MOST_PIXELS
+ABOUT = (
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,9 @@ class Members:
         """
         start, size = int(self.start[index]), int(self.size[index])
         try:
-            with open(self.path(index), "rb", buffering=0) as file:
+            if size > MOST_BYTES_PICTURE:
+                raise ValueError(f"{size:,} bytes")
+            with open_regular(self.path(index)) as file:
                 file.seek(start - BLOCK)
                 header, content = file.read(BLOCK), file.read(size)
             if header[SIZE].strip(b" \0").lstrip(b"0") != (b"%o" % size).lstrip(b"0"):
@@ -87,6 +97,23 @@ class Members:
                 f"{message}: repair or remove {self.path(index)}", UNREADABLE
             ) from error
         return BytesIO(content)
+
+
+class _Header(tarfile.TarInfo):
+    """A header whose size the tarfile module may act on, which reads on at the place that it says.
+
+    Below 0 it would go back and read the same members for ever.
+    """
+
+    @classmethod
+    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> "_Header":
+        """Parse a header; raise ReadError, which ends the reading, for an impossible size."""
+        header = super().frombuf(buf, encoding, errors)
+        if header.size < 0:
+            raise tarfile.ReadError(f"a member of {header.size} bytes")
+        if header.type in ABOUT and header.size > MOST_BYTES_ABOUT:
+            raise tarfile.ReadError(f"{header.size:,} bytes about a member")
+        return header
 
 
 def tar_files(folder: Path) -> list[str]:
@@ -143,10 +170,17 @@ def read_headers(path: str, going: Callable[[], None]) -> Headers:
     classes: dict[str, int] = {}
     dotted: list[str] = []
     try:
-        with tarfile.open(path, "r:") as tar, open(path, "rb") as file:
+        with (
+            open_regular(path) as file,
+            tarfile.open(mode="r:", fileobj=file, tarinfo=_Header) as tar,
+        ):
+            total = os.fstat(file.fileno()).st_size
             for number, member in enumerate(tar):
                 if number % BETWEEN == 0:
                     going()
+                # Records about a member replace the size that its header holds.
+                if member.sparse is not None or tar.offset <= member.offset:
+                    raise ValueError(f"{member.name} is sparse, or has {member.size} bytes")
                 folder, _, base = member.name.rpartition("/")
                 key, _, ending = base.partition(".")
                 key = f"{folder}/{key}" if folder else key
@@ -157,23 +191,32 @@ def read_headers(path: str, going: Callable[[], None]) -> Headers:
                         raise ValueError(f"{key} has two pictures")
                     pictures[key] = ending, member.offset_data, member.size
                 elif ending == "cls":
+                    if member.size > MOST_BYTES_CLASS:
+                        raise ValueError(f"the class of {key} has {member.size:,} bytes")
                     file.seek(member.offset_data)
                     classes[key] = int(file.read(member.size))
-                    if classes[key] < 0:
-                        raise ValueError(f"the class of {key} is below 0")
+                    if not 0 <= classes[key] <= MOST_LABEL:
+                        raise ValueError(f"the class of {key} is not in 0..{MOST_LABEL}")
                 elif f".{ending.rpartition('.')[2].lower()}" in (*IMG_EXTENSIONS, ".cls"):
                     dotted.append(member.name)
                 # The module remembers all that it has read.
                 tar.members = []
-            # It also takes a damaged header, and a file that was cut off, for the end.
+            # The module also takes a damaged header, and a file that was cut off, for the end.
             file.seek(tar.offset)
             block = file.read(BLOCK)
             if block.strip(b"\0"):
                 raise ValueError(f"no header at byte {tar.offset:,}")
             if len(block) < BLOCK:
                 raise ValueError(f"cut off at byte {tar.offset:,}: no block of zeros ends it")
-            total = file.seek(0, os.SEEK_END)
-    except (OSError, ValueError, tarfile.TarError) as error:
+            while rest := file.read(CHUNK_BYTES):
+                going()
+                if more := rest.lstrip(b"\0"):
+                    place = (
+                        f"ends at byte {tar.offset:,} and goes on at {file.tell() - len(more):,}"
+                    )
+                    raise ValueError(f"it {place}: keep tar files that were joined apart")
+    # What the module raises where a header is damaged.
+    except (OSError, ValueError, IndexError, OverflowError, RecursionError, TarError) as error:
         message = f"cannot read tar file {path} ({one_line(error)}): repair or remove it"
         raise UserError(message, UNREADABLE) from error
     odd = sorted(pictures.keys() ^ classes.keys())

@@ -104,6 +104,37 @@ def append(name: str, content: bytes) -> Callable[[Path], None]:
     return change
 
 
+def append_headers(
+    kind: bytes = tarfile.REGTYPE, size: int = 0, times: int = 1
+) -> Callable[[Path], None]:
+    """Return what adds headers that are formally right, with nothing behind them."""
+    member = tarfile.TarInfo("odd.jpg")
+    member.type = kind
+    header = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = tarfile.itn(size, 12, tarfile.GNU_FORMAT)
+    header[148:156] = b"%06o\0 " % tarfile.calc_chksums(header)[0]
+
+    def change(path: Path) -> None:
+        with tarfile.open(path, "a") as tar:
+            tar.fileobj.write(header * times)
+            tar.offset = tar.fileobj.tell()
+
+    return change
+
+
+def append_size_in_a_record(path: Path) -> None:
+    with tarfile.open(path, "a") as tar:
+        member = tarfile.TarInfo("odd.jpg")
+        member.pax_headers = {"size": "-4096"}
+        tar.fileobj.write(member.tobuf(tarfile.PAX_FORMAT))
+        tar.offset = tar.fileobj.tell()
+
+
+def append_tar(between: bytes) -> Callable[[Path], None]:
+    """Return what joins a tar file to another one, as `cat` does."""
+    return lambda path: path.write_bytes(path.read_bytes() + between + path.read_bytes())
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -114,7 +145,18 @@ def append(name: str, content: bytes) -> Callable[[Path], None]:
         (append("alone.jpg", b"x"), "alone in {path} lacks a class (.cls)"),
         (append("alone.cls", b"1"), "alone in {path} lacks a picture"),
         (append("odd.cls", b"one"), "invalid literal"),
-        (append("odd.cls", b"-1"), "the class of odd is below 0"),
+        (append("odd.cls", b"-1"), "the class of odd is not in 0..2147483647"),
+        (append("odd.cls", b"2147483648"), "the class of odd is not in 0..2147483647"),
+        (append("odd.cls", b"0" * 33), "the class of odd has 33 bytes"),
+        (append_headers(size=-1024), "a member of -1024 bytes"),
+        (append_headers(tarfile.XHDTYPE, 2**20), "1,048,576 bytes about a member"),
+        (append_headers(tarfile.GNUTYPE_LONGNAME, -512), "a member of -512 bytes"),
+        (append_headers(size=2**70), "cannot read tar file"),
+        (append_headers(tarfile.GNUTYPE_SPARSE), "is sparse, or has"),
+        (append_headers(tarfile.XHDTYPE, times=2000), "RecursionError"),
+        (append_size_in_a_record, "is sparse, or has -4096 bytes"),
+        (append_tar(b""), "ends at byte {end:,} and goes on at {length:,}: keep tar files"),
+        (append_tar(bytes(2**22)), "and goes on at"),
         (append("ant_001.png", b"x"), "ant_001 has two pictures"),
     ],
 )
@@ -122,10 +164,13 @@ def test_what_is_wrong_with_a_tar_file_is_said(
     shards: Path, change: Callable[[Path], object], words: str
 ) -> None:
     path = shards / "train/0000.tar"
+    with tarfile.open(path) as tar:
+        tar.getmembers()
+        places = {"path": path, "end": tar.offset, "length": path.stat().st_size}
     change(path)
     with pytest.raises(UserError) as caught:
         load("webdataset", shards)
-    assert words.format(path=path) in str(caught.value)
+    assert words.format(**places) in str(caught.value)
     assert str(path) in str(caught.value)
     assert caught.value.exit_code == UNREADABLE
 
