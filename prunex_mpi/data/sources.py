@@ -104,8 +104,7 @@ def _digits(image_size: int, going: Callable[[], None]) -> Source:
 def _cifar(
     name: str, data_dir: Path, download: bool, image_size: int, going: Callable[[], None]
 ) -> Source:
-    halves = [read_cifar(name, data_dir, download, train, going) for train in (True, False)]
-    (train, names), (test, _) = halves
+    train, test, names = read_cifar(name, data_dir, download, going)
     return _memory_source(train, test, names, image_size or 32, going, flip=True)
 
 
