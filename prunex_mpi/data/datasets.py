@@ -15,7 +15,7 @@ from prunex_mpi.base.units import GIB
 from prunex_mpi.checks.memory import memory_limit
 from prunex_mpi.data.balanced import hold_out
 from prunex_mpi.data.batches import Shard
-from prunex_mpi.data.reading import Access, Reader
+from prunex_mpi.data.decoding import Access, Reader
 from prunex_mpi.data.sources import FIXED_SEED, Known, Source, find_source
 from prunex_mpi.data.streamed import Streamed, load_all
 
@@ -82,7 +82,7 @@ def load(
 ) -> Dataset:
     """Load one rank's part of the data set `name`, on the CPU; `part` says which.
 
-    `name` is one of DATASETS, or package.module:factory for what data/own.py says.
+    `name` is one of DATASETS, or package.module:factory for what data/user_datasets.py says.
 
     With `access` to stream files, they are decoded by who asks for images.
 

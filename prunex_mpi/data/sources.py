@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, meant
-from prunex_mpi.data import folders, own, tars
+from prunex_mpi.data import folders, image_files, user_datasets
 from prunex_mpi.data.batches import CHUNK_IMAGES, Shard
 from prunex_mpi.data.cifar import read_cifar
-from prunex_mpi.data.pictures import as_uint8, open_rgb
-from prunex_mpi.data.reading import Access, Files, side_of_first
+from prunex_mpi.data.decoding import Access, Files, side_of_first
+from prunex_mpi.data.images import as_uint8, open_rgb
 
 DATASETS = ("digits", "cifar10", "cifar100", "imagefolder", "webdataset", "synthetic")
 # What ranks may read for each other: of each class folder, or of each tar file.
-CONTENTS = {"imagefolder": folders.Names, "webdataset": tars.Headers}
-Known = Mapping[str, folders.Names | tars.Headers]  # by path
+CONTENTS = {"imagefolder": folders.Names, "webdataset": image_files.Headers}
+Known = Mapping[str, folders.Names | image_files.Headers]  # by path
 DIGITS_TEST_SHARE = 0.2
 SYNTHETIC_CLASSES, SYNTHETIC_TRAIN, SYNTHETIC_TEST, SYNTHETIC_SIDE = 10, 2048, 512, 32
 # What must not depend on --seed (test sets, generated images) is drawn from this one.
@@ -180,7 +180,7 @@ def read_share(name: str, data_dir: str, rank: int, size: int, going: Callable[[
     if name == "imagefolder":
         listed, read = folders.class_folders, folders.read_names
     else:
-        listed, read = tars.tar_files, tars.read_headers
+        listed, read = image_files.tar_files, image_files.read_headers
     paths = [path for half in _halves(Path(data_dir)) for path in listed(half)]
     return {path: read(path, going) for path in paths[rank::size]}
 
@@ -189,17 +189,19 @@ def _webdataset(
     data_dir: Path,
     image_size: int,
     skip_corrupt: bool,
-    known: Mapping[str, tars.Headers],
+    known: Mapping[str, image_files.Headers],
     going: Callable[[], None],
 ) -> Source:
     """List the pictures in train/*.tar and test/*.tar."""
-    halves = [tars.list_members(folder, known, going) for folder in _halves(data_dir)]
-    first, classes = halves[0], tars.class_count(*halves)
-    side = image_size or side_of_first(len(first.names), partial(tars.side_of, first), skip_corrupt)
-    train, test = (tars.files_of(half, image_size, side) for half in halves)
+    halves = [image_files.list_members(folder, known, going) for folder in _halves(data_dir)]
+    first, classes = halves[0], image_files.class_count(*halves)
+    side = image_size or side_of_first(
+        len(first.names), partial(image_files.side_of, first), skip_corrupt
+    )
+    train, test = (image_files.files_of(half, image_size, side) for half in halves)
     counts, files = (len(train.labels), len(test.labels)), {"train": train, "test": test}
     digest = digest_of_names(*(half.identities() for half in halves))
-    named = {"found": tars.describe(*halves), "files": files, "digest": digest}
+    named = {"found": image_files.describe(*halves), "files": files, "digest": digest}
     pad = side // 8
     return Source(counts, None, lambda: train.labels, classes, side, True, pad, **named)
 
@@ -208,17 +210,19 @@ def _own(
     name: str, data_dir: str, image_size: int, skip_corrupt: bool, going: Callable[[], None]
 ) -> Source:
     """Have a function of the user's make both halves."""
-    halves = own.make_halves(name, data_dir, going)
-    classes, class_names = own.classes_of(*halves)
+    halves = user_datasets.make_halves(name, data_dir, going)
+    classes, class_names = user_datasets.classes_of(*halves)
     first = halves[0]
-    side = image_size or side_of_first(len(first.labels), partial(own.side_of, first), skip_corrupt)
-    train, test = (own.files_of(half, image_size, side) for half in halves)
-    counts, flip = (len(train.labels), len(test.labels)), own.may_be_mirrored(halves[0])
+    side = image_size or side_of_first(
+        len(first.labels), partial(user_datasets.side_of, first), skip_corrupt
+    )
+    train, test = (user_datasets.files_of(half, image_size, side) for half in halves)
+    counts, flip = (len(train.labels), len(test.labels)), user_datasets.may_be_mirrored(halves[0])
     named = {
-        "found": (own.describe(name, *halves, classes), ""),
+        "found": (user_datasets.describe(name, *halves, classes), ""),
         "class_names": class_names,
         "files": {"train": train, "test": test},
-        "digest": own.digest_of(*halves, class_names),
+        "digest": user_datasets.digest_of(*halves, class_names),
     }
     return Source(counts, None, lambda: train.labels, classes, side, flip, side // 8, **named)
 

@@ -13,7 +13,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from prunex_mpi.data.reading import Files, Reader
+from prunex_mpi.data.decoding import Files, Reader
 
 # Batches that are decoded before they are asked for.
 AHEAD = 4

@@ -31,7 +31,7 @@ from prunex_mpi.data.batches import (
     normalisation,
 )
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.reading import Access
+from prunex_mpi.data.decoding import Access
 
 LOAD = dict(data_dir="nowhere", train_samples=0, test_samples=0)
 LOAD |= dict(image_size=0, seed=0)

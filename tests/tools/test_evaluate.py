@@ -7,9 +7,9 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from image_folders import damage
 from jobs import run_folder, run_job_here
 from nodes import WORLD
-from picture_files import damage
 from PIL import Image
 from small_runs import COMMON, PRUNING
 

@@ -14,10 +14,10 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.data import own
+from prunex_mpi.data import user_datasets
 from prunex_mpi.data.datasets import Dataset, load
-from prunex_mpi.data.pictures import as_uint8
-from prunex_mpi.data.reading import MOST_DECODING, Access, Reader
+from prunex_mpi.data.decoding import MOST_DECODING, Access, Reader
+from prunex_mpi.data.images import as_uint8
 from prunex_mpi.data.streamed import AHEAD, Streamed, in_turn
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.run.assembly import set_up
@@ -58,9 +58,9 @@ class Items:
 
     def __getitem__(self, number: int) -> Tensor:
         if self.data is None:
-            self.data = own.make(self.name, self.data_dir, train=True)
-        index, title = self.places[number], own.name_of(self.name, train=True)
-        return own.decode(self.data, index, self.side, fit=self.fit, name=title)[0]
+            self.data = user_datasets.make(self.name, self.data_dir, train=True)
+        index, title = self.places[number], user_datasets.name_of(self.name, train=True)
+        return user_datasets.decode(self.data, index, self.side, fit=self.fit, name=title)[0]
 
 
 def data(

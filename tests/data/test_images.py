@@ -12,8 +12,8 @@ import torch
 from PIL import Image, TiffImagePlugin
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
-from prunex_mpi.data.pictures import FORMATS, as_uint8, open_rgb, to_rgb
-from prunex_mpi.data.reading import is_damaged
+from prunex_mpi.data.decoding import is_damaged
+from prunex_mpi.data.images import FORMATS, as_uint8, open_rgb, to_rgb
 
 WHITE, GREY, RED = (255, 255, 255), (128, 128, 128), (255, 0, 0)
 HALF_RED = (255, 127, 127)  # half of it, on white

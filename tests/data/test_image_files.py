@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from picture_files import CLASSES, add, write_folder, write_tars
+from image_folders import CLASSES, add, write_folder, write_tars
 from PIL import Image
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.data import datasets as data
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.reading import Access
+from prunex_mpi.data.decoding import Access
 from prunex_mpi.data.sources import Known, read_share
 
 

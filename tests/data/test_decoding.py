@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from picture_files import damage, write_folder
+from image_folders import damage, write_folder
 from PIL import Image
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from prunex_mpi.data.batches import (
     part_of,
 )
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.reading import Access
+from prunex_mpi.data.decoding import Access
 from prunex_mpi.data.streamed import AHEAD, Streamed
 
 LOOK = Look(torch.zeros(3), torch.ones(3), "cpu")

@@ -21,8 +21,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
 from prunex_mpi.base.files import CHUNK_BYTES, open_regular
-from prunex_mpi.data.pictures import MOST_PIXELS, as_uint8, open_rgb
-from prunex_mpi.data.reading import MOST_LABEL, Files
+from prunex_mpi.data.decoding import MOST_LABEL, Files
+from prunex_mpi.data.images import MOST_PIXELS, as_uint8, open_rgb
 
 BLOCK = 512  # of a tar file
 SIZE = slice(124, 136)  # where a header says how many bytes follow, in octal digits

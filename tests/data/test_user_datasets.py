@@ -11,8 +11,8 @@ import numpy as np
 import own_data
 import pytest
 import torch
+from image_folders import CLASSES, damage, write_folder
 from own_data import Own
-from picture_files import CLASSES, damage, write_folder
 from PIL import Image
 from torchvision import tv_tensors
 from torchvision.datasets import FakeData
@@ -21,8 +21,8 @@ from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.data import datasets, sources
 from prunex_mpi.data.datasets import Dataset, Part
-from prunex_mpi.data.pictures import to_rgb
-from prunex_mpi.data.reading import Access
+from prunex_mpi.data.decoding import Access
+from prunex_mpi.data.images import to_rgb
 
 WHOLE = Part(0, 1)
 

@@ -22,8 +22,8 @@ from torch.utils.data import IterableDataset
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.named import import_function
-from prunex_mpi.data.pictures import load_rgb, to_side
-from prunex_mpi.data.reading import MOST_LABEL, Files
+from prunex_mpi.data.decoding import MOST_LABEL, Files
+from prunex_mpi.data.images import load_rgb, to_side
 
 # Where torchvision's data sets hold the labels of all their items.
 OF_LABELS = ("targets", "labels")
@@ -206,7 +206,7 @@ def files_of(half: Half, image_size: int, side: int) -> Files:
 def decode(data: Any, index: int, side: int, *, fit: bool, name: str) -> tuple[Tensor, int]:
     """Return item `index` of a half called `name` as uint8 [3, side, side] and its label.
 
-    Raises UserError (UNREADABLE) as `pictures.as_uint8` and `read_item` do.
+    Raises UserError (UNREADABLE) as `images.as_uint8` and `read_item` do.
     """
     image, label = read_item(data, index, name)
     title = f"{name}[{index}]"
