@@ -27,7 +27,7 @@ from prunex_mpi.data.batches import (
     evaluation_batches,
 )
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.mixing import Mixing
+from prunex_mpi.data.transforms import Mixing
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout

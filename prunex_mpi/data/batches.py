@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prunex_mpi.data.streamed import AHEAD, Ahead, Streamed, in_turn
+from prunex_mpi.data.decoding import AHEAD, Ahead, Streamed, in_turn
 from prunex_mpi.data.transforms import (
     TRANSFORMS,
     draw_boxes,

@@ -23,8 +23,7 @@ from prunex_mpi.data.batches import (
     part_of,
 )
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.decoding import Access
-from prunex_mpi.data.streamed import AHEAD, Streamed
+from prunex_mpi.data.decoding import AHEAD, Access, Streamed
 
 LOOK = Look(torch.zeros(3), torch.ones(3), "cpu")
 STEPS = 11

@@ -16,9 +16,8 @@ from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.data import user_datasets
 from prunex_mpi.data.datasets import Dataset, load
-from prunex_mpi.data.decoding import MOST_DECODING, Access, Reader
+from prunex_mpi.data.decoding import AHEAD, MOST_DECODING, Access, Reader, Streamed, in_turn
 from prunex_mpi.data.images import as_uint8
-from prunex_mpi.data.streamed import AHEAD, Streamed, in_turn
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.run.assembly import set_up
 from prunex_mpi.settings.fields import Settings
