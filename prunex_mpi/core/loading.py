@@ -20,7 +20,7 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.data.batches import channel_moments, normalisation
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.decoding import Access, decoding_threads
-from prunex_mpi.data.sources import CONTENTS, Known, read_share
+from prunex_mpi.data.image_files import CONTENTS, Known, read_share
 from prunex_mpi.settings.fields import Settings
 
 CPU = torch.device("cpu")

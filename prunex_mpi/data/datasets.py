@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -9,14 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import UserError, meant
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.units import GIB
 from prunex_mpi.checks.memory import memory_limit
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.decoding import Access, Reader, Streamed, load_all
-from prunex_mpi.data.sources import FIXED_SEED, Known, Source, find_source
+from prunex_mpi.data.image_files import Known, find_image_files
+from prunex_mpi.data.sources import FIXED_SEED, Source, cifar, digits, synthetic
+from prunex_mpi.data.user_datasets import find_user_images
 
+DATASETS = ("digits", "cifar10", "cifar100", "imagefolder", "webdataset", "synthetic")
 IN_MEMORY = Access()
 NOTHING_KNOWN: Known = MappingProxyType({})
 # Of a limit, where images stay in memory unasked: a job needs more than them.
@@ -97,7 +101,7 @@ def load(
     """
     part = Part(*part)
     rank, size = part.rank, part.size
-    source = find_source(
+    source = _find_source(
         name, data_dir, access, (train_samples, test_samples), image_size, part.known, part.going
     )
     streams = _streams(name, source, access.mode, (train_samples, test_samples), part)
@@ -140,6 +144,37 @@ def load(
         reader=reader,
         digest=source.digest,
     )
+
+
+def _find_source(
+    name: str,
+    data_dir: str,
+    access: Access,
+    samples: tuple[int | None, int],
+    image_size: int,
+    known: Known,
+    going: Callable[[], None],
+) -> Source:
+    """Return where the images of the data set `name` come from.
+
+    `known` is what other ranks have read. `samples` are the training and test images asked for, as
+    many as there are of generated ones. `going` is called as it goes on. Raises UserError as
+    `load` does.
+    """
+    match name:
+        case "digits":
+            return digits(image_size, going)
+        case "cifar10" | "cifar100":
+            return cifar(name, Path(data_dir), access.download, image_size, going)
+        case "imagefolder" | "webdataset":
+            ways = image_size, access.skip_corrupt, known, going
+            return find_image_files(name, Path(data_dir), *ways)
+        case "synthetic":
+            return synthetic(*samples, image_size, going)
+        case _ if ":" in name:
+            return find_user_images(name, data_dir, image_size, access.skip_corrupt, going)
+        case _:
+            raise UserError(f"unknown data set {name!r}{meant(name, DATASETS)}")
 
 
 def _apart(source: Source, held_out: Tensor) -> Source:

@@ -22,8 +22,9 @@ from torch.utils.data import IterableDataset
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.named import import_function
-from prunex_mpi.data.decoding import MOST_LABEL, Files
+from prunex_mpi.data.decoding import MOST_LABEL, Files, side_of_first
 from prunex_mpi.data.images import load_rgb, to_side
+from prunex_mpi.data.sources import Source
 
 # Where torchvision's data sets hold the labels of all their items.
 OF_LABELS = ("targets", "labels")
@@ -42,12 +43,50 @@ class Half:
     labels: Tensor
 
 
-def make_halves(name: str, data_dir: str, going: Callable[[], None]) -> tuple[Half, Half]:
-    """Call the function `name`, package.module:function, for both halves; find all labels.
+def find_user_images(
+    name: str, data_dir: str, image_size: int, skip_corrupt: bool, going: Callable[[], None]
+) -> Source:
+    """Return the images of both halves that the function `name`, package.module:function, makes.
 
-    `going` is called as it goes on. Raises UserError: USAGE for what is no such function or returns
-    no data set, UNREADABLE for what it raises and what is wrong with items and labels.
+    They are cropped and scaled where `image_size` asks for it. `going` is called as it goes on.
+    Raises UserError: USAGE for what is no such function or returns no data set, UNREADABLE for what
+    it raises and what is wrong with items and labels.
     """
+    train, test = _make_halves(name, data_dir, going)
+    classes, class_names = _classes_of(train, test)
+    counts = len(train.labels), len(test.labels)
+
+    def side_of(index: int) -> int:
+        image, _ = read_item(train.data, index, train.name)
+        return min(to_picture(image, f"{train.name}[{index}]").size)
+
+    side = image_size or side_of_first(counts[0], side_of, skip_corrupt)
+    # Other labels or names of classes are another data set.
+    digest = hashlib.blake2b("\0".join(class_names).encode(errors="surrogateescape"), digest_size=8)
+    for half in (train, test):
+        digest.update(f"{len(half.labels)} ".encode() + half.labels.numpy().tobytes())
+    images = f"{counts[0]:,} images to train on and {counts[1]:,} to test on"
+    return Source(
+        counts=counts,
+        read=None,
+        labels=lambda: train.labels,
+        num_classes=classes,
+        image_size=side,
+        # Mirrored images keep their meaning unless the data set says no.
+        flip=_attribute(train.name, train.data, "flip") is not False,
+        pad=side // 8,
+        found=(f"{images} in {name}, {classes:,} classes", ""),
+        class_names=class_names,
+        files={
+            split: _files_of(half, image_size, side)
+            for split, half in (("train", train), ("test", test))
+        },
+        digest=digest.hexdigest(),
+    )
+
+
+def _make_halves(name: str, data_dir: str, going: Callable[[], None]) -> tuple[Half, Half]:
+    """Call the function `name` for both halves; find all labels. Raises UserError."""
     halves = []
     for train in (True, False):
         going()
@@ -62,7 +101,7 @@ def name_of(name: str, train: bool) -> str:
 
 
 def make(name: str, data_dir: str, train: bool) -> Any:
-    """Return one half as the user's function makes it; raise UserError as `make_halves` does."""
+    """Return one half as the user's function makes it; raise UserError as that does."""
     function = import_function("dataset", name, "to make the data set")
     arguments = {"data_dir": data_dir, "train": train}
     shown = f"data_dir={quote(data_dir, 250)}, train={train}"
@@ -179,13 +218,7 @@ def to_picture(image: Any, name: str) -> Image.Image:
     raise UserError(f"image {name} is {found}, not {IMAGES}: {advice}", UNREADABLE)
 
 
-def side_of(half: Half, index: int) -> int:
-    """Return the shorter side of an image."""
-    image, _ = read_item(half.data, index, half.name)
-    return min(to_picture(image, f"{half.name}[{index}]").size)
-
-
-def files_of(half: Half, image_size: int, side: int) -> Files:
+def _files_of(half: Half, image_size: int, side: int) -> Files:
     """Return the images, cropped and scaled where `image_size` asks for it."""
 
     def name(index: int) -> str:
@@ -213,7 +246,7 @@ def decode(data: Any, index: int, side: int, *, fit: bool, name: str) -> tuple[T
     return to_side(to_picture(image, title), side, fit=fit, name=title), label
 
 
-def classes_of(train: Half, test: Half) -> tuple[int, tuple[str, ...]]:
+def _classes_of(train: Half, test: Half) -> tuple[int, tuple[str, ...]]:
     """Return how many classes there are, and their names, () where they have none.
 
     Raises UserError (UNREADABLE) for labels beyond the names, for those of test images beyond the
@@ -249,25 +282,6 @@ def _names(half: Half) -> tuple[str, ...]:
             f"{message}, its attribute classes {len(names)} names: {advice}", UNREADABLE
         )
     return tuple(names)
-
-
-def may_be_mirrored(half: Half) -> bool:
-    """Say whether mirrored images keep their meaning: unless the data set has `flip = False`."""
-    return _attribute(half.name, half.data, "flip") is not False
-
-
-def describe(name: str, train: Half, test: Half, classes: int) -> str:
-    """Say in a line what was found."""
-    counts = f"{len(train.labels):,} images to train on and {len(test.labels):,} to test on"
-    return f"{counts} in {name}, {classes:,} classes"
-
-
-def digest_of(train: Half, test: Half, names: Sequence[str] = ()) -> str:
-    """Return what tells data sets of other labels, or other names of classes, apart."""
-    digest = hashlib.blake2b("\0".join(names).encode(errors="surrogateescape"), digest_size=8)
-    for half in (train, test):
-        digest.update(f"{len(half.labels)} ".encode() + half.labels.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _attribute(name: str, data: Any, attribute: str) -> Any:

@@ -19,10 +19,10 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.core import loading
 from prunex_mpi.core.loading import CPU, free_room, load_dataset, share_contents
-from prunex_mpi.data import folders, image_files, sources
+from prunex_mpi.data import image_files, sources
 from prunex_mpi.settings.resolve import make
 
-READERS = {"imagefolder": (folders, "read_names"), "webdataset": (image_files, "read_headers")}
+READERS = {"imagefolder": (image_files, "read_names"), "webdataset": (image_files, "read_headers")}
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_each_folder_and_each_tar_file_is_read_by_one_rank(
     module, reader = READERS[name]
     real, mine = getattr(module, reader), []
 
-    def noted(path: str, going: Callable[[], None]) -> folders.Names | image_files.Headers:
+    def noted(path: str, going: Callable[[], None]) -> image_files.Names | image_files.Headers:
         mine.append(path)
         return real(path, going)
 

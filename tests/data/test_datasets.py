@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits
 
 from prunex_mpi.base import files
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
-from prunex_mpi.data import cifar, folders, sources
+from prunex_mpi.data import cifar, image_files
 from prunex_mpi.data import datasets as data
 from prunex_mpi.data.batches import (
     Shard,
@@ -323,8 +323,8 @@ def test_imagefolder_reads_classes_and_colours(folder: Path) -> None:
 def test_each_rank_decodes_its_own_files_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spy = Mock(side_effect=sources.as_uint8)
-    monkeypatch.setattr(sources, "as_uint8", spy)
+    spy = Mock(side_effect=image_files.as_uint8)
+    monkeypatch.setattr(image_files, "as_uint8", spy)
     for rank in range(3):
         load("imagefolder", data_dir=str(folder), rank=rank, size=3)
         assert spy.call_count == 6 * (rank + 1)
@@ -334,7 +334,7 @@ def test_each_rank_decodes_its_own_files_only(
 def test_a_start_line_tells_what_was_found_and_what_was_left_out(folder: Path) -> None:
     (folder / "train/red/notes.txt").unlink()
     whole = load("imagefolder", data_dir=str(folder))
-    assert whole.found == f"12 images in {folder}/train, 6 in {folder}/test, 2 classes"
+    assert whole.found == f"12 images in {folder}/train, 6 images in {folder}/test, 2 classes"
     assert whole.left_out == ""
     for name in ("train/green", "test/red/deeper", "train/blue/deeper"):
         (folder / name).mkdir()
@@ -357,7 +357,8 @@ def test_class_folders_that_another_rank_has_read_are_taken_unless_they_are_othe
 ) -> None:
     (folder / "test/red/deeper").mkdir()
     shares = [
-        sources.read_share("imagefolder", str(folder), rank, 3, lambda: None) for rank in range(3)
+        image_files.read_share("imagefolder", str(folder), rank, 3, lambda: None)
+        for rank in range(3)
     ]
     assert sorted(map(len, shares)) == [1, 1, 2]
     known = shares[0] | shares[1] | shares[2]
@@ -367,8 +368,8 @@ def test_class_folders_that_another_rank_has_read_are_taken_unless_they_are_othe
     def told() -> Dataset:
         return data.load("imagefolder", part=data.Part(0, 1, known=known), **options)
 
-    spy = Mock(side_effect=folders.read_names)
-    monkeypatch.setattr(folders, "read_names", spy)
+    spy = Mock(side_effect=image_files.read_names)
+    monkeypatch.setattr(image_files, "read_names", spy)
     same = told()
     assert not spy.called
     assert (same.digest, same.found, same.left_out) == (alone.digest, alone.found, alone.left_out)
@@ -448,6 +449,10 @@ def test_imagefolder_takes_val_for_test_and_grey_images(folder: Path) -> None:
         Image.new("L", (16, 16), 77).save(file)
     part = load("imagefolder", data_dir=str(folder))
     assert (part.test.images == 77).flatten(1).all(1).sum() == 2
+    assert part.found == (
+        f"12 images in {folder}/train, 6 images in {folder}/val, 2 classes, "
+        "the test set is val/, as there is no test/"
+    )
 
 
 def test_imagefolder_crops_the_centre_on_request(folder: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.data import datasets as data
-from prunex_mpi.data import sources
+from prunex_mpi.data import image_files
 from prunex_mpi.data.batches import (
     BatchStream,
     Look,
@@ -107,8 +107,8 @@ def test_a_stream_goes_on_wherever_its_position_is_put(folder: Path) -> None:
 def test_a_rank_reads_its_own_files_and_no_more_than_it_soon_needs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spy = Mock(side_effect=sources.as_uint8)
-    monkeypatch.setattr(sources, "as_uint8", spy)
+    spy = Mock(side_effect=image_files.as_uint8)
+    monkeypatch.setattr(image_files, "as_uint8", spy)
     read = []
     for rank in range(2):
         dataset = load(folder, "stream", rank=rank)

@@ -14,7 +14,7 @@ from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.data import datasets as data
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.decoding import Access
-from prunex_mpi.data.sources import Known, read_share
+from prunex_mpi.data.image_files import Known, read_share
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def append_tar(between: bytes) -> Callable[[Path], None]:
         (lambda path: path.write_bytes(path.read_bytes()[:3000]), "end of data"),
         (lambda path: path.write_bytes(b"no tar file at all" * 100), "cannot read tar file"),
         (append("alone.jpg", b"x"), "alone in {path} lacks a class (.cls)"),
-        (append("alone.cls", b"1"), "alone in {path} lacks a picture"),
+        (append("alone.cls", b"1"), "alone in {path} lacks an image"),
         (append("odd.cls", b"one"), "invalid literal"),
         (append("odd.cls", b"-1"), "the class of odd is not in 0..2147483647"),
         (append("odd.cls", b"2147483648"), "the class of odd is not in 0..2147483647"),
@@ -157,7 +157,7 @@ def append_tar(between: bytes) -> Callable[[Path], None]:
         (append_size_in_a_record, "is sparse, or has -4096 bytes"),
         (append_tar(b""), "ends at byte {end:,} and goes on at {length:,}: keep tar files"),
         (append_tar(bytes(2**22)), "and goes on at"),
-        (append("ant_001.png", b"x"), "ant_001 has two pictures"),
+        (append("ant_001.png", b"x"), "ant_001 has two images"),
     ],
 )
 def test_what_is_wrong_with_a_tar_file_is_said(
@@ -195,7 +195,7 @@ def test_members_with_a_dot_in_their_keys_are_left_out_and_told_of(shards: Path)
 
 
 def test_folders_without_tar_files_are_refused(shards: Path, folder: Path) -> None:
-    with pytest.raises(UserError, match=r"no picture in .*/train/\*\.tar"):
+    with pytest.raises(UserError, match=r"no image in .*/train/\*\.tar"):
         load("webdataset", folder)
     append("new.jpg", (folder / "test/ant/001.jpg").read_bytes())(shards / "test/0000.tar")
     append("new.cls", str(len(CLASSES)).encode())(shards / "test/0000.tar")
