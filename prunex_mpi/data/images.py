@@ -32,6 +32,8 @@ from prunex_mpi.base.files import open_regular
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
 # Decoding takes 4 to 12 bytes for each. A small file can claim to have many.
 MOST_PIXELS = 2**26
+# Photographs of several sizes are trained on at this one by most networks and recipes.
+PHOTO_SIDE, LARGEST_ICON = 224, 128
 WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 SCALED_TO_16_BITS = ("PNG", "PPM")  # formats of which Pillow gives 16 bits as mode I
 TIFF_BITS, TIFF_PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0
@@ -54,7 +56,9 @@ def to_side(image: Image.Image, side: int, *, fit: bool, name: str) -> Tensor:
         image = ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
     if image.size != (side, side):
         message = f"image {name} is {image.width}x{image.height}, not {side}x{side}"
-        advice = f"give --image-size {side} to resize and crop all"
+        # The first image of photographs says nothing about the size to train on.
+        advised = PHOTO_SIDE if side > LARGEST_ICON else side
+        advice = f"give --image-size {advised} to resize and crop all"
         raise UserError(f"{message}: {advice}", UNREADABLE)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 

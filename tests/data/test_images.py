@@ -13,7 +13,7 @@ from PIL import Image, TiffImagePlugin
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.data.decoding import is_damaged
-from prunex_mpi.data.images import FORMATS, as_uint8, open_rgb, to_rgb
+from prunex_mpi.data.images import FORMATS, as_uint8, open_rgb, to_rgb, to_side
 
 WHITE, GREY, RED = (255, 255, 255), (128, 128, 128), (255, 0, 0)
 HALF_RED = (255, 127, 127)  # half of it, on white
@@ -162,6 +162,13 @@ def test_images_of_too_many_pixels_are_refused_before_they_are_decoded() -> None
         open_rgb(io.BytesIO(content), name="x")
     assert caught.value.exit_code == UNREADABLE
     assert is_damaged(caught.value)
+
+
+@pytest.mark.parametrize(("side", "advised"), [(8, 8), (64, 64), (260, 224), (200, 224)])
+def test_images_of_another_size_are_refused_with_a_size_to_give(side: int, advised: int) -> None:
+    image = Image.new("RGB", (side, side + 1))
+    with pytest.raises(UserError, match=f"not {side}x{side}: give --image-size {advised} to"):
+        to_side(image, side, fit=False, name="x")
 
 
 def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
