@@ -13,7 +13,7 @@ NEAR = 0.6
 
 
 class UserError(Exception):
-    """Say in one line what is wrong and what to do about it."""
+    """One line that says what is wrong and what to do about it, and the exit code."""
 
     def __init__(self, message: str, exit_code: int = USAGE) -> None:
         super().__init__(message)
@@ -21,11 +21,11 @@ class UserError(Exception):
 
 
 class Diverged(UserError):
-    """Say that training does not converge; raised on every rank alike."""
+    """Training does not converge; raised on every rank alike."""
 
 
 class DamagedCheckpoint(Exception):
-    """Say in one line why a checkpoint can't be used."""
+    """One line that says why a checkpoint can't be used."""
 
 
 def one_line(error: Exception) -> str:

@@ -21,8 +21,8 @@ from prunex_mpi.core.loading import measure_colours
 from prunex_mpi.core.objective import find_losses
 from prunex_mpi.core.state import Problem
 from prunex_mpi.data.batches import (
+    Augmentation,
     BatchStream,
-    Changes,
     Look,
     evaluation_batches,
 )
@@ -149,7 +149,7 @@ def build_problem(
         rank=topology.world.rank,
         flip=dataset.flip and augment,
         pad=dataset.pad if settings.augment == "auto" else 0,
-        changes=Changes(resized_crop, settings.transforms),
+        changes=Augmentation(resized_crop, settings.transforms),
     )
     together(topology.world, lambda: refuse_parts(settings, stream.batch_size, model))
     if settings.compile:

@@ -31,7 +31,7 @@ ARRAY_PARTS = {
     ("numpy", "dtype"): np.dtype,
 }
 
-Halves = tuple[Shard, Shard, tuple[str, ...]]  # to train on, to test on, names of the classes
+Splits = tuple[Shard, Shard, tuple[str, ...]]  # to train on, to test on, names of the classes
 
 
 class _ArraysOnly(pickle.Unpickler):
@@ -43,8 +43,8 @@ class _ArraysOnly(pickle.Unpickler):
         return ARRAY_PARTS[module, name]
 
 
-def read_cifar(name: str, data_dir: Path, download: bool, going: Callable[[], None]) -> Halves:
-    """Return both halves of CIFAR, and the names of its classes.
+def read_cifar(name: str, data_dir: Path, download: bool, going: Callable[[], None]) -> Splits:
+    """Return both splits of CIFAR, and the names of its classes.
 
     Where it is incomplete, one process downloads and others wait. Raises UserError (UNREADABLE).
     """
@@ -57,7 +57,7 @@ def read_cifar(name: str, data_dir: Path, download: bool, going: Callable[[], No
             advice = "correct --data-dir, or train with --download"
             raise UserError(f"no complete {name} in {data_dir}: {advice}", UNREADABLE) from missing
 
-    def fetch() -> Halves:
+    def fetch() -> Splits:
         with FileLock(data_dir / f".{name}.lock"):
             try:
                 # Who comes second finds the files complete.
@@ -79,7 +79,7 @@ def read_cifar(name: str, data_dir: Path, download: bool, going: Callable[[], No
         raise UserError(message + advice, UNREADABLE) from error
 
 
-def _read(published: type[CIFAR10], data_dir: Path, going: Callable[[], None]) -> Halves:
+def _read(published: type[CIFAR10], data_dir: Path, going: Callable[[], None]) -> Splits:
     """Read all files; raise OSError or ValueError where one is missing or another one."""
     folder = data_dir / published.base_folder
 
@@ -92,11 +92,11 @@ def _read(published: type[CIFAR10], data_dir: Path, going: Callable[[], None]) -
         # They were written by Python 2, whose text is bytes.
         return _ArraysOnly(BytesIO(content), encoding="latin1").load()
 
-    def half(files: list[list[str]]) -> Shard:
+    def split(files: list[list[str]]) -> Shard:
         parts = [parsed(*file) for file in files]
         pixels = np.concatenate([part["data"] for part in parts]).reshape(-1, 3, 32, 32)
         labels = [label for part in parts for label in part.get("labels", part.get("fine_labels"))]
         return Shard(torch.from_numpy(pixels), torch.tensor(labels, dtype=torch.int64))
 
     names = parsed(published.meta["filename"], published.meta["md5"])[published.meta["key"]]
-    return half(published.train_list), half(published.test_list), tuple(names)
+    return split(published.train_list), split(published.test_list), tuple(names)

@@ -15,7 +15,7 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.base.units import GIB
 from prunex_mpi.checks.memory import memory_limit
 from prunex_mpi.data.batches import Shard
-from prunex_mpi.data.decoding import Access, Reader, Streamed, load_all
+from prunex_mpi.data.decoding import Access, Reader, Streamed, decode_all
 from prunex_mpi.data.image_files import Known, find_image_files
 from prunex_mpi.data.sources import FIXED_SEED, Source, cifar, digits, synthetic
 from prunex_mpi.data.user_datasets import find_user_images
@@ -199,13 +199,13 @@ def _shard(
         return source.read(split, indices)
     files = source.files[split]
     images = Streamed(files, indices, reader)
-    return Shard(load_all(images, going) if going else images, files.labels[indices])
+    return Shard(decode_all(images, going) if going else images, files.labels[indices])
 
 
 def _streams(
     name: str, source: Source, mode: str, samples: tuple[int | None, int], part: Part
 ) -> bool:
-    """Say whether images are decoded while training; raise UserError where that can't be."""
+    """Return whether images are decoded while training; raise UserError where that can't be."""
     if source.files is None and mode == "stream":
         message = f"data-mode stream: the images of {name} are in memory anyway"
         raise UserError(f"{message}; leave it at auto, or give --dataset imagefolder")

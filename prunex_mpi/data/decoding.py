@@ -23,7 +23,7 @@ from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.logs import log
 
 # Batches that are decoded before they are asked for.
-AHEAD = 4
+PREFETCHED = 4
 # What a thread takes at a time: small, so that all end a batch together.
 CHUNK = 8
 # Warnings of single files; after them only doublings of their number are told.
@@ -190,7 +190,7 @@ def side_of_first(count: int, side: Callable[[int], int], skip_corrupt: bool) ->
 
 
 def is_damaged(error: UserError) -> bool:
-    """Say whether the content of an image is wrong, and not the access to it."""
+    """Return whether the content of an image is wrong, and not the access to it."""
     cause = error.__cause__
     return cause is not None and getattr(cause, "errno", None) is None
 
@@ -245,7 +245,7 @@ class _Batch:
     futures: list[Future]
 
 
-class Ahead:
+class Prefetcher:
     """Batches of one shard under way, in the order in which they were requested."""
 
     def __init__(self, images: Streamed) -> None:
@@ -265,7 +265,7 @@ class Ahead:
         self.batches.append(_Batch(chosen, room, futures))
 
     def comes_next(self, chosen: Tensor) -> bool:
-        """Say whether the batch that was requested first is this one."""
+        """Return whether the batch that was requested first is this one."""
         return bool(self.batches) and torch.equal(self.batches[0].chosen, chosen)
 
     def take(self) -> tuple[Tensor, float]:
@@ -297,12 +297,12 @@ def in_turn(images: Tensor | Streamed, parts: Iterable[slice | Tensor]) -> Itera
         for part in parts:
             yield images[part]
         return
-    ahead, everything = Ahead(images), torch.arange(len(images.places))
+    ahead, everything = Prefetcher(images), torch.arange(len(images.places))
     try:
         for part in parts:
             # The buffer of the part yielded last is free again by now.
             ahead.request(everything[part])
-            if len(ahead.batches) > AHEAD:
+            if len(ahead.batches) > PREFETCHED:
                 yield ahead.take()[0]
         while ahead.batches:
             yield ahead.take()[0]
@@ -310,7 +310,7 @@ def in_turn(images: Tensor | Streamed, parts: Iterable[slice | Tensor]) -> Itera
         ahead.forget()
 
 
-def load_all(images: Streamed, going: Callable[[], None]) -> Tensor:
+def decode_all(images: Streamed, going: Callable[[], None]) -> Tensor:
     """Decode all images into memory; raise UserError for the first that can't be read.
 
     `going` is called as it goes on.

@@ -69,7 +69,7 @@ class Headers:
 
 
 @dataclass(frozen=True)
-class Half:
+class FileSplit:
     """The images to train on, or those to test on, in an order that is the same on every rank."""
 
     folder: str
@@ -101,7 +101,7 @@ def find_image_files(
     not the same here, is read. `going` is called as it goes on. Raises UserError (UNREADABLE).
     """
     find = _in_class_folders if name == "imagefolder" else _in_tar_files
-    train, test = (find(folder, known, going) for folder in _halves(data_dir))
+    train, test = (find(folder, known, going) for folder in _split_folders(data_dir))
     odd = sorted({*train.class_names} ^ {*test.class_names})
     if odd:
         message = f"class {odd[0]!r} of {data_dir} must have images for training and for testing"
@@ -117,17 +117,10 @@ def find_image_files(
         return min(open_rgb(train.content(index), name=train.name(index)).size)
 
     side = image_size or side_of_first(len(train.labels), side_of, skip_corrupt)
-    files = {}
-    for split, half in (("train", train), ("test", test)):
-
-        def decode(index: int, half: Half = half) -> Tensor:
-            return as_uint8(half.content(index), side, fit=image_size > 0, name=half.name(index))
-
-        files[split] = Files(half.labels, side, decode, half.name)
     digest = hashlib.blake2b(digest_size=8)
-    for half in (train, test):
-        digest.update(os.fsencode("\0".join(half.identities)) + b"\n")
-    found = [f"{len(half.labels):,} images in {half.where}" for half in (train, test)]
+    for split in (train, test):
+        digest.update(os.fsencode("\0".join(split.identities)) + b"\n")
+    found = [f"{len(split.labels):,} images in {split.where}" for split in (train, test)]
     found.append(f"{classes:,} classes")
     if os.path.basename(test.folder) == VALIDATION:
         found.append(f"the test set is {VALIDATION}/, as there is no test/")
@@ -141,9 +134,21 @@ def find_image_files(
         pad=side // 8,
         found=(", ".join(found), "; ".join([*train.left_out, *test.left_out])),
         class_names=train.class_names,
-        files=files,
+        files={
+            "train": _files_of(train, image_size, side),
+            "test": _files_of(test, image_size, side),
+        },
         digest=digest.hexdigest(),
     )
+
+
+def _files_of(split: FileSplit, image_size: int, side: int) -> Files:
+    """Return the images, cropped and scaled where `image_size` asks for it."""
+
+    def decode(index: int) -> Tensor:
+        return as_uint8(split.content(index), side, fit=image_size > 0, name=split.name(index))
+
+    return Files(split.labels, side, decode, split.name)
 
 
 def read_share(name: str, data_dir: str, rank: int, size: int, going: Callable[[], None]) -> Known:
@@ -155,11 +160,11 @@ def read_share(name: str, data_dir: str, rank: int, size: int, going: Callable[[
         found, read = class_folders, read_names
     else:
         found, read = tar_files, read_headers
-    paths = [path for half in _halves(Path(data_dir)) for path in found(half)]
+    paths = [path for folder in _split_folders(Path(data_dir)) for path in found(folder)]
     return {path: read(path, going) for path in paths[rank::size]}
 
 
-def _halves(data_dir: Path) -> tuple[Path, Path]:
+def _split_folders(data_dir: Path) -> tuple[Path, Path]:
     """Return the folders of training and test images; the latter may be called val."""
     # os.path says no where Path.is_dir raises, as for names that are too long.
     val_only = os.path.isdir(data_dir / VALIDATION) and not os.path.isdir(data_dir / "test")
@@ -171,7 +176,9 @@ def class_folders(folder: Path) -> list[str]:
     return [f"{folder}/{name}" for name in _entries(str(folder))[0]]
 
 
-def _in_class_folders(folder: Path, known: Mapping[str, Names], going: Callable[[], None]) -> Half:
+def _in_class_folders(
+    folder: Path, known: Mapping[str, Names], going: Callable[[], None]
+) -> FileSplit:
     """List folder/<class>/*; raise UserError (UNREADABLE) where there is no image.
 
     Hidden names count nowhere. `going` is called once for each class.
@@ -203,7 +210,7 @@ def _in_class_folders(folder: Path, known: Mapping[str, Names], going: Callable[
     of_images = [path.rsplit(os.sep, 2)[1] for path in images]
     classes = tuple(sorted({*of_images}))
     numbers = {name: number for number, name in enumerate(classes)}
-    return Half(
+    return FileSplit(
         folder=str(folder),
         labels=torch.tensor([numbers[name] for name in of_images]),
         class_names=classes,
@@ -264,7 +271,9 @@ def tar_files(folder: Path) -> list[str]:
     return sorted(str(path) for path in folder.glob("*.tar"))
 
 
-def _in_tar_files(folder: Path, known: Mapping[str, Headers], going: Callable[[], None]) -> Half:
+def _in_tar_files(
+    folder: Path, known: Mapping[str, Headers], going: Callable[[], None]
+) -> FileSplit:
     """List the images in folder/*.tar, in the order of the names of these files.
 
     Raises UserError (UNREADABLE) where there are none, a tar file is damaged, or has another size
@@ -297,7 +306,7 @@ def _in_tar_files(folder: Path, known: Mapping[str, Headers], going: Callable[[]
     def content(index: int) -> BytesIO:
         return _member(paths[file[index]], int(starts[index]), int(sizes[index]), name(index))
 
-    return Half(
+    return FileSplit(
         folder=str(folder),
         labels=torch.from_numpy(labels),
         class_names=(),

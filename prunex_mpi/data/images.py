@@ -1,4 +1,4 @@
-"""Decode picture files of any kind into 8-bit RGB, or refuse what has no right conversion.
+"""Decode image files into 8-bit RGB, or refuse what has no right conversion.
 
 What happens to each mode of Pillow:
 
@@ -40,7 +40,7 @@ TIFF_BITS, TIFF_PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0
 
 
 def as_uint8(source: str | BinaryIO, side: int, *, fit: bool, name: str = "") -> Tensor:
-    """Return the picture as uint8 [3, side, side].
+    """Return the image as uint8 [3, side, side].
 
     `fit` scales the short side and crops the centre. `name` stands for the file in messages, where
     `source` isn't its path. Raises UserError (UNREADABLE) for broken files, other sizes without
@@ -107,7 +107,7 @@ def to_rgb(image: Image.Image, name: str) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image) -> np.ndarray:
-    """Scale a 16-bit grey picture to uint8 [height, width], with its transparent level white."""
+    """Scale a 16-bit grey image to uint8 [height, width], with its transparent level white."""
     levels = np.asarray(image).astype(np.float32)
     tags = getattr(image, "tag_v2", {})
     top = 2 ** tags.get(TIFF_BITS, (16,))[0] - 1

@@ -23,7 +23,7 @@ from prunex_mpi.data.batches import (
     part_of,
 )
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.decoding import AHEAD, Access, Streamed
+from prunex_mpi.data.decoding import PREFETCHED, Access, Streamed
 
 LOOK = Look(torch.zeros(3), torch.ones(3), "cpu")
 STEPS = 11
@@ -31,7 +31,7 @@ STEPS = 11
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_folder(tmp_path / "pictures")
+    return write_folder(tmp_path / "images")
 
 
 def load(folder: Path, mode: str, workers: int = 2, rank: int = 0, **access: object) -> Dataset:
@@ -116,9 +116,9 @@ def test_a_rank_reads_its_own_files_and_no_more_than_it_soon_needs(
         stream = stream_of(dataset, batch_size=2)
         for step in range(1, 6):
             stream.next()
-            assert spy.call_count <= 2 * (step + AHEAD)
+            assert spy.call_count <= 2 * (step + PREFETCHED)
         dataset.reader.pool.shutdown()
-        assert spy.call_count == 2 * (5 + AHEAD)
+        assert spy.call_count == 2 * (5 + PREFETCHED)
         read.append({call.args[0] for call in spy.call_args_list})
         own = {dataset.train.images.files.name(i) for i in dataset.train.images.places.tolist()}
         assert read[rank] <= own

@@ -1,4 +1,4 @@
-"""Tar files of pictures: the same images as in folders, and what is wrong with them by name."""
+"""Class folders and tar files: the same images in both, and what is wrong with them by name."""
 
 import tarfile
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from prunex_mpi.data.image_files import Known, read_share
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_folder(tmp_path / "pictures", train=6, test=2)
+    return write_folder(tmp_path / "images", train=6, test=2)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_tar_files_hold_what_folders_hold(folder: Path, shards: Path, mode: str,
     )
 
 
-def test_a_damaged_picture_is_named_or_replaced(folder: Path, shards: Path) -> None:
+def test_a_damaged_image_is_named_or_replaced(folder: Path, shards: Path) -> None:
     whole = load("webdataset", shards)
     path = shards / "train/0000.tar"
     with tarfile.open(path) as tar:

@@ -16,7 +16,7 @@ from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.data import user_datasets
 from prunex_mpi.data.datasets import Dataset, load
-from prunex_mpi.data.decoding import AHEAD, MOST_DECODING, Access, Reader, Streamed, in_turn
+from prunex_mpi.data.decoding import MOST_DECODING, PREFETCHED, Access, Reader, Streamed, in_turn
 from prunex_mpi.data.images import as_uint8
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.run.assembly import set_up
@@ -58,7 +58,7 @@ class Items:
     def __getitem__(self, number: int) -> Tensor:
         if self.data is None:
             self.data = user_datasets.make(self.name, self.data_dir, train=True)
-        index, title = self.places[number], user_datasets.name_of(self.name, train=True)
+        index, title = self.places[number], user_datasets.split_name(self.name, train=True)
         return user_datasets.decode(self.data, index, self.side, fit=self.fit, name=title)[0]
 
 
@@ -86,7 +86,7 @@ def data(
         (
             f"{cores} cores; {BATCHES} batches in a turn, best of {repeat}, in turns; the same "
             "files, the same decoding to uint8, nothing else",
-            f"DataLoader: processes, {AHEAD} batches ahead of each",
+            f"DataLoader: processes, {PREFETCHED} batches ahead of each",
         ),
     )
     rows = [training(alone, settings, transport, device, name, heartbeat) for name in models]
@@ -155,7 +155,7 @@ def decoding(
             pictures,
             size,
             num_workers=count,
-            prefetch_factor=AHEAD,
+            prefetch_factor=PREFETCHED,
             persistent_workers=True,
             multiprocessing_context="spawn",
         )
