@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.base.errors import UserError, meant
+from prunex_mpi.base.errors import UNREADABLE, UserError, meant
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.units import GIB
 from prunex_mpi.checks.memory import memory_limit
@@ -21,6 +21,8 @@ from prunex_mpi.data.sources import FIXED_SEED, Source, cifar, digits, synthetic
 from prunex_mpi.data.user_datasets import find_user_images
 
 DATASETS = ("digits", "cifar10", "cifar100", "imagefolder", "webdataset", "synthetic")
+# Numbers of classes without an image; each takes memory in the last layer of a network.
+MOST_UNUSED = 2**16
 IN_MEMORY = Access()
 NOTHING_KNOWN: Known = MappingProxyType({})
 # Of a limit, where images stay in memory unasked: a job needs more than them.
@@ -104,6 +106,12 @@ def load(
     source = _find_source(
         name, data_dir, access, (train_samples, test_samples), image_size, part.known, part.going
     )
+    if source.num_classes > MOST_UNUSED + source.counts[0]:
+        raise UserError(
+            f"the images of {name} have classes up to {source.num_classes - 1:,}, and there are "
+            f"{source.counts[0]:,} to train on: number the classes from 0 on",
+            UNREADABLE,
+        )
     streams = _streams(name, source, access.mode, (train_samples, test_samples), part)
     train_order = _order("train", source.counts[0], train_samples, seed)
     test_order = _order("test", source.counts[1], test_samples, FIXED_SEED)

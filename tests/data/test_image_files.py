@@ -219,6 +219,16 @@ def test_a_class_of_test_images_alone_is_refused_whatever_its_number(tmp_path: P
     assert load("webdataset", tmp_path).num_classes == 3
 
 
+def test_numbers_of_classes_that_are_out_of_all_proportion_are_refused(shards: Path) -> None:
+    image = BytesIO()
+    Image.new("RGB", (8, 8)).save(image, "png")
+    for split in ("train", "test"):
+        append("new.png", image.getvalue())(shards / split / "0000.tar")
+        append("new.cls", b"2147483647")(shards / split / "0000.tar")
+    with pytest.raises(UserError, match=r"classes up to 2,147,483,647, and there are 19 to train"):
+        load("webdataset", shards)
+
+
 def test_other_images_or_classes_are_told_apart_and_another_place_is_not(tmp_path: Path) -> None:
     first, copy = (write_folder(tmp_path / name, 3, 1) for name in ("first", "copy"))
     packed = [write_tars(tmp_path / name, folder) for name, folder in (("a", first), ("b", copy))]
