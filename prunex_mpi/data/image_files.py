@@ -15,6 +15,7 @@ from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from tarfile import TarError
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -35,10 +36,6 @@ VALIDATION = "val"  # a folder of the name that the test set may have instead
 BETWEEN = 1000
 # Of what is read into memory: long names and other records about a member, a class, an image.
 MOST_BYTES_ABOUT, MOST_BYTES_CLASS, MOST_BYTES_IMAGE = 2**16, 32, 8 * MOST_PIXELS
-ABOUT = (
-    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
-    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
-)
 
 
 @dataclass(frozen=True)
@@ -352,21 +349,20 @@ def _as_here(path: str, headers: Headers) -> Headers:
     return headers
 
 
-class _Header(tarfile.TarInfo):
-    """A header whose size the tarfile module may act on, which reads on at the place that it says.
+class _InBounds:
+    """A tar file as the tarfile module reads it: blocks, and records about members.
 
-    Below 0 it would go back and read the same members for ever.
+    The module reads as much as a header says, all there is for a size below 0.
     """
 
-    @classmethod
-    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> "_Header":
-        """Parse a header; raise ReadError, which ends the reading, for an impossible size."""
-        header = super().frombuf(buf, encoding, errors)
-        if header.size < 0:
-            raise tarfile.ReadError(f"a member of {header.size} bytes")
-        if header.type in ABOUT and header.size > MOST_BYTES_ABOUT:
-            raise tarfile.ReadError(f"{header.size:,} bytes about a member")
-        return header
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.seek, self.tell = file, file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        """Read `size` bytes; raise ReadError for a size that no such record has."""
+        if not 0 <= size <= MOST_BYTES_ABOUT:
+            raise tarfile.ReadError(f"a record of {size:,} bytes about a member")
+        return self.file.read(size)
 
 
 def read_headers(path: str, going: Callable[[], None]) -> Headers:
@@ -378,14 +374,14 @@ def read_headers(path: str, going: Callable[[], None]) -> Headers:
     try:
         with (
             open_regular(path) as file,
-            tarfile.open(mode="r:", fileobj=file, tarinfo=_Header) as tar,
+            tarfile.open(mode="r:", fileobj=_InBounds(file)) as tar,
         ):
             total = os.fstat(file.fileno()).st_size
             for number, member in enumerate(tar):
                 if number % BETWEEN == 0:
                     going()
-                # Records about a member replace the size that its header holds.
-                if member.sparse is not None or tar.offset <= member.offset:
+                # The module would read the same members again and again, for ever.
+                if member.size < 0 or tar.offset <= member.offset or member.sparse is not None:
                     raise ValueError(f"{member.name} is sparse, or has {member.size} bytes")
                 folder, _, base = member.name.rpartition("/")
                 key, _, ending = base.partition(".")

@@ -108,7 +108,7 @@ def append_headers(
     kind: bytes = tarfile.REGTYPE, size: int = 0, times: int = 1
 ) -> Callable[[Path], None]:
     """Return what adds headers that are formally right, with nothing behind them."""
-    member = tarfile.TarInfo("odd.jpg")
+    member = tarfile.TarInfo("odd")
     member.type = kind
     header = bytearray(member.tobuf(tarfile.GNU_FORMAT))
     header[124:136] = tarfile.itn(size, 12, tarfile.GNU_FORMAT)
@@ -148,13 +148,15 @@ def append_tar(between: bytes) -> Callable[[Path], None]:
         (append("odd.cls", b"-1"), "the class of odd is not in 0..2147483647"),
         (append("odd.cls", b"2147483648"), "the class of odd is not in 0..2147483647"),
         (append("odd.cls", b"0" * 33), "the class of odd has 33 bytes"),
-        (append_headers(size=-1024), "a member of -1024 bytes"),
-        (append_headers(tarfile.XHDTYPE, 2**20), "1,048,576 bytes about a member"),
-        (append_headers(tarfile.GNUTYPE_LONGNAME, -512), "a member of -512 bytes"),
+        # Refused by newer versions of Python alone.
+        (append_headers(size=-1024), "cannot read tar file"),
+        (append_headers(size=-1), "cannot read tar file"),
+        (append_headers(tarfile.XHDTYPE, 2**20), "a record of 1,048,576 bytes about a member"),
+        (append_headers(tarfile.GNUTYPE_LONGNAME, -512), "cannot read tar file"),
         (append_headers(size=2**70), "cannot read tar file"),
         (append_headers(tarfile.GNUTYPE_SPARSE), "is sparse, or has"),
         (append_headers(tarfile.XHDTYPE, times=2000), "RecursionError"),
-        (append_size_in_a_record, "is sparse, or has -4096 bytes"),
+        (append_size_in_a_record, "cannot read tar file"),
         (append_tar(b""), "ends at byte {end:,} and goes on at {length:,}: keep tar files"),
         (append_tar(bytes(2**22)), "and goes on at"),
         (append("ant_001.png", b"x"), "ant_001 has two images"),
