@@ -125,7 +125,7 @@ def append_headers(
 def append_size_in_a_record(path: Path) -> None:
     with tarfile.open(path, "a") as tar:
         member = tarfile.TarInfo("odd.jpg")
-        member.pax_headers = {"size": "-4096"}
+        member.pax_headers = {"size": "-512"}
         tar.fileobj.write(member.tobuf(tarfile.PAX_FORMAT))
         tar.offset = tar.fileobj.tell()
 
@@ -149,7 +149,7 @@ def append_tar(between: bytes) -> Callable[[Path], None]:
         (append("odd.cls", b"2147483648"), "the class of odd is not in 0..2147483647"),
         (append("odd.cls", b"0" * 33), "the class of odd has 33 bytes"),
         # Refused by newer versions of Python alone.
-        (append_headers(size=-1024), "cannot read tar file"),
+        (append_headers(size=-512), "cannot read tar file"),
         (append_headers(size=-1), "cannot read tar file"),
         (append_headers(tarfile.XHDTYPE, 2**20), "a record of 1,048,576 bytes about a member"),
         (append_headers(tarfile.GNUTYPE_LONGNAME, -512), "cannot read tar file"),
