@@ -1,5 +1,6 @@
 """Class folders and tar files: the same images in both, and what is wrong with them by name."""
 
+import os
 import tarfile
 from collections.abc import Callable
 from io import BytesIO
@@ -175,6 +176,12 @@ def test_what_is_wrong_with_a_tar_file_is_said(
     assert words.format(**places) in str(caught.value)
     assert str(path) in str(caught.value)
     assert caught.value.exit_code == UNREADABLE
+
+
+def test_a_fifo_named_tar_is_not_waited_for(shards: Path) -> None:
+    os.mkfifo(shards / "train/0003.tar")
+    with pytest.raises(UserError, match=r"cannot read tar file .*not a regular file"):
+        load("webdataset", shards)
 
 
 def test_members_with_a_dot_in_their_keys_are_left_out_and_told_of(shards: Path) -> None:
