@@ -129,7 +129,9 @@ def unsafe(tree: ast.AST) -> list[str]:
         # `load` alone is the package's own reader of data sets unless it came from torch.
         load = load and (called != "load" or "torch.load" in imported(tree))
         numpy_load = called in ("np.load", "numpy.load") and options.get("allow_pickle") == "True"
-        if bare or load or numpy_load or options.get("shell") == "True":
+        # Pillow would try all that it knows, and hand some to other programs.
+        any_image = called.split(".")[-2:] == ["Image", "open"] and "formats" not in options
+        if bare or load or numpy_load or any_image or options.get("shell") == "True":
             problems.append(called)
         method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         receiver = ast.unparse(node.func.value).split(".")[-1] if method else ""
@@ -235,6 +237,7 @@ def test_a_pickle_is_parsed_by_what_knows_arrays_alone() -> None:
         "from torch import load\nload(path)",
         "np.load(path, allow_pickle=True)",
         "subprocess.run(text, shell=True)",
+        "PIL.Image.open(path)",
         "comm.bcast(x, root=0)",
         "topology.world.gather(x)",
         "MPI.COMM_WORLD.reduce(x)",
@@ -252,7 +255,7 @@ def test_the_check_itself_sees_unsafe_code(source: str) -> None:
         "torch.load(path, weights_only=True)",
         "comm.Bcast(x)\ncomm.Iallreduce(a, b)",
         "torch.gather(x, 0, i)\nfunctools.reduce(f, x)\nx.scatter_(0, i, v)",
-        "re.compile('a')",
+        "re.compile('a')\nImage.open(path, formats=FORMATS)",
     ],
 )
 def test_the_check_itself_lets_safe_code_pass(source: str) -> None:
