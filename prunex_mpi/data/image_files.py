@@ -9,7 +9,7 @@ name: KEY.seg.jpg is no image here, and such members are left out and told of.
 import hashlib
 import os
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import chain
@@ -74,7 +74,7 @@ class FileSplit:
     class_names: tuple[str, ...]  # () where classes are numbers
     name: Callable[[int], str]  # returns what messages call an image
     content: Callable[[int], str | BytesIO]  # returns an image's file, or its path
-    identities: Sequence[str]  # tell images from others, wherever the folder is
+    identities: Iterator[str]  # tell images from others, wherever the folder is; read once
     where: str  # the folder, for a message
     left_out: list[str]  # phrases about what lies there and is not read
 
@@ -213,7 +213,7 @@ def _in_class_folders(
         class_names=classes,
         name=images.__getitem__,
         content=images.__getitem__,
-        identities=[path[len(str(folder.parent)) :] for path in images],
+        identities=(path[len(str(folder.parent)) :] for path in images),
         where=str(folder),
         left_out=[
             f"{len(names):,} {what}{'s' * (len(names) > 1)} {which}"
@@ -309,7 +309,7 @@ def _in_tar_files(
         class_names=(),
         name=name,
         content=content,
-        identities=[f"{n} {s} {c}" for n, s, c in zip(names, sizes, labels, strict=True)],
+        identities=(f"{n} {s} {c}" for n, s, c in zip(names, sizes, labels, strict=True)),
         where=f"{len(paths):,} tar file{'s' * (len(paths) > 1)} in {folder}",
         left_out=left_out,
     )
