@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import UserError, printable
 
 Options = TypeVar("Options")
 
@@ -29,7 +29,7 @@ def run_alone(
 def say_error(name: str, error: UserError) -> None:
     """Print in one line, whatever a name of the user's holds, why the program `name` ends."""
     line = " ".join(f"{name}: error: {error}".split())
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def find_own_modules() -> None:

@@ -13,7 +13,7 @@ NEAR = 0.6
 
 
 class UserError(Exception):
-    """Say in one line what is wrong and what to do about it."""
+    """One line that says what is wrong and what to do about it, and the exit code."""
 
     def __init__(self, message: str, exit_code: int = USAGE) -> None:
         super().__init__(message)
@@ -21,17 +21,29 @@ class UserError(Exception):
 
 
 class Diverged(UserError):
-    """Say that training does not converge; raised on every rank alike."""
+    """Training does not converge; raised on every rank alike."""
 
 
 class DamagedCheckpoint(Exception):
-    """Say in one line why a checkpoint can't be used."""
+    """One line that says why a checkpoint can't be used."""
 
 
 def one_line(error: Exception) -> str:
     """Return the kind and the text of a caught exception, for a message of one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+def printable(text: str) -> str:
+    """Return `text` with escapes for what a terminal would not show but obey, or not take at all.
+
+    Names of files and classes come from others: control characters, line ends, marks that reverse
+    the direction of writing, bytes that are no UTF-8.
+    """
+    if text.isprintable():
+        return text
+    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(escaped)
 
 
 def quote(value: object, limit: int = 80) -> str:

@@ -1,16 +1,18 @@
 """Write files, some of which survive a crash, and tell whether they did."""
 
+import errno
 import json
 import os
 import shutil
 import socket
+import stat
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from prunex_mpi.base.errors import FAILURE, UserError, quote
 from prunex_mpi.base.units import MIB
@@ -38,6 +40,20 @@ class FileRecord:
     def extended(self, data: bytes) -> "FileRecord":
         """Return the record of the file once `data` is appended."""
         return FileRecord(self.size + len(data), zlib.crc32(data, self.crc32))
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file for reading; raise OSError, also for what is none.
+
+    Opening a FIFO would wait for a writer, reading a device may never end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        kind = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(kind, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def read_record(

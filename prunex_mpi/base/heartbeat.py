@@ -21,19 +21,23 @@ class Heartbeat:
     beats: int = 0
 
     def enter(self, phase: str, iteration: int | None = None) -> None:
-        """Say that `phase` of an outer iteration begins."""
+        """Note that `phase` of an outer iteration begins."""
         self.phase, self.step = phase, 0
         if iteration is not None:
             self.iteration = iteration
         self.beats += 1
 
     def beat(self, step: int) -> None:
-        """Say that the phase has come to `step`."""
+        """Note that the phase has come to `step`."""
         self.step = step
         self.beats += 1
 
     def go_on(self) -> None:
-        """Say that the phase goes on, where it has no steps of its own to count."""
+        """Note progress in a phase that has no steps of its own to count.
+
+        Call it only where something was done that brings the end nearer: a loop that reads the same
+        again and again must look like one that hangs.
+        """
         self.beat(self.step + 1)
 
     def describe(self) -> str:

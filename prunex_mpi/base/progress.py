@@ -68,7 +68,7 @@ class Progress:
         self.watcher.start()
 
     def start(self, iterations: int, steps: int, now_steps: int) -> None:
-        """Say what lies behind, and how many local steps the outer iteration under way has."""
+        """Set what is done, and the number of local steps of the outer iteration under way."""
         self.iterations, self.steps, self.now_steps = iterations, steps, now_steps
         self.began = self.said = time.monotonic()
         if self.bar is not None:

@@ -2,6 +2,8 @@
 
 from dataclasses import asdict, dataclass
 
+from prunex_mpi.base.errors import printable
+
 Cell = str | int | float | None
 
 
@@ -40,11 +42,12 @@ def format_cell(cell: Cell) -> str:
         return (
             f"{cell:.0f}" if abs(cell) >= 1000 else f"{cell:.3g}" if cell < 0.1 else f"{cell:.2f}"
         )
-    return f"{cell:,}" if isinstance(cell, int) else cell
+    return f"{cell:,}" if isinstance(cell, int) else printable(cell)
 
 
 def format_lines(rows: list[tuple[str, str]]) -> str:
     """Return aligned "name  value" lines."""
+    rows = [(printable(name), printable(value)) for name, value in rows]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

@@ -19,8 +19,8 @@ from prunex_mpi.comm.collectives import hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.data.batches import channel_moments, normalisation
 from prunex_mpi.data.datasets import Dataset, Part, load
-from prunex_mpi.data.reading import Access, decoding_threads
-from prunex_mpi.data.sources import CONTENTS, Known, read_share
+from prunex_mpi.data.decoding import Access, decoding_threads
+from prunex_mpi.data.image_files import CONTENTS, Known, read_share
 from prunex_mpi.settings.fields import Settings
 
 CPU = torch.device("cpu")
@@ -73,7 +73,6 @@ def load_dataset(
                 settings.data_mode,
                 decoding_threads(topology.core_sharers, settings.data_workers),
                 settings.skip_corrupt,
-                settings.data_cache,
             ),
             train_samples=settings.train_samples,
             test_samples=settings.test_samples,

@@ -21,13 +21,13 @@ from prunex_mpi.core.loading import measure_colours
 from prunex_mpi.core.objective import find_losses
 from prunex_mpi.core.state import Problem
 from prunex_mpi.data.batches import (
+    Augmentation,
     BatchStream,
-    Changes,
     Look,
     evaluation_batches,
 )
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.mixing import Mixing
+from prunex_mpi.data.transforms import Mixing
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout
@@ -147,7 +147,7 @@ def build_problem(
         rank=topology.world.rank,
         flip=dataset.flip and augment,
         pad=dataset.pad if settings.augment == "auto" else 0,
-        changes=Changes(resized_crop, settings.transforms),
+        changes=Augmentation(resized_crop, settings.transforms),
     )
     together(topology.world, lambda: refuse_parts(settings, stream.batch_size, model))
     if settings.compile:

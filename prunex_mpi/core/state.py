@@ -22,8 +22,8 @@ from prunex_mpi.core.optimizer import build_optimizer, momentum_of
 from prunex_mpi.core.position import Position
 from prunex_mpi.core.whole import Whole, describe_whole
 from prunex_mpi.data.batches import BatchStream, Shard
-from prunex_mpi.data.mixing import Mixing
-from prunex_mpi.data.reading import Reader
+from prunex_mpi.data.decoding import Reader
+from prunex_mpi.data.transforms import Mixing
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout, flatten_
 from prunex_mpi.models.standalone import Sizes

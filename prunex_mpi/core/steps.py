@@ -13,7 +13,7 @@ from prunex_mpi.core.course import rate_now, steps_taken
 from prunex_mpi.core.distillation import distilled
 from prunex_mpi.core.objective import refuse_several
 from prunex_mpi.core.state import State, Work
-from prunex_mpi.data.mixing import mix
+from prunex_mpi.data.transforms import mix
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import matrices, norm, pieces_of
 from prunex_mpi.settings.fields import Settings

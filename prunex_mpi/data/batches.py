@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prunex_mpi.data.streamed import AHEAD, Ahead, Streamed, in_turn
+from prunex_mpi.data.decoding import PREFETCHED, Prefetcher, Streamed, in_turn
 from prunex_mpi.data.transforms import (
     TRANSFORMS,
     draw_boxes,
@@ -95,7 +95,7 @@ def _normaliser(look: Look) -> Callable[[Tensor], Tensor]:
 
 
 @dataclass(frozen=True)
-class Changes:
+class Augmentation:
     """What is done to training images at random, beside crops of padded ones and flips.
 
     `transforms` are names of TRANSFORMS.
@@ -105,7 +105,7 @@ class Changes:
     transforms: tuple[str, ...] = ()
 
 
-NO_CHANGES = Changes()
+NO_AUGMENTATION = Augmentation()
 
 
 @dataclass
@@ -138,7 +138,7 @@ class BatchStream:
         rank: int,
         flip: bool,
         pad: int,
-        changes: Changes = NO_CHANGES,
+        changes: Augmentation = NO_AUGMENTATION,
     ) -> None:
         self.batch_size = min(batch_size, len(shard.labels))
         self.steps_per_epoch = max(1, len(shard.labels) // self.batch_size)
@@ -149,7 +149,7 @@ class BatchStream:
         streamed = isinstance(shard.images, Streamed)
         self.images = shard.images if streamed else shard.images.to(self.device)
         # Batches under way, and where the one after the last of them begins.
-        self.ahead = Ahead(shard.images) if streamed else None
+        self.ahead = Prefetcher(shard.images) if streamed else None
         self.future: _Place | None = None
         self.waited = 0.0
         self.normalise = _normaliser(look)
@@ -219,7 +219,7 @@ class BatchStream:
             generator = torch.Generator()
             generator.set_state(self.generator.get_state())
             self.future = _Place(self.epoch, self.position, self.order, generator)
-        while len(self.ahead.batches) <= AHEAD:
+        while len(self.ahead.batches) <= PREFETCHED:
             self.ahead.request(self._draw(self.future)[0][0])
         images, self.waited = self.ahead.take()
         return images

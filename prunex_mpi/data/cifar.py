@@ -1,49 +1,102 @@
-"""Read CIFAR-10 and CIFAR-100, downloaded by one process of all that want them."""
+"""Read CIFAR-10 and CIFAR-100, downloaded by one process of all that want them.
 
+The files are pickles, which can hold any code. Parsed are the very bytes whose checksum was
+compared with the published one, and nothing but plain values and NumPy arrays of numbers.
+"""
+
+import hashlib
+import pickle
 from collections.abc import Callable
 from http.client import HTTPException
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from filelock import FileLock
 from torchvision.datasets import CIFAR10, CIFAR100
+from torchvision.datasets.utils import download_and_extract_archive
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
-from prunex_mpi.base.files import while_growing
+from prunex_mpi.base.files import open_regular, while_growing
 from prunex_mpi.data.batches import Shard
 
+# More than any of the files has.
+MOST_BYTES = 2**28
+# All that an array of theirs names; NumPy itself has moved the first one since.
+ARRAY_PARTS = {
+    ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+}
 
-def read_cifar(
-    name: str, data_dir: Path, download: bool, train: bool, going: Callable[[], None]
-) -> tuple[Shard, tuple[str, ...]]:
-    """Read one half of CIFAR, and the names of its classes.
+Splits = tuple[Shard, Shard, tuple[str, ...]]  # to train on, to test on, names of the classes
 
-    Where it is incomplete, one process downloads and others wait.
+
+class _ArraysOnly(pickle.Unpickler):
+    """Parse a pickle of plain values and arrays; raise UnpicklingError for anything else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ARRAY_PARTS:
+            raise pickle.UnpicklingError(f"{module}.{name} is not read from a file")
+        return ARRAY_PARTS[module, name]
+
+
+def read_cifar(name: str, data_dir: Path, download: bool, going: Callable[[], None]) -> Splits:
+    """Return both splits of CIFAR, and the names of its classes.
+
+    Where it is incomplete, one process downloads and others wait. Raises UserError (UNREADABLE).
     """
-    cifar = CIFAR10 if name == "cifar10" else CIFAR100
+    published = CIFAR10 if name == "cifar10" else CIFAR100
     try:
-        half = cifar(data_dir, train=train, download=False)
-    except (RuntimeError, OSError) as missing:
+        return _read(published, data_dir, going)
+    except (ValueError, OSError) as missing:
         if not download:
             # No other program fetches it.
             advice = "correct --data-dir, or train with --download"
             raise UserError(f"no complete {name} in {data_dir}: {advice}", UNREADABLE) from missing
-        try:
-            data_dir.mkdir(parents=True, exist_ok=True)
 
-            def fetch() -> CIFAR10:
-                # Who comes second finds the files complete: torchvision checks before it downloads.
-                with FileLock(data_dir / f".{name}.lock"):
-                    return cifar(data_dir, train=train, download=True)
+    def fetch() -> Splits:
+        with FileLock(data_dir / f".{name}.lock"):
+            try:
+                # Who comes second finds the files complete.
+                return _read(published, data_dir, lambda: None)
+            except (ValueError, OSError):
+                archive = {"filename": published.filename, "md5": published.tgz_md5}
+                download_and_extract_archive(published.url, data_dir, **archive)
+            return _read(published, data_dir, lambda: None)
 
-            def files() -> list[Path]:
-                return [data_dir / cifar.filename, *(data_dir / cifar.base_folder).glob("*")]
+    def files() -> list[Path]:
+        return [data_dir / published.filename, *(data_dir / published.base_folder).glob("*")]
 
-            half = while_growing(files, going, fetch)
-        except (RuntimeError, OSError, HTTPException) as error:
-            message = f"cannot download {name} to {data_dir} ({one_line(error)}): "
-            advice = "check the network, or copy the files there from another machine"
-            raise UserError(message + advice, UNREADABLE) from error
-    going()
-    images = torch.from_numpy(half.data).permute(0, 3, 1, 2)
-    return Shard(images, torch.tensor(half.targets, dtype=torch.int64)), tuple(half.classes)
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        return while_growing(files, going, fetch)
+    except (RuntimeError, ValueError, OSError, HTTPException) as error:
+        message = f"cannot download {name} to {data_dir} ({one_line(error)}): "
+        advice = "check the network, or copy the files there from another machine"
+        raise UserError(message + advice, UNREADABLE) from error
+
+
+def _read(published: type[CIFAR10], data_dir: Path, going: Callable[[], None]) -> Splits:
+    """Read all files; raise OSError or ValueError where one is missing or another one."""
+    folder = data_dir / published.base_folder
+
+    def parsed(name: str, checksum: str) -> dict[str, Any]:
+        going()
+        with open_regular(folder / name) as file:
+            content = file.read(MOST_BYTES)
+        if hashlib.md5(content, usedforsecurity=False).hexdigest() != checksum:
+            raise ValueError(f"{name} is not the file that was published")
+        # They were written by Python 2, whose text is bytes.
+        return _ArraysOnly(BytesIO(content), encoding="latin1").load()
+
+    def split(files: list[list[str]]) -> Shard:
+        parts = [parsed(*file) for file in files]
+        pixels = np.concatenate([part["data"] for part in parts]).reshape(-1, 3, 32, 32)
+        labels = [label for part in parts for label in part.get("labels", part.get("fine_labels"))]
+        return Shard(torch.from_numpy(pixels), torch.tensor(labels, dtype=torch.int64))
+
+    names = parsed(published.meta["filename"], published.meta["md5"])[published.meta["key"]]
+    return split(published.train_list), split(published.test_list), tuple(names)

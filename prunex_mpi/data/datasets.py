@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -9,17 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import UNREADABLE, UserError, meant
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.units import GIB
 from prunex_mpi.checks.memory import memory_limit
-from prunex_mpi.data.balanced import hold_out
 from prunex_mpi.data.batches import Shard
-from prunex_mpi.data.cache import cached
-from prunex_mpi.data.reading import Access, Reader
-from prunex_mpi.data.sources import FIXED_SEED, Known, Source, find_source
-from prunex_mpi.data.streamed import Streamed, load_all
+from prunex_mpi.data.decoding import Access, Reader, Streamed, decode_all
+from prunex_mpi.data.image_files import Known, find_image_files
+from prunex_mpi.data.sources import FIXED_SEED, Source, cifar, digits, synthetic
+from prunex_mpi.data.user_datasets import find_user_images
 
+DATASETS = ("digits", "cifar10", "cifar100", "imagefolder", "webdataset", "synthetic")
+# Numbers of classes without an image; each takes memory in the last layer of a network.
+MOST_UNUSED = 2**16
 IN_MEMORY = Access()
 NOTHING_KNOWN: Known = MappingProxyType({})
 # Of a limit, where images stay in memory unasked: a job needs more than them.
@@ -83,7 +86,7 @@ def load(
 ) -> Dataset:
     """Load one rank's part of the data set `name`, on the CPU; `part` says which.
 
-    `name` is one of DATASETS, or package.module:factory for what data/own.py says.
+    `name` is one of DATASETS, or package.module:factory for what data/user_datasets.py says.
 
     With `access` to stream files, they are decoded by who asks for images.
 
@@ -100,9 +103,15 @@ def load(
     """
     part = Part(*part)
     rank, size = part.rank, part.size
-    source = find_source(
+    source = _find_source(
         name, data_dir, access, (train_samples, test_samples), image_size, part.known, part.going
     )
+    if source.num_classes > MOST_UNUSED + source.counts[0]:
+        raise UserError(
+            f"the images of {name} have classes up to {source.num_classes - 1:,}, and there are "
+            f"{source.counts[0]:,} to train on: number the classes from 0 on",
+            UNREADABLE,
+        )
     streams = _streams(name, source, access.mode, (train_samples, test_samples), part)
     train_order = _order("train", source.counts[0], train_samples, seed)
     test_order = _order("test", source.counts[1], test_samples, FIXED_SEED)
@@ -119,9 +128,6 @@ def load(
         ("test", test_order[rank::size]),
         ("train", held_out[rank::size]),
     ]
-    if source.files and access.cache:
-        kept = {split: cached(files, access.cache, split) for split, files in source.files.items()}
-        source = replace(source, files=kept)
     reader = Reader(access) if source.files else None
     going = None if streams else part.going
     try:
@@ -148,6 +154,37 @@ def load(
     )
 
 
+def _find_source(
+    name: str,
+    data_dir: str,
+    access: Access,
+    samples: tuple[int | None, int],
+    image_size: int,
+    known: Known,
+    going: Callable[[], None],
+) -> Source:
+    """Return where the images of the data set `name` come from.
+
+    `known` is what other ranks have read. `samples` are the training and test images asked for, as
+    many as there are of generated ones. `going` is called as it goes on. Raises UserError as
+    `load` does.
+    """
+    match name:
+        case "digits":
+            return digits(image_size, going)
+        case "cifar10" | "cifar100":
+            return cifar(name, Path(data_dir), access.download, image_size, going)
+        case "imagefolder" | "webdataset":
+            ways = image_size, access.skip_corrupt, known, going
+            return find_image_files(name, Path(data_dir), *ways)
+        case "synthetic":
+            return synthetic(*samples, image_size, going)
+        case _ if ":" in name:
+            return find_user_images(name, data_dir, image_size, access.skip_corrupt, going)
+        case _:
+            raise UserError(f"unknown data set {name!r}{meant(name, DATASETS)}")
+
+
 def _apart(source: Source, held_out: Tensor) -> Source:
     """Return the same source, whose files know which training images are held out."""
     if not source.files:
@@ -170,13 +207,13 @@ def _shard(
         return source.read(split, indices)
     files = source.files[split]
     images = Streamed(files, indices, reader)
-    return Shard(load_all(images, going) if going else images, files.labels[indices])
+    return Shard(decode_all(images, going) if going else images, files.labels[indices])
 
 
 def _streams(
     name: str, source: Source, mode: str, samples: tuple[int | None, int], part: Part
 ) -> bool:
-    """Say whether images are decoded while training; raise UserError where that can't be."""
+    """Return whether images are decoded while training; raise UserError where that can't be."""
     if source.files is None and mode == "stream":
         message = f"data-mode stream: the images of {name} are in memory anyway"
         raise UserError(f"{message}; leave it at auto, or give --dataset imagefolder")
@@ -228,3 +265,56 @@ def _order(split: str, count: int, wanted: int | None, seed: int) -> Tensor:
     if wanted > count:
         raise UserError(f"--{split}-samples {wanted}: there are only {count}; 0 takes all")
     return torch.from_numpy(np.random.default_rng(seed).permutation(count)[: wanted or count])
+
+
+def class_counts(labels: Tensor, classes: int) -> Tensor:
+    """Return how many images of each class a shard holds, int64 [classes]."""
+    return torch.bincount(labels, minlength=classes)
+
+
+def hold_out(order: Tensor, labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Return which images of `order` are kept and which are held out: `share` of each class.
+
+    `order` is int64 [n], indices into `labels`; the first of a class are held out, and at least one
+    image of it stays. What rounding leaves over of a class, half an image at most, counts for the
+    next one. Both parts are in the order they were in. Raises UserError where nothing would be held
+    out.
+    """
+    of_class = labels[order]
+    held = torch.zeros(len(order), dtype=torch.bool)
+    by_class = torch.argsort(of_class, stable=True)
+    due, first = 0.0, 0
+    for size in torch.bincount(of_class).tolist():
+        if size == 0:
+            continue
+        due += size * share
+        count = min(round(due), size - 1)
+        held[by_class[first : first + count]] = True
+        first += size
+        # What a small class may not give is not taken from a large one.
+        due = max(-0.5, min(0.5, due - count))
+    if not held.any():
+        raise UserError(
+            f"val-share {share}: no class has enough of the {len(order)} training images; raise it"
+        )
+    return order[~held], order[held]
+
+
+def places_in_draws(labels: Tensor, before: Tensor, each: int, draws: int) -> tuple[Tensor, Tensor]:
+    """Return which images of a shard are drawn, and where they stand among all that are.
+
+    A draw holds `each` images of every class, class by class; the first ones of a class, in the
+    order of the ranks and their shards, make the first draw, the next ones the second. `before`,
+    int64 [classes], are the images of each class on the ranks before. Returns int64 indices into
+    the shard, and as many places.
+    """
+    classes = before.numel()
+    counts = class_counts(labels, classes)
+    order = torch.argsort(labels, stable=True)
+    of_class = labels[order]
+    first = torch.cumsum(counts, 0) - counts
+    number = before[of_class] + torch.arange(labels.numel()) - first[of_class]
+    drawn = number < each * draws
+    of_class, number = of_class[drawn], number[drawn]
+    draw = torch.div(number, each, rounding_mode="floor")
+    return order[drawn], (draw * classes + of_class) * each + number % each

@@ -1,10 +1,7 @@
-"""Where the images of data sets come from: who they are, and how they are read."""
+"""Where the images of a data set come from; those of data sets that need no files of images."""
 
-import hashlib
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, meant
-from prunex_mpi.data import folders, own, tars
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.data.batches import CHUNK_IMAGES, Shard
 from prunex_mpi.data.cifar import read_cifar
-from prunex_mpi.data.pictures import as_uint8, open_rgb
-from prunex_mpi.data.reading import Access, Files, side_of_first
+from prunex_mpi.data.decoding import Files
 
-DATASETS = ("digits", "cifar10", "cifar100", "imagefolder", "webdataset", "synthetic")
-# What ranks may read for each other: of each class folder, or of each tar file.
-CONTENTS = {"imagefolder": folders.Names, "webdataset": tars.Headers}
-Known = Mapping[str, folders.Names | tars.Headers]  # by path
 DIGITS_TEST_SHARE = 0.2
 SYNTHETIC_CLASSES, SYNTHETIC_TRAIN, SYNTHETIC_TEST, SYNTHETIC_SIDE = 10, 2048, 512, 32
 # What must not depend on --seed (test sets, generated images) is drawn from this one.
@@ -47,39 +38,7 @@ class Source:
     digest: str = ""
 
 
-def find_source(
-    name: str,
-    data_dir: str,
-    access: Access,
-    samples: tuple[int | None, int],
-    image_size: int,
-    known: Known,
-    going: Callable[[], None],
-) -> Source:
-    """Return where the images of the data set `name` come from.
-
-    `known` is what other ranks have read. `samples` are the training and test images asked for, as
-    many as there are of generated ones. `going` is called as it goes on. Raises UserError as
-    `datasets.load` does.
-    """
-    match name:
-        case "digits":
-            return _digits(image_size, going)
-        case "cifar10" | "cifar100":
-            return _cifar(name, Path(data_dir), access.download, image_size, going)
-        case "imagefolder":
-            return _imagefolder(Path(data_dir), image_size, access.skip_corrupt, known, going)
-        case "webdataset":
-            return _webdataset(Path(data_dir), image_size, access.skip_corrupt, known, going)
-        case "synthetic":
-            return _synthetic(*samples, image_size, going)
-        case _ if ":" in name:
-            return _own(name, data_dir, image_size, access.skip_corrupt, going)
-        case _:
-            raise UserError(f"unknown data set {name!r}{meant(name, DATASETS)}")
-
-
-def _digits(image_size: int, going: Callable[[], None]) -> Source:
+def digits(image_size: int, going: Callable[[], None]) -> Source:
     """Read scikit-learn's 1,797 digits; a fifth of each class is the test set."""
     try:
         from sklearn.datasets import load_digits
@@ -101,11 +60,10 @@ def _digits(image_size: int, going: Callable[[], None]) -> Source:
     return _memory_source(train, test, names, image_size or 8, going, flip=False)
 
 
-def _cifar(
+def cifar(
     name: str, data_dir: Path, download: bool, image_size: int, going: Callable[[], None]
 ) -> Source:
-    halves = [read_cifar(name, data_dir, download, train, going) for train in (True, False)]
-    (train, names), (test, _) = halves
+    train, test, names = read_cifar(name, data_dir, download, going)
     return _memory_source(train, test, names, image_size or 32, going, flip=True)
 
 
@@ -143,112 +101,7 @@ def _resize(images: Tensor, side: int) -> Tensor:
     return scaled.round_().clamp_(0, 255).to(torch.uint8)
 
 
-def _imagefolder(
-    data_dir: Path,
-    image_size: int,
-    skip_corrupt: bool,
-    known: Mapping[str, folders.Names],
-    going: Callable[[], None],
-) -> Source:
-    """List train/<class>/* and test/<class>/*; files are decoded only by the rank they go to."""
-    listings = [folders.list_images(folder, known, going) for folder in _halves(data_dir)]
-    train, test = (listing.images for listing in listings)
-    classes = listings[0].classes()
-    odd = sorted(set(classes) ^ set(listings[1].classes()))
-    if odd:
-        message = f"class {odd[0]!r} of {data_dir} must have images for training and for testing"
-        raise UserError(message, UNREADABLE)
-    side = image_size or side_of_first(
-        len(train), lambda index: min(open_rgb(train[index]).size), skip_corrupt
-    )
-    halves = {"train": train, "test": test}
-    files = {split: _files(paths, classes, image_size, side) for split, paths in halves.items()}
-    counts, found = (len(train), len(test)), folders.describe(*listings)
-    # Below the folder alone, which may be elsewhere on another host, or later.
-    root = len(str(data_dir))
-    digest = digest_of_names(*([path[root:] for path in half] for half in (train, test)))
-    named = {"found": found, "class_names": tuple(classes), "files": files, "digest": digest}
-    return Source(
-        counts, None, lambda: files["train"].labels, len(classes), side, True, side // 8, **named
-    )
-
-
-def read_share(name: str, data_dir: str, rank: int, size: int, going: Callable[[], None]) -> Known:
-    """Return the contents of every `size`-th class folder or tar file, from number `rank` on.
-
-    `name` is one of CONTENTS. `going` is called as it goes on. Raises UserError (UNREADABLE).
-    """
-    if name == "imagefolder":
-        listed, read = folders.class_folders, folders.read_names
-    else:
-        listed, read = tars.tar_files, tars.read_headers
-    paths = [path for half in _halves(Path(data_dir)) for path in listed(half)]
-    return {path: read(path, going) for path in paths[rank::size]}
-
-
-def _webdataset(
-    data_dir: Path,
-    image_size: int,
-    skip_corrupt: bool,
-    known: Mapping[str, tars.Headers],
-    going: Callable[[], None],
-) -> Source:
-    """List the pictures in train/*.tar and test/*.tar."""
-    halves = [tars.list_members(folder, known, going) for folder in _halves(data_dir)]
-    first, classes = halves[0], tars.class_count(*halves)
-    side = image_size or side_of_first(len(first.names), partial(tars.side_of, first), skip_corrupt)
-    train, test = (tars.files_of(half, image_size, side) for half in halves)
-    counts, files = (len(train.labels), len(test.labels)), {"train": train, "test": test}
-    digest = digest_of_names(*(half.identities() for half in halves))
-    named = {"found": tars.describe(*halves), "files": files, "digest": digest}
-    pad = side // 8
-    return Source(counts, None, lambda: train.labels, classes, side, True, pad, **named)
-
-
-def _own(
-    name: str, data_dir: str, image_size: int, skip_corrupt: bool, going: Callable[[], None]
-) -> Source:
-    """Have a function of the user's make both halves."""
-    halves = own.make_halves(name, data_dir, going)
-    classes, class_names = own.classes_of(*halves)
-    first = halves[0]
-    side = image_size or side_of_first(len(first.labels), partial(own.side_of, first), skip_corrupt)
-    train, test = (own.files_of(half, image_size, side) for half in halves)
-    counts, flip = (len(train.labels), len(test.labels)), own.may_be_mirrored(halves[0])
-    named = {
-        "found": (own.describe(name, *halves, classes), ""),
-        "class_names": class_names,
-        "files": {"train": train, "test": test},
-        "digest": own.digest_of(*halves, class_names),
-    }
-    return Source(counts, None, lambda: train.labels, classes, side, flip, side // 8, **named)
-
-
-def digest_of_names(train: Iterable[str], test: Iterable[str]) -> str:
-    """Return what tells data sets of other images, or in another order, apart."""
-    digest = hashlib.blake2b(digest_size=8)
-    for half in (train, test):
-        digest.update(os.fsencode("\0".join(half)) + b"\n")
-    return digest.hexdigest()
-
-
-def _halves(data_dir: Path) -> tuple[Path, Path]:
-    """Return the folders of training and test images; the latter may be called val."""
-    # os.path says no where Path.is_dir raises, as for names that are too long.
-    val_only = os.path.isdir(data_dir / "val") and not os.path.isdir(data_dir / "test")
-    return data_dir / "train", data_dir / ("val" if val_only else "test")
-
-
-def _files(paths: Sequence[str], classes: Sequence[str], image_size: int, side: int) -> Files:
-    """Return the images of class folders, cropped and scaled where `image_size` asks for it."""
-    numbers = {name: number for number, name in enumerate(classes)}
-    labels = torch.tensor([numbers[path.rsplit(os.sep, 2)[1]] for path in paths])
-    decode = lambda index: as_uint8(paths[index], side, fit=image_size > 0)  # noqa: E731
-    way = "fit" if image_size else "as it is"
-    return Files(labels, side, decode, paths.__getitem__, paths.__getitem__, way)
-
-
-def _synthetic(
+def synthetic(
     train_samples: int | None, test_samples: int, image_size: int, going: Callable[[], None]
 ) -> Source:
     """Generate a smooth pattern per class under noise, each image from its own seed."""

@@ -15,8 +15,8 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.evaluation import refuse_unreadable
 from prunex_mpi.core.state import Work
-from prunex_mpi.data.balanced import class_counts, places_in_draws
 from prunex_mpi.data.batches import Shard
+from prunex_mpi.data.datasets import class_counts, places_in_draws
 
 # A batch holds at most so many pixels, 512 images of 32x32: second derivatives take memory.
 BATCH_PIXELS = 2**19

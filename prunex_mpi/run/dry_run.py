@@ -10,8 +10,8 @@ from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.schedule import strictness
 from prunex_mpi.core.state import find_stats_groups, kept_stats
 from prunex_mpi.data.datasets import NOTHING_KNOWN, Part, load
-from prunex_mpi.data.reading import Access
-from prunex_mpi.data.sources import Known
+from prunex_mpi.data.decoding import Access
+from prunex_mpi.data.image_files import Known
 from prunex_mpi.methods import sparseloco
 from prunex_mpi.methods.exchanges import code_of
 from prunex_mpi.models import batchnorm

@@ -14,7 +14,7 @@ from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
 from prunex_mpi.base.files import STATE, SUMMARY, FileRecord, read_record
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import Dataset, load
-from prunex_mpi.data.reading import Access, Reader, decoding_threads
+from prunex_mpi.data.decoding import Access, Reader, decoding_threads
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe, probe
 from prunex_mpi.run.directory import COMPLETE, read_summary

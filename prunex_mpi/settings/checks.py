@@ -221,15 +221,8 @@ def _check_data(settings: Settings) -> None:
             f"download fetches {' and '.join(FETCHED)} alone; leave it away with --dataset "
             f"{settings.dataset}"
         )
-    if settings.dataset in FROM_FILES:
-        return
-    # A data set of the user's is read like files, but what its images come from is not known.
-    if ":" in settings.dataset:
-        if settings.data_cache:
-            raise UserError(
-                f"data-cache: nothing tells when an image of {settings.dataset} changes, as the "
-                "time of a file does; leave it away"
-            )
+    # A data set of the user's is read like files.
+    if settings.dataset in FROM_FILES or ":" in settings.dataset:
         return
     for name in OF_FILES:
         # All that is not a file is in memory anyway.

@@ -110,12 +110,6 @@ class Settings:
     data_workers: int = setting(
         _S, "threads that decode, 0 for the rank's share of the cores", 0, low=0, high=256
     )
-    data_cache: str = setting(
-        _S,
-        "folder, best on a local disk, where decoded images are kept for later epochs and jobs",
-        "",
-        optional=True,
-    )
     skip_corrupt: bool = setting(
         _S,
         "replace a damaged image file by the next one of its class, and count it in a warning",
@@ -537,7 +531,7 @@ class Estimate:
 
 
 # What means something to image files alone, and the data sets that are such files.
-OF_FILES = ("data_mode", "data_workers", "data_cache", "skip_corrupt")
+OF_FILES = ("data_mode", "data_workers", "skip_corrupt")
 FROM_FILES = ("imagefolder", "webdataset")
 # The data sets that --download fetches.
 FETCHED = ("cifar10", "cifar100")
@@ -555,7 +549,6 @@ OF_THE_JOB = (
     "download",
     "data_mode",
     "data_workers",
-    "data_cache",
     "skip_corrupt",
     "device",
     "mpi_buffers",

@@ -20,5 +20,14 @@ def test_records_name_the_rank_and_others_say_only_warnings(
     assert not log.propagate
 
 
+def test_a_record_is_one_line_whatever_names_are_in_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    set_up_logging(0, 4)
+    log.warning("left out: %s", "train/\x1b]0;title\x07\n[1/4] all is well")
+    said = "[0/4] left out: train/\\x1b]0;title\\x07\\n[1/4] all is well\n"
+    assert capsys.readouterr().err == said
+
+
 def test_logger_is_the_packages() -> None:
     assert log is logging.getLogger("prunex_mpi")

@@ -14,7 +14,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.core.objective import find_losses
 from prunex_mpi.core.problem import lr_scale_of
 from prunex_mpi.core.steps import averaging, clip_, forward_backward
-from prunex_mpi.data.mixing import Mixing, mix
+from prunex_mpi.data.transforms import Mixing, mix
 from prunex_mpi.settings.resolve import make
 
 BATCH, CLASSES, SIDE = 8, 5, 6

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from image_folders import damage, write_folder, write_tars
 from jobs import run_job_here
 from nodes import WORLD, nodes_of
-from picture_files import damage, write_folder, write_tars
 from small_runs import small_run
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
@@ -19,10 +19,10 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.core import loading
 from prunex_mpi.core.loading import CPU, free_room, load_dataset, share_contents
-from prunex_mpi.data import folders, sources, tars
+from prunex_mpi.data import image_files, sources
 from prunex_mpi.settings.resolve import make
 
-READERS = {"imagefolder": (folders, "read_names"), "webdataset": (tars, "read_headers")}
+READERS = {"imagefolder": (image_files, "read_names"), "webdataset": (image_files, "read_headers")}
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_each_folder_and_each_tar_file_is_read_by_one_rank(
     module, reader = READERS[name]
     real, mine = getattr(module, reader), []
 
-    def noted(path: str, going: Callable[[], None]) -> folders.Names | tars.Headers:
+    def noted(path: str, going: Callable[[], None]) -> image_files.Names | image_files.Headers:
         mine.append(path)
         return real(path, going)
 

@@ -4,9 +4,7 @@ import itertools
 import os
 import shutil
 import sys
-import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,17 +14,15 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from prunex_mpi.base import files
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
-from prunex_mpi.data import cifar, folders, sources
 from prunex_mpi.data import datasets as data
+from prunex_mpi.data import image_files
 from prunex_mpi.data.batches import (
     Shard,
     channel_moments,
     normalisation,
 )
-from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.reading import Access
+from prunex_mpi.data.datasets import Dataset, class_counts, hold_out, places_in_draws
 
 LOAD = dict(data_dir="nowhere", train_samples=0, test_samples=0)
 LOAD |= dict(image_size=0, seed=0)
@@ -160,73 +156,6 @@ def test_synthetic_classes_can_be_told_apart() -> None:
     assert not set(images_of(part.train)) & set(images_of(part.test))
 
 
-def fake_cifar(downloads: list[str], error: Exception | None = None, count: int = 10) -> type:
-    """Return a stand-in for torchvision's class that counts downloads in a folder."""
-
-    class Fake:
-        filename, base_folder = "archive", "files"
-        classes = tuple(f"class {number}" for number in range(count))
-
-        def __init__(self, root: Path, train: bool, download: bool) -> None:
-            complete = Path(root) / "complete"
-            if download and not complete.exists():
-                if error is not None:
-                    raise error
-                downloads.append(str(root))
-                time.sleep(0.2)  # long enough for the others to arrive
-                complete.write_text("")
-            if not complete.exists():
-                raise RuntimeError("Dataset not found or corrupted.")
-            self.targets = [index % 10 for index in range(20 if train else 6)]
-            self.data = np.zeros((len(self.targets), 32, 32, 3), np.uint8)
-            self.data += np.arange(len(self.targets), dtype=np.uint8)[:, None, None, None]
-            self.data[:, 0, 1] = (7, 8, 9)
-
-    return Fake
-
-
-@pytest.mark.parametrize(("name", "classes"), [("cifar10", 10), ("cifar100", 100)])
-def test_cifar_is_downloaded_once_by_whoever_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, classes: int
-) -> None:
-    downloads: list[str] = []
-    monkeypatch.setattr(cifar, name.upper(), fake_cifar(downloads, count=classes))
-
-    def work(rank: int) -> Dataset:
-        return load(
-            name, data_dir=str(tmp_path / "new"), access=Access(download=True), rank=rank, size=3
-        )
-
-    with ThreadPoolExecutor(3) as pool:
-        parts = list(pool.map(work, range(3)))
-    assert len(downloads) == 1
-    assert all(is_valid(part) and part.num_classes == classes for part in parts)
-    assert len({x for part in parts for x in images_of(part.train)}) == 18
-    assert (parts[0].flip, parts[0].pad, parts[0].image_size) == (True, 4, 32)
-    # Height, width and channel must end where they belong.
-    assert parts[0].train.images[0, :, 0, 1].tolist() == [7, 8, 9]
-    assert int(parts[0].train.images[0, 0, 5, 5]) % 10 == int(parts[0].train.labels[0])
-
-
-def test_missing_cifar_names_the_folder_and_the_flag(tmp_path: Path) -> None:
-    said = refuse("cifar10", UNREADABLE, data_dir=str(tmp_path))
-    assert f"{tmp_path}: correct --data-dir, or train with --download" in said
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("error", [OSError("no\nroute"), RuntimeError("corrupted"), None])
-def test_failed_download_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
-) -> None:
-    monkeypatch.setattr(cifar, "CIFAR10", fake_cifar([], error))
-    folder = tmp_path / "data"
-    if error is None:
-        folder.write_text("a file where a folder should be")
-    assert "network" in refuse(
-        "cifar10", UNREADABLE, data_dir=str(folder), access=Access(download=True)
-    )
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Write two classes, red and blue, of 16x16 images in several formats."""
@@ -256,8 +185,8 @@ def test_imagefolder_reads_classes_and_colours(folder: Path) -> None:
 def test_each_rank_decodes_its_own_files_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spy = Mock(side_effect=sources.as_uint8)
-    monkeypatch.setattr(sources, "as_uint8", spy)
+    spy = Mock(side_effect=image_files.as_uint8)
+    monkeypatch.setattr(image_files, "as_uint8", spy)
     for rank in range(3):
         load("imagefolder", data_dir=str(folder), rank=rank, size=3)
         assert spy.call_count == 6 * (rank + 1)
@@ -267,7 +196,7 @@ def test_each_rank_decodes_its_own_files_only(
 def test_a_start_line_tells_what_was_found_and_what_was_left_out(folder: Path) -> None:
     (folder / "train/red/notes.txt").unlink()
     whole = load("imagefolder", data_dir=str(folder))
-    assert whole.found == f"12 images in {folder}/train, 6 in {folder}/test, 2 classes"
+    assert whole.found == f"12 images in {folder}/train, 6 images in {folder}/test, 2 classes"
     assert whole.left_out == ""
     for name in ("train/green", "test/red/deeper", "train/blue/deeper"):
         (folder / name).mkdir()
@@ -290,7 +219,8 @@ def test_class_folders_that_another_rank_has_read_are_taken_unless_they_are_othe
 ) -> None:
     (folder / "test/red/deeper").mkdir()
     shares = [
-        sources.read_share("imagefolder", str(folder), rank, 3, lambda: None) for rank in range(3)
+        image_files.read_share("imagefolder", str(folder), rank, 3, lambda: None)
+        for rank in range(3)
     ]
     assert sorted(map(len, shares)) == [1, 1, 2]
     known = shares[0] | shares[1] | shares[2]
@@ -300,8 +230,8 @@ def test_class_folders_that_another_rank_has_read_are_taken_unless_they_are_othe
     def told() -> Dataset:
         return data.load("imagefolder", part=data.Part(0, 1, known=known), **options)
 
-    spy = Mock(side_effect=folders.read_names)
-    monkeypatch.setattr(folders, "read_names", spy)
+    spy = Mock(side_effect=image_files.read_names)
+    monkeypatch.setattr(image_files, "read_names", spy)
     same = told()
     assert not spy.called
     assert (same.digest, same.found, same.left_out) == (alone.digest, alone.found, alone.left_out)
@@ -334,35 +264,6 @@ def test_loading_says_that_it_goes_on(folder: Path) -> None:
         assert len(calls) >= least, name
 
 
-def test_who_waits_for_a_download_goes_on_as_it_grows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = fake_cifar([])
-
-    class Slow(fake):
-        def __init__(self, root: Path, train: bool, download: bool) -> None:
-            if download and not (Path(root) / "complete").exists():
-                for _ in range(5):
-                    with open(Path(root) / self.filename, "a") as file:
-                        file.write("more")
-                    time.sleep(0.05)
-            super().__init__(root, train, download)
-
-    monkeypatch.setattr(cifar, "CIFAR10", Slow)
-    monkeypatch.setattr(files, "LOOK_S", 0.01)
-    calls: list[int] = []
-
-    def work(rank: int) -> Dataset:
-        part = data.Part(rank, 2, going=lambda: calls.append(rank))
-        return data.load(
-            "cifar10", part=part, **(LOAD | {"data_dir": tmp_path, "access": Access(download=True)})
-        )
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(work, range(2)))
-    assert min(calls.count(0), calls.count(1)) >= 5
-
-
 def test_images_of_all_ranks_of_a_machine_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     options = LOAD | {"train_samples": 4096, "test_samples": 8, "image_size": 64}
     monkeypatch.setattr(data, "memory_limit", lambda: (30 * 2**20, "Slurm gives the job here"))
@@ -392,6 +293,10 @@ def test_imagefolder_takes_val_for_test_and_grey_images(folder: Path) -> None:
         Image.new("L", (16, 16), 77).save(file)
     part = load("imagefolder", data_dir=str(folder))
     assert (part.test.images == 77).flatten(1).all(1).sum() == 2
+    assert part.found == (
+        f"12 images in {folder}/train, 6 images in {folder}/val, 2 classes, "
+        "the test set is val/, as there is no test/"
+    )
 
 
 def test_imagefolder_crops_the_centre_on_request(folder: Path) -> None:
@@ -426,3 +331,45 @@ def test_cifar10_as_image_files() -> None:
     assert (part.num_classes, part.image_size, part.train_total) == (10, 32, 800)
     mean, _ = normalisation(channel_moments(part.train))
     assert torch.allclose(mean, torch.tensor([0.491, 0.482, 0.447]), atol=0.05)
+
+
+def test_draws_take_the_first_images_of_each_class_over_all_shards() -> None:
+    """Two draws of two images of three classes, out of two shards, by hand."""
+    shards = [torch.tensor([2, 0, 0, 1, 0]), torch.tensor([1, 0, 2, 1, 2, 0, 2, 1, 1])]
+    # Numbers of the images over both shards: of class 0 1, 2, 4, 6, 10; of 1 3, 5, 8, 12, 13; of 2
+    # 0, 7, 9, 11.
+    wanted = [1, 2, 3, 5, 0, 7, 4, 6, 8, 12, 9, 11]
+    found = [-1] * len(wanted)
+    before = torch.zeros(3, dtype=torch.int64)
+    for start, labels in zip((0, 5), shards, strict=True):
+        own, places = places_in_draws(labels, before, 2, 2)
+        for image, place in zip(own.tolist(), places.tolist(), strict=True):
+            assert found[place] == -1
+            found[place] = start + image
+        before += class_counts(labels, 3)
+    assert found == wanted
+
+
+def test_the_same_share_of_each_class_is_held_out_in_the_order_there_was() -> None:
+    labels = torch.tensor([0] * 20 + [1] * 10 + [2] * 1)
+    order = torch.randperm(31, generator=torch.Generator().manual_seed(3))
+    kept, held = hold_out(order, labels, 0.2)
+    assert labels[held].bincount().tolist() == [4, 2]
+    assert labels[kept].bincount().tolist() == [16, 8, 1]
+    for part in (kept, held):
+        places = [order.tolist().index(i) for i in part.tolist()]
+        assert places == sorted(places)
+    assert sorted([*kept.tolist(), *held.tolist()]) == list(range(31))
+    # Something of each class stays to train on.
+    assert labels[hold_out(order, labels, 0.99)[0]].bincount().tolist() == [1, 1, 1]
+    # Of small classes some have one to hold out.
+    labels = torch.arange(10).repeat(2)
+    assert labels[hold_out(torch.arange(20), labels, 0.2)[1]].tolist() == [1, 3, 6, 8]
+    # What classes of one image can't give is not taken from others, but for half an image.
+    labels = torch.cat([torch.arange(900), torch.full((100,), 900), torch.tensor([950] * 20)])
+    held = hold_out(torch.arange(1020), labels, 0.1)[1]
+    assert labels[held].bincount().tolist() == [0] * 900 + [10] + [0] * 49 + [2]
+    labels = torch.arange(10).repeat(2)
+    order = torch.arange(20)
+    with pytest.raises(UserError, match=r"val-share 0\.01"):
+        hold_out(order, labels, 0.01)

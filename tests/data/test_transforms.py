@@ -7,7 +7,7 @@ import torch
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2.functional import resized_crop
 
-from prunex_mpi.data.batches import BatchStream, Changes, Look, Shard
+from prunex_mpi.data.batches import Augmentation, BatchStream, Look, Shard
 from prunex_mpi.data.transforms import (
     GROUP,
     TRANSFORMS,
@@ -89,13 +89,13 @@ def test_settings_name_what_there_is() -> None:
 
 def test_batches_of_changed_images_go_on_exactly() -> None:
     shard = Shard(images(20), torch.arange(20))
-    changes = Changes(True, ("rand-augment", "random-erasing"))
+    changes = Augmentation(True, ("rand-augment", "random-erasing"))
 
-    def stream(changes: Changes) -> BatchStream:
+    def stream(changes: Augmentation) -> BatchStream:
         ways = {"batch_size": 6, "seed": 1, "rank": 0, "flip": True, "pad": 0}
         return BatchStream(shard, LOOK, **ways, changes=changes)
 
-    whole, part, other = stream(changes), stream(changes), stream(Changes())
+    whole, part, other = stream(changes), stream(changes), stream(Augmentation())
     batches = [whole.next() for _ in range(7)]
     for _ in range(4):
         part.next()

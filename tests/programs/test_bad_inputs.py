@@ -199,7 +199,6 @@ FLAGS: dict[str, tuple[int, tuple[str, ...]]] = {
         UNREADABLE,
         ("own_data:damaged train[4]", "RuntimeError: broken on purpose"),
     ),
-    "--dataset own_data:tensors --data-cache x": (USAGE, ("data-cache", "own_data:tensors")),
     "--dataset own_data:tensors --download": (USAGE, ("download", "own_data:tensors")),
     "--dataset digits --download": (USAGE, ("download", "cifar10 and cifar100", "digits")),
     "--dataset imagefolder --download": (USAGE, ("download", "imagefolder")),

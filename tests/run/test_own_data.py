@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from image_folders import write_folder
 from jobs import run_folder, run_job_here
 from nodes import WORLD
-from picture_files import write_folder
 from safetensors.torch import load_file
 from small_runs import PRUNING
 

@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from driving import wires_of
+from image_folders import damage, write_folder
 from nodes import WORLD, nodes_of
-from picture_files import damage, write_folder
 from safetensors.torch import load_file
 from small_runs import small_run
 

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from prunex_mpi import train
 from prunex_mpi.comm import preemption
 from prunex_mpi.core import evaluation
-from prunex_mpi.data import sources
+from prunex_mpi.data import image_files
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.run import supervision
 from prunex_mpi.run.supervision import Checkpoints
@@ -201,13 +201,13 @@ def test_loading_data_is_progress(
                     tmp_path / split / name / f"{index}.png"
                 )
     (tmp_path / "train/c").mkdir()
-    real = sources.as_uint8
+    real = image_files.as_uint8
 
     def slow(*words: object, **options: object) -> torch.Tensor:
         time.sleep(0.04)
         return real(*words, **options)
 
-    monkeypatch.setattr(sources, "as_uint8", slow)
+    monkeypatch.setattr(image_files, "as_uint8", slow)
     flags = ["--dataset", "imagefolder", "--data-dir", str(tmp_path), "--timeout", "1"]
     flags += ["--train-samples", "0", "--test-samples", "0", "--outer-iterations", "3"]
     assert run(tmp_path / "run", *flags) == 0

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from picture_files import damage, write_folder
+from image_folders import damage, write_folder
 
 from mpi4py import MPI
 

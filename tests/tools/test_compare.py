@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from picture_files import write_folder
+from image_folders import write_folder
 from PIL import Image
 from safetensors.torch import load_file
 from test_bench import assert_sane, column, run

@@ -7,15 +7,15 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from image_folders import damage
 from jobs import run_folder, run_job_here
 from nodes import WORLD
-from picture_files import damage
 from PIL import Image
 from small_runs import COMMON, PRUNING
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.data import datasets, sources
+from prunex_mpi.data import datasets, image_files
 from prunex_mpi.models.standalone import PLAN
 from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.evaluate.evaluate import describe, evaluate, outcome, read_network
@@ -105,7 +105,7 @@ def test_a_run_and_its_export_reach_what_the_run_did_and_name_its_classes() -> N
 def test_images_that_a_run_skipped_are_skipped_and_none_to_train_on_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spy = Mock(side_effect=sources.as_uint8)
+    spy = Mock(side_effect=image_files.as_uint8)
 
     def decoded() -> set[str]:
         """Return what of the data was decoded since the last call."""
@@ -132,7 +132,7 @@ def test_images_that_a_run_skipped_are_skipped_and_none_to_train_on_is_decoded(
         summary = json.loads((run / "summary.json").read_text())
         # More than one image does not fit into memory.
         monkeypatch.setattr(datasets, "memory_limit", lambda: (8 * 34 + 200, "this machine has"))
-        monkeypatch.setattr(sources, "as_uint8", spy)
+        monkeypatch.setattr(image_files, "as_uint8", spy)
         found = found_by(run, folder)
         assert found["images"] == 10
         assert found["loss"] == pytest.approx(summary["test_loss"], rel=1e-4)

@@ -14,11 +14,10 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.data import own
+from prunex_mpi.data import user_datasets
 from prunex_mpi.data.datasets import Dataset, load
-from prunex_mpi.data.pictures import as_uint8
-from prunex_mpi.data.reading import MOST_DECODING, Access, Reader
-from prunex_mpi.data.streamed import AHEAD, Streamed, in_turn
+from prunex_mpi.data.decoding import MOST_DECODING, PREFETCHED, Access, Reader, Streamed, in_turn
+from prunex_mpi.data.images import as_uint8
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.run.assembly import set_up
 from prunex_mpi.settings.fields import Settings
@@ -58,9 +57,9 @@ class Items:
 
     def __getitem__(self, number: int) -> Tensor:
         if self.data is None:
-            self.data = own.make(self.name, self.data_dir, train=True)
-        index, title = self.places[number], own.name_of(self.name, train=True)
-        return own.decode(self.data, index, self.side, fit=self.fit, name=title)[0]
+            self.data = user_datasets.make(self.name, self.data_dir, train=True)
+        index, title = self.places[number], user_datasets.split_name(self.name, train=True)
+        return user_datasets.decode(self.data, index, self.side, fit=self.fit, name=title)[0]
 
 
 def data(
@@ -87,7 +86,7 @@ def data(
         (
             f"{cores} cores; {BATCHES} batches in a turn, best of {repeat}, in turns; the same "
             "files, the same decoding to uint8, nothing else",
-            f"DataLoader: processes, {AHEAD} batches ahead of each",
+            f"DataLoader: processes, {PREFETCHED} batches ahead of each",
         ),
     )
     rows = [training(alone, settings, transport, device, name, heartbeat) for name in models]
@@ -146,7 +145,7 @@ def decoding(
     if ":" in settings.dataset:
         pictures = Items(settings, places.tolist(), files.side)
     else:
-        paths = [files.path(index) for index in places.tolist()]
+        paths = [files.name(index) for index in places.tolist()]
         pictures = Pictures(paths, files.side, settings.image_size > 0)
     found = {}
     for count in workers:
@@ -156,7 +155,7 @@ def decoding(
             pictures,
             size,
             num_workers=count,
-            prefetch_factor=AHEAD,
+            prefetch_factor=PREFETCHED,
             persistent_workers=True,
             multiprocessing_context="spawn",
         )

@@ -29,7 +29,7 @@ from prunex_mpi.comm.agreement import (
 from prunex_mpi.core.loading import share_contents
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset, Part, load
-from prunex_mpi.data.reading import Access, decoding_threads
+from prunex_mpi.data.decoding import Access, decoding_threads
 from prunex_mpi.models import standalone
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.run.job import say

@@ -7,13 +7,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from picture_files import damage, write_folder
+from image_folders import damage, write_folder
 from PIL import Image
 from torch import Tensor
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.data import datasets as data
-from prunex_mpi.data import sources
+from prunex_mpi.data import image_files
 from prunex_mpi.data.batches import (
     BatchStream,
     Look,
@@ -23,8 +23,7 @@ from prunex_mpi.data.batches import (
     part_of,
 )
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.reading import Access
-from prunex_mpi.data.streamed import AHEAD, Streamed
+from prunex_mpi.data.decoding import PREFETCHED, Access, Streamed
 
 LOOK = Look(torch.zeros(3), torch.ones(3), "cpu")
 STEPS = 11
@@ -32,7 +31,7 @@ STEPS = 11
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_folder(tmp_path / "pictures")
+    return write_folder(tmp_path / "images")
 
 
 def load(folder: Path, mode: str, workers: int = 2, rank: int = 0, **access: object) -> Dataset:
@@ -108,8 +107,8 @@ def test_a_stream_goes_on_wherever_its_position_is_put(folder: Path) -> None:
 def test_a_rank_reads_its_own_files_and_no_more_than_it_soon_needs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spy = Mock(side_effect=sources.as_uint8)
-    monkeypatch.setattr(sources, "as_uint8", spy)
+    spy = Mock(side_effect=image_files.as_uint8)
+    monkeypatch.setattr(image_files, "as_uint8", spy)
     read = []
     for rank in range(2):
         dataset = load(folder, "stream", rank=rank)
@@ -117,9 +116,9 @@ def test_a_rank_reads_its_own_files_and_no_more_than_it_soon_needs(
         stream = stream_of(dataset, batch_size=2)
         for step in range(1, 6):
             stream.next()
-            assert spy.call_count <= 2 * (step + AHEAD)
+            assert spy.call_count <= 2 * (step + PREFETCHED)
         dataset.reader.pool.shutdown()
-        assert spy.call_count == 2 * (5 + AHEAD)
+        assert spy.call_count == 2 * (5 + PREFETCHED)
         read.append({call.args[0] for call in spy.call_args_list})
         own = {dataset.train.images.files.name(i) for i in dataset.train.images.places.tolist()}
         assert read[rank] <= own

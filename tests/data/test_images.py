@@ -1,6 +1,7 @@
 """Pictures of all modes become 8-bit RGB rightly, or are refused."""
 
 import io
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 from PIL import Image, TiffImagePlugin
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
-from prunex_mpi.data.pictures import as_uint8, open_rgb, to_rgb
+from prunex_mpi.data.decoding import is_damaged
+from prunex_mpi.data.images import FORMATS, as_uint8, open_rgb, to_rgb, to_side
 
 WHITE, GREY, RED = (255, 255, 255), (128, 128, 128), (255, 0, 0)
 HALF_RED = (255, 127, 127)  # half of it, on white
@@ -128,6 +130,53 @@ def test_twelve_bits_of_a_tiff_are_its_full_range() -> None:
     body += b"".join(entry(*pair) for pair in entries) + struct.pack("<I", 0)
     file = io.BytesIO(body.ljust(122, b"\0") + bytes([0xFF, 0xF8, 0x00]))
     assert np.array(open_rgb(file, name="x"))[0, :, 0].tolist() == [255, 128]
+
+
+def other_formats() -> list[str]:
+    """Return the formats that Pillow writes and an image file must not have."""
+    Image.init()
+    own = {*FORMATS, "MPO", "DIB"}  # the latter are written as JPEG and BMP are
+    return sorted(Image.SAVE.keys() & Image.OPEN.keys() - own)
+
+
+@pytest.mark.parametrize("kind", other_formats())
+def test_no_other_formats_are_tried_whatever_a_name_says(tmp_path: Path, kind: str) -> None:
+    try:
+        # Not by name: SPIDER would take the ending of the name for its own from then on.
+        Image.new("RGB", (16, 16), RED).save(content := io.BytesIO(), kind)
+    except (OSError, ValueError):
+        pytest.skip("written in another mode alone, or by a library that is not there")
+    (tmp_path / "x.jpg").write_bytes(content.getvalue())
+    with pytest.raises(UserError, match="damaged, or none of JPEG, PNG, PPM, BMP, TIFF, WEBP"):
+        open_rgb(str(tmp_path / "x.jpg"))
+
+
+def test_images_of_too_many_pixels_are_refused_before_they_are_decoded() -> None:
+    header = struct.pack(">IIBBBBB", 8193, 8192, 8, 6, 0, 0, 0)
+    content = b"\x89PNG\r\n\x1a\n"
+    # Reading further than the header would show that there is nothing.
+    for kind, body in ((b"IHDR", header), (b"IDAT", b"")):
+        content += struct.pack(">I", len(body)) + kind + body
+        content += struct.pack(">I", zlib.crc32(kind + body))
+    with pytest.raises(UserError, match=r"cannot read image x .*8193x8192 pixels") as caught:
+        open_rgb(io.BytesIO(content), name="x")
+    assert caught.value.exit_code == UNREADABLE
+    assert is_damaged(caught.value)
+
+
+@pytest.mark.parametrize(("side", "advised"), [(8, 8), (64, 64), (260, 224), (200, 224)])
+def test_images_of_another_size_are_refused_with_a_size_to_give(side: int, advised: int) -> None:
+    image = Image.new("RGB", (side, side + 1))
+    with pytest.raises(UserError, match=f"not {side}x{side}: give --image-size {advised} to"):
+        to_side(image, side, fit=False, name="x")
+
+
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.png")
+    (tmp_path / "device.png").symlink_to("/dev/zero")
+    for name in ("fifo.png", "device.png"):
+        with pytest.raises(UserError, match="not a regular file"):
+            open_rgb(str(tmp_path / name))
 
 
 def test_refused_files_are_named_in_one_line(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""Tar files of pictures: the same images as in folders, and what is wrong with them by name."""
+"""Class folders and tar files: the same images in both, and what is wrong with them by name."""
 
+import os
 import tarfile
 from collections.abc import Callable
 from io import BytesIO
@@ -7,19 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from picture_files import CLASSES, add, write_folder, write_tars
+from image_folders import CLASSES, add, write_folder, write_tars
 from PIL import Image
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.data import datasets as data
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.reading import Access
-from prunex_mpi.data.sources import Known, read_share
+from prunex_mpi.data.decoding import Access
+from prunex_mpi.data.image_files import Known, read_share
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_folder(tmp_path / "pictures", train=6, test=2)
+    return write_folder(tmp_path / "images", train=6, test=2)
 
 
 @pytest.fixture
@@ -48,23 +49,20 @@ def load(
 
 @pytest.mark.parametrize("size", [0, 5])
 @pytest.mark.parametrize("mode", ["memory", "stream"])
-def test_tar_files_hold_what_folders_hold(
-    folder: Path, shards: Path, tmp_path: Path, mode: str, size: int
-) -> None:
+def test_tar_files_hold_what_folders_hold(folder: Path, shards: Path, mode: str, size: int) -> None:
     plain = load("imagefolder", folder, size)
-    for cache in ("", str(tmp_path / "kept"), str(tmp_path / "kept")):
-        packed = load("webdataset", shards, size, mode=mode, cache=cache)
-        assert (packed.num_classes, packed.image_size) == (3, size or 8)
-        for one, other in ((plain.train, packed.train), (plain.test, packed.test)):
-            assert torch.equal(one.images[:], other.images[:])
-            assert torch.equal(one.labels, other.labels)
+    packed = load("webdataset", shards, size, mode=mode)
+    assert (packed.num_classes, packed.image_size) == (3, size or 8)
+    for one, other in ((plain.train, packed.train), (plain.test, packed.test)):
+        assert torch.equal(one.images[:], other.images[:])
+        assert torch.equal(one.labels, other.labels)
     assert packed.found == (
         f"18 images in 3 tar files in {shards}/train, 6 images in 1 tar file in {shards}/test, "
         "3 classes"
     )
 
 
-def test_a_damaged_picture_is_named_or_replaced(folder: Path, shards: Path) -> None:
+def test_a_damaged_image_is_named_or_replaced(folder: Path, shards: Path) -> None:
     whole = load("webdataset", shards)
     path = shards / "train/0000.tar"
     with tarfile.open(path) as tar:
@@ -107,6 +105,37 @@ def append(name: str, content: bytes) -> Callable[[Path], None]:
     return change
 
 
+def append_headers(
+    kind: bytes = tarfile.REGTYPE, size: int = 0, times: int = 1
+) -> Callable[[Path], None]:
+    """Return what adds headers that are formally right, with nothing behind them."""
+    member = tarfile.TarInfo("odd")
+    member.type = kind
+    header = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = tarfile.itn(size, 12, tarfile.GNU_FORMAT)
+    header[148:156] = b"%06o\0 " % tarfile.calc_chksums(header)[0]
+
+    def change(path: Path) -> None:
+        with tarfile.open(path, "a") as tar:
+            tar.fileobj.write(header * times)
+            tar.offset = tar.fileobj.tell()
+
+    return change
+
+
+def append_size_in_a_record(path: Path) -> None:
+    with tarfile.open(path, "a") as tar:
+        member = tarfile.TarInfo("odd.jpg")
+        member.pax_headers = {"size": "-512"}
+        tar.fileobj.write(member.tobuf(tarfile.PAX_FORMAT))
+        tar.offset = tar.fileobj.tell()
+
+
+def append_tar(between: bytes) -> Callable[[Path], None]:
+    """Return what joins a tar file to another one, as `cat` does."""
+    return lambda path: path.write_bytes(path.read_bytes() + between + path.read_bytes())
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -115,22 +144,44 @@ def append(name: str, content: bytes) -> Callable[[Path], None]:
         (lambda path: path.write_bytes(path.read_bytes()[:3000]), "end of data"),
         (lambda path: path.write_bytes(b"no tar file at all" * 100), "cannot read tar file"),
         (append("alone.jpg", b"x"), "alone in {path} lacks a class (.cls)"),
-        (append("alone.cls", b"1"), "alone in {path} lacks a picture"),
+        (append("alone.cls", b"1"), "alone in {path} lacks an image"),
         (append("odd.cls", b"one"), "invalid literal"),
-        (append("odd.cls", b"-1"), "the class of odd is below 0"),
-        (append("ant_001.png", b"x"), "ant_001 has two pictures"),
+        (append("odd.cls", b"-1"), "the class of odd is not in 0..2147483647"),
+        (append("odd.cls", b"2147483648"), "the class of odd is not in 0..2147483647"),
+        (append("odd.cls", b"0" * 33), "the class of odd has 33 bytes"),
+        # Refused by newer versions of Python alone.
+        (append_headers(size=-512), "cannot read tar file"),
+        (append_headers(size=-1), "cannot read tar file"),
+        (append_headers(tarfile.XHDTYPE, 2**20), "a record of 1,048,576 bytes about a member"),
+        (append_headers(tarfile.GNUTYPE_LONGNAME, -512), "cannot read tar file"),
+        (append_headers(size=2**70), "cannot read tar file"),
+        (append_headers(tarfile.GNUTYPE_SPARSE), "is sparse, or has"),
+        (append_headers(tarfile.XHDTYPE, times=2000), "RecursionError"),
+        (append_size_in_a_record, "cannot read tar file"),
+        (append_tar(b""), "ends at byte {end:,} and goes on at {length:,}: keep tar files"),
+        (append_tar(bytes(2**22)), "and goes on at"),
+        (append("ant_001.png", b"x"), "ant_001 has two images"),
     ],
 )
 def test_what_is_wrong_with_a_tar_file_is_said(
     shards: Path, change: Callable[[Path], object], words: str
 ) -> None:
     path = shards / "train/0000.tar"
+    with tarfile.open(path) as tar:
+        tar.getmembers()
+        places = {"path": path, "end": tar.offset, "length": path.stat().st_size}
     change(path)
     with pytest.raises(UserError) as caught:
         load("webdataset", shards)
-    assert words.format(path=path) in str(caught.value)
+    assert words.format(**places) in str(caught.value)
     assert str(path) in str(caught.value)
     assert caught.value.exit_code == UNREADABLE
+
+
+def test_a_fifo_named_tar_is_not_waited_for(shards: Path) -> None:
+    os.mkfifo(shards / "train/0003.tar")
+    with pytest.raises(UserError, match=r"cannot read tar file .*not a regular file"):
+        load("webdataset", shards)
 
 
 def test_members_with_a_dot_in_their_keys_are_left_out_and_told_of(shards: Path) -> None:
@@ -153,7 +204,7 @@ def test_members_with_a_dot_in_their_keys_are_left_out_and_told_of(shards: Path)
 
 
 def test_folders_without_tar_files_are_refused(shards: Path, folder: Path) -> None:
-    with pytest.raises(UserError, match=r"no picture in .*/train/\*\.tar"):
+    with pytest.raises(UserError, match=r"no image in .*/train/\*\.tar"):
         load("webdataset", folder)
     append("new.jpg", (folder / "test/ant/001.jpg").read_bytes())(shards / "test/0000.tar")
     append("new.cls", str(len(CLASSES)).encode())(shards / "test/0000.tar")
@@ -175,6 +226,16 @@ def test_a_class_of_test_images_alone_is_refused_whatever_its_number(tmp_path: P
         load("webdataset", tmp_path)
     (tmp_path / "test/0.tar").write_bytes((tmp_path / "train/0.tar").read_bytes())
     assert load("webdataset", tmp_path).num_classes == 3
+
+
+def test_numbers_of_classes_that_are_out_of_all_proportion_are_refused(shards: Path) -> None:
+    image = BytesIO()
+    Image.new("RGB", (8, 8)).save(image, "png")
+    for split in ("train", "test"):
+        append("new.png", image.getvalue())(shards / split / "0000.tar")
+        append("new.cls", b"2147483647")(shards / split / "0000.tar")
+    with pytest.raises(UserError, match=r"classes up to 2,147,483,647, and there are 19 to train"):
+        load("webdataset", shards)
 
 
 def test_other_images_or_classes_are_told_apart_and_another_place_is_not(tmp_path: Path) -> None:

@@ -1,14 +1,19 @@
-"""Decode the images of a split by a pool of threads, into memory that the caller has.
+"""Decode image files by a pool of threads: all of a shard at the start, or batches ahead of use.
 
 Threads, not processes: Pillow gives up the interpreter's lock while it reads and decodes, nothing
 has to be copied between them, and nothing has to be started before MPI.
+
+Which images make up a batch is known long before it is trained on: by the seed alone. So batches
+are decoded in their order into as many buffers as are under way, which are used again and again.
 """
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -17,10 +22,14 @@ from torch import Tensor
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.logs import log
 
+# Batches that are decoded before they are asked for.
+PREFETCHED = 4
 # What a thread takes at a time: small, so that all end a batch together.
 CHUNK = 8
 # Warnings of single files; after them only doublings of their number are told.
 TOLD = 10
+# Above it a label is no number of a class.
+MOST_LABEL = 2**31 - 1
 # More threads wait for the interpreter's lock.
 MOST_DECODING = 16
 
@@ -33,15 +42,13 @@ class Access:
 
     `mode` is memory, stream, or auto, which streams what memory can't hold, or once, which streams
     all that are files, since each is looked at once; `workers` threads decode. With `skip_corrupt`
-    a damaged image is replaced by the next one of its class. `cache` is a folder of decoded images,
-    "" for none.
+    a damaged image is replaced by the next one of its class.
     """
 
     download: bool = False
     mode: str = "memory"
     workers: int = 1
     skip_corrupt: bool = False
-    cache: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,18 +56,14 @@ class Files:
     """The images of one split in their order, which is the same on every rank.
 
     `decode(i)` returns image i as uint8 [3, side, side]; it is called by several threads at a time
-    and raises UserError (UNREADABLE). `name(i)` is what messages call the image, `path(i)` the file
-    that it is in, `within(i)` where in it, if there are several. `way` says how images come to
-    their size. Those `held_out` and all others never stand in for each other.
+    and raises UserError (UNREADABLE). `name(i)` is what messages call the image. Those `held_out`
+    and all others never stand in for each other.
     """
 
     labels: Tensor  # int64 [n]
     side: int
     decode: Callable[[int], Tensor]
     name: Callable[[int], str]
-    path: Callable[[int], str]
-    way: str = ""
-    within: Callable[[int], str] = lambda _: ""
     held_out: Tensor | None = None  # bool [n], None for none
 
 
@@ -187,7 +190,7 @@ def side_of_first(count: int, side: Callable[[int], int], skip_corrupt: bool) ->
 
 
 def is_damaged(error: UserError) -> bool:
-    """Say whether the content of an image is wrong, and not the access to it."""
+    """Return whether the content of an image is wrong, and not the access to it."""
     cause = error.__cause__
     return cause is not None and getattr(cause, "errno", None) is None
 
@@ -199,3 +202,124 @@ def decoding_threads(sharers: int, wanted: int = 0) -> int:
     """
     share = len(os.sched_getaffinity(0)) // sharers
     return wanted or max(1, min(share, MOST_DECODING))
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """The images of a shard, in files: a stand-in for a tensor, uint8 [n, 3, side, side].
+
+    `shape`, `dtype` and indexing by a slice or by int64 [k] are a tensor's; what is returned is
+    decoded then and there. What can't be read is in the reader's `error`.
+    """
+
+    files: Files
+    places: Tensor  # int64 [n]: which of the files
+    reader: Reader
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.places), 3, self.files.side, self.files.side))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    def __getitem__(self, index: slice | Tensor) -> Tensor:
+        return next(in_turn(self, [index]))
+
+    def empty(self, count: int) -> Tensor:
+        """Return memory for so many images."""
+        return torch.empty((count, *self.shape[1:]), dtype=self.dtype)
+
+    def part(self, index: slice) -> "Streamed":
+        """Return some of the images, not decoded."""
+        return Streamed(self.files, self.places[index], self.reader)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A batch under way."""
+
+    chosen: Tensor  # int64 [b]: places in the shard
+    images: Tensor
+    futures: list[Future]
+
+
+class Prefetcher:
+    """Batches of one shard under way, in the order in which they were requested."""
+
+    def __init__(self, images: Streamed) -> None:
+        self.images = images
+        self.batches: deque[_Batch] = deque()
+        self.free: list[Tensor] = []
+
+    def request(self, chosen: Tensor) -> None:
+        """Begin to decode the images at places `chosen`, int64 [b], of the shard."""
+        images = self.images
+        # All but the last batch of a pass are as large as each other.
+        room = self.free.pop() if self.free else images.empty(len(chosen))
+        if len(room) < len(chosen):
+            room = images.empty(len(chosen))
+        indices = images.places[chosen].tolist()
+        futures = images.reader.begin(images.files, indices, room[: len(chosen)].numpy())
+        self.batches.append(_Batch(chosen, room, futures))
+
+    def comes_next(self, chosen: Tensor) -> bool:
+        """Return whether the batch that was requested first is this one."""
+        return bool(self.batches) and torch.equal(self.batches[0].chosen, chosen)
+
+    def take(self) -> tuple[Tensor, float]:
+        """Return the first batch, uint8 [b, 3, side, side], and the seconds waited for it.
+
+        Its memory holds until another batch is requested.
+        """
+        started = perf_counter()
+        batch = self.batches.popleft()
+        self.images.reader.finish(batch.futures)
+        self.free.append(batch.images)
+        return batch.images[: len(batch.chosen)], perf_counter() - started
+
+    def forget(self) -> None:
+        """Drop all that is under way."""
+        for batch in self.batches:
+            for future in batch.futures:
+                future.cancel()
+        # What threads are writing to still must not be used again.
+        self.batches.clear()
+
+
+def in_turn(images: Tensor | Streamed, parts: Iterable[slice | Tensor]) -> Iterator[Tensor]:
+    """Yield parts of a shard's images one after the other.
+
+    What is yielded of a stream holds until the next part is asked for.
+    """
+    if isinstance(images, Tensor):
+        for part in parts:
+            yield images[part]
+        return
+    ahead, everything = Prefetcher(images), torch.arange(len(images.places))
+    try:
+        for part in parts:
+            # The buffer of the part yielded last is free again by now.
+            ahead.request(everything[part])
+            if len(ahead.batches) > PREFETCHED:
+                yield ahead.take()[0]
+        while ahead.batches:
+            yield ahead.take()[0]
+    finally:
+        ahead.forget()
+
+
+def decode_all(images: Streamed, going: Callable[[], None]) -> Tensor:
+    """Decode all images into memory; raise UserError for the first that can't be read.
+
+    `going` is called as it goes on.
+    """
+    result = images.empty(len(images.places))
+    reader, indices = images.reader, images.places.tolist()
+    out, step = result.numpy(), 1024
+    for start in range(0, len(indices), step):
+        part = slice(start, start + step)
+        reader.finish(reader.begin(images.files, indices[part], out[part]), going)
+        reader.raise_error()
+    return result

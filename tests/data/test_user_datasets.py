@@ -11,25 +11,25 @@ import numpy as np
 import own_data
 import pytest
 import torch
+from image_folders import CLASSES, damage, write_folder
 from own_data import Own
-from picture_files import CLASSES, damage, write_folder
 from PIL import Image
 from torchvision import tv_tensors
 from torchvision.datasets import FakeData
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.base.logs import log
-from prunex_mpi.data import datasets, sources
+from prunex_mpi.data import datasets
 from prunex_mpi.data.datasets import Dataset, Part
-from prunex_mpi.data.pictures import to_rgb
-from prunex_mpi.data.reading import Access
+from prunex_mpi.data.decoding import Access
+from prunex_mpi.data.images import to_rgb
 
 WHOLE = Part(0, 1)
 
 
 def load(name: str, size: int = 0, part: Part = WHOLE, data_dir: str = "x", **ways: Any) -> Dataset:
     return datasets.load(
-        name if name in sources.DATASETS or ":" in name else f"own_data:{name}",
+        name if name in datasets.DATASETS or ":" in name else f"own_data:{name}",
         data_dir=data_dir,
         access=Access(**{"workers": 3, **ways}),
         train_samples=0,

@@ -25,7 +25,7 @@ def write_folder(root: Path, train: int = 20, test: int = 5, side: int = 8) -> P
 
 
 def damage(path: Path) -> str:
-    """Cut a file within its picture; return its name."""
+    """Cut a file within its pixels; return its name."""
     path.write_bytes(path.read_bytes()[:40])
     return str(path)
 

@@ -22,18 +22,17 @@ from torch.utils.data import IterableDataset
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.named import import_function
-from prunex_mpi.data.pictures import to_rgb, to_side
-from prunex_mpi.data.reading import Files
+from prunex_mpi.data.decoding import MOST_LABEL, Files, side_of_first
+from prunex_mpi.data.images import load_rgb, to_side
+from prunex_mpi.data.sources import Source
 
 # Where torchvision's data sets hold the labels of all their items.
 OF_LABELS = ("targets", "labels")
-# Above it a label is no number of a class.
-MOST = 2**31 - 1
 IMAGES = "a PIL image, or uint8 [3, H, W] or [1, H, W]"
 
 
 @dataclass(frozen=True)
-class Half:
+class UserSplit:
     """The training or the test images of a data set of the user's.
 
     `name` is what messages call it; `labels` are int64 [n].
@@ -44,27 +43,67 @@ class Half:
     labels: Tensor
 
 
-def make_halves(name: str, data_dir: str, going: Callable[[], None]) -> tuple[Half, Half]:
-    """Call the function `name`, package.module:function, for both halves; find all labels.
+def find_user_images(
+    name: str, data_dir: str, image_size: int, skip_corrupt: bool, going: Callable[[], None]
+) -> Source:
+    """Return the images of both splits that the function `name`, package.module:function, makes.
 
-    `going` is called as it goes on. Raises UserError: USAGE for what is no such function or returns
-    no data set, UNREADABLE for what it raises and what is wrong with items and labels.
+    They are cropped and scaled where `image_size` asks for it. `going` is called as it goes on.
+    Raises UserError: USAGE for what is no such function or returns no data set, UNREADABLE for what
+    it raises and what is wrong with items and labels.
     """
-    halves = []
+    train, test = _make_splits(name, data_dir, going)
+    classes, class_names = _classes_of(train, test)
+    counts = len(train.labels), len(test.labels)
+
+    def side_of(index: int) -> int:
+        image, _ = read_item(train.data, index, train.name)
+        return min(to_pil_image(image, f"{train.name}[{index}]").size)
+
+    side = image_size or side_of_first(counts[0], side_of, skip_corrupt)
+    # Other labels or names of classes are another data set.
+    digest = hashlib.blake2b("\0".join(class_names).encode(errors="surrogateescape"), digest_size=8)
+    for split in (train, test):
+        digest.update(f"{len(split.labels)} ".encode() + split.labels.numpy().tobytes())
+    images = f"{counts[0]:,} images to train on and {counts[1]:,} to test on"
+    return Source(
+        counts=counts,
+        read=None,
+        labels=lambda: train.labels,
+        num_classes=classes,
+        image_size=side,
+        # Mirrored images keep their meaning unless the data set says no.
+        flip=_attribute(train.name, train.data, "flip") is not False,
+        pad=side // 8,
+        found=(f"{images} in {name}, {classes:,} classes", ""),
+        class_names=class_names,
+        files={
+            "train": _files_of(train, image_size, side),
+            "test": _files_of(test, image_size, side),
+        },
+        digest=digest.hexdigest(),
+    )
+
+
+def _make_splits(
+    name: str, data_dir: str, going: Callable[[], None]
+) -> tuple[UserSplit, UserSplit]:
+    """Call the function `name` for both splits; find all labels. Raises UserError."""
+    splits = []
     for train in (True, False):
         going()
-        halves.append((name_of(name, train), make(name, data_dir, train)))
-    train, test = (Half(title, data, _labels(title, data, going)) for title, data in halves)
+        splits.append((split_name(name, train), make(name, data_dir, train)))
+    train, test = (UserSplit(title, data, _labels(title, data, going)) for title, data in splits)
     return train, test
 
 
-def name_of(name: str, train: bool) -> str:
-    """Return what messages call one half."""
+def split_name(name: str, train: bool) -> str:
+    """Return what messages call one split."""
     return f"{name} {'train' if train else 'test'}"
 
 
 def make(name: str, data_dir: str, train: bool) -> Any:
-    """Return one half as the user's function makes it; raise UserError as `make_halves` does."""
+    """Return one split as the user's function makes it; raise UserError as that does."""
     function = import_function("dataset", name, "to make the data set")
     arguments = {"data_dir": data_dir, "train": train}
     shown = f"data_dir={quote(data_dir, 250)}, train={train}"
@@ -112,7 +151,7 @@ def _labels(name: str, data: Any, going: Callable[[], None]) -> Tensor:
         for index in range(len(data)):
             going()
             found[index] = read_item(data, index, name)[1]
-    odd = torch.nonzero((found < 0) | (found > MOST)).flatten()
+    odd = torch.nonzero((found < 0) | (found > MOST_LABEL)).flatten()
     if len(odd):
         place = int(odd[0])
         _refuse_label(f"{name}[{place}]", int(found[place]))
@@ -141,7 +180,7 @@ def _refuse_label(name: str, label: object) -> None:
 
 
 def read_item(data: Any, index: int, name: str) -> tuple[Any, int]:
-    """Return the image, as it is, and the label of item `index` of a half called `name`.
+    """Return the image, as it is, and the label of item `index` of a split called `name`.
 
     Raises UserError (UNREADABLE), its cause what the user's code has raised.
     """
@@ -159,17 +198,16 @@ def read_item(data: Any, index: int, name: str) -> tuple[Any, int]:
             raise TypeError
     except (TypeError, ValueError, RuntimeError):
         _refuse_label(name, label)
-    if not 0 <= number <= MOST:
+    if not 0 <= number <= MOST_LABEL:
         _refuse_label(name, number)
     return image, number
 
 
-def to_picture(image: Any, name: str) -> Image.Image:
+def to_pil_image(image: Any, name: str) -> Image.Image:
     """Return the image of an item as RGB; raise UserError (UNREADABLE) for what is none."""
     if isinstance(image, Image.Image):
         with _told(f"cannot read image {name}", "repair or remove it"):
-            image.load()
-            return to_rgb(image, name)
+            return load_rgb(image, name)
     pixels = image.detach().cpu().numpy() if isinstance(image, Tensor) else image
     if not isinstance(pixels, np.ndarray):
         found = type(image).__name__
@@ -182,42 +220,35 @@ def to_picture(image: Any, name: str) -> Image.Image:
     raise UserError(f"image {name} is {found}, not {IMAGES}: {advice}", UNREADABLE)
 
 
-def side_of(half: Half, index: int) -> int:
-    """Return the shorter side of an image."""
-    image, _ = read_item(half.data, index, half.name)
-    return min(to_picture(image, f"{half.name}[{index}]").size)
-
-
-def files_of(half: Half, image_size: int, side: int) -> Files:
+def _files_of(split: UserSplit, image_size: int, side: int) -> Files:
     """Return the images, cropped and scaled where `image_size` asks for it."""
 
     def name(index: int) -> str:
-        return f"{half.name}[{index}]"
+        return f"{split.name}[{index}]"
 
     def decoded(index: int) -> Tensor:
-        image, label = decode(half.data, index, side, fit=image_size > 0, name=half.name)
-        known = int(half.labels[index])
+        image, label = decode(split.data, index, side, fit=image_size > 0, name=split.name)
+        known = int(split.labels[index])
         if label != known:
             message = f"image {name(index)} has the label {label}, which was {known} at the start"
             advice = "its targets or labels must hold what its items have"
             raise UserError(f"{message}: {advice}", UNREADABLE)
         return image
 
-    # No files that could be looked at: settings/checks.py refuses a cache.
-    return Files(half.labels, side, decoded, name, name)
+    return Files(split.labels, side, decoded, name)
 
 
 def decode(data: Any, index: int, side: int, *, fit: bool, name: str) -> tuple[Tensor, int]:
-    """Return item `index` of a half called `name` as uint8 [3, side, side] and its label.
+    """Return item `index` of a split called `name` as uint8 [3, side, side] and its label.
 
-    Raises UserError (UNREADABLE) as `pictures.as_uint8` and `read_item` do.
+    Raises UserError (UNREADABLE) as `images.as_uint8` and `read_item` do.
     """
     image, label = read_item(data, index, name)
     title = f"{name}[{index}]"
-    return to_side(to_picture(image, title), side, fit=fit, name=title), label
+    return to_side(to_pil_image(image, title), side, fit=fit, name=title), label
 
 
-def classes_of(train: Half, test: Half) -> tuple[int, tuple[str, ...]]:
+def _classes_of(train: UserSplit, test: UserSplit) -> tuple[int, tuple[str, ...]]:
     """Return how many classes there are, and their names, () where they have none.
 
     Raises UserError (UNREADABLE) for labels beyond the names, for those of test images beyond the
@@ -237,41 +268,22 @@ def classes_of(train: Half, test: Half) -> tuple[int, tuple[str, ...]]:
     return count, names
 
 
-def _names(half: Half) -> tuple[str, ...]:
+def _names(split: UserSplit) -> tuple[str, ...]:
     """Return the names of the classes, none where its attribute `classes` is no list of names."""
-    names = _attribute(half.name, half.data, "classes")
+    names = _attribute(split.name, split.data, "classes")
     if isinstance(names, str) or not isinstance(names, Sequence):
         return ()
     if not names or not all(isinstance(name, str) for name in names):
         return ()
-    place = int(half.labels.argmax())
-    most = int(half.labels[place])
+    place = int(split.labels.argmax())
+    most = int(split.labels[place])
     if most >= len(names):
-        message = f"image {half.name}[{place}] has the label {most}"
+        message = f"image {split.name}[{place}] has the label {most}"
         advice = "name all, from 0 on, or remove that attribute"
         raise UserError(
             f"{message}, its attribute classes {len(names)} names: {advice}", UNREADABLE
         )
     return tuple(names)
-
-
-def may_be_mirrored(half: Half) -> bool:
-    """Say whether mirrored images keep their meaning: unless the data set has `flip = False`."""
-    return _attribute(half.name, half.data, "flip") is not False
-
-
-def describe(name: str, train: Half, test: Half, classes: int) -> str:
-    """Say in a line what was found."""
-    counts = f"{len(train.labels):,} images to train on and {len(test.labels):,} to test on"
-    return f"{counts} in {name}, {classes:,} classes"
-
-
-def digest_of(train: Half, test: Half, names: Sequence[str] = ()) -> str:
-    """Return what tells data sets of other labels, or other names of classes, apart."""
-    digest = hashlib.blake2b("\0".join(names).encode(errors="surrogateescape"), digest_size=8)
-    for half in (train, test):
-        digest.update(f"{len(half.labels)} ".encode() + half.labels.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _attribute(name: str, data: Any, attribute: str) -> Any:

@@ -1,4 +1,4 @@
-"""Decode picture files of any kind into 8-bit RGB, or refuse what has no right conversion.
+"""Decode image files into 8-bit RGB, or refuse what has no right conversion.
 
 What happens to each mode of Pillow:
 
@@ -17,22 +17,30 @@ What happens to each mode of Pillow:
 Of several frames the first is taken; the orientation in EXIF is left alone, as torchvision does.
 """
 
+from contextlib import nullcontext
 from typing import BinaryIO
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
+from prunex_mpi.base.files import open_regular
 
+# No others are tried, whatever the name of a file says: Pillow would hand EPS to Ghostscript.
+FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
+# Decoding takes 4 to 12 bytes for each. A small file can claim to have many.
+MOST_PIXELS = 2**26
+# Photographs of several sizes are trained on at this one by most networks and recipes.
+PHOTO_SIDE, LARGEST_ICON = 224, 128
 WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 SCALED_TO_16_BITS = ("PNG", "PPM")  # formats of which Pillow gives 16 bits as mode I
 TIFF_BITS, TIFF_PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0
 
 
 def as_uint8(source: str | BinaryIO, side: int, *, fit: bool, name: str = "") -> Tensor:
-    """Return the picture as uint8 [3, side, side].
+    """Return the image as uint8 [3, side, side].
 
     `fit` scales the short side and crops the centre. `name` stands for the file in messages, where
     `source` isn't its path. Raises UserError (UNREADABLE) for broken files, other sizes without
@@ -48,7 +56,9 @@ def to_side(image: Image.Image, side: int, *, fit: bool, name: str) -> Tensor:
         image = ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
     if image.size != (side, side):
         message = f"image {name} is {image.width}x{image.height}, not {side}x{side}"
-        advice = f"give --image-size {side} to resize and crop all"
+        # The first image of photographs says nothing about the size to train on.
+        advised = PHOTO_SIDE if side > LARGEST_ICON else side
+        advice = f"give --image-size {advised} to resize and crop all"
         raise UserError(f"{message}: {advice}", UNREADABLE)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
@@ -57,14 +67,26 @@ def open_rgb(source: str | BinaryIO, *, name: str = "") -> Image.Image:
     """Decode one file as RGB; raise UserError (UNREADABLE) for broken or refused ones."""
     name = name or str(source)
     try:
-        with Image.open(source) as image:
-            image.load()
-            return to_rgb(image, name)
+        with (
+            open_regular(source) if isinstance(source, str) else nullcontext(source) as file,
+            Image.open(file, formats=FORMATS) as image,
+        ):
+            return load_rgb(image, name)
     except UserError:
         raise
     except Exception as error:  # broken ones raise all kinds of errors in Pillow
-        message = f"cannot read image {name} ({one_line(error)}): repair or remove it"
+        none = f"damaged, or none of {', '.join(FORMATS)}"
+        reason = none if isinstance(error, UnidentifiedImageError) else one_line(error)
+        message = f"cannot read image {name} ({reason}): repair or remove it"
         raise UserError(message, UNREADABLE) from error
+
+
+def load_rgb(image: Image.Image, name: str) -> Image.Image:
+    """Decode an image that was opened as RGB, unless it has too many pixels (ValueError)."""
+    if image.width * image.height > MOST_PIXELS:
+        raise ValueError(f"{image.width}x{image.height} pixels, more than {MOST_PIXELS:,}")
+    image.load()
+    return to_rgb(image, name)
 
 
 def to_rgb(image: Image.Image, name: str) -> Image.Image:
@@ -85,7 +107,7 @@ def to_rgb(image: Image.Image, name: str) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image) -> np.ndarray:
-    """Scale a 16-bit grey picture to uint8 [height, width], with its transparent level white."""
+    """Scale a 16-bit grey image to uint8 [height, width], with its transparent level white."""
     levels = np.asarray(image).astype(np.float32)
     tags = getattr(image, "tag_v2", {})
     top = 2 ** tags.get(TIFF_BITS, (16,))[0] - 1

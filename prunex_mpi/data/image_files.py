@@ -1,0 +1,435 @@
+"""Find the images of a data set in files: in class folders, or in tar files.
+
+Names and headers are read at the start, which ranks may share among them, pixels by the rank that
+they go to, when they are needed. Tar files are laid out as WebDataset does: KEY.jpg and KEY.cls one
+behind the other, where KEY.cls holds the number of the class. A key ends at the first dot of a
+name: KEY.seg.jpg is no image here, and such members are left out and told of.
+"""
+
+import hashlib
+import os
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import chain
+from pathlib import Path
+from tarfile import TarError
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
+from prunex_mpi.base.files import CHUNK_BYTES, open_regular
+from prunex_mpi.checks.findings import listed
+from prunex_mpi.data.decoding import MOST_LABEL, Files, side_of_first
+from prunex_mpi.data.images import MOST_PIXELS, as_uint8, open_rgb
+from prunex_mpi.data.sources import Source
+
+BLOCK = 512  # of a tar file
+SIZE = slice(124, 136)  # where a header says how many bytes follow, in octal digits
+VALIDATION = "val"  # a folder of the name that the test set may have instead
+# Members that are read between two signs of life.
+BETWEEN = 1000
+# Of what is read into memory: long names and other records about a member, a class, an image.
+MOST_BYTES_ABOUT, MOST_BYTES_CLASS, MOST_BYTES_IMAGE = 2**16, 32, 8 * MOST_PIXELS
+
+
+@dataclass(frozen=True)
+class Names:
+    """What lies in one folder, hidden names apart, sorted; `state` tells when it is another one.
+
+    "" where that can't be told.
+    """
+
+    state: str
+    folders: list[str]
+    files: list[str]
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What one tar file holds, in the order of its images; `total` is its own size in bytes.
+
+    `dotted` members would be images or classes, were it not for a dot in their keys.
+    """
+
+    total: int
+    names: list[str]
+    starts: list[int]
+    sizes: list[int]
+    labels: list[int]
+    dotted: list[str]
+
+
+@dataclass(frozen=True)
+class FileSplit:
+    """The images to train on, or those to test on, in an order that is the same on every rank."""
+
+    folder: str
+    labels: Tensor  # int64 [n]
+    class_names: tuple[str, ...]  # () where classes are numbers
+    name: Callable[[int], str]  # returns what messages call an image
+    content: Callable[[int], str | BytesIO]  # returns an image's file, or its path
+    identities: Iterator[str]  # tell images from others, wherever the folder is; read once
+    where: str  # the folder, for a message
+    left_out: list[str]  # phrases about what lies there and is not read
+
+
+# What ranks may read for each other: of each class folder, or of each tar file.
+CONTENTS = {"imagefolder": Names, "webdataset": Headers}
+Known = Mapping[str, Names | Headers]  # by path
+
+
+def find_image_files(
+    name: str,
+    data_dir: Path,
+    image_size: int,
+    skip_corrupt: bool,
+    known: Known,
+    going: Callable[[], None],
+) -> Source:
+    """Return the images below `data_dir`, cropped and scaled where `image_size` asks for it.
+
+    `name` is one of CONTENTS, `known` what other ranks have read, by path: what is missing, or is
+    not the same here, is read. `going` is called as it goes on. Raises UserError (UNREADABLE).
+    """
+    find = _in_class_folders if name == "imagefolder" else _in_tar_files
+    train, test = (find(folder, known, going) for folder in _split_folders(data_dir))
+    odd = sorted({*train.class_names} ^ {*test.class_names})
+    if odd:
+        message = f"class {odd[0]!r} of {data_dir} must have images for training and for testing"
+        raise UserError(message, UNREADABLE)
+    # Of numbers some may be unused.
+    odd = np.setdiff1d(test.labels, train.labels)
+    if odd.size:
+        message = f"class {odd[0]} of {test.folder} has no image in {train.folder}"
+        raise UserError(f"{message}: give all classes images for training", UNREADABLE)
+    classes = int(train.labels.max()) + 1
+
+    def side_of(index: int) -> int:
+        return min(open_rgb(train.content(index), name=train.name(index)).size)
+
+    side = image_size or side_of_first(len(train.labels), side_of, skip_corrupt)
+    digest = hashlib.blake2b(digest_size=8)
+    for split in (train, test):
+        digest.update(os.fsencode("\0".join(split.identities)) + b"\n")
+    found = [f"{len(split.labels):,} images in {split.where}" for split in (train, test)]
+    found.append(f"{classes:,} classes")
+    if os.path.basename(test.folder) == VALIDATION:
+        found.append(f"the test set is {VALIDATION}/, as there is no test/")
+    return Source(
+        counts=(len(train.labels), len(test.labels)),
+        read=None,
+        labels=lambda: train.labels,
+        num_classes=classes,
+        image_size=side,
+        flip=True,
+        pad=side // 8,
+        found=(", ".join(found), "; ".join([*train.left_out, *test.left_out])),
+        class_names=train.class_names,
+        files={
+            "train": _files_of(train, image_size, side),
+            "test": _files_of(test, image_size, side),
+        },
+        digest=digest.hexdigest(),
+    )
+
+
+def _files_of(split: FileSplit, image_size: int, side: int) -> Files:
+    """Return the images, cropped and scaled where `image_size` asks for it."""
+
+    def decode(index: int) -> Tensor:
+        return as_uint8(split.content(index), side, fit=image_size > 0, name=split.name(index))
+
+    return Files(split.labels, side, decode, split.name)
+
+
+def read_share(name: str, data_dir: str, rank: int, size: int, going: Callable[[], None]) -> Known:
+    """Return the contents of every `size`-th class folder or tar file, from number `rank` on.
+
+    `name` is one of CONTENTS. `going` is called as it goes on. Raises UserError (UNREADABLE).
+    """
+    if name == "imagefolder":
+        found, read = class_folders, read_names
+    else:
+        found, read = tar_files, read_headers
+    paths = [path for folder in _split_folders(Path(data_dir)) for path in found(folder)]
+    return {path: read(path, going) for path in paths[rank::size]}
+
+
+def _split_folders(data_dir: Path) -> tuple[Path, Path]:
+    """Return the folders of training and test images; the latter may be called val."""
+    # os.path says no where Path.is_dir raises, as for names that are too long.
+    val_only = os.path.isdir(data_dir / VALIDATION) and not os.path.isdir(data_dir / "test")
+    return data_dir / "train", data_dir / (VALIDATION if val_only else "test")
+
+
+def class_folders(folder: Path) -> list[str]:
+    """Return the folders in a folder, sorted by name."""
+    return [f"{folder}/{name}" for name in _entries(str(folder))[0]]
+
+
+def _in_class_folders(
+    folder: Path, known: Mapping[str, Names], going: Callable[[], None]
+) -> FileSplit:
+    """List folder/<class>/*; raise UserError (UNREADABLE) where there is no image.
+
+    Hidden names count nowhere. `going` is called once for each class.
+    """
+    images: list[str] = []
+    folders, foreign = _entries(str(folder))
+    empty: list[str] = []  # class folders without an image
+    deeper: list[str] = []  # folders inside class folders; `foreign` are other files
+    for name in folders:
+        path = f"{folder}/{name}"
+        names = known.get(path)
+        if names is None or not names.state or names.state != _state(path):
+            names = read_names(path, going)
+        else:
+            going()
+        # By the name alone: what is no image in spite of it is named when it can't be decoded.
+        every = chain(names.folders, names.files)
+        here = {x for x in every if x.lower().endswith(IMG_EXTENSIONS)}
+        images.extend(f"{path}/{image}" for image in here)
+        for rest, others in ((deeper, names.folders), (foreign, names.files)):
+            rest.extend(f"{name}/{other}" for other in others if other not in here)
+        if not here:
+            empty.append(name)
+    if not images:
+        message = f"no image in {folder}: --data-dir must hold train/<class>/* and test/<class>/*"
+        raise UserError(f"{message} with names in {' '.join(IMG_EXTENSIONS)}", UNREADABLE)
+    # By whole paths: the order decides which images a rank gets.
+    images.sort()
+    of_images = [path.rsplit(os.sep, 2)[1] for path in images]
+    classes = tuple(sorted({*of_images}))
+    numbers = {name: number for number, name in enumerate(classes)}
+    return FileSplit(
+        folder=str(folder),
+        labels=torch.tensor([numbers[name] for name in of_images]),
+        class_names=classes,
+        name=images.__getitem__,
+        content=images.__getitem__,
+        identities=(path[len(str(folder.parent)) :] for path in images),
+        where=str(folder),
+        left_out=[
+            f"{len(names):,} {what}{'s' * (len(names) > 1)} {which}"
+            f"({listed(f'{folder.name}/{name}' for name in names)})"
+            for names, what, which in (
+                (empty, "class folder", "without an image "),
+                (deeper, "folder", "inside a class folder "),
+                (foreign, "other file", ""),
+            )
+            if names
+        ],
+    )
+
+
+def read_names(path: str, going: Callable[[], None]) -> Names:
+    """Read what lies in a folder; raise UserError (UNREADABLE). `going` is called once."""
+    going()
+    # Before it is read: what is added meanwhile makes it another one.
+    state = _state(path)
+    return Names(state, *_entries(path))
+
+
+def _state(path: str) -> str:
+    """Return what is the same for all hosts that share a folder, until a name in it changes."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ""
+    return f"{status.st_ino} {status.st_mtime_ns}"
+
+
+def _entries(folder: str) -> tuple[list[str], list[str]]:
+    """Return the names of the visible folders and files in `folder`, sorted; none if it is none."""
+    folders, files = [], []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not entry.name.startswith("."):
+                    # Not the entry's own is_dir, which raises for a link to itself.
+                    is_folder = entry.is_symlink() and os.path.isdir(entry.path)
+                    is_folder = is_folder or entry.is_dir(follow_symlinks=False)
+                    (folders if is_folder else files).append(entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise UserError(f"cannot read folder {folder}: {error.strerror}", UNREADABLE) from None
+    return sorted(folders), sorted(files)
+
+
+def tar_files(folder: Path) -> list[str]:
+    """Return the tar files of a folder, sorted by name."""
+    return sorted(str(path) for path in folder.glob("*.tar"))
+
+
+def _in_tar_files(
+    folder: Path, known: Mapping[str, Headers], going: Callable[[], None]
+) -> FileSplit:
+    """List the images in folder/*.tar, in the order of the names of these files.
+
+    Raises UserError (UNREADABLE) where there are none, a tar file is damaged, or has another size
+    here than where it was read, or an image has no class.
+    """
+    paths = tar_files(folder)
+    every = [
+        _as_here(path, known[path]) if path in known else read_headers(path, going)
+        for path in paths
+    ]
+    dotted = [f"{path}:{name}" for path, h in zip(paths, every, strict=True) for name in h.dotted]
+    left_out = []
+    if dotted:
+        number = "1 member" if len(dotted) == 1 else f"{len(dotted):,} members"
+        left_out = [f"{number} with more than one dot in the name, such as {dotted[0]}"]
+    names = [name for headers in every for name in headers.names]
+    if not names:
+        message = f"no image in {folder}/*.tar: --data-dir must hold train/*.tar and test/*.tar"
+        message += " of KEY.jpg and KEY.cls, not compressed"
+        raise UserError("; left out: ".join([message, *left_out]), UNREADABLE)
+    file = np.repeat(np.arange(len(every)), [len(headers.names) for headers in every])
+    starts, sizes, labels = (
+        np.array([value for headers in every for value in getattr(headers, what)], dtype=np.int64)
+        for what in ("starts", "sizes", "labels")
+    )
+
+    def name(index: int) -> str:
+        return f"{paths[file[index]]}:{names[index]}"
+
+    def content(index: int) -> BytesIO:
+        return _member(paths[file[index]], int(starts[index]), int(sizes[index]), name(index))
+
+    return FileSplit(
+        folder=str(folder),
+        labels=torch.from_numpy(labels),
+        class_names=(),
+        name=name,
+        content=content,
+        identities=(f"{n} {s} {c}" for n, s, c in zip(names, sizes, labels, strict=True)),
+        where=f"{len(paths):,} tar file{'s' * (len(paths) > 1)} in {folder}",
+        left_out=left_out,
+    )
+
+
+def _member(path: str, start: int, size: int, name: str) -> BytesIO:
+    """Read an image's file from a tar file; raise UserError where that is not possible.
+
+    Or where another one lies there, as in a file that was listed on another host.
+    """
+    try:
+        if size > MOST_BYTES_IMAGE:
+            raise ValueError(f"{size:,} bytes")
+        with open_regular(path) as file:
+            file.seek(start - BLOCK)
+            header, content = file.read(BLOCK), file.read(size)
+        if header[SIZE].strip(b" \0").lstrip(b"0") != (b"%o" % size).lstrip(b"0"):
+            raise ValueError("the file is not as it was listed")
+    except (OSError, ValueError) as error:
+        message = f"cannot read image {name} ({one_line(error)})"
+        raise UserError(f"{message}: repair or remove {path}", UNREADABLE) from error
+    return BytesIO(content)
+
+
+def _as_here(path: str, headers: Headers) -> Headers:
+    """Return headers that were read elsewhere; raise UserError where the file is another here."""
+    try:
+        size = os.path.getsize(path)
+    except OSError as error:
+        raise UserError(f"cannot read tar file {path} ({one_line(error)})", UNREADABLE) from error
+    if size != headers.total:
+        raise UserError(
+            f"tar file {path} has {size:,} bytes here and {headers.total:,} on another rank: give "
+            "all hosts the same files",
+            UNREADABLE,
+        )
+    return headers
+
+
+class _InBounds:
+    """A tar file as the tarfile module reads it: blocks, and records about members.
+
+    The module reads as much as a header says, all there is for a size below 0.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.seek, self.tell = file, file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        """Read `size` bytes; raise ReadError for a size that no such record has."""
+        if not 0 <= size <= MOST_BYTES_ABOUT:
+            raise tarfile.ReadError(f"a record of {size:,} bytes about a member")
+        return self.file.read(size)
+
+
+def read_headers(path: str, going: Callable[[], None]) -> Headers:
+    """Read all headers and classes of a tar file, and no image; raise UserError (UNREADABLE)."""
+    # Ending, start and size of each image by its key.
+    images: dict[str, tuple[str, int, int]] = {}
+    classes: dict[str, int] = {}
+    dotted: list[str] = []
+    try:
+        with (
+            open_regular(path) as file,
+            tarfile.open(mode="r:", fileobj=_InBounds(file)) as tar,
+        ):
+            total = os.fstat(file.fileno()).st_size
+            for number, member in enumerate(tar):
+                if number % BETWEEN == 0:
+                    going()
+                # The module would read the same members again and again, for ever.
+                if member.size < 0 or tar.offset <= member.offset or member.sparse is not None:
+                    raise ValueError(f"{member.name} is sparse, or has {member.size} bytes")
+                folder, _, base = member.name.rpartition("/")
+                key, _, ending = base.partition(".")
+                key = f"{folder}/{key}" if folder else key
+                if not member.isreg() or not key:
+                    continue
+                if f".{ending.lower()}" in IMG_EXTENSIONS:
+                    if key in images:
+                        raise ValueError(f"{key} has two images")
+                    images[key] = ending, member.offset_data, member.size
+                elif ending == "cls":
+                    if member.size > MOST_BYTES_CLASS:
+                        raise ValueError(f"the class of {key} has {member.size:,} bytes")
+                    file.seek(member.offset_data)
+                    classes[key] = int(file.read(member.size))
+                    if not 0 <= classes[key] <= MOST_LABEL:
+                        raise ValueError(f"the class of {key} is not in 0..{MOST_LABEL}")
+                elif f".{ending.rpartition('.')[2].lower()}" in (*IMG_EXTENSIONS, ".cls"):
+                    dotted.append(member.name)
+                # The module remembers all that it has read.
+                tar.members = []
+            # The module also takes a damaged header, and a file that was cut off, for the end.
+            file.seek(tar.offset)
+            block = file.read(BLOCK)
+            if block.strip(b"\0"):
+                raise ValueError(f"no header at byte {tar.offset:,}")
+            if len(block) < BLOCK:
+                raise ValueError(f"cut off at byte {tar.offset:,}: no block of zeros ends it")
+            while rest := file.read(CHUNK_BYTES):
+                going()
+                if more := rest.lstrip(b"\0"):
+                    place = (
+                        f"ends at byte {tar.offset:,} and goes on at {file.tell() - len(more):,}"
+                    )
+                    raise ValueError(f"it {place}: keep tar files that were joined apart")
+    # What the module raises where a header is damaged.
+    except (OSError, ValueError, IndexError, OverflowError, RecursionError, TarError) as error:
+        message = f"cannot read tar file {path} ({one_line(error)}): repair or remove it"
+        raise UserError(message, UNREADABLE) from error
+    odd = sorted(images.keys() ^ classes.keys())
+    if odd:
+        lacks = "a class (.cls)" if odd[0] in images else "an image"
+        raise UserError(f"{odd[0]} in {path} lacks {lacks}: add or remove it", UNREADABLE)
+    return Headers(
+        total,
+        names=[f"{key}.{ending}" for key, (ending, _, _) in images.items()],
+        starts=[start for _, start, _ in images.values()],
+        sizes=[size for _, _, size in images.values()],
+        labels=[classes[key] for key in images],
+        dotted=dotted,
+    )

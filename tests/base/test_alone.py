@@ -1,0 +1,14 @@
+"""Programs of one process: they end with a line and an exit code."""
+
+import pytest
+
+from prunex_mpi.base.alone import run_alone
+from prunex_mpi.base.errors import UNREADABLE, UserError
+
+
+def test_an_error_is_one_line_whatever_names_are_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def work(_: object) -> None:
+        raise UserError("class 'a\x1b[2Jb\nc' is not there", UNREADABLE)
+
+    assert run_alone("prunex_mpi.x", list, work, []) == UNREADABLE
+    assert capsys.readouterr().err == ("prunex_mpi.x: error: class 'a\\x1b[2Jb c' is not there\n")

@@ -1,0 +1,182 @@
+"""CIFAR: downloaded once, parsed as what it is."""
+
+import hashlib
+import pickle
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from prunex_mpi.base import files
+from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.data import cifar
+from prunex_mpi.data import datasets as data
+from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.data.decoding import Access
+
+
+def load(
+    data_dir: Path, name: str = "cifar10", part: tuple = (0, 1), download: bool = False
+) -> Dataset:
+    ways = {"train_samples": 0, "test_samples": 0, "image_size": 0, "seed": 0}
+    return data.load(name, data_dir=str(data_dir), access=Access(download), part=part, **ways)
+
+
+def refuse(data_dir: Path, download: bool = False) -> str:
+    with pytest.raises(UserError) as caught:
+        load(data_dir, download=download)
+    assert caught.value.exit_code == UNREADABLE
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def pickled(value: object) -> bytes:
+    """Return the opcodes by which Python 2 wrote `value`; an array is uint8."""
+    if isinstance(value, np.ndarray):
+        shape = b"".join(b"J" + struct.pack("<i", size) for size in value.shape)
+        return (
+            b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85U\1b\x87R(K\1("
+            + shape
+            + b"tcnumpy\ndtype\nU\2u1K\0K\1\x87R(K\3U\1|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb"
+            + b"\x89T"
+            + struct.pack("<i", value.size)
+            + value.tobytes()
+            + b"tb"
+        )
+    if isinstance(value, dict):
+        return b"}(" + b"".join(pickled(x) for pair in value.items() for x in pair) + b"u"
+    if isinstance(value, list):
+        return b"](" + b"".join(map(pickled, value)) + b"e"
+    if isinstance(value, str):
+        return b"U" + bytes([len(value)]) + value.encode("latin1")
+    return b"K" + bytes([value])
+
+
+def fake_cifar(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str = "cifar10",
+    error: Exception | None = None,
+    slow: float = 0.2,
+) -> list[str]:
+    """Put a small CIFAR in the place of the real one; return what counts downloads by folder."""
+    classes, labels = (10, "labels") if name == "cifar10" else (100, "fine_labels")
+    contents = {"meta": pickled({"names": [f"class {number}" for number in range(classes)]})}
+    for file, first, count in (("train_1", 0, 12), ("train_2", 12, 8), ("test", 0, 6)):
+        numbers = np.arange(first, first + count, dtype=np.uint8)
+        pixels = np.tile(numbers[:, None, None, None], (1, 3, 32, 32))
+        pixels[:, :, 0, 1] = (7, 8, 9)
+        targets = [int(number) % 10 for number in numbers]
+        contents[file] = pickled({"data": pixels.reshape(count, 3072), labels: targets})
+    contents = {file: b"\x80\2" + content + b"." for file, content in contents.items()}
+    sums = {file: hashlib.md5(content).hexdigest() for file, content in contents.items()}
+    published = SimpleNamespace(
+        **{"filename": "archive", "base_folder": "files", "url": "https://x", "tgz_md5": "0"},
+        train_list=[[file, sums[file]] for file in ("train_1", "train_2")],
+        test_list=[["test", sums["test"]]],
+        meta={"filename": "meta", "key": "names", "md5": sums["meta"]},
+    )
+    downloads: list[str] = []
+
+    def download(url: str, root: Path, filename: str, md5: str) -> None:
+        if error is not None:
+            raise error
+        downloads.append(str(root))
+        for _ in range(5):
+            with open(root / filename, "a") as archive:
+                archive.write("more")
+            time.sleep(slow / 5)  # long enough for the others to arrive
+        (root / "files").mkdir()
+        for file, content in contents.items():
+            (root / "files" / file).write_bytes(content)
+
+    monkeypatch.setattr(cifar, name.upper(), published)
+    monkeypatch.setattr(cifar, "download_and_extract_archive", download)
+    return downloads
+
+
+def test_of_a_pickle_only_the_published_bytes_are_parsed_and_only_arrays_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_cifar(monkeypatch, slow=0)
+    load(tmp_path, download=True)
+    file = tmp_path / "files/test"
+    content, bad = file.read_bytes(), b"cos\nsystem\n(U\4true\x85R."
+    file.write_bytes(bad)
+    assert "no complete cifar10" in refuse(tmp_path)
+    # As if somebody put another one in its place once its sum was compared.
+    with pytest.raises(pickle.UnpicklingError, match=r"os\.system is not read from a file"):
+        cifar._ArraysOnly(BytesIO(bad)).load()
+    real = hashlib.md5
+
+    def replaced(read: bytes, **options: bool) -> object:
+        if read == content:
+            file.write_bytes(bad)
+        return real(read, **options)
+
+    file.write_bytes(content)
+    monkeypatch.setattr(hashlib, "md5", replaced)
+    assert load(tmp_path).test_total == 6
+
+
+@pytest.mark.parametrize(("name", "classes"), [("cifar10", 10), ("cifar100", 100)])
+def test_cifar_is_downloaded_once_by_whoever_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, classes: int
+) -> None:
+    downloads = fake_cifar(monkeypatch, name)
+
+    def work(rank: int) -> Dataset:
+        return load(tmp_path / "new", name, (rank, 3), download=True)
+
+    with ThreadPoolExecutor(3) as pool:
+        parts = list(pool.map(work, range(3)))
+    assert len(downloads) == 1
+    for part in parts:
+        for shard, count in ((part.train, 6), (part.test, 2)):
+            assert shard.images.shape == (count, 3, 32, 32) and shard.images.dtype == torch.uint8
+            assert shard.labels.shape == (count,) and int(shard.labels.max()) < 10
+        assert part.num_classes == classes
+    images = torch.cat([part.train.images for part in parts])
+    assert len(images.flatten(1).unique(dim=0)) == 18
+    assert (parts[0].flip, parts[0].pad, parts[0].image_size) == (True, 4, 32)
+    # Height, width and channel must end where they belong.
+    assert parts[0].train.images[0, :, 0, 1].tolist() == [7, 8, 9]
+    assert int(parts[0].train.images[0, 0, 5, 5]) % 10 == int(parts[0].train.labels[0])
+
+
+def test_missing_cifar_names_the_folder_and_the_flag(tmp_path: Path) -> None:
+    said = refuse(tmp_path)
+    assert f"{tmp_path}: correct --data-dir, or train with --download" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError("no\nroute"), RuntimeError("corrupted"), None])
+def test_failed_download_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    fake_cifar(monkeypatch, error=error)
+    folder = tmp_path / "data"
+    if error is None:
+        folder.write_text("a file where a folder should be")
+    assert "network" in refuse(folder, download=True)
+
+
+def test_who_waits_for_a_download_goes_on_as_it_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_cifar(monkeypatch, slow=0.25)
+    monkeypatch.setattr(files, "LOOK_S", 0.01)
+    calls: list[int] = []
+
+    def work(rank: int) -> Dataset:
+        part = data.Part(rank, 2, going=lambda: calls.append(rank))
+        return load(tmp_path, part=part, download=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
+    assert min(calls.count(0), calls.count(1)) >= 5
