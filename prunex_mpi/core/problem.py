@@ -54,8 +54,7 @@ def choose_rules(settings: Settings, model: torch.nn.Module, image_size: int) ->
     removing = settings.method in REMOVING
     if not removing and (settings.method not in BY_GROUPS or "coupled" not in settings.groups):
         return Rules()
-    plain = removing or settings.coupled_through == "plain"
-    rules = find_rules(model, image_size, Rules(plain=PLAIN if plain else frozenset()))
+    rules = find_rules(model, image_size, Rules(plain=PLAIN if removing else frozenset()))
     if settings.remove_dropped:
         _refuse_other_attention(model, rules)
     if settings.remove_dropped or removing:
@@ -77,8 +76,7 @@ def _refuse_other_attention(model: torch.nn.Module, rules: Rules) -> None:
         kind = type(model.get_submodule(name)).__name__
         raise UserError(
             f"remove-dropped: a smaller {kind} ({name}) would lose what it does in training alone; "
-            "leave remove-dropped away, give coupled-through plain, or let it be nn.Dropout after "
-            "softmax and at its end"
+            "leave remove-dropped away, or let it be nn.Dropout after softmax and at its end"
         )
 
 
@@ -116,8 +114,7 @@ def make_groups(
         of_all=of_all,
         ends=None if settings.groups == ("coupled",) else find_ends(model, image_size),
     )
-    of_loss, by_gate = settings.score != "magnitude", settings.score == "gates"
-    return replace(found, of_loss=of_loss, by_gate=by_gate)
+    return replace(found, by_gate=settings.score == "gates")
 
 
 def build_problem(

@@ -113,9 +113,8 @@ class Budget:
 class Groups:
     """All groups of a model; a mask is a bool array [total], kind after kind, layer after layer.
 
-    With a `budget` the coupled groups are chosen among all sets at once. `of_loss` says that they
-    are scored by what the loss would feel, `by_gate` that it is asked of each as a whole.
-    `coupling` is what coupled groups were found as.
+    With a `budget` the coupled groups are chosen among all sets at once. `by_gate`: they are scored
+    by `gates`, not by magnitude. `coupling` is what coupled groups were found as.
     """
 
     layers: tuple[PrunableLayer, ...]
@@ -125,7 +124,6 @@ class Groups:
     coupled: tuple[CoupledLayer, ...] = ()
     budget: Budget | None = None
     # These are no part of what checkpoints know a model's groups by.
-    of_loss: bool = field(default=False, repr=False)
     by_gate: bool = field(default=False, repr=False)
     coupling: Coupling | None = field(default=None, repr=False, compare=False)
 

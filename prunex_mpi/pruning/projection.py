@@ -11,8 +11,7 @@ With W_m[g] the slice of coupled group g in tensor m, of n_m slices, its score i
 over the weights and BatchNorm gammas M_g (both restricted to what belongs to groups): an average
 slice counts 1, whatever the tensor's size, so that scores can be compared over sets. The alpha best
 of a set are their projection in the norm that weighs every tensor like that. Biases and betas go
-with their group and do not score. What the loss would feel (`core.scores`) has one unit in all
-tensors already: there s_g = sum_m |W_m[g]|^2, or what gates say of the whole group.
+with their group and do not score. Instead of this score there may be that of `gates`.
 """
 
 import math
@@ -98,14 +97,11 @@ def _coupled_scores(
     ]
     # One transfer, and float64 for what is added up on the host.
     energies = torch.cat(sums).cpu().numpy().astype(np.float64)[scored.inside]
-    if groups.of_loss:
-        scores = np.bincount(scored.group, energies, groups.total)
-    else:
-        totals = np.bincount(scored.side, energies, len(scored.slices))
-        # What is zero everywhere tells nothing of its groups.
-        scale = np.divide(scored.slices, totals, out=np.zeros_like(totals), where=totals > 1e-300)
-        scores = np.bincount(scored.group, energies * scale[scored.side], groups.total)
-        scores /= np.maximum(scored.members, 1)
+    totals = np.bincount(scored.side, energies, len(scored.slices))
+    # A tensor of zeros says nothing about its groups.
+    scale = np.divide(scored.slices, totals, out=np.zeros_like(totals), where=totals > 1e-300)
+    scores = np.bincount(scored.group, energies * scale[scored.side], groups.total)
+    scores /= np.maximum(scored.members, 1)
     return torch.from_numpy(scores[start:stop]).to(views[0].dtype)
 
 

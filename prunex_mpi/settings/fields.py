@@ -376,11 +376,10 @@ class Settings:
     )
     score: str = _setting(
         _S,
-        "what decides which groups are kept: their magnitude, or what training would feel of their "
-        "loss, by gradients squared at each local step, of each weight (fisher) or of a factor on "
-        "each channel (gates), or added up (taylor)",
+        "score by which groups are kept: their magnitude, or the squared gradient of a factor on "
+        "each channel, summed over the local steps (gates)",
         before="magnitude",
-        choices=("magnitude", "fisher", "taylor", "gates"),
+        choices=("magnitude", "gates"),
         methods=BY_GROUPS,
         unless=ONE_LEVEL,
     )
@@ -392,15 +391,6 @@ class Settings:
         before="cut",
         choices=("cut", "keep", "shrink"),
         methods=("prunex",),
-    )
-    coupled_through: str = _setting(
-        _S,
-        "what coupled groups are found through: all that is known, or plain: convolutions, linear "
-        "layers and BatchNorm alone, and no LayerNorm, grouped convolutions or cut tensors",
-        "all",
-        before="plain",
-        choices=("all", "plain"),
-        methods=BY_GROUPS,
     )
     warmup_iterations: int = _setting(
         _S,

@@ -226,11 +226,7 @@ def first_difference(saved: Mapping[str, Any], settings: Settings) -> str | None
 
 def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's values with those that its file does not name, since they came later."""
-    whole = {**_before(), **saved, **_joined(saved)}
-    if "coupled" not in whole.get("groups", ()):
-        # It means nothing there, and is refused where it is given.
-        whole["coupled_through"] = saved.get("coupled_through", FIELDS["coupled_through"].default)
-    return whole
+    return {**_before(), **saved, **_joined(saved)}
 
 
 def _before() -> dict[str, Any]:

@@ -46,7 +46,7 @@ def grouped(model: nn.Module, of_all: OfAll | None = None, ratio: float = 0.5):
     layout = build_layout(model)
     coupling = find_coupling(model, SIDE)
     groups = find_groups(model, layout, ("coupled",), (ratio,), coupling=coupling, of_all=of_all)
-    return layout, replace(groups, of_loss=True, by_gate=True), coupling
+    return layout, replace(groups, by_gate=True), coupling
 
 
 def gates_by_autograd(model: nn.Module, groups: Groups, images: Tensor, labels: Tensor) -> Tensor:

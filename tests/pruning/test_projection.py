@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -434,15 +433,6 @@ def test_a_coupled_score_is_the_mean_share_of_its_tensors(
     views["wide.weight"] *= 100
     again = group_energies(flat, layout, groups, groups.kinds[0]).numpy()
     np.testing.assert_allclose(again, expected, rtol=1e-12)
-    # What the loss would feel counts as it is.
-    felt = replace(groups, of_loss=True)
-    found = group_energies(flat, layout, felt, felt.kinds[0]).numpy()
-    expected = [
-        sum(float(views[n].select(axis, g).square().sum()) for n, axis in members)
-        for members in model.SCORED
-        for g in range(views[members[0][0]].shape[0])
-    ]
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 def test_a_coupled_mask_takes_rows_columns_and_vectors_along() -> None:

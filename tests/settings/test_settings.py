@@ -322,11 +322,6 @@ def test_files_from_before_a_setting_are_whole():
     check_saved(saved, "config.toml")
     # What a run sends in pieces decides how sums are rounded: it goes on as it began.
     assert resumed(saved, {}) == make(resume=True, run_dir="", piece_kib=0, normalise_samples=0)
-    # Nor are its coupled groups others than they were.
-    coupled = resumed({**saved, "groups": ("coupled",)}, {})
-    assert (coupled.coupled_through, make().coupled_through) == ("plain", "all")
-    with pytest.raises(UserError, match="coupled-through plain is for coupled groups alone"):
-        make(coupled_through="plain", groups=["channel"])
     # An estimate is no part of a run: it may be asked for of one that is there.
     assert resumed(saved, {"dry_run": True, "link_gbit": 2.0}).link_gbit == 2.0
 
@@ -556,11 +551,11 @@ BAD_FLAGS = [
     ("--groups coupled --keep-by parameters --layer-keep-ratio a=0.5", "layer-keep-ratio"),
     ("--keep-floor 0.1", "give --keep-by"),
     ("--groups coupled --keep-by parameters --keep-floor 1.1", "--keep-floor must be at most 1"),
-    ("--score fisher --amp fp16", "use bf16"),
+    ("--score gates --groups coupled --amp fp16", "use bf16"),
     ("--score hessian", "'hessian'"),
     ("--score gates", "give --groups coupled"),
-    ("--method prunex-flat --score fisher", "score means nothing to method prunex-flat"),
-    ("--method local-sgd --score fisher", "score means nothing to method local-sgd"),
+    ("--method prunex-flat --score gates", "score means nothing to method prunex-flat"),
+    ("--method local-sgd --score gates", "score means nothing to method local-sgd"),
     ("--dropped shrink --freeze-iteration 0", "give freeze-iteration"),
     ("--dropped shrink --freeze-drift 0.1", "negative freeze-drift"),
     ("--dropped keep --theta-start theta", "leave one of them away"),
