@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import USAGE, UserError, meant, one_line
 from prunex_mpi.base.named import import_function
-from prunex_mpi.models.blank import blank_image, evaluating
+from prunex_mpi.models.dummy_input import dummy_input, evaluating
 from prunex_mpi.models.standalone import CIFAR_FAMILY, SMALL_VGG, SMALL_VIT, build
 
 CIFAR_STEM_MAX_SIDE = 64  # "auto" gives images up to this side the stem that keeps their resolution
@@ -95,7 +95,7 @@ def try_forward(model: nn.Module, num_classes: int, image_size: int) -> None:
     Or whatever the model's own code raises.
     """
     with evaluating(model):
-        output = model(blank_image(model, image_size))
+        output = model(dummy_input(model, image_size))
     if not isinstance(output, Tensor) or output.shape != (1, num_classes):
         found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(f"it returns {found} for one image, not [1, {num_classes}]")
@@ -104,7 +104,7 @@ def try_forward(model: nn.Module, num_classes: int, image_size: int) -> None:
 def settle(model: nn.Module, image_size: int) -> None:
     """Run a blank image in evaluation mode: what modules keep of it knows no gradient."""
     with evaluating(model):
-        model(blank_image(model, image_size))
+        model(dummy_input(model, image_size))
 
 
 def probe(model: nn.Module, image_size: int) -> list[float]:

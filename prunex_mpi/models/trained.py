@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.files import CHUNK_BYTES, while_growing
-from prunex_mpi.models.blank import blank_image, evaluating
+from prunex_mpi.models.dummy_input import dummy_input, evaluating
 from prunex_mpi.models.standalone import WITH_AUXILIARY_HEADS, fill_
 
 # What a file may hold the state dict under, and what wrappers put before each of its names.
@@ -226,7 +226,7 @@ def find_head(model: nn.Module, image_size: int) -> str:
     ]
     try:
         with evaluating(model):
-            classes = model(blank_image(model, image_size)).shape[-1]
+            classes = model(dummy_input(model, image_size)).shape[-1]
     finally:
         for hook in hooks:
             hook.remove()

@@ -29,10 +29,10 @@ import numpy as np
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.pruning.channel_labels import follow_image
 from prunex_mpi.pruning.label_shapes import numbers, settle
 from prunex_mpi.pruning.labels import PINNED, Labels, varying
 from prunex_mpi.pruning.places import NO_PINS, Pins
+from prunex_mpi.pruning.trace import follow_image
 
 # Plain rules everywhere: channels meet in convolutions, linear layers and BatchNorm alone.
 PLAIN = frozenset([""])

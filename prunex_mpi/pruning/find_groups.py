@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.models.blank import blank_image, evaluating
+from prunex_mpi.models.dummy_input import dummy_input, evaluating
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.models.slim import CONVOLUTIONS
 from prunex_mpi.pruning.coupling import Coupling
@@ -48,7 +48,7 @@ def find_ends(model: nn.Module, image_size: int) -> Ends:
     The convolution that runs first may get the image in another form; others read the image if
     they get it as it is. The last layer with an output per class makes the classes.
     """
-    image = blank_image(model, image_size)
+    image = dummy_input(model, image_size)
     ran: list[tuple[str, nn.Module, bool]] = []
 
     def listen(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:

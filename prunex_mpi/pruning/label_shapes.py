@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prunex_mpi.pruning.hints import SIZED, counts
 from prunex_mpi.pruning.labels import (
     PINNED,
     VOID,
@@ -23,7 +24,6 @@ from prunex_mpi.pruning.labels import (
     thin,
     varying,
 )
-from prunex_mpi.pruning.remedies import SIZED, counts
 
 JOINING = ("cat", "concat", "stack")
 CUTTING = ("chunk", "split", "tensor_split", "unbind", "__getitem__", "select", "narrow")

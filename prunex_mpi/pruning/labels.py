@@ -1,6 +1,6 @@
 """Labels of channels: which group each element of each tensor belongs to, and who is one group.
 
-`channel_labels` lets them follow a forward pass; the modules `label_layers`, `label_shapes` and
+`trace` lets them follow a forward pass; the modules `label_layers`, `label_shapes` and
 `label_attention` say what operations do to them.
 """
 

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from prunex_mpi.models.blank import evaluating
+from prunex_mpi.models.dummy_input import evaluating
 from prunex_mpi.pruning.coupling import ChannelSet, Coupling
 from prunex_mpi.pruning.labels import by_position
 from prunex_mpi.pruning.places import Places, following

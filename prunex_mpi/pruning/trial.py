@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.models.slim import self_attention_parts
-from prunex_mpi.pruning.channel_labels import is_own
 from prunex_mpi.pruning.coupling import PLAIN, Coupling, find_coupling
 from prunex_mpi.pruning.places import NO_PINS, Call, Failing, Pins, Places, following
 from prunex_mpi.pruning.shrink import kept_slices, shrink
+from prunex_mpi.pruning.trace import is_own
 
 # Of the largest output, or of 1, for sums in another order: in float64, and in a dtype of less.
 EXACT, TOLERANCE = 1e-9, 1e-3

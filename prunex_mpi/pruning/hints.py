@@ -1,6 +1,6 @@
 """Why channels stay, in a few words, and what to write so that they need not.
 
-Each remedy has been tried on a network: with it the channels can go (`test_remedies`).
+Each remedy has been tried on a network: with it the channels can go (`test_hints`).
 """
 
 # Instead of what mixes channels with others. With plain rules none of the first is followed.

@@ -22,7 +22,7 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
             module.training = training
 
 
-def blank_image(model: nn.Module, image_size: int) -> Tensor:
+def dummy_input(model: nn.Module, image_size: int) -> Tensor:
     """Return an image of zeros [1, 3, image_size, image_size], of the dtype and device of `model`.
 
     In evaluation mode it leaves statistics and the generator untouched.

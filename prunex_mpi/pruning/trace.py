@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.models.blank import blank_image, evaluating
+from prunex_mpi.models.dummy_input import dummy_input, evaluating
 from prunex_mpi.models.slim import norm_dim
 from prunex_mpi.pruning import label_attention, label_layers
+from prunex_mpi.pruning.hints import NUMBER, mixes
 from prunex_mpi.pruning.label_shapes import shape
 from prunex_mpi.pruning.labels import PINNED, Counted, Labels, by_position, tensors_in
 from prunex_mpi.pruning.places import Pins, Places, following
-from prunex_mpi.pruning.remedies import NUMBER, mixes
 
 # Element-wise, and zero where their input is zero.
 ZERO_PRESERVING = {
@@ -164,7 +164,7 @@ def follow_image(model: nn.Module, image_size: int, plain: frozenset[str], pins:
         for name, module in model.named_modules()
         if isinstance(module, nn.LayerNorm) and norm_dim(module) is not None
     }
-    image = blank_image(model, image_size)
+    image = dummy_input(model, image_size)
     labels.label(image, torch.full(image.shape, PINNED))
     numbers, rules = _numbers_named(model), _plain_within(model, labels, plain)
     places = Places()

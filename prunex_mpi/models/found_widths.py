@@ -1,7 +1,7 @@
 """Build a network of the widths that pruning has found, to be trained from scratch.
 
     # mine.py, for --model mine:slim
-    from prunex_mpi.models.found import fresh
+    from prunex_mpi.models.found_widths import fresh
 
     def slim(num_classes, image_size):
         return fresh("runs/slim/model", num_classes, image_size)
