@@ -35,7 +35,7 @@ from prunex_mpi.models.slim import evaluates_alone
 from prunex_mpi.pruning.coupling import PLAIN
 from prunex_mpi.pruning.find_groups import OfAll, find_ends, find_groups
 from prunex_mpi.pruning.groups import Groups
-from prunex_mpi.pruning.trial import Rules, find_coupling_by, find_rules, training_failure
+from prunex_mpi.pruning.shrink import Rules, find_coupling_by, find_rules, training_failure
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import BY_GROUPS, REMOVING
 from prunex_mpi.settings.resolve import layer_keep_ratios

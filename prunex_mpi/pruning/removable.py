@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from prunex_mpi.models.dummy_input import evaluating
 from prunex_mpi.pruning.coupling import ChannelSet, Coupling
 from prunex_mpi.pruning.labels import by_position
-from prunex_mpi.pruning.places import Places, following
 from prunex_mpi.pruning.shrink import WEIGHT, attention_of
+from prunex_mpi.pruning.trace import Places, following
 
 # What reads a weight's columns, or all channels, and along which dimension.
 READERS = {"linear": -1, "layer_norm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}

@@ -21,8 +21,7 @@ from prunex_mpi.core.problem import choose_rules
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.slim import SlimSelfAttention
 from prunex_mpi.models.standalone import load
-from prunex_mpi.pruning.shrink import cut
-from prunex_mpi.pruning.trial import Rules
+from prunex_mpi.pruning.shrink import Rules, cut
 from prunex_mpi.run import supervision
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.settings.resolve import make

@@ -27,8 +27,15 @@ from prunex_mpi.pruning.find_groups import find_groups
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.pruning.projection import group_energies, select
 from prunex_mpi.pruning.removable import judge
-from prunex_mpi.pruning.shrink import sizes_in_all, smaller_sizes, smaller_tensors
-from prunex_mpi.pruning.trial import Rules, attempt, find_coupling_by, find_rules
+from prunex_mpi.pruning.shrink import (
+    Rules,
+    attempt,
+    find_coupling_by,
+    find_rules,
+    sizes_in_all,
+    smaller_sizes,
+    smaller_tensors,
+)
 from prunex_mpi.tools.export.files import write_network
 
 CLASSES = 5
