@@ -30,11 +30,12 @@ from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.mixing import Mixing
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
+from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.models.slim import evaluates_alone
 from prunex_mpi.pruning.coupling import PLAIN
-from prunex_mpi.pruning.find_groups import OfAll, find_ends, find_groups
-from prunex_mpi.pruning.groups import Groups
+from prunex_mpi.pruning.groups import Groups, find_groups
+from prunex_mpi.pruning.projection import with_budget
 from prunex_mpi.pruning.shrink import Rules, find_coupling_by, find_rules, training_failure
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import BY_GROUPS, REMOVING
@@ -101,9 +102,6 @@ def make_groups(
     coupling = None
     if "coupled" in settings.groups:
         coupling = find_coupling_by(model, image_size, rules)
-    of_all = None
-    if settings.keep_by != "groups":
-        of_all = OfAll(settings.keep_by, settings.round_to, settings.keep_floor)
     found = find_groups(
         model,
         layout,
@@ -111,9 +109,10 @@ def make_groups(
         settings.keep_ratio,
         layer_keep_ratios(settings),
         coupling=coupling,
-        of_all=of_all,
         ends=None if settings.groups == ("coupled",) else find_ends(model, image_size),
     )
+    if settings.keep_by != "groups":
+        found = with_budget(found, layout, settings.keep_by, settings.round_to, settings.keep_floor)
     return replace(found, by_gate=settings.score == "gates")
 
 

@@ -2,10 +2,10 @@
 
 With W a weight of theta and G_t its gradient at local step t of the outer iteration (for methods
 that prune once: of the last epoch), the score of a group is sum_t (sum G_t W)^2, the inner sum over
-the weights that read the channel (`pruning/gates.py`): the Fisher information of a factor on the
-channel (Theis et al. 2018; Molchanov et al. 2019). Where layers share one budget, it is divided by
-the group's cost. All scores are in the unit of the squared loss, so a budget of the whole model can
-compare them between layers.
+the weights that read the channel (`pruning/projection.py`): the Fisher information of a factor on
+the channel (Theis et al. 2018; Molchanov et al. 2019). Where layers share one budget, it is divided
+by the group's cost. All scores are in the unit of the squared loss, so a budget of the whole model
+can compare them between layers.
 
 The gradients are those of the local steps, at the cost of one more pass over the parameters. Each
 node scores by its own gradients; where its ranks do not average them at each step it takes the mean
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.state import EACH, State, Work
-from prunex_mpi.pruning.gates import gate_gradients
+from prunex_mpi.pruning.projection import gate_gradients
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import BY_GROUPS, PRUNING_ONCE
 

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import torch
 import torchvision
-from torch import Tensor, nn
+from torch import nn
 
 from prunex_mpi.base.errors import USAGE, UserError, meant, one_line
 from prunex_mpi.base.named import import_function
-from prunex_mpi.models.dummy_input import dummy_input, evaluating
+from prunex_mpi.models.dummy_input import try_forward
 from prunex_mpi.models.standalone import CIFAR_FAMILY, SMALL_VGG, SMALL_VIT, build
 
 CIFAR_STEM_MAX_SIDE = 64  # "auto" gives images up to this side the stem that keeps their resolution
@@ -87,30 +86,3 @@ def _is_torchvision_resnet(name: str) -> bool:
     if ":" in name or name in OF_OUR_OWN:
         return False
     return torchvision.models.get_model_builder(name).__module__ == "torchvision.models.resnet"
-
-
-def try_forward(model: nn.Module, num_classes: int, image_size: int) -> None:
-    """Run one blank image; raise ValueError unless it gets an output per class.
-
-    Or whatever the model's own code raises.
-    """
-    with evaluating(model):
-        output = model(dummy_input(model, image_size))
-    if not isinstance(output, Tensor) or output.shape != (1, num_classes):
-        found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise ValueError(f"it returns {found} for one image, not [1, {num_classes}]")
-
-
-def settle(model: nn.Module, image_size: int) -> None:
-    """Run a blank image in evaluation mode: what modules keep of it knows no gradient."""
-    with evaluating(model):
-        model(dummy_input(model, image_size))
-
-
-def probe(model: nn.Module, image_size: int) -> list[float]:
-    """Return the logits of a fixed image in evaluation mode: they tell networks apart."""
-    parameter = next(model.parameters())
-    ramp = torch.linspace(-1, 1, 3 * image_size**2, dtype=parameter.dtype)
-    with evaluating(model):
-        logits = model(ramp.view(1, 3, image_size, image_size).to(parameter.device))
-    return logits[0].tolist()

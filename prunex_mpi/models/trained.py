@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.files import CHUNK_BYTES, while_growing
-from prunex_mpi.models.dummy_input import dummy_input, evaluating
+from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.standalone import WITH_AUXILIARY_HEADS, fill_
 
 # What a file may hold the state dict under, and what wrappers put before each of its names.
@@ -168,7 +168,7 @@ def fit_(
     theirs = {DENSENET.sub(r"\1\2", key): value for key, value in tensors.items()}
     if not any(key.startswith(AUXILIARY) for key in mine):
         theirs = {key: t for key, t in theirs.items() if not key.startswith(AUXILIARY)}
-    head, replaced = find_head(model, image_size), ""
+    head, replaced = find_ends(model, image_size).head.rpartition(".")[0], ""
     weight = f"{head}.weight"
     if head and weight in theirs and theirs[weight].dim() == mine[weight].dim():
         here, there = list(mine[weight].shape), list(theirs[weight].shape)
@@ -209,25 +209,3 @@ def _few(items: Iterable[str]) -> str:
     every = list(items)
     more = [f"{len(every) - SHOWN} more"] if len(every) > SHOWN else []
     return "; ".join([*every[:SHOWN], *more])
-
-
-def find_head(model: nn.Module, image_size: int) -> str:
-    """Return the name of the layer that runs last of those that make the classes, "" for none.
-
-    That is a linear layer or a convolution with as many outputs as the model.
-    """
-    ran: list[tuple[str, int]] = []
-    hooks = [
-        module.register_forward_hook(
-            lambda module, *_, name=name: ran.append((name, module.weight.shape[0]))
-        )
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d)
-    ]
-    try:
-        with evaluating(model):
-            classes = model(dummy_input(model, image_size)).shape[-1]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return next((name for name, outputs in reversed(ran) if outputs == classes), "")

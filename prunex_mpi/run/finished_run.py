@@ -16,7 +16,8 @@ from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import Dataset, load
 from prunex_mpi.data.reading import Access, Reader, decoding_threads
 from prunex_mpi.models import standalone
-from prunex_mpi.models.build import build_model, describe, probe
+from prunex_mpi.models.build import build_model, describe
+from prunex_mpi.models.dummy_input import probe
 from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.settings.cli import read_saved
 from prunex_mpi.settings.fields import Settings

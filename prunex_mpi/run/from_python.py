@@ -22,8 +22,7 @@ from prunex_mpi.core.objective import Loss
 from prunex_mpi.core.state import Work, weights
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.models.build import settle
-from prunex_mpi.models.dummy_input import dummy_input, evaluating
+from prunex_mpi.models.dummy_input import dummy_input, evaluating, settle
 from prunex_mpi.run.assembly import assemble_around
 from prunex_mpi.run.start import find_transport, take_places, tell_beforehand
 from prunex_mpi.run.supervision import driver_of

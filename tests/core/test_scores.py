@@ -9,7 +9,7 @@ from torch import nn
 from prunex_mpi.core.scores import SENSITIVITY, watch_
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.find_groups import find_groups
+from prunex_mpi.pruning.groups import find_groups
 
 
 def totals(method: str, **settings) -> list[float]:

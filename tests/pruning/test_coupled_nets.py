@@ -23,7 +23,7 @@ from prunex_mpi.models import standalone
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning import trace
 from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
-from prunex_mpi.pruning.find_groups import find_groups
+from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.pruning.projection import group_energies, select
 from prunex_mpi.pruning.removable import judge
