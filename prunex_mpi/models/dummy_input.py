@@ -18,8 +18,10 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
     """
     modes = [(module, module.training) for module in model.modules()]
     try:
+        # Its value is not used here or elsewhere: train() of a user's module may return nothing.
+        model.eval()
         with torch.no_grad():
-            yield model.eval()
+            yield model
     finally:
         for module, training in modes:
             module.training = training

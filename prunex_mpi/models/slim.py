@@ -67,7 +67,8 @@ class SlimLayerNorm(nn.Module):
             raise ValueError(f"a {type(module).__name__} can't be made smaller")
         width = module.width if slim else module.normalized_shape[0]
         new = cls(num_features, width, module.eps, module.bias is not None, dim)
-        return new.to(module.weight).train(module.training)
+        new.to(module.weight).train(module.training)
+        return new
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., kept], or [n, kept, ...] with `dim` 1, to the same shape."""
@@ -131,7 +132,8 @@ class SlimAttention(nn.Module):
         bias = module.in_proj_bias is not None
         options = (module.head_dim, bias, module.dropout, module.batch_first)
         slim = cls(embed_dim or module.embed_dim, num_heads, *options)
-        return slim.to(module.in_proj_weight).train(module.training)
+        slim.to(module.in_proj_weight).train(module.training)
+        return slim
 
     def forward(
         self,
@@ -320,7 +322,8 @@ def self_attention_parts(module: nn.Module) -> SelfAttention | None:
     firsts, last = roles[0]
     inner, width = layers[last].in_features, layers[firsts[0]].in_features
     x = (torch.linspace(-3, 3, 10 * width, dtype=torch.float64) * 7).sin().view(2, 5, -1)
-    double = copy.deepcopy(module).eval().double().cpu()
+    double = copy.deepcopy(module).double().cpu()
+    double.eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in double.parameters():
         drawn = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
@@ -350,8 +353,8 @@ def _orders(layers: dict[str, nn.Linear]) -> list[tuple[str, ...]]:
 
 def _find_dropouts(module: nn.Module, parts: SelfAttention, x: Tensor) -> tuple[str, str] | None:
     """Return the `dropouts` with which `self_attend` does what `module` does in training."""
-    inside = module.train().named_modules()
-    found = {name: m for name, m in inside if type(m) is nn.Dropout and m.p > 0}
+    module.train()
+    found = {name: m for name, m in module.named_modules() if type(m) is nn.Dropout and m.p > 0}
     # Rates that tell one from the other, and of which something drops out.
     for number, dropout in enumerate(found.values(), 1):
         dropout.p = number / (len(found) + 1)

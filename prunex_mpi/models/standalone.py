@@ -67,7 +67,8 @@ def load(folder: str | Path) -> nn.Module:
     model = build(plan["model"])
     resize_(model, plan["layers"])
     fill_(model, load_file(folder / MODEL))
-    return model.eval()
+    model.eval()
+    return model
 
 
 def fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -103,8 +104,9 @@ def build(description: Mapping[str, Any]) -> nn.Module:
         model = make(num_classes=classes, image_size=side)
         if isinstance(model, nn.Module) and _waits_for_an_image(model):
             training = model.training
+            model.eval()
             with torch.no_grad():
-                model.eval()(torch.zeros(1, 3, side, side))
+                model(torch.zeros(1, 3, side, side))
             model.train(training)
         return model
     if name in CIFAR_FAMILY:

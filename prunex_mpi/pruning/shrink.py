@@ -342,13 +342,17 @@ def training_failure(model: nn.Module, coupling: Coupling, image_size: int) -> s
     # The generators of other devices stay as they are.
     with torch.random.fork_rng(devices=[]):
         try:
-            copy.deepcopy(model).train()(images)
+            whole = copy.deepcopy(model)
+            whole.train()
+            whole(images)
         # Training will report it.
         except Exception:
             return ""
         for removed in (_some_of_each(coupling), _drawn_of_each(coupling)):
             try:
-                shrink(model, coupling, removed).train()(images)
+                smaller = shrink(model, coupling, removed)
+                smaller.train()
+                smaller(images)
             # The model's own code may raise anything at other sizes.
             except Exception as error:
                 return one_line(error)
@@ -381,7 +385,8 @@ def _masked_copy(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> n
     Noise is added to vectors, and to weights that are zero: their initial values hide mistakes.
     """
     generator = torch.Generator().manual_seed(0)
-    masked = copy.deepcopy(model).eval()
+    masked = copy.deepcopy(model)
+    masked.eval()
     for name, parameter in masked.named_parameters():
         weight = parameter.dim() > 1 and name in coupling.positions
         if not (weight and parameter.any()):

@@ -91,7 +91,8 @@ def read_run(
             UNREADABLE,
         ) from None
     what = {"num_classes": len(logits), "image_size": image_size, "stem": settings.stem}
-    model = build_model(settings.model, **what).eval()
+    model = build_model(settings.model, **what)
+    model.eval()
     _resize_(model, layers, settings.model)
     _fill_(model, _read_state(path / STATE, record, going), settings.model)
     found = torch.tensor(probe(model, image_size), dtype=torch.float64)

@@ -98,7 +98,8 @@ class Training:
         copy.load_state_dict(tensors)
         for parameter in copy.parameters():
             parameter.grad = None
-        return copy.eval()
+        copy.eval()
+        return copy
 
 
 @contextmanager

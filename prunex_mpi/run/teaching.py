@@ -78,7 +78,8 @@ def taught(
     """
     network, look = teacher
     parameter = next(problem.model.parameters())
-    network.to(parameter.device, parameter.dtype).eval().requires_grad_(False)
+    network.to(parameter.device, parameter.dtype).requires_grad_(False)
+    network.eval()
     broadcast_weights_(topology.world, network, transport)
     share, temperature = settings.teacher_share, settings.teacher_temperature
     found = Teacher(network, share, temperature)

@@ -15,12 +15,13 @@ from coupled_nets import (
     encoder_norm_first,
 )
 from masking import draw, mask_
-from odd_models import randomise_
+from odd_models import randomise_, train_returns_nothing
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models import standalone
 from prunex_mpi.models.layout import build_layout
+from prunex_mpi.models.slim import self_attention_parts
 from prunex_mpi.pruning import trace
 from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
 from prunex_mpi.pruning.groups import find_groups
@@ -35,6 +36,7 @@ from prunex_mpi.pruning.shrink import (
     sizes_in_all,
     smaller_sizes,
     smaller_tensors,
+    training_failure,
 )
 from prunex_mpi.tools.export.files import write_network
 
@@ -277,6 +279,24 @@ def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(
     coupling = find_coupling_by(Averaged(), SIDE, Rules())
     assert [s.name for s in coupling.sets] == ["first.weight"]
     assert any("mean mixes it with others" in line for line in coupling.excluded)
+
+
+class SilentAttention(OwnAttention):
+    """Attention whose `train` returns nothing."""
+
+    def train(self, mode: bool = True) -> None:
+        super().train(mode)
+
+
+def test_a_train_that_returns_nothing_is_no_obstacle() -> None:
+    model = train_returns_nothing(CLASSES, SIDE)
+    model.train()
+    rules = find_rules(model, SIDE)
+    assert rules == Rules() and model.training and not model[1].training
+    coupling = find_coupling_by(model, SIDE, rules)
+    assert training_failure(model, coupling, SIDE) == ""
+    attention = SilentAttention(8, 2)
+    assert self_attention_parts(attention).dropouts == ("", "")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")

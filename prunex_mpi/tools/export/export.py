@@ -97,8 +97,9 @@ def full_size(run: FinishedRun) -> tuple[str, nn.Module, int]:
     """
     if not run.summary["delivered"].get("layers"):
         return "masked", run.model, (run.path / STATE).stat().st_size
-    whole = standalone.build(run.description).eval()
+    whole = standalone.build(run.description)
     whole.to(next(run.model.parameters()).dtype)
+    whole.eval()
     tensors = whole.state_dict().values()
     return "at first", whole, sum(t.numel() * t.element_size() for t in tensors)
 
