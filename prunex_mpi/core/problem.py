@@ -147,7 +147,8 @@ def build_problem(
         pad=dataset.pad if settings.augment == "auto" else 0,
         changes=Changes(resized_crop, settings.transforms),
     )
-    together(topology.world, lambda: refuse_parts(settings, stream.batch_size, model))
+    side = stream.images.shape[-1]
+    together(topology.world, lambda: refuse_parts(settings, stream.batch_size, model, side))
     if settings.compile:
         together(topology.world, lambda: _try_compiler(device))
     loss, objective = together(
@@ -210,18 +211,22 @@ def broadcast_tensor_(world: MPI.Comm, tensor: torch.Tensor, transport: Transpor
     tensor.copy_(flat.view(tensor.shape))
 
 
-def refuse_parts(settings: Settings, images: int, model: torch.nn.Module) -> None:
-    """Raise UserError where the `images` of a step can't go through `model` in equal parts."""
+def refuse_parts(settings: Settings, images: int, model: torch.nn.Module, image_size: int) -> None:
+    """Raise UserError where the `images` of a step can't go through `model` in equal parts.
+
+    Nor in parts of one image where BatchNorm would see a single value per channel.
+    """
     parts = settings.accumulate
     if images % parts:
         raise UserError(
             f"accumulate {parts} does not divide the {images} images of a step, which are all that "
             "a rank has; give a number that does"
         )
-    if parts > 1 and images == parts and batchnorm.find(model):
+    if images == parts and (name := batchnorm.find_single_valued(model, image_size)):
+        what = f"accumulate {parts} leaves parts" if parts > 1 else "batches are"
         raise UserError(
-            f"accumulate {parts} leaves parts of one image, in which BatchNorm sees no deviation; "
-            "lower it"
+            f"{what} of one image, of which BatchNorm {name} sees one value per channel and no "
+            f"variance; {'lower it' if parts > 1 else 'give --batch-size 2 or more'}"
         )
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from prunex_mpi.models.dummy_input import dummy_input, evaluating
+
 
 def find(model: nn.Module) -> list[_BatchNorm]:
     """Return the BatchNorm modules of `model` that keep running statistics."""
@@ -87,6 +89,36 @@ def write_plain(modules: list[_BatchNorm], flat: Tensor) -> None:
         for buffer in (m.running_mean, m.running_var):
             buffer.copy_(flat[offset : offset + m.num_features])
             offset += m.num_features
+
+
+def find_single_valued(model: nn.Module, image_size: int) -> str:
+    """Return the name of a BatchNorm that sees one value per channel of one image, "" for none.
+
+    Such a module can't train on batches of one image. Those that stay in evaluation mode when the
+    model trains can. Runs a dummy image; modes and statistics are restored.
+    """
+    modes = [(m, m.training) for m in model.modules()]
+    model.train()
+    moving = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    for m, training in modes:
+        m.training = training
+    found: list[str] = []
+
+    def look(name: str, x: Tensor) -> None:
+        if x.numel() == x.shape[1]:
+            found.append(name)
+
+    handles = [
+        m.register_forward_pre_hook(lambda _, args, name=name: look(name, args[0]))
+        for name, m in moving
+    ]
+    try:
+        with evaluating(model):
+            model(dummy_input(model, image_size))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else ""
 
 
 @torch.no_grad()
