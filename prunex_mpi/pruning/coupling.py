@@ -223,7 +223,7 @@ def _collect(labels: Labels, counted: dict[tuple[str, str], np.ndarray]) -> Coup
             # Groups with as many slices in the same places compete with each other.
             members.setdefault(frozenset(at.items()), []).append(root)
     ids: dict[int, int] = {}
-    sets = []
+    sets, excluded = [], []
     rows_first = {name: number for number, name in enumerate(labels.rows)}
     for found, roots in members.items():
         rows = {name: count for (name, dim), count in found if dim == 0}
@@ -234,6 +234,10 @@ def _collect(labels: Labels, counted: dict[tuple[str, str], np.ndarray]) -> Coup
         unit = min(widest, max(columns.values(), default=widest))
         sets.append(ChannelSet(name, start, len(roots), unit))
         ids.update((root, start + i) for i, root in enumerate(roots))
+        if len(roots) == 1 and widest > 1:
+            excluded.append(
+                f"{name} [coupled]: its {widest} channels are one group, and a set keeps one"
+            )
 
     def translate(found: np.ndarray) -> np.ndarray:
         every = [ids.get(labels.root(v), -1) if v > PINNED else -1 for v in found.tolist()]
@@ -252,7 +256,6 @@ def _collect(labels: Labels, counted: dict[tuple[str, str], np.ndarray]) -> Coup
             (rows, columns)[dim][name] = translated
         else:
             inner[name] = (dim, translated)
-    excluded = []
     for name, found in labels.rows.items():
         if len(labels.shapes[name]) > 1 and name not in rows:
             roots = [labels.root(v) for v in found.tolist() if v > PINNED]

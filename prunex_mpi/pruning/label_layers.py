@@ -25,8 +25,9 @@ def read(labels: Labels, tensor: Tensor, dim: int, reader: str) -> np.ndarray:
     if not zero:
         labels.pin([tensor], f"{reader} reads what isn't zero without it")
     if bool((along != along[:, :1]).any()):
-        if labels.plain:
-            labels.pin([tensor], f"{reader} reads it together with others")
+        if labels.plain or len(along) == 1:
+            how = "all of them as one channel" if len(along) == 1 else "it together with others"
+            labels.pin([tensor], f"{reader} reads {how}")
             return np.full(tensor.shape[dim], PINNED)
         # Any label of a channel that is not VOID or PINNED may represent it.
         first = along.amax(dim=1, keepdim=True)
@@ -283,7 +284,12 @@ def meet(labels: Labels, result: Tensor, product: bool, *operands: object) -> No
         labels.label_pinned([result])
         return
     if len(found) == 2 and not labels.plain:
-        found = _of_channels(labels, found)
+        shared = _find_shared(labels, found, operands)
+        if shared is not None:
+            one = found.pop(shared)
+            labels.pin_labels(thin(one)[0].unique().tolist(), "it is the same for all channels")
+            # It stays where a channel is removed.
+            zeros[shared] = False
     labelled = thin(*(own.expand(result.shape) for own in found))
     if len(labelled) == 2:
         labels.join(labelled[0].numpy(), labelled[1].numpy())
@@ -297,16 +303,16 @@ def meet(labels: Labels, result: Tensor, product: bool, *operands: object) -> No
     labels.label(result, joined.expand(result.shape), any(zeros) if product else all(zeros))
 
 
-def _of_channels(labels: Labels, found: list[Tensor]) -> list[Tensor]:
-    """Return those of two operands' labels that have channels: one number is for all channels."""
-    for one, other in (found, found[::-1]):
-        single = not varying(one)
+def _find_shared(labels: Labels, found: list[Tensor], operands: tuple[object, ...]) -> int | None:
+    """Return which of two operands is broadcast along the other's channels, parameters first."""
+    for i in sorted((0, 1), key=lambda i: id(operands[i]) not in labels.names):
+        one, other = found[i], found[1 - i]
         dims = other.dim()
         shape = [1] * (dims - one.dim()) + list(one.shape[max(0, one.dim() - dims) :])
-        if single and varying(other) and all(shape[d] == 1 for d in varying(other)):
-            labels.pin_labels(thin(one)[0].unique().tolist(), "it is one for all channels")
-            return [other]
-    return found
+        along = varying(other)
+        if along and all(shape[d] == 1 for d in along):
+            return i
+    return None
 
 
 def pool(labels: Labels, result: Tensor, x: Tensor) -> None:

@@ -24,6 +24,8 @@ from prunex_mpi.pruning.labels import (
     varying,
 )
 
+# The second operand gives nothing but its shape.
+TEMPLATES = ("expand_as", "view_as", "reshape_as")
 JOINING = ("cat", "concat", "stack")
 
 
@@ -33,7 +35,8 @@ def shape(
     """Label the results of `func` by applying it to the labels of its arguments."""
     name = func.__name__
     # Index tensors have no channels.
-    operands = [t for t in tensors_in([args, kwargs]) if labels.plain or t.is_floating_point()]
+    given = args[:1] if name in TEMPLATES else [args, kwargs]
+    operands = [t for t in tensors_in(given) if labels.plain or t.is_floating_point()]
     if not operands:
         labels.label_pinned([result])
         return

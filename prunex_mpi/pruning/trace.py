@@ -15,7 +15,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.dummy_input import dummy_input, evaluating
 from prunex_mpi.models.slim import norm_dim
 from prunex_mpi.pruning import label_layers
-from prunex_mpi.pruning.label_shapes import shape
+from prunex_mpi.pruning.label_shapes import TEMPLATES, shape
 from prunex_mpi.pruning.labels import (
     NUMBER,
     PINNED,
@@ -130,7 +130,7 @@ SHAPING = {
 # The same, but not with plain rules; `zeros_like` and `zero_` keep zeros zero.
 MORE_ZERO_PRESERVING = {"zeros_like", "zero_", "type_as"}
 MORE_ELEMENTWISE = {"clamp", "clamp_", "masked_fill", "masked_fill_", "ones_like", "full_like"}
-MORE_SHAPING = {"roll", "flip", "mT", "T", "repeat", "tile", "moveaxis", "swapdims", "view_as"}
+MORE_SHAPING = {"roll", "flip", "mT", "T", "repeat", "tile", "moveaxis", "swapdims", *TEMPLATES}
 # New tensors that take only dtype and device from their argument.
 NEW = {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"}
 # Over positions, each channel by itself.
@@ -140,8 +140,11 @@ POOLING = {
     *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "upsample"),
     *("boolean_dispatch",),
 }
-ADDITIONS = {"add", "add_", "__add__", "__iadd__", "__radd__", "sub", "sub_", "__sub__", "__isub__"}
-PRODUCTS = {"mul", "mul_", "__mul__", "__imul__", "__rmul__", "multiply"}
+ADDITIONS = {
+    *("add", "add_", "__add__", "__iadd__", "__radd__", "sub", "sub_", "__sub__", "__isub__"),
+    *("rsub", "__rsub__", "subtract", "subtract_"),
+}
+PRODUCTS = {"mul", "mul_", "__mul__", "__imul__", "__rmul__", "multiply", "multiply_"}
 # By a number.
 SCALINGS = {"div", "div_", "__truediv__", "__itruediv__", "true_divide"}
 CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
