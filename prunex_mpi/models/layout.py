@@ -89,10 +89,12 @@ def one_or_all(values: np.ndarray) -> float | np.ndarray:
 
 
 def build_layout(model: nn.Module) -> Layout:
-    """Lay out all trainable parameters of `model`; refuse dtypes that MPI cannot add up.
+    """Return the layout of all trainable parameters of `model`.
 
-    Raises UserError when there is no trainable parameter or when their dtypes differ.
+    Raises UserError when there is no trainable parameter, when their dtypes differ or are none that
+    MPI can add up, and when a parameter shares memory with another tensor of the model.
     """
+    _refuse_shared_memory(model)
     segments = []
     offset = 0
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -113,6 +115,47 @@ def build_layout(model: nn.Module) -> Layout:
         segments.append(Segment(name, tuple(parameter.shape), offset, parameter.numel()))
         offset += parameter.numel()
     return Layout(tuple(segments), offset)
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Raise UserError if a trained parameter overlaps with another tensor of the model or itself.
+
+    `flatten_` moves it elsewhere, and so would separate them.
+    """
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    spans = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.numel() or tensor.is_meta:
+            continue
+        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.data_ptr()
+        spans.append((start, start + (reach + 1) * tensor.element_size(), name, tensor))
+        repeats = any(n > 1 and not s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        if repeats and name in trained:
+            raise UserError(f"elements of {name} share memory: give the model a copy of it")
+    spans.sort(key=lambda span: span[0])
+    for number, (_, stop, name, tensor) in enumerate(spans):
+        for start, _, other_name, other in spans[number + 1 :]:
+            if start >= stop:
+                break
+            if {name, other_name} & trained and _overlap(tensor, other):
+                raise UserError(
+                    f"{name} and {other_name} share memory: let both modules have one nn.Parameter "
+                    "to tie them, or give one of them a copy"
+                )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one storage have an element in common."""
+    if one.element_size() != other.element_size():
+        return True
+    places = [
+        torch.arange(t.untyped_storage().nbytes() // t.element_size())
+        .as_strided(t.shape, t.stride(), t.storage_offset())
+        .flatten()
+        for t in (one, other)
+    ]
+    return bool(torch.isin(*places).any())
 
 
 def flatten_(model: nn.Module, layout: Layout) -> tuple[Tensor, Tensor]:
