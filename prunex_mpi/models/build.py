@@ -20,9 +20,10 @@ def build_model(name: str, *, num_classes: int, image_size: int, stem: str = "au
     """Build the classifier `name` with fresh weights, float32 on the CPU.
 
     `name` is a ResNet of the CIFAR family, a torchvision classifier, or `package.module:factory`,
-    called as `factory(num_classes=..., image_size=...)`. The model maps [n, 3, image_size,
-    image_size] to [n, num_classes]; this is tried once on a blank image, in evaluation mode.
-    The weights are drawn from torch's global generator, which the caller seeds.
+    called as `factory(num_classes=..., image_size=...)`, or without image_size where it has no such
+    parameter. The model maps [n, 3, image_size, image_size] to [n, num_classes]; this is tried once
+    on a dummy image, in evaluation mode. The weights are drawn from torch's global generator, which
+    the caller seeds.
 
     Raises UserError (USAGE) for an unknown name, a stem the model does not have, a factory that
     cannot be imported or called, and a model that cannot take images of this size.

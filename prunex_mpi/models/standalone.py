@@ -10,6 +10,7 @@ weights.
 """
 
 import importlib
+import inspect
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -88,6 +89,16 @@ def _waits_for_an_image(model: nn.Module) -> bool:
     return any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers()))
 
 
+def _takes_size(factory: Callable[..., Any]) -> bool:
+    """Return whether a factory of models has a parameter `image_size`, by name or as **options."""
+    try:
+        parameters = inspect.signature(factory).parameters
+    # Some functions written in C have no signature.
+    except (TypeError, ValueError):
+        return True
+    return "image_size" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
 def build(description: Mapping[str, Any]) -> nn.Module:
     """Return a network of full size with fresh weights, on the CPU, in training mode.
 
@@ -101,7 +112,7 @@ def build(description: Mapping[str, Any]) -> nn.Module:
     if ":" in name:
         module, _, factory = name.partition(":")
         make = getattr(importlib.import_module(module), factory)
-        model = make(num_classes=classes, image_size=side)
+        model = make(num_classes=classes, **({"image_size": side} if _takes_size(make) else {}))
         if isinstance(model, nn.Module) and _waits_for_an_image(model):
             training = model.training
             model.eval()
