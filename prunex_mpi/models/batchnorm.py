@@ -1,8 +1,8 @@
 """Consensus of BatchNorm running statistics.
 
 Means and second moments are averaged: var = mean(var + mu^2) - mean(mu)^2, the variance of the
-pooled data. They travel behind the compact parameters in the same payload. After pruning, the
-statistics of theta do not fit z any more, so they can be estimated again on z.
+pooled data. They are sent behind the compact parameters in the same payload. After pruning, the
+statistics of theta do not fit z, so they can be estimated again on z.
 """
 
 from collections.abc import Iterable
@@ -35,9 +35,9 @@ def read_(modules: list[_BatchNorm], flat: Tensor) -> None:
 
 
 def reset_(modules: list[_BatchNorm], flat: Tensor) -> None:
-    """Fill `flat` [numel] with mean 0 and second moment 1: what a removed channel is left with.
+    """Fill `flat` [numel] with mean 0 and second moment 1, the statistics of a removed channel.
 
-    Were it to come back, a variance of 0 would blow it up.
+    If it came back, a variance of 0 would blow it up.
     """
     offset = 0
     for m in modules:
@@ -64,15 +64,15 @@ def as_plain(modules: list[_BatchNorm], flat: Tensor) -> Tensor:
 
 
 def read_plain_(modules: list[_BatchNorm], flat: Tensor) -> None:
-    """Write means and variances of `modules` as they are into `flat` [numel]."""
+    """Write means and variances of `modules` into `flat` [numel]."""
     if modules:
         torch.cat([b for m in modules for b in (m.running_mean, m.running_var)], out=flat)
 
 
 def mend_(modules: list[_BatchNorm], last: Tensor) -> None:
-    """Set running statistics that are not finite to what `read_plain_` has left in `last` [numel].
+    """Replace running statistics that are not finite by those in `last` [numel], of `read_plain_`.
 
-    Waits for no device.
+    Does not synchronise with the device.
     """
     offset = 0
     for m in modules:
@@ -83,7 +83,7 @@ def mend_(modules: list[_BatchNorm], last: Tensor) -> None:
 
 
 def write_plain(modules: list[_BatchNorm], flat: Tensor) -> None:
-    """Set means and variances of `modules` from `flat` [numel], as `read_plain_` leaves it."""
+    """Set means and variances of `modules` from `flat` [numel], as written by `read_plain_`."""
     offset = 0
     for m in modules:
         for buffer in (m.running_mean, m.running_var):
@@ -125,11 +125,12 @@ def find_single_valued(model: nn.Module, image_size: int) -> str:
 def estimate(model: nn.Module, modules: list[_BatchNorm], batches: Iterable[Tensor]) -> None:
     """Replace the running statistics by their plain average over `batches` of images.
 
-    Only the BatchNorm modules run in training mode, so that dropout stays off. Those that stay in
-    evaluation mode when the model trains keep theirs, and so do those that no image reaches.
+    Only BatchNorm modules run in training mode, so that dropout stays off. Modules that stay in
+    evaluation mode when the model trains keep their statistics, and so do those that no image
+    reaches.
     """
     modes = [(m, m.training) for m in model.modules()]
-    # Where a user has frozen some, the model's own train() says so, or theirs.
+    # Modules that a user has frozen are those that train() leaves in evaluation mode.
     model.train()
     moving = [m for m in modules if m.training]
     before = [(m.momentum, [b.clone() for b in m.buffers()]) for m in moving]

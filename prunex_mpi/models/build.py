@@ -1,4 +1,4 @@
-"""Build the networks that can be trained, by name."""
+"""Build networks by name."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from prunex_mpi.models.dummy_input import try_forward
 from prunex_mpi.models.standalone import CIFAR_FAMILY, SMALL_VGG, SMALL_VIT, build
 
 CIFAR_STEM_MAX_SIDE = 64  # "auto" gives images up to this side the stem that keeps their resolution
-# Networks that torchvision does not have, each with a stem of its own.
+# Networks that are not torchvision's, each with a stem of its own.
 OF_OUR_OWN = (*CIFAR_FAMILY, SMALL_VGG, SMALL_VIT)
 STEMS = ("auto", "cifar", "imagenet")
 
@@ -39,7 +39,7 @@ def build_model(name: str, *, num_classes: int, image_size: int, stem: str = "au
         try_forward(model, num_classes, image_size)
     except UserError:
         raise
-    # A size that does not fit shows as whatever the model's own code raises.
+    # The model's own code may raise anything for a size that does not fit.
     except Exception as error:
         raise UserError(
             f"model {name} does not fit {num_classes} classes of {image_size}x{image_size} images "
@@ -55,7 +55,7 @@ def model_names() -> list[str]:
 
 
 def describe(name: str, *, num_classes: int, image_size: int, stem: str = "auto") -> dict[str, Any]:
-    """Return what `standalone.build` takes for a network, with the stem that fits it.
+    """Return the description of a network for `standalone.build`, with its stem.
 
     A factory is imported here, not called. Raises UserError (USAGE) for an unknown name, a stem the
     model does not have and a factory that can't be imported.
