@@ -5,7 +5,9 @@ pooled data. They are sent behind the compact parameters in the same payload. Af
 statistics of theta do not fit z, so they can be estimated again on z.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +41,15 @@ def reset_(modules: list[_BatchNorm], flat: Tensor) -> None:
 
     If it came back, a variance of 0 would blow it up.
     """
-    offset = 0
-    for m in modules:
-        mean, second = flat[offset : offset + 2 * m.num_features].view(2, -1)
+    for _, mean, second in _parts(modules, flat):
         mean.zero_()
         second.fill_(1)
-        offset += 2 * m.num_features
+
+
+def _parts(modules: list[_BatchNorm], flat: Tensor) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
+    """Yield each module with the views of its two statistics in `flat` [numel]."""
+    for m, part in zip(modules, flat.split([2 * m.num_features for m in modules]), strict=True):
+        yield m, *part.view(2, -1)
 
 
 def write(modules: list[_BatchNorm], flat: Tensor) -> None:
@@ -54,12 +59,10 @@ def write(modules: list[_BatchNorm], flat: Tensor) -> None:
 
 def as_plain(modules: list[_BatchNorm], flat: Tensor) -> Tensor:
     """Return `flat` [numel] with variances in place of second moments."""
-    plain, offset = flat.clone(), 0
-    for m in modules:
-        mean, second = plain[offset : offset + 2 * m.num_features].view(2, -1)
+    plain = flat.clone()
+    for _, mean, second in _parts(modules, plain):
         # Rounding can push the difference of two large moments below zero.
         second.sub_(mean.square()).clamp_(min=0)
-        offset += 2 * m.num_features
     return plain
 
 
@@ -74,21 +77,16 @@ def mend_(modules: list[_BatchNorm], last: Tensor) -> None:
 
     Does not synchronise with the device.
     """
-    offset = 0
-    for m in modules:
-        for buffer in (m.running_mean, m.running_var):
-            before = last[offset : offset + m.num_features]
-            torch.where(torch.isfinite(buffer), buffer, before, out=buffer)
-            offset += m.num_features
+    for m, *before in _parts(modules, last):
+        for buffer, value in zip((m.running_mean, m.running_var), before, strict=True):
+            torch.where(torch.isfinite(buffer), buffer, value, out=buffer)
 
 
 def write_plain(modules: list[_BatchNorm], flat: Tensor) -> None:
     """Set means and variances of `modules` from `flat` [numel], as written by `read_plain_`."""
-    offset = 0
-    for m in modules:
-        for buffer in (m.running_mean, m.running_var):
-            buffer.copy_(flat[offset : offset + m.num_features])
-            offset += m.num_features
+    for m, mean, variance in _parts(modules, flat):
+        m.running_mean.copy_(mean)
+        m.running_var.copy_(variance)
 
 
 def find_single_valued(model: nn.Module, image_size: int) -> str:
@@ -104,20 +102,14 @@ def find_single_valued(model: nn.Module, image_size: int) -> str:
         m.training = training
     found: list[str] = []
 
-    def look(name: str, x: Tensor) -> None:
-        if x.numel() == x.shape[1]:
+    def note(name: str, _: nn.Module, args: tuple) -> None:
+        if args[0].numel() == args[0].shape[1]:
             found.append(name)
 
-    handles = [
-        m.register_forward_pre_hook(lambda _, args, name=name: look(name, args[0]))
-        for name, m in moving
-    ]
-    try:
-        with evaluating(model):
-            model(dummy_input(model, image_size))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, evaluating(model):
+        for name, m in moving:
+            hooks.enter_context(m.register_forward_pre_hook(partial(note, name)))
+        model(dummy_input(model, image_size))
     return found[0] if found else ""
 
 

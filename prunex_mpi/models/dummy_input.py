@@ -1,8 +1,9 @@
 """Run a network on a dummy input: try it, take its fingerprint, find its first and last layers."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -80,24 +81,16 @@ def find_ends(model: nn.Module, image_size: int) -> Ends:
     image = dummy_input(model, image_size)
     ran: list[tuple[str, nn.Module, bool]] = []
 
-    def listen(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def note(module: nn.Module, args: tuple) -> None:
-            given = args[0] if args and isinstance(args[0], Tensor) else None
-            ran.append((name, module, given is not None and given.data_ptr() == image.data_ptr()))
+    def note(name: str, module: nn.Module, args: tuple) -> None:
+        given = args[0] if args and isinstance(args[0], Tensor) else None
+        ran.append((name, module, given is not None and given.data_ptr() == image.data_ptr()))
 
-        return module.register_forward_pre_hook(note)
-
-    handles = [
-        listen(f"{name}.weight" if name else "weight", module)
-        for name, module in model.named_modules()
-        if isinstance(module, (*CONVOLUTIONS, nn.Linear))
-    ]
-    try:
-        with evaluating(model):
-            classes = model(image).shape[-1]
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, evaluating(model):
+        for name, module in model.named_modules():
+            if isinstance(module, (*CONVOLUTIONS, nn.Linear)):
+                weight = f"{name}.weight" if name else "weight"
+                hooks.enter_context(module.register_forward_pre_hook(partial(note, weight)))
+        classes = model(image).shape[-1]
     convs = [(name, reads) for name, module, reads in ran if isinstance(module, CONVOLUTIONS)]
     stems = {name for name, reads in convs if reads} | {name for name, _ in convs[:1]}
     heads = [name for name, module, _ in ran if module.weight.shape[0] == classes]

@@ -68,7 +68,7 @@ def judge(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
         part = slice(s.start, s.start + s.count)
         if removed[part].all():
             removed[s.start] = False
-            lines.append(f"{_channels(s, 1)}: all of the set are zero, but one must stay")
+            lines.append(f"{_channels(s, 1)}: all of the set could be removed, but one must stay")
             continue
         stays = ~removed[part]
         silent = stays & ~is_written[part]
@@ -103,7 +103,7 @@ def _zero_slices(weight: Tensor, dim: int) -> np.ndarray:
     return (weight.abs().amax(dim=others) == 0).cpu().numpy()
 
 
-def _carried(ids: np.ndarray, marks: np.ndarray, total: int) -> np.ndarray:
+def _carried(ids: np.ndarray, marks: np.ndarray | bool, total: int) -> np.ndarray:
     """Return which groups have a marked slice, bool [total]; `ids` and `marks` are per slice."""
     found = np.zeros(total, dtype=bool)
     found[ids[marks & (ids >= 0)]] = True
@@ -172,11 +172,10 @@ def _activity(model: nn.Module, coupling: Coupling, images: Tensor) -> dict[str,
                 marks = (attention.in_proj_bias.chunk(3)[2] != 0).cpu().numpy()
             found[name] = _carried(ids, marks, coupling.total)
         elif name not in found:
-            found[name] = _carried(ids, np.ones(len(ids), dtype=bool), coupling.total)
+            found[name] = _carried(ids, True, coupling.total)
     for module, every in coupling.lengths.items():
         if length_of(module) not in found:
-            ids = np.concatenate(every)
-            found[length_of(module)] = _carried(ids, np.ones(len(ids), bool), coupling.total)
+            found[length_of(module)] = _carried(np.concatenate(every), True, coupling.total)
     return found
 
 
@@ -209,8 +208,7 @@ def _some_idle(
     """Return which groups of a set are all zero in a weight of `found` that has their slices."""
     idle = np.zeros(part.stop - part.start, dtype=bool)
     for name, marks in found.items():
-        carried = _carried(ids[name], np.ones(len(ids[name]), dtype=bool), len(marks))
-        idle |= (carried & ~marks)[part]
+        idle |= (_carried(ids[name], True, len(marks)) & ~marks)[part]
     return idle
 
 

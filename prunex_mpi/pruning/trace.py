@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -95,17 +95,12 @@ class Failing(TorchFunctionMode):
 @contextmanager
 def following(model: nn.Module, places: Places) -> Iterator[None]:
     """Keep `places` up to date in forward passes of `model`; one that raises leaves it as it is."""
-    handles = []
-    for name, module in model.named_modules():
-        handles += [
-            module.register_forward_pre_hook(lambda *_, name=name: places.enter(name)),
-            module.register_forward_hook(lambda *_: places.leave()),
-        ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            enter = module.register_forward_pre_hook(lambda *_, name=name: places.enter(name))
+            hooks.enter_context(enter)
+            hooks.enter_context(module.register_forward_hook(lambda *_: places.leave()))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -147,19 +142,34 @@ ADDITIONS = {
 PRODUCTS = {"mul", "mul_", "__mul__", "__imul__", "__rmul__", "multiply", "multiply_"}
 # By a number.
 SCALINGS = {"div", "div_", "__truediv__", "__itruediv__", "true_divide"}
-CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
-MATRICES = {"matmul", "__matmul__", "bmm"}
+RULES = {
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), label_layers.convolve),
+    "linear": label_layers.multiply,
+    "batch_norm": label_layers.normalise_batch,
+    "multi_head_attention_forward": label_layers.attend_module,
+    "pad": label_layers.pad,
+}
+# Not with plain rules.
+MORE_RULES = {
+    "group_norm": label_layers.normalise_groups,
+    "instance_norm": label_layers.normalise_each,
+    **dict.fromkeys(("prelu", "_prelu_kernel"), label_layers.bend),
+    "scaled_dot_product_attention": label_layers.attend,
+    **dict.fromkeys(("matmul", "__matmul__", "bmm"), label_layers.multiply_matrices),
+    "softmax": label_layers.soften,
+}
 
 
 class Trace(TorchFunctionMode):
     """Label the results of all torch functions of a forward pass."""
 
-    def __init__(self, labels: Labels, places: Places, pins: Pins) -> None:
+    def __init__(self, labels: Labels, places: Places, plain: frozenset[str], pins: Pins) -> None:
         super().__init__()
-        self.labels, self.places, self.pins = labels, places, pins
+        self.labels, self.places, self.plain, self.pins = labels, places, plain, pins
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, call = kwargs or {}, self.places.count()
+        self.labels.plain = not self.plain.isdisjoint(self.places.inside)
         if call in self.pins.all_before:
             self.labels.pin_all(f"{_plain_name(func)} counts them; {NUMBER}")
         result = func(*args, **kwargs)
@@ -190,14 +200,8 @@ class Trace(TorchFunctionMode):
         labels, name = self.labels, getattr(func, "__name__", "")
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
-        if name in CONVOLUTIONS:
-            label_layers.convolve(labels, result, *args, **kwargs)
-        elif name == "linear":
-            label_layers.multiply(labels, result, *args, **kwargs)
-        elif name == "batch_norm":
-            label_layers.normalise_batch(labels, result, *args, **kwargs)
-        elif name == "multi_head_attention_forward":
-            label_layers.attend_module(labels, result, *args, **kwargs)
+        if name in RULES:
+            RULES[name](labels, result, *args, **kwargs)
         elif name in ADDITIONS or name in PRODUCTS:
             label_layers.meet(labels, result, name in PRODUCTS, *args)
         elif name in ZERO_PRESERVING or (name in SCALINGS and isinstance(args[1], int | float)):
@@ -208,43 +212,24 @@ class Trace(TorchFunctionMode):
             label_layers.pool(labels, result, args[0])
         elif name in ("mean", "sum", "amax"):
             label_layers.reduce(labels, result, func, args, kwargs)
-        elif name == "pad":
-            label_layers.pad(labels, result, *args, **kwargs)
-        elif name in SHAPING:
+        elif name in SHAPING or (name in MORE_SHAPING and not labels.plain):
             shape(labels, result, func, args, kwargs)
-        elif labels.plain or not self._follow_more(result, name, func, args, kwargs):
+        elif labels.plain:
             self._keep(result, func, args, kwargs)
-
-    def _follow_more(self, result: object, name: str, func, args: tuple, kwargs: dict) -> bool:
-        """Label the result of what plain rules do not know; return whether `func` is known."""
-        labels = self.labels
-        if name == "layer_norm" and len(args[1]) == 1:
+        elif name in MORE_RULES:
+            MORE_RULES[name](labels, result, *args, **kwargs)
+        elif name == "layer_norm" and len(args[1]) == 1:
             label_layers.normalise_layer(labels, result, *args, **kwargs)
-        elif name == "group_norm":
-            label_layers.normalise_groups(labels, result, *args, **kwargs)
-        elif name == "instance_norm":
-            label_layers.normalise_each(labels, result, *args, **kwargs)
         elif name == "normalize":
             label_layers.normalise_length(labels, result, self.places.module, *args, **kwargs)
-        elif name in ("prelu", "_prelu_kernel"):
-            label_layers.bend(labels, result, *args, **kwargs)
-        elif name == "scaled_dot_product_attention":
-            label_layers.attend(labels, result, *args, **kwargs)
-        elif name in MATRICES:
-            label_layers.multiply_matrices(labels, result, *args, **kwargs)
-        elif name == "softmax":
-            label_layers.soften(labels, result, *args, **kwargs)
         elif name in MORE_ZERO_PRESERVING:
             labels.label(result, *labels.of(args[0]))
         elif name in MORE_ELEMENTWISE:
             labels.label(result, labels.of(args[0])[0], zero=False)
         elif name in NEW:
             labels.label_pinned([result])
-        elif name in MORE_SHAPING:
-            shape(labels, result, func, args, kwargs)
         else:
-            return False
-        return True
+            self._keep(result, func, args, kwargs)
 
 
 def follow_image(model: nn.Module, image_size: int, plain: frozenset[str], pins: Pins) -> Labels:
@@ -261,11 +246,11 @@ def follow_image(model: nn.Module, image_size: int, plain: frozenset[str], pins:
     }
     image = dummy_input(model, image_size)
     labels.label(image, torch.full(image.shape, PINNED))
-    numbers, rules = _numbers_named(model), _plain_within(model, labels, plain)
     places = Places()
-    trace = Trace(labels, places, pins)
-    with evaluating(model), numbers, rules, following(model, places), trace:
+    trace = Trace(labels, places, plain, pins)
+    with evaluating(model), _numbers_named(model), following(model, places), trace:
         output = model(image)
+    labels.plain = False
     labels.pin([output], "its outputs are the classes")
     return labels
 
@@ -301,32 +286,6 @@ def _named(value: object, module: str, key: str) -> object:
 def is_own(module: nn.Module) -> bool:
     """Return whether a module's class is not torch's own."""
     return not type(module).__module__.startswith("torch.")
-
-
-@contextmanager
-def _plain_within(model: nn.Module, labels: Labels, plain: frozenset[str]) -> Iterator[None]:
-    """Use plain rules inside the modules named in `plain`."""
-    depth = 0
-
-    def enter(*_: object) -> None:
-        nonlocal depth
-        depth, labels.plain = depth + 1, True
-
-    def leave(*_: object) -> None:
-        nonlocal depth
-        depth -= 1
-        labels.plain = depth > 0
-
-    handles = []
-    for name in plain:
-        module = model.get_submodule(name)
-        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-    try:
-        yield
-    finally:
-        labels.plain = False
-        for handle in handles:
-            handle.remove()
 
 
 def _plain_name(func) -> str:
