@@ -142,6 +142,18 @@ def unsafe(tree: ast.AST) -> list[str]:
     return problems
 
 
+def values_of_modes(tree: ast.AST) -> int:
+    """Count uses of the value of `eval()` or `train()`, which users' modules may not return."""
+    statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return sum(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("eval", "train")
+        and id(node) not in statements
+        for node in ast.walk(tree)
+    )
+
+
 def names_of_the_world(tree: ast.AST) -> int:
     """Count where the global communicator is named."""
     return sum(
@@ -209,6 +221,15 @@ def test_imports_make_no_circle() -> None:
 def test_only_programs_name_the_world(module: str) -> None:
     if module not in ("run.program", "run.probe"):
         assert names_of_the_world(TREES[module]) == 0
+
+
+@pytest.mark.parametrize("module", sorted(TREES))
+def test_nobody_relies_on_what_changing_modes_returns(module: str) -> None:
+    assert values_of_modes(TREES[module]) == 0
+
+
+def test_the_check_itself_sees_such_values() -> None:
+    assert values_of_modes(ast.parse("m = n.eval()\nn.train()(x)\nn.train()\nf(n.eval)")) == 2
 
 
 @pytest.mark.parametrize("module", sorted(TREES))

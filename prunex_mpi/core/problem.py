@@ -30,12 +30,13 @@ from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.transforms import Mixing
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
+from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.models.slim import evaluates_alone
 from prunex_mpi.pruning.coupling import PLAIN
-from prunex_mpi.pruning.find_groups import OfAll, find_ends, find_groups
-from prunex_mpi.pruning.groups import Groups
-from prunex_mpi.pruning.trial import Rules, find_coupling_by, find_rules, training_failure
+from prunex_mpi.pruning.groups import Groups, find_groups
+from prunex_mpi.pruning.projection import with_budget
+from prunex_mpi.pruning.shrink import Rules, find_coupling_by, find_rules, training_failure
 from prunex_mpi.settings.fields import Settings, layer_keep_ratios
 
 
@@ -52,8 +53,7 @@ def choose_rules(settings: Settings, model: torch.nn.Module, image_size: int) ->
     removing = settings.method.removes
     if not removing and (not settings.method.prunes_groups or "coupled" not in settings.groups):
         return Rules()
-    plain = removing or settings.coupled_through == "plain"
-    rules = find_rules(model, image_size, Rules(plain=PLAIN if plain else frozenset()))
+    rules = find_rules(model, image_size, Rules(plain=PLAIN if removing else frozenset()))
     if settings.remove_dropped:
         _refuse_other_attention(model, rules)
     if settings.remove_dropped or removing:
@@ -75,8 +75,7 @@ def _refuse_other_attention(model: torch.nn.Module, rules: Rules) -> None:
         kind = type(model.get_submodule(name)).__name__
         raise UserError(
             f"remove-dropped: a smaller {kind} ({name}) would lose what it does in training alone; "
-            "leave remove-dropped away, give coupled-through plain, or let it be nn.Dropout after "
-            "softmax and at its end"
+            "leave remove-dropped away, or let it be nn.Dropout after softmax and at its end"
         )
 
 
@@ -101,9 +100,6 @@ def make_groups(
     coupling = None
     if "coupled" in settings.groups:
         coupling = find_coupling_by(model, image_size, rules)
-    of_all = None
-    if settings.keep_by != "groups":
-        of_all = OfAll(settings.keep_by, settings.round_to, settings.keep_floor)
     found = find_groups(
         model,
         layout,
@@ -111,11 +107,11 @@ def make_groups(
         settings.keep_ratio,
         layer_keep_ratios(settings),
         coupling=coupling,
-        of_all=of_all,
         ends=None if settings.groups == ("coupled",) else find_ends(model, image_size),
     )
-    of_loss, by_gate = settings.score != "magnitude", settings.score == "gates"
-    return replace(found, of_loss=of_loss, by_gate=by_gate)
+    if settings.keep_by != "groups":
+        found = with_budget(found, layout, settings.keep_by, settings.round_to, settings.keep_floor)
+    return replace(found, by_gate=settings.score == "gates")
 
 
 def build_problem(
@@ -149,7 +145,8 @@ def build_problem(
         pad=dataset.pad if settings.augment == "auto" else 0,
         changes=Augmentation(resized_crop, settings.transforms),
     )
-    together(topology.world, lambda: refuse_parts(settings, stream.batch_size, model))
+    side = stream.images.shape[-1]
+    together(topology.world, lambda: refuse_parts(settings, stream.batch_size, model, side))
     if settings.compile:
         together(topology.world, lambda: _try_compiler(device))
     loss, objective = together(
@@ -212,18 +209,22 @@ def broadcast_tensor_(world: MPI.Comm, tensor: torch.Tensor, transport: Transpor
     tensor.copy_(flat.view(tensor.shape))
 
 
-def refuse_parts(settings: Settings, images: int, model: torch.nn.Module) -> None:
-    """Raise UserError where the `images` of a step can't go through `model` in equal parts."""
+def refuse_parts(settings: Settings, images: int, model: torch.nn.Module, image_size: int) -> None:
+    """Raise UserError where the `images` of a step can't go through `model` in equal parts.
+
+    Nor in parts of one image where BatchNorm would see a single value per channel.
+    """
     parts = settings.accumulate
     if images % parts:
         raise UserError(
             f"accumulate {parts} does not divide the {images} images of a step, which are all that "
             "a rank has; give a number that does"
         )
-    if parts > 1 and images == parts and batchnorm.find(model):
+    if images == parts and (name := batchnorm.find_single_valued(model, image_size)):
+        what = f"accumulate {parts} leaves parts" if parts > 1 else "batches are"
         raise UserError(
-            f"accumulate {parts} leaves parts of one image, in which BatchNorm sees no deviation; "
-            "lower it"
+            f"{what} of one image, of which BatchNorm {name} sees one value per channel and no "
+            f"variance; {'lower it' if parts > 1 else 'give --batch-size 2 or more'}"
         )
 
 

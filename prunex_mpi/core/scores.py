@@ -1,30 +1,25 @@
-"""What decides which groups are kept, where it is not their magnitude alone: the gradients.
+"""Score `gates`: coupled groups are kept by how the loss depends on a factor on their channel.
 
-With W a weight of the candidate and G_t its gradient at local step t of the outer iteration (of the
-last epoch, for methods that choose once), what is added up over a group in place of W^2 is
+With W a weight of theta and G_t its gradient at local step t of the outer iteration (for methods
+that prune once: of the last epoch), the score of a group is sum_t (sum G_t W)^2, the inner sum over
+the weights that read the channel (`pruning/projection.py`): the Fisher information of a factor on
+the channel (Theis et al. 2018; Molchanov et al. 2019). Where layers share one budget, it is divided
+by the group's cost. All scores are in the unit of the squared loss, so a budget of the whole model
+can compare them between layers.
 
-- `fisher`: sum_t (G_t W)^2, the diagonal of the Fisher information (Theis et al. 2018; Molchanov et
-  al. 2019, equation 8)
-- `taylor`: (sum_t G_t W)^2, the first order of what the mean loss would change by
-- `gates`, of coupled groups alone: one sum_t (sum G_t W)^2 for the whole group, the inner sum being
-  over the weights that read the channel (`pruning/gates.py`): the Fisher information of a factor on
-  it. W is that of theta. Where layers share one budget, a group counts by what it costs of it
-
-The gradients are those of the local steps: they cost one more pass over the parameters. Each node
-weighs its candidate by gradients of its own; where its ranks have not averaged them at each step it
-takes the mean of their sums. All are in the unit of the loss, or its square, in every layer, and so
-a budget of the whole model can choose among all of them.
+The gradients are those of the local steps, at the cost of one more pass over the parameters. Each
+node scores by its own gradients; where its ranks do not average them at each step it takes the mean
+of the ranks' sums.
 """
 
-import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.state import EACH, State, Work
-from prunex_mpi.pruning.gates import gate_gradients
+from prunex_mpi.pruning.projection import gate_gradients
 from prunex_mpi.settings.fields import Settings
 
-# The sum of gradients, or of squares: of each weight, or of each gate.
+# The sum of squared gate gradients, one per group.
 SENSITIVITY = f"{EACH}sensitivity"
 
 
@@ -32,14 +27,13 @@ def memory_of_scores(settings: Settings, state: State) -> dict[str, Tensor]:
     """Allocate what gradients are added up in, where the score looks at them."""
     if not settings.method.prunes_groups or settings.score == "magnitude":
         return {}
-    size = state.groups.total if settings.score == "gates" else state.layout.numel
-    return {SENSITIVITY: state.theta.new_zeros(size)}
+    return {SENSITIVITY: state.theta.new_zeros(state.groups.total)}
 
 
 def watch_(work: Work) -> None:
-    """Add up the unscaled gradient in `grad`, in outer iterations that end with a choice.
+    """Add the squared gate gradients of the unscaled `grad`, in outer iterations that choose masks.
 
-    Where there is one choice in all, in those of the epoch before it.
+    Methods that prune once sum over the epoch before they do.
     """
     state, settings, position = work.state, work.settings, work.state.position
     if SENSITIVITY not in state.memory or state.frozen:
@@ -55,22 +49,15 @@ def watch_(work: Work) -> None:
     total = state.memory[SENSITIVITY]
     if begins:
         total.zero_()
-    match settings.score:
-        case "fisher":
-            total.addcmul_(state.grad, state.grad)
-        case "gates":
-            by_gate = gate_gradients(state.grad, state.theta, state.layout, state.groups)
-            total.add_(by_gate.square_())
-        case _:
-            total.add_(state.grad)
+    by_gate = gate_gradients(state.grad, state.theta, state.layout, state.groups)
+    total.add_(by_gate.square_())
 
 
 def scored(leader: Wire, node: Wire, state: State, settings: Settings, candidate: Tensor) -> Tensor:
-    """Return the vector whose squares are the scores of what `candidate` holds, or the scores.
+    """Return what groups are scored by: `candidate` by magnitude, or the group scores of `gates`.
 
-    That is the candidate itself, or lies in the memory of `grad`; of `gates` the scores of the
-    groups themselves. Those who do not speak get the candidate. Of gradients that the node has not
-    averaged at each step the sums are averaged first: then collective on `node.comm`.
+    The latter are [groups]; ranks that are not leaders get the candidate. With `--node-sync outer`
+    the ranks' sums are averaged first: then collective on `node.comm`.
     """
     if SENSITIVITY not in state.memory:
         return candidate
@@ -78,10 +65,4 @@ def scored(leader: Wire, node: Wire, state: State, settings: Settings, candidate
     if settings.node_sync == "outer":
         node.reduce_(total)
         total.div_(node.comm.size)
-    if not leader.speaks:
-        return candidate
-    if settings.score == "gates":
-        return total
-    if settings.score == "fisher":
-        return torch.sqrt(total, out=state.grad).mul_(candidate)
-    return torch.mul(total, candidate, out=state.grad)
+    return total if leader.speaks else candidate

@@ -1,15 +1,19 @@
 """Consensus of BatchNorm running statistics.
 
 Means and second moments are averaged: var = mean(var + mu^2) - mean(mu)^2, the variance of the
-pooled data. They travel behind the compact parameters in the same payload. After pruning, the
-statistics of theta do not fit z any more, so they can be estimated again on z.
+pooled data. They are sent behind the compact parameters in the same payload. After pruning, the
+statistics of theta do not fit z, so they can be estimated again on z.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from prunex_mpi.models.dummy_input import dummy_input, evaluating
 
 
 def find(model: nn.Module) -> list[_BatchNorm]:
@@ -33,16 +37,19 @@ def read_(modules: list[_BatchNorm], flat: Tensor) -> None:
 
 
 def reset_(modules: list[_BatchNorm], flat: Tensor) -> None:
-    """Fill `flat` [numel] with mean 0 and second moment 1: what a removed channel is left with.
+    """Fill `flat` [numel] with mean 0 and second moment 1, the statistics of a removed channel.
 
-    Were it to come back, a variance of 0 would blow it up.
+    If it came back, a variance of 0 would blow it up.
     """
-    offset = 0
-    for m in modules:
-        mean, second = flat[offset : offset + 2 * m.num_features].view(2, -1)
+    for _, mean, second in _parts(modules, flat):
         mean.zero_()
         second.fill_(1)
-        offset += 2 * m.num_features
+
+
+def _parts(modules: list[_BatchNorm], flat: Tensor) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
+    """Yield each module with the views of its two statistics in `flat` [numel]."""
+    for m, part in zip(modules, flat.split([2 * m.num_features for m in modules]), strict=True):
+        yield m, *part.view(2, -1)
 
 
 def write(modules: list[_BatchNorm], flat: Tensor) -> None:
@@ -52,52 +59,70 @@ def write(modules: list[_BatchNorm], flat: Tensor) -> None:
 
 def as_plain(modules: list[_BatchNorm], flat: Tensor) -> Tensor:
     """Return `flat` [numel] with variances in place of second moments."""
-    plain, offset = flat.clone(), 0
-    for m in modules:
-        mean, second = plain[offset : offset + 2 * m.num_features].view(2, -1)
+    plain = flat.clone()
+    for _, mean, second in _parts(modules, plain):
         # Rounding can push the difference of two large moments below zero.
         second.sub_(mean.square()).clamp_(min=0)
-        offset += 2 * m.num_features
     return plain
 
 
 def read_plain_(modules: list[_BatchNorm], flat: Tensor) -> None:
-    """Write means and variances of `modules` as they are into `flat` [numel]."""
+    """Write means and variances of `modules` into `flat` [numel]."""
     if modules:
         torch.cat([b for m in modules for b in (m.running_mean, m.running_var)], out=flat)
 
 
 def mend_(modules: list[_BatchNorm], last: Tensor) -> None:
-    """Set running statistics that are not finite to what `read_plain_` has left in `last` [numel].
+    """Replace running statistics that are not finite by those in `last` [numel], of `read_plain_`.
 
-    Waits for no device.
+    Does not synchronise with the device.
     """
-    offset = 0
-    for m in modules:
-        for buffer in (m.running_mean, m.running_var):
-            before = last[offset : offset + m.num_features]
-            torch.where(torch.isfinite(buffer), buffer, before, out=buffer)
-            offset += m.num_features
+    for m, *before in _parts(modules, last):
+        for buffer, value in zip((m.running_mean, m.running_var), before, strict=True):
+            torch.where(torch.isfinite(buffer), buffer, value, out=buffer)
 
 
 def write_plain(modules: list[_BatchNorm], flat: Tensor) -> None:
-    """Set means and variances of `modules` from `flat` [numel], as `read_plain_` leaves it."""
-    offset = 0
-    for m in modules:
-        for buffer in (m.running_mean, m.running_var):
-            buffer.copy_(flat[offset : offset + m.num_features])
-            offset += m.num_features
+    """Set means and variances of `modules` from `flat` [numel], as written by `read_plain_`."""
+    for m, mean, variance in _parts(modules, flat):
+        m.running_mean.copy_(mean)
+        m.running_var.copy_(variance)
+
+
+def find_single_valued(model: nn.Module, image_size: int) -> str:
+    """Return the name of a BatchNorm that sees one value per channel of one image, "" for none.
+
+    Such a module can't train on batches of one image. Those that stay in evaluation mode when the
+    model trains can. Runs a dummy image; modes and statistics are restored.
+    """
+    modes = [(m, m.training) for m in model.modules()]
+    model.train()
+    moving = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    for m, training in modes:
+        m.training = training
+    found: list[str] = []
+
+    def note(name: str, _: nn.Module, args: tuple) -> None:
+        if args[0].numel() == args[0].shape[1]:
+            found.append(name)
+
+    with ExitStack() as hooks, evaluating(model):
+        for name, m in moving:
+            hooks.enter_context(m.register_forward_pre_hook(partial(note, name)))
+        model(dummy_input(model, image_size))
+    return found[0] if found else ""
 
 
 @torch.no_grad()
 def estimate(model: nn.Module, modules: list[_BatchNorm], batches: Iterable[Tensor]) -> None:
     """Replace the running statistics by their plain average over `batches` of images.
 
-    Only the BatchNorm modules run in training mode, so that dropout stays off. Those that stay in
-    evaluation mode when the model trains keep theirs, and so do those that no image reaches.
+    Only BatchNorm modules run in training mode, so that dropout stays off. Modules that stay in
+    evaluation mode when the model trains keep their statistics, and so do those that no image
+    reaches.
     """
     modes = [(m, m.training) for m in model.modules()]
-    # Where a user has frozen some, the model's own train() says so, or theirs.
+    # Modules that a user has frozen are those that train() leaves in evaluation mode.
     model.train()
     moving = [m for m in modules if m.training]
     before = [(m.momentum, [b.clone() for b in m.buffers()]) for m in moving]

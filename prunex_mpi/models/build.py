@@ -1,18 +1,17 @@
-"""Build the networks that can be trained, by name."""
+"""Build networks by name."""
 
 from typing import Any
 
-import torch
 import torchvision
-from torch import Tensor, nn
+from torch import nn
 
 from prunex_mpi.base.errors import USAGE, UserError, meant, one_line
 from prunex_mpi.base.named import import_function
-from prunex_mpi.models.blank import blank_image, evaluating
+from prunex_mpi.models.dummy_input import try_forward
 from prunex_mpi.models.standalone import CIFAR_FAMILY, SMALL_VGG, SMALL_VIT, build
 
 CIFAR_STEM_MAX_SIDE = 64  # "auto" gives images up to this side the stem that keeps their resolution
-# Networks that torchvision does not have, each with a stem of its own.
+# Networks that are not torchvision's, each with a stem of its own.
 OF_OUR_OWN = (*CIFAR_FAMILY, SMALL_VGG, SMALL_VIT)
 STEMS = ("auto", "cifar", "imagenet")
 
@@ -21,9 +20,10 @@ def build_model(name: str, *, num_classes: int, image_size: int, stem: str = "au
     """Build the classifier `name` with fresh weights, float32 on the CPU.
 
     `name` is a ResNet of the CIFAR family, a torchvision classifier, or `package.module:factory`,
-    called as `factory(num_classes=..., image_size=...)`. The model maps [n, 3, image_size,
-    image_size] to [n, num_classes]; this is tried once on a blank image, in evaluation mode.
-    The weights are drawn from torch's global generator, which the caller seeds.
+    called as `factory(num_classes=..., image_size=...)`, or without image_size where it has no such
+    parameter. The model maps [n, 3, image_size, image_size] to [n, num_classes]; this is tried once
+    on a dummy image, in evaluation mode. The weights are drawn from torch's global generator, which
+    the caller seeds.
 
     Raises UserError (USAGE) for an unknown name, a stem the model does not have, a factory that
     cannot be imported or called, and a model that cannot take images of this size.
@@ -39,7 +39,7 @@ def build_model(name: str, *, num_classes: int, image_size: int, stem: str = "au
         try_forward(model, num_classes, image_size)
     except UserError:
         raise
-    # A size that does not fit shows as whatever the model's own code raises.
+    # The model's own code may raise anything for a size that does not fit.
     except Exception as error:
         raise UserError(
             f"model {name} does not fit {num_classes} classes of {image_size}x{image_size} images "
@@ -55,7 +55,7 @@ def model_names() -> list[str]:
 
 
 def describe(name: str, *, num_classes: int, image_size: int, stem: str = "auto") -> dict[str, Any]:
-    """Return what `standalone.build` takes for a network, with the stem that fits it.
+    """Return the description of a network for `standalone.build`, with its stem.
 
     A factory is imported here, not called. Raises UserError (USAGE) for an unknown name, a stem the
     model does not have and a factory that can't be imported.
@@ -87,30 +87,3 @@ def _is_torchvision_resnet(name: str) -> bool:
     if ":" in name or name in OF_OUR_OWN:
         return False
     return torchvision.models.get_model_builder(name).__module__ == "torchvision.models.resnet"
-
-
-def try_forward(model: nn.Module, num_classes: int, image_size: int) -> None:
-    """Run one blank image; raise ValueError unless it gets an output per class.
-
-    Or whatever the model's own code raises.
-    """
-    with evaluating(model):
-        output = model(blank_image(model, image_size))
-    if not isinstance(output, Tensor) or output.shape != (1, num_classes):
-        found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise ValueError(f"it returns {found} for one image, not [1, {num_classes}]")
-
-
-def settle(model: nn.Module, image_size: int) -> None:
-    """Run a blank image in evaluation mode: what modules keep of it knows no gradient."""
-    with evaluating(model):
-        model(blank_image(model, image_size))
-
-
-def probe(model: nn.Module, image_size: int) -> list[float]:
-    """Return the logits of a fixed image in evaluation mode: they tell networks apart."""
-    parameter = next(model.parameters())
-    ramp = torch.linspace(-1, 1, 3 * image_size**2, dtype=parameter.dtype)
-    with evaluating(model):
-        logits = model(ramp.view(1, 3, image_size, image_size).to(parameter.device))
-    return logits[0].tolist()

@@ -1,4 +1,4 @@
-"""One flat vector per variable: where each parameter tensor lies in it.
+"""Flat vectors: one per variable, and the place of each parameter tensor in it.
 
 Every variable of the algorithm (theta, u, v, z_node, z, the gradient, the momentum) is a contiguous
 1-D tensor with the same layout, so an update is one pass over memory and a message needs no
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
 
-# The dtypes for which a sum over ranks is known to be right under every MPI: bfloat16 SUM gives
-# wrong numbers silently under Open MPI and float16 SUM is an error on some builds.
+# The dtypes whose SUM is right under every MPI: that of bfloat16 is silently wrong under Open MPI,
+# and that of float16 is an error in some builds.
 PARAMETER_DTYPES = (torch.float32, torch.float64)
-# An odd number without a pattern.
+# An arbitrary odd number.
 DIGEST_FACTOR = 0x9E3779B97F4A7C15
-# Elements whose squares float32 adds up well enough.
+# Elements whose squares float32 sums accurately enough.
 NORM_NUMEL = 2**20
-# Elements: half a dozen vectors of a tile fit into the second-level cache of each core. Elsewhere a
-# kernel is worth starting only for many, and a spare tile must stay small beside the model.
+# Elements of a tile: on a CPU tiles of six vectors fit into a core's second-level cache; on other
+# devices a kernel launch must be worth it, and a tile stay small beside the model.
 CPU_TILE, DEVICE_TILE = 2**16, 2**24
 
 
@@ -56,14 +56,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Tile:
-    """A stretch `place` of the flat vectors, and its elements of each of the segments `layers`."""
+    """A slice `place` of flat vectors, with the `sizes` of its parts of the segments `layers`."""
 
     place: slice
     layers: slice
     sizes: tuple[int, ...]
 
     def pieces(self, part: Tensor) -> tuple[Tensor, ...]:
-        """Return a tile of a vector segment by segment."""
+        """Return the parts of a tile of a vector, one per segment."""
         return part.split(self.sizes)
 
     def scale_(self, part: Tensor, factors: float | np.ndarray) -> None:
@@ -84,15 +84,17 @@ class Tile:
 
 
 def one_or_all(values: np.ndarray) -> float | np.ndarray:
-    """Return one number where all are equal: a pass over many segments at once then does."""
+    """Return a single number where all are equal, so that one pass serves all segments."""
     return float(values[0]) if np.all(values == values[0]) else values
 
 
 def build_layout(model: nn.Module) -> Layout:
-    """Lay out all trainable parameters of `model`; refuse dtypes that MPI cannot add up.
+    """Return the layout of all trainable parameters of `model`.
 
-    Raises UserError when there is no trainable parameter or when their dtypes differ.
+    Raises UserError when there is no trainable parameter, when their dtypes differ or are none that
+    MPI can add up, and when a parameter shares memory with another tensor of the model.
     """
+    _refuse_shared_memory(model)
     segments = []
     offset = 0
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -102,7 +104,7 @@ def build_layout(model: nn.Module) -> Layout:
             "the model's trainable parameters must all be float32 or all float64, found "
             + (", ".join(sorted(map(str, dtypes))) or "none")
         )
-    # What is not trained is broadcast at the start.
+    # Tensors that are not trained are broadcast at the start.
     others = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     odd = {t.dtype for t in others} - set(PARAMETER_DTYPES)
     if odd:
@@ -115,8 +117,49 @@ def build_layout(model: nn.Module) -> Layout:
     return Layout(tuple(segments), offset)
 
 
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Raise UserError if a trained parameter overlaps with another tensor of the model or itself.
+
+    `flatten_` moves it elsewhere, and so would separate them.
+    """
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    spans = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.numel() or tensor.is_meta:
+            continue
+        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.data_ptr()
+        spans.append((start, start + (reach + 1) * tensor.element_size(), name, tensor))
+        repeats = any(n > 1 and not s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        if repeats and name in trained:
+            raise UserError(f"elements of {name} share memory: give the model a copy of it")
+    spans.sort(key=lambda span: span[0])
+    for number, (_, stop, name, tensor) in enumerate(spans):
+        for start, _, other_name, other in spans[number + 1 :]:
+            if start >= stop:
+                break
+            if {name, other_name} & trained and _overlap(tensor, other):
+                raise UserError(
+                    f"{name} and {other_name} share memory: let both modules have one nn.Parameter "
+                    "to tie them, or give one of them a copy"
+                )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one storage have an element in common."""
+    if one.element_size() != other.element_size():
+        return True
+    places = [
+        torch.arange(t.untyped_storage().nbytes() // t.element_size())
+        .as_strided(t.shape, t.stride(), t.storage_offset())
+        .flatten()
+        for t in (one, other)
+    ]
+    return bool(torch.isin(*places).any())
+
+
 def flatten_(model: nn.Module, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Move the parameters and gradients of `model` into two flat vectors that they become views of.
+    """Move parameters and gradients of `model` into two flat vectors, as views of them.
 
     Returns (theta, grad): 1-D tensors of `layout.numel` elements with the parameters' dtype and
     device. `theta.grad` is `grad`, so an optimizer over `[theta]` updates the model in one pass.
@@ -151,8 +194,8 @@ def fill_(flat: Tensor, layout: Layout, values: np.ndarray) -> Tensor:
 def bits_digest(flat: Tensor, spare: Tensor) -> int:
     """Return 64 bits that differ when `flat` differs in any bit; `spare`, as long, is overwritten.
 
-    The words and their squares are added up modulo 2^64: differences of rounding, small and of
-    either sign, may cancel in one of the sums, but hardly in both.
+    Words and their squares are summed modulo 2^64: rounding differences of either sign may cancel
+    in one of the sums, but hardly in both.
     """
     words, squares = (t[: t.numel() // 2 * 2].view(torch.int64) for t in (flat, spare))
     if flat.device.type == "cpu":
@@ -161,7 +204,7 @@ def bits_digest(flat: Tensor, spare: Tensor) -> int:
     else:
         torch.mul(words, words, out=squares)
         sums = int(words.sum()), int(squares.sum())
-    # Where there is an odd number of elements, the last is in no word.
+    # An odd last element is in no word.
     last = int.from_bytes(bytes(flat[-1:].view(torch.uint8).tolist()), "little")
     return (sums[0] * DIGEST_FACTOR + sums[1] + last) % 2**64
 
@@ -182,7 +225,7 @@ def tile_length(device: torch.device) -> int:
 
 
 def tiles(layout: Layout, device: torch.device) -> tuple[Tile, ...]:
-    """Cut the flat vectors into tiles: what several passes read, memory is read for once."""
+    """Return tiles of the flat vectors, so that several passes read memory once."""
     return _cut(layout, tile_length(device))
 
 
@@ -212,7 +255,7 @@ def tile_norms(tile: Tile, *parts: Tensor) -> list[Tensor]:
 def sum_tile_norms(
     found: Sequence[list[Tensor]], layout: Layout, device: torch.device
 ) -> np.ndarray:
-    """Add up what `tile_norms` has found, tile after tile: float64 [vectors, segments]."""
+    """Return the sums over tiles of the results of `tile_norms`, float64 [vectors, segments]."""
     values = torch.stack([norm for norms in found for norm in norms]).double().cpu().numpy()
     of_tiles = list(tiles(layout, device))
     sums = np.zeros((len(found[0]) // len(of_tiles[0].sizes), len(layout.segments)))
@@ -227,8 +270,8 @@ def sum_tile_norms(
 def norm(flat: Tensor) -> Tensor:
     """Return the 2-norm of `flat`, 0-D, on its device.
 
-    Of parts on the CPU: there torch adds the squares of a long float32 vector to sums that have
-    grown too large for them, and ends 1 % below the norm of 10^8 values, 19 % below that of 10^9.
+    On the CPU it is that of parts: there torch sums the squares of a long float32 vector naively,
+    and is 1 % below the norm of 10^8 values, 19 % below that of 10^9.
     """
     if flat.device.type != "cpu":
         return torch.linalg.vector_norm(flat)

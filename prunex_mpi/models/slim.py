@@ -1,6 +1,6 @@
-"""Modules of the sizes that pruning leaves, where torch's and torchvision's own can't have them.
+"""Modules for sizes that pruning leaves and torch's and torchvision's modules can't have.
 
-They stand where the others stood and have the names of their parameters.
+They replace the originals and have the same names of parameters.
 """
 
 import copy
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchvision.models import swin_transformer as swin
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# What SlimSelfAttention is stated by.
+# The key under which the heads of a SlimSelfAttention are stated.
 ATTENTION_HEADS = "self_attention_heads"
 BATCH_NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -25,19 +25,19 @@ BATCH_NORMS = (
 
 @torch.no_grad()
 def norm_dim(module: nn.LayerNorm) -> int | None:
-    """Return the dimension that a LayerNorm is over, -1 or 1; None where it is another's affair."""
+    """Return the dimension that a LayerNorm normalises, -1 or 1; None for any other kind."""
     if len(module.normalized_shape) != 1 or module.weight is None:
         return None
     if type(module).forward is nn.LayerNorm.forward:
         return -1
-    # A subclass may have its channels second, in whatever way: it is tried.
+    # A subclass may normalise the second dimension: it is tried.
     x = torch.linspace(-1, 1, 12 * module.weight.numel()).to(module.weight)
     x = x.view(2, 2, 3, -1).square()
     wanted = F.layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps)
     for dim in (-1, 1):
         try:
             found = module(x.movedim(-1, dim)).movedim(dim, -1)
-        # Whatever its own code meets.
+        # Its own code may raise anything.
         except Exception:
             continue
         if found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-4, atol=1e-4):
@@ -46,7 +46,7 @@ def norm_dim(module: nn.LayerNorm) -> int | None:
 
 
 class SlimLayerNorm(nn.Module):
-    """Normalise over `width` channels of which only some are there: all others are zero."""
+    """LayerNorm over `width` channels, of which only some are present and the others are zero."""
 
     def __init__(self, kept: int, width: int, eps: float, bias: bool, dim: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class SlimLayerNorm(nn.Module):
     def fitting(
         cls, module: "nn.LayerNorm | SlimLayerNorm", num_features: int
     ) -> "nn.LayerNorm | SlimLayerNorm":
-        """Return `module`, or one of fresh weights if it has other than `num_features` channels."""
+        """Return `module`, or a smaller one with fresh weights unless it has `num_features`."""
         if num_features == module.weight.numel():
             return module
         slim = isinstance(module, SlimLayerNorm)
@@ -67,16 +67,17 @@ class SlimLayerNorm(nn.Module):
             raise ValueError(f"a {type(module).__name__} can't be made smaller")
         width = module.width if slim else module.normalized_shape[0]
         new = cls(num_features, width, module.eps, module.bias is not None, dim)
-        return new.to(module.weight).train(module.training)
+        new.to(module.weight).train(module.training)
+        return new
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., kept], or [n, kept, ...] with `dim` 1, to the same shape."""
         given, x = x.dtype, x.movedim(self.dim, -1)
-        # As torch's own, which adds up 16 bits in 32.
+        # As torch's own, which computes 16-bit inputs in float32.
         x = x.float() if x.element_size() < 4 else x
         mean = x.sum(-1, keepdim=True) / self.width
         centred = x - mean
-        # Those that are not there are as far from the mean as zero is.
+        # Absent channels are zeros, each (0 - mean)^2 from the mean.
         squares = centred.square().sum(-1, keepdim=True)
         squares = squares + (self.width - x.shape[-1]) * mean.square()
         out = centred * torch.rsqrt(squares / self.width + self.eps) * self.weight
@@ -85,14 +86,13 @@ class SlimLayerNorm(nn.Module):
 
 
 class SlimAttention(nn.Module):
-    """Attend with fewer heads, or over fewer channels, than nn.MultiheadAttention can have.
+    """nn.MultiheadAttention for any number of heads and any width of the embedding.
 
-    Stands in its place and has the names of its parameters: q, k and v are
-    [n, s, num_heads * head_dim], whatever the width of the embedding; in_proj_weight is
-    [3 * num_heads * head_dim, embed_dim]. It returns no weights of attention.
+    It has the same names of parameters. q, k and v are [n, s, num_heads * head_dim], in_proj_weight
+    is [3 * num_heads * head_dim, embed_dim]. It returns no attention weights.
     """
 
-    # Tells nn.TransformerEncoderLayer to call it, in place of computing with its parameters.
+    # Makes nn.TransformerEncoderLayer call it instead of its own fast path.
     _qkv_same_embed_dim = False
 
     def __init__(
@@ -120,9 +120,9 @@ class SlimAttention(nn.Module):
         num_heads: int,
         embed_dim: int | None = None,
     ) -> "SlimAttention":
-        """Return one of fresh weights with `num_heads` of the heads of `module`.
+        """Return one with fresh weights and `num_heads` heads of the size of those of `module`.
 
-        Raises ValueError for the variants of attention that it does not know.
+        Raises ValueError for variants of attention that it does not implement.
         """
         if isinstance(module, nn.MultiheadAttention) and (
             module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn
@@ -131,7 +131,8 @@ class SlimAttention(nn.Module):
         bias = module.in_proj_bias is not None
         options = (module.head_dim, bias, module.dropout, module.batch_first)
         slim = cls(embed_dim or module.embed_dim, num_heads, *options)
-        return slim.to(module.in_proj_weight).train(module.training)
+        slim.to(module.in_proj_weight).train(module.training)
+        return slim
 
     def forward(
         self,
@@ -177,17 +178,17 @@ class SlimAttention(nn.Module):
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:
-    """Return a mask that is added, from one that is true where there is nothing to see."""
+    """Return an additive mask from one that is true for what must not be attended to."""
     if mask.dtype != torch.bool:
         return mask.to(like.dtype)
     return like.new_zeros(mask.shape).masked_fill(mask, float("-inf"))
 
 
 class SlimWindows:
-    """The forward pass of torchvision's window attention with any heads and any width.
+    """The forward pass of torchvision's window attention for any number of heads and any width.
 
-    Its function takes the size of a head for width over heads: where that is not so, zeros make it
-    so, of which nothing is left in what it returns.
+    torchvision's function assumes that a head is width / heads wide: where it is not, inputs and
+    weights are padded with zeros, and the padding is cut from the result.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -230,21 +231,21 @@ SLIM_WINDOWS = {
     swin.ShiftedWindowAttention: SlimWindowAttention,
     swin.ShiftedWindowAttentionV2: SlimWindowAttentionV2,
 }
-# A subclass of a user's may compute something else.
+# Exact types: a user's subclass may compute something else.
 WINDOWS = (*SLIM_WINDOWS, *SLIM_WINDOWS.values())
 
 
 def slim_attention(
     module: nn.MultiheadAttention | SlimAttention, num_heads: int, embed_dim: int | None = None
 ) -> nn.MultiheadAttention | SlimAttention:
-    """Return the attention `module`, or one of other heads or another width if need be."""
+    """Return the attention `module`, or one with the given heads and width if they differ."""
     if (num_heads, embed_dim or module.embed_dim) == (module.num_heads, module.embed_dim):
         return module
     return SlimAttention.of(module, num_heads, embed_dim)
 
 
 def slim_windows(module: nn.Module, num_heads: int, embed_dim: int) -> nn.Module:
-    """Return the window attention `module`, made one of other heads or another width if need be."""
+    """Return the window attention `module`, changed to the given heads and width."""
     if (num_heads, embed_dim) != (module.num_heads, module.qkv.in_features):
         if type(module) in SLIM_WINDOWS:
             module.head_dim = module.proj.in_features // module.num_heads
@@ -255,11 +256,11 @@ def slim_windows(module: nn.Module, num_heads: int, embed_dim: int) -> nn.Module
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """The names of the linear layers of plain self-attention, its heads and what drops out.
+    """The names of the linear layers of plain self-attention, its heads and its dropout.
 
-    `firsts` is the one that makes queries, keys and values, or the three that do.
-    `dropouts` are the names of the nn.Dropout of what softmax gives and of the one of the output,
-    "" for none. None where training does something else: only evaluation is known then.
+    `firsts` is the layer that makes queries, keys and values, or the three that do. `dropouts` are
+    the names of the nn.Dropout after softmax and of the one of the output, "" for none; they are
+    None where training does something else, so that only evaluation is known.
     """
 
     firsts: tuple[str, ...]
@@ -283,9 +284,9 @@ def self_attend(module: nn.Module, parts: SelfAttention, x: Tensor) -> Tensor:
 
 
 class SlimSelfAttention(nn.Module):
-    """Attend with fewer heads, or over fewer channels, than the code of a module can have.
+    """Plain self-attention for any number of heads and any width, in place of a user's module.
 
-    It takes over the modules inside under their names. What drops out in training goes on to.
+    It takes over the child modules, dropout included, under their names.
     """
 
     def __init__(self, module: nn.Module, num_heads: int) -> None:
@@ -298,7 +299,7 @@ class SlimSelfAttention(nn.Module):
             self.add_module(name, child)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [n, s, c] to the same shape; raises RuntimeError in training if that is not known."""
+        """Map [n, s, c] to the same shape; raise RuntimeError in training if that is not known."""
         if self.training and self.parts.dropouts is None:
             raise RuntimeError("this attention became smaller for evaluation alone: call eval()")
         return self_attend(self, self.parts, x)
@@ -306,10 +307,10 @@ class SlimSelfAttention(nn.Module):
 
 @torch.no_grad()
 def self_attention_parts(module: nn.Module) -> SelfAttention | None:
-    """Return what plain self-attention is made of, None for all other modules.
+    """Return the parts of plain self-attention, None for any other module.
 
-    It is one that computes what `self_attend` does, which is tried in float64 on drawn numbers, in
-    place of its weights too: these may be zero, or not numbers.
+    It is recognised by trial: `module` must compute the same as `self_attend` in float64, on random
+    inputs and with random weights, since its own may be zero or not finite.
     """
     if isinstance(module, SlimSelfAttention):
         return module.parts
@@ -320,7 +321,8 @@ def self_attention_parts(module: nn.Module) -> SelfAttention | None:
     firsts, last = roles[0]
     inner, width = layers[last].in_features, layers[firsts[0]].in_features
     x = (torch.linspace(-3, 3, 10 * width, dtype=torch.float64) * 7).sin().view(2, 5, -1)
-    double = copy.deepcopy(module).eval().double().cpu()
+    double = copy.deepcopy(module).double().cpu()
+    double.eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in double.parameters():
         drawn = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
@@ -334,10 +336,10 @@ def self_attention_parts(module: nn.Module) -> SelfAttention | None:
 
 
 def _orders(layers: dict[str, nn.Linear]) -> list[tuple[str, ...]]:
-    """Return the orders in which they may make queries, keys and values, and the output last."""
+    """Return the possible roles of layers: those of queries, keys and values, then the output."""
     if len(layers) not in (2, 4):
         return []
-    # Of two, the one that runs first stands first.
+    # Of two, the first makes queries, keys and values.
     every = [tuple(layers)] if len(layers) == 2 else itertools.permutations(layers)
     found = []
     for *firsts, last in every:
@@ -350,9 +352,9 @@ def _orders(layers: dict[str, nn.Linear]) -> list[tuple[str, ...]]:
 
 def _find_dropouts(module: nn.Module, parts: SelfAttention, x: Tensor) -> tuple[str, str] | None:
     """Return the `dropouts` with which `self_attend` does what `module` does in training."""
-    inside = module.train().named_modules()
-    found = {name: m for name, m in inside if type(m) is nn.Dropout and m.p > 0}
-    # Rates that tell one from the other, and of which something drops out.
+    module.train()
+    found = {name: m for name, m in module.named_modules() if type(m) is nn.Dropout and m.p > 0}
+    # Different rates tell them apart.
     for number, dropout in enumerate(found.values(), 1):
         dropout.p = number / (len(found) + 1)
     for pair in itertools.product(("", *found), repeat=2):
@@ -362,7 +364,7 @@ def _find_dropouts(module: nn.Module, parts: SelfAttention, x: Tensor) -> tuple[
 
 
 def _computes(module: nn.Module, parts: SelfAttention, x: Tensor) -> bool:
-    """Say whether `self_attend` does what `module` does, which draws the same random numbers."""
+    """Return whether `self_attend` and `module` compute the same with the same random numbers."""
     # The generators of other devices stay as they are.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -370,7 +372,7 @@ def _computes(module: nn.Module, parts: SelfAttention, x: Tensor) -> bool:
             wanted = module(x)
             torch.default_generator.manual_seed(0)
             found = self_attend(module, parts, x)
-        # Whatever its code meets.
+        # Its code may raise anything.
         except Exception:
             return False
     alike = getattr(wanted, "shape", None) == found.shape and wanted.dtype == found.dtype
@@ -378,7 +380,7 @@ def _computes(module: nn.Module, parts: SelfAttention, x: Tensor) -> bool:
 
 
 def evaluates_alone(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return which of these modules, plain self-attention, can't be trained when smaller."""
+    """Return which of these self-attention modules can't be trained when smaller."""
     parts = {name: self_attention_parts(model.get_submodule(name)) for name in names}
     return [name for name, found in parts.items() if found and found.dropouts is None]
 

@@ -10,6 +10,7 @@ weights.
 """
 
 import importlib
+import inspect
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -34,7 +35,7 @@ from prunex_mpi.models.slim import (
     slim_windows,
 )
 
-# What modules of a network count, or the shapes of their parameters, by the names of both.
+# Sizes of modules and shapes of their parameters: {module: {attribute: number or shape}}.
 Sizes = dict[str, dict[str, int | list[int]]]
 
 FORMAT = 1
@@ -48,7 +49,7 @@ CIFAR_FAMILY = {
 SMALL_VIT, SMALL_VGG = "vit_tiny", "vgg19_small"
 # Channels of the convolutions of VGG-19; between its stages the resolution is halved.
 VGG19 = ((64, 64), (128, 128), (256,) * 4, (512,) * 4, (512,) * 4)
-# Without an explicit choice these two add auxiliary heads or warn about their initialisation.
+# These two need explicit options, or they have auxiliary heads and warn about initialisation.
 WITH_AUXILIARY_HEADS = ("googlenet", "inception_v3")
 
 
@@ -67,13 +68,14 @@ def load(folder: str | Path) -> nn.Module:
     model = build(plan["model"])
     resize_(model, plan["layers"])
     fill_(model, load_file(folder / MODEL))
-    return model.eval()
+    model.eval()
+    return model
 
 
 def fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put a whole state dict into `model`; raise RuntimeError unless names and sizes fit."""
+    """Load a whole state dict into `model`; raise RuntimeError unless names and sizes fit."""
     state = OrderedDict(tensors)
-    # Some modules take a state dict without their version for one of an older version.
+    # Some modules take a state dict without a version for one of an older version.
     state._metadata = model.state_dict()._metadata
     model.load_state_dict(state, strict=True)
 
@@ -83,28 +85,37 @@ def fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def _waits_for_an_image(model: nn.Module) -> bool:
+def _is_lazy(model: nn.Module) -> bool:
     return any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers()))
+
+
+def _takes_size(factory: Callable[..., Any]) -> bool:
+    """Return whether a factory of models has a parameter `image_size`, by name or as **options."""
+    try:
+        parameters = inspect.signature(factory).parameters
+    # Some functions written in C have no signature.
+    except (TypeError, ValueError):
+        return True
+    return "image_size" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def build(description: Mapping[str, Any]) -> nn.Module:
     """Return a network of full size with fresh weights, on the CPU, in training mode.
 
-    Modules that take their sizes from the first image have seen one.
-
-    `description` holds name, num_classes, image_size and stem ("cifar", "imagenet", or "" for
-    networks that have but one).
+    Lazy modules are initialised by a dummy image. `description` holds name, num_classes, image_size
+    and stem ("cifar", "imagenet", or "" for networks that have only one).
     """
     name, side = description["name"], description["image_size"]
     classes = description["num_classes"]
     if ":" in name:
         module, _, factory = name.partition(":")
         make = getattr(importlib.import_module(module), factory)
-        model = make(num_classes=classes, image_size=side)
-        if isinstance(model, nn.Module) and _waits_for_an_image(model):
+        model = make(num_classes=classes, **({"image_size": side} if _takes_size(make) else {}))
+        if isinstance(model, nn.Module) and _is_lazy(model):
             training = model.training
+            model.eval()
             with torch.no_grad():
-                model.eval()(torch.zeros(1, 3, side, side))
+                model(torch.zeros(1, 3, side, side))
             model.train(training)
         return model
     if name in CIFAR_FAMILY:
@@ -232,13 +243,12 @@ class SmallVgg(nn.Module):
 
 
 def resize_(model: nn.Module, sizes: Sizes) -> None:
-    """Give the modules named in `sizes` the sizes stated there; what had others loses its values.
+    """Resize the modules named in `sizes`; tensors of another shape lose their values.
 
     Convolutions have in_channels, out_channels and groups, linear layers in_features and
     out_features, BatchNorm, InstanceNorm and LayerNorm num_features, GroupNorm num_groups and
-    num_channels, attention num_heads and embed_dim. Other
-    modules have numbers of their own and the shapes of parameters of their own. Raises ValueError
-    where a module has not what is stated.
+    num_channels, attention num_heads and embed_dim. Other modules have their own numbers and
+    shapes of parameters. Raises ValueError where a module lacks what is stated.
     """
     for name, stated in sizes.items():
         module = model.get_submodule(name)
@@ -267,7 +277,7 @@ def _resize_alone_(module: nn.Module, wanted: Mapping[str, int]) -> None:
         for attribute, shape in _shapes_for(module)(**wanted).items():
             _reallocate_(module, attribute, shape)
     for key, size in wanted.items():
-        # One of several numbers is named as in "sizes.0".
+        # "sizes.0" is the first of several numbers.
         attribute, _, place = key.partition(".")
         if not hasattr(module, attribute):
             raise ValueError(f"a {type(module).__name__} has no {attribute}")
@@ -280,7 +290,7 @@ def _resize_alone_(module: nn.Module, wanted: Mapping[str, int]) -> None:
 
 
 def _shapes_for(module: nn.Module) -> Callable[..., dict[str, tuple[int, ...]]]:
-    """Return what maps sizes to the shapes of the module's tensors."""
+    """Return the function from sizes to the shapes of the module's tensors."""
     if isinstance(module, CONVOLUTIONS):
         return lambda in_channels, out_channels, groups: {
             "weight": (out_channels, in_channels // groups, *module.kernel_size),
@@ -298,7 +308,7 @@ def _shapes_for(module: nn.Module) -> Callable[..., dict[str, tuple[int, ...]]]:
 
 
 def _reallocate_(module: nn.Module, attribute: str, shape: tuple[int, ...]) -> None:
-    """Replace a parameter or buffer, if there is one, by an empty one of another shape."""
+    """Replace a parameter or buffer, unless it is None, by an empty one of another shape."""
     old = getattr(module, attribute)
     if old is None or tuple(old.shape) == shape:
         return

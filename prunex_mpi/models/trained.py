@@ -1,6 +1,6 @@
-"""Read trained weights from a file, and fit them to a model that may have other classes.
+"""Read trained weights from a file and load them into a model, which may have other classes.
 
-Nothing that is read is executed: safetensors, or torch files through `weights_only`.
+Nothing that is read is executed: safetensors, or torch files with `weights_only`.
 """
 
 import hashlib
@@ -19,18 +19,18 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.files import CHUNK_BYTES, while_growing
-from prunex_mpi.models.blank import blank_image, evaluating
+from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.standalone import WITH_AUXILIARY_HEADS, fill_
 
-# What a file may hold the state dict under, and what wrappers put before each of its names.
+# Keys under which a file may hold the state dict, and prefixes that wrappers give its names.
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")
-# Of what does not fit, so many names are told.
+# Names shown of those that do not fit.
 SHOWN = 3
 # Torchvision's first DenseNets were saved under names that it renames when it loads them.
 DENSENET = re.compile(r"^(.*denselayer\d+\.(?:norm|relu|conv))\.((?:[12])\.\w+)$")
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
-# What those with auxiliary heads were trained with; torchvision turns the images round inside them.
+# Normalisation of models with auxiliary heads, which convert torchvision's usual one inside.
 CENTRED = ((0.5,) * 3, (0.5,) * 3)
 Moments = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -38,7 +38,7 @@ Moments = tuple[tuple[float, ...], tuple[float, ...]]
 def digest_of(path: Path, going: Callable[[], None] = lambda: None) -> str:
     """Return the SHA-256 of a file in hexadecimal digits; raise UserError (UNREADABLE).
 
-    `going` is called for each piece that is read.
+    `going` is called for each chunk that is read.
     """
     digest = hashlib.sha256()
     try:
@@ -52,7 +52,7 @@ def digest_of(path: Path, going: Callable[[], None] = lambda: None) -> str:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the state dict in a safetensors or torch file, out of its wrappers and prefixes.
+    """Return the state dict in a safetensors or torch file, without wrappers and prefixes.
 
     Raises UserError (UNREADABLE) for a file that can't be read or holds something else.
     """
@@ -66,7 +66,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             found = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UserError(f"cannot read weights {path}: {error.strerror}", UNREADABLE) from None
-    # The libraries raise whatever a damaged file leads them to.
+    # The libraries may raise anything for a damaged file.
     except Exception as error:
         reason = one_line(error).split("Please file an issue")[0][:120]
         raise UserError(
@@ -78,7 +78,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _unwrapped(found: Any, path: Path) -> dict[str, Tensor]:
-    """Return the state dict in what a file holds, without the prefixes of wrapping modules."""
+    """Return the state dict in the contents of a file, without prefixes of wrapping modules."""
     inner = next((key for key in WRAPPERS if _holds(found, key)), None)
     while inner is not None:
         found = found[inner]
@@ -108,9 +108,9 @@ def find_torchvision_file(
 ) -> tuple[Path, Moments]:
     """Return the file of torchvision's best weights of `model`, and (mean, std) of its images.
 
-    It lies in torch's cache (TORCH_HOME); where it does not, one process downloads and others wait,
-    and `going` is called as it grows. Raises UserError for a model that torchvision has no weights
-    for and when it can't be fetched.
+    It is in torch's cache (TORCH_HOME), or one process downloads it there while others wait, and
+    `going` is called as it grows. Raises UserError for a model that torchvision has no weights for
+    and when the file can't be downloaded.
     """
     known = torchvision.models.list_models(module=torchvision.models)
     if model not in known:
@@ -132,7 +132,7 @@ def find_torchvision_file(
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # What is not whole yet has a longer name.
+        # A partial download has a longer name.
         while_growing(lambda: folder.glob(f"{path.name}*"), going, fetch)
     # No network, no room, another file than was promised.
     except Exception as error:
@@ -154,21 +154,21 @@ def fit_(
     where: str,
     others: bool = False,
 ) -> str:
-    """Put trained weights and BatchNorm statistics into `model`; return what was not taken, or "".
+    """Load trained weights and BatchNorm statistics into `model`; return what was left out, or "".
 
     The layer that makes the classes keeps its fresh weights where the file has another number of
-    classes, or `others`. Raises UserError (UNREADABLE) that names the first few where anything else
-    differs.
+    classes, or if the classes are `others`. Raises UserError (UNREADABLE) with the first few names
+    where anything else differs.
     """
     mine = model.state_dict()
     for prefix in PREFIXES:
-        # The model's own, not that of a module around it.
+        # A prefix that belongs to the model itself.
         if all(key.startswith(prefix) for key in mine):
             tensors = {f"{prefix}{key.removeprefix(prefix)}": t for key, t in tensors.items()}
     theirs = {DENSENET.sub(r"\1\2", key): value for key, value in tensors.items()}
     if not any(key.startswith(AUXILIARY) for key in mine):
         theirs = {key: t for key, t in theirs.items() if not key.startswith(AUXILIARY)}
-    head, replaced = find_head(model, image_size), ""
+    head, replaced = find_ends(model, image_size).head.rpartition(".")[0], ""
     weight = f"{head}.weight"
     if head and weight in theirs and theirs[weight].dim() == mine[weight].dim():
         here, there = list(mine[weight].shape), list(theirs[weight].shape)
@@ -180,7 +180,7 @@ def fit_(
             if here[0] != there[0]:
                 than = f"{there[0]} classes and the data {here[0]}"
             replaced = f"{where} has {than}: layer {head} begins anew"
-    # Old files lack the counters, which nothing here looks at.
+    # Old files lack the counters, which are not used here.
     counters = {key: t for key, t in mine.items() if key.endswith("num_batches_tracked")}
     theirs = {**counters, **theirs}
     odd = [
@@ -205,29 +205,7 @@ def _shape(tensor: Tensor | None) -> str:
 
 
 def _few(items: Iterable[str]) -> str:
-    """Return the first few items, and how many there are beside."""
+    """Return the first few items and the number of further ones."""
     every = list(items)
     more = [f"{len(every) - SHOWN} more"] if len(every) > SHOWN else []
     return "; ".join([*every[:SHOWN], *more])
-
-
-def find_head(model: nn.Module, image_size: int) -> str:
-    """Return the name of the layer that runs last of those that make the classes, "" for none.
-
-    That is a linear layer or a convolution with as many outputs as the model.
-    """
-    ran: list[tuple[str, int]] = []
-    hooks = [
-        module.register_forward_hook(
-            lambda module, *_, name=name: ran.append((name, module.weight.shape[0]))
-        )
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d)
-    ]
-    try:
-        with evaluating(model):
-            classes = model(blank_image(model, image_size)).shape[-1]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return next((name for name, outputs in reversed(ran) if outputs == classes), "")

@@ -1,8 +1,8 @@
-"""Physical shrinkage: gather the kept slices of a flat vector into a dense payload and back.
+"""Compaction: gather the kept slices of a flat vector into a dense payload, and scatter them back.
 
 The paper's section 4.4, with kept columns of the GEMM view in place of the bounding box of Eq. 15.
-A plan holds for each pruned layer which rows are kept and which channels. Rows are copied whole
-and channels gathered, in both directions, tile by tile, so that memory sees one pass.
+A plan holds the kept rows and channels of each pruned layer. In both directions rows are copied
+whole and channels gathered, tile by tile, in one pass over memory.
 """
 
 import functools
@@ -21,10 +21,10 @@ from prunex_mpi.pruning.masks import layer_masks, set_rows_
 
 @dataclass(frozen=True)
 class Kept:
-    """Which rows or channels are kept: the `index` of those, of those `gone`, and the way back.
+    """The indices of kept rows or channels (`index`), of pruned ones (`gone`), and their inverse.
 
-    `place` says for each where it is among the kept ones; those gone point anywhere. `factor` is 0
-    for the elements of what is gone and 1 for all others, float32.
+    `place` is the position of each among the kept ones, arbitrary for pruned ones. `factor` is 0
+    for elements of pruned ones and 1 for others, float32.
     """
 
     index: Tensor
@@ -35,7 +35,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of the flat vector and its place in the payload.
+    """A contiguous part of the flat vector and its place in the payload.
 
     With a `shape` it is [rows, channels, kernel] and keeps `rows` and `channels`, None for all.
     """
@@ -51,7 +51,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each kept element travels; `digest` identifies the layout across ranks."""
+    """The place of each kept element in the payload; `digest` identifies the plan across ranks."""
 
     pieces: tuple[Piece, ...]
     numel: int
@@ -59,13 +59,13 @@ class Plan:
 
 
 def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.device) -> Plan:
-    """Derive the index sets of `mask` and place them on `device`."""
+    """Return the plan of `mask`, with its index tensors on `device`."""
     by_segment = {
         layer.segment: (layer, rows, columns)
         for layer, (rows, columns) in zip(groups.layers, layer_masks(mask, groups), strict=True)
     }
     pieces: list[Piece] = []
-    # Coupled layers keep the same rows and channels.
+    # Coupled layers share rows and channels.
     known: dict[tuple[bytes, int], Kept | None] = {}
     start = 0
     for number, segment in enumerate(layout.segments):
@@ -79,7 +79,7 @@ def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.d
                 piece = Piece(segment.offset, segment.numel, start, size, shape, *kept)
         last = pieces[-1] if pieces else None
         if piece.shape is None and last is not None and last.shape is None:
-            # Neighbours that keep everything travel as one copy.
+            # Neighbours that keep everything are copied at once.
             pieces[-1] = Piece(
                 last.offset, last.numel + piece.numel, last.start, last.kept + piece.kept
             )
@@ -100,9 +100,9 @@ def _describe(layout: Layout) -> bytes:
 def _view_of_kept(
     layer: PrunableLayer, rows: np.ndarray, columns: np.ndarray
 ) -> tuple[tuple[int, int, int], np.ndarray, np.ndarray]:
-    """Choose a view [rows, channels, kernel] of which whole rows and channels are kept; say which.
+    """Return a shape [rows, channels, kernel] with the rows and the channels of it that are kept.
 
-    Where there is nothing to choose between, all are channels.
+    Layers of a single column are a single row of channels.
     """
     by_channel = columns.reshape(layer.blocks, layer.channels, layer.kernel)
     whole_channels = bool((by_channel.all(axis=2) == by_channel.any(axis=2)).all())
@@ -112,7 +112,7 @@ def _view_of_kept(
             return (1, rows.size, 1), all_of_one, rows
         return (rows.size, 1, layer.columns), rows, all_of_one
     if layer.blocks > 1:
-        # Columns that differ between convolution groups: runs of one channel's kernel, or weights.
+        # Columns differ between convolution groups: keep kernels of a channel, or single weights.
         unit = by_channel[:, :, 0] if whole_channels else columns
         kept = (rows.reshape(layer.blocks, layer.rows, 1) & unit[:, None, :]).reshape(-1)
         return (1, kept.size, layer.numel // kept.size), all_of_one, kept
@@ -124,7 +124,7 @@ def _view_of_kept(
 def _find_kept(
     bits: np.ndarray, kernel: int, device: torch.device, known: dict[tuple[bytes, int], Kept | None]
 ) -> Kept | None:
-    """Return the index sets of `bits`, from `known` where they are; None where all are kept."""
+    """Return the indices of `bits`, cached in `known`; None where all are kept."""
     key = bits.tobytes(), kernel
     if key not in known and bits.all():
         known[key] = None
@@ -141,7 +141,7 @@ def pack_(
 ) -> None:
     """Gather the kept elements of `flat` [layout.numel] into `payload` [>= plan.numel].
 
-    With `other`, as long as `flat`, those of flat + other; `factor` times what they are.
+    With `other` [layout.numel], those of flat + other. They are multiplied by `factor`.
     """
     flats = (flat,) if other is None else (flat, other)
     for p in plan.pieces:
@@ -154,7 +154,7 @@ def pack_(
 
 
 def _pack_whole_(sources: list[Tensor], target: Tensor, factor: float) -> None:
-    # What is scaled is in the cache still. One after the other, for the rounding of float32.
+    # Tiles are scaled while in the cache. Sum, then scale: that fixes the rounding of float32.
     step = target.numel() if factor == 1 else tile_length(target.device)
     for start in range(0, target.numel(), max(1, step)):
         at = slice(start, start + step)
@@ -164,7 +164,7 @@ def _pack_whole_(sources: list[Tensor], target: Tensor, factor: float) -> None:
 
 
 def _sum(sources: list[Tensor], out: Tensor | None = None) -> Tensor:
-    """Return the sum of one or two tensors; without `out` one alone is itself."""
+    """Return the sum of one or two tensors; a single one without `out` is returned itself."""
     if len(sources) == 2:
         return torch.add(*sources, out=out)
     return sources[0] if out is None else out.copy_(sources[0])
@@ -185,7 +185,7 @@ def _pack_piece_(p: Piece, sources: list[Tensor], target: Tensor, factor: float)
 
 
 def _row_tiles(p: Piece, payload: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Cut the kept rows of a piece into tiles; yield their places and their part of `payload`."""
+    """Yield tiles of the kept rows of a piece: their places and their part of `payload`."""
     rows, channels, kernel = p.shape
     kept_rows = rows if p.rows is None else p.rows.index.numel()
     kept_channels = channels if p.channels is None else p.channels.index.numel()
@@ -197,7 +197,7 @@ def _row_tiles(p: Piece, payload: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def unpack_(payload: Tensor, plan: Plan, flat: Tensor) -> None:
-    """Scatter `payload` into `flat`; what the mask pruned becomes exactly zero."""
+    """Scatter `payload` into `flat`; pruned elements become exactly zero."""
     for p in plan.pieces:
         target, source = flat[p.offset : p.offset + p.numel], payload[p.start : p.start + p.kept]
         if p.shape is None:
@@ -221,7 +221,7 @@ def _unpack_piece_(p: Piece, source: Tensor, target: Tensor) -> None:
 
 
 def _spread(p: Piece, kept: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return rows with all channels, from those that have the kept ones alone."""
+    """Return rows with all channels, zero where pruned, from rows of kept channels."""
     if out is None:
         out = kept.new_empty(len(kept), *p.shape[1:])
     torch.index_select(kept, 1, p.channels.place, out=out)

@@ -1,4 +1,4 @@
-"""Structured sparsity: which slices of a model form groups.
+"""Groups: the slices of a model's parameters that are kept or pruned together.
 
 A convolution's weight [C_out, C_in/g, *kernel] with g = `conv.groups` is g GEMM blocks of shape
 [C_out/g, C_in/g * prod(kernel)]. The groups of the paper's section 2.1 are then
@@ -9,26 +9,35 @@ A convolution's weight [C_out, C_in/g, *kernel] with g = `conv.groups` is g GEMM
 
 and, beyond the paper,
 
-- `coupled`: all slices that have to go together for a channel to be removable (`coupling`), chosen
-  among the channels that have slices in the same places.
+- `coupled`: all slices that have to go together for a channel to be removable (`coupling`), which
+  competes with the channels that have slices in the same places.
 
-Which of them are kept is chosen in `projection`, what a choice does to vectors is in `masks`.
+`projection` chooses which are kept, `masks` applies the choice to vectors.
 """
 
-from collections.abc import Iterator
+import fnmatch
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.models.dummy_input import Ends
 from prunex_mpi.models.layout import Layout, tile_length
+from prunex_mpi.models.slim import CONVOLUTIONS
 from prunex_mpi.pruning.coupling import Coupling
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+COUPLED_REACH = "--groups coupled, which prunes linear layers and heads of attention too"
 
 
 @dataclass(frozen=True)
 class PrunableLayer:
-    """A weight as `blocks` GEMM blocks of [rows, channels * kernel]; a vector is one column."""
+    """A parameter as `blocks` GEMM blocks of [rows, channels * kernel]; a vector is one column."""
 
     segment: int
     blocks: int
@@ -67,9 +76,9 @@ class Selection:
 
 @dataclass(frozen=True)
 class CoupledLayer:
-    """The place in the mask of each row [blocks * rows] and column [columns] of a layer, -1: none.
+    """The group of each row [blocks * rows] and column [columns] of a layer, -1 for none.
 
-    `scored` says that its slices count in the score of their groups.
+    `scored`: its slices count in the scores of their groups.
     """
 
     layer: int
@@ -80,11 +89,12 @@ class CoupledLayer:
 
 @dataclass(frozen=True)
 class ScoredSlices:
-    """The slices that score: of each of `tensors` its rows, its columns or the one, then the other.
+    """The slices whose squares make the scores of coupled groups, in the order of `tensors`.
 
-    `tensors` holds (layer, rows score, columns score). `inside` says which slices, in this order,
-    belong to a group: those have a place in the mask (`group`) and one in `slices`, the number of
-    groups with slices in the same dimension of the same tensor. A group is in `members` of these.
+    `tensors` are (layer, rows count, columns count); the rows of a tensor come before its columns.
+    `inside` [slices] is true for slices of a group; of those, `group` is the group and `side` the
+    dimension of a tensor. `slices` [sides] are the numbers of groups with slices in a side,
+    `members` [groups] the numbers of sides in which a group has slices.
     """
 
     tensors: tuple[tuple[int, bool, bool], ...]
@@ -97,7 +107,7 @@ class ScoredSlices:
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit on `price[layer]` per kept weight, summed over all layers, plus what is `fixed`.
+    """A limit on `price[layer]` per kept weight, summed over all layers, plus `fixed`.
 
     Of each set at least a fraction `floor` of the groups is kept.
     """
@@ -105,7 +115,7 @@ class Budget:
     limit: float
     price: np.ndarray
     fixed: float
-    # Not shown, as checkpoints know a model's groups by what is.
+    # Checkpoints identify a model's groups by their repr, of which this is no part.
     floor: float = field(default=0.0, repr=False)
 
 
@@ -113,9 +123,8 @@ class Budget:
 class Groups:
     """All groups of a model; a mask is a bool array [total], kind after kind, layer after layer.
 
-    With a `budget` the coupled groups are chosen among all sets at once. `of_loss` says that they
-    are scored by what the loss would feel, `by_gate` that it is asked of each as a whole.
-    `coupling` is what coupled groups were found as.
+    With a `budget` the coupled groups are chosen among all sets at once. `by_gate`: they are scored
+    by `gates`, not by magnitude. `coupling` is what coupled groups were found as.
     """
 
     layers: tuple[PrunableLayer, ...]
@@ -124,8 +133,7 @@ class Groups:
     excluded: tuple[str, ...]
     coupled: tuple[CoupledLayer, ...] = ()
     budget: Budget | None = None
-    # These are no part of what checkpoints know a model's groups by.
-    of_loss: bool = field(default=False, repr=False)
+    # No part of the repr by which checkpoints identify a model's groups.
     by_gate: bool = field(default=False, repr=False)
     coupling: Coupling | None = field(default=None, repr=False, compare=False)
 
@@ -143,7 +151,7 @@ class Groups:
                 entry.scored and bool((ids >= 0).any()) for ids in (entry.rows, entry.columns)
             ]
             tensors.append((entry.layer, *scores))
-            # Of all blocks of a convolution in groups.
+            # In all blocks of a grouped convolution.
             columns = np.tile(entry.columns, self.layers[entry.layer].blocks)
             for ids, wanted in zip((entry.rows, columns), scores, strict=True):
                 if wanted:
@@ -165,10 +173,10 @@ class Groups:
 
     @cached_property
     def gates(self) -> tuple[tuple[int, bool, np.ndarray], ...]:
-        """Each (layer, by row, the group of each row or column) that coupled groups' gates are at.
+        """The gates of coupled groups: (layer, by row, the group of each row or column).
 
-        That is the columns that read them, or, of groups that nothing reads, all their rows. Where
-        there is no gate the group is `total`.
+        A group's gate is at the columns that read it, or at its rows if no weight reads it. Rows
+        and columns without a gate have the group `total`.
         """
         read, found = np.zeros(self.total + 1, dtype=bool), []
         for entry in self.coupled:
@@ -196,7 +204,7 @@ def gemm_view(flat: Tensor, layout: Layout, layer: PrunableLayer) -> Tensor:
 
 
 def cut_view(view: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Cut a view of `gemm_views` into tiles: (blocks, rows), the rows of one block or all rows."""
+    """Yield the (blocks, rows) slices of the tiles of a view of `gemm_views`."""
     blocks, rows, columns = view.shape
     whole, length = slice(None), tile_length(view.device)
     if view.numel() <= length:
@@ -207,3 +215,200 @@ def cut_view(view: Tensor) -> Iterator[tuple[slice, slice]]:
     else:
         step = max(1, length // (rows * columns))
         yield from ((slice(start, start + step), whole) for start in range(0, blocks, step))
+
+
+# --------------------------------------------------------------------------------------------------
+# Find them
+# --------------------------------------------------------------------------------------------------
+
+
+def find_groups(
+    model: nn.Module,
+    layout: Layout,
+    kinds: Sequence[str],
+    keep_ratios: Sequence[float],
+    layer_keep_ratios: Sequence[tuple[str, float]] = (),
+    *,
+    coupling: Coupling | None = None,
+    ends: Ends | None = None,
+) -> Groups:
+    """Return the groups of `model`, with reasons for the layers that cannot be pruned.
+
+    `keep_ratios` holds one ratio per kind, or one for all; `layer_keep_ratios` are (fnmatch pattern
+    on the parameter's name, ratio) pairs of which the last match wins. Coupled groups need the
+    model's `coupling`. Without `ends` the first and the last layer by definition are taken for the
+    stem and the classifier. Raises UserError when no group can be pruned or when a pattern matches
+    no layer.
+    """
+    ratios = list(keep_ratios) * (len(kinds) if len(keep_ratios) == 1 else 1)
+    index = {s.name: i for i, s in enumerate(layout.segments)}
+    candidates, excluded = _find_layers(
+        model, index, [k for k in kinds if k != "coupled"], ends or Ends(frozenset(), "")
+    )
+    names = [name for name, _, _ in candidates]
+    layers = [layer for _, layer, _ in candidates]
+    if coupling is not None:
+        excluded += coupling.excluded
+        for name in [*coupling.rows, *coupling.columns, *coupling.inner]:
+            if name not in index:
+                raise UserError(
+                    f"coupled groups: {name} is not trained; choose another --model or other "
+                    "--groups"
+                )
+            if name not in names:
+                names.append(name)
+                layers.append(_as_layer(index[name], model.get_parameter(name)))
+    for pattern, _ in layer_keep_ratios:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise UserError(f"--layer-keep-ratio: no prunable layer matches {pattern!r}")
+    if not layers:
+        raise UserError(
+            f"no layer of the model can be pruned by {'+'.join(kinds)} groups "
+            f"({excluded[0]}): give {COUPLED_REACH}"
+        )
+
+    def keep_ratio(name: str, ratio: float) -> float:
+        matching = [r for p, r in layer_keep_ratios if fnmatch.fnmatchcase(name, p)]
+        return matching[-1] if matching else ratio
+
+    gammas = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    gammas |= coupling.norms if coupling else set()
+    by_kind: list[tuple[Selection, ...]] = []
+    coupled: list[CoupledLayer] = []
+    start = 0
+    for kind, ratio in zip(kinds, ratios, strict=True):
+        selections = []
+        if kind == "coupled":
+            for s in coupling.sets:
+                keep = keep_ratio(s.name, ratio)
+                selections.append(Selection(-1, kind, 1, s.count, start + s.start, keep, s.unit))
+            for number, (name, layer) in enumerate(zip(names, layers, strict=True)):
+                if coupling.slices(name):
+                    scored = name in coupling.positions or name in gammas
+                    shape = layout.segments[layer.segment].shape
+                    coupled.append(_couple(name, number, layer, shape, coupling, start, scored))
+            start += coupling.total
+        for number, (name, layer, usable) in enumerate(candidates):
+            if kind not in usable:
+                continue
+            blocks, count = _extent(layer, kind)
+            selections.append(
+                Selection(number, kind, blocks, count, start, keep_ratio(name, ratio))
+            )
+            start += blocks * count
+        if selections:
+            by_kind.append(tuple(selections))
+    return Groups(
+        tuple(layers), tuple(by_kind), start, tuple(excluded), tuple(coupled), coupling=coupling
+    )
+
+
+def out_of_reach(groups: Groups, numel: int) -> str:
+    """Return a warning if groups of convolutions hold less than half of the parameters, or ""."""
+    kinds = [selections[0].kind for selections in groups.kinds]
+    if not kinds or "coupled" in kinds or 2 * groups.prunable_numel >= numel:
+        return ""
+    found = f"{groups.prunable_numel:,} of the {numel:,} parameters"
+    return (
+        f"{'+'.join(kinds)} groups are of convolutions, which have {found} to prune: all others "
+        f"stay, and are sent whole; give {COUPLED_REACH}"
+    )
+
+
+def _find_layers(
+    model: nn.Module, index: dict[str, int], kinds: Sequence[str], ends: Ends
+) -> tuple[list[tuple[str, PrunableLayer, list[str]]], list[str]]:
+    """Return (name, layer, usable kinds) of the convolutions, and reasons for what is excluded."""
+    if not kinds:
+        return [], []
+    weighted = [
+        (f"{name}.weight" if name else "weight", module)
+        for name, module in model.named_modules()
+        if isinstance(module, (*CONVOLUTIONS, nn.Linear))
+    ]
+    convs = [(name, module) for name, module in weighted if isinstance(module, CONVOLUTIONS)]
+    if not convs:
+        raise UserError(
+            f"the model has no convolution layer to prune by {'+'.join(kinds)} groups: give "
+            f"{COUPLED_REACH}"
+        )
+    classifier = ends.head or weighted[-1][0]
+    stems = ends.stems or {convs[0][0]}
+    excluded = [
+        f"{name}.weight: transposed convolutions are not pruned"
+        for name, module in model.named_modules()
+        if isinstance(module, TRANSPOSED)
+    ]
+    candidates: list[tuple[str, PrunableLayer, list[str]]] = []
+    for name, conv in convs:
+        if name not in index:
+            why = _why_not_trained(conv.weight)
+            excluded += [f"{name} [{kind}]: its weight is {why}" for kind in kinds]
+            continue
+        layer = _as_layer(index[name], conv.weight, conv.groups)
+        usable = []
+        for kind in kinds:
+            reason = _why_not(layer, kind, name in stems, name == classifier)
+            if reason:
+                excluded.append(f"{name} [{kind}]: {reason}")
+            else:
+                usable.append(kind)
+        if usable:
+            candidates.append((name, layer, usable))
+    return candidates, excluded
+
+
+def _why_not_trained(weight: Tensor) -> str:
+    """Return why the weight of a layer is not a trained parameter of its own."""
+    if not isinstance(weight, nn.Parameter):
+        return "computed from other parameters"
+    # A shared weight is pruned under its first name.
+    return "another layer's" if weight.requires_grad else "not trained"
+
+
+def _as_layer(segment: int, weight: Tensor, conv_groups: int = 1) -> PrunableLayer:
+    return PrunableLayer(
+        segment=segment,
+        blocks=conv_groups,
+        rows=weight.shape[0] // conv_groups,
+        channels=weight.shape[1] if weight.dim() > 1 else 1,
+        kernel=math.prod(weight.shape[2:]),
+    )
+
+
+def _couple(
+    name: str,
+    number: int,
+    layer: PrunableLayer,
+    shape: tuple[int, ...],
+    coupling: Coupling,
+    start: int,
+    scored: bool,
+) -> CoupledLayer:
+    """Return the places in the mask of the groups of one parameter's slices."""
+    rows = np.full(layer.blocks * layer.rows, -1)
+    # The columns of all blocks of a grouped convolution are in the same groups.
+    columns = np.full(shape[1:], -1)
+    for dim, ids in coupling.slices(name):
+        if dim == 0:
+            rows = ids
+        else:
+            columns[:] = ids.reshape([-1 if d == dim else 1 for d in range(1, len(shape))])
+    places = [np.where(ids < 0, -1, ids + start) for ids in (rows, columns.reshape(-1))]
+    return CoupledLayer(number, *places, scored)
+
+
+def _why_not(layer: PrunableLayer, kind: str, first: bool, classifier: bool) -> str:
+    if kind == "filter":
+        return "its outputs are the classes" if classifier else ""
+    if first:
+        return "its input channels are the image's"
+    if _extent(layer, kind)[1] == 1:
+        return "one input channel per convolution group (depthwise): nothing to choose from"
+    return ""
+
+
+def _extent(layer: PrunableLayer, kind: str) -> tuple[int, int]:
+    if kind == "filter":
+        return 1, layer.blocks * layer.rows
+    return layer.blocks, layer.channels if kind == "channel" else layer.columns

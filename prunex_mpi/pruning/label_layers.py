@@ -1,4 +1,7 @@
-"""What convolutions, linear layers, norms, sums and pooling do to the labels of channels."""
+"""Rules for labels: convolutions, linear layers, norms, additions, products, pooling, attention.
+
+Each function labels the result of one torch function, and joins or pins groups of its arguments.
+"""
 
 from collections.abc import Callable
 
@@ -6,23 +9,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.pruning.labels import PINNED, VOID, Cut, Labels, thin, varying
+from prunex_mpi.pruning.labels import PINNED, VOID, Cut, Labels, first_along, thin, varying
 
 COMPUTED_WEIGHT = "a computed weight"
 COMPUTED = f"{COMPUTED_WEIGHT} is no parameter; leave weight_norm and its like away"
 
 
 def read(labels: Labels, tensor: Tensor, dim: int, reader: str) -> np.ndarray:
-    """Return the labels along `dim`, one group over positions; pin what is not zero if removed."""
+    """Return the labels along `dim` of what the weight `reader` reads, [size of dim].
+
+    All positions of a channel become one group; what is not zero without its group is pinned.
+    """
     found, zero = labels.of(tensor)
     along = _along(found, dim)
     if not zero:
         labels.pin([tensor], f"{reader} reads what isn't zero without it")
     if bool((along != along[:, :1]).any()):
-        if labels.plain:
-            labels.pin([tensor], f"{reader} reads it together with others")
+        if labels.plain or len(along) == 1:
+            how = "all of them as one channel" if len(along) == 1 else "it together with others"
+            labels.pin([tensor], f"{reader} reads {how}")
             return np.full(tensor.shape[dim], PINNED)
-        # What stands for a channel is any of its labels that is one.
+        # Any label of a channel that is not VOID or PINNED may represent it.
         first = along.amax(dim=1, keepdim=True)
         labels.join(first.expand(along.shape), along)
         return labels.roots(first)[:, 0].numpy()
@@ -30,7 +37,7 @@ def read(labels: Labels, tensor: Tensor, dim: int, reader: str) -> np.ndarray:
 
 
 def _along(found: Tensor, dim: int) -> Tensor:
-    """Return labels as [size of dim, other places], of places that all have the same one alone."""
+    """Return labels as [size of dim, other positions], without dimensions that are expanded."""
     moved = found.movedim(dim, 0)
     few = thin(moved)[0]
     return few.expand(len(moved), *few.shape[1:]).reshape(len(moved), -1)
@@ -45,11 +52,13 @@ def convolve(
     *rest: object,
     **options: object,
 ) -> None:
-    """Let the labels of `x` be the weight's columns, and give its rows labels of their own."""
+    """Read the labels of `x` as the weight's columns and give its rows new ones.
+
+    `rest` begins with stride, padding, dilation and groups.
+    """
     name = labels.names.get(id(weight), COMPUTED_WEIGHT)
-    # Behind stride, padding and dilation.
     groups = rest[3] if len(rest) > 3 else options.get("groups", 1)
-    # A batch of one; without a batch dimension nothing is known.
+    # Without a batch dimension nothing is known.
     columns = read(labels, x, 1, name) if x.dim() == weight.dim() else None
     multiple = weight.shape[0] // groups
     if columns is None or name not in labels.shapes:
@@ -78,10 +87,10 @@ def convolve(
 def _convolve_in_groups(
     labels: Labels, weight: Tensor, columns: np.ndarray, groups: int
 ) -> np.ndarray:
-    """Return the rows' labels of a convolution whose groups of channels must stay alike.
+    """Return the rows' labels of a grouped convolution, whose groups must stay of equal size.
 
-    Whole groups go, inputs and outputs, or, where there are fewer groups than inputs of each, the
-    same inputs and the same outputs of each.
+    Whole groups are removable, inputs and outputs; where there are fewer groups than inputs of
+    each, the same inputs and the same outputs of every group are.
     """
     inputs, rows = columns.reshape(groups, -1), labels.fresh(weight.shape[0]).reshape(groups, -1)
     if (inputs == VOID).any():
@@ -99,7 +108,7 @@ def _convolve_in_groups(
 def multiply(
     labels: Labels, result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> None:
-    """Do to a linear layer what `convolve` does to a convolution; `x` has its channels last."""
+    """Label a linear layer as `convolve` does a convolution; `x` has its channels last."""
     name = labels.names.get(id(weight))
     columns = read(labels, x, -1, name or COMPUTED_WEIGHT)
     rows = labels.fresh(weight.shape[0])
@@ -141,10 +150,9 @@ def normalise_batch(
     whole = not bool((along != along[:, :1]).any())
     if weight is None or bias is None or not whole:
         reason = "a BatchNorm without gamma and beta passes a constant; give it affine=True"
-        labels.pin([x], reason if whole else "a BatchNorm mixes it with others")
-        labels.label_pinned([result])
+        labels.keep([x], [result], reason if whole else "a BatchNorm mixes it with others")
         return
-    known = [labels.note(labels.rows, p, along[:, 0].numpy()) for p in (weight, bias)]
+    known = [labels.note(labels.rows, p, first_along(found, 1)) for p in (weight, bias)]
     if not all(known):
         labels.pin([x], "its gamma or beta is no parameter")
     labels.label(result, found)
@@ -159,20 +167,19 @@ def normalise_groups(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> None:
-    """Let GroupNorm's groups of channels go as a whole, where there are not fewer than in each."""
+    """Join each group of GroupNorm, unless there are fewer groups than channels per group."""
     found, _ = labels.of(x)
     known = all(id(p) in labels.names for p in (weight, bias))
     few = groups < max(2, x.shape[1] // groups)
     if not known or few or set(varying(found)) - {1}:
-        remedy = "; take as many groups as each has channels, or more" if few and known else ""
-        labels.pin([x], f"group_norm mixes it with others{remedy}")
-        labels.label_pinned([result])
+        hint = "; take as many groups as each has channels, or more" if few and known else ""
+        labels.keep([x], [result], f"group_norm mixes it with others{hint}")
         return
     blocks = found.unflatten(1, (groups, -1))
     labels.join_along(blocks, 2)
     found = labels.roots(found)
     for parameter in (weight, bias):
-        labels.note(labels.rows, parameter, _along(found, 1)[:, 0].numpy())
+        labels.note(labels.rows, parameter, first_along(found, 1))
     labels.label(result, found)
 
 
@@ -187,23 +194,23 @@ def normalise_each(
     *rest: object,
     **options: object,
 ) -> None:
-    """Tie InstanceNorm's gamma and beta to the channels of `x`; without, zero stays zero."""
+    """Tie InstanceNorm's gamma and beta to the channels of `x`; without them zero stays zero."""
     if running_mean is None and weight is None:
         labels.label(result, *labels.of(x))
     elif running_mean is None:
         normalise_batch(labels, result, x, None, None, weight, bias)
     else:
-        labels.pin([x], "an InstanceNorm with statistics passes a constant; take it without")
-        labels.label_pinned([result])
+        reason = "an InstanceNorm with statistics passes a constant; take it without"
+        labels.keep([x], [result], reason)
 
 
 def bend(labels: Labels, result: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Tie PReLU's slopes, one for each channel or one for all, to the channels of `x`."""
+    """Tie PReLU's slopes, unless it is one for all, to the channels of `x`."""
     found, zero = labels.of(x)
     if weight.numel() > 1:
         if set(varying(found)) - {1} or id(weight) not in labels.names:
             labels.pin([x], "prelu mixes it with others")
-        labels.note(labels.rows, weight, _along(found, 1)[:, 0].numpy())
+        labels.note(labels.rows, weight, first_along(found, 1))
     labels.label(result, found, zero)
 
 
@@ -218,8 +225,8 @@ def normalise_layer(
 ) -> None:
     """Tie LayerNorm's gamma and beta to the channels of `x`, which are last.
 
-    Zeros go on to count in its mean and variance. Where it is every head's, as of queries, whole
-    heads are one group and gamma and beta are all of theirs.
+    Zeros go on to count in its mean and variance. Where heads share one, as in a norm of queries,
+    each head becomes one group, and gamma and beta stay.
     """
     found, zero = labels.of(x)
     few = varying(found)
@@ -229,7 +236,7 @@ def normalise_layer(
     if last not in few or len(few) > 1:
         labels.label(result, labels.roots(found), zero=False)
         return
-    along = _along(found, last)[:, 0].numpy()
+    along = first_along(found, last)
     name = labels.names.get(id(weight), "")
     known = [name in labels.norms, bias is None or id(bias) in labels.names]
     if not (all(known) and zero):
@@ -249,9 +256,9 @@ def normalise_length(
     *rest: object,
     **options: object,
 ) -> None:
-    """Let channels that are divided by the length of all of them stay what they are.
+    """Pass on the labels of F.normalize's input, and record that `module` reads all channels.
 
-    Zeros add nothing to it. All others do, whoever reads them: that is noted for `module`.
+    Zeros add nothing to the length; any other channel does.
     """
     found, zero = labels.of(x)
     own = thin(found)[0]
@@ -262,7 +269,7 @@ def normalise_length(
 
 
 def meet(labels: Labels, result: Tensor, product: bool, *operands: object) -> None:
-    """Join what an addition or a product brings together element by element."""
+    """Join the groups that an addition or a product combines element by element."""
     found, zeros = [], []
     for operand in operands[:2]:
         if isinstance(operand, Tensor) and operand.dim():
@@ -273,17 +280,22 @@ def meet(labels: Labels, result: Tensor, product: bool, *operands: object) -> No
             # A constant that is added leaves no zero.
             zeros.append(False)
     if not found:
-        # Single numbers, such as a counter, have no channels.
+        # Scalars, such as a counter, have no channels.
         labels.label_pinned([result])
         return
     if len(found) == 2 and not labels.plain:
-        found = _of_channels(labels, found)
+        shared = _find_shared(labels, found, operands)
+        if shared is not None:
+            one = found.pop(shared)
+            labels.pin_labels(thin(one)[0].unique().tolist(), "it is the same for all channels")
+            # It stays where a channel is removed.
+            zeros[shared] = False
     labelled = thin(*(own.expand(result.shape) for own in found))
     if len(labelled) == 2:
         labels.join(labelled[0].numpy(), labelled[1].numpy())
     joined = labelled[0]
     for other in labelled[1:]:
-        # Where one operand is constant zero, the sum is the other; a product stays zero.
+        # Where one operand is constant zero, a sum is the other operand and a product is zero.
         joined = (
             torch.minimum(joined, other) if product else torch.where(joined == VOID, other, joined)
         )
@@ -291,27 +303,25 @@ def meet(labels: Labels, result: Tensor, product: bool, *operands: object) -> No
     labels.label(result, joined.expand(result.shape), any(zeros) if product else all(zeros))
 
 
-def _of_channels(labels: Labels, found: list[Tensor]) -> list[Tensor]:
-    """Return those of two operands' labels that have channels: one number is for all channels."""
-    for one, other in (found, found[::-1]):
-        single = not varying(one)
+def _find_shared(labels: Labels, found: list[Tensor], operands: tuple[object, ...]) -> int | None:
+    """Return which of two operands is broadcast along the other's channels, parameters first."""
+    for i in sorted((0, 1), key=lambda i: id(operands[i]) not in labels.names):
+        one, other = found[i], found[1 - i]
         dims = other.dim()
         shape = [1] * (dims - one.dim()) + list(one.shape[max(0, one.dim() - dims) :])
-        if single and varying(other) and all(shape[d] == 1 for d in varying(other)):
-            labels.pin_labels(thin(one)[0].unique().tolist(), "it is one for all channels")
-            return [other]
-    return found
+        along = varying(other)
+        if along and all(shape[d] == 1 for d in along):
+            return i
+    return None
 
 
 def pool(labels: Labels, result: Tensor, x: Tensor) -> None:
-    """Let a channel that is pooled over positions stay what it is."""
+    """Pass on the labels of what is pooled over positions."""
     found, zero = labels.of(x)
     # Batch and channel come first.
-    kept = 2
-    flat = thin(found)[0].flatten(kept) if found.dim() > kept else found
+    flat = thin(found)[0].flatten(2) if found.dim() > 2 else found
     if found.dim() != result.dim() or bool((flat != flat[..., :1]).any()):
-        labels.pin([x], "pooling mixes it with others")
-        labels.label_pinned([result])
+        labels.keep([x], [result], "pooling mixes it with others")
         return
     corner = found[(..., *[slice(0, 1)] * (found.dim() - 2))]
     labels.label(result, corner.expand(result.shape), zero)
@@ -320,7 +330,7 @@ def pool(labels: Labels, result: Tensor, x: Tensor) -> None:
 def reduce(
     labels: Labels, result: object, func: Callable, args: tuple, kwargs: dict[str, object]
 ) -> None:
-    """Let a sum over positions be its channel's."""
+    """Pass on the labels of a sum, mean or maximum over dimensions in which they are equal."""
     found, zero = labels.of(args[0])
     dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
     keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
@@ -329,8 +339,7 @@ def reduce(
         if bool((low == high).all()):
             labels.label(result, low, zero)
             return
-    labels.pin([args[0]], f"{func.__name__} mixes it with others")
-    labels.label_pinned([result])
+    labels.keep([args[0]], [result], f"{func.__name__} mixes it with others")
 
 
 def pad(
@@ -341,21 +350,149 @@ def pad(
     mode: str = "constant",
     value: float | None = None,
 ) -> None:
-    """Let zeros around the positions of a channel belong to it; zero channels are void."""
+    """Give zeros around the positions of a channel its label, and VOID to added channels."""
     found, zero = labels.of(x)
     if mode != "constant" or value:
-        labels.pin([x], "padding that isn't zero; pad with zeros")
-        labels.label_pinned([result])
+        labels.keep([x], [result], "padding that isn't zero; pad with zeros")
         return
     for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         dim, size = x.dim() - 1 - number, x.shape[-1 - number]
         places = torch.arange(-before, size + after)
         moved = found.index_select(dim, places.clamp(0, size - 1))
         along = varying(found)
-        # Channels are where labels differ, or where there is no telling in the second dimension.
+        # The channel dimension is where labels vary, or the second where they don't.
         if dim in along or (dim < 2 and (labels.plain or not along)):
             shape = [-1 if d == dim else 1 for d in range(x.dim())]
             inside = ((places >= 0) & (places < size)).view(shape)
             moved = torch.where(inside, moved, VOID)
         found = moved
     labels.label(result, found, zero)
+
+
+# --------------------------------------------------------------------------------------------------
+# Attention: a head goes as a whole, out of queries, keys and values
+# --------------------------------------------------------------------------------------------------
+
+MIXES = "attention mixes it with others"
+
+
+def attend_module(
+    labels: Labels,
+    result: object,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim: int,
+    heads: int,
+    *args: object,
+    **options: object,
+) -> None:
+    """Label nn.MultiheadAttention: each head is a group, and so is each channel it reads."""
+    weight, bias, bias_k, bias_v, zero_attn, _, out_weight, out_bias = args[:8]
+    labels.label_pinned([result])
+    plain = weight is not None and bias_k is None and bias_v is None and not zero_attn
+    if labels.plain or not plain:
+        labels.pin([query, key, value], "self-attention keeps its width")
+    if not (plain and id(weight) in labels.names and id(out_weight) in labels.names):
+        return
+    size = embed_dim // heads
+    by_head = labels.fresh(heads)
+    by_row = np.tile(np.repeat(by_head, size), 3)
+    labels.note(labels.rows, weight, by_row)
+    labels.note(labels.rows, bias, by_row)
+    labels.note(labels.columns, out_weight, np.repeat(by_head, size))
+    rows = labels.fresh(out_weight.shape[0])
+    labels.note(labels.rows, out_weight, rows)
+    labels.note(labels.rows, out_bias, rows)
+    names = [labels.names[id(p)] for p in (weight, out_weight)]
+    for name in names:
+        labels.count(name, query.numel() // query.shape[-1])
+    mask = options.get("attn_mask")
+    if mask is not None and mask.dim() > 2:
+        labels.pin_labels(by_head.tolist(), "a mask of each head counts them")
+    if labels.plain:
+        labels.pin_labels(rows.tolist(), "self-attention keeps its width")
+        return
+    for x in dict.fromkeys((query, key, value)):
+        labels.note(labels.columns, weight, read(labels, x, -1, names[0]))
+    output = result[0]
+    labels.label(output, torch.from_numpy(rows).expand(output.shape))
+
+
+def attend(
+    labels: Labels,
+    result: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *rest: object,
+    **options: object,
+) -> None:
+    """Label scaled_dot_product_attention of tensors [..., heads, positions, channels]."""
+    found = [labels.of(x)[0] for x in (query, key, value)]
+    zero = labels.of(value)[1]
+    head = None if options.get("enable_gqa") else _join_heads(labels, found, result)
+    if head is None:
+        # Without heads, the scale of the product depends on the number of channels.
+        labels.pin([query, key], MIXES)
+        _keep_columns(labels, result, value)
+        return
+    if attn_mask is not None and attn_mask.is_floating_point():
+        own = labels.of(attn_mask)[0]
+        if varying(own):
+            labels.join(*thin(*torch.broadcast_tensors(head, own)))
+    labels.label(result, head.expand(result.shape), zero)
+
+
+def multiply_matrices(labels: Labels, result: Tensor, first: Tensor, second: Tensor) -> None:
+    """Label a product of matrices [..., n, k] and [..., k, m]."""
+    if first.dim() > 1 and second.dim() > 1:
+        found, zeros = zip(*(labels.of(x) for x in (first, second)), strict=True)
+        head = _join_heads(labels, list(found), result)
+        if head is not None:
+            labels.label(result, head.expand(result.shape), any(zeros))
+            return
+        if not varying(found[0]):
+            _keep_columns(labels, result, second)
+            return
+    labels.keep([first, second], [result], "a product of matrices mixes it with others")
+
+
+def _join_heads(labels: Labels, found: list[Tensor], result: Tensor) -> Tensor | None:
+    """Join all channels of each head; return labels [..., heads, 1, 1], None without heads."""
+    batch = result.shape[:-2]
+    wide = [f.expand(*batch, *f.shape[-2:]) for f in found]
+    dims = {d for f in wide for d in varying(f) if d < len(batch)}
+    if not dims:
+        return None
+    heads = None
+    for own, f in zip(found, wide, strict=True):
+        # An operand that all heads share, such as a mask of positions, belongs to none.
+        sizes = [1] * (f.dim() - own.dim()) + list(own.shape)
+        if not varying(own) and all(sizes[d] == 1 for d in dims):
+            continue
+        first = f[..., :1, :1]
+        labels.join(*thin(first.expand(f.shape), f))
+        if heads is not None:
+            labels.join(*thin(heads, first))
+        heads = first
+    return labels.roots(heads)
+
+
+def _keep_columns(labels: Labels, result: Tensor, second: Tensor) -> None:
+    """Pass on the labels of a product's second factor where they vary along its columns only."""
+    found, zero = labels.of(second)
+    if set(varying(found)) <= {second.dim() - 1}:
+        labels.label(result, found.narrow(-2, 0, 1).expand(result.shape), zero)
+        return
+    labels.keep([second], [result], MIXES)
+
+
+def soften(labels: Labels, result: Tensor, x: Tensor, dim: int | None = None, **rest) -> None:
+    """Pass on the labels of a softmax that is not over channels; zeros do not stay zero."""
+    found, _ = labels.of(x)
+    if dim is None or dim % x.dim() in varying(found):
+        labels.keep([x], [result], "softmax mixes it with others")
+        return
+    labels.label(result, found, zero=False)

@@ -1,41 +1,42 @@
-"""What reshaping, cutting apart and putting together do to the labels of channels.
+"""Rules for labels: reshaping, slicing, splitting and concatenating.
 
-The labels go where the data go. What the code counts on is written down: a tensor must stay
-rectangular when channels are gone, and numbers that a module keeps become those of what is left.
+Labels move as the data do. What the code relies on is recorded for `coupling.settle`: tensors must
+stay rectangular when channels are gone, and numbers that a module keeps must count what is left.
 """
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from prunex_mpi.pruning.labels import (
-    PINNED,
-    VOID,
+    CUTTING,
+    RESHAPING,
     Counted,
     Cut,
     Labels,
     Use,
+    counts,
     distinct,
     pinned,
     tensors_in,
     thin,
     varying,
 )
-from prunex_mpi.pruning.remedies import SIZED, counts
 
+# The second operand gives nothing but its shape.
+TEMPLATES = ("expand_as", "view_as", "reshape_as")
 JOINING = ("cat", "concat", "stack")
-CUTTING = ("chunk", "split", "tensor_split", "unbind", "__getitem__", "select", "narrow")
 
 
 def shape(
     labels: Labels, result: object, func: Callable, args: tuple, kwargs: dict[str, object]
 ) -> None:
-    """Do to the labels what `func` does to the data."""
+    """Label the results of `func` by applying it to the labels of its arguments."""
     name = func.__name__
-    # Indices have no channels.
-    operands = [t for t in tensors_in([args, kwargs]) if labels.plain or t.is_floating_point()]
+    # Index tensors have no channels.
+    given = args[:1] if name in TEMPLATES else [args, kwargs]
+    operands = [t for t in tensors_in(given) if labels.plain or t.is_floating_point()]
     if not operands:
         labels.label_pinned([result])
         return
@@ -48,7 +49,7 @@ def shape(
     outputs = list(tensors_in([result]))
     moved = _moved(labels, outputs, func, args, kwargs)
     if labels.plain:
-        # Cutting channels apart counts them, and would cut elsewhere once some are gone.
+        # Splitting channels would split elsewhere once some are gone.
         sound = all(distinct([m]) == whole and len(varying(m)) <= 1 for m in moved)
     elif name in CUTTING:
         sound = _cut(labels, name, args, kwargs)
@@ -64,20 +65,19 @@ def shape(
 def _moved(
     labels: Labels, outputs: Sequence[Tensor], func: Callable, args: tuple, kwargs: dict
 ) -> list[Tensor]:
-    """Return the labels of the outputs."""
-    # As views of few numbers if it can be.
+    """Return the labels of the outputs, as expanded views where possible."""
     for solid in (False, True):
         try:
             found = func(*_inside(labels, args, solid), **_inside(labels, kwargs, solid))
             return list(tensors_in([found]))
         except RuntimeError:
             continue
-    # Such as an operation that integers do not have.
+    # For example an operation that integers do not have.
     return [pinned(t) for t in outputs]
 
 
 def _inside(labels: Labels, value: object, solid: bool) -> object:
-    """Return `value` with labels in the place of tensors of numbers."""
+    """Return `value` with float tensors replaced by their labels."""
     if isinstance(value, Tensor):
         if not value.is_floating_point():
             return value
@@ -91,7 +91,7 @@ def _inside(labels: Labels, value: object, solid: bool) -> object:
 
 
 def _keep_apart(labels: Labels, name: str, operands: Sequence[Tensor]) -> bool:
-    """Pin what isn't zero beside what is, for whose readers it is not; say whether all is zero."""
+    """Pin operands that aren't zero without their group, unless none is; return whether any is."""
     zeros = [labels.of(t)[1] for t in operands]
     if not any(zeros):
         return False
@@ -103,10 +103,10 @@ def _keep_apart(labels: Labels, name: str, operands: Sequence[Tensor]) -> bool:
 def _align(
     labels: Labels, found: list[Tensor], args: tuple, kwargs: dict[str, object], stacks: bool
 ) -> None:
-    """Join what is put together along another dimension: all must stay as wide as each other.
+    """Join the channels of tensors concatenated along another dimension: widths must stay equal.
 
-    Where the channels of one repeat along that dimension it is one of places, such as tokens: all
-    places of the others, as of a parameter with numbers of its own for each, have these channels.
+    Where the labels of one do not vary along that dimension, it holds positions, such as tokens:
+    then all positions of the others, such as a parameter of embeddings, have the same channels.
     """
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     if not stacks:
@@ -126,14 +126,14 @@ def _align(
 def _count(
     labels: Labels, name: str, args: tuple, kwargs: dict[str, object], moved: list[Tensor]
 ) -> None:
-    """Write down which sizes of a reshaped tensor are a module's, and that it is rectangular."""
+    """Record that a reshaped tensor is rectangular, and which sizes are a module's numbers."""
     for found in moved:
         if len(varying(found)) > 1:
             labels.cuts.append(Cut(thin(found)[0]))
-    if name in SIZED and len(moved) == 1:
+    if name in RESHAPING and len(moved) == 1:
         dims, first, given = moved[0].dim(), 0, args[1:]
         if name == "unflatten":
-            # Of the dimensions that there were.
+            # `dim` counts the dimensions before.
             first = kwargs.get("dim", args[1] if len(args) > 1 else 0) % args[0].dim()
             given = args[2:]
         if len(given) == 1 and isinstance(given[0], list | tuple):
@@ -144,7 +144,7 @@ def _count(
 
 
 def _cut(labels: Labels, name: str, args: tuple, kwargs: dict[str, object]) -> bool:
-    """Write down what cutting a tensor apart counts on; say whether it can be kept to."""
+    """Record what splitting a tensor relies on; return whether that can be satisfied."""
     found = labels.of(args[0])[0]
     if name == "__getitem__":
         return _index(labels, found, args[1])
@@ -173,7 +173,7 @@ def _cut(labels: Labels, name: str, args: tuple, kwargs: dict[str, object]) -> b
 
 
 def _index(labels: Labels, found: Tensor, index: object) -> bool:
-    """Write down what `x[index]` counts on."""
+    """Record what `x[index]` relies on; return whether that can be satisfied."""
     items = index if isinstance(index, tuple) else (index,)
     count = sum(item is not None and item is not Ellipsis for item in items)
     sound, dim = True, 0
@@ -186,7 +186,7 @@ def _index(labels: Labels, found: Tensor, index: object) -> bool:
             elif isinstance(item, int):
                 sound &= _fix(labels, found, dim)
             else:
-                # A tensor of truths may stand for several dimensions.
+                # A bool tensor may index several dimensions.
                 sound &= isinstance(item, Tensor) and item.dtype == torch.int64
                 sound &= _fix_beside(labels, found, dim)
             dim += 1
@@ -210,7 +210,7 @@ def _slice(labels: Labels, found: Tensor, dim: int, item: slice) -> bool:
 
 
 def _pieces(labels: Labels, found: Tensor, dim: int, sizes: Sequence[int]) -> bool:
-    """Write down pieces of given sizes: a module's numbers, or all alike."""
+    """Record pieces of given sizes, which are a module's numbers or all equal."""
     if all(isinstance(size, Counted) for size in sizes):
         start = 0
         for size in sizes:
@@ -222,7 +222,7 @@ def _pieces(labels: Labels, found: Tensor, dim: int, sizes: Sequence[int]) -> bo
 
 
 def _equal_pieces(labels: Labels, found: Tensor, dim: int, length: int) -> bool:
-    """Write down pieces of one length, each of which must lose as many channels as the others."""
+    """Record pieces of equal length, each of which must lose as many channels as the others."""
     if found.shape[dim] % length:
         return False
     pieces = thin(found)[0].unflatten(dim, (-1, int(length)))
@@ -231,90 +231,15 @@ def _equal_pieces(labels: Labels, found: Tensor, dim: int, length: int) -> bool:
 
 
 def _fix(labels: Labels, found: Tensor, dim: int) -> bool:
-    """Write down that one index of a dimension is taken, whose size must stay."""
+    """Record that one index of a dimension is taken, so that its size must stay."""
     if dim in varying(found):
         labels.cuts.append(Cut(thin(found)[0], (dim,)))
     return True
 
 
 def _fix_beside(labels: Labels, found: Tensor, dim: int) -> bool:
-    """Let a dimension keep its size, if channels may lie along another; say whether they may.
+    """Keep the size of a dimension if channels may be along another; return whether they may.
 
-    So do places of tokens in embeddings of them, which the code cuts apart as it likes.
+    For example the positions of embeddings, of which code takes any part.
     """
     return varying(found) != [dim] and _fix(labels, found, dim)
-
-
-# --------------------------------------------------------------------------------------------------
-# When the forward pass is over
-# --------------------------------------------------------------------------------------------------
-
-
-def settle(labels: Labels) -> None:
-    """Join what must go together for all tensors to stay rectangular."""
-    cuts = [*labels.cuts, *(Cut(free) for free in labels.free.values())]
-    changed = True
-    while changed:
-        changed = any([_make_rectangular(labels, cut) for cut in cuts])
-        changed |= any([_make_countable(labels, use) for use in labels.uses])
-        for name in labels.free.keys() & (labels.rows.keys() | labels.columns.keys()):
-            changed |= labels.pin_labels(
-                labels.free[name].flatten().tolist(), f"{name} is more than a weight"
-            )
-
-
-def _make_rectangular(labels: Labels, cut: Cut) -> bool:
-    found, changed = labels.roots(cut.labels), False
-    along = varying(found)
-    if along and bool((found == VOID).any()):
-        return labels.pin_labels(found.flatten().tolist(), "it is cut apart with zeros beside it")
-    for dim in cut.fixed:
-        if dim in along:
-            changed |= labels.join_along(found, dim)
-            found = labels.roots(found)
-    along = varying(found)
-    while len(along) > 1:
-        # The fewer it takes the better; then what leaves more to choose from.
-        best = min(along, key=lambda d: (_misfits(found, along, d), -found.shape[d], -d))
-        for dim in along:
-            if dim != best:
-                changed |= labels.join_along(found, dim)
-                found = labels.roots(found)
-        along = varying(found)
-    return changed
-
-
-def _misfits(found: Tensor, along: list[int], dim: int) -> int:
-    """Return how many labels differ from those of a tensor that varies along `dim` alone."""
-    first = found
-    for other in along:
-        if other != dim:
-            first = first.narrow(other, 0, 1)
-    return int((found != first).sum())
-
-
-def _make_countable(labels: Labels, use: Use) -> bool:
-    """Pin what a module's number counts in a way that does not tell which channels are left."""
-    found = labels.roots(use.labels)
-    along = varying(found)
-    if use.dim in along and len(along) > 1:
-        return labels.pin_labels(thin(found)[0].flatten().tolist(), "a number counts it")
-    return False
-
-
-def numbers(labels: Labels) -> dict[tuple[str, str], np.ndarray]:
-    """Return the labels that each number of a module counts; pin those that it counts twice."""
-    while True:
-        known: dict[tuple[str, str], np.ndarray] = {}
-        changed = False
-        for use in labels.uses:
-            found = labels.roots(use.labels)
-            if use.dim in varying(found):
-                one = found.movedim(use.dim, 0).reshape(found.shape[use.dim], -1)[:, 0].numpy()
-                before = known.setdefault(use.source, one)
-                if len(before) != len(one) or (before != one).any():
-                    both = [v for v in (*before.tolist(), *one.tolist()) if v != PINNED]
-                    changed |= labels.pin_labels(both, "one number counts it and others")
-        if not changed:
-            return known
-        settle(labels)

@@ -1,7 +1,7 @@
-"""Labels of channels: which group each element of each tensor belongs to, and who is one group.
+"""Labels of channels: the group of each element of each tensor, and which groups were joined.
 
-`channel_labels` lets them follow a forward pass; the modules `label_layers`, `label_shapes` and
-`label_attention` say what operations do to them.
+`trace` follows a forward pass with them; `label_layers` and `label_shapes` hold the rules for
+operations. At the end are the reasons why channels stay, with hints on what to write instead.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,25 +11,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Labels of elements that belong to no group: constant zeros, as of padding, bind nothing; what is
-# PINNED stays.
+# Elements in no group: VOID is constant zero, as padding, and constrains nothing; PINNED stays.
 VOID = -1
 PINNED = 0
-# Of larger parameters than this the elements get no labels of their own.
+# A larger parameter gets no labels for its elements.
 LARGEST_FREE = 2**21
 
 
 class Counted(int):
-    """A number that a module keeps in an attribute: `source` is (module, attribute)."""
+    """An int that a module keeps as an attribute; `source` is (module, attribute)."""
 
     source: tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Labels of a tensor that must stay rectangular: they may differ along one dimension alone.
+    """Labels of a tensor that must stay rectangular: they may vary along one dimension only.
 
-    Along those of `fixed`, whose sizes the model's code counts, they may not.
+    They may not vary along the dimensions in `fixed`, whose sizes the model's code relies on.
     """
 
     labels: Tensor
@@ -38,7 +37,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Use:
-    """A number of a module's that is the size of `labels` along `dim`."""
+    """A module's number that is the size of `labels` along `dim`."""
 
     source: tuple[str, str]
     labels: Tensor
@@ -46,34 +45,34 @@ class Use:
 
 
 class Labels:
-    """Labels of all tensors that a forward pass makes, and which of them became one group."""
+    """The labels of all tensors of a forward pass, as a union-find forest of groups."""
 
     def __init__(self, model: nn.Module) -> None:
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        # Tensors are kept alive, so that no id is given twice.
+        # Keeps the tensors alive, so that no id is reused.
         self.known: dict[int, tuple[Tensor, Tensor, bool]] = {}
         self.parent = [PINNED]
         self.reasons: dict[int, str] = {}
         self.rows: dict[str, np.ndarray] = {}
         self.columns: dict[str, np.ndarray] = {}
-        # Of parameters that are added or multiplied as they are, a label per element.
+        # A label per element of parameters that are used directly, as in additions and products.
         self.free: dict[str, Tensor] = {}
         self.positions: dict[str, int] = {}
         self.norms: set[str] = set()
-        # What is divided by its length along a dimension, and the module whose code does it.
+        # (module whose code calls F.normalize, labels of its input, dimension).
         self.lengths: list[tuple[str, Tensor, int]] = []
         self.cuts: list[Cut] = []
         self.uses: list[Use] = []
-        # With plain rules, channels meet in convolutions, linear layers and BatchNorm alone.
+        # Plain rules know convolutions, linear layers and BatchNorm only.
         self.plain = False
 
     def label(self, tensor: Tensor, labels: Tensor, zero: bool = True) -> None:
-        """Let `labels` stand for `tensor`; with `zero`, a removed group is zero in it."""
+        """Set the labels of `tensor`; `zero`: its elements of a removed group are zero."""
         self.known[id(tensor)] = (tensor, labels, zero)
 
     def of(self, tensor: Tensor) -> tuple[Tensor, bool]:
-        """Return labels and whether a removed group is zero; what nothing is known of is pinned."""
+        """Return labels and whether a removed group is zero; an unknown tensor is pinned."""
         found = self.known.get(id(tensor))
         if found is not None:
             return self.roots(found[1]), found[2]
@@ -86,9 +85,14 @@ class Labels:
         return self.roots(self.free[name]), True
 
     def label_pinned(self, results: Iterable[object]) -> None:
-        """Let every element of the tensors in `results` be one that stays."""
+        """Set all labels of the tensors in `results` to PINNED."""
         for tensor in tensors_in(results):
             self.label(tensor, pinned(tensor), zero=False)
+
+    def keep(self, tensors: Iterable[object], results: Iterable[object], reason: str) -> None:
+        """Keep all groups of a call's arguments, and label its results as what stays."""
+        self.pin(tensors, reason)
+        self.label_pinned(results)
 
     def fresh(self, count: int) -> np.ndarray:
         """Return `count` new labels."""
@@ -97,14 +101,14 @@ class Labels:
         return np.arange(first, first + count)
 
     def root(self, label: int) -> int:
-        """Return the label that stands for all that were joined with `label`."""
+        """Return the representative of the group of `label`."""
         while self.parent[label] != label:
             self.parent[label] = self.parent[self.parent[label]]
             label = self.parent[label]
         return label
 
     def roots(self, labels: Tensor) -> Tensor:
-        """Return the labels that stand for `labels`, PINNED for what stays; a view as they are."""
+        """Return the representatives of `labels`, PINNED for groups that stay, strides kept."""
         if self.plain:
             return labels
         values, places = thin(labels)[0].unique(return_inverse=True)
@@ -113,7 +117,7 @@ class Labels:
         return torch.tensor(found)[places].expand(labels.shape)
 
     def join(self, first: np.ndarray | Tensor, second: np.ndarray | Tensor) -> bool:
-        """Make labels that meet, element by element, one group; say whether anything changed."""
+        """Join the groups of paired labels; return whether anything changed."""
         total = len(self.parent) + 1
         # Pairs as single numbers, which sort fast; VOID counts from 0.
         pairs = (np.asarray(first) - VOID) * total + (np.asarray(second) - VOID)
@@ -134,21 +138,21 @@ class Labels:
         return changed
 
     def join_along(self, labels: Tensor, dim: int) -> bool:
-        """Make all labels along `dim` one group; say whether anything changed."""
+        """Join all labels along `dim`; return whether anything changed."""
         few = thin(labels)[0]
         return self.join(few.narrow(dim, 0, 1).expand(few.shape), few)
 
     def pin(self, tensors: Iterable[object], reason: str) -> bool:
-        """Never remove what appears in `tensors`; say whether anything changed."""
+        """Keep all groups that occur in `tensors`; return whether anything changed."""
         found = [thin(self.of(t)[0])[0].unique().tolist() for t in tensors_in(tensors)]
         return any([self.pin_labels(labels, reason) for labels in found])
 
     def pin_all(self, reason: str) -> None:
-        """Never remove any group that there is so far."""
+        """Keep every group created so far."""
         self.pin_labels(range(PINNED + 1, len(self.parent)), reason)
 
     def pin_labels(self, labels: Iterable[int], reason: str) -> bool:
-        """Never remove the groups of `labels`; say whether anything changed."""
+        """Keep the groups of `labels`; return whether anything changed."""
         before = len(self.reasons)
         for label in labels:
             if label > PINNED:
@@ -158,7 +162,10 @@ class Labels:
     def note(
         self, known: dict[str, np.ndarray], parameter: Tensor | None, labels: np.ndarray
     ) -> bool:
-        """Set or join labels of a parameter's rows or columns; say whether it is the model's."""
+        """Set or join the labels of a parameter's rows or columns.
+
+        Return whether it is a parameter of the model; None counts as one.
+        """
         if parameter is None:
             return True
         name = self.names.get(id(parameter))
@@ -171,17 +178,17 @@ class Labels:
         return True
 
     def count(self, name: str, positions: int) -> None:
-        """Add to the positions at which the weight `name` is applied."""
+        """Add to the number of positions at which the weight `name` is applied."""
         self.positions[name] = self.positions.get(name, 0) + positions
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """Return labels that keep all of `tensor`; a view of one element."""
+    """Return PINNED labels of the shape of `tensor`, as a view of one element."""
     return torch.tensor(PINNED).expand(tensor.shape)
 
 
 def thin(*labels: Tensor) -> list[Tensor]:
-    """Return labels of one shape with a single entry in the dimensions that repeat in all."""
+    """Return labels of one shape, narrowed to size 1 in dimensions that are expanded in all."""
     found = list(labels)
     for dim in range(labels[0].dim()):
         if all(t.stride(dim) == 0 for t in found):
@@ -190,18 +197,23 @@ def thin(*labels: Tensor) -> list[Tensor]:
 
 
 def distinct(labels: Iterable[Tensor]) -> set[int]:
-    """Return all labels that occur."""
+    """Return the set of labels that occur."""
     return {label for tensor in labels for label in thin(tensor)[0].unique().tolist()}
 
 
 def varying(labels: Tensor) -> list[int]:
-    """Return the dimensions along which labels differ."""
+    """Return the dimensions along which labels vary."""
     few = thin(labels)[0]
     return [d for d in range(few.dim()) if bool((few != few.narrow(d, 0, 1)).any())]
 
 
+def first_along(labels: Tensor, dim: int) -> np.ndarray:
+    """Return the first label at each index of `dim`, int64 [size of dim]."""
+    return labels.movedim(dim, 0).reshape(labels.shape[dim], -1)[:, 0].numpy()
+
+
 def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
-    """Walk tensors in nested arguments and results."""
+    """Yield the tensors in nested arguments or results."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -212,7 +224,7 @@ def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def by_position(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Return the arguments of a function with operands by position and `dim` by that name."""
+    """Return arguments with operands by position, and `axis` renamed to `dim`."""
     given = dict(kwargs)
     if "axis" in given:
         given["dim"] = given.pop("axis")
@@ -221,3 +233,34 @@ def by_position(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if name and len(args) == position:
             args = (*args, given.pop(name))
     return args, given
+
+
+# --------------------------------------------------------------------------------------------------
+# Reasons and hints; test_hints tries each hint on a network
+# --------------------------------------------------------------------------------------------------
+
+NUMBER = "where a number does, write -1 or x.shape[1]"
+RESHAPING = ("view", "reshape", "expand", "unflatten")
+CUTTING = ("chunk", "split", "tensor_split", "unbind", "__getitem__", "select", "narrow")
+INSTEAD = {
+    "local_response_norm": "nn.BatchNorm2d",
+    "lp_pool2d": "nn.AvgPool2d",
+    "__pow__": "a product",
+    "conv_transpose2d": "nn.Upsample and nn.Conv2d",
+}
+# Hints that plain rules can't follow.
+INSTEAD_UNLESS_PLAIN = {"einsum": "matmul or a product", "rms_norm": "nn.LayerNorm"}
+
+
+def mixes(name: str, *, plain: bool) -> str:
+    """Return the reason that an operation mixes channels, with a hint."""
+    instead = INSTEAD.get(name, "" if plain else INSTEAD_UNLESS_PLAIN.get(name, ""))
+    return f"{name} mixes it with others" + (f"; take {instead} instead" if instead else "")
+
+
+def counts(name: str, *, plain: bool) -> str:
+    """Return the reason that an operation relies on the number of channels, with a hint."""
+    hint = NUMBER if name in RESHAPING else ""
+    if name in CUTTING and not plain:
+        hint = "cut it into equal pieces, as chunk does"
+    return f"{name} counts its channels" + (f"; {hint}" if hint else "")

@@ -1,20 +1,20 @@
-"""The group lasso of PruneTrain, and which groups of channels it has emptied.
+"""The group lasso of PruneTrain, and the groups of channels that it has emptied.
 
 The penalty on top of the loss is, over groups g of slices of weights of two and more dimensions,
 
     coefficient * sum_g |W[g]|                                     (Lym et al. 2019, Eq. 1 and 2)
 
-A group is a channel that can be removed in one weight, where it is an output or an input of it
-(`one_group_per_layer`), or the slices of that channel in all weights together, those of a coupled
-group (`coupling`). The first is what the authors' code has, and |W[g]| there is the root of
-1e-8 + the sum of squares: so near zero a group shrinks by a share and does not cross zero for ever.
+A group is one weight's slice of a removable channel, an output or an input
+(`one_group_per_layer`), or the slices of that channel in all weights together (`coupling`). The
+first is what the authors' code has, where |W[g]| is the root of 1e-8 + the sum of squares: near
+zero, a group shrinks in proportion and does not oscillate around zero.
 
 An element of a weight belongs to the group of its row and to that of its column, so its subgradient
 is coefficient * w (1/|W[row]| + 1/|W[column]|), where a group of norm zero adds nothing. Biases and
 BatchNorm go with their group, but are not part of the penalty.
 
-Groups keep their numbers for good. Once some are gone, the slices of the others are found by the
-mask of what is left, so that a network that has become smaller needs no new trace.
+Groups keep their numbers. Once some are removed, the slices of the others follow from the mask, so
+that a smaller network needs no new trace.
 """
 
 from collections.abc import Iterator
@@ -28,17 +28,17 @@ from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.groups import Groups
 
-# As the authors' code has it: of norms far below 1e-4.
+# As in the authors' code; it matters for norms below 1e-4.
 SMOOTHING = 1e-8
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The groups along one dimension of a weight, which is seen as [rows, channels, kernel].
+    """The groups along one dimension of a weight, viewed as [rows, channels, kernel].
 
-    `groups` int64 [found] are the distinct groups; `slices` int64 [found, most] their slices, with
-    the number of slices, one beyond the last, where a group has fewer. `by_slice` int64 [slices] is
-    the group of each slice, the number of all groups for none.
+    `groups` int64 [found] are the distinct groups, `slices` int64 [found, most] their slices,
+    padded with the number of slices. `by_slice` int64 [slices] is the group of each slice, or the
+    number of groups for none.
     """
 
     dim: int
@@ -69,7 +69,7 @@ class Lasso:
 
 
 def build_lasso(layout: Layout, coupling: Coupling, device: torch.device) -> Lasso:
-    """Prepare the penalty of a network of `layout` whose slices are those of `coupling`."""
+    """Return the penalty of a network of `layout`, with one group for each of `coupling`."""
     members = []
     for segment in layout.segments:
         if len(segment.shape) == 1:
@@ -87,7 +87,7 @@ def build_lasso(layout: Layout, coupling: Coupling, device: torch.device) -> Las
 
 
 def one_group_per_layer(lasso: Lasso) -> Lasso:
-    """Return the penalty whose groups are those of `lasso` in each weight and axis apart.
+    """Return the penalty that has a group of its own for each axis of each weight of `lasso`.
 
     As in the authors' code, depthwise convolutions are left out.
     """
@@ -98,7 +98,7 @@ def one_group_per_layer(lasso: Lasso) -> Lasso:
         axes = []
         for axis in member.axes:
             numbers = torch.arange(axis.groups.numel(), device=axis.groups.device) + first
-            # From the number that a group had to its new one; what is in none keeps the last.
+            # Maps old numbers to new ones; slices in no group keep the last.
             renumbered = numbers.new_full((lasso.total + 1,), total)
             renumbered[axis.groups] = numbers
             axes.append(replace(axis, groups=numbers, by_slice=renumbered[axis.by_slice]))
@@ -110,7 +110,7 @@ def one_group_per_layer(lasso: Lasso) -> Lasso:
 def _axis(dim: int, ids: np.ndarray, total: int, device: torch.device) -> Axis:
     found, counts = np.unique(ids[ids >= 0], return_counts=True)
     slices = np.full((found.size, counts.max()), ids.size)
-    # The slices of a group one after the other, each group in a row of its own.
+    # One row per group, with its slices in order.
     order = np.argsort(ids, kind="stable")[np.count_nonzero(ids < 0) :]
     slices[np.arange(counts.max()) < counts[:, None]] = order
     by_slice = np.where(ids < 0, total, ids)
@@ -134,10 +134,10 @@ def group_norms(theta: Tensor, lasso: Lasso, scratch: Tensor) -> Tensor:
 def write_subgradient_(
     theta: Tensor, lasso: Lasso, norms: Tensor, coefficient: Tensor, gradient: Tensor
 ) -> None:
-    """Set `gradient` to that of the penalty at theta; `norms` are those of `group_norms`."""
+    """Set `gradient` to the penalty's subgradient at theta; `norms` are those of `group_norms`."""
     gradient.zero_()
     inverse = theta.new_zeros(lasso.total + 1)
-    # 1/0 is left out, and so is what belongs to no group, the last entry.
+    # Groups of norm zero add nothing, nor do slices in no group, the last entry.
     inverse[:-1] = torch.where(norms > 0, coefficient.to(theta.dtype) / norms, 0.0)
     for member in lasso.members:
         factors = [
@@ -158,7 +158,7 @@ def emptied(
 ) -> np.ndarray:
     """Return which groups of `mask` have no weight of magnitude `threshold` or more, bool [total].
 
-    The largest of a set that would be left without any group stays.
+    Where all groups of a set are, the largest stays.
     """
     largest = np.zeros(lasso.total)
     magnitudes = theta.abs()
@@ -186,5 +186,5 @@ def _view(flat: Tensor, member: Member) -> Tensor:
 
 
 def _of_groups(by_slice: Tensor, axis: Axis) -> Tensor:
-    """Gather [slices] into [groups, most slices of a group], zero where a group has fewer."""
+    """Return [slices] as [groups, most slices of a group], padded with zeros."""
     return torch.cat([by_slice, by_slice.new_zeros(1)])[axis.slices]

@@ -1,7 +1,7 @@
-"""Masks: one bit per group, and what they do to flat vectors.
+"""Masks: one bit per group, and how they are applied to flat vectors.
 
-Masks are host arrays (bool, one entry per group): they are small, decisions are taken on them, and
-they travel as packed bits. What multiplies tensors are 0/1 factors on the tensors' device.
+Masks are bool arrays on the host, one entry per group: they are small, decisions are taken on them,
+and they are sent as packed bits. Tensors are multiplied by 0/1 factors on their own device.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from prunex_mpi.pruning.groups import Groups, gemm_view
 
 
 class LayerFactors(NamedTuple):
-    """The 0/1 factors of a layer: rows [blocks, rows, 1], columns [blocks, 1, columns], or None.
+    """The 0/1 factors of a layer: rows [blocks, rows, 1], columns [blocks, 1, columns].
 
-    None where all are kept. `gone` are the rows of which nothing is left, of all blocks.
+    They are None where all are kept. `gone` holds the indices of pruned rows of all blocks.
     """
 
     layer: int
@@ -29,7 +29,7 @@ class LayerFactors(NamedTuple):
 
 @dataclass(frozen=True)
 class Factors:
-    """The 0/1 factors of a mask, of the layers that do not keep everything."""
+    """The 0/1 factors of a mask, for the layers that do not keep everything."""
 
     entries: tuple[LayerFactors, ...]
 
@@ -56,7 +56,7 @@ def layer_masks(mask: np.ndarray, groups: Groups) -> list[tuple[np.ndarray, np.n
                 columns &= np.repeat(bits.reshape(s.selections, s.count), kernel, axis=1)
             else:
                 columns &= bits.reshape(s.selections, s.count)
-    # The last entry stands for what belongs to no group.
+    # The last entry stands for slices in no group, -1.
     bits = np.append(mask, True)
     for entry in groups.coupled:
         rows, columns = result[entry.layer]
@@ -70,7 +70,7 @@ def build_factors(
 ) -> Factors:
     """Turn a mask into 0/1 tensors on `device`; layers that keep everything get none."""
     entries = []
-    # Coupled layers keep the same rows and columns.
+    # Coupled layers share rows and columns.
     known: dict[bytes, tuple[Tensor, Tensor] | None] = {}
 
     def find(bits: np.ndarray) -> tuple[Tensor, Tensor] | None:

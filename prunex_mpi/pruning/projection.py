@@ -1,30 +1,30 @@
-"""Projection: which groups are kept.
+"""Projection: scores of groups, and which of them are kept.
 
 A selection keeps exactly alpha groups, so in a grouped convolution each block keeps as many
-channels as the others. Compositions are applied one after the other in the order given, each to
-what the one before left; alpha always refers to all groups of the layer.
+channels as the others. Kinds are applied in the order given, each to what the one before left;
+alpha always refers to all groups of the layer.
 
 With W_m[g] the slice of coupled group g in tensor m, of n_m slices, its score is
 
     s_g = 1/|M_g| sum_m n_m |W_m[g]|^2 / |W_m|^2
 
-over the weights and BatchNorm gammas M_g (both restricted to what belongs to groups): an average
-slice counts 1, whatever the tensor's size, so that scores can be compared over sets. The alpha best
-of a set are their projection in the norm that weighs every tensor like that. Biases and betas go
-with their group and do not score. What the loss would feel (`core.scores`) has one unit in all
-tensors already: there s_g = sum_m |W_m[g]|^2, or what gates say of the whole group.
+over the weights and BatchNorm gammas M_g, both restricted to slices of groups: an average slice
+counts 1, whatever the tensor's size, so that scores can be compared between sets. The alpha best of
+a set are their projection in the norm with these weights. Biases and betas follow their group and
+do not score. The alternative is the score `gates` (`core.scores`).
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.layout import Layout
-from prunex_mpi.pruning.gates import shares_of_budget
-from prunex_mpi.pruning.groups import Groups, Selection, cut_view, gemm_views
+from prunex_mpi.pruning.groups import Budget, Groups, Selection, cut_view, gemm_views
 from prunex_mpi.pruning.masks import Factors, LayerFactors, kept_numel
 
 
@@ -42,9 +42,10 @@ def group_energies(
     selections: tuple[Selection, ...],
     factors: Factors | None = None,
 ) -> Tensor:
-    """Sum the squared elements of every group of one kind, of `flat` or of what `factors` leave.
+    """Return the sum of squares of every group of one kind, or the score of coupled groups.
 
-    `flat` is read once. Returns a 1-D tensor of its dtype on the host, in the order of the mask.
+    They are those of `flat`, masked by `factors`. `flat` is read once. The result is 1-D of its
+    dtype, on the host, in the order of the mask.
     """
     views = gemm_views(flat, layout, groups)
     masks = {entry.layer: entry for entry in (factors.entries if factors else ())}
@@ -62,9 +63,9 @@ def group_energies(
 
 
 def _slice_energies(view: Tensor, dims: Sequence[bool], factors: LayerFactors | None) -> Tensor:
-    """Return the squares of `view`, masked, summed by row, by column or one after the other, 1-D.
+    """Return the masked squares of `view` summed by row [blocks * rows], column or both, 1-D.
 
-    [blocks * rows], then [blocks * columns]; tile by tile, so that no squares reach the memory.
+    Works tile by tile, so that squares stay in the cache.
     """
     by_row = view.new_empty(view.shape[:2])
     by_column = view.new_zeros(view.shape[::2])
@@ -96,17 +97,50 @@ def _coupled_scores(
     sums = [
         _slice_energies(views[number], dims, masks.get(number)) for number, *dims in scored.tensors
     ]
-    # One transfer, and float64 for what is added up on the host.
+    # One transfer; sums on the host are float64.
     energies = torch.cat(sums).cpu().numpy().astype(np.float64)[scored.inside]
-    if groups.of_loss:
-        scores = np.bincount(scored.group, energies, groups.total)
-    else:
-        totals = np.bincount(scored.side, energies, len(scored.slices))
-        # What is zero everywhere tells nothing of its groups.
-        scale = np.divide(scored.slices, totals, out=np.zeros_like(totals), where=totals > 1e-300)
-        scores = np.bincount(scored.group, energies * scale[scored.side], groups.total)
-        scores /= np.maximum(scored.members, 1)
+    totals = np.bincount(scored.side, energies, len(scored.slices))
+    # A tensor of zeros says nothing about its groups.
+    scale = np.divide(scored.slices, totals, out=np.zeros_like(totals), where=totals > 1e-300)
+    scores = np.bincount(scored.group, energies * scale[scored.side], groups.total)
+    scores /= np.maximum(scored.members, 1)
     return torch.from_numpy(scores[start:stop]).to(views[0].dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# The score `gates`
+# --------------------------------------------------------------------------------------------------
+
+
+def gate_gradients(grad: Tensor, weights: Tensor, layout: Layout, groups: Groups) -> Tensor:
+    """Return the derivative of the loss by a factor on each group's channel, 1-D like `grad`.
+
+    The factor a_c = 1 is where the channel is read: the derivative is the sum of G W over the
+    weights that read it, with G the gradient of W. A channel that no weight reads has it on its
+    rows. `grad` and `weights` are flat.
+    """
+    mine, theirs = gemm_views(grad, layout, groups), gemm_views(weights, layout, groups)
+    sums = [_sum_products(mine[at], theirs[at], by_row) for at, by_row, _ in groups.gates]
+    places = torch.from_numpy(np.concatenate([ids for _, _, ids in groups.gates]))
+    found = grad.new_zeros(groups.total + 1)
+    return found.index_add_(0, places.to(grad.device, non_blocking=True), torch.cat(sums))[:-1]
+
+
+def _sum_products(first: Tensor, second: Tensor, by_row: bool) -> Tensor:
+    """Return the products summed by row [blocks * rows], or by column over blocks [columns]."""
+    rows, columns = first.new_empty(first.shape[:2]), first.new_zeros(first.shape[2])
+    for at in cut_view(first):
+        products = first[at] * second[at]
+        if by_row:
+            torch.sum(products, dim=2, out=rows[at])
+        else:
+            columns += products.sum(dim=(0, 1))
+    return rows.view(-1) if by_row else columns
+
+
+# --------------------------------------------------------------------------------------------------
+# Selection
+# --------------------------------------------------------------------------------------------------
 
 
 def select(
@@ -116,11 +150,11 @@ def select(
     round_to: int = 1,
     groups: Groups | None = None,
 ) -> np.ndarray:
-    """Keep exactly alpha groups of largest energy in every selection; ties go to the lower index.
+    """Return the mask that keeps the alpha groups of largest energy in every selection.
 
-    `strictness` in [0, 1] moves every keep ratio from 1 to its target (the keep ramp). Where
-    `groups` have a budget, it decides how many coupled groups are kept in all. Returns a bool array
-    of the energies' length.
+    Ties go to the lower index. `strictness` in [0, 1] moves every keep ratio from 1 to its target
+    (the keep ramp). A budget of `groups` decides how many coupled groups are kept in all. The mask
+    is a bool array of the energies' length.
     """
     if groups is not None and groups.budget is not None:
         return _select_within_budget(energies, groups, strictness, round_to)
@@ -136,16 +170,46 @@ def select(
 
 
 def _in_units(round_to: int, selection: Selection) -> int:
-    """Return the multiple of groups that makes a multiple of `round_to` channels."""
+    """Return the number of groups whose multiples are multiples of `round_to` channels."""
     return round_to // math.gcd(round_to, selection.unit)
+
+
+# --------------------------------------------------------------------------------------------------
+# A budget over all sets of coupled groups
+# --------------------------------------------------------------------------------------------------
+
+
+def with_budget(
+    groups: Groups, layout: Layout, what: str, round_to: int = 1, floor: float = 0.0
+) -> Groups:
+    """Return coupled `groups` whose keep ratio is of all the model's `what`, not of each set.
+
+    `what` is "parameters" or "multiply-adds". Each set keeps a multiple of `round_to` channels and
+    at least the fraction `floor` of its groups. Raises UserError when the ratio can't be reached.
+    """
+    ratio = groups.kinds[0][0].keep_ratio
+    positions = [groups.coupling.positions.get(s.name, 0) for s in layout.segments]
+    price = np.ones(len(positions)) if what == "parameters" else np.array(positions, np.float64)
+    total = float(price @ [s.numel for s in layout.segments])
+    mine = [layer.segment for layer in groups.layers]
+    fixed = total - float(price[mine] @ [layer.numel for layer in groups.layers])
+    limited = replace(groups, budget=Budget(ratio * total, price[mine], fixed, floor))
+    least = cost(reduce_to(np.zeros(groups.total), limited, groups.total, round_to), limited)
+    if least > ratio * total:
+        raise UserError(
+            f"--keep-ratio {ratio:g} of the {what} can't be reached: with as few channels in each "
+            f"set as possible, {least / total:.2g} are left; raise it"
+            + (", or lower --keep-floor" if floor else "")
+        )
+    return limited
 
 
 def _select_within_budget(
     scores: np.ndarray, groups: Groups, strictness: float, round_to: int
 ) -> np.ndarray:
-    """Remove the groups of least score, of all sets, until what is left fits the budget.
+    """Return the mask without the groups of least score, of all sets, that fits the budget.
 
-    What is left falls with every group that goes, so the number to remove is found by bisection.
+    The cost falls with every group removed, so their number is found by bisection.
     """
     if groups.by_gate:
         scores = scores / shares_of_budget(groups)
@@ -162,9 +226,9 @@ def _select_within_budget(
 
 
 def reduce_to(scores: np.ndarray, groups: Groups, removed: int, round_to: int) -> np.ndarray:
-    """Return the mask without the `removed` groups of least score.
+    """Return the mask without the `removed` groups of least score, except those that sets keep.
 
-    Every set rounds up, and keeps its floor.
+    Every set rounds up to a multiple of `round_to` channels and keeps its floor.
     """
     # Of equal scores the higher index goes first.
     order = np.lexsort((-np.arange(scores.size), scores))
@@ -180,6 +244,19 @@ def reduce_to(scores: np.ndarray, groups: Groups, removed: int, round_to: int) -
 
 
 def cost(mask: np.ndarray, groups: Groups) -> float:
-    """Return what the groups of `mask` cost of the budget."""
+    """Return the cost of the groups of `mask` in the budget."""
     budget = groups.budget
     return budget.fixed + float(budget.price @ kept_numel(mask, groups))
+
+
+def shares_of_budget(groups: Groups) -> np.ndarray:
+    """Return each group's cost in the budget while nothing else is dropped, float64 [groups]."""
+    price = np.zeros(groups.total)
+    for entry in groups.coupled:
+        layer, each = groups.layers[entry.layer], groups.budget.price[entry.layer]
+        for ids, elements in (
+            (entry.rows, layer.columns),
+            (entry.columns, layer.blocks * layer.rows),
+        ):
+            np.add.at(price, ids[ids >= 0], each * elements)
+    return price

@@ -1,14 +1,14 @@
-"""Find what in a masked network no longer does anything, by the groups of its coupling.
+"""Find the groups of channels that can be removed from a masked network without changing it.
 
-A group of channels goes when nothing is lost without it, whichever mask made its zeros:
+A group is removable if, whichever mask made its zeros,
 
-- nobody reads it: all columns of all weights that carry its id are zero, or
-- it is constant zero: all rows of its weights are zero, so that it depends on no image, and what
-  arrives of it at its readers, measured on images, is zero.
+- no weight reads it: all columns of all weights with its id are zero, or
+- it is constant zero: all rows of its weights are zero, so that it does not depend on the image,
+  and its values at its readers, measured on images, are zero.
 
-BatchNorm turns a zero filter into a constant, beta - gamma mu / sigma, which an activation may let
-pass. With coupled groups, gamma and beta are part of the mask and forced to zero in training, so
-the constant is zero as well; with other groups such a channel stays, and is reported.
+BatchNorm turns a zero filter into a constant, beta - gamma mu / sigma, which an activation may
+pass. With coupled groups, gamma and beta are masked as well, so that the constant is zero; with
+other groups such a channel stays, and is reported.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,29 +18,29 @@ import numpy as np
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from prunex_mpi.models.blank import evaluating
+from prunex_mpi.models.dummy_input import evaluating
 from prunex_mpi.pruning.coupling import ChannelSet, Coupling
 from prunex_mpi.pruning.labels import by_position
-from prunex_mpi.pruning.places import Places, following
 from prunex_mpi.pruning.shrink import WEIGHT, attention_of
+from prunex_mpi.pruning.trace import Places, following
 
-# What reads a weight's columns, or all channels, and along which dimension.
+# Functions that read channels with a weight, and the dimension of the channels.
 READERS = {"linear": -1, "layer_norm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
 SHOWN = 2  # names per line of a report
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which groups go, bool [groups], and one line for each kind of zeros that stay, and why."""
+    """Which groups are removed, bool [groups], and lines on the zeros that stay, with reasons."""
 
     removed: np.ndarray
     stays: tuple[str, ...]
 
 
 def judge(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
-    """Decide by the weights of `model` and a batch of images [n, 3, H, W] which groups can go.
+    """Return which groups can be removed, by the weights of `model` and images [n, 3, H, W].
 
-    At least one group of a set stays. The model is run in evaluation mode.
+    At least one group of each set stays. The model runs in evaluation mode.
     """
     weights = {name: p.detach() for name, p in model.named_parameters()}
     written = {
@@ -68,7 +68,7 @@ def judge(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
         part = slice(s.start, s.start + s.count)
         if removed[part].all():
             removed[s.start] = False
-            lines.append(f"{_channels(s, 1)}: nothing is left of them, but one must stay")
+            lines.append(f"{_channels(s, 1)}: all of the set could be removed, but one must stay")
             continue
         stays = ~removed[part]
         silent = stays & ~is_written[part]
@@ -98,20 +98,20 @@ def judge(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
 
 
 def _zero_slices(weight: Tensor, dim: int) -> np.ndarray:
-    """Return for each index of `dim` whether the slice is all zeros, bool [weight.shape[dim]]."""
+    """Return which slices along `dim` are all zeros, bool [weight.shape[dim]]."""
     others = [d for d in range(weight.dim()) if d != dim % weight.dim()]
     return (weight.abs().amax(dim=others) == 0).cpu().numpy()
 
 
-def _carried(ids: np.ndarray, marks: np.ndarray, total: int) -> np.ndarray:
-    """Return which groups carry any mark, bool [total]; `ids` and `marks` are per slice."""
+def _carried(ids: np.ndarray, marks: np.ndarray | bool, total: int) -> np.ndarray:
+    """Return which groups have a marked slice, bool [total]; `ids` and `marks` are per slice."""
     found = np.zeros(total, dtype=bool)
     found[ids[marks & (ids >= 0)]] = True
     return found
 
 
 class Activity(TorchFunctionMode):
-    """Which groups arrive as anything but zero at each weight that reads them, bool [groups]."""
+    """Record in `found`, by reader, which groups it reads as anything but zero, bool [groups]."""
 
     def __init__(self, model: nn.Module, coupling: Coupling, places: Places) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Activity(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def look(self, x: Tensor, arguments: Iterable[object], dim: int) -> None:
-        """Note which groups are in `x`, which a weight among `arguments` reads along `dim`."""
+        """Record the non-zero groups of `x` for each weight in `arguments`."""
         names = [self.names.get(id(a)) for a in arguments if isinstance(a, nn.Parameter)]
         for name in names:
             known = self.coupling.rows if name in self.coupling.norms else self.coupling.columns
@@ -143,8 +143,8 @@ class Activity(TorchFunctionMode):
                 self.note(name, x, ids, dim)
 
     def note(self, name: str, x: Tensor, ids: np.ndarray, dim: int) -> None:
-        """Note which groups are in `x`, which `name` reads along `dim`, where `ids` are."""
-        # A convolution in groups reads as many inputs of each as it has columns.
+        """Record the non-zero groups of `x`, which `name` reads along `dim`."""
+        # A grouped convolution has columns for the inputs of one group only.
         if x.shape[dim] % len(ids) == 0:
             marks = ~_zero_slices(x, dim).reshape(-1, len(ids)).all(axis=0)
             before = self.found.get(name, np.zeros(self.coupling.total, dtype=bool))
@@ -152,12 +152,12 @@ class Activity(TorchFunctionMode):
 
 
 def length_of(module: str) -> str:
-    """Return what F.normalize in the code of `module` is called."""
+    """Return the name under which F.normalize in the code of `module` is reported."""
     return f"{module}.normalize".removeprefix(".")
 
 
 def _activity(model: nn.Module, coupling: Coupling, images: Tensor) -> dict[str, np.ndarray]:
-    """Return by the reader's name which groups arrive at it as anything but zero, bool [groups]."""
+    """Return by reader which groups are not zero where it reads them, bool [groups]."""
     places = Places()
     activity = Activity(model, coupling, places)
     with evaluating(model), following(model, places), activity:
@@ -166,27 +166,26 @@ def _activity(model: nn.Module, coupling: Coupling, images: Tensor) -> dict[str,
     for name in coupling.positions.keys() & coupling.columns.keys():
         ids, attention = coupling.columns[name], attention_of(model, name)
         if attention is not None and name.endswith("out_proj.weight"):
-            # Its input is inside the attention: a head of zero filters gives its values' bias.
+            # Its input can't be seen: a head of zero filters gives the bias of its values.
             marks = np.zeros(len(ids), dtype=bool)
             if attention.in_proj_bias is not None:
                 marks = (attention.in_proj_bias.chunk(3)[2] != 0).cpu().numpy()
             found[name] = _carried(ids, marks, coupling.total)
         elif name not in found:
-            found[name] = _carried(ids, np.ones(len(ids), dtype=bool), coupling.total)
+            found[name] = _carried(ids, True, coupling.total)
     for module, every in coupling.lengths.items():
         if length_of(module) not in found:
-            ids = np.concatenate(every)
-            found[length_of(module)] = _carried(ids, np.ones(len(ids), bool), coupling.total)
+            found[length_of(module)] = _carried(np.concatenate(every), True, coupling.total)
     return found
 
 
 # --------------------------------------------------------------------------------------------------
-# What is said
+# The report
 # --------------------------------------------------------------------------------------------------
 
 
 def describe_removed(coupling: Coupling, removed: np.ndarray) -> list[dict[str, int | str]]:
-    """Return for each set of channels its name, its groups, how many go, and channels per group."""
+    """Return for each set its name, number of groups, of removed ones, and channels per group."""
     return [
         {
             "set": s.name,
@@ -206,11 +205,10 @@ def _channels(s: ChannelSet, count: int) -> str:
 def _some_idle(
     ids: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], part: slice
 ) -> np.ndarray:
-    """Return which groups of a set have slices in a weight of `found` that are all zero there."""
+    """Return which groups of a set are all zero in a weight of `found` that has their slices."""
     idle = np.zeros(part.stop - part.start, dtype=bool)
     for name, marks in found.items():
-        carried = _carried(ids[name], np.ones(len(ids[name]), dtype=bool), len(marks))
-        idle |= (carried & ~marks)[part]
+        idle |= (_carried(ids[name], True, len(marks)) & ~marks)[part]
     return idle
 
 
@@ -233,7 +231,7 @@ def _join(names: Iterable[str]) -> str:
 
 
 def zeros_that_stay(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return a line for the zeros inside the weights of a smaller network, if there are any."""
+    """Return a line on the zeros inside the weights of a smaller network, if there are any."""
     weights = [t for t in tensors.values() if t.dim() > 1]
     zeros, all_of_them = (sum(f(t) for t in weights) for f in (_count_zeros, Tensor.numel))
     if not zeros:

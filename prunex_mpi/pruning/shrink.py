@@ -1,12 +1,20 @@
-"""Cut groups of channels out of a network: its tensors and the sizes of its modules."""
+"""Remove coupled groups from a network, and try that the smaller one computes the same.
+
+First the cut: tensors and the sizes of modules. Then the trial, by which `find_rules` decides what
+can be removed from a model's own code.
+"""
 
 import copy
+import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.models.slim import (
     ATTENTION_HEADS,
@@ -20,10 +28,14 @@ from prunex_mpi.models.slim import (
     self_attention_parts,
 )
 from prunex_mpi.models.standalone import Sizes, fill_, resize_
-from prunex_mpi.pruning.coupling import Coupling
+from prunex_mpi.pruning.coupling import PLAIN, Coupling, find_coupling
+from prunex_mpi.pruning.trace import NO_PINS, Call, Failing, Pins, Places, following, is_own
 
 WEIGHT = ".weight"
 STATISTICS = (".running_mean", ".running_var")
+# Largest difference of outputs, relative to the largest output or 1, in float64 and below.
+EXACT, TOLERANCE = 1e-9, 1e-3
+NOISE = 0.1
 
 
 def shrink(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> nn.Module:
@@ -35,7 +47,7 @@ def shrink(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> nn.Modu
 
 
 def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> Sizes:
-    """Return what `standalone.resize_` takes: the sizes of every module that can have others."""
+    """Return the sizes of every module that can be resized, for `standalone.resize_`."""
     sizes: Sizes = {}
 
     def left(known: Mapping[str, np.ndarray], name: str, size: int) -> int:
@@ -77,7 +89,7 @@ def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> 
             kept = np.ones(module.out_channels, dtype=bool)
             if weight in coupling.rows:
                 kept = kept_slices(coupling.rows[weight], removed)
-            # Of a convolution in groups those stay of which any output does.
+            # A group of a grouped convolution stays if any of its outputs does.
             groups = int(kept.reshape(module.groups, -1).any(axis=1).sum())
             inputs = module.in_channels // module.groups
             sizes[name] = {
@@ -90,10 +102,10 @@ def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> 
 
 
 def sizes_in_all(model: nn.Module, before: Sizes, coupling: Coupling, removed: np.ndarray) -> Sizes:
-    """Return the sizes that make the whole network what `model` is without `removed`.
+    """Return the sizes that turn the network of full size into `model` without `removed`.
 
-    `before` made the whole one `model`, by which `coupling` was found: that says nothing of modules
-    that can't become smaller a second time.
+    `before` are those that turned it into `model`. `coupling` was found on `model`, and may say
+    nothing about modules that are smaller already.
     """
     sizes = smaller_sizes(model, coupling, removed)
     # A module is replaced before what is in it gets its sizes.
@@ -107,7 +119,7 @@ def _add_own_sizes(
     removed: np.ndarray,
     sizes: Sizes,
 ) -> None:
-    """Add to `sizes` the parameters and the numbers that modules of another kind have."""
+    """Add the shapes of parameters and the numbers of other modules to `sizes`."""
     known = sizes.keys() - {n for n, m in model.named_modules() if type(m) in WINDOWS}
     known |= coupling.swapped
     for name in dict.fromkeys((*coupling.rows, *coupling.columns, *coupling.inner)):
@@ -144,7 +156,7 @@ def smaller_tensors(model: nn.Module, coupling: Coupling, removed: np.ndarray) -
 def slices_left(
     tensor: Tensor, slices: Sequence[tuple[int, np.ndarray]], removed: np.ndarray
 ) -> Tensor:
-    """Return `tensor` without its slices of the groups of `removed`: (dimension, ids) of each."""
+    """Return `tensor` without the slices of `removed` groups; `slices` are (dimension, ids)."""
     for dim, ids in slices:
         kept = torch.from_numpy(np.flatnonzero(kept_slices(ids, removed))).to(tensor.device)
         tensor = tensor.index_select(dim, kept)
@@ -152,7 +164,7 @@ def slices_left(
 
 
 def cut(flat: Tensor, layout: Layout, coupling: Coupling, removed: np.ndarray) -> Tensor:
-    """Return the elements of `flat` that stay without the groups of `removed`, in their order."""
+    """Return the elements of the flat vector that stay without `removed`, in their order."""
     pieces = []
     for segment, view in zip(layout.segments, layout.views(flat), strict=True):
         pieces.append(slices_left(view, coupling.slices(segment.name), removed).reshape(-1))
@@ -160,15 +172,237 @@ def cut(flat: Tensor, layout: Layout, coupling: Coupling, removed: np.ndarray) -
 
 
 def kept_slices(ids: np.ndarray, removed: np.ndarray) -> np.ndarray:
-    """Return which slices stay, bool of the length of `ids`."""
+    """Return which slices stay, bool [len(ids)]."""
     return (ids < 0) | ~removed[ids]
 
 
 def attention_of(model: nn.Module, name: str) -> nn.MultiheadAttention | SlimAttention | None:
-    """Return the attention that the parameter `name` is part of, if it is of one."""
+    """Return the attention module that the parameter `name` belongs to, if any."""
     path = name.rpartition(".")[0]
     for candidate in (path, path.rpartition(".")[0]):
         module = model.get_submodule(candidate)
         if isinstance(module, ATTENTIONS):
             return module
     return None
+
+
+# --------------------------------------------------------------------------------------------------
+# The trial
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a smaller network fails or differs.
+
+    Where its code raised: the innermost module that is not torch's own, and the torch call.
+    """
+
+    reason: str
+    module: str | None = None
+    call: Call | None = None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules by which a model's coupled groups are found.
+
+    Plain rules hold in the modules of `plain`; those of `swapped` are attention that is replaced
+    when smaller; channels that the calls of `pins` touch stay.
+    """
+
+    plain: frozenset[str] = frozenset()
+    swapped: frozenset[str] = frozenset()
+    pins: Pins = NO_PINS
+
+    def text(self) -> str:
+        """Return the rules as JSON, for `rules_of`."""
+        every = self.plain, self.swapped, self.pins.arguments, self.pins.all_before
+        return json.dumps([sorted(names) for names in every])
+
+
+def rules_of(text: str) -> Rules:
+    """Return the rules that `Rules.text` made `text` of."""
+    plain, swapped, *calls = json.loads(text)
+    pins = Pins(*(frozenset(map(tuple, every)) for every in calls))
+    return Rules(frozenset(plain), frozenset(swapped), pins)
+
+
+def find_coupling_by(model: nn.Module, image_size: int, rules: Rules) -> Coupling:
+    """Find the coupled groups of `model` by `rules`, without a trial."""
+    return replace(find_coupling(model, image_size, rules.plain, rules.pins), swapped=rules.swapped)
+
+
+def find_rules(model: nn.Module, image_size: int, rules: Rules = Rules()) -> Rules:
+    """Return the widest rules, from `rules` down, by which `model` works without any group.
+
+    Where the code of a module fails at a smaller size, attention is replaced by ours, and in other
+    modules of its class plain rules hold. Before they would hold in the whole model, the arguments
+    of the failing call stay; when they do, all channels made before it. Raises UserError when no
+    group can be removed, and where none of this helps.
+    """
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise UserError(
+            "coupled groups: what torch.jit has compiled can't be followed; give the model as it "
+            "was before, or choose other --groups"
+        )
+    while True:
+        coupling = find_coupling_by(model, image_size, rules)
+        attempts = (
+            attempt(model, coupling, removed, image_size)
+            for removed in (_some_of_each(coupling), _drawn_of_each(coupling))
+        )
+        failure = next((failure for failure in attempts if failure is not None), None)
+        if failure is None:
+            return rules
+        whole = rules.plain >= PLAIN
+        alike = _alike(model, failure.module)
+        attention = frozenset(n for n in alike if self_attention_parts(model.get_submodule(n)))
+        if attention - rules.swapped - rules.plain and not whole:
+            rules = replace(rules, swapped=rules.swapped | attention)
+            continue
+        # Modules of its class, then those around them, at last the whole model.
+        name = failure.module
+        while name and alike <= rules.plain:
+            name = name.rpartition(".")[0]
+            alike = _alike(model, name)
+        plain = rules.plain | (alike or PLAIN)
+        calls, pins = _calls_alike(model, failure.call), rules.pins
+        if plain >= PLAIN and calls - pins.arguments:
+            rules = replace(rules, pins=replace(pins, arguments=pins.arguments | calls))
+        elif not whole:
+            rules = replace(rules, plain=plain, swapped=rules.swapped - alike)
+        elif calls - pins.all_before:
+            rules = replace(rules, pins=replace(pins, all_before=pins.all_before | calls))
+        else:
+            raise UserError(
+                f"coupled groups: this model does not work without its channels ({failure.reason});"
+                " choose another --model or other --groups"
+            )
+
+
+def _calls_alike(model: nn.Module, call: Call | None) -> frozenset[Call]:
+    """Return the call and its counterparts in modules of the same class; none for None."""
+    if call is None:
+        return frozenset()
+    module, number = call
+    return frozenset((name, number) for name in {module} | _alike(model, module))
+
+
+def _alike(model: nn.Module, name: str | None) -> frozenset[str]:
+    """Return the modules of the same class as the module `name`; none for torch's classes."""
+    kind = type(model.get_submodule(name)) if name is not None else None
+    if kind is None or kind.__module__.startswith("torch."):
+        return frozenset()
+    return frozenset(n for n, module in model.named_modules() if type(module) is kind)
+
+
+@torch.no_grad()
+def attempt(
+    model: nn.Module, coupling: Coupling, removed: np.ndarray, image_size: int
+) -> Failure | None:
+    """Compare a network with the groups of `removed` at zero and one without them; None if equal.
+
+    Runs copies of `model` on the CPU, in float64, or in its own dtype if its code needs that.
+    """
+    generator = torch.Generator().manual_seed(0)
+    image = torch.rand(1, 3, image_size, image_size, generator=generator, dtype=torch.float64)
+    masked, allowed = _masked_copy(model, coupling, removed).double(), EXACT
+    wanted = _in_double(masked, image)
+    if wanted is None:
+        masked, allowed = _masked_copy(model, coupling, removed), TOLERANCE
+        image = image.to(next(masked.parameters()).dtype)
+        wanted = masked(image)
+    places = Places()
+    failing = Failing(places)
+    try:
+        smaller = shrink(masked, coupling, removed)
+        with following(smaller, places), failing:
+            found = smaller(image)
+    # The model's own code may raise anything at other sizes.
+    except Exception as error:
+        own = [name for name in places.inside if is_own(model.get_submodule(name))]
+        return Failure(one_line(error), own[-1] if own else None, failing.call)
+    apart = float((found - wanted).abs().max()) if found.shape == wanted.shape else math.inf
+    if not apart <= allowed * max(1.0, float(wanted.abs().max())):
+        return Failure(f"the outputs differ by {apart:.2g}")
+    return None
+
+
+@torch.no_grad()
+def training_failure(model: nn.Module, coupling: Coupling, image_size: int) -> str:
+    """Return why a smaller network can't be trained though the whole one can, "" where it can.
+
+    Code that runs in training only is not traced: it may read channels that nothing else reads.
+    Runs copies of `model` on the CPU, whose random state is restored.
+    """
+    parameter, generator = next(model.parameters()), torch.Generator().manual_seed(0)
+    # For one image BatchNorm may get a single value per channel, which it refuses.
+    images = torch.rand(2, 3, image_size, image_size, generator=generator).to(parameter.dtype)
+    # The generators of other devices stay as they are.
+    with torch.random.fork_rng(devices=[]):
+        try:
+            whole = copy.deepcopy(model)
+            whole.train()
+            whole(images)
+        # Training will report it.
+        except Exception:
+            return ""
+        for removed in (_some_of_each(coupling), _drawn_of_each(coupling)):
+            try:
+                smaller = shrink(model, coupling, removed)
+                smaller.train()
+                smaller(images)
+            # The model's own code may raise anything at other sizes.
+            except Exception as error:
+                return one_line(error)
+    return ""
+
+
+def _some_of_each(coupling: Coupling) -> np.ndarray:
+    """Remove a half, a third or two thirds of each set, so that sizes do not agree by chance."""
+    removed = np.zeros(coupling.total, dtype=bool)
+    for number, s in enumerate(coupling.sets):
+        places = np.arange(s.count)
+        gone = (places % 2 == 1, places % 3 == 1, places % 3 > 0)[number % 3]
+        removed[s.start : s.start + s.count] = gone
+    return removed
+
+
+def _drawn_of_each(coupling: Coupling) -> np.ndarray:
+    """Remove a random share of each set, as masks do."""
+    removed = np.zeros(coupling.total, dtype=bool)
+    rng = np.random.default_rng(0)
+    for s in coupling.sets:
+        count = rng.integers(1, s.count) if s.count > 1 else 0
+        removed[s.start + rng.permutation(s.count)[:count]] = True
+    return removed
+
+
+def _masked_copy(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> nn.Module:
+    """Return a copy in evaluation mode with the groups of `removed` at zero.
+
+    Noise is added to vectors, and to weights that are zero: their initial values hide mistakes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    masked = copy.deepcopy(model)
+    masked.eval()
+    for name, parameter in masked.named_parameters():
+        weight = parameter.dim() > 1 and name in coupling.positions
+        if not (weight and parameter.any()):
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(noise, alpha=NOISE / parameter[0].numel() ** 0.5 if weight else NOISE)
+        for dim, ids in coupling.slices(name):
+            gone = torch.from_numpy(np.flatnonzero(~kept_slices(ids, removed)))
+            parameter.index_fill_(dim, gone, 0.0)
+    return masked
+
+
+def _in_double(model: nn.Module, image: Tensor) -> Tensor | None:
+    """Return the outputs in float64, None where the model's own code needs another dtype."""
+    try:
+        outputs = model(image)
+    # That code may raise anything.
+    except Exception:
+        return None
+    return outputs if outputs.dtype == torch.float64 else None

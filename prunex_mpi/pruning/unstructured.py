@@ -1,4 +1,4 @@
-"""Unstructured sparsity: which single weights are kept, by gradient flow or by magnitude.
+"""Unstructured sparsity: keep single weights by gradient flow or by magnitude.
 
 Weights with two or more dimensions are prunable; biases and the parameters of BatchNorm are kept,
 since they are few and every output needs its own. `pruned` is a bool vector over the flat
@@ -20,7 +20,7 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 def kept_weights(layout: Layout, ratio: float, by: str) -> int:
-    """Return how many prunable weights stay at a keep ratio, by the score `by`."""
+    """Return the number of prunable weights kept at a keep ratio, by the score `by`."""
     sizes = [segment.numel for segment in matrices(layout)]
     if by == "magnitude":
         return sum(kept_count(size, ratio) for size in sizes)
@@ -30,7 +30,7 @@ def kept_weights(layout: Layout, ratio: float, by: str) -> int:
 def prune_by_magnitude(theta: Tensor, layout: Layout, ratio: float) -> Tensor:
     """Return `pruned`, which keeps the share `ratio` of largest magnitude of each layer.
 
-    Layer by layer, since before training magnitudes tell the layers' initialisation apart.
+    It is layer by layer, since before training magnitudes reflect each layer's initialisation.
     """
     pruned = torch.zeros_like(theta, dtype=torch.bool)
     for segment in matrices(layout):
@@ -43,8 +43,8 @@ def prune_by_gradient_flow(theta: Tensor, product: Tensor, layout: Layout, ratio
     """Return `pruned`, which keeps the share `ratio` of lowest score -w ⊙ (H ∇L) of all layers.
 
     GraSP (Wang et al. 2020, Eq. 8): the score is the change of ∇L^T ∇L when w is removed, to first
-    order and halved, and a loss falls the faster the larger that is; so those go that leave most of
-    it. `product` is H ∇L. Raises UserError where a score is not finite.
+    order and halved. The larger that is, the faster the loss falls, so the weights of lowest score
+    are kept. `product` is H ∇L. Raises UserError where a score is not finite.
     """
     segments = matrices(layout)
     if not segments:
@@ -91,7 +91,7 @@ def add_hessian_products_(
     parameters = [p for p in model.parameters() if p.requires_grad]
     for images, labels in batches:
         try:
-            # Of the kernels for attention only the plain one has a second derivative.
+            # Only the plain kernel of attention has a second derivative.
             with sdpa_kernel(SDPBackend.MATH):
                 value = loss(model(images), labels)
             slopes = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
@@ -107,7 +107,7 @@ def add_hessian_products_(
 
 
 def _add_(total: Tensor, layout: Layout, parts: Iterable[Tensor | None]) -> None:
-    """Add one tensor per segment; None is what took no part in the loss."""
+    """Add one tensor per segment, None for parameters that the loss does not depend on."""
     for view, part in zip(layout.views(total), parts, strict=True):
         if part is not None:
             view.add_(part)

@@ -18,9 +18,10 @@ from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.exchanges import memory_of
-from prunex_mpi.models.build import build_model, probe
+from prunex_mpi.models.build import build_model
+from prunex_mpi.models.dummy_input import probe
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.pruning.trial import rules_of
+from prunex_mpi.pruning.shrink import rules_of
 from prunex_mpi.run.beginning import begin_from_
 from prunex_mpi.run.teaching import find_teacher, taught
 from prunex_mpi.run.tuning import is_left_to_measure, trial_of, tuned

@@ -17,8 +17,7 @@ from prunex_mpi.methods.exchanges import code_of
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.compaction import build_plan
-from prunex_mpi.pruning.find_groups import out_of_reach
-from prunex_mpi.pruning.groups import Groups
+from prunex_mpi.pruning.groups import Groups, out_of_reach
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import select
 from prunex_mpi.run.forecast import Travelling, bytes_of, cost_table, travelling_under

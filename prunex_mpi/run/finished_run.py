@@ -16,7 +16,8 @@ from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import Dataset, load
 from prunex_mpi.data.decoding import Access, Reader, decoding_threads
 from prunex_mpi.models import standalone
-from prunex_mpi.models.build import build_model, describe, probe
+from prunex_mpi.models.build import build_model, describe
+from prunex_mpi.models.dummy_input import probe
 from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.settings.cli import read_saved
 from prunex_mpi.settings.fields import Settings
@@ -90,7 +91,8 @@ def read_run(
             UNREADABLE,
         ) from None
     what = {"num_classes": len(logits), "image_size": image_size, "stem": settings.stem}
-    model = build_model(settings.model, **what).eval()
+    model = build_model(settings.model, **what)
+    model.eval()
     _resize_(model, layers, settings.model)
     _fill_(model, _read_state(path / STATE, record, going), settings.model)
     found = torch.tensor(probe(model, image_size), dtype=torch.float64)

@@ -22,8 +22,7 @@ from prunex_mpi.core.objective import Loss
 from prunex_mpi.core.state import Work, weights
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.models.blank import blank_image, evaluating
-from prunex_mpi.models.build import settle
+from prunex_mpi.models.dummy_input import dummy_input, evaluating, settle
 from prunex_mpi.run.assembly import assemble_around
 from prunex_mpi.run.start import find_transport, take_places, tell_beforehand
 from prunex_mpi.run.supervision import driver_of
@@ -98,7 +97,8 @@ class Training:
         copy.load_state_dict(tensors)
         for parameter in copy.parameters():
             parameter.grad = None
-        return copy.eval()
+        copy.eval()
+        return copy
 
 
 @contextmanager
@@ -201,7 +201,7 @@ def find_classes(model: nn.Module, side: int) -> int:
     """Return how many outputs the model has; raise UserError where it can't take such images."""
     try:
         with evaluating(model):
-            outputs = model(blank_image(model, side))
+            outputs = model(dummy_input(model, side))
     # The user's model can raise anything.
     except Exception as error:
         raise UserError(

@@ -28,7 +28,7 @@ from prunex_mpi.core.metrics import prunable_and_kept
 from prunex_mpi.core.state import Work
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.local_sgd import advice
-from prunex_mpi.pruning.find_groups import out_of_reach
+from prunex_mpi.pruning.groups import out_of_reach
 from prunex_mpi.run.devices import (
     choose_device,
     keep_freed_memory,

@@ -8,7 +8,7 @@ from prunex_mpi.base.files import STATE
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.metrics import density, prunable_and_kept
 from prunex_mpi.core.state import Problem, State, weights
-from prunex_mpi.models.build import probe
+from prunex_mpi.models.dummy_input import probe
 from prunex_mpi.run.closing import add_up
 from prunex_mpi.run.tensor_file import save_tensors
 from prunex_mpi.settings.fields import Settings

@@ -24,7 +24,7 @@ from prunex_mpi.core.problem import broadcast_weights_
 from prunex_mpi.core.state import Problem
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models import standalone
-from prunex_mpi.models.build import try_forward
+from prunex_mpi.models.dummy_input import try_forward
 from prunex_mpi.models.trained import Moments, digest_of, fit_, read_tensors
 from prunex_mpi.run.beginning import SHOWN_DIGITS, refuse_exported, refuse_other_file
 from prunex_mpi.run.finished_run import read_run
@@ -78,7 +78,8 @@ def taught(
     """
     network, look = teacher
     parameter = next(problem.model.parameters())
-    network.to(parameter.device, parameter.dtype).eval().requires_grad_(False)
+    network.to(parameter.device, parameter.dtype).requires_grad_(False)
+    network.eval()
     broadcast_weights_(topology.world, network, transport)
     share, temperature = settings.teacher_share, settings.teacher_temperature
     found = Teacher(network, share, temperature)

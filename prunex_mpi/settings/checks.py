@@ -48,11 +48,6 @@ def check_together(settings: Settings, estimate: Mapping[str, Any]) -> None:
         )
     if s.keep_by != "groups" and s.groups != ("coupled",):
         raise UserError(f"keep-by {s.keep_by} is for coupled groups alone; give --groups coupled")
-    if s.coupled_through != "all" and "coupled" not in s.groups:
-        raise UserError(
-            f"coupled-through {s.coupled_through} is for coupled groups alone; "
-            "give --groups coupled"
-        )
     if s.keep_by != "groups" and s.layer_keep_ratio:
         raise UserError(f"keep-by {s.keep_by} has one ratio for all; leave layer-keep-ratio out")
     if s.keep_floor and s.keep_by == "groups":

@@ -300,10 +300,9 @@ class Settings:
     )
     score: str = setting(
         _S,
-        "what decides which groups are kept: their magnitude, or what training would feel of their "
-        "loss, by gradients squared at each local step, of each weight (fisher) or of a factor on "
-        "each channel (gates), or added up (taylor)",
-        choices=("magnitude", "fisher", "taylor", "gates"),
+        "score by which groups are kept: their magnitude, or the squared gradient of a factor on "
+        "each channel, summed over the local steps (gates)",
+        choices=("magnitude", "gates"),
         of="prunes_groups nodes",
         off="magnitude",
     )
@@ -314,14 +313,6 @@ class Settings:
         "cut",
         choices=("cut", "keep", "shrink"),
         of="consensus nodes",
-    )
-    coupled_through: str = setting(
-        _S,
-        "what coupled groups are found through: all that is known, or plain: convolutions, linear "
-        "layers and BatchNorm alone, and no LayerNorm, grouped convolutions or cut tensors",
-        "all",
-        choices=("all", "plain"),
-        of="prunes_groups",
     )
     warmup_iterations: int = setting(
         _S,

@@ -16,8 +16,7 @@ from prunex_mpi.core.mask_agreement import (
 )
 from prunex_mpi.core.state import State, build_state
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.pruning.find_groups import find_groups
-from prunex_mpi.pruning.groups import Selection
+from prunex_mpi.pruning.groups import Selection, find_groups
 from prunex_mpi.settings.resolve import make
 
 ORDERS = [("filter",), ("channel",), ("shape",), ("channel", "filter"), ("filter", "shape")]

@@ -22,8 +22,7 @@ from prunex_mpi.methods import hsadmm
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.slim import SlimSelfAttention
 from prunex_mpi.models.standalone import load
-from prunex_mpi.pruning.shrink import cut
-from prunex_mpi.pruning.trial import Rules
+from prunex_mpi.pruning.shrink import Rules, cut
 from prunex_mpi.run import supervision
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.settings.resolve import make
@@ -48,7 +47,7 @@ SCENARIOS = {
     "outer": {**PRUNEX, "node_sync": "outer", "clip_norm": 0.5, "dropped": "shrink"},
     "adamw int4": {**PRUNEX, "optimizer": "adamw", "lr": 0.002, "payload": "int4"},
     "behind": {**PRUNEX, "overlap_steps": 1, "evaluate_every": 7, "payload": "int4"},
-    "one-shot": {**ONE_SHOT, "score": "taylor", "payload": "bf16"},
+    "one-shot": {**ONE_SHOT, "score": "gates", "payload": "bf16"},
 }
 COMPILED = {**PRUNEX, "compile": True}
 
@@ -220,8 +219,6 @@ def test_attention_that_would_lose_its_dropout_is_refused():
     assert choose_rules(make(**settings), model, 16).swapped
     with pytest.raises(UserError, match=r"HiddenDropout \(attentions\.0\) would lose what"):
         choose_rules(make(**settings, remove_dropped=True), model, 16)
-    plain = make(**settings, remove_dropped=True, coupled_through="plain")
-    assert not choose_rules(plain, model, 16).swapped
 
 
 class AuxiliaryHead(nn.Module):

@@ -1,23 +1,35 @@
-"""When gradients are added up for the scores of groups."""
+"""When squared gate gradients are summed for the scores of groups."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from prunex_mpi.core.scores import SENSITIVITY, watch_
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.pruning.coupling import find_coupling
+from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.settings.resolve import BY_NAME
 
 
 def totals(method: str, once: int = 0, warmup: int = 0) -> list[float]:
-    """Return the sum of squares after each of 8 outer iterations of 2 steps; an epoch has 7."""
-    state = SimpleNamespace(memory={SENSITIVITY: torch.zeros(1)}, frozen=False, grad=torch.ones(1))
+    """Return how many steps are in the sums after each of 8 outer iterations of 2 steps.
+
+    An epoch has 7 steps. Each adds 3^2 to both groups: 3 weights read a channel.
+    """
+    model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Conv2d(2, 3, 1))
+    layout = build_layout(model)
+    groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=find_coupling(model, 2))
+    ones = torch.ones(layout.numel)
+    state = SimpleNamespace(memory={SENSITIVITY: torch.zeros(2)}, frozen=False, groups=groups)
+    state.grad, state.theta, state.layout = ones, ones, layout
     state.position = SimpleNamespace(iteration=0, step=0)
     work = SimpleNamespace(
         state=state,
         settings=SimpleNamespace(
             method=BY_NAME[method],
-            score="fisher",
+            score="gates",
             warmup_iterations=warmup,
             options=SimpleNamespace(prune_iteration=once),
         ),
@@ -27,7 +39,9 @@ def totals(method: str, once: int = 0, warmup: int = 0) -> list[float]:
     for state.position.iteration in range(1, 9):
         for state.position.step in range(2):
             watch_(work)
-        found.append(state.memory[SENSITIVITY].item())
+        first, second = (state.memory[SENSITIVITY] / 9).tolist()
+        assert first == second
+        found.append(first)
     return found
 
 

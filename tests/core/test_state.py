@@ -6,7 +6,7 @@ from torch import nn
 
 from prunex_mpi.core.state import State, adopt_mask, build_state, freeze, weights
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.pruning.find_groups import find_groups
+from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.projection import select
 from prunex_mpi.settings.resolve import make
 

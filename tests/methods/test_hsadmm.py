@@ -128,12 +128,10 @@ SCENARIOS |= {
 # What z drops stays in theta; with groups that come back, and duals that go on after the freeze.
 KEPT = {**COUPLED, "dropped": "keep", "keep_ramp_iterations": 3, "freeze_iteration": 5}
 SCENARIOS |= {
-    "kept-fisher": {**KEPT, "score": "fisher", "node_sync": "outer"},
     "kept-int4-behind": {**KEPT, **BEHIND, "payload": "int4", "freeze_iteration": 0},
     "kept-gates": {**KEPT, "score": "gates"},
     "gates-outer": {**COUPLED, "score": "gates", "node_sync": "outer"},
     "shrunk-admm": {**KEPT, "dropped": "shrink", "after_freeze": "admm", "node_sync": "outer"},
-    "union-taylor": {**UNION, "score": "taylor"},
     "union-kept": {**UNION, "theta_start": "z", "dropped": "keep"},
 }
 CASES = [(name, torch.float64) for name in SCENARIOS]
@@ -158,7 +156,6 @@ ARITHMETIC = (
     "filter-channel",
     "shape-outer",
     "adamw",
-    "fisher",
     "gates",
     "shrunk-admm",
 )

@@ -153,6 +153,10 @@ def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "LIMIT = 3\n"
         "def net(*, num_classes, image_size):\n"
         "    return nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, num_classes))\n"
+        "def of_any_size(num_classes, width=2):\n"
+        "    ends = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, num_classes)\n"
+        "    return nn.Sequential(nn.Conv2d(3, width, 1), *ends)\n"
+        "def with_options(num_classes, **options): return net(num_classes=num_classes, **options)\n"
         "def number(*, num_classes, image_size): return num_classes\n"
         "def positional(): return nn.Identity()\n"
         "def headless(*, num_classes, image_size): return nn.Identity()\n"
@@ -164,9 +168,11 @@ def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("own_models")
-def test_own_factory_is_called_with_classes_and_size() -> None:
+def test_own_factory_is_called_with_classes_and_the_size_if_it_takes_it() -> None:
     model = build_model("own_models:net", num_classes=5, image_size=4)
     assert count(model) == 5 * 48 + 5
+    assert count(build_model("own_models:with_options", num_classes=5, image_size=4)) == 245
+    assert count(build_model("own_models:of_any_size", num_classes=5, image_size=4)) == 8 + 15
 
 
 @pytest.mark.usefixtures("own_models")

@@ -1,5 +1,7 @@
 """Flat vectors: every parameter has its place in them, and the model lives there."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -49,6 +51,43 @@ def test_shared_modules_count_once_and_frozen_parameters_not_at_all() -> None:
     names = [s.name for s in layout.segments]
     assert names == ["gain", "nothing", "inner.weight", "inner.bias"]
     assert layout.numel == 1 + 0 + 9 + 3
+
+
+class Sharing(nn.Module):
+    """Two layers, of which `share` returns tensors of one memory: a parameter and something."""
+
+    def __init__(self, share: Callable[[Tensor], Tensor | nn.Parameter]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        shared = share(self.first.weight.detach())
+        if isinstance(shared, nn.Parameter):
+            self.second.weight = shared
+        else:
+            self.register_buffer("view", shared)
+
+
+@pytest.mark.parametrize(
+    ("share", "names"),
+    [
+        (nn.Parameter, "first.weight and second.weight"),
+        (lambda w: nn.Parameter(w.t()), "first.weight and second.weight"),
+        (lambda w: nn.Parameter(w, requires_grad=False), "first.weight and second.weight"),
+        (lambda w: w[1:2], "first.weight and view"),
+        (lambda w: w.view(torch.int32)[::2], "first.weight and view"),
+        (lambda w: nn.Parameter(torch.zeros(1, 4).expand(4, 4)), "elements of second.weight"),
+    ],
+)
+def test_what_shares_memory_with_a_parameter_is_refused(share, names: str) -> None:
+    with pytest.raises(UserError, match=f"{names} share memory"):
+        build_layout(Sharing(share))
+
+
+def test_parts_of_one_memory_that_do_not_overlap_are_taken() -> None:
+    model, both = nn.ParameterDict(), torch.zeros(4, 6)
+    model["left"], model["right"] = nn.Parameter(both[:, :3]), nn.Parameter(both[:, 3:])
+    layout = build_layout(model)
+    flatten_(model, layout)
+    assert build_layout(model) == layout
 
 
 def test_views_share_the_memory_of_the_flat_vector() -> None:

@@ -13,9 +13,9 @@ from torch import nn
 from prunex_mpi.base import files
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.models.build import build_model
+from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.trained import (
     digest_of,
-    find_head,
     find_torchvision_file,
     fit_,
     read_tensors,
@@ -108,7 +108,7 @@ def test_a_model_whose_own_names_begin_like_those_of_a_wrapper(tmp_path: Path) -
     ],
 )
 def test_the_head_is_found_whatever_makes_the_classes(name: str, head: str) -> None:
-    assert find_head(build_model(name, num_classes=12, image_size=32), 32) == head
+    assert find_ends(build_model(name, num_classes=12, image_size=32), 32).head == f"{head}.weight"
 
 
 def test_other_shapes_are_refused_with_the_first_few_names() -> None:

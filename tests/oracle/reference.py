@@ -287,7 +287,6 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                     p.data.copy_(start_at)
             r.model.train()
         losses = [0.0] * total_ranks
-        felt = [{n: torch.zeros_like(x) for n, x in start.items()} for _ in ranks]
         gates = [[0.0] * len(s.sets) for _ in ranks] if s.score == "gates" else []
         for step in range(s.steps):
             if pending and step == s.overlap_steps:
@@ -309,9 +308,6 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
             for mine, r in zip(gates, ranks, strict=False):
                 found = gates_of(parameters(r.model), s.sets)
                 mine[:] = [m + g**2 for m, g in zip(mine, found, strict=True)]
-            for j, r in enumerate(ranks):
-                for n, p in parameters(r.model).items():
-                    felt[j][n] += p.grad**2 if s.score == "fisher" else p.grad
             for j, r in enumerate(ranks):
                 for n, p in parameters(r.model).items():
                     shrinks = (s.weight_decay_in == "theta" or sgd_only) and decays(p, s)
@@ -346,23 +342,14 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
         vote = s.mask_agreement == "vote" or freeze_now or k == s.outer_iterations
         node_masks = [mask] * nodes
         weighed = candidate
-        if s.score != "magnitude":
+        if s.score == "gates":
             # Gradients averaged at each step are all alike in a node.
-            known = gates if s.score == "gates" else felt
             mine = [
-                [f for f, of in zip(known, node_of, strict=True) if of == i] for i in range(nodes)
+                [f for f, of in zip(gates, node_of, strict=True) if of == i] for i in range(nodes)
             ]
             mine = [some[:1] if s.node_sync == "step" else some for some in mine]
-        if s.score == "gates":
             sets = range(len(s.sets))
             weighed = [[sum(f[g] for f in some) / len(some) for g in sets] for some in mine]
-        elif s.score != "magnitude":
-            sums = [{n: sum(f[n] for f in some) / len(some) for n in names} for some in mine]
-            power = 0.5 if s.score == "fisher" else 1
-            weighed = [
-                {n: c[n] * f[n] ** power for n in names}
-                for c, f in zip(candidate, sums, strict=True)
-            ]
         if not frozen:
             if vote:
                 mask = support(weighed, ratio, node_sizes)

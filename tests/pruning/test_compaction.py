@@ -13,8 +13,7 @@ from prunex_mpi.models import layout as layouts
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_
-from prunex_mpi.pruning.find_groups import find_groups
-from prunex_mpi.pruning.groups import Groups
+from prunex_mpi.pruning.groups import Groups, find_groups
 from prunex_mpi.pruning.masks import apply_factors_, build_factors, kept_numel
 from prunex_mpi.pruning.projection import select
 

@@ -15,20 +15,29 @@ from coupled_nets import (
     encoder_norm_first,
 )
 from masking import draw, mask_
-from odd_models import randomise_
+from odd_models import randomise_, train_returns_nothing
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models import standalone
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.pruning import channel_labels
+from prunex_mpi.models.slim import self_attention_parts
+from prunex_mpi.pruning import trace
 from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
-from prunex_mpi.pruning.find_groups import find_groups
+from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.pruning.projection import group_energies, select
 from prunex_mpi.pruning.removable import judge
-from prunex_mpi.pruning.shrink import sizes_in_all, smaller_sizes, smaller_tensors
-from prunex_mpi.pruning.trial import Rules, attempt, find_coupling_by, find_rules
+from prunex_mpi.pruning.shrink import (
+    Rules,
+    attempt,
+    find_coupling_by,
+    find_rules,
+    sizes_in_all,
+    smaller_sizes,
+    smaller_tensors,
+    training_failure,
+)
 from prunex_mpi.tools.export.files import write_network
 
 CLASSES = 5
@@ -256,7 +265,7 @@ def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(
     def stumble(*_: object) -> None:
         raise KeyError("dim")
 
-    monkeypatch.setattr(channel_labels.label_layers, "reduce", stumble)
+    monkeypatch.setattr(trace.label_layers, "reduce", stumble)
     first, last = nn.Conv2d(3, 8, 3), nn.Linear(8, CLASSES)
 
     class Averaged(nn.Module):
@@ -270,6 +279,24 @@ def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(
     coupling = find_coupling_by(Averaged(), SIDE, Rules())
     assert [s.name for s in coupling.sets] == ["first.weight"]
     assert any("mean mixes it with others" in line for line in coupling.excluded)
+
+
+class SilentAttention(OwnAttention):
+    """Attention whose `train` returns nothing."""
+
+    def train(self, mode: bool = True) -> None:
+        super().train(mode)
+
+
+def test_a_train_that_returns_nothing_is_no_obstacle() -> None:
+    model = train_returns_nothing(CLASSES, SIDE)
+    model.train()
+    rules = find_rules(model, SIDE)
+    assert rules == Rules() and model.training and not model[1].training
+    coupling = find_coupling_by(model, SIDE, rules)
+    assert training_failure(model, coupling, SIDE) == ""
+    attention = SilentAttention(8, 2)
+    assert self_attention_parts(attention).dropouts == ("", "")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")

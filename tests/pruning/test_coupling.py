@@ -1,6 +1,8 @@
 """Coupled groups: which channels go together, and that nothing is missed when they are gone."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -78,13 +80,45 @@ class OneUnknown(Concatenated):
 class Squeezed(nn.Module):
     """Squeeze-and-excitation: a sigmoid is not zero at zero, its product with zero is."""
 
-    def __init__(self) -> None:
+    def __init__(self, scaled: Callable[[Tensor, Tensor], Tensor] = torch.mul) -> None:
         super().__init__()
-        self.down, self.up = nn.Conv2d(6, 3, 1), nn.Conv2d(3, 6, 1)
+        self.down, self.up, self.scaled = nn.Conv2d(6, 3, 1), nn.Conv2d(3, 6, 1), scaled
 
     def forward(self, x: Tensor) -> Tensor:
         scale = F.adaptive_avg_pool2d(x, 1)
-        return x * torch.sigmoid(self.up(F.relu(self.down(scale))))
+        return self.scaled(x, torch.sigmoid(self.up(F.relu(self.down(scale)))))
+
+
+class Positioned(Plain):
+    """An embedding of positions, the same for all channels, in front of a norm or a product."""
+
+    def __init__(self, combine: Callable[[Tensor, Tensor], Tensor] = torch.add) -> None:
+        super().__init__()
+        self.place, self.norm = nn.Parameter(torch.randn(1, 1, SIDE, SIDE)), nn.BatchNorm2d(6)
+        self.combine = combine
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.norm(self.combine(x, self.place)))
+
+
+class Shifted(Positioned):
+    """A number that is added to all channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(1))
+
+
+class AcrossChannels(nn.Module):
+    """A gate by a convolution over the means of channels that are neighbours (ECA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = nn.Conv1d(1, 1, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.over(x.mean((2, 3)).unsqueeze(1)).view(len(x), -1, 1, 1)
+        return x * y.sigmoid().expand_as(x)
 
 
 class Depthwise(nn.Module):
@@ -139,6 +173,7 @@ def sets_of(model: nn.Module, side: int = SIDE) -> dict[str, int]:
     return {s.name: s.count for s in find_coupling(model, side).sets}
 
 
+DOWN = "middle.down.weight"
 STEM, INNER = "stem.0.weight", "middle.inner.0.weight"
 
 
@@ -151,7 +186,14 @@ STEM, INNER = "stem.0.weight", "middle.inner.0.weight"
         (Concatenated, {STEM: 6, "middle.left.0.weight": 2, "middle.right.0.weight": 4}),
         (OneNotZero, {STEM: 6, "middle.right.0.weight": 4}),
         (OneUnknown, {STEM: 6, "middle.right.0.weight": 4}),
-        (Squeezed, {STEM: 6, "middle.down.weight": 3}),
+        (Squeezed, {STEM: 6, DOWN: 3}),
+        (partial(Squeezed, lambda x, y: x * y.expand_as(x)), {STEM: 6, DOWN: 3}),
+        (partial(Squeezed, lambda x, y: x * y.flatten().reshape_as(y)), {STEM: 6, DOWN: 3}),
+        (partial(Squeezed, lambda x, y: x * (1 - y)), {STEM: 6, DOWN: 3}),
+        (partial(Squeezed, lambda x, y: x * torch.rsub(y, 1)), {STEM: 6, DOWN: 3}),
+        (Positioned, {STEM: 6, INNER: 6}),
+        (partial(Positioned, torch.mul), {STEM: 6, INNER: 6}),
+        (Shifted, {STEM: 6, INNER: 6}),
         (Depthwise, {STEM: 6}),
         (Shared, {STEM: 6}),
         (SharedWeight, {STEM: 6, "middle.wide.0.weight": 6, "middle.last.0.weight": 6}),
@@ -159,7 +201,7 @@ STEM, INNER = "stem.0.weight", "middle.inner.0.weight"
         (Branching, {INNER: 6}),
     ],
 )
-def test_channels_that_meet_are_one_set(middle: type[nn.Module], expected: dict) -> None:
+def test_channels_that_meet_are_one_set(middle: Callable[[], nn.Module], expected: dict) -> None:
     model = Body(middle())
     assert sets_of(model) == expected
     assert_exact(model)
@@ -202,6 +244,7 @@ class Opaque(nn.Module):
         (Opaque(lambda x: F.pad(x, (1, 1, 1, 1), value=2.0)), "padding that isn't zero"),
         (Opaque(lambda x: x.mean(1, keepdim=True).expand(-1, 6, -1, -1)), "mean mixes it"),
         (nn.GroupNorm(2, 6), "group_norm mixes it with others"),
+        (AcrossChannels(), "stem.0.weight [coupled]: middle.over.weight reads all of them as one"),
         (nn.LocalResponseNorm(3), "mixes it with others"),
         (nn.BatchNorm2d(6, affine=False), "a BatchNorm without gamma and beta"),
         (nn.InstanceNorm2d(6, track_running_stats=True), "an InstanceNorm with statistics"),
@@ -211,6 +254,19 @@ def test_what_would_be_felt_is_never_removed(middle: nn.Module, reason: str) -> 
     with pytest.raises(UserError, match="no coupled channels can be removed") as caught:
         find_coupling(Body(middle), SIDE)
     assert reason in str(caught.value)
+
+
+def test_plain_rules_know_what_gives_a_shape_alone() -> None:
+    model = Body(Squeezed(lambda x, y: x * y.expand_as(x)))
+    assert {s.name for s in find_coupling(model, SIDE, PLAIN).sets} == {STEM, DOWN}
+
+
+def test_channels_that_became_a_single_group_are_named() -> None:
+    model = Body(Opaque(lambda x: x.view(len(x), 2, 3, SIDE, SIDE)[:, :, 0].repeat(1, 3, 1, 1)))
+    found = find_coupling(model, SIDE)
+    assert [(s.name, s.count, s.unit) for s in found.sets] == [(STEM, 1, 6)]
+    wanted = f"{STEM} [coupled]: its 6 channels are one group, and a set keeps one"
+    assert wanted in found.excluded
 
 
 @pytest.mark.parametrize("plain", [True, False])

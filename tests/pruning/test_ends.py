@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from prunex_mpi.models.dummy_input import Ends, find_ends
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.pruning.find_groups import Ends, find_ends, find_groups
+from prunex_mpi.pruning.groups import find_groups
 
 CLASSES, SIDE = 10, 8
 

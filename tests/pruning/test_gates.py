@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.find_groups import OfAll, find_groups
-from prunex_mpi.pruning.gates import gate_gradients, shares_of_budget
-from prunex_mpi.pruning.groups import Groups
+from prunex_mpi.pruning.groups import Groups, find_groups
 from prunex_mpi.pruning.masks import kept_numel
-from prunex_mpi.pruning.projection import cost, select
+from prunex_mpi.pruning.projection import (
+    cost,
+    gate_gradients,
+    select,
+    shares_of_budget,
+    with_budget,
+)
 
 SIDE = 8
 
@@ -42,11 +46,13 @@ def network(name: str) -> nn.Module:
     return build_model(name, num_classes=4, image_size=SIDE).double()
 
 
-def grouped(model: nn.Module, of_all: OfAll | None = None, ratio: float = 0.5):
+def grouped(model: nn.Module, budget: str = "", ratio: float = 0.5):
     layout = build_layout(model)
     coupling = find_coupling(model, SIDE)
-    groups = find_groups(model, layout, ("coupled",), (ratio,), coupling=coupling, of_all=of_all)
-    return layout, replace(groups, of_loss=True, by_gate=True), coupling
+    groups = find_groups(model, layout, ("coupled",), (ratio,), coupling=coupling)
+    if budget:
+        groups = with_budget(groups, layout, budget)
+    return layout, replace(groups, by_gate=True), coupling
 
 
 def gates_by_autograd(model: nn.Module, groups: Groups, images: Tensor, labels: Tensor) -> Tensor:
@@ -103,7 +109,7 @@ def test_a_channel_that_no_weight_reads_has_its_gate_on_its_rows() -> None:
 @pytest.mark.parametrize("what", ["parameters", "multiply-adds"])
 def test_a_group_costs_what_the_budget_has_more_without_it(what: str) -> None:
     model = network("resnet8")
-    _, groups, _ = grouped(model, OfAll(what))
+    _, groups, _ = grouped(model, what)
     everything = np.ones(groups.total, dtype=bool)
     found = shares_of_budget(groups)
     for g in (0, 17, 40, 100, groups.total - 1):
@@ -114,7 +120,7 @@ def test_a_group_costs_what_the_budget_has_more_without_it(what: str) -> None:
 
 def test_a_budget_buys_the_groups_that_are_worth_most_for_what_they_cost() -> None:
     model = network("resnet8")
-    _, groups, _ = grouped(model, OfAll("parameters"), ratio=0.3)
+    _, groups, _ = grouped(model, "parameters", ratio=0.3)
     price = shares_of_budget(groups)
     rng = np.random.default_rng(5)
     worth = rng.permutation(groups.total) + 1.0

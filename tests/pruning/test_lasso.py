@@ -10,7 +10,7 @@ from torchvision.models import VisionTransformer
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import build_layout, flatten_
 from prunex_mpi.pruning.coupling import PLAIN, Coupling, find_coupling
-from prunex_mpi.pruning.find_groups import find_groups
+from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.lasso import (
     build_lasso,
     coefficient_for,

@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,10 +16,9 @@ from prunex_mpi.models import layout as layouts
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.find_groups import OfAll, find_groups, out_of_reach
-from prunex_mpi.pruning.groups import Groups, gemm_views
+from prunex_mpi.pruning.groups import Groups, find_groups, gemm_views, out_of_reach
 from prunex_mpi.pruning.masks import apply_factors_, build_factors, kept_numel, mask_drift
-from prunex_mpi.pruning.projection import group_energies, kept_count, select
+from prunex_mpi.pruning.projection import group_energies, kept_count, select, with_budget
 
 ORDERS = [o for n in (1, 2, 3) for o in itertools.permutations(("filter", "channel", "shape"), n)]
 
@@ -400,12 +398,16 @@ class Coupled(nn.Module):
     )
 
 
-def coupled_groups(**options: object) -> tuple[nn.Module, Layout, Groups]:
+def coupled_groups(
+    ratio: float = 0.5, keep_by: str = "groups", floor: float = 0.0
+) -> tuple[nn.Module, Layout, Groups]:
     model = Coupled().double()
     layout = build_layout(model)
-    ratios = options.pop("ratios", [0.5])
-    options["coupling"] = find_coupling(model, 8)
-    return model, layout, find_groups(model, layout, ["coupled"], ratios, **options)
+    coupling = find_coupling(model, 8)
+    groups = find_groups(model, layout, ["coupled"], [ratio], coupling=coupling)
+    if keep_by != "groups":
+        groups = with_budget(groups, layout, keep_by, floor=floor)
+    return model, layout, groups
 
 
 def test_a_coupled_score_is_the_mean_share_of_its_tensors(
@@ -434,15 +436,6 @@ def test_a_coupled_score_is_the_mean_share_of_its_tensors(
     views["wide.weight"] *= 100
     again = group_energies(flat, layout, groups, groups.kinds[0]).numpy()
     np.testing.assert_allclose(again, expected, rtol=1e-12)
-    # What the loss would feel counts as it is.
-    felt = replace(groups, of_loss=True)
-    found = group_energies(flat, layout, felt, felt.kinds[0]).numpy()
-    expected = [
-        sum(float(views[n].select(axis, g).square().sum()) for n, axis in members)
-        for members in model.SCORED
-        for g in range(views[members[0][0]].shape[0])
-    ]
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 def test_a_coupled_mask_takes_rows_columns_and_vectors_along() -> None:
@@ -471,7 +464,7 @@ def test_a_coupled_mask_takes_rows_columns_and_vectors_along() -> None:
 def test_a_budget_is_spent_on_the_groups_of_highest_score(
     keep_by: str, ratio: float, round_to: int
 ) -> None:
-    _, layout, groups = coupled_groups(of_all=OfAll(keep_by), ratios=[ratio])
+    _, layout, groups = coupled_groups(ratio, keep_by)
     # Of one image of 8x8: the stem at 6x6 positions, 1x1 at 6x6, depthwise at 4x4.
     prices = {"stem.weight": 36, "wide.weight": 36, "depth.weight": 16, "fc.weight": 1}
     if keep_by == "parameters":
@@ -513,12 +506,12 @@ def test_rounding_counts_channels_not_heads() -> None:
 
 def test_a_budget_below_one_channel_per_set_is_refused() -> None:
     with pytest.raises(UserError, match=r"0\.01 of the parameters can't be reached: .* raise it"):
-        coupled_groups(of_all=OfAll("parameters"), ratios=[0.01])
+        coupled_groups(0.01, "parameters")
 
 
 @pytest.mark.parametrize("floor", [0.3, 0.5])
 def test_a_budget_leaves_every_set_its_floor(floor: float) -> None:
-    _, _, groups = coupled_groups(of_all=OfAll("parameters", floor=floor), ratios=[0.72])
+    _, _, groups = coupled_groups(0.72, "parameters", floor)
     least = [math.ceil(floor * s.count) for s in groups.kinds[0]]
     reached = set()
     for seed in range(20):
@@ -535,4 +528,4 @@ def test_a_budget_leaves_every_set_its_floor(floor: float) -> None:
 
 def test_a_floor_that_a_budget_has_no_room_for_is_refused() -> None:
     with pytest.raises(UserError, match=r"raise it, or lower --keep-floor"):
-        coupled_groups(of_all=OfAll("parameters", floor=0.9), ratios=[0.5])
+        coupled_groups(0.5, "parameters", 0.9)

@@ -110,7 +110,7 @@ def test_one_channel_stays_where_none_is_needed() -> None:
     model[3].weight.zero_()
     gone, stays, smaller = judged(model)
     assert gone == [1, 2, 3]
-    assert stays[0] == "1 channel of 0: nothing is left of them, but one must stay"
+    assert stays[0] == "1 channel of 0: all of the set could be removed, but one must stay"
     assert smaller[0].out_channels == 1
 
 

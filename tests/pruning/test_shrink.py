@@ -14,8 +14,7 @@ from prunex_mpi.models import standalone
 from prunex_mpi.models.build import describe
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.removable import judge
-from prunex_mpi.pruning.shrink import shrink, smaller_sizes, smaller_tensors
-from prunex_mpi.pruning.trial import find_rules
+from prunex_mpi.pruning.shrink import find_rules, shrink, smaller_sizes, smaller_tensors
 from prunex_mpi.tools.export.files import write_network
 from prunex_mpi.tools.export.proof import EXACT, ROUNDINGS
 

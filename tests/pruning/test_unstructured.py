@@ -144,7 +144,7 @@ def test_a_model_without_second_derivatives_is_refused() -> None:
     theta, _ = flatten_(model, layout)
     total = torch.zeros_like(theta)
     batches = [(images.float(), labels) for images, labels in new_batches()]
-    with pytest.raises(UserError, match=r"twice.*use --prune-by magnitude"):
+    with pytest.raises(UserError, match=r"twice.*use --pactrain-score magnitude"):
         add_hessian_products_(total, theta, layout, model, F.cross_entropy, batches)
 
 

@@ -113,7 +113,7 @@ SCENARIOS = {
         "method": "one-shot",
         "one_shot_prune_iteration": 4,
         "groups": ("coupled",),
-        "score": "taylor",
+        "score": "gates",
     },
     "shrunk": {
         **RAMP,
@@ -152,7 +152,7 @@ FEWER_BITS = {
         "freeze_iteration": 3,
         "remove_dropped": True,
         "payload": "int4",
-        "score": "fisher",
+        "score": "gates",
         "ema": 0.75,
     },
 }
@@ -707,7 +707,7 @@ def test_what_gradients_have_told_of_groups_goes_to_other_nodes_as_a_mean(node_s
     """Steps before and after count alike in a score, whatever the nodes then and now."""
     if WORLD.size == 1:
         pytest.skip("one rank makes one kind of node")
-    changes = {"score": "fisher", "node_sync": node_sync}
+    changes = {"groups": ("coupled",), "score": "gates", "node_sync": node_sync}
     with run_directory() as files:
         with nodes_of(1) as topology:
             first = new_run(topology, "one-shot", torch.float64, **changes)

@@ -27,6 +27,11 @@ def own_model() -> nn.Module:
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES))
 
 
+def flat_model() -> nn.Module:
+    blocks = (nn.Flatten(), nn.BatchNorm1d(3 * SIDE**2), nn.Linear(3 * SIDE**2, CLASSES))
+    return nn.Sequential(nn.Conv2d(3, 3, 1), *blocks)
+
+
 def shard(seed: int, count: int = IMAGES) -> Shard:
     """Return images whose brightness says the class."""
     rng = np.random.default_rng(seed)
@@ -171,19 +176,35 @@ def test_ranks_that_would_wait_for_others_for_ever_are_refused(settings, test, w
         pass
 
 
+ONE_IMAGE = {"batch_size": 1}
+PARTS_OF_ONE = {"batch_size": 8, "accumulate": 8}
+
+
 @pytest.mark.parametrize(
-    ("settings", "why"),
+    ("settings", "model", "why"),
     [
-        ({"batch_size": 32, "accumulate": 32}, "does not divide the 16 images of a step"),
-        ({"batch_size": 8, "accumulate": 8}, "leaves parts of one image"),
+        (
+            {"batch_size": 32, "accumulate": 32},
+            own_model,
+            "does not divide the 16 images of a step",
+        ),
+        (ONE_IMAGE, flat_model, "batches are of one image, of which BatchNorm 2 sees one value"),
+        (PARTS_OF_ONE, flat_model, "accumulate 8 leaves parts of one image, .*; lower it"),
     ],
 )
-def test_a_step_goes_through_the_network_in_equal_parts(settings, why) -> None:
+def test_a_step_goes_through_the_network_in_equal_parts(settings, model, why) -> None:
     with (
         pytest.raises(UserError, match=why),
-        train.training(WORLD, make(**{**SHORT, **settings}), own_model(), Data(shard(WORLD.rank))),
+        train.training(WORLD, make(**{**SHORT, **settings}), model(), Data(shard(WORLD.rank))),
     ):
         pass
+
+
+@pytest.mark.parametrize("settings", [ONE_IMAGE, PARTS_OF_ONE])
+def test_maps_of_one_image_are_enough_for_batchnorm(settings) -> None:
+    settings = make(**{**SHORT, **settings})
+    with train.training(WORLD, settings, own_model(), Data(shard(WORLD.rank))) as run:
+        assert len(list(run.outer_iterations())) == settings.outer_iterations
 
 
 def test_ranks_with_more_images_than_others_are_refused() -> None:

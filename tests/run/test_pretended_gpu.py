@@ -23,7 +23,7 @@ COUPLED = {**PRUNING, "groups": ("coupled",)}
 MORE = {
     "removal": {**COUPLED, "remove_dropped": True, "freeze_iteration": 2, "ema": 0.5},
     "gates": {**COUPLED, "score": "gates", "payload": "int2", "val_share": 0.25},
-    "fisher": {**COUPLED, "score": "fisher", "dropped": "shrink", "optimizer": "adamw"},
+    "shrink": {**COUPLED, "dropped": "shrink", "optimizer": "adamw"},
     "fp16": {**PRUNING, "amp": "fp16", "clip_norm": 1.0, "mask_agreement": "or"},
     "changed": {**PRUNING, "augment": "resized-crop", "transforms": ("aug-mix",)},
     "diloco": {"method": "diloco"},

@@ -266,7 +266,7 @@ tune-lr = [0.01]
     [
         ("compare_cifar10.toml", 26),
         ("compare_resnet20.toml", 9),
-        ("ways_cifar10.toml", 11),
+        ("ways_cifar10.toml", 7),
         ("pruned_cifar10.toml", 11),
         ("ingredients_cifar10.toml", 8),
         ("when_cifar10.toml", 4),

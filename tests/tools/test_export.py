@@ -99,7 +99,9 @@ def train(folder: Path, flags: list[str]) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("model", ["sizes_from_the_first_image", "old_weight_norm"])
+@pytest.mark.parametrize(
+    "model", ["sizes_from_the_first_image", "old_weight_norm", "train_returns_nothing"]
+)
 def test_what_takes_shape_or_keeps_results_as_it_runs_is_exported(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

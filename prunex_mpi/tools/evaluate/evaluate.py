@@ -83,7 +83,8 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
         heartbeat.enter("evaluate")
         dtype = next(network.model.parameters()).dtype
         look = Look(network.mean, network.std, place.device, dtype)
-        model = network.model.to(place.device).eval()
+        model = network.model.to(place.device)
+        model.eval()
         with closing(dataset):
             ways = network.num_classes, options.batch_size, heartbeat
             sums = count(model, dataset.test, look, *ways)

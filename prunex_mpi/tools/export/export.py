@@ -11,8 +11,13 @@ from prunex_mpi.data.batches import Look, evaluation_batches, part_of
 from prunex_mpi.models import standalone
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
-from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_tensors
-from prunex_mpi.pruning.trial import find_coupling_by, find_rules
+from prunex_mpi.pruning.shrink import (
+    find_coupling_by,
+    find_rules,
+    shrink,
+    sizes_in_all,
+    smaller_tensors,
+)
 from prunex_mpi.run.finished_run import FinishedRun, read_run
 from prunex_mpi.run.machine import describe_machine, package_versions
 from prunex_mpi.tools.export import files
@@ -92,8 +97,9 @@ def full_size(run: FinishedRun) -> tuple[str, nn.Module, int]:
     """
     if not run.summary["delivered"].get("layers"):
         return "masked", run.model, (run.path / STATE).stat().st_size
-    whole = standalone.build(run.description).eval()
+    whole = standalone.build(run.description)
     whole.to(next(run.model.parameters()).dtype)
+    whole.eval()
     tensors = whole.state_dict().values()
     return "at first", whole, sum(t.numel() * t.element_size() for t in tensors)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.trial import find_coupling_by, find_rules
+from prunex_mpi.pruning.shrink import find_coupling_by, find_rules
 
 SIDE, WIDTH = 8, 16
 

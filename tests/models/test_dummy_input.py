@@ -7,11 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from prunex_mpi.models.blank import blank_image, evaluating
-from prunex_mpi.models.build import probe, settle, try_forward
-from prunex_mpi.models.trained import find_head
+from prunex_mpi.models.dummy_input import (
+    dummy_input,
+    evaluating,
+    find_ends,
+    probe,
+    settle,
+    try_forward,
+)
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.find_groups import find_ends
 
 SIDE = 4
 
@@ -36,8 +40,8 @@ def modes(model: nn.Module) -> list[bool]:
 
 @pytest.mark.parametrize(
     "look",
-    [partial(try_forward, num_classes=2), settle, probe, find_head, find_ends, find_coupling],
-    ids=["try_forward", "settle", "probe", "find_head", "find_ends", "find_coupling"],
+    [partial(try_forward, num_classes=2), settle, probe, find_ends, find_coupling],
+    ids=["try_forward", "settle", "probe", "find_ends", "find_coupling"],
 )
 def test_a_frozen_norm_stays_frozen(look: Callable) -> None:
     model = partly_frozen()
@@ -56,9 +60,9 @@ def test_modes_come_back_where_the_model_raises() -> None:
     assert modes(model) == before
 
 
-def test_a_blank_image_is_of_the_models_dtype_and_knows_no_gradient() -> None:
+def test_a_dummy_input_is_of_the_models_dtype_and_knows_no_gradient() -> None:
     model = partly_frozen().double()
     with evaluating(model):
-        assert not model(blank_image(model, SIDE)).requires_grad
-    assert blank_image(model, SIDE).dtype == torch.float64
-    assert blank_image(nn.Identity(), SIDE).shape == (1, 3, SIDE, SIDE)
+        assert not model(dummy_input(model, SIDE)).requires_grad
+    assert dummy_input(model, SIDE).dtype == torch.float64
+    assert dummy_input(nn.Identity(), SIDE).shape == (1, 3, SIDE, SIDE)

@@ -1,12 +1,12 @@
 """Build a network of the widths that pruning has found, to be trained from scratch.
 
     # mine.py, for --model mine:slim
-    from prunex_mpi.models.found import fresh
+    from prunex_mpi.models.found_widths import fresh
 
     def slim(num_classes, image_size):
         return fresh("runs/slim/model", num_classes, image_size)
 
-What a pruned network is worth shows beside it: the same widths, none of the pruned weights.
+Beside a pruned network it shows what the weights are worth: same widths, fresh weights.
 """
 
 import json
@@ -24,9 +24,9 @@ def fresh(folder: str | Path, num_classes: int, image_size: int) -> nn.Module:
     """Return the network that was exported to `folder` with fresh weights, float32 on the CPU.
 
     They are drawn from torch's global generator for the network of full size and cut; weights are
-    scaled by the root of what is left of their inputs, so that sums vary as much as there. Raises
-    UserError (USAGE) for a folder without a plan, one of other classes or images, a network that is
-    pruned by other names than it is built by, and one that would be trained another way.
+    divided by the root of the share of inputs kept, so that sums have the same variance. Raises
+    UserError (USAGE) for a folder without a plan, a plan of other classes or image size, parameters
+    of other names than in the network of full size, and attention that would train differently.
     """
     path = Path(folder) / PLAN
     try:
@@ -58,7 +58,7 @@ def fresh(folder: str | Path, num_classes: int, image_size: int) -> nn.Module:
 
 
 def _cut(whole: Tensor, like: Tensor) -> Tensor:
-    """Return the first slices of `whole`, as many as `like` has, weights scaled by their inputs."""
+    """Return `whole` cut to the shape of `like`, weights scaled by the share of inputs kept."""
     part = whole[tuple(slice(size) for size in like.shape)]
     if part.dim() > 1:
         part = part * math.sqrt(math.prod(whole.shape[1:]) / math.prod(part.shape[1:]))

@@ -8,7 +8,7 @@ import torch
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.build import build_model
-from prunex_mpi.models.found import fresh
+from prunex_mpi.models.found_widths import fresh
 
 # As export has it for a resnet8 whose last stage kept 5 of 64 channels inside its block.
 INNER = {"in_channels": 32, "out_channels": 5, "groups": 1}

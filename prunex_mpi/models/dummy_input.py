@@ -1,0 +1,97 @@
+"""Run a network on a dummy input: try it, take its fingerprint, find its first and last layers."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from prunex_mpi.models.slim import CONVOLUTIONS
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[nn.Module]:
+    """Put `model` into evaluation mode, without gradients; restore the mode of every module.
+
+    Some may be frozen while others train, and what runs may raise.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        # Its value is not used here or elsewhere: train() of a user's module may return nothing.
+        model.eval()
+        with torch.no_grad():
+            yield model
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def dummy_input(model: nn.Module, image_size: int) -> Tensor:
+    """Return an image of zeros [1, 3, image_size, image_size], of the dtype and device of `model`.
+
+    In evaluation mode it leaves statistics and the random state untouched.
+    """
+    parameter = next(model.parameters(), torch.empty(0))
+    return parameter.detach().new_zeros(1, 3, image_size, image_size)
+
+
+def try_forward(model: nn.Module, num_classes: int, image_size: int) -> None:
+    """Run one dummy image; raise ValueError unless the output is [1, num_classes].
+
+    The model's own code may raise anything.
+    """
+    with evaluating(model):
+        output = model(dummy_input(model, image_size))
+    if not isinstance(output, Tensor) or output.shape != (1, num_classes):
+        found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ValueError(f"it returns {found} for one image, not [1, {num_classes}]")
+
+
+def settle(model: nn.Module, image_size: int) -> None:
+    """Run a dummy image in evaluation mode, so that tensors that modules cache have no gradient."""
+    with evaluating(model):
+        model(dummy_input(model, image_size))
+
+
+def probe(model: nn.Module, image_size: int) -> list[float]:
+    """Return the logits of a fixed image in evaluation mode, a fingerprint of the network."""
+    parameter = next(model.parameters())
+    ramp = torch.linspace(-1, 1, 3 * image_size**2, dtype=parameter.dtype)
+    with evaluating(model):
+        logits = model(ramp.view(1, 3, image_size, image_size).to(parameter.device))
+    return logits[0].tolist()
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The names of the weights that read the image, and of the one that makes the classes."""
+
+    stems: frozenset[str]
+    head: str
+
+
+def find_ends(model: nn.Module, image_size: int) -> Ends:
+    """Return the weights that read the image and the one that makes the classes, by a dummy image.
+
+    The convolution that runs first reads the image, in whatever form, and so do others that get it
+    unchanged. The last layer with as many outputs as the model makes the classes, "" for none.
+    """
+    image = dummy_input(model, image_size)
+    ran: list[tuple[str, nn.Module, bool]] = []
+
+    def note(name: str, module: nn.Module, args: tuple) -> None:
+        given = args[0] if args and isinstance(args[0], Tensor) else None
+        ran.append((name, module, given is not None and given.data_ptr() == image.data_ptr()))
+
+    with ExitStack() as hooks, evaluating(model):
+        for name, module in model.named_modules():
+            if isinstance(module, (*CONVOLUTIONS, nn.Linear)):
+                weight = f"{name}.weight" if name else "weight"
+                hooks.enter_context(module.register_forward_pre_hook(partial(note, weight)))
+        classes = model(image).shape[-1]
+    convs = [(name, reads) for name, module, reads in ran if isinstance(module, CONVOLUTIONS)]
+    stems = {name for name, reads in convs if reads} | {name for name, _ in convs[:1]}
+    heads = [name for name, module, _ in ran if module.weight.shape[0] == classes]
+    return Ends(frozenset(stems), heads[-1] if heads else "")

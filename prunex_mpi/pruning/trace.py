@@ -1,0 +1,292 @@
+"""Follow a forward pass: label every tensor that it makes, and know in which module's code it is.
+
+`coupling` builds groups from the labels that a dummy image leaves.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.models.dummy_input import dummy_input, evaluating
+from prunex_mpi.models.slim import norm_dim
+from prunex_mpi.pruning import label_layers
+from prunex_mpi.pruning.label_shapes import TEMPLATES, shape
+from prunex_mpi.pruning.labels import (
+    NUMBER,
+    PINNED,
+    Counted,
+    Labels,
+    by_position,
+    mixes,
+    tensors_in,
+)
+
+# --------------------------------------------------------------------------------------------------
+# Where a forward pass is
+# --------------------------------------------------------------------------------------------------
+
+# A module's name and the number, from 0, of a torch function that its own code calls.
+Call = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Calls that work at full size only: keep their arguments, or all channels made before them."""
+
+    arguments: frozenset[Call] = frozenset()
+    all_before: frozenset[Call] = frozenset()
+
+
+NO_PINS = Pins()
+
+
+class Places:
+    """The stack of modules whose forward is running, innermost last, with their call counts."""
+
+    def __init__(self) -> None:
+        self.inside: list[str] = []
+        self.calls: list[int] = []
+
+    @property
+    def module(self) -> str:
+        """The innermost module, whose code is running; "" is the whole model."""
+        return self.inside[-1] if self.inside else ""
+
+    def count(self) -> Call:
+        """Count a call of the code that is running and return it."""
+        if not self.inside:
+            return "", -1
+        self.calls[-1] += 1
+        return self.inside[-1], self.calls[-1] - 1
+
+    def enter(self, name: str) -> None:
+        """Push the module `name`."""
+        self.inside.append(name)
+        self.calls.append(0)
+
+    def leave(self) -> None:
+        """Pop the innermost module."""
+        self.inside.pop()
+        self.calls.pop()
+
+
+class Failing(TorchFunctionMode):
+    """Record in `call` the torch function call that raises."""
+
+    def __init__(self, places: Places) -> None:
+        super().__init__()
+        self.places = places
+        self.call: Call | None = None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        call = self.places.count()
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            self.call = call
+            raise
+
+
+@contextmanager
+def following(model: nn.Module, places: Places) -> Iterator[None]:
+    """Keep `places` up to date in forward passes of `model`; one that raises leaves it as it is."""
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            enter = module.register_forward_pre_hook(lambda *_, name=name: places.enter(name))
+            hooks.enter_context(enter)
+            hooks.enter_context(module.register_forward_hook(lambda *_: places.leave()))
+        yield
+
+
+# --------------------------------------------------------------------------------------------------
+# Labels along it
+# --------------------------------------------------------------------------------------------------
+
+# Element-wise, zero maps to zero.
+ZERO_PRESERVING = {
+    *("relu", "relu_", "relu6", "leaky_relu", "leaky_relu_", "elu", "selu", "celu", "silu", "gelu"),
+    *("mish", "hardswish", "tanh", "hardtanh", "hardtanh_", "softsign", "clone", "contiguous"),
+    *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "neg"),
+    *("alpha_dropout", "detach", "to", "float", "double", "type", "abs", "square"),
+}
+# Element-wise, zero does not map to zero.
+ELEMENTWISE = {"sigmoid", "sigmoid_", "hardsigmoid", "hardsigmoid_", "softplus", "exp"}
+# Applied to the labels as to the data.
+SHAPING = {
+    *("view", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim", "squeeze"),
+    *("unsqueeze", "expand", "expand_as", "cat", "concat", "stack", "chunk", "split", "unbind"),
+    *("__getitem__", "swapaxes", "narrow", "select", "t", "tensor_split", "broadcast_to"),
+}
+# The same, but not with plain rules; `zeros_like` and `zero_` keep zeros zero.
+MORE_ZERO_PRESERVING = {"zeros_like", "zero_", "type_as"}
+MORE_ELEMENTWISE = {"clamp", "clamp_", "masked_fill", "masked_fill_", "ones_like", "full_like"}
+MORE_SHAPING = {"roll", "flip", "mT", "T", "repeat", "tile", "moveaxis", "swapdims", *TEMPLATES}
+# New tensors that take only dtype and device from their argument.
+NEW = {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"}
+# Over positions, each channel by itself.
+POOLING = {
+    *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
+    *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "interpolate"),
+    *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "upsample"),
+    *("boolean_dispatch",),
+}
+ADDITIONS = {
+    *("add", "add_", "__add__", "__iadd__", "__radd__", "sub", "sub_", "__sub__", "__isub__"),
+    *("rsub", "__rsub__", "subtract", "subtract_"),
+}
+PRODUCTS = {"mul", "mul_", "__mul__", "__imul__", "__rmul__", "multiply", "multiply_"}
+# By a number.
+SCALINGS = {"div", "div_", "__truediv__", "__itruediv__", "true_divide"}
+RULES = {
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), label_layers.convolve),
+    "linear": label_layers.multiply,
+    "batch_norm": label_layers.normalise_batch,
+    "multi_head_attention_forward": label_layers.attend_module,
+    "pad": label_layers.pad,
+}
+# Not with plain rules.
+MORE_RULES = {
+    "group_norm": label_layers.normalise_groups,
+    "instance_norm": label_layers.normalise_each,
+    **dict.fromkeys(("prelu", "_prelu_kernel"), label_layers.bend),
+    "scaled_dot_product_attention": label_layers.attend,
+    **dict.fromkeys(("matmul", "__matmul__", "bmm"), label_layers.multiply_matrices),
+    "softmax": label_layers.soften,
+}
+
+
+class Trace(TorchFunctionMode):
+    """Label the results of all torch functions of a forward pass."""
+
+    def __init__(self, labels: Labels, places: Places, plain: frozenset[str], pins: Pins) -> None:
+        super().__init__()
+        self.labels, self.places, self.plain, self.pins = labels, places, plain, pins
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, call = kwargs or {}, self.places.count()
+        self.labels.plain = not self.plain.isdisjoint(self.places.inside)
+        if call in self.pins.all_before:
+            self.labels.pin_all(f"{_plain_name(func)} counts them; {NUMBER}")
+        result = func(*args, **kwargs)
+        if call in self.pins.arguments:
+            reason = f"{_plain_name(func)} counts its channels; {NUMBER}"
+            self.labels.pin([args, kwargs], reason)
+        if result is None and getattr(func, "__name__", "") != "__get__":
+            # For example an assignment to a part of a tensor.
+            self._keep(args, func, args, kwargs)
+        elif any(True for _ in tensors_in([result])):
+            args, kwargs = by_position(args, kwargs)
+            try:
+                self.follow(result, func, args, kwargs)
+            except UserError:
+                raise
+            # An unexpected signature: nothing is known about the result.
+            except Exception:
+                self._keep(result, func, args, kwargs)
+        return result
+
+    def _keep(self, result: object, func, args: tuple, kwargs: dict) -> None:
+        """Pin the arguments and results of a call that is not understood."""
+        reason = mixes(_plain_name(func), plain=self.labels.plain)
+        self.labels.keep([args, kwargs], [result], reason)
+
+    def follow(self, result: object, func, args: tuple, kwargs: dict) -> None:
+        """Label the result of `func`."""
+        labels, name = self.labels, getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(func.__self__, "__name__", "")
+        if name in RULES:
+            RULES[name](labels, result, *args, **kwargs)
+        elif name in ADDITIONS or name in PRODUCTS:
+            label_layers.meet(labels, result, name in PRODUCTS, *args)
+        elif name in ZERO_PRESERVING or (name in SCALINGS and isinstance(args[1], int | float)):
+            labels.label(result, *labels.of(args[0]))
+        elif name in ELEMENTWISE:
+            labels.label(result, labels.of(args[0])[0], zero=False)
+        elif name in POOLING and isinstance(result, Tensor):
+            label_layers.pool(labels, result, args[0])
+        elif name in ("mean", "sum", "amax"):
+            label_layers.reduce(labels, result, func, args, kwargs)
+        elif name in SHAPING or (name in MORE_SHAPING and not labels.plain):
+            shape(labels, result, func, args, kwargs)
+        elif labels.plain:
+            self._keep(result, func, args, kwargs)
+        elif name in MORE_RULES:
+            MORE_RULES[name](labels, result, *args, **kwargs)
+        elif name == "layer_norm" and len(args[1]) == 1:
+            label_layers.normalise_layer(labels, result, *args, **kwargs)
+        elif name == "normalize":
+            label_layers.normalise_length(labels, result, self.places.module, *args, **kwargs)
+        elif name in MORE_ZERO_PRESERVING:
+            labels.label(result, *labels.of(args[0]))
+        elif name in MORE_ELEMENTWISE:
+            labels.label(result, labels.of(args[0])[0], zero=False)
+        elif name in NEW:
+            labels.label_pinned([result])
+        else:
+            self._keep(result, func, args, kwargs)
+
+
+def follow_image(model: nn.Module, image_size: int, plain: frozenset[str], pins: Pins) -> Labels:
+    """Return the labels of a forward pass of `model`, on the CPU, in evaluation mode.
+
+    Plain rules hold in the modules named in `plain` and those inside them; "" is the whole model.
+    Channels that the calls in `pins` touch stay. The model is unchanged afterwards.
+    """
+    labels = Labels(model)
+    labels.norms = {
+        f"{name}.weight" if name else "weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.LayerNorm) and norm_dim(module) is not None
+    }
+    image = dummy_input(model, image_size)
+    labels.label(image, torch.full(image.shape, PINNED))
+    places = Places()
+    trace = Trace(labels, places, plain, pins)
+    with evaluating(model), _numbers_named(model), following(model, places), trace:
+        output = model(image)
+    labels.plain = False
+    labels.pin([output], "its outputs are the classes")
+    return labels
+
+
+@contextmanager
+def _numbers_named(model: nn.Module) -> Iterator[None]:
+    """Replace the int attributes of modules by `Counted` ones while the context lasts."""
+    changed = []
+    try:
+        for name, module in model.named_modules():
+            if is_own(module):
+                for key, value in list(vars(module).items()):
+                    found = _named(value, name, key)
+                    if found is not value:
+                        changed.append((module, key, value))
+                        module.__dict__[key] = found
+        yield
+    finally:
+        for module, key, value in changed:
+            module.__dict__[key] = value
+
+
+def _named(value: object, module: str, key: str) -> object:
+    if type(value) is int and value > 1:
+        found = Counted(value)
+        found.source = (module, key)
+        return found
+    if type(value) in (list, tuple) and value and all(type(v) is int for v in value):
+        return type(value)(_named(v, module, f"{key}.{i}") for i, v in enumerate(value))
+    return value
+
+
+def is_own(module: nn.Module) -> bool:
+    """Return whether a module's class is not torch's own."""
+    return not type(module).__module__.startswith("torch.")
+
+
+def _plain_name(func) -> str:
+    return (resolve_name(func) or getattr(func, "__name__", "an operation")).split(".")[-1]
