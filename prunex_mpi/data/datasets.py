@@ -11,8 +11,8 @@ from torch import Tensor
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import log
+from prunex_mpi.base.memory import memory_limit
 from prunex_mpi.base.units import GIB
-from prunex_mpi.checks.memory import memory_limit
 from prunex_mpi.data.balanced import hold_out
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.cache import cached

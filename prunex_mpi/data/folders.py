@@ -8,8 +8,7 @@ from pathlib import Path
 
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from prunex_mpi.base.errors import UNREADABLE, UserError
-from prunex_mpi.checks.findings import listed
+from prunex_mpi.base.errors import UNREADABLE, UserError, listed
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from prunex_mpi.core.course import rate_now
 from prunex_mpi.core.evaluation import judge
 from prunex_mpi.core.loading import load_dataset, share_contents
 from prunex_mpi.core.state import Work
+from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.run import checkpoint, summary
 from prunex_mpi.run.assembly import assemble
 from prunex_mpi.run.beginning import (
@@ -36,7 +37,6 @@ from prunex_mpi.run.board import Board
 from prunex_mpi.run.closing import closing_table
 from prunex_mpi.run.directory import RunDirectory, new_folder, refuse_early
 from prunex_mpi.run.dry_run import dry_run
-from prunex_mpi.run.facts import recorded_versions
 from prunex_mpi.run.start import (
     describe_training,
     find_transport,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from prunex_mpi.base.alone import find_own_modules, say_error
 from prunex_mpi.base.errors import FAILURE, UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.checks.launcher import launcher_rank
-from prunex_mpi.checks.library import REDUCTIONS
+from prunex_mpi.diagnosis.launcher import launcher_rank
+from prunex_mpi.diagnosis.library import REDUCTIONS
 from prunex_mpi.run.watchdog import Watchdog
 
 if TYPE_CHECKING:

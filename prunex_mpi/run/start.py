@@ -18,8 +18,6 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import log
-from prunex_mpi.checks.findings import errors
-from prunex_mpi.checks.ranks import check_ranks
 from prunex_mpi.comm.agreement import broadcast_text, raise_together, require_same, together
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
@@ -27,17 +25,19 @@ from prunex_mpi.core.course import total_steps
 from prunex_mpi.core.metrics import prunable_and_kept
 from prunex_mpi.core.state import Work
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.methods.local_sgd import advice
-from prunex_mpi.pruning.find_groups import out_of_reach
-from prunex_mpi.run.devices import (
+from prunex_mpi.diagnosis.devices import (
     choose_device,
     keep_freed_memory,
     lone_singleton,
     resolve_mpi_buffers,
     set_threads,
 )
-from prunex_mpi.run.facts import gather_facts
-from prunex_mpi.run.machine import describe_machine
+from prunex_mpi.diagnosis.facts import gather_facts
+from prunex_mpi.diagnosis.findings import errors
+from prunex_mpi.diagnosis.machine import describe_machine
+from prunex_mpi.diagnosis.ranks import check_ranks
+from prunex_mpi.methods.local_sgd import advice
+from prunex_mpi.pruning.find_groups import out_of_reach
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import EVERY_RANK_ALONE, QUADRATIC
 

@@ -18,7 +18,7 @@ from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.base.tables import as_json, format_table
 from prunex_mpi.comm.agreement import require_same, together
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.run.facts import recorded_versions
+from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.run.program import watched
 from prunex_mpi.run.start import find_transport, heed_findings, refuse_lone_singleton, take_places
 from prunex_mpi.settings.fields import FIELDS

@@ -28,6 +28,7 @@ from prunex_mpi.core.best import delivered
 from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.state import State, Work, every_rank_sends, weights
 from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.methods.exchanges import metadata_bytes, operations_of
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
@@ -35,7 +36,6 @@ from prunex_mpi.run import summary
 from prunex_mpi.run.assembly import assemble
 from prunex_mpi.run.closing import add_up
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.facts import recorded_versions
 from prunex_mpi.run.start import tell_beforehand
 from prunex_mpi.run.supervision import progress_of, recorded
 from prunex_mpi.run.tuning import goes_behind_steps, refuse_impossible_exchange

@@ -8,13 +8,13 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import STATE
 from prunex_mpi.base.tables import format_table
 from prunex_mpi.data.batches import Look, evaluation_batches, part_of
+from prunex_mpi.diagnosis.machine import describe_machine, package_versions
 from prunex_mpi.models import standalone
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
 from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_tensors
 from prunex_mpi.pruning.trial import find_coupling_by, find_rules
 from prunex_mpi.run.finished_run import FinishedRun, read_run
-from prunex_mpi.run.machine import describe_machine, package_versions
 from prunex_mpi.tools.export import files
 from prunex_mpi.tools.export.options import Options
 from prunex_mpi.tools.export.proof import BATCH, compare, count_parameters, prove

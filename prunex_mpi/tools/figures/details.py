@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, meant, quote
+from prunex_mpi.base.errors import UNREADABLE, UserError, listed, meant, quote
 from prunex_mpi.base.files import STATE
-from prunex_mpi.checks.findings import listed
 from prunex_mpi.tools.drawing import SHADES, new_figure, plain
 from prunex_mpi.tools.figures.beside import Beside, Drawn
 from prunex_mpi.tools.figures.costs import lacking

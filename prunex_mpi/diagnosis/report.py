@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from prunex_mpi.base.tables import Table, format_table
-from prunex_mpi.checks.findings import SEVERITIES, Finding, RankFacts, errors
-from prunex_mpi.checks.launcher import describe_launcher
-from prunex_mpi.run.facts import software_versions
-from prunex_mpi.tools.doctor.links import Link
+from prunex_mpi.diagnosis.facts import software_versions
+from prunex_mpi.diagnosis.findings import SEVERITIES, Finding, RankFacts, errors
+from prunex_mpi.diagnosis.launcher import describe_launcher
+from prunex_mpi.diagnosis.links import Link
 
 WIDTH = 100
 

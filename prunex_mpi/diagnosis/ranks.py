@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from prunex_mpi.base.errors import listed
 from prunex_mpi.base.units import GIB, MIB
-from prunex_mpi.checks.findings import Finding, RankFacts, by_host, listed, per_machine
-from prunex_mpi.checks.gpus import check_allocator, check_devices, check_gpus
+from prunex_mpi.diagnosis.findings import Finding, RankFacts, by_host, per_machine
+from prunex_mpi.diagnosis.gpus import check_allocator, check_devices, check_gpus
 
 CLOCK_NOTE_S = 1.0
 CLOCK_WARNING_S = 60.0

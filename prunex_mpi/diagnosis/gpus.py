@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from prunex_mpi.checks.findings import Finding, RankFacts, listed, per_machine
+from prunex_mpi.base.errors import listed
+from prunex_mpi.diagnosis.findings import Finding, RankFacts, per_machine
 
 
 def check_devices(facts: Sequence[RankFacts]) -> list[Finding]:

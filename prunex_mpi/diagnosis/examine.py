@@ -10,19 +10,19 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.files import prepare_file, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.checks.findings import Finding, errors
-from prunex_mpi.checks.gpus import check_mpi_buffers, goes_through_host
-from prunex_mpi.checks.launcher import check_launcher, launcher_rank
-from prunex_mpi.checks.library import check_library
-from prunex_mpi.checks.ranks import check_ranks, check_shared_folder
 from prunex_mpi.comm.agreement import broadcast_text, together
 from prunex_mpi.comm.topology import Topology, nodes_of
-from prunex_mpi.run.devices import choose_device, claimed_cuda_support, probe, set_threads
-from prunex_mpi.run.facts import gather_facts
-from prunex_mpi.tools.doctor import report
-from prunex_mpi.tools.doctor.folder import try_folder
-from prunex_mpi.tools.doctor.links import measure_links, wait_asleep
-from prunex_mpi.tools.doctor.options import Options
+from prunex_mpi.diagnosis import report
+from prunex_mpi.diagnosis.devices import choose_device, claimed_cuda_support, probe, set_threads
+from prunex_mpi.diagnosis.facts import gather_facts
+from prunex_mpi.diagnosis.findings import Finding, errors
+from prunex_mpi.diagnosis.folder import try_folder
+from prunex_mpi.diagnosis.gpus import check_mpi_buffers, goes_through_host
+from prunex_mpi.diagnosis.launcher import check_launcher, launcher_rank
+from prunex_mpi.diagnosis.library import check_library
+from prunex_mpi.diagnosis.links import measure_links, wait_asleep
+from prunex_mpi.diagnosis.options import Options
+from prunex_mpi.diagnosis.ranks import check_ranks, check_shared_folder
 
 # Where one process of a job ends with an error, the launcher may end the others.
 SINGLETON_GRACE_S = 5.0

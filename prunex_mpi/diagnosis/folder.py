@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prunex_mpi.comm.agreement import broadcast_text, gather_text
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.run.facts import existing_folder
+from prunex_mpi.diagnosis.facts import existing_folder
 
 # A network file system may show a new file late.
 LIMIT_S = 5.0

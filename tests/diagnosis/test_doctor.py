@@ -17,14 +17,15 @@ from mpi4py import MPI
 from prunex_mpi import doctor
 from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.checks import gpus as findings_gpu
-from prunex_mpi.checks import library as findings_mpi
-from prunex_mpi.checks import ranks as findings_ranks
-from prunex_mpi.checks.findings import SEVERITIES, Finding, RankFacts, errors, listed, per_machine
-from prunex_mpi.checks.launcher import check_launcher, describe_launcher, launcher_rank
 from prunex_mpi.comm.agreement import broadcast_text
-from prunex_mpi.run import probe as doctor_probe
-from prunex_mpi.run.facts import (
+from prunex_mpi.diagnosis import examine
+from prunex_mpi.diagnosis import folder as doctor_folder
+from prunex_mpi.diagnosis import gpus as findings_gpu
+from prunex_mpi.diagnosis import library as findings_mpi
+from prunex_mpi.diagnosis import probe as doctor_probe
+from prunex_mpi.diagnosis import ranks as findings_ranks
+from prunex_mpi.diagnosis import report as doctor_report
+from prunex_mpi.diagnosis.facts import (
     bytes_free,
     cores_of_the_job,
     existing_folder,
@@ -32,11 +33,17 @@ from prunex_mpi.run.facts import (
     gather_facts,
     thread_level,
 )
-from prunex_mpi.tools.doctor import examine
-from prunex_mpi.tools.doctor import folder as doctor_folder
-from prunex_mpi.tools.doctor import report as doctor_report
-from prunex_mpi.tools.doctor.links import ALLREDUCE_BYTES, BANDWIDTH_BYTES, Link, measure_links
-from prunex_mpi.tools.doctor.options import parse
+from prunex_mpi.diagnosis.findings import (
+    SEVERITIES,
+    Finding,
+    RankFacts,
+    errors,
+    listed,
+    per_machine,
+)
+from prunex_mpi.diagnosis.launcher import check_launcher, describe_launcher, launcher_rank
+from prunex_mpi.diagnosis.links import ALLREDUCE_BYTES, BANDWIDTH_BYTES, Link, measure_links
+from prunex_mpi.diagnosis.options import parse
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
