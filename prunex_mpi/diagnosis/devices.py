@@ -14,8 +14,8 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.diagnosis.findings import errors
-from prunex_mpi.diagnosis.gpus import device_buffers_on_cpu, device_buffers_refused
 from prunex_mpi.diagnosis.launcher import check_launcher
+from prunex_mpi.diagnosis.ranks import device_buffers_on_cpu, device_buffers_refused
 
 PROBE_TIMEOUT_S = 60
 # Of glibc's malloc.h, in bytes: what may be free at the end of the heap before it is given back,
