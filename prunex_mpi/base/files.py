@@ -20,9 +20,10 @@ T = TypeVar("T")
 CHUNK_BYTES = 4 * MIB
 # How often to look whether what a thread does has gone on.
 LOOK_S = 0.5
-# The files of a run directory that grow by lines; runs of before had the first two.
-FIRST_LINES = ("metrics.jsonl", "layers.jsonl")
-LINES = (*FIRST_LINES, "ranks.jsonl")
+# Of checkpoints, configurations and exported networks: a file of another number is refused.
+FORMAT = 3
+# The files of a run directory that grow by lines.
+LINES = ("metrics.jsonl", "layers.jsonl", "ranks.jsonl")
 SUMMARY, STATE = "summary.json", "state.safetensors"
 # Holds why, in a run that diverged.
 DIVERGED = "diverged.json"

@@ -37,7 +37,7 @@ from prunex_mpi.models.slim import (
 # What modules of a network count, or the shapes of their parameters, by the names of both.
 Sizes = dict[str, dict[str, int | list[int]]]
 
-FORMAT = 1
+FORMAT = 3
 MODEL, PLAN = "model.safetensors", "plan.json"
 # Depth and the channels of the first stage: 16, or W in networks named -wW.
 CIFAR_FAMILY = {

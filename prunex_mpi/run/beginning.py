@@ -142,8 +142,7 @@ def _first_colours(run: Path, names: Sequence[str]) -> list[list[float]]:
     """Return mean and deviation of the colours by the first of the checkpoints that is whole."""
     for name in names:
         with contextlib.suppress(DamagedCheckpoint):
-            # Earlier versions did not note them.
-            return read_manifest(run, name).get("colours", [])
+            return read_manifest(run, name)["colours"]
     return []
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError
-from prunex_mpi.base.files import FileRecord, telling_disk_errors
+from prunex_mpi.base.files import FORMAT, FileRecord, telling_disk_errors
 from prunex_mpi.comm.agreement import broadcast_text, gather_text, together, together_while
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.removal import resize_to_
@@ -20,7 +20,6 @@ from prunex_mpi.core.state import OWN, Work
 from prunex_mpi.run import checkpoint_files
 from prunex_mpi.run.copies import read_with_copies, without_copies
 from prunex_mpi.run.directory import RunDirectory, same_run
-from prunex_mpi.run.older import renamed, upgraded
 from prunex_mpi.run.snapshot import (
     Numbers,
     Parts,
@@ -93,7 +92,7 @@ def save(topology: Topology, run: RunDirectory | None, work: Work) -> None:
     def publish() -> None:
         if run is not None:
             manifest = {
-                "format": checkpoint_files.FORMAT,
+                "format": FORMAT,
                 "node_sizes": list(topology.node_sizes),
                 # Nodes need not be made of consecutive ranks.
                 "nodes": records[:, 2].tolist(),
@@ -143,7 +142,7 @@ def restore(topology: Topology, run: RunDirectory | None, work: Work) -> Restore
         if not reason:
             reason = together(world, partial(_fit_network, manifest["left"], work))
         if not reason:
-            other = checkpoint_files.nodes_in(manifest) != nodes.tolist()
+            other = manifest["nodes"] != nodes.tolist()
             parts = partial(_read_parts, topology, path, name, manifest, other, work)
             look = partial(_last_part, parts)
             part, mine = together_while(world, look, work.heartbeat.go_on)
@@ -180,8 +179,7 @@ def _read_manifest(
                 raise DamagedCheckpoint("it was written under another config.toml")
             if manifest["model"] != digests["model"]:
                 raise DamagedCheckpoint("the model's parameters were of other names or shapes then")
-            # Earlier versions did not note it.
-            if manifest.get("data", digests["data"]) != digests["data"]:
+            if manifest["data"] != digests["data"]:
                 raise DamagedCheckpoint("the images, their labels or classes were others then")
             text = json.dumps(manifest)
         except DamagedCheckpoint as damage:
@@ -223,7 +221,6 @@ def _read_parts(
     leaders = checkpoint_files.leaders_in(manifest)
     for rank in mine:
         tensors, numbers = read_with_copies(run, name, manifest, rank, going)
-        tensors, numbers = renamed(tensors), upgraded(numbers)
         reason = misfit(
             tensors,
             numbers,

@@ -12,8 +12,7 @@ NAMES = {"test": "test", "val": "held-out"}
 def add_up(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the seconds and the bytes of all records together, by phase and by kind."""
     return {
-        # Records of earlier versions lack what came later.
-        key: {name: sum(r[key].get(name, 0) for r in records) for name in records[-1][key]}
+        key: {name: sum(r[key][name] for r in records) for name in records[-1][key]}
         for key in ("seconds", "bytes")
     }
 

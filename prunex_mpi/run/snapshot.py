@@ -45,7 +45,6 @@ from prunex_mpi.core.state import (
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.models import batchnorm
 from prunex_mpi.run.alike import alike
-from prunex_mpi.run.older import UNKNOWN
 
 FIXED = "fixed."
 OF_THE_MODEL = ("buffer.", FIXED)
@@ -238,7 +237,6 @@ def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, work: Work) 
         state.stats.copy_(tensors["stats"])
         _put_message(topology, tensors, state, transport)
     _put_position(state.position, numbers["position"])
-    _count_steps_(state.position, problem.steps)
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(numbers["scaler"])
     stream = problem.train
@@ -318,7 +316,6 @@ def put_common(topology: Topology, parts: Parts, old_size: int, work: Work) -> N
     batchnorm.write(state.bn_modules, stats.div_(old_size))
     _put_position(state.position, common["position"])
     before = steps_of(settings, max(1, common["images"] // problem.train.batch_size))
-    _count_steps_(state.position, before)
     recount_steps_(state.position, settings, before, problem.steps)
     begin_iteration(state.position)
     if state.scaler.is_enabled():
@@ -377,9 +374,3 @@ def _put_position(position: Position, values: dict[str, Any]) -> None:
             _put_position(getattr(position, name), value)
         else:
             setattr(position, name, value)
-
-
-def _count_steps_(position: Position, steps: int) -> None:
-    """Fill in the steps of an older checkpoint, of a run that took so many each time."""
-    if position.steps_done == UNKNOWN:
-        position.steps_done = (position.iteration - 1) * steps

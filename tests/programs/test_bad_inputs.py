@@ -842,11 +842,21 @@ CHECKPOINTS = [
         f"checksum of {MANIFEST}",
     ),
     both("both absent", lambda p: empty(p), PLAIN),
-    Case("other format", says("format", 3), UNREADABLE, (*BOTH_REFUSED, "format 3")),
+    Case("other format", says("format", 2), UNREADABLE, (*BOTH_REFUSED, "format 2")),
     Case("format a list", says("format", [1]), UNREADABLE, BOTH_REFUSED),
     *(
         Case(f"manifest without {key}", lacks(key), UNREADABLE, BOTH_REFUSED)
-        for key in ("format", "ranks", "node_sizes", "files", "config", "left")
+        for key in (
+            "format",
+            "ranks",
+            "node_sizes",
+            "nodes",
+            "files",
+            "config",
+            "left",
+            "data",
+            "colours",
+        )
     ),
     *(
         Case(f"{key} {value!r}", says(key, value), UNREADABLE, BOTH_REFUSED)

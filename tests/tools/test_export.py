@@ -17,6 +17,7 @@ from torch import nn
 
 from prunex_mpi import export
 from prunex_mpi.base.errors import FAILURE, UNREADABLE, USAGE, UserError
+from prunex_mpi.base.files import FORMAT
 from prunex_mpi.data.batches import Look, evaluation_batches
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model
@@ -150,7 +151,7 @@ def test_a_run_becomes_smaller_and_says_so(
     assert f"{36 * 108 + 16 * 108 + 30:,}" in said
 
     plan = json.loads((own_run / "model/plan.json").read_text())
-    assert plan["format"] == standalone.FORMAT
+    assert plan["format"] == standalone.FORMAT == FORMAT
     assert plan["model"]["name"] == "exported_models:net"
     assert plan["layers"]["0"] == {"in_channels": 3, "out_channels": 4, "groups": 1}
     assert plan["layers"]["7"] == {"in_features": 3, "out_features": 10}
