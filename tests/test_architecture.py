@@ -282,7 +282,7 @@ def test_what_the_trees_promise_is_what_python_loads() -> None:
     program = (
         f"import sys\n{loading([*in_folders(PLAIN), *EARLY])}"
         "assert not {'torch', 'mpi4py', 'numpy'} & set(sys.modules)\n"
-        f"{loading([*drawing, 'report', 'run.closing'])}"
+        f"{loading([*drawing, 'report', 'run.summary'])}"
         "assert not {'torch', 'mpi4py', 'matplotlib', 'jinja2'} & set(sys.modules)\n"
         f"{loading([*in_folders(WITHOUT_MPI), *alone])}assert 'mpi4py' not in sys.modules\n"
     )

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,7 @@ from prunex_mpi.base.files import (
     write_json_durably,
 )
 from prunex_mpi.base.logs import log
-from prunex_mpi.run.board import Board
-from prunex_mpi.run.trace_file import TraceFile
+from prunex_mpi.base.trace import TraceFile
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -40,6 +39,8 @@ else:
 # How a run ends that has come to its end.
 COMPLETE = ("completed", "converged")
 LENGTH = "outer-iterations"
+FOLDER = "tensorboard"
+FLUSH_S = 30
 
 
 def refuse_early(path: Path, resume: bool) -> None:
@@ -294,3 +295,40 @@ def read_summary(run: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     raise UserError(f"{run / SUMMARY} can't be read; remove it to go on with the run", UNREADABLE)
+
+
+class Board:
+    """Write scalars into a folder of `run`; those of outer iteration `first` and later are new."""
+
+    def __init__(self, run: Path, first: int) -> None:
+        self.folder = run / FOLDER
+        self.writer = self._open(first)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Add the numbers of a record; what is null is left out."""
+        for name, value in scalars(record):
+            self.writer.add_scalar(name, value, record["iteration"])
+
+    def rewind(self, first: int) -> None:
+        """Forget what was shown of outer iteration `first` and later."""
+        self.writer.close()
+        self.writer = self._open(first)
+
+    def close(self) -> None:
+        """Bring all to the disk."""
+        self.writer.close()
+
+    def _open(self, first: int) -> Any:
+        # An import of seconds, for those alone who ask for it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self.folder), purge_step=first, flush_secs=FLUSH_S)
+
+
+def scalars(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield names (`seconds/local`) and values of the numbers in a record."""
+    for key, value in record.items():
+        if isinstance(value, dict):
+            yield from scalars(value, f"{prefix}{key}/")
+        elif isinstance(value, bool | int | float) and key != "iteration":
+            yield f"{prefix}{key}", float(value)

@@ -24,8 +24,7 @@ from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models.blank import blank_image, evaluating
 from prunex_mpi.models.build import settle
-from prunex_mpi.run.assembly import assemble_around
-from prunex_mpi.run.start import find_transport, take_places, tell_beforehand
+from prunex_mpi.run.start import assemble_around, find_transport, take_places, tell_beforehand
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.run.tuning import goes_behind_steps, is_left_to_measure, refuse_impossible_exchange
 from prunex_mpi.settings.fields import CROSS_ENTROPY, FIELDS, OF_SECTION, Settings, key_of

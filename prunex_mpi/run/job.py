@@ -26,18 +26,17 @@ from prunex_mpi.core.evaluation import judge
 from prunex_mpi.core.loading import load_dataset, share_contents
 from prunex_mpi.core.state import Work
 from prunex_mpi.diagnosis.facts import recorded_versions
-from prunex_mpi.run import checkpoint, summary
-from prunex_mpi.run.assembly import assemble
-from prunex_mpi.run.beginning import (
+from prunex_mpi.run import checkpoint, delivery
+from prunex_mpi.run.directory import Board, RunDirectory, new_folder, refuse_early
+from prunex_mpi.run.dry_run import dry_run
+from prunex_mpi.run.pretrained import (
     judge_beginning,
     look_at_checkpoints,
     read_initial,
 )
-from prunex_mpi.run.board import Board
-from prunex_mpi.run.closing import closing_table
-from prunex_mpi.run.directory import RunDirectory, new_folder, refuse_early
-from prunex_mpi.run.dry_run import dry_run
+from prunex_mpi.run.records import tracing
 from prunex_mpi.run.start import (
+    assemble,
     describe_training,
     find_transport,
     heed_findings,
@@ -45,8 +44,8 @@ from prunex_mpi.run.start import (
     take_places,
     tell_beforehand,
 )
+from prunex_mpi.run.summary import closing_table
 from prunex_mpi.run.supervision import Checkpoints, run_to_end, write_last_checkpoint
-from prunex_mpi.run.tracing import tracing
 from prunex_mpi.run.tuning import (
     goes_behind_steps,
     refuse_impossible_exchange,
@@ -218,8 +217,8 @@ def deliver(
             return {}
         with delivered(work):
             records = files.read_lines("metrics.jsonl")
-            totals = summary.summarise(work.settings, topology, work.state, records, status)
-            model = summary.save_model(files.path, work.state, work.problem, going)
+            totals = delivery.summarise(work.settings, topology, work.state, records, status)
+            model = delivery.save_model(files.path, work.state, work.problem, going)
         model["classes"] = list(class_names)
         return {**totals, **results, "delivered": model, "initial": read_initial(files.path)}
 

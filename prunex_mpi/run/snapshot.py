@@ -44,7 +44,6 @@ from prunex_mpi.core.state import (
 )
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.models import batchnorm
-from prunex_mpi.run.alike import alike
 
 FIXED = "fixed."
 OF_THE_MODEL = ("buffer.", FIXED)
@@ -154,7 +153,7 @@ def misfit(
     template = _numbers(state, problem.train, Position())
     # The spare Gaussian of the generator is a number or None.
     template["python"][2] = None
-    place = numbers["position"] if alike(template, numbers) else None
+    place = numbers["position"] if _alike(template, numbers) else None
     if place is None or place["iteration"] < 1 or place["step"] < 0:
         return "its numbers are not what this version writes"
     order = problem.train.order
@@ -174,6 +173,27 @@ def misfit(
     if same_nodes and not torch.equal(tensors["order"].sort()[0], order.sort()[0]):
         return "its order is not one of this rank's images"
     return ""
+
+
+def _alike(template: Any, value: Any) -> bool:
+    """Return whether `value`, read from JSON, has the form of `template`, all the way down.
+
+    That is keys, lengths and types; None in `template` stands for anything, an empty list for one
+    of any length.
+    """
+    if template is None:
+        return True
+    if isinstance(template, dict):
+        return (
+            isinstance(value, dict)
+            and template.keys() == value.keys()
+            and all(_alike(template[key], value[key]) for key in template)
+        )
+    if isinstance(template, list):
+        return isinstance(value, list) and (
+            not template or (len(template) == len(value) and all(map(_alike, template, value)))
+        )
+    return type(value) is type(template) or (isinstance(template, float) and type(value) is int)
 
 
 def _expected(

@@ -21,8 +21,7 @@ from prunex_mpi.core.state import Work
 from prunex_mpi.methods import flat_consensus, hsadmm, local_sgd, per_step
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.rank_records import RankRecords
-from prunex_mpi.run.tracing import write_trace
+from prunex_mpi.run.records import RankRecords, write_trace
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, LOCAL
 

@@ -38,7 +38,7 @@ from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.hsadmm import z_arrives
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.masks import apply_factors_
-from prunex_mpi.run import checkpoint, checkpoint_files, copies, tensor_file
+from prunex_mpi.run import checkpoint, checkpoint_files, tensor_file
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.snapshot import contents, misfit
 from prunex_mpi.run.supervision import Checkpoints, driver_of, write_checkpoint
@@ -927,7 +927,7 @@ def test_removing_what_is_old_and_comparing_copies_is_no_standstill(
             patch.setattr(os, "unlink", slow_unlink)
             heartbeat.check(lambda: run.save(files))
         if WORLD.size > 1:
-            monkeypatch.setattr(copies, "CHUNK", 256)
+            monkeypatch.setattr(checkpoint, "CHUNK", 256)
             monkeypatch.setattr(np, "array_equal", slow_same)
             heartbeat.check(lambda: run.save(files))
 

@@ -9,8 +9,8 @@ from driving import CPU, SMALL_BUCKETS
 from nodes import WORLD, nodes_of
 
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.run.assembly import set_up
 from prunex_mpi.run.dry_run import dry_run
+from prunex_mpi.run.start import set_up
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.fields import PAYLOADS
 from prunex_mpi.settings.resolve import make

@@ -21,7 +21,7 @@ from prunex_mpi.core import problem, steps
 from prunex_mpi.core.evaluation import estimate_statistics
 from prunex_mpi.methods.pactrain_samples import batches_to_score
 from prunex_mpi.run import checkpoint_files
-from prunex_mpi.run.beginning import INITIAL
+from prunex_mpi.run.pretrained import INITIAL
 from prunex_mpi.run.supervision import driver_of
 
 pytestmark = pytest.mark.usefixtures("failing_instead_of_aborting")

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import time
-import zlib
 from pathlib import Path
 from types import ModuleType
 
@@ -256,21 +255,6 @@ def test_a_time_limit_leaves_and_the_run_goes_on_exactly(tmp_path: Path) -> None
     assert not (tmp_path / "whole/trace.json").exists()
     first, second = (load_file(tmp_path / x / "state.safetensors") for x in ("whole", "run"))
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.usefixtures("leaving_early")
-def test_a_run_from_before_ranks_were_recorded_goes_on(tmp_path: Path) -> None:
-    assert run(tmp_path, "--time-limit", "1", "--checkpoint-every", "1") == 75
-    manifests = sorted(tmp_path.glob("checkpoints/*/manifest.json"))
-    assert manifests
-    for path in manifests:
-        body = json.loads(json.loads(path.read_text())["body"])
-        del body["files"]["ranks.jsonl"]
-        text = json.dumps(body)
-        path.write_text(json.dumps({"body": text, "crc32": zlib.crc32(text.encode())}))
-    (tmp_path / "ranks.jsonl").unlink(missing_ok=True)
-    assert train.main(["--resume", "--run-dir", str(tmp_path), "--time-limit", "0"]) == 0
-    assert [record["iteration"] for record in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_complete_run_is_left_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

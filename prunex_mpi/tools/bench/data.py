@@ -20,7 +20,7 @@ from prunex_mpi.data.pictures import as_uint8
 from prunex_mpi.data.reading import MOST_DECODING, Access, Reader
 from prunex_mpi.data.streamed import AHEAD, Streamed, in_turn
 from prunex_mpi.methods import hsadmm
-from prunex_mpi.run.assembly import set_up
+from prunex_mpi.run.start import set_up
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import with_overrides
 from prunex_mpi.tools.bench.timing import Action, wall_times

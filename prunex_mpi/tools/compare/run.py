@@ -32,11 +32,10 @@ from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.methods.exchanges import metadata_bytes, operations_of
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
-from prunex_mpi.run import summary
-from prunex_mpi.run.assembly import assemble
-from prunex_mpi.run.closing import add_up
+from prunex_mpi.run import delivery
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.start import tell_beforehand
+from prunex_mpi.run.start import assemble, tell_beforehand
+from prunex_mpi.run.summary import add_up
 from prunex_mpi.run.supervision import progress_of, recorded
 from prunex_mpi.run.tuning import goes_behind_steps, refuse_impossible_exchange
 from prunex_mpi.settings.fields import FIELDS, OF_THE_JOB, Settings
@@ -181,9 +180,9 @@ def finish(
         return
 
     def write() -> None:
-        delivered = summary.save_model(files.path, work.state, work.problem, going)
+        delivered = delivery.save_model(files.path, work.state, work.problem, going)
         delivered["classes"] = list(class_names)
-        totals = summary.summarise(work.settings, topology, work.state, records, "completed")
+        totals = delivery.summarise(work.settings, topology, work.state, records, "completed")
         files.write_summary({**totals, "delivered": delivered, "seconds_total": total_s})
 
     telling_disk_errors("the results", write)

@@ -7,7 +7,7 @@ import numpy as np
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.tables import Cell, Table
-from prunex_mpi.run.closing import closing_rows
+from prunex_mpi.run.summary import closing_rows
 from prunex_mpi.settings.fields import FIELDS, key_of
 from prunex_mpi.settings.resolve import make, to_toml
 from prunex_mpi.tools.report import layers_ranks, pictures

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prunex_mpi import train
-from prunex_mpi.run.board import Board, scalars
+from prunex_mpi.run.directory import Board, scalars
 
 SMALL = [
     *("--model", "odd_models:small", "--dataset", "synthetic", "--image-size", "8"),
