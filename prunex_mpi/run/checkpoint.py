@@ -4,9 +4,10 @@ With gradients averaged at every step all ranks of a node hold the same paramete
 duals. A rank's numbers name the tensors that are in the file of its leader alone.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError
 from prunex_mpi.base.files import FORMAT, FileRecord, telling_disk_errors
+from prunex_mpi.base.logs import log
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.agreement import broadcast_text, gather_text, together, together_while
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.course import rate_now
 from prunex_mpi.core.removal import resize_to_
 from prunex_mpi.core.state import OWN, Work
 from prunex_mpi.run import checkpoint_files
@@ -37,6 +40,7 @@ from prunex_mpi.run.snapshot import (
     put_common,
 )
 from prunex_mpi.run.tensor_file import bytes_of
+from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import REMOVING
 
 AS_LEADER = "as_leader"
@@ -121,6 +125,62 @@ def save(topology: Topology, run: RunDirectory | None, work: Work) -> None:
             run.remove_later(checkpoint_files.publish(folder, manifest))
 
     together(world, lambda: telling_disk_errors(what, publish))
+
+
+def find_newest(world: MPI.Comm, settings: Settings) -> tuple[Settings, bool]:
+    """Return the settings for a run, and whether it goes on from a checkpoint, with all weights.
+
+    The settings have the normalisation of the run's images: other ranks would measure another, on
+    other images. Collective on `world`.
+    """
+    found = ""
+    if world.rank == 0 and settings.resume:
+        # What can't be read is told where the run is restored.
+        with contextlib.suppress(OSError):
+            names = checkpoint_files.valid_names(Path(settings.run_dir))
+            found = json.dumps(_first_colours(Path(settings.run_dir), names)) if names else ""
+    found = broadcast_text(world, found)
+    if found and (colours := json.loads(found)) and not settings.image_mean:
+        mean, std = map(tuple, colours)
+        settings = replace(settings, image_mean=mean, image_std=std)
+    return settings, bool(found)
+
+
+def _first_colours(run: Path, names: Sequence[str]) -> list[list[float]]:
+    """Return mean and deviation of the colours by the first of the checkpoints that is whole."""
+    for name in names:
+        with contextlib.suppress(DamagedCheckpoint):
+            return checkpoint_files.read_manifest(run, name)["colours"]
+    return []
+
+
+def resume(
+    topology: Topology, run: RunDirectory | None, work: Work, versions: dict[str, str]
+) -> None:
+    """Restore the run as `restore` does and log from where it goes on. Collective on `world`."""
+    for line in restore(topology, run, work).describe():
+        log.info("%s", line)
+    if run is not None and run.versions() != versions:
+        log.info("the versions of the software are not those in %s/config.toml", run.path)
+    together(topology.world, lambda: make_longer(run, work))
+
+
+def make_longer(files: RunDirectory | None, work: Work) -> None:
+    """Keep the length of a run that has become longer, and log what its learning rate does."""
+    if files is None or not files.former_length:
+        return
+    telling_disk_errors("config.toml", files.keep_length)
+    settings, rate = work.settings, rate_now(work)
+    records = files.read_lines("metrics.jsonl")
+    after = f" (last: {records[-1]['lr']:.3g})" if records else ""
+    log.info(
+        "the run becomes longer: %d outer iterations in place of %d; from here on the learning "
+        "rate is that of a run of this length, now %.3g%s",
+        settings.outer_iterations,
+        files.former_length,
+        rate,
+        after,
+    )
 
 
 def restore(topology: Topology, run: RunDirectory | None, work: Work) -> Restored:

@@ -96,7 +96,7 @@ class RunDirectory:
         self.removal: threading.Thread | None = None
         self.removed = 0
         self.trace: TraceFile | None = None
-        self.board: Board | None = None
+        self.tensorboard: Tensorboard | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
             # FileLock takes any failure to make its file for a lock that is held.
@@ -145,11 +145,15 @@ class RunDirectory:
 
     def close(self) -> None:
         """Let other jobs have the run."""
-        if self.board is not None:
-            self.board.close()
-            self.board = None
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+            self.tensorboard = None
         self.finish_removals()
         self.lock.release()
+
+    def open_tensorboard(self, first: int) -> None:
+        """Write scalars of outer iteration `first` and later for TensorBoard from now on."""
+        self.tensorboard = Tensorboard(self.path, first)
 
     def remove_later(self, folders: list[Path]) -> None:
         """Remove folders while training goes on: gigabytes take as long to free as to write."""
@@ -297,7 +301,7 @@ def read_summary(run: Path) -> dict[str, Any]:
     raise UserError(f"{run / SUMMARY} can't be read; remove it to go on with the run", UNREADABLE)
 
 
-class Board:
+class Tensorboard:
     """Write scalars into a folder of `run`; those of outer iteration `first` and later are new."""
 
     def __init__(self, run: Path, first: int) -> None:

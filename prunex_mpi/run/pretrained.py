@@ -1,6 +1,5 @@
 """Networks that are read from files: the first weights of `--init-from`, and `--teacher`."""
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from torch import nn
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UNREADABLE, USAGE, DamagedCheckpoint, UserError, one_line, quote
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.files import STATE, SUMMARY, telling_disk_errors, write_json_durably
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text, together, together_while
@@ -38,7 +37,6 @@ from prunex_mpi.models.trained import (
     fit_,
     read_tensors,
 )
-from prunex_mpi.run.checkpoint_files import read_manifest, valid_names
 from prunex_mpi.run.directory import RunDirectory, read_summary
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.settings.fields import Settings
@@ -50,7 +48,7 @@ INITIAL = "initial.json"
 SHOWN_DIGITS = 12
 
 
-def begin_from_(
+def load_initial_(
     world: MPI.Comm,
     settings: Settings,
     model: nn.Module,
@@ -129,34 +127,7 @@ def _refuse_smaller(settings: Settings) -> None:
         )
 
 
-def look_at_checkpoints(world: MPI.Comm, settings: Settings) -> tuple[Settings, bool]:
-    """Say whether the run goes on from a checkpoint, which has all weights.
-
-    The settings that are returned have the normalisation of its images: other ranks would measure
-    another, on other images. Collective on `world`.
-    """
-    found = ""
-    if world.rank == 0 and settings.resume:
-        # What can't be read is told where the run is restored.
-        with contextlib.suppress(OSError):
-            names = valid_names(Path(settings.run_dir))
-            found = json.dumps(_first_colours(Path(settings.run_dir), names)) if names else ""
-    found = broadcast_text(world, found)
-    if found and (colours := json.loads(found)) and not settings.image_mean:
-        mean, std = map(tuple, colours)
-        settings = replace(settings, image_mean=mean, image_std=std)
-    return settings, bool(found)
-
-
-def _first_colours(run: Path, names: Sequence[str]) -> list[list[float]]:
-    """Return mean and deviation of the colours by the first of the checkpoints that is whole."""
-    for name in names:
-        with contextlib.suppress(DamagedCheckpoint):
-            return read_manifest(run, name)["colours"]
-    return []
-
-
-def judge_beginning(topology: Topology, files: RunDirectory | None, work: Work) -> None:
+def evaluate_initial(topology: Topology, files: RunDirectory | None, work: Work) -> None:
     """Say what the weights of `--init-from` reach before they are trained on; write initial.json.
 
     Nothing is judged where the run has begun already. Collective on `world`.
@@ -185,7 +156,7 @@ def judge_beginning(topology: Topology, files: RunDirectory | None, work: Work) 
 
 
 def read_initial(run: Path) -> dict[str, Any]:
-    """Return what `judge_beginning` has written, {} where a run began with fresh weights."""
+    """Return what `evaluate_initial` has written, {} where a run began with fresh weights."""
     try:
         return json.loads((run / INITIAL).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -252,7 +223,7 @@ def find_teacher(
     return replace(settings, teacher_digest=found["digest"]), network, look
 
 
-def taught(
+def with_teacher(
     topology: Topology,
     settings: Settings,
     problem: Problem,

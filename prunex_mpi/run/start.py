@@ -1,13 +1,13 @@
 """The start of a job: nodes, devices and transport, then data, model, groups, problem and state.
 
 Training, the benchmark and the comparison start alike, in this order: refuse_lone_singleton,
-take_places, heed_findings where a run is to be written, find_transport, set_up or assemble.
+take_places, apply_findings where a run is to be written, find_transport, set_up or assemble.
 """
 
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from mpi4py import MPI
 
+from prunex_mpi.base.alone import require_packages
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
@@ -40,7 +41,7 @@ from prunex_mpi.diagnosis.devices import (
     resolve_mpi_buffers,
     set_threads,
 )
-from prunex_mpi.diagnosis.facts import gather_facts
+from prunex_mpi.diagnosis.facts import gather_facts, recorded_versions
 from prunex_mpi.diagnosis.findings import errors
 from prunex_mpi.diagnosis.machine import describe_machine
 from prunex_mpi.diagnosis.ranks import check_ranks
@@ -50,10 +51,12 @@ from prunex_mpi.models.build import build_model, probe
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.find_groups import out_of_reach
 from prunex_mpi.pruning.trial import rules_of
-from prunex_mpi.run.pretrained import begin_from_, find_teacher, taught
+from prunex_mpi.run.pretrained import find_teacher, load_initial_, with_teacher
+from prunex_mpi.run.supervision import refuse_impossible_exchange
 from prunex_mpi.run.tuning import is_left_to_measure, trial_of, tuned
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import EVERY_RANK_ALONE, QUADRATIC
+from prunex_mpi.settings.resolve import to_toml
 
 # Layers behind which weights of any size do, and learning rates of ResNets with them.
 STEADYING = (_BatchNorm, _InstanceNorm, nn.GroupNorm)
@@ -85,6 +88,18 @@ def refuse_lone_singleton(world: MPI.Comm) -> None:
     raise_together(world, UserError(singleton) if singleton else None)
 
 
+def check_alike(world: MPI.Comm, settings: Settings) -> dict[str, str]:
+    """Return the versions of the software, the same on every rank, as the settings are.
+
+    Raises UserError on every rank where they differ. Collective on `world`.
+    """
+    refuse_lone_singleton(world)
+    versions = recorded_versions()
+    asked = to_toml(settings, versions)
+    require_same(world, "the settings or the versions of the software", asked)
+    return versions
+
+
 @contextmanager
 def take_places(
     world: MPI.Comm, ranks_per_node: int, device: str, threads: int = 0, lanes: int = 1
@@ -106,7 +121,28 @@ def take_places(
         yield Place(topology, chosen, threads, describe(topology, f"{chosen}, {threads} threads"))
 
 
-def heed_findings(place: Place, settings: Settings) -> None:
+def places_of(world: MPI.Comm, settings: Settings) -> AbstractContextManager[Place]:
+    """Take the places of a run with these settings, see `take_places`. Collective on `world`."""
+    # Without leaders every rank is a node of its own.
+    ranks_per_node = 1 if settings.method in EVERY_RANK_ALONE else settings.ranks_per_node
+    return take_places(world, ranks_per_node, settings.device, lanes=settings.leaders_per_node)
+
+
+def prepare(place: Place, settings: Settings) -> Transport:
+    """Refuse what can't work before anything is read; return how tensors reach MPI.
+
+    Raises UserError on every rank. Collective on `world`.
+    """
+    world = place.topology.world
+    if settings.tensorboard:
+        together(world, lambda: require_packages("--tensorboard", "report", "tensorboard"))
+    apply_findings(place, settings)
+    transport = find_transport(place, settings)
+    refuse_impossible_exchange(place.topology, settings)
+    return transport
+
+
+def apply_findings(place: Place, settings: Settings) -> None:
     """Log what the doctor would warn of and refuse what can't work. Collective on `world`."""
     world = place.topology.world
     facts = gather_facts(place.topology, place.device, settings.run_dir)
@@ -152,7 +188,7 @@ def describe_training(work: Work, dataset: Dataset, ranks: int) -> str:
     )
 
 
-def tell_beforehand(world: MPI.Comm, work: Work) -> None:
+def log_warnings(world: MPI.Comm, work: Work) -> None:
     """Say on rank 0 what is not pruned, and warn of what the settings do that was hardly meant."""
     if world.rank:
         return
@@ -268,14 +304,14 @@ def assemble_around(
     tried = together(world, lambda: choose_rules(settings, model, side).text() if first else "")
     rules = rules_of(broadcast_text(world, tried))
     if settings.init_from and reads:
-        settings = begin_from_(world, settings, model, side, dataset.class_names, heartbeat.go_on)
+        settings = load_initial_(world, settings, model, side, dataset.class_names, heartbeat.go_on)
     teacher = None
     if settings.teacher:
         settings, *teacher = find_teacher(world, settings, model, dataset, heartbeat.go_on)
     groups = together(world, lambda: make_groups(settings, model, layout, side, rules))
     problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
     if teacher is not None:
-        problem = taught(topology, settings, problem, teacher, transport)
+        problem = with_teacher(topology, settings, problem, teacher, transport)
     heartbeat.beat(1)
     state = build_state(model, layout, groups, settings)
     state.memory |= memory_of(settings, layout, state.theta)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -11,9 +12,14 @@ import numpy as np
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import Diverged, UserError
+from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.progress import Length, Progress
+from prunex_mpi.comm.agreement import together
+from prunex_mpi.comm.behind import exchanging_behind, refuse_single_thread
+from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.coded import MOST_SUMMED, SUMMED
 from prunex_mpi.core.course import local_steps, rounds_left, total_steps
 from prunex_mpi.core.evaluation import refuse_what_went_wrong
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR
@@ -21,9 +27,10 @@ from prunex_mpi.core.state import Work
 from prunex_mpi.methods import flat_consensus, hsadmm, local_sgd, per_step
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.records import RankRecords, write_trace
+from prunex_mpi.run.pretrained import evaluate_initial
+from prunex_mpi.run.records import RankRecords, tracing, write_trace
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.methods import CONSENSUS, EVERY_RANK_ALONE, LOCAL
+from prunex_mpi.settings.methods import AVERAGING, CONSENSUS, EVERY_RANK_ALONE, LOCAL
 
 # --checkpoint-every auto: the share of the time that writing may take, and the shortest interval.
 WRITING_SHARE = 0.02
@@ -58,6 +65,58 @@ class Checkpoints:
         self.count, self.seconds = self.count + 1, self.seconds + seconds
 
 
+def train(
+    topology: Topology,
+    files: RunDirectory | None,
+    work: Work,
+    checkpoints: Checkpoints,
+    received: ReceivedSignal,
+    deadline: float | None,
+) -> tuple[str, str]:
+    """Train with all that goes on meanwhile; return the status, and what stopped the run, or "".
+
+    Collective on `world`.
+    """
+    world, settings = topology.world, work.settings
+
+    def open_tensorboard() -> None:
+        if settings.tensorboard and files is not None:
+            files.open_tensorboard(work.state.position.iteration)
+
+    together(world, lambda: telling_disk_errors("the folder tensorboard", open_tensorboard))
+    with (
+        stop_agreement(world, received, deadline) as stop,
+        exchanging_behind(topology, goes_behind_steps(settings), work.transport) as behind,
+    ):
+        work = replace(work, stop=stop, behind=behind)
+        received.training = True
+        evaluate_initial(topology, files, work)
+        with tracing(topology, files, work):
+            status = run_to_end(topology, files, work, checkpoints)
+    return status, stop.reason
+
+
+def goes_behind_steps(settings: Settings) -> bool:
+    """Say whether exchanges of this run go on behind local steps."""
+    return settings.method in AVERAGING and settings.overlap_steps > 0
+
+
+def refuse_impossible_exchange(topology: Topology, settings: Settings) -> None:
+    """Raise UserError on every rank where nodes or MPI do not allow what is asked for.
+
+    Collective on `world`.
+    """
+    if settings.method not in AVERAGING:
+        return
+    if settings.payload == SUMMED and topology.num_nodes > MOST_SUMMED:
+        raise UserError(
+            f"payload int8sum is for up to {MOST_SUMMED} nodes, not {topology.num_nodes}: their "
+            "sum must fit into 8 bits; use int8 or int4"
+        )
+    if settings.overlap_steps:
+        together(topology.world, refuse_single_thread)
+
+
 def run_to_end(
     topology: Topology, files: RunDirectory | None, work: Work, checkpoints: Checkpoints
 ) -> str:
@@ -88,8 +147,8 @@ def run_to_end(
                 restored = checkpoint.restore(topology, files, work)
                 position.rollbacks = rollbacks + 1
                 begin_(bar, work)
-                if files is not None and files.board is not None:
-                    files.board.rewind(position.iteration)
+                if files is not None and files.tensorboard is not None:
+                    files.tensorboard.rewind(position.iteration)
                 factor = ROLLBACK_FACTOR**position.rollbacks
                 text = "%s; going back to checkpoint %s with %g of the learning rate"
                 log.info(text, error, restored.name, factor)
@@ -155,8 +214,8 @@ def recorded(
             files.append("metrics.jsonl", [record])
             files.append("layers.jsonl", layers)
             files.append("ranks.jsonl", [row] if row else [])
-            if files.board is not None:
-                files.board.add(record)
+            if files.tensorboard is not None:
+                files.tensorboard.add(record)
         write_trace(topology.world, files, work)
         progress.update(record, work.state.position.steps_done, local_steps(work))
         yield record, status

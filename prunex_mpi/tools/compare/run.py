@@ -34,10 +34,14 @@ from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.run import delivery
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.start import assemble, tell_beforehand
+from prunex_mpi.run.start import assemble, log_warnings
 from prunex_mpi.run.summary import add_up
-from prunex_mpi.run.supervision import progress_of, recorded
-from prunex_mpi.run.tuning import goes_behind_steps, refuse_impossible_exchange
+from prunex_mpi.run.supervision import (
+    goes_behind_steps,
+    progress_of,
+    recorded,
+    refuse_impossible_exchange,
+)
 from prunex_mpi.settings.fields import FIELDS, OF_THE_JOB, Settings
 from prunex_mpi.settings.methods import EVERY_RANK_ALONE
 from prunex_mpi.settings.resolve import to_toml
@@ -77,7 +81,7 @@ def run_one(
     with nodes as mine, ExitStack() as exits:
         refuse_impossible_exchange(mine, settings)
         work = assemble(mine, settings, dataset, device, transport, heartbeat)
-        tell_beforehand(world, work)
+        log_warnings(world, work)
         state, problem, settings = work.state, work.problem, work.settings
         files = exits.enter_context(directory(world, settings, path))
         started = time.perf_counter()

@@ -31,8 +31,8 @@ from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.reading import Access, decoding_threads
 from prunex_mpi.models import standalone
+from prunex_mpi.run.delivery import print_result
 from prunex_mpi.run.finished_run import read_run
-from prunex_mpi.run.job import say
 from prunex_mpi.run.start import refuse_lone_singleton, take_places
 from prunex_mpi.settings.fields import FIELDS
 from prunex_mpi.tools.evaluate.options import Options
@@ -97,7 +97,7 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
         if world.rank == 0:
             if options.json_file:
                 write_json(options.json_file, found)
-            say(describe(found, options))
+            print_result(describe(found, options))
 
     together(world, tell)
     return 0
