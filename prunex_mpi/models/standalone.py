@@ -38,6 +38,8 @@ from prunex_mpi.models.slim import (
 Sizes = dict[str, dict[str, int | list[int]]]
 
 FORMAT = 3
+# A plan that asks for more is damaged, or meant to take all memory.
+MOST_CLASSES, MOST_PIXELS = 10**5, 2**13
 MODEL, PLAN = "model.safetensors", "plan.json"
 # Depth and the channels of the first stage: 16, or W in networks named -wW.
 CIFAR_FAMILY = {
@@ -93,10 +95,13 @@ def build(description: Mapping[str, Any]) -> nn.Module:
     Modules that take their sizes from the first image have seen one.
 
     `description` holds name, num_classes, image_size and stem ("cifar", "imagenet", or "" for
-    networks that have but one).
+    networks that have but one). Raises ValueError for a name or sizes that it can't be.
     """
     name, side = description["name"], description["image_size"]
     classes = description["num_classes"]
+    for what, count, most in (("classes", classes, MOST_CLASSES), ("pixels", side, MOST_PIXELS)):
+        if type(count) is not int or not 1 <= count <= most:
+            raise ValueError(f"{count} {what} are not from 1 to {most}")
     if ":" in name:
         module, _, factory = name.partition(":")
         make = getattr(importlib.import_module(module), factory)
@@ -121,6 +126,9 @@ def build(description: Mapping[str, Any]) -> nn.Module:
             mlp_dim=768,
             num_classes=classes,
         )
+    # Others, of detection or segmentation, would download weights.
+    if name not in torchvision.models.list_models(module=torchvision.models):
+        raise ValueError(f"{name} is not a classifier of torchvision")
     options: dict[str, object] = {}
     if name in WITH_AUXILIARY_HEADS:
         options = {"aux_logits": False, "init_weights": True}

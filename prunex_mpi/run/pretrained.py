@@ -261,7 +261,7 @@ def _read(
     found: dict[str, Any] = {"description": None, "layers": {}, "look": None, "classes": []}
     if path.is_dir():
         refuse_exported(path, "--teacher")
-        run = read_run(path, with_data=False, going=going)
+        run = read_run(path, with_data=False, going=going, given=(settings.model, settings.loss))
         network, name = run.model, run.settings.model
         found |= {"description": run.description, "look": (run.mean.tolist(), run.std.tolist())}
         found["layers"] = run.summary["delivered"].get("layers", {})

@@ -569,7 +569,7 @@ def interrupt(finished: Path, folder: Path) -> Path:
 
 
 def resume(folder: Path, *flags: object) -> Ended:
-    return run("--resume", "--run-dir", folder, *flags)
+    return run("--resume", "--run-dir", folder, "--model", "odd_models:small", *flags)
 
 
 def edit(path: Path, old: str, new: str) -> None:

@@ -22,8 +22,9 @@ from prunex_mpi.run import supervision
 from prunex_mpi.run.supervision import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("failing_instead_of_aborting")
+MODEL = ("--model", "odd_models:small")
 SMALL = [
-    *("--model", "odd_models:small", "--dataset", "synthetic", "--image-size", "8"),
+    *(*MODEL, "--dataset", "synthetic", "--image-size", "8"),
     *("--train-samples", "64", "--test-samples", "16", "--batch-size", "8"),
     *("--outer-iterations", "6", "--local-steps", "2"),
 ]
@@ -240,7 +241,7 @@ def test_a_time_limit_leaves_and_the_run_goes_on_exactly(tmp_path: Path) -> None
     assert run(tmp_path / "whole") == 0
     assert run(tmp_path / "run", "--time-limit", "1", "--trace") == 75
     assert status(tmp_path / "run") == "preempted"
-    again = ["--resume", "--run-dir", str(tmp_path / "run"), "--time-limit", "0", "--trace"]
+    again = ["--resume", "--run-dir", str(tmp_path / "run"), *MODEL, "--time-limit", "0", "--trace"]
     assert train.main(again) == 0
     assert status(tmp_path / "run") == "completed"
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
@@ -274,10 +275,12 @@ def test_a_run_that_had_converged_only_writes_what_is_missing(tmp_path: Path) ->
     assert status(tmp_path) == "converged"
     before = metrics(tmp_path), (tmp_path / "state.safetensors").read_bytes()
     (tmp_path / "summary.json").unlink()
-    assert train.main(["--run-dir", str(tmp_path), "--resume"]) == 0
+    assert train.main([*MODEL, "--run-dir", str(tmp_path), "--resume"]) == 0
     assert status(tmp_path) == "converged"
     assert (metrics(tmp_path), (tmp_path / "state.safetensors").read_bytes()) == before
-    assert train.main(["--run-dir", str(tmp_path), "--resume", "--outer-iterations", "7"]) == 0
+    assert (
+        train.main([*MODEL, "--run-dir", str(tmp_path), "--resume", "--outer-iterations", "7"]) == 0
+    )
     assert [record["iteration"] for record in metrics(tmp_path)] == [1, 2, 3]
 
 

@@ -99,7 +99,7 @@ def test_what_takes_shape_or_keeps_results_as_it_runs_is_exported(
 ) -> None:
     """Lazy modules have no weights before the first image; a tensor with a gradient has no copy."""
     flags = ["--model", f"odd_models:{model}", "--groups", "channel", "--image-size", "8"]
-    exported(train(tmp_path, flags))
+    exported(train(tmp_path, flags), *flags[:2])
     assert "outputs differ by at most" in capsys.readouterr().out
 
 
@@ -117,12 +117,12 @@ def own_run(
 
 
 def exported(run: Path, *flags: str) -> None:
-    assert export.main([str(run), "--repeat", "0", *flags]) == 0
+    assert export.main([str(run), "--repeat", "0", "--model", "exported_models:net", *flags]) == 0
 
 
 def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
     """Export with `arguments`; return the one line that it says."""
-    assert export.main([*arguments, "--repeat", "0"]) == code
+    assert export.main([*arguments, "--repeat", "0", "--model", "exported_models:net"]) == code
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
     assert line.startswith("prunex_mpi.export: error: ")
@@ -134,7 +134,12 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> s
 def test_a_run_becomes_smaller_and_says_so(
     own_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert export.main([str(own_run), "--repeat", "1", "--images", "0"]) == 0
+    assert (
+        export.main(
+            [str(own_run), "--repeat", "1", "--images", "0", "--model", "exported_models:net"]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     # 8 and 6 channels, half of each.
     assert "removed: 7 of 14 groups of channels" in said
@@ -189,7 +194,7 @@ def test_a_network_that_became_smaller_in_training_is_exported(
     assert ["at", "first", "smaller", "times"] in [line.split() for line in said.splitlines()]
     assert " 748 " in said
     assert f"accuracy {100 * summary['test_accuracy']:.2f} % masked" in said
-    full = finished_run.read_run(own_run)
+    full = finished_run.read_run(own_run, given=("exported_models:net",))
     loaded = standalone.load(own_run / "model").double()
     images = torch.rand(5, 3, 8, 8, dtype=torch.float64)
     wanted = full.model.double()(images)
@@ -241,7 +246,7 @@ def test_it_loads_where_only_torch_is(own_run: Path, tmp_path: Path) -> None:
 
 def test_the_normalisation_is_that_of_training(own_run: Path) -> None:
     """The recorded accuracy is reached only with it."""
-    found = finished_run.read_run(own_run)
+    found = finished_run.read_run(own_run, given=("exported_models:net",))
     look = Look(found.mean, found.std, "cpu")
     batches = evaluation_batches(found.test, batch_size=50, look=look)
     proof = prove(found.model, found.model, batches)

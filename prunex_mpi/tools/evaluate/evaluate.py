@@ -1,7 +1,7 @@
 """Test a run's or an exported network on images that the ranks share."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
 from prunex_mpi.base.files import prepare_file, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import set_up_logging
+from prunex_mpi.base.named import refuse_unnamed
 from prunex_mpi.base.tables import Table, format_lines, format_table
 from prunex_mpi.comm.agreement import (
     raise_together,
@@ -65,7 +66,7 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     refuse_lone_singleton(world)
     require_same(world, "the flags", repr(options))
     together(world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None)
-    network = together(world, lambda: read_network(options.network))
+    network = together(world, lambda: read_network(options.network, (options.model,)))
     with take_places(world, 0, options.device) as place:
         heartbeat.enter("data")
         topology = place.topology
@@ -103,11 +104,14 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     return 0
 
 
-def read_network(path: Path) -> Network:
-    """Return the network of a complete run, or one that was exported. Raises UserError."""
+def read_network(path: Path, given: Collection[str] = ()) -> Network:
+    """Return the network of a complete run, or one that was exported. Raises UserError.
+
+    Modules are imported that the user has `given` alone, as package.module:function.
+    """
     if (path / standalone.PLAN).exists():
-        return _read_exported(path)
-    run = read_run(path, with_data=False)
+        return _read_exported(path, given)
+    run = read_run(path, with_data=False, given=given)
     settings = run.settings
     return Network(
         model=run.model,
@@ -120,9 +124,11 @@ def read_network(path: Path) -> Network:
     )
 
 
-def _read_exported(path: Path) -> Network:
+def _read_exported(path: Path, given: Collection[str]) -> Network:
     try:
         plan = json.loads((path / standalone.PLAN).read_text(encoding="utf-8"))
+        name = str(plan["model"]["name"])
+        refuse_unnamed("model", name, given, f"{path}/{standalone.PLAN}", path)
         model = standalone.load(path)
         look = plan["normalisation"]
         return Network(
@@ -134,6 +140,8 @@ def _read_exported(path: Path) -> Network:
             std=torch.tensor(look["std"]),
             data={},
         )
+    except UserError:
+        raise
     # A damaged file and a factory that is not there show as whatever they lead to.
     except Exception as error:
         raise UserError(
@@ -149,10 +157,14 @@ def data_of(network: Network, options: Options) -> dict[str, Any]:
     What is given counts, else what the network was trained on.
     """
     given = {"dataset": options.dataset, "data_dir": options.data_dir}
+    if options.dataset == network.data.get("dataset"):
+        del given["dataset"]
     given = {key: value for key, value in given.items() if value}
     data = {"data_dir": FIELDS["data_dir"].default, **network.data, **given}
     if "dataset" not in data:
         raise UserError("an exported network does not say what it is for: give --dataset")
+    where = f"{options.network}/config.toml"
+    refuse_unnamed("dataset", data["dataset"], (options.dataset,), where, options.network)
     if options.test_samples is not None or given:
         data["test_samples"] = options.test_samples or 0
     return data

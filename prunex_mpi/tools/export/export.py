@@ -28,7 +28,7 @@ def export(options: Options) -> None:
     devices = choose_devices(options.device)
     if options.onnx:
         require_packages("--onnx", "onnx", *files.ONNX_PACKAGES)
-    run = read_run(options.run, options.data_dir)
+    run = read_run(options.run, options.data_dir, given=(options.model, options.dataset))
     count = min(options.images or len(run.test.labels), len(run.test.labels))
     chosen = part_of(run.test, slice(count))
     look = Look(run.mean, run.std, "cpu", next(p.dtype for p in run.model.parameters()))
