@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.base.files import no_links
 
 MAIN, HELPER = 0, 1
 # The name of the first element, which says when (Unix time) the trace has its zero.
@@ -102,10 +103,11 @@ class TraceFile:
         if self.zero is None:
             self.zero = time.time()
             first = {"ph": "M", "pid": 0, "name": ZERO, "args": {"unix_s": self.zero}}
-            path.write_text(f"[\n{json.dumps(first)}", encoding="utf-8")
+            with open(path, "w", encoding="utf-8", opener=no_links) as file:
+                file.write(f"[\n{json.dumps(first)}")
         else:
             reopen(path)
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self.file = open(path, "a", encoding="utf-8", opener=no_links)  # noqa: SIM115
 
     def append(self, events: list[str]) -> None:
         """Add events, each in JSON."""
@@ -135,7 +137,7 @@ def read_zero(path: Path) -> float:
 def reopen(path: Path) -> None:
     """Cut off the end of the array, or an element that was not written to its end."""
     size = path.stat().st_size
-    with open(path, "rb+") as file:
+    with open(path, "rb+", opener=no_links) as file:
         start = max(0, size - TAIL_BYTES)
         file.seek(start)
         tail = file.read()

@@ -6,7 +6,7 @@ import secrets
 import socket
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +21,7 @@ from prunex_mpi.base.files import prepare_file, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table, format_table
 from prunex_mpi.comm.agreement import broadcast_text, gather_text, together
+from prunex_mpi.comm.preemption import UNSET, ended_before
 from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.diagnosis.devices import choose_device, claimed_cuda_support, probe, set_threads
 from prunex_mpi.diagnosis.facts import existing_folder, gather_facts, software_versions
@@ -71,6 +72,7 @@ def examine(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
             staged = goes_through_host(settings.mpi_buffers, device.type, claimed, probed)
             findings = [
                 *findings,
+                *check_time_limit(os.environ, time.time()),
                 *check_ranks(facts, settings.mpi_buffers, settings.ranks_per_node > 0),
                 *check_library(facts, staged),
                 *check_shared_folder(settings.run_dir, problems),
@@ -88,6 +90,12 @@ def examine(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
             print(f"\n{verdict(findings)}", flush=True)
         failed = broadcast_text(topology.world, "failed" if errors(findings) else "")
     return FAILURE if failed else 0
+
+
+def check_time_limit(environment: Mapping[str, str], now: float) -> list[Finding]:
+    """Find a Slurm job that was over before `now`, for which training would have no time."""
+    problem = ended_before(environment, now)
+    return [Finding("error", "time limit", problem, UNSET)] if problem else []
 
 
 def report_singleton(findings: list[Finding], options: Options) -> int:

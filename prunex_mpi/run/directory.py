@@ -22,9 +22,12 @@ from prunex_mpi.base.files import (
     LOOK_S,
     SUMMARY,
     FileRecord,
+    no_links,
     read_record,
+    read_text,
     remove_folder,
     sync,
+    touch,
     write_durably,
     write_json_durably,
 )
@@ -100,14 +103,14 @@ class RunDirectory:
         try:
             path.mkdir(parents=True, exist_ok=True)
             # FileLock takes any failure to make its file for a lock that is held.
-            (path / "lock").touch()
+            touch(path / "lock")
             if _can_lock(path / "lock"):
                 self.lock.acquire()
             else:
                 log.warning("there are no locks on the disk of %s: start no second job on it", path)
             file = path / "config.toml"
             if resume and file.exists():
-                self.config = file.read_text(encoding="utf-8")
+                self.config = read_text(file)
                 self._lengthen(length)
             elif file.exists():
                 raise _held(path)
@@ -187,7 +190,7 @@ class RunDirectory:
     def append(self, name: str, records: Iterable[dict[str, Any]]) -> None:
         """Append one JSON object per line to the file `name`, one of LINES."""
         text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
-        with open(self.path / name, "a", encoding="utf-8") as file:
+        with open(self.path / name, "a", encoding="utf-8", opener=no_links) as file:
             file.write(text)
         self.records[name] = self.records[name].extended(text.encode())
 
@@ -291,7 +294,7 @@ def same_run(config: str, later: str) -> bool:
 def read_summary(run: Path) -> dict[str, Any]:
     """Return how a run ended, {} where it did not; raise UserError where that can't be read."""
     try:
-        summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+        summary = json.loads(read_text(run / SUMMARY))
         if isinstance(summary["status"], str):
             return summary
     except FileNotFoundError:

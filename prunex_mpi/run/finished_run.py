@@ -69,7 +69,7 @@ def read_run(
     """
     if not path.is_dir():
         raise UserError(f"there is no run in {path}; give the folder of --run-dir", UNREADABLE)
-    if not (path / "config.toml").exists():
+    if not (path / "config.toml").is_file():
         raise UserError(f"{path} is not the folder of a run: it has no config.toml", UNREADABLE)
     settings = resumed(read_saved(str(path)), {"data_dir": data_dir} if data_dir else {})
     config = f"{path}/config.toml"

@@ -45,6 +45,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                 print(text, flush=True)
             return 0
 
+        deadline = together(world, lambda: find_deadline(settings.time_limit, started))
         transport = start.prepare(place, settings)
         if settings.run_dir:
             early = partial(directory.refuse_early, Path(settings.run_dir), settings.resume)
@@ -68,7 +69,6 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                 heartbeat.enter("checkpoint")
                 checkpoint.resume(topology, files, work, versions)
             checkpoints = Checkpoints(settings.checkpoint_every)
-            deadline = find_deadline(settings.time_limit, started)
             status, reason = train(topology, files, work, checkpoints, received, deadline)
 
             heartbeat.enter("finish")

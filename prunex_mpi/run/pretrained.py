@@ -15,7 +15,7 @@ from torch import nn
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
-from prunex_mpi.base.files import STATE, SUMMARY, telling_disk_errors, write_json_durably
+from prunex_mpi.base.files import STATE, SUMMARY, read_text, telling_disk_errors, write_json_durably
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text, together, together_while
 from prunex_mpi.comm.collectives import Transport
@@ -158,7 +158,7 @@ def evaluate_initial(topology: Topology, files: RunDirectory | None, work: Work)
 def read_initial(run: Path) -> dict[str, Any]:
     """Return what `evaluate_initial` has written, {} where a run began with fresh weights."""
     try:
-        return json.loads((run / INITIAL).read_text(encoding="utf-8"))
+        return json.loads(read_text(run / INITIAL))
     except (OSError, ValueError):
         return {}
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prunex_mpi.base.errors import one_line
 from prunex_mpi.comm.agreement import broadcast_text, together_while
 from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_, reduce_
 from prunex_mpi.comm.topology import Topology
@@ -156,6 +157,9 @@ def misfit(
     place = numbers["position"] if _alike(template, numbers) else None
     if place is None or place["iteration"] < 1 or place["step"] < 0:
         return "its numbers are not what this version writes"
+    epoch, at = numbers["data"]
+    if epoch < 0 or not 0 <= at <= problem.train.steps_per_epoch or place["steps_done"] < 0:
+        return f"epoch {epoch}, step {at} is no place in this rank's images"
     order = problem.train.order
     wanted = _expected(state, problem, leader, first, retired=numbers["stage"][1])
     if place["under_way"]:
@@ -172,7 +176,7 @@ def misfit(
             return f"{key} is {found}, the model asks for {kind}"
     if same_nodes and not torch.equal(tensors["order"].sort()[0], order.sort()[0]):
         return "its order is not one of this rank's images"
-    return ""
+    return _odd_generators(tensors, numbers) if same_nodes else ""
 
 
 def _alike(template: Any, value: Any) -> bool:
@@ -194,6 +198,21 @@ def _alike(template: Any, value: Any) -> bool:
             not template or (len(template) == len(value) and all(map(_alike, template, value)))
         )
     return type(value) is type(template) or (isinstance(template, float) and type(value) is int)
+
+
+def _odd_generators(tensors: Tensors, numbers: Numbers) -> str:
+    """Return which of the random generators has a state that none can have, "" for none."""
+    version, words, gauss = numbers["python"]
+    name, keys, *rest = numbers["numpy"]
+    try:
+        random.Random().setstate((version, tuple(words), gauss))
+        np.random.RandomState().set_state((name, np.array(keys, dtype=np.uint32), *rest))
+        for key in ("generator.data", "generator.torch"):
+            if key in tensors:
+                torch.Generator().set_state(tensors[key])
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        return f"the state of a random generator is impossible ({one_line(error)})"
+    return ""
 
 
 def _expected(

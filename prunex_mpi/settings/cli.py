@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
+from prunex_mpi.base.files import plain_only
 from prunex_mpi.settings.fields import FIELDS, Settings, key_of, methods_of
 from prunex_mpi.settings.methods import METHOD_DEFAULTS
 from prunex_mpi.settings.parser import Parser, program_parser
@@ -85,7 +86,7 @@ def read_saved(run_dir: str) -> dict[str, Any]:
     path = str(Path(run_dir) / "config.toml")
     where = quote(path, 250)
     try:
-        saved = _read_toml(path, where)
+        saved = from_table(_load_toml(path, where, plain_only), where)
         check_saved(saved, where)
     except UserError as error:
         raise UserError(str(error), UNREADABLE) from None
@@ -97,19 +98,17 @@ def read_asked(run_dir: str) -> dict[str, Any]:
     path = str(Path(run_dir) / "config.toml")
     where = quote(path, 250)
     try:
-        asked = _load_toml(path, where).get("asked", {})
+        asked = _load_toml(path, where, plain_only).get("asked", {})
         return from_table(asked if isinstance(asked, dict) else {}, where)
     except UserError as error:
         raise UserError(str(error), UNREADABLE) from None
 
 
-def _read_toml(path: str, where: str) -> dict[str, Any]:
-    return from_table(_load_toml(path, where), where)
-
-
-def _load_toml(path: str, where: str) -> dict[str, Any]:
+def _load_toml(
+    path: str, where: str, opener: Callable[[str, int], int] | None = None
+) -> dict[str, Any]:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=opener) as file:
             return tomllib.load(file)
     except OSError as error:
         raise UserError(f"cannot read {where}: {error.strerror}") from None

@@ -582,6 +582,11 @@ def config(old: str, new: str) -> Damage:
     return lambda folder: edit(folder / "config.toml", old, new)
 
 
+def pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
 def drop_line(folder: Path, key: str) -> None:
     path = folder / "config.toml"
     lines = path.read_text().splitlines(keepends=True)
@@ -607,10 +612,26 @@ RUNS = [
     Case("config lacks lr", lambda p: drop_line(p, "lr"), 3, ("config.toml", "has no lr")),
     Case("config unknown key", config("lr =", "rl ="), 3, ("'rl'", "config.toml")),
     Case("config bad value", config("lr = ", "lr = -"), 3, ("lr", "above 0", "config.toml")),
-    Case("config other model", config("odd_models:small", "resnet8"), UNREADABLE, ANOTHER),
+    Case(
+        "config other model",
+        config("odd_models:small", "resnet8"),
+        UNREADABLE,
+        ANOTHER,
+        ("--model", "resnet8"),
+    ),
     Case("config other lr", config("lr = ", "lr = 1"), UNREADABLE, ANOTHER),
     Case("config other versions", config("[versions]", "[versions]\nx = '1'"), 3, ANOTHER),
-    Case("config unknown model", config("odd_models:small", "odd_models:x"), 2, ("odd_models:x",)),
+    Case(
+        "config unknown model",
+        config("odd_models:small", "odd_models:x"),
+        USAGE,
+        ("odd_models:x",),
+        ("--model", "odd_models:x"),
+    ),
+    Case(
+        "config a pipe", lambda p: pipe(p / "config.toml"), 3, ("config.toml", "not a plain file")
+    ),
+    Case("summary a pipe", lambda p: pipe(p / "summary.json"), UNREADABLE, SUMMARY),
     Case(
         "config values do not fit",
         config("freeze-iteration = 3", "freeze-iteration = 9"),
@@ -1016,6 +1037,11 @@ CONTENTS = [
         for key in ("position", "stage", "data", "python", "numpy")
         for value in (None, 3, [None] * 5)
     ),
+    *(
+        numbers_case(f"data {place}", lambda n, p=place: n.update(data=p))
+        for place in ([0, -1], [0, 10**6], [-1, 0])
+    ),
+    numbers_case("generator", lambda n: n["numpy"].__setitem__(1, [-1] * 624)),
     numbers_case("unknown place", lambda n: n["position"].update(more=1)),
     numbers_case("place lacks step", lambda n: drop(n["position"], "step")),
     numbers_case("place before the first", lambda n: n["position"].update(iteration=-1)),

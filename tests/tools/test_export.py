@@ -505,3 +505,12 @@ def test_multiply_adds_count_attention_too() -> None:
     block = tokens * width * (4 * width + 2 * 768) + 2 * tokens * tokens * width
     counted = count_multiply_adds(model, torch.zeros(2, 3, 8, 8))
     assert counted == 4 * 48 * width + 6 * block + 10 * width
+
+
+def test_a_model_that_the_run_alone_names_is_not_imported(
+    own_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (own_run.parent / "exported_models.py").write_text("raise SystemExit('this was executed')")
+    assert export.main([str(own_run), "--repeat", "0"]) == USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("repeat it as --model exported_models:net")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
-from prunex_mpi.base.files import prepare_file, write_json
+from prunex_mpi.base.files import prepare_file, read_text, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import set_up_logging
 from prunex_mpi.base.named import refuse_unnamed
@@ -126,7 +126,7 @@ def read_network(path: Path, given: Collection[str] = ()) -> Network:
 
 def _read_exported(path: Path, given: Collection[str]) -> Network:
     try:
-        plan = json.loads((path / standalone.PLAN).read_text(encoding="utf-8"))
+        plan = json.loads(read_text(path / standalone.PLAN))
         name = str(plan["model"]["name"])
         refuse_unnamed("model", name, given, f"{path}/{standalone.PLAN}", path)
         model = standalone.load(path)
