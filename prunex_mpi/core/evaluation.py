@@ -175,6 +175,24 @@ def refuse_what_went_wrong(topology: Topology, work: Work) -> None:
     _refuse_together(topology, work, _not_finite(work, work.state.position.loss_sum))
 
 
+def refuse_not_finite(topology: Topology, work: Work) -> None:
+    """Raise Diverged on every rank where what any holds would spoil a checkpoint.
+
+    An exchange can make z infinite, as a sum in fewer bits; an iteration that is not evaluated
+    does not tell. Collective on `world`.
+    """
+    state = work.state
+    held = [state.theta, state.z] + ([state.payload] if state.position.under_way else [])
+    problem = None
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in held):
+        text = f"weights are not finite after outer iteration {state.position.iteration - 1}"
+        problem = UserError(f"{text}; lower --lr or check the data", FAILURE)
+    try:
+        raise_together(topology.world, problem)
+    except UserError as together:
+        raise Diverged(str(together), together.exit_code) from None
+
+
 def _not_finite(work: Work, loss: float) -> str:
     norm = torch.linalg.vector_norm(work.state.theta)
     finite = np.isfinite(loss) and bool(torch.isfinite(norm))

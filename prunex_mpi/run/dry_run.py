@@ -11,12 +11,13 @@ from prunex_mpi.comm.collectives import between_nodes, build_transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.coded import MOST_SUMMED, SUMMED, coded_bytes
 from prunex_mpi.core.course import quadratic_rounds
+from prunex_mpi.core.loading import CPU, find_sizes
 from prunex_mpi.core.message import STATISTICS, message_bytes
+from prunex_mpi.core.objective import find_losses
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.schedule import strictness
 from prunex_mpi.core.state import find_stats_groups, kept_stats
-from prunex_mpi.data.datasets import NOTHING_KNOWN, Part, load
-from prunex_mpi.data.reading import Access
+from prunex_mpi.data.datasets import NOTHING_KNOWN
 from prunex_mpi.data.sources import Known
 from prunex_mpi.methods import sparseloco
 from prunex_mpi.methods.exchanges import module_of
@@ -37,6 +38,7 @@ from prunex_mpi.run.cost import (
     sent_bytes,
     share,
 )
+from prunex_mpi.run.pretrained import check_initial
 from prunex_mpi.run.tuning import LATEST
 from prunex_mpi.settings.fields import PAYLOADS, Settings
 from prunex_mpi.settings.methods import (
@@ -50,8 +52,6 @@ from prunex_mpi.settings.methods import (
 )
 from prunex_mpi.settings.values import AUTO
 
-CIFAR, CIFAR_SIDE = ("cifar10", "cifar100"), 32
-
 
 def dry_run(settings: Settings, topology: Topology, known: Known = NOTHING_KNOWN) -> str:
     """Return the payload per outer iteration, or per step, and over the run, without training.
@@ -60,23 +60,11 @@ def dry_run(settings: Settings, topology: Topology, known: Known = NOTHING_KNOWN
     masks decide, and the text says so. `known` is what ranks have read of the data set already. No
     communication.
     """
-    if settings.dataset in CIFAR:
-        num_classes = int(settings.dataset.removeprefix("cifar"))
-        image_size = settings.image_size or CIFAR_SIDE
-    else:
-        # One image of each half tells sizes and classes.
-        data = load(
-            settings.dataset,
-            data_dir=settings.data_dir,
-            access=Access(skip_corrupt=settings.skip_corrupt),
-            train_samples=1,
-            test_samples=1,
-            image_size=settings.image_size,
-            seed=settings.seed,
-            part=Part(0, 1, known=known),
-        )
-        num_classes, image_size = data.num_classes, data.image_size
+    num_classes, image_size = find_sizes(settings, known)
     model = make_model(settings, num_classes, image_size)
+    find_losses(settings, num_classes, CPU)
+    if settings.init_from and topology.world.rank == 0:
+        check_initial(settings, model, image_size)
     layout = build_layout(model)
     parameter = next(model.parameters())
     bn_modules = batchnorm.find(model)

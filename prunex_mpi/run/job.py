@@ -38,8 +38,9 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
         topology = place.topology
         if world.rank == 0:
             log.info("%s", place.layout)
+        read_contents = partial(share_contents, world, settings.dataset, settings.data_dir)
         if settings.dry_run:
-            known = share_contents(world, settings.dataset, settings.data_dir, heartbeat)
+            known = read_contents(heartbeat)
             text = together(world, lambda: dry_run(settings, topology, known))
             if world.rank == 0:
                 print(text, flush=True)
@@ -51,7 +52,9 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             early = partial(directory.refuse_early, Path(settings.run_dir), settings.resume)
             together(world, lambda: None if world.rank else early())
         heartbeat.enter("data")
-        dataset = load_dataset(topology, settings, heartbeat, place.device)
+        known = read_contents(heartbeat)
+        start.look_at_model(world, settings, known, heartbeat)
+        dataset = load_dataset(topology, settings, heartbeat, place.device, known)
         wanted, restores = checkpoint.find_newest(world, settings)
         around = topology, wanted, dataset, place.device, transport, heartbeat
         work = start.assemble(*around, reads=not restores)

@@ -72,13 +72,7 @@ def load_initial_(
         digest = digest_of(path, going)
         refuse_other_file(path, digest, settings.init_digest, "--init-digest")
         log.info("weights of %s, SHA-256 %s...", path, digest[:SHOWN_DIGITS])
-        try:
-            others = _knows_others(settings, classes)
-            replaced = fit_(model, read_tensors(path), side, str(path), others)
-        except UserError:
-            _refuse_smaller(settings)
-            raise
-        if replaced:
+        if replaced := _fit_file_(settings, model, path, side, _knows_others(settings, classes)):
             log.info("%s", replaced)
         found = {"init_digest": digest}
         if not settings.image_mean and look is not None:
@@ -87,6 +81,26 @@ def load_initial_(
 
     found = json.loads(broadcast_text(world, together_while(world, read, beat)))
     return replace(settings, **{k: tuple(v) if type(v) is list else v for k, v in found.items()})
+
+
+def check_initial(settings: Settings, model: nn.Module, side: int) -> None:
+    """Raise UserError where `model` does not take the weights of `--init-from`.
+
+    It gets them. Those of torchvision are not looked at, since they may have to be downloaded.
+    """
+    if settings.init_from != TORCHVISION:
+        path, _ = locate(settings)
+        refuse_other_file(path, digest_of(path), settings.init_digest, "--init-digest")
+        _fit_file_(settings, model, path, side, others=False)
+
+
+def _fit_file_(settings: Settings, model: nn.Module, path: Path, side: int, others: bool) -> str:
+    """Put the weights in the file of `--init-from` into `model`, as `fit_` does."""
+    try:
+        return fit_(model, read_tensors(path), side, str(path), others)
+    except UserError:
+        _refuse_smaller(settings)
+        raise
 
 
 def _knows_others(settings: Settings, classes: Sequence[str]) -> bool:

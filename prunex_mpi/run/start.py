@@ -6,7 +6,7 @@ take_places, apply_findings where a run is to be written, find_transport, set_up
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -22,18 +22,26 @@ from prunex_mpi.base.alone import require_packages
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import broadcast_text, raise_together, require_same, together
+from prunex_mpi.comm.agreement import (
+    broadcast_text,
+    raise_together,
+    require_same,
+    together,
+    together_while,
+)
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
 from prunex_mpi.core.best import memory_of_best
 from prunex_mpi.core.course import total_steps
 from prunex_mpi.core.ema import memory_of_ema
-from prunex_mpi.core.loading import load_dataset
+from prunex_mpi.core.loading import CPU, find_sizes, load_dataset
 from prunex_mpi.core.metrics import prunable_and_kept
+from prunex_mpi.core.objective import find_losses
 from prunex_mpi.core.problem import build_problem, choose_rules, make_groups, make_model
 from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.data.sources import Known
 from prunex_mpi.diagnosis.devices import (
     choose_device,
     keep_freed_memory,
@@ -47,7 +55,8 @@ from prunex_mpi.diagnosis.machine import describe_machine
 from prunex_mpi.diagnosis.ranks import check_ranks
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.local_sgd import advice
-from prunex_mpi.models.build import build_model, probe
+from prunex_mpi.models.build import CIFAR_STEM_MAX_SIDE, build_model, probe
+from prunex_mpi.models.build import describe as describe_model
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.find_groups import out_of_reach
 from prunex_mpi.pruning.trial import rules_of
@@ -229,6 +238,42 @@ def _prunable(work: Work) -> str:
     return f"of which {weights:,} weights can be pruned in {kinds} groups"
 
 
+def look_at_model(world: MPI.Comm, settings: Settings, known: Known, heartbeat: Heartbeat) -> None:
+    """Raise UserError on every rank where model or loss can't be used, before data are loaded.
+
+    World rank 0 builds the model once. Sizes of a data set of the user's own are not known yet: of
+    its model the factory is imported alone. `known` is what ranks have read of the data set.
+    Collective on `world`.
+    """
+
+    def look(going: Callable[[], None]) -> None:
+        if world.rank:
+            return
+        going()
+        with keeping_draws():
+            if ":" in settings.dataset:
+                side = settings.image_size or CIFAR_STEM_MAX_SIDE
+                describe_model(settings.model, num_classes=1, image_size=side, stem=settings.stem)
+                return
+            classes, side = find_sizes(settings, known)
+            make_model(settings, classes, side)
+            find_losses(settings, classes, CPU)
+
+    together_while(world, look, heartbeat.go_on)
+
+
+@contextmanager
+def keeping_draws() -> Iterator[None]:
+    """Have the global random generators on the CPU afterwards as they were before the block."""
+    draws = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(draws[0])
+        np.random.set_state(draws[1])
+        torch.set_rng_state(draws[2])
+
+
 def set_up(
     topology: Topology,
     settings: Settings,
@@ -341,11 +386,8 @@ def refuse_drawn(settings: Settings, model: torch.nn.Module, classes: int, image
 
     It is built once more, by other random numbers, and given the same state.
     """
-    draws = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    other = build_model(settings.model, num_classes=classes, image_size=image_size)
-    random.setstate(draws[0])
-    np.random.set_state(draws[1])
-    torch.set_rng_state(draws[2])
+    with keeping_draws():
+        other = build_model(settings.model, num_classes=classes, image_size=image_size)
     try:
         other.load_state_dict(model.state_dict())
         pair = [torch.tensor(probe(m, image_size), dtype=torch.float64) for m in (model, other)]

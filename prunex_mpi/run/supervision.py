@@ -21,7 +21,7 @@ from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.coded import MOST_SUMMED, SUMMED
 from prunex_mpi.core.course import local_steps, rounds_left, total_steps
-from prunex_mpi.core.evaluation import refuse_what_went_wrong
+from prunex_mpi.core.evaluation import refuse_not_finite, refuse_what_went_wrong
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR
 from prunex_mpi.core.state import Work
 from prunex_mpi.methods import flat_consensus, hsadmm, local_sgd, per_step
@@ -258,12 +258,16 @@ def write_last_checkpoint(
 def write_checkpoint(
     topology: Topology, files: RunDirectory | None, work: Work, checkpoints: Checkpoints
 ) -> None:
-    """Write a checkpoint and note what it took. Collective on `world`."""
+    """Write a checkpoint and note what it took; raise Diverged where it would be of no use.
+
+    Collective on `world`.
+    """
     work.heartbeat.enter("checkpoint")
     began, started = time.perf_counter(), time.monotonic()
     if work.behind is not None:
         # What has arrived is written with the rest, and waits for its step in both runs.
         work.behind.finish()
+    refuse_not_finite(topology, work)
     checkpoint.save(topology, files, work)
     checkpoints.note(time.monotonic() - started)
     work.state.position.clock.note("phase", "checkpoint", began)

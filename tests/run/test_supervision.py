@@ -15,11 +15,14 @@ from safetensors.torch import load_file
 from mpi4py import MPI
 
 from prunex_mpi import train
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm import preemption
 from prunex_mpi.core import evaluation
 from prunex_mpi.data import sources
-from prunex_mpi.run import supervision
+from prunex_mpi.run import job, supervision
+from prunex_mpi.run.start import look_at_model
 from prunex_mpi.run.supervision import Checkpoints
+from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.usefixtures("failing_instead_of_aborting")
 MODEL = ("--model", "odd_models:small")
@@ -88,6 +91,37 @@ def test_it_does_not_go_back_for_ever(
     assert run(tmp_path / "run", "--on-divergence", "rollback", "--checkpoint-every", "off") == 1
     assert blows_up[0] == 100 - 1 - supervision.MAX_ROLLBACKS
     assert capfd.readouterr().err.count("going back") == supervision.MAX_ROLLBACKS
+
+
+@pytest.mark.parametrize("answer", ["stop", "rollback"])
+def test_a_consensus_that_is_not_finite_enters_no_checkpoint(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    answer: str,
+) -> None:
+    """Nothing is evaluated in the iteration whose exchange overflows."""
+    real, spoilt = supervision.checkpoint.save, []
+    due = Checkpoints.due
+
+    def overflow(self, world, iteration: int) -> bool:
+        if iteration == 3 and not spoilt:
+            spoilt.append(works[0].state.z)
+            works[0].state.z[0] = torch.inf
+        return due(self, world, iteration)
+
+    def save(topology, files, work) -> None:
+        assert torch.isfinite(work.state.z).all()
+        works.append(work)
+        real(topology, files, work)
+
+    works: list = []
+    monkeypatch.setattr(supervision.checkpoint, "save", save)
+    monkeypatch.setattr(Checkpoints, "due", overflow)
+    flags = ["--checkpoint-every", "1", "--evaluate-every", "6", "--on-divergence", answer]
+    assert run(tmp_path / "run", *flags) == (0 if answer == "rollback" else 1)
+    assert spoilt
+    assert "weights are not finite after outer iteration 3" in capfd.readouterr().err
 
 
 def test_a_loss_that_explodes_is_a_divergence(
@@ -304,3 +338,43 @@ def test_checkpoints_are_due_as_asked(every: str, expected: list[int]) -> None:
     checkpoints = Checkpoints(every)
     due = [i for i in range(1, 10) if checkpoints.due(MPI.COMM_SELF, i)]
     assert due == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "resnet8", "--stem", "imagenet"], "--stem imagenet does not fit resnet8"),
+        (["--model", "odd_models:none"], "has no function 'none'"),
+        (["--model", "alexnet"], "does not fit 10 classes of 8x8 images"),
+        (["--loss", "json:none"], "loss json:none"),
+    ],
+)
+def test_model_and_loss_are_looked_at_before_the_data_are_loaded(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    flags: list[str],
+    words: str,
+) -> None:
+    monkeypatch.setattr(job, "load_dataset", lambda *_: pytest.fail("the data were loaded"))
+    assert run(tmp_path / "run", *flags) == 2
+    assert words in capfd.readouterr().err
+
+
+def test_looking_at_the_model_draws_no_random_numbers() -> None:
+    settings = make(model="resnet8", dataset="digits", seed=3)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    look_at_model(MPI.COMM_SELF, settings, {}, Heartbeat())
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.usefixtures("leaving_early")
+def test_a_job_of_slurm_that_is_over_is_refused_before_the_data_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
+    monkeypatch.setattr(job, "load_dataset", lambda *_: pytest.fail("the data were loaded"))
+    assert run(tmp_path / "run") == 2
+    assert "SLURM_JOB_END_TIME says that the Slurm job ended on 2023-11-1" in capfd.readouterr().err
