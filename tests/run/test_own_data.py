@@ -74,13 +74,13 @@ def test_own_files_train_what_their_folder_trains_and_are_evaluated() -> None:
         assert_same(plain, run(folder, "own", dataset="own_data:from_files", **where))
 
         def found(*flags: str) -> dict[str, Any]:
-            argv = ["--json", str(folder / "found.json"), *flags]
+            argv = ["--json", str(folder / "found.json"), "--model", "odd_models:small", *flags]
             assert evaluate(WORLD, parse(argv), Heartbeat()) == 0
             WORLD.Barrier()
             return json.loads((folder / "found.json").read_text())
 
         of_folder = found(str(folder / "plain"))
-        assert of_folder == found(str(folder / "own"))
+        assert of_folder == found(str(folder / "own"), "--dataset", "own_data:from_files")
         assert of_folder == found(str(folder / "plain"), "--dataset", "own_data:from_files")
         WORLD.Barrier()
 
