@@ -199,6 +199,22 @@ def _not_finite(work: Work, loss: float) -> str:
     return "" if finite else "the loss or the weights are not finite"
 
 
+def _detached_gradient(work: Work) -> UserError | None:
+    """Return what is wrong where a parameter no longer has its gradient in the flat vector.
+
+    The optimizer would move it no more, and nothing would tell.
+    """
+    whole = work.state.grad.untyped_storage().data_ptr()
+    for name, parameter in work.problem.model.named_parameters():
+        grad = parameter.grad
+        if parameter.requires_grad and (grad is None or grad.untyped_storage().data_ptr() != whole):
+            return UserError(
+                f"the gradient of {name} was replaced, as by zero_grad(set_to_none=True): the "
+                "model's own code must leave gradients alone"
+            )
+    return None
+
+
 def _refuse_together(topology: Topology, work: Work, problem: str) -> None:
     """Raise on all what one has met: a `problem` as Diverged, what it could not do as it is.
 
@@ -206,7 +222,7 @@ def _refuse_together(topology: Topology, work: Work, problem: str) -> None:
     """
     state, reader = work.state, work.problem.reader
     failure = reader.error if reader is not None else None
-    failure = failure or next(iter(work.failures), None)
+    failure = failure or next(iter(work.failures), None) or _detached_gradient(work)
     if problem and failure is None:
         failure = UserError(
             f"{problem} in phase local of outer iteration {state.position.iteration}; "
