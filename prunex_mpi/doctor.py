@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from prunex_mpi.diagnosis.options import Options, parse
 from prunex_mpi.run.program import run_program, watched
-from prunex_mpi.tools.doctor.options import Options, parse
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def doctor(world: "MPI.Comm", options: Options) -> int:
     """Examine the job under the eyes of a watchdog. Collective on `world`."""
     with watched(world, options.settings.timeout) as watchdog:
-        from prunex_mpi.tools.doctor.examine import examine
+        from prunex_mpi.diagnosis.examine import examine
 
         return examine(world, options, watchdog.heartbeat)
 

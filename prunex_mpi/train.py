@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from prunex_mpi.base.named import refuse_foreign
 from prunex_mpi.run.program import run_program, watched
 from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.fields import Settings
@@ -26,8 +27,16 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code, the same on every rank."""
     lines: list[str] = []
-    read, work = partial(parse, tell=lines.append), partial(train, lines=lines)
+    read, work = partial(read_flags, lines=lines), partial(train, lines=lines)
     return run_program("prunex_mpi.train", read, work, argv)
+
+
+def read_flags(argv: Sequence[str], lines: list[str]) -> Settings:
+    """Return the settings; raise UserError for modules to import that a file alone names."""
+    settings = parse(argv, tell=lines.append)
+    names = {what: getattr(settings, what) for what in ("model", "dataset", "loss")}
+    refuse_foreign(names, argv, settings.run_dir if settings.resume else "")
+    return settings
 
 
 def train(world: "MPI.Comm", settings: Settings, lines: Sequence[str] = ()) -> int:

@@ -17,7 +17,6 @@ def run_alone(
     argv: Sequence[str] | None,
 ) -> int:
     """Parse the flags, do `work(options)`; return the exit code, having said in a line why."""
-    find_own_modules()
     try:
         work(parse(sys.argv[1:] if argv is None else argv))
     except UserError as error:
@@ -30,12 +29,6 @@ def say_error(name: str, error: UserError) -> None:
     """Print in one line, whatever a name of the user's holds, why the program `name` ends."""
     line = " ".join(f"{name}: error: {error}".split())
     print(printable(line), file=sys.stderr, flush=True)
-
-
-def find_own_modules() -> None:
-    """Let console scripts import modules of the current folder, as `python -m` does."""
-    if "" not in sys.path and not getattr(sys.flags, "safe_path", False):
-        sys.path.insert(0, "")
 
 
 def require_packages(what: str, extra: str, *packages: str) -> None:

@@ -10,6 +10,8 @@ UNREADABLE = 3
 PREEMPTED = 75
 # From 0 to 1: how much of two words is the same, at least, where the one stands for the other.
 NEAR = 0.6
+# Of several names, how many a message shows.
+SHOWN_NAMES = 3
 
 
 class UserError(Exception):
@@ -50,6 +52,14 @@ def quote(value: object, limit: int = 80) -> str:
     """Return `value` for an error message: on one line and not too long."""
     text = repr(str(value) if isinstance(value, Fraction) else value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return some distinct names and how many more there are."""
+    distinct = list(dict.fromkeys(names))
+    more = len(distinct) - SHOWN_NAMES
+    shown = ", ".join(distinct[:SHOWN_NAMES])
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def meant(word: str, valid: Iterable[str], otherwise: str = "") -> str:

@@ -22,9 +22,10 @@ T = TypeVar("T")
 CHUNK_BYTES = 4 * MIB
 # How often to look whether what a thread does has gone on.
 LOOK_S = 0.5
-# The files of a run directory that grow by lines; runs of before had the first two.
-FIRST_LINES = ("metrics.jsonl", "layers.jsonl")
-LINES = (*FIRST_LINES, "ranks.jsonl")
+# Of checkpoints, configurations and exported networks: a file of another number is refused.
+FORMAT = 3
+# The files of a run directory that grow by lines.
+LINES = ("metrics.jsonl", "layers.jsonl", "ranks.jsonl")
 SUMMARY, STATE = "summary.json", "state.safetensors"
 # Holds why, in a run that diverged.
 DIVERGED = "diverged.json"
@@ -65,7 +66,7 @@ def read_record(
     """
     buffer = memoryview(bytearray(CHUNK_BYTES))
     crc32, done = 0, 0
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=plain_only) as file:
         while size is None or done < size:
             count = file.readinto(buffer if size is None else buffer[: size - done])
             if not count:
@@ -115,6 +116,40 @@ def remove_folder(folder: Path, going: Callable[[], None]) -> None:
     shutil.rmtree(folder)
 
 
+def no_links(path: str, flags: int) -> int:
+    """Open a file for `open(..., opener=no_links)`, through no link; raise OSError for one.
+
+    In a folder that others may write to, a link may lead to any file of the user's.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def plain_only(path: str, flags: int) -> int:
+    """Open a file for `open(..., opener=plain_only)`; raise OSError for a pipe or a device.
+
+    Opening a pipe that nobody writes to would wait for ever.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise OSError(errno.EINVAL, "not a plain file", path)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a plain file; raise OSError, UnicodeDecodeError."""
+    with open(path, encoding="utf-8", opener=plain_only) as file:
+        return file.read()
+
+
+def touch(path: Path) -> None:
+    """Make an empty file where there is none; raise OSError for a link."""
+    os.close(no_links(str(path), os.O_WRONLY | os.O_CREAT))
+
+
 def write_durably(path: Path, text: str) -> None:
     """Replace `path` by a file of `text` in one atomic step that survives a crash.
 
@@ -122,7 +157,9 @@ def write_durably(path: Path, text: str) -> None:
     """
     temporary = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        # What a crash has left, or a link that somebody else has put there.
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -1,10 +1,13 @@
-"""Find what users name as `package.module:function`."""
+"""Import what users name as `package.module:function`, and nothing that files alone name."""
 
 import importlib
-from collections.abc import Callable
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from prunex_mpi.base.errors import USAGE, UserError, one_line
+from prunex_mpi.base.errors import USAGE, UserError, one_line, quote
 
 
 def import_function(what: str, name: str, purpose: str) -> Callable[..., Any]:
@@ -13,6 +16,7 @@ def import_function(what: str, name: str, purpose: str) -> Callable[..., Any]:
     `purpose` ends "has no function 'f'". Raises UserError (USAGE) where it can't be imported.
     """
     module_name, _, attribute = name.partition(":")
+    find_own_modules()
     try:
         module = importlib.import_module(module_name)
     # Importing runs the user's module, which can raise anything.
@@ -28,3 +32,58 @@ def import_function(what: str, name: str, purpose: str) -> Callable[..., Any]:
             f"{what} {name}: {module_name} has no function {attribute!r} {purpose}", USAGE
         )
     return function
+
+
+def find_own_modules() -> None:
+    """Let modules of the current folder be imported, those that are installed before them."""
+    if not {"", str(Path.cwd())} & set(sys.path) and not getattr(sys.flags, "safe_path", False):
+        sys.path.append("")
+
+
+def refuse_unnamed(
+    what: str, name: str, given: Iterable[str], where: str, folder: Path | None = None
+) -> None:
+    """Raise UserError unless the user has named the module of `name`, which comes from a file.
+
+    Importing a module runs its code. `name` is that of a setting `what`, package.module:function
+    or any other, which is no module; `given` are names that the user has given; `where` describes
+    the file. A module inside `folder`, which is read, is refused in any case.
+    """
+    module, colon, _ = name.partition(":")
+    if not colon:
+        return
+    if module not in {other.partition(":")[0] for other in given if ":" in other}:
+        raise UserError(
+            f"{where} names the {what} {quote(name)}, and importing it runs its code: if you trust "
+            f"it, repeat it as --{what} {name}",
+            USAGE,
+        )
+    if folder is not None and _is_inside(module, folder):
+        raise UserError(
+            f"the {what} {quote(name)} is a module inside {folder}, the folder that is read: move "
+            "it elsewhere",
+            USAGE,
+        )
+
+
+def _is_inside(module: str, folder: Path) -> bool:
+    """Return whether the package of a module is in a folder; nothing is imported."""
+    find_own_modules()
+    try:
+        spec = importlib.util.find_spec(module.partition(".")[0])
+    # A module that is loaded may have none.
+    except ValueError:
+        spec = None
+    found = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
+    return any(Path(path).resolve().is_relative_to(folder.resolve()) for path in found if path)
+
+
+def refuse_foreign(names: Mapping[str, str], argv: Iterable[str], run_dir: str) -> None:
+    """Raise UserError for functions, by setting, that files alone name and the flags do not.
+
+    `run_dir` is the folder of a run that goes on, or "".
+    """
+    given = {word.partition("=")[2] if word.startswith("--") else word for word in argv}
+    for what, name in names.items():
+        folder = Path(run_dir) if run_dir else None
+        refuse_unnamed(what, name, given, "the file of --config or of the run", folder)

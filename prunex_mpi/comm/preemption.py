@@ -8,7 +8,7 @@ at the same local step.
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -26,6 +26,8 @@ GROWTH = 8  # of the steps between two, at a time: the first steps may be untypi
 MARGIN_S = 10.0
 INTERRUPTED = b"\nprunex_mpi: leaving with a checkpoint; Ctrl-C again ends at once\n"
 TIME_LIMIT, FAILED = 1000, 2000  # beyond every signal's number
+END_OF_JOB = "SLURM_JOB_END_TIME"
+UNSET = "unset it, or start in a new shell"
 REASONS = {TIME_LIMIT: "the time limit", FAILED: "an error on some rank"}
 
 
@@ -164,9 +166,30 @@ def stop_agreement(
 def find_deadline(time_limit_s: float, started: float) -> float | None:
     """Return when the job has to be over (Unix time), None when nobody has set a limit.
 
-    `time_limit_s` counts from `started`; 0 takes the end of the Slurm job, where it is told.
+    `time_limit_s` counts from `started`; 0 takes the end of the Slurm job, where it is told. Raises
+    UserError where that was before.
     """
     if time_limit_s:
         return started + time_limit_s
-    end = os.environ.get("SLURM_JOB_END_TIME", "")
-    return float(end) if end.isdigit() else None
+    if problem := ended_before(os.environ, started):
+        raise UserError(f"{problem}; {UNSET}")
+    end = slurm_end(os.environ)
+    return end or None
+
+
+def slurm_end(environment: Mapping[str, str]) -> float:
+    """Return the end of the Slurm job (Unix time), 0 where it is not told."""
+    text = environment.get(END_OF_JOB, "")
+    return float(text) if text.isdecimal() else 0.0
+
+
+def ended_before(environment: Mapping[str, str], now: float) -> str:
+    """Return that the Slurm job was over before `now` (Unix time), "" where it was not.
+
+    A shell that outlives its job, as in tmux, keeps the variables of the job.
+    """
+    end = slurm_end(environment)
+    if not 0 < end < now:
+        return ""
+    date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end))
+    return f"{END_OF_JOB} says that the Slurm job ended on {date}"

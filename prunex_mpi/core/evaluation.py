@@ -175,10 +175,44 @@ def refuse_what_went_wrong(topology: Topology, work: Work) -> None:
     _refuse_together(topology, work, _not_finite(work, work.state.position.loss_sum))
 
 
+def refuse_not_finite(topology: Topology, work: Work) -> None:
+    """Raise Diverged on every rank where what any holds would spoil a checkpoint.
+
+    An exchange can make z infinite, as a sum in fewer bits; an iteration that is not evaluated
+    does not tell. Collective on `world`.
+    """
+    state = work.state
+    held = [state.theta, state.z] + ([state.payload] if state.position.under_way else [])
+    problem = None
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in held):
+        text = f"weights are not finite after outer iteration {state.position.iteration - 1}"
+        problem = UserError(f"{text}; lower --lr or check the data", FAILURE)
+    try:
+        raise_together(topology.world, problem)
+    except UserError as together:
+        raise Diverged(str(together), together.exit_code) from None
+
+
 def _not_finite(work: Work, loss: float) -> str:
     norm = torch.linalg.vector_norm(work.state.theta)
     finite = np.isfinite(loss) and bool(torch.isfinite(norm))
     return "" if finite else "the loss or the weights are not finite"
+
+
+def _detached_gradient(work: Work) -> UserError | None:
+    """Return what is wrong where a parameter no longer has its gradient in the flat vector.
+
+    The optimizer would move it no more, and nothing would tell.
+    """
+    whole = work.state.grad.untyped_storage().data_ptr()
+    for name, parameter in work.problem.model.named_parameters():
+        grad = parameter.grad
+        if parameter.requires_grad and (grad is None or grad.untyped_storage().data_ptr() != whole):
+            return UserError(
+                f"the gradient of {name} was replaced, as by zero_grad(set_to_none=True): the "
+                "model's own code must leave gradients alone"
+            )
+    return None
 
 
 def _refuse_together(topology: Topology, work: Work, problem: str) -> None:
@@ -188,7 +222,7 @@ def _refuse_together(topology: Topology, work: Work, problem: str) -> None:
     """
     state, reader = work.state, work.problem.reader
     failure = reader.error if reader is not None else None
-    failure = failure or next(iter(work.failures), None)
+    failure = failure or next(iter(work.failures), None) or _detached_gradient(work)
     if problem and failure is None:
         failure = UserError(
             f"{problem} in phase local of outer iteration {state.position.iteration}; "

@@ -24,6 +24,8 @@ from prunex_mpi.data.image_files import CONTENTS, Known, read_share
 from prunex_mpi.settings.fields import Settings
 
 CPU = torch.device("cpu")
+# Classes and side of the images of data sets that are always the same.
+SIZES = {"digits": (10, 8), "cifar10": (10, 32), "cifar100": (100, 32)}
 
 
 def share_contents(world: MPI.Comm, name: str, data_dir: str, heartbeat: Heartbeat) -> Known:
@@ -48,21 +50,45 @@ def share_contents(world: MPI.Comm, name: str, data_dir: str, heartbeat: Heartbe
     return found
 
 
+def find_sizes(settings: Settings, known: Known) -> tuple[int, int]:
+    """Return the number of classes and the side of an image, from one image of each half.
+
+    `known` is what ranks have read of the data set already. Raises UserError (UNREADABLE).
+    """
+    if settings.dataset in SIZES:
+        classes, side = SIZES[settings.dataset]
+        return classes, settings.image_size or side
+    data = load(
+        settings.dataset,
+        data_dir=settings.data_dir,
+        access=Access(skip_corrupt=settings.skip_corrupt),
+        train_samples=1,
+        test_samples=1,
+        image_size=settings.image_size,
+        seed=settings.seed,
+        part=Part(0, 1, known=known),
+    )
+    return data.num_classes, data.image_size
+
+
 def load_dataset(
     topology: Topology,
     settings: Settings,
     heartbeat: Heartbeat | None = None,
     device: torch.device = CPU,
+    known: Known | None = None,
 ) -> Dataset:
     """Load this rank's shards, on the CPU; what any rank cannot read ends the job.
 
-    Their training images will be on `device` as well. Raises UserError (UNREADABLE) where all
-    images are of one class. Collective on `world`.
+    Their training images will be on `device` as well; `known` is what `share_contents` has
+    returned. Raises UserError (UNREADABLE) where all images are of one class. Collective on
+    `world`.
     """
     heartbeat = heartbeat or Heartbeat()
     world = topology.world
     room = free_room(topology, device)
-    known = share_contents(world, settings.dataset, settings.data_dir, heartbeat)
+    if known is None:
+        known = share_contents(world, settings.dataset, settings.data_dir, heartbeat)
     dataset = together_while(
         world,
         lambda going: load(

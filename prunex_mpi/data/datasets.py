@@ -12,8 +12,8 @@ from torch import Tensor
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, meant
 from prunex_mpi.base.logs import log
+from prunex_mpi.base.memory import memory_limit
 from prunex_mpi.base.units import GIB
-from prunex_mpi.checks.memory import memory_limit
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.decoding import Access, Reader, Streamed, decode_all
 from prunex_mpi.data.image_files import Known, find_image_files

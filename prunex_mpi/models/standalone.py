@@ -38,7 +38,9 @@ from prunex_mpi.models.slim import (
 # Sizes of modules and shapes of their parameters: {module: {attribute: number or shape}}.
 Sizes = dict[str, dict[str, int | list[int]]]
 
-FORMAT = 1
+FORMAT = 3
+# A plan that asks for more is damaged, or meant to take all memory.
+MOST_CLASSES, MOST_PIXELS = 10**5, 2**13
 MODEL, PLAN = "model.safetensors", "plan.json"
 # Depth and the channels of the first stage: 16, or W in networks named -wW.
 CIFAR_FAMILY = {
@@ -103,10 +105,14 @@ def build(description: Mapping[str, Any]) -> nn.Module:
     """Return a network of full size with fresh weights, on the CPU, in training mode.
 
     Lazy modules are initialised by a dummy image. `description` holds name, num_classes, image_size
-    and stem ("cifar", "imagenet", or "" for networks that have only one).
+    and stem ("cifar", "imagenet", or "" for networks that have only one). Raises ValueError for a
+    name or sizes that it can't be.
     """
     name, side = description["name"], description["image_size"]
     classes = description["num_classes"]
+    for what, count, most in (("classes", classes, MOST_CLASSES), ("pixels", side, MOST_PIXELS)):
+        if type(count) is not int or not 1 <= count <= most:
+            raise ValueError(f"{count} {what} are not from 1 to {most}")
     if ":" in name:
         module, _, factory = name.partition(":")
         make = getattr(importlib.import_module(module), factory)
@@ -132,6 +138,9 @@ def build(description: Mapping[str, Any]) -> nn.Module:
             mlp_dim=768,
             num_classes=classes,
         )
+    # Others, of detection or segmentation, would download weights.
+    if name not in torchvision.models.list_models(module=torchvision.models):
+        raise ValueError(f"{name} is not a classifier of torchvision")
     options: dict[str, object] = {}
     if name in WITH_AUXILIARY_HEADS:
         options = {"aux_logits": False, "init_weights": True}

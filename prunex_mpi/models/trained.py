@@ -22,6 +22,8 @@ from prunex_mpi.base.files import CHUNK_BYTES, while_growing
 from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.standalone import WITH_AUXILIARY_HEADS, fill_
 
+# Below, `weights_only` does not keep files from executing code (CVE-2025-32434, CVE-2026-24747).
+SAFE_TORCH = (2, 10)
 # Keys under which a file may hold the state dict, and prefixes that wrappers give its names.
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")
@@ -62,8 +64,16 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             is_safe = file.read(9)[8:] == b"{"
         if is_safe:
             found = load_file(path)
+        elif torch.__version__ < SAFE_TORCH:
+            raise UserError(
+                f"weights {path} are no safetensors file, and torch {torch.__version__} may "
+                "execute what is in one of its own: save them as safetensors, or take torch 2.10",
+                UNREADABLE,
+            )
         else:
             found = torch.load(path, map_location="cpu", weights_only=True)
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"cannot read weights {path}: {error.strerror}", UNREADABLE) from None
     # The libraries may raise anything for a damaged file.

@@ -1,26 +1,34 @@
-"""Save and restore the whole state of a run: every rank its part (`snapshot`), all agree on it."""
+"""Save and restore the whole state of a run: every rank its part (`snapshot`), all agree on it.
 
+With gradients averaged at every step all ranks of a node hold the same parameters, momentum and
+duals. A rank's numbers name the tensors that are in the file of its leader alone.
+"""
+
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError
-from prunex_mpi.base.files import FileRecord, telling_disk_errors
+from prunex_mpi.base.files import FORMAT, FileRecord, telling_disk_errors
+from prunex_mpi.base.logs import log
+from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.agreement import broadcast_text, gather_text, together, together_while
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.course import rate_now
 from prunex_mpi.core.removal import resize_to_
 from prunex_mpi.core.state import OWN, Work
 from prunex_mpi.run import checkpoint_files
-from prunex_mpi.run.copies import read_with_copies, without_copies
+from prunex_mpi.run.checkpoint_files import leaders_in, read_rank_file
 from prunex_mpi.run.directory import RunDirectory, same_run
-from prunex_mpi.run.older import renamed, upgraded
 from prunex_mpi.run.snapshot import (
     Numbers,
     Parts,
@@ -31,6 +39,14 @@ from prunex_mpi.run.snapshot import (
     put_all,
     put_common,
 )
+from prunex_mpi.run.tensor_file import bytes_of
+from prunex_mpi.settings.fields import Settings
+
+AS_LEADER = "as_leader"
+# Many and small, and most of them each rank's own.
+NOT_COMPARED = ("buffer.", "generator.")
+# What is compared at a time stays in the cache of a core.
+CHUNK = MIB
 
 
 @dataclass(frozen=True)
@@ -92,7 +108,7 @@ def save(topology: Topology, run: RunDirectory | None, work: Work) -> None:
     def publish() -> None:
         if run is not None:
             manifest = {
-                "format": checkpoint_files.FORMAT,
+                "format": FORMAT,
                 "node_sizes": list(topology.node_sizes),
                 # Nodes need not be made of consecutive ranks.
                 "nodes": records[:, 2].tolist(),
@@ -108,6 +124,62 @@ def save(topology: Topology, run: RunDirectory | None, work: Work) -> None:
             run.remove_later(checkpoint_files.publish(folder, manifest))
 
     together(world, lambda: telling_disk_errors(what, publish))
+
+
+def find_newest(world: MPI.Comm, settings: Settings) -> tuple[Settings, bool]:
+    """Return the settings for a run, and whether it goes on from a checkpoint, with all weights.
+
+    The settings have the normalisation of the run's images: other ranks would measure another, on
+    other images. Collective on `world`.
+    """
+    found = ""
+    if world.rank == 0 and settings.resume:
+        # What can't be read is told where the run is restored.
+        with contextlib.suppress(OSError):
+            names = checkpoint_files.valid_names(Path(settings.run_dir))
+            found = json.dumps(_first_colours(Path(settings.run_dir), names)) if names else ""
+    found = broadcast_text(world, found)
+    if found and (colours := json.loads(found)) and not settings.image_mean:
+        mean, std = map(tuple, colours)
+        settings = replace(settings, image_mean=mean, image_std=std)
+    return settings, bool(found)
+
+
+def _first_colours(run: Path, names: Sequence[str]) -> list[list[float]]:
+    """Return mean and deviation of the colours by the first of the checkpoints that is whole."""
+    for name in names:
+        with contextlib.suppress(DamagedCheckpoint):
+            return checkpoint_files.read_manifest(run, name)["colours"]
+    return []
+
+
+def resume(
+    topology: Topology, run: RunDirectory | None, work: Work, versions: dict[str, str]
+) -> None:
+    """Restore the run as `restore` does and log from where it goes on. Collective on `world`."""
+    for line in restore(topology, run, work).describe():
+        log.info("%s", line)
+    if run is not None and run.versions() != versions:
+        log.info("the versions of the software are not those in %s/config.toml", run.path)
+    together(topology.world, lambda: make_longer(run, work))
+
+
+def make_longer(files: RunDirectory | None, work: Work) -> None:
+    """Keep the length of a run that has become longer, and log what its learning rate does."""
+    if files is None or not files.former_length:
+        return
+    telling_disk_errors("config.toml", files.keep_length)
+    settings, rate = work.settings, rate_now(work)
+    records = files.read_lines("metrics.jsonl")
+    after = f" (last: {records[-1]['lr']:.3g})" if records else ""
+    log.info(
+        "the run becomes longer: %d outer iterations in place of %d; from here on the learning "
+        "rate is that of a run of this length, now %.3g%s",
+        settings.outer_iterations,
+        files.former_length,
+        rate,
+        after,
+    )
 
 
 def restore(topology: Topology, run: RunDirectory | None, work: Work) -> Restored:
@@ -142,7 +214,7 @@ def restore(topology: Topology, run: RunDirectory | None, work: Work) -> Restore
         if not reason:
             reason = together(world, partial(_fit_network, manifest["left"], work))
         if not reason:
-            other = checkpoint_files.nodes_in(manifest) != nodes.tolist()
+            other = manifest["nodes"] != nodes.tolist()
             parts = partial(_read_parts, topology, path, name, manifest, other, work)
             look = partial(_last_part, parts)
             part, mine = together_while(world, look, work.heartbeat.go_on)
@@ -179,8 +251,7 @@ def _read_manifest(
                 raise DamagedCheckpoint("it was written under another config.toml")
             if manifest["model"] != digests["model"]:
                 raise DamagedCheckpoint("the model's parameters were of other names or shapes then")
-            # Earlier versions did not note it.
-            if manifest.get("data", digests["data"]) != digests["data"]:
+            if manifest["data"] != digests["data"]:
                 raise DamagedCheckpoint("the images, their labels or classes were others then")
             text = json.dumps(manifest)
         except DamagedCheckpoint as damage:
@@ -222,7 +293,6 @@ def _read_parts(
     leaders = checkpoint_files.leaders_in(manifest)
     for rank in mine:
         tensors, numbers = read_with_copies(run, name, manifest, rank, going)
-        tensors, numbers = renamed(tensors), upgraded(numbers)
         reason = misfit(
             tensors,
             numbers,
@@ -255,3 +325,73 @@ def _first_reason(world: MPI.Comm, mine: str) -> str:
     """Return the lowest rank's reason on every rank, "" when none has one. Collective."""
     reasons = [reason for reason in gather_text(world, mine) if reason]
     return broadcast_text(world, reasons[0] if reasons else "")
+
+
+def without_copies(
+    topology: Topology,
+    tensors: dict[str, Tensor],
+    numbers: dict[str, Any],
+    going: Callable[[], None],
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return what this rank has to write of its tensors, CPU, and numbers that name the rest.
+
+    The leader's values travel to its node, where each rank compares them with its own: that takes
+    a fraction of the time of writing them. `going` is called as they travel. Collective on `node`.
+    """
+    if topology.node_size == 1:
+        return tensors, numbers
+    kinds = {
+        name: [tensor.nbytes, str(tensor.dtype), *tensor.shape]
+        for name, tensor in tensors.items()
+        if not name.startswith(NOT_COMPARED)
+    }
+    leaders = json.loads(broadcast_text(topology.node, json.dumps(kinds)))
+    copies = []
+    for name, kind in leaders.items():
+        mine = bytes_of(tensors[name]) if kinds.get(name) == kind else None
+        if _is_leaders(topology.node, mine, kind[0], going):
+            copies.append(name)
+    if topology.is_leader:
+        return tensors, numbers
+    mine = {name: tensor for name, tensor in tensors.items() if name not in copies}
+    return mine, {**numbers, AS_LEADER: copies}
+
+
+def _is_leaders(
+    node: MPI.Comm, mine: np.ndarray | None, length: int, going: Callable[[], None]
+) -> bool:
+    """Say whether the bytes of this rank are the leader's, which has so many. Collective."""
+    same, room = mine is not None, np.empty(min(CHUNK, length), dtype=np.uint8)
+    for start in range(0, length, CHUNK):
+        part = slice(start, min(start + CHUNK, length))
+        theirs = mine[part] if node.rank == 0 else room[: part.stop - start]
+        node.Bcast(theirs, root=0)
+        going()
+        same = same and np.array_equal(mine[part], theirs)
+        if start == 0:
+            alike = np.array([same and node.rank > 0], dtype=np.int32)
+            node.Allreduce(MPI.IN_PLACE, alike, op=MPI.MAX)
+            if not alike[0]:
+                return False
+    return same
+
+
+def read_with_copies(
+    run: Path, name: str, manifest: dict[str, Any], rank: int, going: Callable[[], None]
+) -> tuple[dict[str, Tensor], Any]:
+    """Return all that `rank` held; raise DamagedCheckpoint unless every bit is as written.
+
+    `going` is called as reading goes on.
+    """
+    record = FileRecord(*manifest["ranks"][rank])
+    tensors, numbers = read_rank_file(run, name, rank, record, going=going)
+    copies = numbers.pop(AS_LEADER, []) if isinstance(numbers, dict) else []
+    if copies == []:
+        return tensors, numbers
+    leader = leaders_in(manifest)[rank]
+    named = isinstance(copies, list) and all(isinstance(copy, str) for copy in copies)
+    if rank == leader or not named:
+        raise DamagedCheckpoint(f"rank {rank}: {AS_LEADER} is not what was written")
+    record = FileRecord(*manifest["ranks"][leader])
+    shared, _ = read_rank_file(run, name, leader, record, copies, going)
+    return tensors | shared, numbers

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from prunex_mpi.base.errors import DamagedCheckpoint
 from prunex_mpi.base.files import (
-    FIRST_LINES,
+    FORMAT,
     LINES,
     FileRecord,
     read_record,
@@ -32,9 +32,6 @@ from prunex_mpi.base.files import (
 from prunex_mpi.base.units import MIB
 from prunex_mpi.run.tensor_file import save_tensors
 
-FORMAT = 2
-# In the first one every rank wrote all that it held.
-READABLE = (1, 2)
 KEEP = 2
 PARTIAL = ".partial"
 NAME = re.compile(r"(\d{6,12})-iteration-(\d{1,12})-step-(\d{1,12})")
@@ -125,15 +122,14 @@ def read_manifest(run: Path, name: str) -> dict[str, Any]:
             raise DamagedCheckpoint(f"the checksum of {MANIFEST} is wrong")
         manifest = json.loads(body)
         form = manifest["format"]
-        if form in READABLE:
+        if form == FORMAT:
             _check_shape(manifest)
     except OSError as error:
         raise DamagedCheckpoint(f"{MANIFEST}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DamagedCheckpoint(f"{MANIFEST} is not what was written") from None
-    if form not in READABLE:
-        versions = " and ".join(map(str, READABLE))
-        raise DamagedCheckpoint(f"it has format {form}, this version reads {versions}")
+    if form != FORMAT:
+        raise DamagedCheckpoint(f"it has format {form}, this version reads {FORMAT}")
     return manifest
 
 
@@ -149,40 +145,41 @@ def _check_shape(manifest: dict[str, Any]) -> None:
         )
 
     def colours(value: object) -> bool:
-        pair = isinstance(value, list) and len(value) in (0, 2)
-        return pair and all(
-            isinstance(v, list) and len(v) == 3 and all(type(x) is float for x in v) for v in value
+        return (
+            isinstance(value, list)
+            and len(value) == 2
+            and all(
+                isinstance(v, list) and len(v) == 3 and all(type(x) is float for x in v)
+                for v in value
+            )
         )
 
-    sizes, ranks, files = (manifest[key] for key in ("node_sizes", "ranks", "files"))
+    sizes, nodes, ranks, files = (
+        manifest[key] for key in ("node_sizes", "nodes", "ranks", "files")
+    )
     if not (
         isinstance(manifest["config"], str)
         and isinstance(manifest["model"], str)
+        and isinstance(manifest["data"], str)
         and bytes.fromhex(manifest["left"]) is not None
-        and colours(manifest.get("colours", []))
+        and colours(manifest["colours"])
         and isinstance(sizes, list)
         and sizes
         and all(count(size, 1) for size in sizes)
         and pairs(ranks)
         and len(ranks) == sum(sizes)
-        and isinstance(nodes := nodes_in(manifest), list)
+        and isinstance(nodes, list)
         and len(nodes) == len(ranks)
         and [nodes.count(n) for n in range(len(sizes))] == sizes
-        and set(FIRST_LINES) <= files.keys() <= set(LINES)
+        and files.keys() == set(LINES)
         and pairs(list(files.values()))
     ):
         raise ValueError
 
 
-def nodes_in(manifest: dict[str, Any]) -> list[int]:
-    """Return the number of each rank's node; earlier versions took them for consecutive ranks."""
-    consecutive = [n for n, size in enumerate(manifest["node_sizes"]) for _ in range(size)]
-    return manifest.get("nodes", consecutive)
-
-
 def leaders_in(manifest: dict[str, Any]) -> list[int]:
     """Return which rank led each rank's node: the first one of it."""
-    nodes, first = nodes_in(manifest), {}
+    nodes, first = manifest["nodes"], {}
     for rank, node in enumerate(nodes):
         first.setdefault(node, rank)
     return [first[node] for node in nodes]

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,17 @@ from prunex_mpi.base.files import (
     LOOK_S,
     SUMMARY,
     FileRecord,
+    no_links,
     read_record,
+    read_text,
     remove_folder,
     sync,
+    touch,
     write_durably,
     write_json_durably,
 )
 from prunex_mpi.base.logs import log
-from prunex_mpi.run.board import Board
-from prunex_mpi.run.trace_file import TraceFile
+from prunex_mpi.base.trace import TraceFile
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -40,6 +42,8 @@ else:
 # How a run ends that has come to its end.
 COMPLETE = ("completed", "converged")
 LENGTH = "outer-iterations"
+FOLDER = "tensorboard"
+FLUSH_S = 30
 
 
 def refuse_early(path: Path, resume: bool) -> None:
@@ -95,18 +99,18 @@ class RunDirectory:
         self.removal: threading.Thread | None = None
         self.removed = 0
         self.trace: TraceFile | None = None
-        self.board: Board | None = None
+        self.tensorboard: Tensorboard | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
             # FileLock takes any failure to make its file for a lock that is held.
-            (path / "lock").touch()
+            touch(path / "lock")
             if _can_lock(path / "lock"):
                 self.lock.acquire()
             else:
                 log.warning("there are no locks on the disk of %s: start no second job on it", path)
             file = path / "config.toml"
             if resume and file.exists():
-                self.config = file.read_text(encoding="utf-8")
+                self.config = read_text(file)
                 self._lengthen(length)
             elif file.exists():
                 raise _held(path)
@@ -144,11 +148,15 @@ class RunDirectory:
 
     def close(self) -> None:
         """Let other jobs have the run."""
-        if self.board is not None:
-            self.board.close()
-            self.board = None
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+            self.tensorboard = None
         self.finish_removals()
         self.lock.release()
+
+    def open_tensorboard(self, first: int) -> None:
+        """Write scalars of outer iteration `first` and later for TensorBoard from now on."""
+        self.tensorboard = Tensorboard(self.path, first)
 
     def remove_later(self, folders: list[Path]) -> None:
         """Remove folders while training goes on: gigabytes take as long to free as to write."""
@@ -182,7 +190,7 @@ class RunDirectory:
     def append(self, name: str, records: Iterable[dict[str, Any]]) -> None:
         """Append one JSON object per line to the file `name`, one of LINES."""
         text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
-        with open(self.path / name, "a", encoding="utf-8") as file:
+        with open(self.path / name, "a", encoding="utf-8", opener=no_links) as file:
             file.write(text)
         self.records[name] = self.records[name].extended(text.encode())
 
@@ -286,7 +294,7 @@ def same_run(config: str, later: str) -> bool:
 def read_summary(run: Path) -> dict[str, Any]:
     """Return how a run ended, {} where it did not; raise UserError where that can't be read."""
     try:
-        summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+        summary = json.loads(read_text(run / SUMMARY))
         if isinstance(summary["status"], str):
             return summary
     except FileNotFoundError:
@@ -294,3 +302,40 @@ def read_summary(run: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     raise UserError(f"{run / SUMMARY} can't be read; remove it to go on with the run", UNREADABLE)
+
+
+class Tensorboard:
+    """Write scalars into a folder of `run`; those of outer iteration `first` and later are new."""
+
+    def __init__(self, run: Path, first: int) -> None:
+        self.folder = run / FOLDER
+        self.writer = self._open(first)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Add the numbers of a record; what is null is left out."""
+        for name, value in scalars(record):
+            self.writer.add_scalar(name, value, record["iteration"])
+
+    def rewind(self, first: int) -> None:
+        """Forget what was shown of outer iteration `first` and later."""
+        self.writer.close()
+        self.writer = self._open(first)
+
+    def close(self) -> None:
+        """Bring all to the disk."""
+        self.writer.close()
+
+    def _open(self, first: int) -> Any:
+        # An import of seconds, for those alone who ask for it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self.folder), purge_step=first, flush_secs=FLUSH_S)
+
+
+def scalars(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield names (`seconds/local`) and values of the numbers in a record."""
+    for key, value in record.items():
+        if isinstance(value, dict):
+            yield from scalars(value, f"{prefix}{key}/")
+        elif isinstance(value, bool | int | float) and key != "iteration":
+            yield f"{prefix}{key}", float(value)

@@ -1,30 +1,45 @@
-"""What a run would hand to MPI, without training: `--dry-run`."""
+"""Forecast what a run would hand to MPI, without training: `--dry-run`."""
+
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
-from prunex_mpi.base.tables import format_lines, format_table
+from prunex_mpi.base.tables import Cell, Table, format_lines, format_table
 from prunex_mpi.base.units import MIB
+from prunex_mpi.comm.collectives import between_nodes, build_transport
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.coded import MOST_SUMMED, SUMMED, coded_bytes
 from prunex_mpi.core.course import quadratic_rounds
+from prunex_mpi.core.loading import CPU, find_sizes
+from prunex_mpi.core.message import STATISTICS, message_bytes
+from prunex_mpi.core.objective import find_losses
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.schedule import strictness
 from prunex_mpi.core.state import find_stats_groups, kept_stats
-from prunex_mpi.data.datasets import NOTHING_KNOWN, Part, load
-from prunex_mpi.data.decoding import Access
+from prunex_mpi.data.datasets import NOTHING_KNOWN
 from prunex_mpi.data.image_files import Known
-from prunex_mpi.methods import sparseloco
 from prunex_mpi.methods.exchanges import code_of
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout, build_layout
-from prunex_mpi.pruning.compaction import build_plan
+from prunex_mpi.pruning.compaction import Plan, build_plan
 from prunex_mpi.pruning.groups import Groups, out_of_reach
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import select
-from prunex_mpi.run.forecast import Travelling, bytes_of, cost_table, travelling_under
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.run.cost import (
+    Exchange,
+    Link,
+    bound_s,
+    exchange_s,
+    kernels_of,
+    packing_s,
+    sent_bytes,
+    share,
+)
+from prunex_mpi.run.pretrained import check_initial
+from prunex_mpi.run.tuning import LATEST
+from prunex_mpi.settings.fields import PAYLOADS, Estimate, Settings
 from prunex_mpi.settings.values import AUTO
-
-CIFAR, CIFAR_SIDE = ("cifar10", "cifar100"), 32
 
 
 def dry_run(settings: Settings, topology: Topology, known: Known = NOTHING_KNOWN) -> str:
@@ -34,23 +49,11 @@ def dry_run(settings: Settings, topology: Topology, known: Known = NOTHING_KNOWN
     masks decide, and the text says so. `known` is what ranks have read of the data set already. No
     communication.
     """
-    if settings.dataset in CIFAR:
-        num_classes = int(settings.dataset.removeprefix("cifar"))
-        image_size = settings.image_size or CIFAR_SIDE
-    else:
-        # One image of each half tells sizes and classes.
-        data = load(
-            settings.dataset,
-            data_dir=settings.data_dir,
-            access=Access(skip_corrupt=settings.skip_corrupt),
-            train_samples=1,
-            test_samples=1,
-            image_size=settings.image_size,
-            seed=settings.seed,
-            part=Part(0, 1, known=known),
-        )
-        num_classes, image_size = data.num_classes, data.image_size
+    num_classes, image_size = find_sizes(settings, known)
     model = make_model(settings, num_classes, image_size)
+    find_losses(settings, num_classes, CPU)
+    if settings.init_from and topology.world.rank == 0:
+        check_initial(settings, model, image_size)
     layout = build_layout(model)
     parameter = next(model.parameters())
     bn_modules = batchnorm.find(model)
@@ -163,7 +166,7 @@ def _dry_run_sparse(
             f"payload over {outer} outer iterations",
             f"{_share_of(each * outer, dense * outer)} of dense, {whole_run}",
         ),
-        *_messages(sparseloco.OPERATIONS),
+        *_messages(module.OPERATIONS),
     ]
     return format_lines(rows)
 
@@ -233,3 +236,108 @@ def nominal_mask(groups: Groups, strict: float, round_to: int) -> np.ndarray:
         )
         mask[start:stop] = select(scores, selections, strict, round_to, groups)
     return mask
+
+
+@dataclass(frozen=True)
+class Travelling:
+    """What goes into a message: `parameters` of `model` and `statistics`, of `size` bytes each.
+
+    The packing plan has so many `pieces`.
+    """
+
+    parameters: int
+    statistics: int
+    model: int
+    size: int
+    pieces: int
+
+
+def travelling_under(plan: Plan, statistics: int, layout: Layout, size: int) -> Travelling:
+    """Return what travels by a plan, beside so many BatchNorm statistics."""
+    return Travelling(plan.numel, statistics, layout.numel, size, len(plan.pieces))
+
+
+def bytes_of(payload: str, what: Travelling) -> int:
+    """Return the bytes of a message between two or more nodes."""
+    return message_bytes(payload, what.parameters, what.statistics, what.size)
+
+
+def exchange_of(payload: str, what: Travelling, nodes: int, bucket_bytes: int) -> Exchange:
+    """Return what phase 4 exchanges between `nodes` leaders."""
+    whole = bytes_of(payload, what)
+    last = 0 if payload == "fp32" else coded_bytes(STATISTICS, what.statistics, what.size)
+    # Statistics are a vector of their own, unless everything travels as it is.
+    buckets, gatherings = -(-(whole - last) // bucket_bytes), -(-last // bucket_bytes)
+    reductions = 0
+    if payload == "fp32":
+        reductions = buckets
+    elif payload == SUMMED:
+        # Of maxima, then of integers.
+        reductions = 2 * buckets
+    else:
+        gatherings += buckets
+    return Exchange(
+        nodes,
+        whole,
+        reductions,
+        gatherings,
+        values_bytes=4 * (what.parameters + what.statistics),
+        model_bytes=4 * what.model,
+        pieces=what.pieces,
+    )
+
+
+def cost_table(settings: Settings, asked: Estimate, what: Travelling) -> Table:
+    """Return what each payload costs at the keep ratio, with each number of nodes."""
+    link = Link(asked.link_gbit, asked.latency_us)
+    step_s, steps = asked.step_ms / 1e3, settings.local_steps
+    # `auto` takes the fewest steps that hide the exchange, at most these.
+    behind = steps // LATEST if settings.overlap_steps == AUTO else settings.overlap_steps
+    transport = build_transport(
+        torch.device("cpu"), settings.bucket_mib, "host", settings.piece_kib
+    )
+    leaders = sorted({1, 4, settings.leaders_per_node})
+    rows: list[tuple[Cell, ...]] = []
+    for payload in PAYLOADS:
+        for nodes in asked.nodes:
+            if payload == SUMMED and nodes > MOST_SUMMED:
+                rows.append((payload, nodes, *[None] * (3 + len(leaders) + bool(step_s))))
+                continue
+            pieces = between_nodes(transport, nodes).bucket_bytes
+            exchange = exchange_of(payload, what, nodes, pieces)
+            kernels = kernels_of(payload, asked.copy_gbs)
+            shared = {count: replace(exchange, leaders=count) for count in leaders}
+            row = (payload, nodes, round(sent_bytes(exchange)), bound_s(link, exchange))
+            row += (packing_s(kernels, exchange),)
+            row += tuple(exchange_s(link, kernels, whole) for whole in shared.values())
+            if step_s:
+                whole = shared[settings.leaders_per_node]
+                waited_for = exchange_s(link, kernels, whole, behind * step_s)
+                row = (*row, 100 * share(waited_for, steps * step_s))
+            rows.append(row)
+    columns = ("payload", "nodes", "bytes sent", "bound s", "pack s", "exchange s")
+    columns += tuple(f"{count} leaders s" for count in leaders[1:])
+    notes = [
+        "bytes sent: by a node per outer iteration, 2 (M - 1)/M of its message between M nodes",
+        "bound: these bytes over the link; pack: what is done before they are sent and after",
+        "exchange: bound, pack, latencies and codes; then with so many leaders in each node",
+    ]
+    if None in (row[2] for row in rows):
+        notes.append(f"-: {SUMMED} is for up to {MOST_SUMMED} nodes")
+    if step_s:
+        columns = (*columns, "share %")
+        many = settings.leaders_per_node
+        by = f" and {many} leaders" if many > 1 else ""
+        hidden = f", {behind} of which hide what goes between nodes" if behind else ""
+        notes.append(
+            f"share: of an outer iteration with {steps} local steps of {asked.step_ms:g} ms{by}"
+            f"{hidden}"
+        )
+    pruned = " at the keep ratio" if settings.method.prunes_groups else ""
+    return Table(
+        f"Exchange{pruned}: {asked.link_gbit:g} Gbit/s, {asked.latency_us:g} us a message, "
+        f"copies of {asked.copy_gbs:g} GB/s, pieces of {settings.piece_kib} KiB for each node",
+        columns,
+        tuple(rows),
+        tuple(notes),
+    )

@@ -1,6 +1,6 @@
 """Read back what a run delivered, and refuse what is not as the run wrote it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
 from prunex_mpi.base.files import STATE, SUMMARY, FileRecord, read_record
+from prunex_mpi.base.named import refuse_unnamed
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import Dataset, load
 from prunex_mpi.data.decoding import Access, Reader, decoding_threads
@@ -57,19 +58,25 @@ def read_run(
     data_dir: str = "",
     with_data: bool = True,
     going: Callable[[], None] = lambda: None,
+    given: Collection[str] = (),
 ) -> FinishedRun:
     """Return the run in the folder `path`; its data may have moved to `data_dir`.
 
-    Only `with_data` are there test images. `going` is called as its file is read.
+    Only `with_data` are there test images. `going` is called as its file is read. Of what the run
+    names as package.module:function, modules are imported that the user has `given` alone.
 
     Raises UserError (UNREADABLE) for a run that did not end well, damaged files, a model whose
     source has changed, and missing data; UserError (USAGE) for a model that can't be built.
     """
     if not path.is_dir():
         raise UserError(f"there is no run in {path}; give the folder of --run-dir", UNREADABLE)
-    if not (path / "config.toml").exists():
+    if not (path / "config.toml").is_file():
         raise UserError(f"{path} is not the folder of a run: it has no config.toml", UNREADABLE)
     settings = resumed(read_saved(str(path)), {"data_dir": data_dir} if data_dir else {})
+    config = f"{path}/config.toml"
+    refuse_unnamed("model", settings.model, given, config, path)
+    if with_data:
+        refuse_unnamed("dataset", settings.dataset, given, config, path)
     summary = read_summary(path)
     go_on = f"go on with it: python -m prunex_mpi.train --resume --run-dir {path}"
     if not summary:

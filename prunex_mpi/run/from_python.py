@@ -23,10 +23,9 @@ from prunex_mpi.core.state import Work, weights
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models.dummy_input import dummy_input, evaluating, settle
-from prunex_mpi.run.assembly import assemble_around
-from prunex_mpi.run.start import find_transport, take_places, tell_beforehand
-from prunex_mpi.run.supervision import driver_of
-from prunex_mpi.run.tuning import goes_behind_steps, is_left_to_measure, refuse_impossible_exchange
+from prunex_mpi.run.start import assemble_around, find_transport, log_warnings, places_of
+from prunex_mpi.run.supervision import driver_of, goes_behind_steps, refuse_impossible_exchange
+from prunex_mpi.run.tuning import is_left_to_measure
 from prunex_mpi.settings.fields import CROSS_ENTROPY, OF_SECTION, SHARED, Settings, key_of
 from prunex_mpi.settings.resolve import to_toml
 
@@ -120,9 +119,7 @@ def training(
         world, "the images, which some have without a test set,", str(data.test is not None)
     )
     require_same(world, "the settings", to_toml(settings, {}))
-    each = 1 if settings.method.flat else settings.ranks_per_node
-    lanes = settings.leaders_per_node
-    with take_places(world, each, settings.device, lanes=lanes) as place:
+    with places_of(world, settings) as place:
         topology, device = place.topology, place.device
         transport = find_transport(place, settings)
         refuse_impossible_exchange(topology, settings)
@@ -130,7 +127,7 @@ def training(
         dataset = together(world, lambda: as_dataset(model, data, world.size, tests))
         around = (topology, settings, dataset, model, device, transport)
         work = assemble_around(*around, Heartbeat())
-        tell_beforehand(world, work)
+        log_warnings(world, work)
         problem = work.problem
         if loss is not None:
             problem = replace(problem, loss=loss, objective=loss, guess_loss=0.0)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from prunex_mpi.base.alone import find_own_modules, say_error
+from prunex_mpi.base.alone import say_error
 from prunex_mpi.base.errors import FAILURE, UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.checks.launcher import launcher_rank
-from prunex_mpi.checks.library import REDUCTIONS
+from prunex_mpi.diagnosis.launcher import launcher_rank
+from prunex_mpi.diagnosis.library import REDUCTIONS
 from prunex_mpi.run.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ def run_program(
         options = parse(sys.argv[1:] if argv is None else argv)
     except UserError as caught:
         error = caught
-    find_own_modules()
     try:
         world = start_mpi()
     except UserError as caught:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prunex_mpi.base.errors import one_line
 from prunex_mpi.comm.agreement import broadcast_text, together_while
 from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_, reduce_
 from prunex_mpi.comm.topology import Topology
@@ -44,8 +45,6 @@ from prunex_mpi.core.state import (
 )
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.models import batchnorm
-from prunex_mpi.run.alike import alike
-from prunex_mpi.run.older import UNKNOWN
 
 FIXED = "fixed."
 OF_THE_MODEL = ("buffer.", FIXED)
@@ -155,9 +154,12 @@ def misfit(
     template = _numbers(state, problem.train, Position())
     # The spare Gaussian of the generator is a number or None.
     template["python"][2] = None
-    place = numbers["position"] if alike(template, numbers) else None
+    place = numbers["position"] if _alike(template, numbers) else None
     if place is None or place["iteration"] < 1 or place["step"] < 0:
         return "its numbers are not what this version writes"
+    epoch, at = numbers["data"]
+    if epoch < 0 or not 0 <= at <= problem.train.steps_per_epoch or place["steps_done"] < 0:
+        return f"epoch {epoch}, step {at} is no place in this rank's images"
     order = problem.train.order
     wanted = _expected(state, problem, leader, first, retired=numbers["stage"][1])
     if place["under_way"]:
@@ -174,6 +176,42 @@ def misfit(
             return f"{key} is {found}, the model asks for {kind}"
     if same_nodes and not torch.equal(tensors["order"].sort()[0], order.sort()[0]):
         return "its order is not one of this rank's images"
+    return _odd_generators(tensors, numbers) if same_nodes else ""
+
+
+def _alike(template: Any, value: Any) -> bool:
+    """Return whether `value`, read from JSON, has the form of `template`, all the way down.
+
+    That is keys, lengths and types; None in `template` stands for anything, an empty list for one
+    of any length.
+    """
+    if template is None:
+        return True
+    if isinstance(template, dict):
+        return (
+            isinstance(value, dict)
+            and template.keys() == value.keys()
+            and all(_alike(template[key], value[key]) for key in template)
+        )
+    if isinstance(template, list):
+        return isinstance(value, list) and (
+            not template or (len(template) == len(value) and all(map(_alike, template, value)))
+        )
+    return type(value) is type(template) or (isinstance(template, float) and type(value) is int)
+
+
+def _odd_generators(tensors: Tensors, numbers: Numbers) -> str:
+    """Return which of the random generators has a state that none can have, "" for none."""
+    version, words, gauss = numbers["python"]
+    name, keys, *rest = numbers["numpy"]
+    try:
+        random.Random().setstate((version, tuple(words), gauss))
+        np.random.RandomState().set_state((name, np.array(keys, dtype=np.uint32), *rest))
+        for key in ("generator.data", "generator.torch"):
+            if key in tensors:
+                torch.Generator().set_state(tensors[key])
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        return f"the state of a random generator is impossible ({one_line(error)})"
     return ""
 
 
@@ -238,7 +276,6 @@ def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, work: Work) 
         state.stats.copy_(tensors["stats"])
         _put_message(topology, tensors, state, transport)
     _put_position(state.position, numbers["position"])
-    _count_steps_(state.position, problem.steps)
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(numbers["scaler"])
     stream = problem.train
@@ -318,7 +355,6 @@ def put_common(topology: Topology, parts: Parts, old_size: int, work: Work) -> N
     batchnorm.write(state.bn_modules, stats.div_(old_size))
     _put_position(state.position, common["position"])
     before = steps_of(settings, max(1, common["images"] // problem.train.batch_size))
-    _count_steps_(state.position, before)
     recount_steps_(state.position, settings, before, problem.steps)
     begin_iteration(state.position)
     if state.scaler.is_enabled():
@@ -377,9 +413,3 @@ def _put_position(position: Position, values: dict[str, Any]) -> None:
             _put_position(getattr(position, name), value)
         else:
             setattr(position, name, value)
-
-
-def _count_steps_(position: Position, steps: int) -> None:
-    """Fill in the steps of an older checkpoint, of a run that took so many each time."""
-    if position.steps_done == UNKNOWN:
-        position.steps_done = (position.iteration - 1) * steps

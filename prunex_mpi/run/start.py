@@ -1,14 +1,16 @@
-"""The start of a job: the nodes that its ranks make, and what each of them computes and sends with.
+"""The start of a job: nodes, devices and transport, then data, model, groups, problem and state.
 
 Training, the benchmark and the comparison start alike, in this order: refuse_lone_singleton,
-take_places, heed_findings where a run is to be written, find_transport.
+take_places, apply_findings where a run is to be written, find_transport, set_up or assemble.
 """
 
+import random
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -16,32 +18,59 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from mpi4py import MPI
 
+from prunex_mpi.base.alone import require_packages
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
-from prunex_mpi.checks.findings import errors
-from prunex_mpi.checks.ranks import check_ranks
-from prunex_mpi.comm.agreement import broadcast_text, raise_together, require_same, together
+from prunex_mpi.comm.agreement import (
+    broadcast_text,
+    raise_together,
+    require_same,
+    together,
+    together_while,
+)
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
+from prunex_mpi.core.best import memory_of_best
 from prunex_mpi.core.course import total_steps
+from prunex_mpi.core.ema import memory_of_ema
+from prunex_mpi.core.loading import CPU, find_sizes, load_dataset
 from prunex_mpi.core.metrics import prunable_and_kept
-from prunex_mpi.core.state import Work
+from prunex_mpi.core.objective import find_losses
+from prunex_mpi.core.problem import build_problem, choose_rules, make_groups, make_model
+from prunex_mpi.core.scores import memory_of_scores
+from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.methods.local_sgd import advice
-from prunex_mpi.pruning.groups import out_of_reach
-from prunex_mpi.run.devices import (
+from prunex_mpi.data.image_files import Known
+from prunex_mpi.diagnosis.devices import (
     choose_device,
     keep_freed_memory,
     lone_singleton,
     resolve_mpi_buffers,
     set_threads,
 )
-from prunex_mpi.run.facts import gather_facts
-from prunex_mpi.run.machine import describe_machine
+from prunex_mpi.diagnosis.facts import gather_facts, recorded_versions
+from prunex_mpi.diagnosis.findings import errors
+from prunex_mpi.diagnosis.machine import describe_machine
+from prunex_mpi.diagnosis.ranks import check_ranks
+from prunex_mpi.methods.exchanges import memory_of
+from prunex_mpi.methods.local_sgd import advice
+from prunex_mpi.models.build import CIFAR_STEM_MAX_SIDE, build_model
+from prunex_mpi.models.build import describe as describe_model
+from prunex_mpi.models.dummy_input import probe
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.pruning.groups import out_of_reach
+from prunex_mpi.pruning.shrink import rules_of
+from prunex_mpi.run.pretrained import find_teacher, load_initial_, with_teacher
+from prunex_mpi.run.supervision import refuse_impossible_exchange
+from prunex_mpi.run.tuning import is_left_to_measure, trial_of, tuned
 from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import to_toml
 
 # Layers behind which weights of any size do, and learning rates of ResNets with them.
 STEADYING = (_BatchNorm, _InstanceNorm, nn.GroupNorm)
+# Of the largest output of a network, where it is computed twice.
+SAME_WITHIN = 1e-4
 
 
 @dataclass(frozen=True)
@@ -68,6 +97,18 @@ def refuse_lone_singleton(world: MPI.Comm) -> None:
     raise_together(world, UserError(singleton) if singleton else None)
 
 
+def check_alike(world: MPI.Comm, settings: Settings) -> dict[str, str]:
+    """Return the versions of the software, the same on every rank, as the settings are.
+
+    Raises UserError on every rank where they differ. Collective on `world`.
+    """
+    refuse_lone_singleton(world)
+    versions = recorded_versions()
+    asked = to_toml(settings, versions)
+    require_same(world, "the settings or the versions of the software", asked)
+    return versions
+
+
 @contextmanager
 def take_places(
     world: MPI.Comm, ranks_per_node: int, device: str, threads: int = 0, lanes: int = 1
@@ -89,7 +130,28 @@ def take_places(
         yield Place(topology, chosen, threads, describe(topology, f"{chosen}, {threads} threads"))
 
 
-def heed_findings(place: Place, settings: Settings) -> None:
+def places_of(world: MPI.Comm, settings: Settings) -> AbstractContextManager[Place]:
+    """Take the places of a run with these settings, see `take_places`. Collective on `world`."""
+    # Without leaders every rank is a node of its own.
+    ranks_per_node = 1 if settings.method.flat else settings.ranks_per_node
+    return take_places(world, ranks_per_node, settings.device, lanes=settings.leaders_per_node)
+
+
+def prepare(place: Place, settings: Settings) -> Transport:
+    """Refuse what can't work before anything is read; return how tensors reach MPI.
+
+    Raises UserError on every rank. Collective on `world`.
+    """
+    world = place.topology.world
+    if settings.tensorboard:
+        together(world, lambda: require_packages("--tensorboard", "report", "tensorboard"))
+    apply_findings(place, settings)
+    transport = find_transport(place, settings)
+    refuse_impossible_exchange(place.topology, settings)
+    return transport
+
+
+def apply_findings(place: Place, settings: Settings) -> None:
     """Log what the doctor would warn of and refuse what can't work. Collective on `world`."""
     world = place.topology.world
     facts = gather_facts(place.topology, place.device, settings.run_dir)
@@ -135,7 +197,7 @@ def describe_training(work: Work, dataset: Dataset, ranks: int) -> str:
     )
 
 
-def tell_beforehand(world: MPI.Comm, work: Work) -> None:
+def log_warnings(world: MPI.Comm, work: Work) -> None:
     """Say on rank 0 what is not pruned, and warn of what the settings do that was hardly meant."""
     if world.rank:
         return
@@ -174,3 +236,167 @@ def _prunable(work: Work) -> str:
             sizes[selection.kind] += selection.stop - selection.start
     kinds = " and ".join(f"{count:,} {kind}" for kind, count in sizes.items())
     return f"of which {weights:,} weights can be pruned in {kinds} groups"
+
+
+def look_at_model(world: MPI.Comm, settings: Settings, known: Known, heartbeat: Heartbeat) -> None:
+    """Raise UserError on every rank where model or loss can't be used, before data are loaded.
+
+    World rank 0 builds the model once. Sizes of a data set of the user's own are not known yet: of
+    its model the factory is imported alone. `known` is what ranks have read of the data set.
+    Collective on `world`.
+    """
+
+    def look(going: Callable[[], None]) -> None:
+        if world.rank:
+            return
+        going()
+        with keeping_draws():
+            if ":" in settings.dataset:
+                side = settings.image_size or CIFAR_STEM_MAX_SIDE
+                describe_model(settings.model, num_classes=1, image_size=side, stem=settings.stem)
+                return
+            classes, side = find_sizes(settings, known)
+            make_model(settings, classes, side)
+            find_losses(settings, classes, CPU)
+
+    together_while(world, look, heartbeat.go_on)
+
+
+@contextmanager
+def keeping_draws() -> Iterator[None]:
+    """Have the global random generators on the CPU afterwards as they were before the block."""
+    draws = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(draws[0])
+        np.random.set_state(draws[1])
+        torch.set_rng_state(draws[2])
+
+
+def set_up(
+    topology: Topology,
+    settings: Settings,
+    device: torch.device,
+    transport: Transport,
+    heartbeat: Heartbeat,
+) -> Work:
+    """Load the data, build the model, find what can be pruned. Collective on `world`."""
+    heartbeat.enter("data")
+    dataset = load_dataset(topology, settings, heartbeat, device)
+    return assemble(topology, settings, dataset, device, transport, heartbeat)
+
+
+def assemble(
+    topology: Topology,
+    settings: Settings,
+    dataset: Dataset,
+    device: torch.device,
+    transport: Transport,
+    heartbeat: Heartbeat,
+    reads: bool = True,
+) -> Work:
+    """Do the rest of `set_up` with data that is loaded already. Collective on `world`.
+
+    What the settings leave to be measured is measured first, by a trial; the result's have it. Only
+    if it `reads` are the weights those of `--init-from`: a checkpoint has its own.
+    """
+    if is_left_to_measure(settings):
+        settings = try_out(topology, settings, dataset, device, transport, heartbeat)
+    heartbeat.enter("model")
+    sizes = dataset.num_classes, dataset.image_size
+    model = together(topology.world, lambda: make_model(settings, *sizes))
+    return assemble_around(topology, settings, dataset, model, device, transport, heartbeat, reads)
+
+
+def try_out(
+    topology: Topology,
+    settings: Settings,
+    dataset: Dataset,
+    device: torch.device,
+    transport: Transport,
+    heartbeat: Heartbeat,
+) -> Settings:
+    """Return the settings with what they leave to be measured; nothing of the trial is left.
+
+    Its images on the device, above all. Collective on `world`.
+    """
+    trial = assemble(topology, trial_of(settings), dataset, device, transport, heartbeat)
+    heartbeat.enter("trial")
+    return tuned(topology, trial, settings)
+
+
+def assemble_around(
+    topology: Topology,
+    settings: Settings,
+    dataset: Dataset,
+    model: torch.nn.Module,
+    device: torch.device,
+    transport: Transport,
+    heartbeat: Heartbeat,
+    reads: bool = False,
+) -> Work:
+    """Do the rest of `assemble` with a model, which is on the CPU. Collective on `world`."""
+    world, side, first = topology.world, dataset.image_size, topology.world.rank == 0
+    together(world, lambda: refuse_odd_state(model))
+    if ":" in settings.model:
+        sizes = dataset.num_classes, side
+        together(world, lambda: refuse_drawn(settings, model, *sizes) if first else None)
+    layout = together(world, lambda: build_layout(model))
+    tensors = [(name, t.shape, t.dtype) for name, t in model.state_dict().items()]
+    require_same(world, "the parameters of the model", repr((layout, tensors)))
+    # One rank tries what the others then go by.
+    tried = together(world, lambda: choose_rules(settings, model, side).text() if first else "")
+    rules = rules_of(broadcast_text(world, tried))
+    if settings.init_from and reads:
+        settings = load_initial_(world, settings, model, side, dataset.class_names, heartbeat.go_on)
+    teacher = None
+    if settings.teacher:
+        settings, *teacher = find_teacher(world, settings, model, dataset, heartbeat.go_on)
+    groups = together(world, lambda: make_groups(settings, model, layout, side, rules))
+    problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
+    if teacher is not None:
+        problem = with_teacher(topology, settings, problem, teacher, transport)
+    heartbeat.beat(1)
+    state = build_state(model, layout, groups, settings)
+    state.memory |= memory_of(settings, layout, state.theta)
+    state.memory |= memory_of_best(settings, state) | memory_of_ema(settings, state)
+    state.memory |= memory_of_scores(settings, state)
+    heartbeat.beat(2)
+    return Work(state, problem, settings, transport, heartbeat)
+
+
+def refuse_odd_state(model: torch.nn.Module) -> None:
+    """Raise UserError where a model keeps what no file of a run can hold."""
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise UserError(
+                f"the model's state_dict() holds {name}, a {type(value).__name__}; it may hold "
+                "tensors alone: leave get_extra_state away"
+            )
+        if value.layout != torch.strided or value.device.type != "cpu":
+            kind = value.device.type if value.layout == torch.strided else value.layout
+            raise UserError(
+                f"{name} of the model is {kind}; build it of dense tensors on the CPU, with values"
+            )
+
+
+def refuse_drawn(settings: Settings, model: torch.nn.Module, classes: int, image_size: int) -> None:
+    """Raise UserError where a model of the user's computes with numbers that no file keeps.
+
+    It is built once more, by other random numbers, and given the same state.
+    """
+    with keeping_draws():
+        other = build_model(settings.model, num_classes=classes, image_size=image_size)
+    try:
+        other.load_state_dict(model.state_dict())
+        pair = [torch.tensor(probe(m, image_size), dtype=torch.float64) for m in (model, other)]
+        least = SAME_WITHIN * float(pair[0].abs().max())
+        same = torch.allclose(*pair, rtol=0, atol=least, equal_nan=True)
+    except RuntimeError:
+        same = False
+    if not same:
+        raise UserError(
+            f"model {settings.model} is another one each time that it is built, with the same "
+            "state_dict: keep what it draws in a buffer, or draw it by a seed of its own"
+        )

@@ -4,6 +4,7 @@ import importlib
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -12,17 +13,22 @@ import numpy as np
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import Diverged, UserError
+from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.progress import Length, Progress
+from prunex_mpi.comm.agreement import together
+from prunex_mpi.comm.behind import exchanging_behind, refuse_single_thread
+from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.coded import MOST_SUMMED, SUMMED
 from prunex_mpi.core.course import local_steps, rounds_left, total_steps
-from prunex_mpi.core.evaluation import refuse_what_went_wrong
+from prunex_mpi.core.evaluation import refuse_not_finite, refuse_what_went_wrong
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR
 from prunex_mpi.core.state import Work
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.rank_records import RankRecords
-from prunex_mpi.run.tracing import write_trace
+from prunex_mpi.run.pretrained import evaluate_initial
+from prunex_mpi.run.records import RankRecords, tracing, write_trace
 from prunex_mpi.settings.fields import Settings
 
 # --checkpoint-every auto: the share of the time that writing may take, and the shortest interval.
@@ -58,6 +64,58 @@ class Checkpoints:
         self.count, self.seconds = self.count + 1, self.seconds + seconds
 
 
+def train(
+    topology: Topology,
+    files: RunDirectory | None,
+    work: Work,
+    checkpoints: Checkpoints,
+    received: ReceivedSignal,
+    deadline: float | None,
+) -> tuple[str, str]:
+    """Train with all that goes on meanwhile; return the status, and what stopped the run, or "".
+
+    Collective on `world`.
+    """
+    world, settings = topology.world, work.settings
+
+    def open_tensorboard() -> None:
+        if settings.tensorboard and files is not None:
+            files.open_tensorboard(work.state.position.iteration)
+
+    together(world, lambda: telling_disk_errors("the folder tensorboard", open_tensorboard))
+    with (
+        stop_agreement(world, received, deadline) as stop,
+        exchanging_behind(topology, goes_behind_steps(settings), work.transport) as behind,
+    ):
+        work = replace(work, stop=stop, behind=behind)
+        received.training = True
+        evaluate_initial(topology, files, work)
+        with tracing(topology, files, work):
+            status = run_to_end(topology, files, work, checkpoints)
+    return status, stop.reason
+
+
+def goes_behind_steps(settings: Settings) -> bool:
+    """Say whether exchanges of this run go on behind local steps."""
+    return settings.method.averages and settings.overlap_steps > 0
+
+
+def refuse_impossible_exchange(topology: Topology, settings: Settings) -> None:
+    """Raise UserError on every rank where nodes or MPI do not allow what is asked for.
+
+    Collective on `world`.
+    """
+    if not settings.method.averages:
+        return
+    if settings.payload == SUMMED and topology.num_nodes > MOST_SUMMED:
+        raise UserError(
+            f"payload int8sum is for up to {MOST_SUMMED} nodes, not {topology.num_nodes}: their "
+            "sum must fit into 8 bits; use int8 or int4"
+        )
+    if settings.overlap_steps:
+        together(topology.world, refuse_single_thread)
+
+
 def run_to_end(
     topology: Topology, files: RunDirectory | None, work: Work, checkpoints: Checkpoints
 ) -> str:
@@ -88,8 +146,8 @@ def run_to_end(
                 restored = checkpoint.restore(topology, files, work)
                 position.rollbacks = rollbacks + 1
                 begin_(bar, work)
-                if files is not None and files.board is not None:
-                    files.board.rewind(position.iteration)
+                if files is not None and files.tensorboard is not None:
+                    files.tensorboard.rewind(position.iteration)
                 factor = ROLLBACK_FACTOR**position.rollbacks
                 text = "%s; going back to checkpoint %s with %g of the learning rate"
                 log.info(text, error, restored.name, factor)
@@ -155,8 +213,8 @@ def recorded(
             files.append("metrics.jsonl", [record])
             files.append("layers.jsonl", layers)
             files.append("ranks.jsonl", [row] if row else [])
-            if files.board is not None:
-                files.board.add(record)
+            if files.tensorboard is not None:
+                files.tensorboard.add(record)
         write_trace(topology.world, files, work)
         progress.update(record, work.state.position.steps_done, local_steps(work))
         yield record, status
@@ -194,12 +252,16 @@ def write_last_checkpoint(
 def write_checkpoint(
     topology: Topology, files: RunDirectory | None, work: Work, checkpoints: Checkpoints
 ) -> None:
-    """Write a checkpoint and note what it took. Collective on `world`."""
+    """Write a checkpoint and note what it took; raise Diverged where it would be of no use.
+
+    Collective on `world`.
+    """
     work.heartbeat.enter("checkpoint")
     began, started = time.perf_counter(), time.monotonic()
     if work.behind is not None:
         # What has arrived is written with the rest, and waits for its step in both runs.
         work.behind.finish()
+    refuse_not_finite(topology, work)
     checkpoint.save(topology, files, work)
     checkpoints.note(time.monotonic() - started)
     work.state.position.clock.note("phase", "checkpoint", began)

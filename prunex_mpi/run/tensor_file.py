@@ -21,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from prunex_mpi.base.errors import one_line
-from prunex_mpi.base.files import CHUNK_BYTES, FileRecord
+from prunex_mpi.base.files import CHUNK_BYTES, FileRecord, no_links
 from prunex_mpi.base.units import MIB
 
 # What is brought to the disk at a time.
@@ -43,7 +43,7 @@ def save_tensors(
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     size = crc32 = waiting = 0
     syncing: Future | None = None
-    with open(path, "wb") as file, ThreadPoolExecutor(1) as disk:
+    with open(path, "wb", opener=no_links) as file, ThreadPoolExecutor(1) as disk:
         for piece in _pieces(tensors, names, metadata):
             # The disk works meanwhile.
             crc32 = zlib.crc32(piece, crc32)

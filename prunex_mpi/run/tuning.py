@@ -13,17 +13,13 @@ import numpy as np
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import together
-from prunex_mpi.comm.behind import refuse_single_thread
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.coded import MOST_SUMMED, SUMMED
 from prunex_mpi.core.course import steps_of
 from prunex_mpi.core.state import Work
 from prunex_mpi.run.supervision import driver_of
-from prunex_mpi.settings.checks import known_freeze
-from prunex_mpi.settings.fields import Settings, key_of
+from prunex_mpi.settings.fields import Settings, key_of, known_freeze
 from prunex_mpi.settings.resolve import with_overrides
 from prunex_mpi.settings.values import AUTO
 
@@ -53,27 +49,6 @@ def is_left_to_measure(settings: Settings) -> bool:
     """Say whether something has to be measured before the run can begin."""
     overlaps = settings.method.averages and settings.overlap_steps == AUTO
     return overlaps or (settings.method.by_iteration and settings.local_steps == AUTO)
-
-
-def goes_behind_steps(settings: Settings) -> bool:
-    """Say whether exchanges of this run go on behind local steps."""
-    return settings.method.averages and settings.overlap_steps > 0
-
-
-def refuse_impossible_exchange(topology: Topology, settings: Settings) -> None:
-    """Raise UserError on every rank where nodes or MPI do not allow what is asked for.
-
-    Collective on `world`.
-    """
-    if not settings.method.averages:
-        return
-    if settings.payload == SUMMED and topology.num_nodes > MOST_SUMMED:
-        raise UserError(
-            f"payload int8sum is for up to {MOST_SUMMED} nodes, not {topology.num_nodes}: their "
-            "sum must fit into 8 bits; use int8 or int4"
-        )
-    if settings.overlap_steps:
-        together(topology.world, refuse_single_thread)
 
 
 def tuned(topology: Topology, trial: Work, settings: Settings) -> Settings:

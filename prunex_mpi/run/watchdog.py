@@ -85,7 +85,9 @@ class Watchdog:
         limit = time.monotonic() + SHARE_LIMIT_S
         while self.file < 0:
             try:
-                self.file = os.open(_path(folder, self.rank), os.O_CREAT | os.O_WRONLY, 0o644)
+                self.file = os.open(
+                    _path(folder, self.rank), os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o644
+                )
             except OSError as error:
                 # A network file system may show a new folder late.
                 if time.monotonic() > limit:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, meant, quote
+from prunex_mpi.base.files import plain_only
 from prunex_mpi.settings.fields import PRESETS, Settings, key_of
 from prunex_mpi.settings.parser import Parser, program_parser
 from prunex_mpi.settings.resolve import (
@@ -115,7 +116,7 @@ def read_saved(run_dir: str) -> dict[str, Any]:
     path = str(Path(run_dir) / "config.toml")
     where = quote(path, 250)
     try:
-        saved = from_table(_load_toml(path, where), where)
+        saved = from_table(_load_toml(path, where, plain_only), where)
         check_saved(saved, where)
     except UserError as error:
         raise UserError(str(error), UNREADABLE) from None
@@ -127,15 +128,17 @@ def read_asked(run_dir: str) -> dict[str, Any]:
     path = str(Path(run_dir) / "config.toml")
     where = quote(path, 250)
     try:
-        asked = _load_toml(path, where).get("asked", {})
+        asked = _load_toml(path, where, plain_only).get("asked", {})
         return from_table(asked if isinstance(asked, dict) else {}, where)
     except UserError as error:
         raise UserError(str(error), UNREADABLE) from None
 
 
-def _load_toml(path: str, where: str) -> dict[str, Any]:
+def _load_toml(
+    path: str, where: str, opener: Callable[[str, int], int] | None = None
+) -> dict[str, Any]:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=opener) as file:
             return tomllib.load(file)
     except OSError as error:
         raise UserError(f"cannot read {where}: {error.strerror}") from None

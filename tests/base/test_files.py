@@ -109,3 +109,20 @@ def test_a_folder_is_removed_file_by_file_and_a_link_to_one_is_not(tmp_path: Pat
     assert len(list(folder.iterdir())) == 4 and not calls
     remove_folder(folder, lambda: calls.append(1))
     assert len(calls) == 2 and not folder.exists()
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, folder = tmp_path / "own", tmp_path / "folder"
+    own.write_text("kept")
+    folder.mkdir()
+    monkeypatch.setattr(files.os, "getpid", lambda: 7)
+    monkeypatch.setattr(files.socket, "gethostname", lambda: "host")
+    for name in ("file", "file.host-7.partial", "metrics.jsonl", "lock"):
+        (folder / name).symlink_to(own)
+    write_durably(folder / "file", "new")
+    assert (folder / "file").read_text() == "new" and not (folder / "file").is_symlink()
+    with pytest.raises(OSError, match="symbolic links"):
+        files.touch(folder / "lock")
+    with pytest.raises(OSError, match="symbolic links"):
+        open(folder / "metrics.jsonl", "a", opener=files.no_links).close()
+    assert own.read_text() == "kept"

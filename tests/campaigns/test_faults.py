@@ -112,7 +112,7 @@ class Place:
 
 
 PLACES = (
-    Place("prunex_mpi.run.assembly:build_problem", per_job=1),
+    Place("prunex_mpi.run.start:build_problem", per_job=1),
     Place("prunex_mpi.run.directory:RunDirectory.__init__", per_job=1, only_rank_0=True),
     Place("prunex_mpi.run.checkpoint:restore", per_job=1, resuming=True),
     Place("prunex_mpi.data.batches:BatchStream.next", per_iteration=LOCAL_STEPS),
@@ -138,7 +138,7 @@ PLACES = (
     Place(
         "prunex_mpi.base.files:os.replace", 2, per_checkpoint=1, only_rank_0=True, finishing=True
     ),
-    Place("prunex_mpi.run.summary:save_model", 1, only_rank_0=True, finishing=True),
+    Place("prunex_mpi.run.delivery:save_model", 1, only_rank_0=True, finishing=True),
     Place(
         "prunex_mpi.run.directory:RunDirectory.write_summary", 1, only_rank_0=True, finishing=True
     ),
@@ -638,7 +638,7 @@ def test_a_run_survives_faults_one_after_the_other(tmp_path, reference_of):
     chain.damage_newest(rng)
     broken("term", 1, "data.batches:BatchStream.next", 6)
     assert chain.tally.trials["damage"] == 1
-    broken("exit", 0, "run.summary:save_model", 1)
+    broken("exit", 0, "run.delivery:save_model", 1)
     chain.duel()
     assert chain.tally.trials.total() == 7
     assert not chain.tally.problems

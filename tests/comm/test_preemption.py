@@ -91,8 +91,17 @@ def test_the_deadline_is_the_flag_s_or_slurm_s(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
     assert find_deadline(0.0, 1000.0) == 1.7e9
     assert find_deadline(60.0, 1000.0) == 1060.0
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "Unknown")
-    assert find_deadline(0.0, 1000.0) is None
+    for text in ("Unknown", "²", "-1", "1e9"):
+        monkeypatch.setenv("SLURM_JOB_END_TIME", text)
+        assert find_deadline(0.0, 1000.0) is None
+
+
+def test_a_job_of_slurm_that_was_over_before_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell in tmux outlives the job that it was started in, and keeps its variables."""
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
+    with pytest.raises(UserError, match=r"SLURM_JOB_END_TIME says .* ended on 2023-11-1\d .*unset"):
+        find_deadline(0.0, 1.7e9 + 1)
+    assert find_deadline(60.0, 1.8e9) == 1.8e9 + 60
 
 
 def test_safe_points_settle_about_a_second_apart(monkeypatch: pytest.MonkeyPatch) -> None:

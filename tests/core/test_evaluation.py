@@ -193,3 +193,14 @@ def test_no_rank_leaves_with_what_diverged_on_one(what: str) -> None:
             work.state.theta[0] = float("inf")
         with pytest.raises(Diverged, match="not finite in phase local of outer iteration 1"):
             refuse_what_went_wrong(topology, work)
+
+
+@pytest.mark.parametrize("refuse", [lambda *a: refuse_divergence(*a, 1.0), refuse_what_went_wrong])
+def test_gradients_that_the_model_itself_has_detached_are_noticed(refuse) -> None:
+    """They would be in no message and in no step, and training would stand still in silence."""
+    with nodes_of(1) as topology, small_run(topology, "local sgd") as work:
+        refuse(topology, work)
+        if WORLD.rank == WORLD.size - 1:
+            work.problem.model.zero_grad(set_to_none=True)
+        with pytest.raises(UserError, match=r"the gradient of .* was replaced, as by zero_grad"):
+            refuse(topology, work)

@@ -136,11 +136,11 @@ def test_what_is_delivered_is_the_smaller_network(model):
             assert ("layers" in summary["delivered"]) == remove
             parts.append([summary[key] for key in ("parameters", "parameters_kept", "density")])
             tests.append(summary["test_loss"])
-            network = read_run(run, with_data=False).model
+            network = read_run(run, with_data=False, given=(model,)).model
             size = sum(p.numel() for p in network.parameters())
             assert size == summary["parameters_kept" if remove else "parameters"]
         if WORLD.rank == 0:
-            assert export.main([str(run), "--repeat", "0"]) == 0
+            assert export.main([str(run), "--repeat", "0", "--model", model]) == 0
             found = load(run / "model")
             # More goes where a channel that is left is constant.
             assert sum(p.numel() for p in found.parameters()) <= size

@@ -15,8 +15,8 @@ from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.state import Work
-from prunex_mpi.run.assembly import assemble
-from prunex_mpi.run.tuning import goes_behind_steps
+from prunex_mpi.run.start import assemble
+from prunex_mpi.run.supervision import goes_behind_steps
 from prunex_mpi.settings.resolve import make
 
 CPU = torch.device("cpu")

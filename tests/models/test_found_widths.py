@@ -9,6 +9,7 @@ import torch
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.found_widths import fresh
+from prunex_mpi.models.standalone import FORMAT
 
 # As export has it for a resnet8 whose last stage kept 5 of 64 channels inside its block.
 INNER = {"in_channels": 32, "out_channels": 5, "groups": 1}
@@ -21,7 +22,7 @@ MODEL = {"name": "resnet8", "num_classes": 10, "image_size": 32, "stem": ""}
 
 
 def write_plan(folder: Path, **changes: object) -> Path:
-    plan = {"format": 1, "model": MODEL, "layers": LAYERS, **changes}
+    plan = {"format": FORMAT, "model": MODEL, "layers": LAYERS, **changes}
     (folder / "plan.json").write_text(json.dumps(plan))
     return folder
 

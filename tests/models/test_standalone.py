@@ -190,3 +190,20 @@ def test_another_format_and_weights_of_other_sizes_are_refused(tmp_path: Path) -
     write(tmp_path, layers={"fc": {"in_features": 60, "out_features": 10}})
     with pytest.raises(RuntimeError, match=r"fc\.weight"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "fasterrcnn_resnet50_fpn"},
+        {"name": "fcn_resnet50"},
+        {"num_classes": 2 * 10**9},
+        {"num_classes": 10.0},
+        {"image_size": 10**6},
+        {"image_size": 0},
+    ],
+)
+def test_a_description_of_no_classifier_or_of_impossible_sizes_is_refused(changes: dict) -> None:
+    description = {"name": "resnet18", "num_classes": 10, "image_size": 32, "stem": "cifar"}
+    with pytest.raises(ValueError, match=r"not (a classifier of torchvision|from 1 to)"):
+        standalone.build({**description, **changes})

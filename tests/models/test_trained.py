@@ -1,6 +1,7 @@
 """Trained weights from files: what is understood, what is replaced, and what is refused."""
 
 import os
+import re
 import time
 from pathlib import Path
 from urllib.error import URLError
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from prunex_mpi.base import files
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
@@ -237,3 +239,17 @@ def test_names_of_torchvisions_first_densenets_are_understood() -> None:
     assert old.keys() != state.keys()
     fit_(model, old, 32, "it")
     assert same(model.state_dict(), state)
+
+
+@pytest.mark.parametrize("version", ["2.9.1+cpu", "2.4.0"])
+def test_a_torch_that_executes_files_reads_safetensors_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    tensors = {"weight": torch.zeros(2)}
+    torch.save(tensors, tmp_path / "weights.pt")
+    save_file(tensors, tmp_path / "weights.safetensors")
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    assert list(read_tensors(tmp_path / "weights.safetensors")) == ["weight"]
+    with pytest.raises(UserError, match=f"torch {re.escape(version)} may execute"):
+        read_tensors(tmp_path / "weights.pt")

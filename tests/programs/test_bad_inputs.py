@@ -36,8 +36,8 @@ from torch import nn
 from prunex_mpi import train
 from prunex_mpi.base.files import read_record
 from prunex_mpi.run import checkpoint_files, program
-from prunex_mpi.settings.fields import key_of
-from prunex_mpi.settings.resolve import FIELDS, GIVEN, SHARED
+from prunex_mpi.settings.fields import SHARED, key_of
+from prunex_mpi.settings.resolve import FIELDS, GIVEN
 
 FAILURE, USAGE, UNREADABLE = 1, 2, 3
 LIMIT_S = 20
@@ -572,7 +572,7 @@ def interrupt(finished: Path, folder: Path) -> Path:
 
 
 def resume(folder: Path, *flags: object) -> Ended:
-    return run("--resume", "--run-dir", folder, *flags)
+    return run("--resume", "--run-dir", folder, "--model", "odd_models:small", *flags)
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -583,6 +583,11 @@ def edit(path: Path, old: str, new: str) -> None:
 
 def config(old: str, new: str) -> Damage:
     return lambda folder: edit(folder / "config.toml", old, new)
+
+
+def pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
 
 
 def drop_line(folder: Path, key: str) -> None:
@@ -610,10 +615,26 @@ RUNS = [
     Case("config lacks lr", lambda p: drop_line(p, "lr"), 3, ("config.toml", "has no lr")),
     Case("config unknown key", config("lr =", "rl ="), 3, ("'rl'", "config.toml")),
     Case("config bad value", config("lr = ", "lr = -"), 3, ("lr", "above 0", "config.toml")),
-    Case("config other model", config("odd_models:small", "resnet8"), UNREADABLE, ANOTHER),
+    Case(
+        "config other model",
+        config("odd_models:small", "resnet8"),
+        UNREADABLE,
+        ANOTHER,
+        ("--model", "resnet8"),
+    ),
     Case("config other lr", config("lr = ", "lr = 1"), UNREADABLE, ANOTHER),
     Case("config other versions", config("[versions]", "[versions]\nx = '1'"), 3, ANOTHER),
-    Case("config unknown model", config("odd_models:small", "odd_models:x"), 2, ("odd_models:x",)),
+    Case(
+        "config unknown model",
+        config("odd_models:small", "odd_models:x"),
+        USAGE,
+        ("odd_models:x",),
+        ("--model", "odd_models:x"),
+    ),
+    Case(
+        "config a pipe", lambda p: pipe(p / "config.toml"), 3, ("config.toml", "not a plain file")
+    ),
+    Case("summary a pipe", lambda p: pipe(p / "summary.json"), UNREADABLE, SUMMARY),
     Case(
         "config values do not fit",
         config("freeze-iteration = 3", "freeze-iteration = 9"),
@@ -845,11 +866,21 @@ CHECKPOINTS = [
         f"checksum of {MANIFEST}",
     ),
     both("both absent", lambda p: empty(p), PLAIN),
-    Case("other format", says("format", 3), UNREADABLE, (*BOTH_REFUSED, "format 3")),
+    Case("other format", says("format", 2), UNREADABLE, (*BOTH_REFUSED, "format 2")),
     Case("format a list", says("format", [1]), UNREADABLE, BOTH_REFUSED),
     *(
         Case(f"manifest without {key}", lacks(key), UNREADABLE, BOTH_REFUSED)
-        for key in ("format", "ranks", "node_sizes", "files", "config", "left")
+        for key in (
+            "format",
+            "ranks",
+            "node_sizes",
+            "nodes",
+            "files",
+            "config",
+            "left",
+            "data",
+            "colours",
+        )
     ),
     *(
         Case(f"{key} {value!r}", says(key, value), UNREADABLE, BOTH_REFUSED)
@@ -1009,6 +1040,11 @@ CONTENTS = [
         for key in ("position", "stage", "data", "python", "numpy")
         for value in (None, 3, [None] * 5)
     ),
+    *(
+        numbers_case(f"data {place}", lambda n, p=place: n.update(data=p))
+        for place in ([0, -1], [0, 10**6], [-1, 0])
+    ),
+    numbers_case("generator", lambda n: n["numpy"].__setitem__(1, [-1] * 624)),
     numbers_case("unknown place", lambda n: n["position"].update(more=1)),
     numbers_case("place lacks step", lambda n: drop(n["position"], "step")),
     numbers_case("place before the first", lambda n: n["position"].update(iteration=-1)),

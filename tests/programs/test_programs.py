@@ -112,23 +112,22 @@ def test_a_wrong_flag_is_told_without_an_mpi_library(tmp_path: Path) -> None:
     assert "unknown flag --vresion" in line
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "run.program import run_program as run; work = lambda _, __: int(mine())",
-        "base.alone import run_alone as run; work = lambda _: mine()",
-    ],
-)
-def test_console_scripts_find_modules_of_the_current_folder(tmp_path: Path, call: str) -> None:
+@pytest.mark.parametrize("asks", [True, False])
+def test_console_scripts_import_from_the_current_folder_what_is_asked_for(
+    tmp_path: Path, asks: bool
+) -> None:
+    """Only a module that the user names comes from there, and none that is installed."""
     script, here = tmp_path / "bin" / "prunex-train", tmp_path / "here"
     for folder in (script.parent, here):
         folder.mkdir()
+    name = "import_function('model', 'own:make', '')()" if asks else "0"
     script.write_text(
         "import sys\n"
-        "def mine():\n    import own\n    return own.VALUE\n"
-        f"from prunex_mpi.{call}\n"
-        "sys.exit(run('x', list, work, []))\n"
+        "from prunex_mpi.base.alone import run_alone\n"
+        "from prunex_mpi.base.named import import_function\n"
+        f"sys.exit(run_alone('x', list, lambda _: {name} or __import__('colorsys'), []))\n"
     )
-    (here / "own.py").write_text("VALUE = 0\n")
+    (here / "own.py").write_text("def make():\n    return 0\n")
+    (here / "colorsys.py").write_text("raise SystemExit('the one in the current folder')\n")
     done = python(str(script), cwd=here, PYTHONPATH=path_with())
     assert done.returncode == 0, done.stderr

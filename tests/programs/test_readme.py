@@ -13,11 +13,11 @@ from launch import environment, run_job, train
 
 from prunex_mpi.__main__ import PROGRAMS
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.diagnosis import options as doctor
 from prunex_mpi.settings import cli
 from prunex_mpi.settings.resolve import BY_NAME as METHODS
 from prunex_mpi.tools.bench import options as bench
 from prunex_mpi.tools.compare import options as compare
-from prunex_mpi.tools.doctor import options as doctor
 from prunex_mpi.tools.evaluate import options as evaluate
 from prunex_mpi.tools.export import options as export
 from prunex_mpi.tools.figures import options as figures

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from prunex_mpi.comm.topology import Topology, free_topology
 from prunex_mpi.core.ema import memory_of_ema
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.optimizer import remembered
-from prunex_mpi.core.position import CODED, PLAIN, Position
+from prunex_mpi.core.position import CODED, PLAIN
 from prunex_mpi.core.problem import build_problem, make_groups
 from prunex_mpi.core.scores import SENSITIVITY, memory_of_scores
 from prunex_mpi.core.state import KNOWN, REST, Problem, State, Work, build_state
@@ -38,9 +38,8 @@ from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.hsadmm import z_arrives
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.masks import apply_factors_
-from prunex_mpi.run import checkpoint, checkpoint_files, copies, tensor_file
+from prunex_mpi.run import checkpoint, checkpoint_files, tensor_file
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.older import renamed, upgraded
 from prunex_mpi.run.snapshot import contents, misfit
 from prunex_mpi.run.supervision import Checkpoints, driver_of, write_checkpoint
 from prunex_mpi.settings.declared import METHODS
@@ -472,26 +471,6 @@ def test_evaluation_leaves_training_alone(scenario: str, evaluate_every: int) ->
             assert not torch.equal(*found)
 
 
-def test_positions_of_the_older_form_are_brought_up_to_date() -> None:
-    position = asdict(Position(iteration=3, step=2, loss_sum=1.5, loss_count=2.0, rollbacks=1))
-    position["traffic"] |= {"payload": 10, "sent": 11, "mask": 12, "intra": 13}
-    position["clock"] |= {"earlier": 0.5, "method": 0.25, "exchange": 0.125}
-    older = {key: x for key, x in position.items() if key not in ("traffic", "clock")}
-    older |= {"payload_bytes": 10, "sent_bytes": 11, "mask_bytes": 12, "intra_bytes": 13}
-    older |= {"local_seconds": 0.5, "method_seconds": 0.25, "exchange_seconds": 0.125}
-    assert upgraded({"position": older, "data": [1]}) == {"position": position, "data": [1]}
-    # Between those two forms nothing ran behind the local steps.
-    later = ("behind", "setup", "agreed", "late")
-    former = {**position, "clock": {k: x for k, x in position["clock"].items() if k not in later}}
-    former["traffic"] = {k: x for k, x in position["traffic"].items() if k not in later}
-    del former["under_way"]
-    assert upgraded({"position": former, "data": [1]}) == {"position": position, "data": [1]}
-    position["under_way"], position["clock"]["behind"] = CODED, 0.0625
-    damaged = {**position, "traffic": 3}
-    for numbers in ({"position": position}, {"position": damaged}, {"position": 3}, {}, [1], None):
-        assert upgraded(numbers) == numbers
-
-
 def test_a_checkpoint_without_what_is_under_way_is_refused() -> None:
     with nodes_of(1) as topology:
         run = new_run(topology, "int4 behind")
@@ -724,11 +703,6 @@ def test_what_gradients_have_told_of_groups_goes_to_other_nodes_as_a_mean(node_s
                 np.testing.assert_allclose(found, mean, rtol=1e-12, atol=1e-15)
 
 
-def test_a_tensor_of_another_name_before_is_found() -> None:
-    tensors = {"theta": torch.ones(2), "own.sensitivity": torch.zeros(3)}
-    assert list(renamed(tensors)) == ["theta", SENSITIVITY]
-
-
 @pytest.mark.parametrize(("scenario", "changes"), [("diloco", {}), ("pactrain", ADAPTIVE)])
 def test_what_all_ranks_share_goes_to_other_nodes_as_it_is(scenario: str, changes: dict) -> None:
     if WORLD.size == 1:
@@ -952,7 +926,7 @@ def test_removing_what_is_old_and_comparing_copies_is_no_standstill(
             patch.setattr(os, "unlink", slow_unlink)
             heartbeat.check(lambda: run.save(files))
         if WORLD.size > 1:
-            monkeypatch.setattr(copies, "CHUNK", 256)
+            monkeypatch.setattr(checkpoint, "CHUNK", 256)
             monkeypatch.setattr(np, "array_equal", slow_same)
             heartbeat.check(lambda: run.save(files))
 

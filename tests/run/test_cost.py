@@ -21,7 +21,7 @@ from prunex_mpi.run.cost import (
     sent_bytes,
     share,
 )
-from prunex_mpi.run.forecast import Travelling, cost_table, exchange_of
+from prunex_mpi.run.dry_run import Travelling, cost_table, exchange_of
 from prunex_mpi.settings.fields import NODES, PAYLOADS
 from prunex_mpi.settings.resolve import make
 

@@ -120,3 +120,15 @@ def test_who_waits_for_a_removal_goes_on_as_files_go_and_not_while_it_stands_sti
     assert not old.exists()
     assert 3 <= len(calls) <= 6
     run.close()
+
+
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "config.toml"])
+def test_a_link_in_a_run_directory_leads_nowhere(tmp_path: Path, name: str) -> None:
+    """In a folder that a group shares, anybody may have made it."""
+    own, run = tmp_path / "own", tmp_path / "run"
+    own.write_text("kept")
+    run.mkdir()
+    (run / name).symlink_to(own)
+    with pytest.raises((OSError, UserError)):
+        RunDirectory(run, "config").append("metrics.jsonl", [{"iteration": 1}])
+    assert own.read_text() == "kept"

@@ -2,18 +2,23 @@
 
 import re
 import sys
+from contextlib import nullcontext
+from pathlib import Path
 
 import own_data
 import pytest
 from driving import CPU, SMALL_BUCKETS
 from nodes import WORLD, nodes_of
+from safetensors.torch import save_file
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.run.assembly import set_up
+from prunex_mpi.models.build import build_model
 from prunex_mpi.run.dry_run import dry_run
+from prunex_mpi.run.start import set_up
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.fields import PAYLOADS
-from prunex_mpi.settings.resolve import make
+from prunex_mpi.settings.resolve import make, with_overrides
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -147,3 +152,28 @@ def test_bytes_are_those_that_a_run_counts(changes: dict) -> None:
         assert final.startswith(f"{payloads[-1]:,} B")
         assert f"{100 * payloads[-1] / dense:.1f} % of dense" in final
         assert payloads[0] > payloads[1] > payloads[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"init_from": "none.safetensors"}, "cannot read weights none.safetensors"),
+        ({"init_from": "other.safetensors"}, "does not fit the model: conv1.weight"),
+        ({"init_from": "whole.safetensors", "init_digest": "0" * 64}, "is not the file of before"),
+        ({"loss": "json:none"}, "has no function 'none'"),
+    ],
+)
+def test_first_weights_and_loss_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, stem in (("whole", "cifar"), ("other", "imagenet")):
+        model = build_model("resnet18", num_classes=10, image_size=32, stem=stem)
+        save_file(model.state_dict(), f"{name}.safetensors")
+    settings = make(model="resnet18", dataset="cifar10", method="dense")
+    with nodes_of(1) as topology:
+        dry_run(with_overrides(settings, init_from="whole.safetensors"), topology)
+        # One rank reads the file.
+        refused = WORLD.rank == 0 or "loss" in changes
+        with pytest.raises(UserError, match=words) if refused else nullcontext():
+            dry_run(with_overrides(settings, **changes), topology)

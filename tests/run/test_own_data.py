@@ -54,7 +54,10 @@ def test_own_digits_train_what_the_built_in_ones_train() -> None:
         assert_same(plain, run(folder, "memory", **again, data_mode="memory", data_workers=1))
         assert_same(plain, run(folder, "stream", **again, data_mode="stream", data_workers=3))
         if WORLD.rank == 0:
-            built_in, own = (read_run(folder / name).test for name in ("plain", "stream"))
+            names = again["dataset"], "odd_models:small"
+            built_in, own = (
+                read_run(folder / name, given=names).test for name in ("plain", "stream")
+            )
             assert torch.equal(built_in.images, own.images[:])
             assert torch.equal(built_in.labels, own.labels)
         WORLD.Barrier()
@@ -71,13 +74,13 @@ def test_own_files_train_what_their_folder_trains_and_are_evaluated() -> None:
         assert_same(plain, run(folder, "own", dataset="own_data:from_files", **where))
 
         def found(*flags: str) -> dict[str, Any]:
-            argv = ["--json", str(folder / "found.json"), *flags]
+            argv = ["--json", str(folder / "found.json"), "--model", "odd_models:small", *flags]
             assert evaluate(WORLD, parse(argv), Heartbeat()) == 0
             WORLD.Barrier()
             return json.loads((folder / "found.json").read_text())
 
         of_folder = found(str(folder / "plain"))
-        assert of_folder == found(str(folder / "own"))
+        assert of_folder == found(str(folder / "own"), "--dataset", "own_data:from_files")
         assert of_folder == found(str(folder / "plain"), "--dataset", "own_data:from_files")
         WORLD.Barrier()
 

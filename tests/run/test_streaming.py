@@ -21,13 +21,14 @@ from prunex_mpi.core import problem, steps
 from prunex_mpi.core.evaluation import estimate_statistics
 from prunex_mpi.methods.pactrain_samples import batches_to_score
 from prunex_mpi.run import checkpoint_files
-from prunex_mpi.run.beginning import INITIAL
+from prunex_mpi.run.pretrained import INITIAL
 from prunex_mpi.run.supervision import driver_of
 
 pytestmark = pytest.mark.usefixtures("failing_instead_of_aborting")
 FILES = ["--dataset", "imagefolder"]
+MODEL = ("--model", "odd_models:small")
 SMALL = [
-    *("--model", "odd_models:small", "--batch-size", "8", "--outer-iterations", "6"),
+    *(*MODEL, "--batch-size", "8", "--outer-iterations", "6"),
     *("--local-steps", "2", "--evaluate-every", "2"),
     *("--checkpoint-every", "2"),
 ]
@@ -81,7 +82,7 @@ def test_a_stream_trains_what_memory_trains(
 def test_a_stream_that_was_left_goes_on_exactly(tmp_path: Path, run: Callable[..., int]) -> None:
     assert run("whole", "--data-mode", "memory") == 0
     assert run("run", "--data-mode", "stream", "--time-limit", "1") == 75
-    again = ["--resume", "--run-dir", str(tmp_path / "run"), "--time-limit", "0"]
+    again = ["--resume", "--run-dir", str(tmp_path / "run"), *MODEL, "--time-limit", "0"]
     # With another number of threads, too.
     assert train.main([*again, "--data-workers", "1"]) == 0
     assert_same(tmp_path / "whole", tmp_path / "run")
@@ -96,7 +97,7 @@ def test_a_run_that_goes_on_has_the_colours_it_began_with(
     names = checkpoint_files.valid_names(tmp_path / "run")
     mean, std = checkpoint_files.read_manifest(tmp_path / "run", names[0])["colours"]
     monkeypatch.setattr(problem, "measure_colours", Mock(side_effect=AssertionError))
-    again = ["--resume", "--run-dir", str(tmp_path / "run"), "--time-limit", "0"]
+    again = ["--resume", "--run-dir", str(tmp_path / "run"), *MODEL, "--time-limit", "0"]
     assert train.main(again) == 0
     delivered = json.loads((tmp_path / "run/summary.json").read_text())["delivered"]
     assert (delivered["mean"], delivered["std"]) == (mean, std)
@@ -120,7 +121,7 @@ def test_a_damaged_image_ends_the_run_in_one_line_or_is_replaced(
     assert len(said) == 1 and f"cannot read image {victim}" in said[0]
     assert not (tmp_path / "run/summary.json").exists()
     # What was reached before counts.
-    again = ["--resume", "--run-dir", str(tmp_path / "run"), "--skip-corrupt"]
+    again = ["--resume", "--run-dir", str(tmp_path / "run"), *MODEL, "--skip-corrupt"]
     assert train.main(again) == 0
     told = [line for line in capfd.readouterr().err.splitlines() if victim in line]
     assert len(told) == 1 and "is replaced by" in told[0]

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import time
-import zlib
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,20 @@ from safetensors.torch import load_file
 from mpi4py import MPI
 
 from prunex_mpi import train
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm import preemption
 from prunex_mpi.core import evaluation
 from prunex_mpi.data import image_files
 from prunex_mpi.methods import hsadmm
-from prunex_mpi.run import supervision
+from prunex_mpi.run import job, supervision
+from prunex_mpi.run.start import look_at_model
 from prunex_mpi.run.supervision import Checkpoints
+from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.usefixtures("failing_instead_of_aborting")
+MODEL = ("--model", "odd_models:small")
 SMALL = [
-    *("--model", "odd_models:small", "--dataset", "synthetic", "--image-size", "8"),
+    *(*MODEL, "--dataset", "synthetic", "--image-size", "8"),
     *("--train-samples", "64", "--test-samples", "16", "--batch-size", "8"),
     *("--outer-iterations", "6", "--local-steps", "2"),
 ]
@@ -89,6 +92,37 @@ def test_it_does_not_go_back_for_ever(
     assert run(tmp_path / "run", "--on-divergence", "rollback", "--checkpoint-every", "off") == 1
     assert blows_up[0] == 100 - 1 - supervision.MAX_ROLLBACKS
     assert capfd.readouterr().err.count("going back") == supervision.MAX_ROLLBACKS
+
+
+@pytest.mark.parametrize("answer", ["stop", "rollback"])
+def test_a_consensus_that_is_not_finite_enters_no_checkpoint(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    answer: str,
+) -> None:
+    """Nothing is evaluated in the iteration whose exchange overflows."""
+    real, spoilt = supervision.checkpoint.save, []
+    due = Checkpoints.due
+
+    def overflow(self, world, iteration: int) -> bool:
+        if iteration == 3 and not spoilt:
+            spoilt.append(works[0].state.z)
+            works[0].state.z[0] = torch.inf
+        return due(self, world, iteration)
+
+    def save(topology, files, work) -> None:
+        assert torch.isfinite(work.state.z).all()
+        works.append(work)
+        real(topology, files, work)
+
+    works: list = []
+    monkeypatch.setattr(supervision.checkpoint, "save", save)
+    monkeypatch.setattr(Checkpoints, "due", overflow)
+    flags = ["--checkpoint-every", "1", "--evaluate-every", "6", "--on-divergence", answer]
+    assert run(tmp_path / "run", *flags) == (0 if answer == "rollback" else 1)
+    assert spoilt
+    assert "weights are not finite after outer iteration 3" in capfd.readouterr().err
 
 
 def test_a_loss_that_explodes_is_a_divergence(
@@ -243,7 +277,7 @@ def test_a_time_limit_leaves_and_the_run_goes_on_exactly(tmp_path: Path) -> None
     assert run(tmp_path / "whole") == 0
     assert run(tmp_path / "run", "--time-limit", "1", "--trace") == 75
     assert status(tmp_path / "run") == "preempted"
-    again = ["--resume", "--run-dir", str(tmp_path / "run"), "--time-limit", "0", "--trace"]
+    again = ["--resume", "--run-dir", str(tmp_path / "run"), *MODEL, "--time-limit", "0", "--trace"]
     assert train.main(again) == 0
     assert status(tmp_path / "run") == "completed"
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
@@ -258,21 +292,6 @@ def test_a_time_limit_leaves_and_the_run_goes_on_exactly(tmp_path: Path) -> None
     assert not (tmp_path / "whole/trace.json").exists()
     first, second = (load_file(tmp_path / x / "state.safetensors") for x in ("whole", "run"))
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.usefixtures("leaving_early")
-def test_a_run_from_before_ranks_were_recorded_goes_on(tmp_path: Path) -> None:
-    assert run(tmp_path, "--time-limit", "1", "--checkpoint-every", "1") == 75
-    manifests = sorted(tmp_path.glob("checkpoints/*/manifest.json"))
-    assert manifests
-    for path in manifests:
-        body = json.loads(json.loads(path.read_text())["body"])
-        del body["files"]["ranks.jsonl"]
-        text = json.dumps(body)
-        path.write_text(json.dumps({"body": text, "crc32": zlib.crc32(text.encode())}))
-    (tmp_path / "ranks.jsonl").unlink(missing_ok=True)
-    assert train.main(["--resume", "--run-dir", str(tmp_path), "--time-limit", "0"]) == 0
-    assert [record["iteration"] for record in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_complete_run_is_left_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -292,10 +311,12 @@ def test_a_run_that_had_converged_only_writes_what_is_missing(tmp_path: Path) ->
     assert status(tmp_path) == "converged"
     before = metrics(tmp_path), (tmp_path / "state.safetensors").read_bytes()
     (tmp_path / "summary.json").unlink()
-    assert train.main(["--run-dir", str(tmp_path), "--resume"]) == 0
+    assert train.main([*MODEL, "--run-dir", str(tmp_path), "--resume"]) == 0
     assert status(tmp_path) == "converged"
     assert (metrics(tmp_path), (tmp_path / "state.safetensors").read_bytes()) == before
-    assert train.main(["--run-dir", str(tmp_path), "--resume", "--outer-iterations", "7"]) == 0
+    assert (
+        train.main([*MODEL, "--run-dir", str(tmp_path), "--resume", "--outer-iterations", "7"]) == 0
+    )
     assert [record["iteration"] for record in metrics(tmp_path)] == [1, 2, 3]
 
 
@@ -319,3 +340,43 @@ def test_checkpoints_are_due_as_asked(every: str, expected: list[int]) -> None:
     checkpoints = Checkpoints(every)
     due = [i for i in range(1, 10) if checkpoints.due(MPI.COMM_SELF, i)]
     assert due == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "resnet8", "--stem", "imagenet"], "--stem imagenet does not fit resnet8"),
+        (["--model", "odd_models:none"], "has no function 'none'"),
+        (["--model", "alexnet"], "does not fit 10 classes of 8x8 images"),
+        (["--loss", "json:none"], "loss json:none"),
+    ],
+)
+def test_model_and_loss_are_looked_at_before_the_data_are_loaded(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    flags: list[str],
+    words: str,
+) -> None:
+    monkeypatch.setattr(job, "load_dataset", lambda *_: pytest.fail("the data were loaded"))
+    assert run(tmp_path / "run", *flags) == 2
+    assert words in capfd.readouterr().err
+
+
+def test_looking_at_the_model_draws_no_random_numbers() -> None:
+    settings = make(model="resnet8", dataset="digits", seed=3)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    look_at_model(MPI.COMM_SELF, settings, {}, Heartbeat())
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.usefixtures("leaving_early")
+def test_a_job_of_slurm_that_is_over_is_refused_before_the_data_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
+    monkeypatch.setattr(job, "load_dataset", lambda *_: pytest.fail("the data were loaded"))
+    assert run(tmp_path / "run") == 2
+    assert "SLURM_JOB_END_TIME says that the Slurm job ended on 2023-11-1" in capfd.readouterr().err

@@ -17,8 +17,8 @@ from small_runs import SCENARIOS, small_run
 from prunex_mpi.base.errors import FAILURE, Diverged
 from prunex_mpi.base.trace import HELPER
 from prunex_mpi.run.directory import RunDirectory
+from prunex_mpi.run.records import tracing
 from prunex_mpi.run.supervision import progress_of, recorded
-from prunex_mpi.run.tracing import tracing
 
 pytestmark = pytest.mark.mpi
 

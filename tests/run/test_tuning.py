@@ -9,12 +9,12 @@ from small_runs import small_run
 
 from prunex_mpi.core import problem
 from prunex_mpi.core.course import quadratic_rounds, total_steps
+from prunex_mpi.run.supervision import goes_behind_steps
 from prunex_mpi.run.tuning import (
     Costs,
     behind,
     chosen_by,
     exposed,
-    goes_behind_steps,
     interval,
     is_left_to_measure,
     trial_of,

@@ -37,9 +37,12 @@ def make_images(folder: Path, names: tuple[str, ...] = NAMES) -> None:
                 image.save(folder / split / name / f"{number}.png")
 
 
+MODEL = ("--model", "odd_models:small")
+
+
 def found_by(network: Path, folder: Path, *flags: str) -> dict[str, Any]:
     """Return what the program writes."""
-    argv = [str(network), "--json", str(folder / "found.json"), *flags]
+    argv = [str(network), "--json", str(folder / "found.json"), *MODEL, *flags]
     assert evaluate(WORLD, parse(argv), Heartbeat()) == 0
     WORLD.Barrier()
     return json.loads((folder / "found.json").read_text())
@@ -139,7 +142,7 @@ def test_images_that_a_run_skipped_are_skipped_and_none_to_train_on_is_decoded(
         assert {name.partition("/")[0] for name in decoded()} == {"test"}
 
         if WORLD.rank == 0:
-            export.export(options.parse([str(run), "--repeat", "0", "--images", "4"]))
+            export.export(options.parse([str(run), "--repeat", "0", "--images", "4", *MODEL]))
             seen = decoded()
             # Of four images at most one is another's substitute.
             assert 4 <= len(seen) <= 5 and {name.partition("/")[0] for name in seen} == {"test"}
@@ -149,7 +152,7 @@ def test_images_that_a_run_skipped_are_skipped_and_none_to_train_on_is_decoded(
             (run / "config.toml").write_text(config.replace(skipping, "skip-corrupt = false"))
             (run / "model/old").write_text("old")
             with pytest.raises(UserError, match="cannot read image"):
-                export.export(options.parse([str(run), "--repeat", "0"]))
+                export.export(options.parse([str(run), "--repeat", "0", *MODEL]))
             assert (run / "model/old").exists()
         WORLD.Barrier()
         flags = "--dataset", "imagefolder", "--data-dir", where

@@ -17,6 +17,7 @@ from torch import nn
 
 from prunex_mpi import export
 from prunex_mpi.base.errors import FAILURE, UNREADABLE, USAGE, UserError
+from prunex_mpi.base.files import FORMAT
 from prunex_mpi.data.batches import Look, evaluation_batches
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model
@@ -107,7 +108,7 @@ def test_what_takes_shape_or_keeps_results_as_it_runs_is_exported(
 ) -> None:
     """Lazy modules have no weights before the first image; a tensor with a gradient has no copy."""
     flags = ["--model", f"odd_models:{model}", "--groups", "channel", "--image-size", "8"]
-    exported(train(tmp_path, flags))
+    exported(train(tmp_path, flags), *flags[:2])
     assert "outputs differ by at most" in capsys.readouterr().out
 
 
@@ -125,12 +126,12 @@ def own_run(
 
 
 def exported(run: Path, *flags: str) -> None:
-    assert export.main([str(run), "--repeat", "0", *flags]) == 0
+    assert export.main([str(run), "--repeat", "0", "--model", "exported_models:net", *flags]) == 0
 
 
 def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
     """Export with `arguments`; return the one line that it says."""
-    assert export.main([*arguments, "--repeat", "0"]) == code
+    assert export.main([*arguments, "--repeat", "0", "--model", "exported_models:net"]) == code
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
     assert line.startswith("prunex_mpi.export: error: ")
@@ -142,7 +143,12 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> s
 def test_a_run_becomes_smaller_and_says_so(
     own_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert export.main([str(own_run), "--repeat", "1", "--images", "0"]) == 0
+    assert (
+        export.main(
+            [str(own_run), "--repeat", "1", "--images", "0", "--model", "exported_models:net"]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     # 8 and 6 channels, half of each.
     assert "removed: 7 of 14 groups of channels" in said
@@ -159,7 +165,7 @@ def test_a_run_becomes_smaller_and_says_so(
     assert f"{36 * 108 + 16 * 108 + 30:,}" in said
 
     plan = json.loads((own_run / "model/plan.json").read_text())
-    assert plan["format"] == standalone.FORMAT
+    assert plan["format"] == standalone.FORMAT == FORMAT
     assert plan["model"]["name"] == "exported_models:net"
     assert plan["layers"]["0"] == {"in_channels": 3, "out_channels": 4, "groups": 1}
     assert plan["layers"]["7"] == {"in_features": 3, "out_features": 10}
@@ -197,7 +203,7 @@ def test_a_network_that_became_smaller_in_training_is_exported(
     assert ["at", "first", "smaller", "times"] in [line.split() for line in said.splitlines()]
     assert " 748 " in said
     assert f"accuracy {100 * summary['test_accuracy']:.2f} % masked" in said
-    full = finished_run.read_run(own_run)
+    full = finished_run.read_run(own_run, given=("exported_models:net",))
     loaded = standalone.load(own_run / "model").double()
     images = torch.rand(5, 3, 8, 8, dtype=torch.float64)
     wanted = full.model.double()(images)
@@ -249,7 +255,7 @@ def test_it_loads_where_only_torch_is(own_run: Path, tmp_path: Path) -> None:
 
 def test_the_normalisation_is_that_of_training(own_run: Path) -> None:
     """The recorded accuracy is reached only with it."""
-    found = finished_run.read_run(own_run)
+    found = finished_run.read_run(own_run, given=("exported_models:net",))
     look = Look(found.mean, found.std, "cpu")
     batches = evaluation_batches(found.test, batch_size=50, look=look)
     proof = prove(found.model, found.model, batches)
@@ -508,3 +514,12 @@ def test_multiply_adds_count_attention_too() -> None:
     block = tokens * width * (4 * width + 2 * 768) + 2 * tokens * tokens * width
     counted = count_multiply_adds(model, torch.zeros(2, 3, 8, 8))
     assert counted == 4 * 48 * width + 6 * block + 10 * width
+
+
+def test_a_model_that_the_run_alone_names_is_not_imported(
+    own_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (own_run.parent / "exported_models.py").write_text("raise SystemExit('this was executed')")
+    assert export.main([str(own_run), "--repeat", "0"]) == USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("repeat it as --model exported_models:net")

@@ -19,8 +19,8 @@ from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.optimizer import momentum_of
 from prunex_mpi.run import checkpoint, checkpoint_files
-from prunex_mpi.run.assembly import set_up
 from prunex_mpi.run.directory import RunDirectory
+from prunex_mpi.run.start import set_up
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import with_overrides
 from prunex_mpi.tools.bench.timing import Action, min_seconds

@@ -19,7 +19,7 @@ from prunex_mpi.data.datasets import Dataset, load
 from prunex_mpi.data.decoding import MOST_DECODING, PREFETCHED, Access, Reader, Streamed, in_turn
 from prunex_mpi.data.images import as_uint8
 from prunex_mpi.methods import hsadmm
-from prunex_mpi.run.assembly import set_up
+from prunex_mpi.run.start import set_up
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import with_overrides
 from prunex_mpi.tools.bench.timing import Action, wall_times

@@ -24,7 +24,7 @@ from prunex_mpi.core.state import Problem, wires_of
 from prunex_mpi.core.steps import averaging
 from prunex_mpi.methods import per_step
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.run.assembly import set_up
+from prunex_mpi.run.start import set_up
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.bench.gloo import gloo_group

@@ -17,7 +17,7 @@ from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.run.assembly import set_up
+from prunex_mpi.run.start import set_up
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import make

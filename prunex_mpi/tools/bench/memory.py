@@ -31,9 +31,9 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import build_problem, make_groups, make_model
 from prunex_mpi.core.state import Work, build_state
+from prunex_mpi.diagnosis.devices import run_separately
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.layout import build_layout, flatten_
-from prunex_mpi.run.devices import run_separately
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.bench.kernels import IMAGE_SIZE, NUM_CLASSES

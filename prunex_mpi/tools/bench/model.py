@@ -24,8 +24,7 @@ from prunex_mpi.core.coded import MOST_SUMMED, SUMMED
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
 from prunex_mpi.core.state import State, adopt_mask, freeze, wires_of
 from prunex_mpi.run.cost import Exchange, Kernels, Link, bound_s, exchange_s, latency_s
-from prunex_mpi.run.dry_run import nominal_mask
-from prunex_mpi.run.forecast import exchange_of, travelling_under
+from prunex_mpi.run.dry_run import exchange_of, nominal_mask, travelling_under
 from prunex_mpi.settings.fields import PAYLOADS, Settings
 from prunex_mpi.settings.resolve import with_overrides
 from prunex_mpi.tools.bench.block_codes import coding_steps, shared_steps

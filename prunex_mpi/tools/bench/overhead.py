@@ -11,7 +11,7 @@ from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.state import wires_of
 from prunex_mpi.methods import hsadmm
-from prunex_mpi.run.assembly import set_up
+from prunex_mpi.run.start import set_up
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import with_overrides
 from prunex_mpi.tools.bench.collectives import slowest_of_ranks

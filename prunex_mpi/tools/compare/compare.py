@@ -18,9 +18,9 @@ from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.base.tables import as_json, format_table
 from prunex_mpi.comm.agreement import require_same, together
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.run.facts import recorded_versions
+from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.run.program import watched
-from prunex_mpi.run.start import find_transport, heed_findings, refuse_lone_singleton, take_places
+from prunex_mpi.run.start import apply_findings, find_transport, refuse_lone_singleton, take_places
 from prunex_mpi.settings.resolve import FIELDS
 from prunex_mpi.tools.compare import store
 from prunex_mpi.tools.compare.equal import run_equal
@@ -102,7 +102,7 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
         topology = place.topology
         if world.rank == 0:
             log.info("%s", place.layout)
-        heed_findings(place, first)
+        apply_findings(place, first)
         train = partial(
             run_one,
             topology,

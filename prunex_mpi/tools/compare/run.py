@@ -28,17 +28,20 @@ from prunex_mpi.core.best import delivered
 from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.state import State, Work, every_rank_sends, weights
 from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.methods.exchanges import metadata_bytes, operations_of
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
-from prunex_mpi.run import summary
-from prunex_mpi.run.assembly import assemble
-from prunex_mpi.run.closing import add_up
+from prunex_mpi.run import delivery
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.facts import recorded_versions
-from prunex_mpi.run.start import tell_beforehand
-from prunex_mpi.run.supervision import progress_of, recorded
-from prunex_mpi.run.tuning import goes_behind_steps, refuse_impossible_exchange
+from prunex_mpi.run.start import assemble, log_warnings
+from prunex_mpi.run.summary import add_up
+from prunex_mpi.run.supervision import (
+    goes_behind_steps,
+    progress_of,
+    recorded,
+    refuse_impossible_exchange,
+)
 from prunex_mpi.settings.fields import OF_THE_JOB, Settings
 from prunex_mpi.settings.resolve import ESTIMATED, flat_values, to_toml
 from prunex_mpi.tools.bench.timing import Action, min_seconds
@@ -77,7 +80,7 @@ def run_one(
     with nodes as mine, ExitStack() as exits:
         refuse_impossible_exchange(mine, settings)
         work = assemble(mine, settings, dataset, device, transport, heartbeat)
-        tell_beforehand(world, work)
+        log_warnings(world, work)
         state, problem, settings = work.state, work.problem, work.settings
         files = exits.enter_context(directory(world, settings, path))
         started = time.perf_counter()
@@ -180,9 +183,9 @@ def finish(
         return
 
     def write() -> None:
-        delivered = summary.save_model(files.path, work.state, work.problem, going)
+        delivered = delivery.save_model(files.path, work.state, work.problem, going)
         delivered["classes"] = list(class_names)
-        totals = summary.summarise(work.settings, topology, work.state, records, "completed")
+        totals = delivery.summarise(work.settings, topology, work.state, records, "completed")
         files.write_summary({**totals, "delivered": delivered, "seconds_total": total_s})
 
     telling_disk_errors("the results", write)

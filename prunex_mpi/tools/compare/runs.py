@@ -19,8 +19,8 @@ from prunex_mpi.core.course import steps_of, total_steps
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.run.facts import recorded_versions
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.compare import store
 from prunex_mpi.tools.compare.options import Options, refuse_unequal

@@ -21,7 +21,7 @@ from prunex_mpi.base.files import (
     write_json_durably,
 )
 from prunex_mpi.comm.agreement import broadcast_text, together
-from prunex_mpi.run.beginning import TORCHVISION
+from prunex_mpi.run.pretrained import TORCHVISION
 from prunex_mpi.settings.fields import Settings, key_of
 from prunex_mpi.settings.resolve import first_difference, from_table, to_toml
 from prunex_mpi.tools.compare.figure import refuse_impossible

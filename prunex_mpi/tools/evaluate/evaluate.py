@@ -1,7 +1,7 @@
 """Test a run's or an exported network on images that the ranks share."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
-from prunex_mpi.base.files import prepare_file, write_json
+from prunex_mpi.base.files import prepare_file, read_text, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import set_up_logging
+from prunex_mpi.base.named import refuse_unnamed
 from prunex_mpi.base.tables import Table, format_lines, format_table
 from prunex_mpi.comm.agreement import (
     raise_together,
@@ -31,8 +32,8 @@ from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.decoding import Access, decoding_threads
 from prunex_mpi.models import standalone
+from prunex_mpi.run.delivery import print_result
 from prunex_mpi.run.finished_run import read_run
-from prunex_mpi.run.job import say
 from prunex_mpi.run.start import refuse_lone_singleton, take_places
 from prunex_mpi.settings.fields import SHARED
 from prunex_mpi.tools.evaluate.options import Options
@@ -65,7 +66,7 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     refuse_lone_singleton(world)
     require_same(world, "the flags", repr(options))
     together(world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None)
-    network = together(world, lambda: read_network(options.network))
+    network = together(world, lambda: read_network(options.network, (options.model,)))
     with take_places(world, 0, options.device) as place:
         heartbeat.enter("data")
         topology = place.topology
@@ -98,17 +99,20 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
         if world.rank == 0:
             if options.json_file:
                 write_json(options.json_file, found)
-            say(describe(found, options))
+            print_result(describe(found, options))
 
     together(world, tell)
     return 0
 
 
-def read_network(path: Path) -> Network:
-    """Return the network of a complete run, or one that was exported. Raises UserError."""
+def read_network(path: Path, given: Collection[str] = ()) -> Network:
+    """Return the network of a complete run, or one that was exported. Raises UserError.
+
+    Modules are imported that the user has `given` alone, as package.module:function.
+    """
     if (path / standalone.PLAN).exists():
-        return _read_exported(path)
-    run = read_run(path, with_data=False)
+        return _read_exported(path, given)
+    run = read_run(path, with_data=False, given=given)
     settings = run.settings
     return Network(
         model=run.model,
@@ -121,9 +125,11 @@ def read_network(path: Path) -> Network:
     )
 
 
-def _read_exported(path: Path) -> Network:
+def _read_exported(path: Path, given: Collection[str]) -> Network:
     try:
-        plan = json.loads((path / standalone.PLAN).read_text(encoding="utf-8"))
+        plan = json.loads(read_text(path / standalone.PLAN))
+        name = str(plan["model"]["name"])
+        refuse_unnamed("model", name, given, f"{path}/{standalone.PLAN}", path)
         model = standalone.load(path)
         look = plan["normalisation"]
         return Network(
@@ -135,6 +141,8 @@ def _read_exported(path: Path) -> Network:
             std=torch.tensor(look["std"]),
             data={},
         )
+    except UserError:
+        raise
     # A damaged file and a factory that is not there show as whatever they lead to.
     except Exception as error:
         raise UserError(
@@ -150,10 +158,14 @@ def data_of(network: Network, options: Options) -> dict[str, Any]:
     What is given counts, else what the network was trained on.
     """
     given = {"dataset": options.dataset, "data_dir": options.data_dir}
+    if options.dataset == network.data.get("dataset"):
+        del given["dataset"]
     given = {key: value for key, value in given.items() if value}
     data = {"data_dir": SHARED["data_dir"].default, **network.data, **given}
     if "dataset" not in data:
         raise UserError("an exported network does not say what it is for: give --dataset")
+    where = f"{options.network}/config.toml"
+    refuse_unnamed("dataset", data["dataset"], (options.dataset,), where, options.network)
     if options.test_samples is not None or given:
         data["test_samples"] = options.test_samples or 0
     return data

@@ -11,6 +11,7 @@ from prunex_mpi.settings.parser import Parser, add_timeout, check_range, program
 from prunex_mpi.settings.values import choices_shown
 
 BATCH, CLASSES, MAX_COUNT, TIMEOUT_S = 256, 20, 10**6, 1800
+OWN_MODEL = "repeat the run's own model, package.module:factory: importing it runs its code"
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Options:
     """What to test on which images; empty and None stand for what the run was tested on."""
 
     network: Path
+    model: str
     dataset: str
     data_dir: str
     test_samples: int | None
@@ -39,6 +41,7 @@ def build_parser() -> Parser:
     add = parser.add_argument
     datasets = choices_shown(SHARED["dataset"].metadata)
     add("network", metavar="RUN|MODEL", help="folder of a complete run, or of an exported network")
+    add("--model", default="", metavar="NAME", help=OWN_MODEL)
     add(
         "--dataset",
         default="",
@@ -82,6 +85,7 @@ def parse(argv: Sequence[str]) -> Options:
     samples = given.test_samples
     return Options(
         network=Path(given.network),
+        model=given.model,
         dataset=convert_flag("dataset", given.dataset) if given.dataset else "",
         data_dir=given.data_dir,
         test_samples=None if samples is None else convert_flag("test_samples", samples),

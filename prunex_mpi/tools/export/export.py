@@ -8,6 +8,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import STATE
 from prunex_mpi.base.tables import format_table
 from prunex_mpi.data.batches import Look, evaluation_batches, part_of
+from prunex_mpi.diagnosis.machine import describe_machine, package_versions
 from prunex_mpi.models import standalone
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
@@ -19,7 +20,6 @@ from prunex_mpi.pruning.shrink import (
     smaller_tensors,
 )
 from prunex_mpi.run.finished_run import FinishedRun, read_run
-from prunex_mpi.run.machine import describe_machine, package_versions
 from prunex_mpi.tools.export import files
 from prunex_mpi.tools.export.options import Options
 from prunex_mpi.tools.export.proof import BATCH, compare, count_parameters, prove
@@ -33,7 +33,7 @@ def export(options: Options) -> None:
     devices = choose_devices(options.device)
     if options.onnx:
         require_packages("--onnx", "onnx", *files.ONNX_PACKAGES)
-    run = read_run(options.run, options.data_dir)
+    run = read_run(options.run, options.data_dir, given=(options.model, options.dataset))
     count = min(options.images or len(run.test.labels), len(run.test.labels))
     chosen = part_of(run.test, slice(count))
     look = Look(run.mean, run.std, "cpu", next(p.dtype for p in run.model.parameters()))

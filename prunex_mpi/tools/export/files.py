@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import FAILURE, UserError, one_line
-from prunex_mpi.base.files import sync, write_json_durably
+from prunex_mpi.base.files import sync, touch, write_json_durably
 from prunex_mpi.models import slim, standalone
 from prunex_mpi.run.tensor_file import save_tensors
 
@@ -38,7 +38,7 @@ def new_model_folder(run: Path) -> Iterator[Path]:
     lock = FileLock(run / "lock", timeout=0)
     try:
         # FileLock takes any failure to make its file for a lock that is held.
-        (run / "lock").touch()
+        touch(run / "lock")
         with lock:
             try:
                 _remove(partial)

@@ -9,6 +9,7 @@ from prunex_mpi.settings.parser import Parser, check_range, program_parser
 DEVICES = ("auto", "cpu", "cuda")
 PROOF_IMAGES, REPEAT = 2000, 7
 MAX_COUNT = 10**6
+OWN_MODEL = "repeat the run's own model, package.module:factory: importing it runs its code"
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,8 @@ class Options:
     """What to export, and how to prove and measure it."""
 
     run: Path
+    model: str
+    dataset: str
     data_dir: str
     onnx: bool
     torch_export: bool
@@ -33,6 +36,8 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="folder of a complete run")
+    add("--model", default="", metavar="NAME", help=OWN_MODEL)
+    add("--dataset", default="", metavar="NAME", help="likewise, the run's own data")
     add("--onnx", action="store_true", help="write model.onnx as well")
     add("--torch-export", action="store_true", help="write model.pt2 as well, by torch.export")
     add("--data-dir", default="", metavar="DIR", help="folder of the data, where it has moved")
@@ -69,6 +74,8 @@ def parse(argv: Sequence[str]) -> Options:
     check_range(given, "repeat", 0, MAX_COUNT)
     return Options(
         run=Path(given.run),
+        model=given.model,
+        dataset=given.dataset,
         data_dir=given.data_dir,
         onnx=given.onnx,
         torch_export=given.torch_export,

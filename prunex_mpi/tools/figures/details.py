@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, meant, quote
+from prunex_mpi.base.errors import UNREADABLE, UserError, listed, meant, quote
 from prunex_mpi.base.files import STATE
-from prunex_mpi.checks.findings import listed
+from prunex_mpi.core.residuals import RESIDUALS
 from prunex_mpi.tools.drawing import SHADES, new_figure, plain
 from prunex_mpi.tools.figures.beside import Beside, Drawn
 from prunex_mpi.tools.figures.costs import lacking
 from prunex_mpi.tools.report import layers_ranks
 from prunex_mpi.tools.report.pictures import RESIDUAL_WORDS, plot
-from prunex_mpi.tools.report.reading import RESIDUALS, Run, read_layers, read_ranks, shown
+from prunex_mpi.tools.report.reading import Run, read_layers, read_ranks, shown
 from prunex_mpi.tools.report.single import wanted_iterations
 from prunex_mpi.tools.report.thinning import starts_of
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from prunex_mpi.core.residuals import RESIDUALS
 from prunex_mpi.tools.drawing import (
     COLOURS,
     DASHES,
@@ -27,7 +28,7 @@ from prunex_mpi.tools.report.pictures import (
     plot,
     unit_of_seconds,
 )
-from prunex_mpi.tools.report.reading import RESIDUALS, Layers
+from prunex_mpi.tools.report.reading import Layers
 from prunex_mpi.tools.report.thinning import COLUMNS, binned, means
 
 if TYPE_CHECKING:

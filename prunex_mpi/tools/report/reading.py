@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
-from prunex_mpi.base.files import DIVERGED
+from prunex_mpi.base.files import DIVERGED, plain_only, read_text
 from prunex_mpi.core.residuals import RESIDUALS
 from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.tools.report.blame import RankRecord
@@ -150,7 +150,7 @@ def read_run(path: Path) -> Run:
     try:
         if not path.is_dir():
             raise UserError(f"there is no run in {where}; give the folder of --run-dir", UNREADABLE)
-        config = (path / CONFIG).read_text(encoding="utf-8")
+        config = read_text(path / CONFIG)
     except FileNotFoundError:
         raise UserError(
             f"{where} is not the folder of a run: it has no {CONFIG}", UNREADABLE
@@ -189,7 +189,7 @@ def how_it_ended(path: Path, summary: Mapping[str, Any]) -> tuple[str, str]:
     if summary:
         return summary["status"], str(summary.get("reason", ""))
     try:
-        found = json.loads((path / DIVERGED).read_text(encoding="utf-8"))
+        found = json.loads(read_text(path / DIVERGED))
         return "diverged", str(found["reason"])
     except FileNotFoundError:
         pass
@@ -214,7 +214,7 @@ def last_sign(path: Path) -> float:
 def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
     """Yield number, bytes and whether it is whole of each line; raise UserError."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=plain_only) as file:
             for number, line in enumerate(file, 1):
                 yield number, line, line.endswith(b"\n")
     except OSError as error:

@@ -9,6 +9,7 @@ import numpy as np
 
 from prunex_mpi.base.alone import require_packages
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
+from prunex_mpi.base.files import no_links
 from prunex_mpi.base.units import KIB
 from prunex_mpi.tools.drawing import MOST_CURVES, styled
 from prunex_mpi.tools.report import comparison, several, single
@@ -38,7 +39,9 @@ def report(options: Options) -> None:
         count = write_pngs(page, Path(options.png)) if options.png else 0
     written = text.encode("utf-8", "replace")
     try:
-        Path(output).write_bytes(written)
+        # A run may be somebody else's, and its page a link.
+        with open(output, "wb", opener=None if options.output else no_links) as file:
+            file.write(written)
     except OSError as error:
         where = quote(shown(output), 250)
         raise UserError(

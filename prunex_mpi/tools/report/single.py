@@ -7,14 +7,14 @@ import numpy as np
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.tables import Cell, Table
-from prunex_mpi.run.closing import closing_rows
+from prunex_mpi.core.residuals import RESIDUALS
+from prunex_mpi.run.summary import closing_rows
 from prunex_mpi.settings.resolve import FIELDS, make, to_toml, toml_key
 from prunex_mpi.tools.report import layers_ranks, pictures
 from prunex_mpi.tools.report.blame import PHASES, Blame, find_blame
 from prunex_mpi.tools.report.page import Page, Section, pictures_of
 from prunex_mpi.tools.report.reading import (
     RANKS,
-    RESIDUALS,
     Layers,
     Run,
     flat_config,

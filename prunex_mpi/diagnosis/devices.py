@@ -11,11 +11,11 @@ import torch
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.checks.findings import errors
-from prunex_mpi.checks.gpus import device_buffers_on_cpu, device_buffers_refused
-from prunex_mpi.checks.launcher import check_launcher
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.diagnosis.findings import errors
+from prunex_mpi.diagnosis.launcher import check_launcher
+from prunex_mpi.diagnosis.ranks import device_buffers_on_cpu, device_buffers_refused
 
 PROBE_TIMEOUT_S = 60
 # Of glibc's malloc.h, in bytes: what may be free at the end of the heap before it is given back,
@@ -101,13 +101,13 @@ def claimed_cuda_support() -> bool | None:
 
 
 def probe(device: str, operation: str = "") -> str:
-    """Try a collective of `run/probe.py`, or all, on `device` (cuda | cpu) in a job of its own.
+    """Try a collective of `probe.py`, or all, on `device` (cuda | cpu) in a job of its own.
 
     Returns "" when all is right, else what went wrong. A library that cannot take device memory
     ends with a segmentation fault, hence a separate job: of two ranks where there is an mpiexec,
     of one where there is none.
     """
-    command = [sys.executable, "-m", "prunex_mpi.run.probe", device]
+    command = [sys.executable, "-m", "prunex_mpi.diagnosis.probe", device]
     command += [operation] if operation else []
     launcher = shutil.which("mpiexec")
     try:

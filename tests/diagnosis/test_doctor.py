@@ -15,16 +15,14 @@ from nodes import NODE_SHAPES, WORLD, nodes_of
 from mpi4py import MPI
 
 from prunex_mpi import doctor
-from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.base.errors import USAGE, UserError, listed
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.checks import gpus as findings_gpu
-from prunex_mpi.checks import library as findings_mpi
-from prunex_mpi.checks import ranks as findings_ranks
-from prunex_mpi.checks.findings import SEVERITIES, Finding, RankFacts, errors, listed, per_machine
-from prunex_mpi.checks.launcher import check_launcher, describe_launcher, launcher_rank
 from prunex_mpi.comm.agreement import broadcast_text
-from prunex_mpi.run import probe as doctor_probe
-from prunex_mpi.run.facts import (
+from prunex_mpi.diagnosis import examine
+from prunex_mpi.diagnosis import library as findings_library
+from prunex_mpi.diagnosis import probe as doctor_probe
+from prunex_mpi.diagnosis import ranks as findings_ranks
+from prunex_mpi.diagnosis.facts import (
     bytes_free,
     cores_of_the_job,
     existing_folder,
@@ -32,11 +30,16 @@ from prunex_mpi.run.facts import (
     gather_facts,
     thread_level,
 )
-from prunex_mpi.tools.doctor import examine
-from prunex_mpi.tools.doctor import folder as doctor_folder
-from prunex_mpi.tools.doctor import report as doctor_report
-from prunex_mpi.tools.doctor.links import ALLREDUCE_BYTES, BANDWIDTH_BYTES, Link, measure_links
-from prunex_mpi.tools.doctor.options import parse
+from prunex_mpi.diagnosis.findings import (
+    SEVERITIES,
+    Finding,
+    RankFacts,
+    errors,
+    per_machine,
+)
+from prunex_mpi.diagnosis.launcher import check_launcher, describe_launcher, launcher_rank
+from prunex_mpi.diagnosis.links import ALLREDUCE_BYTES, BANDWIDTH_BYTES, Link, measure_links
+from prunex_mpi.diagnosis.options import parse
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -104,7 +107,7 @@ def test_a_good_job_has_no_complaints() -> None:
     assert {"versions", "clocks", "nodes", "device", "cores", "threads"} <= {
         f.subject for f in findings
     }
-    assert doctor_report.verdict(findings) == "ready to train"
+    assert examine.verdict(findings) == "ready to train"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +146,7 @@ def test_nodes_are_what_shares_a_machine() -> None:
 
 
 def test_every_rank_needs_the_same_kind_of_device() -> None:
-    check = findings_gpu.check_devices
+    check = findings_ranks.check_devices
     the_only(check(JOB), "ok", "CPU")
     the_only(check([replace(RANK, gpus=2)]), "ok", "beside GPUs")
     mixed = with_gpus(JOB[:2], ["a", "b"]) + JOB[2:]
@@ -153,7 +156,7 @@ def test_every_rank_needs_the_same_kind_of_device() -> None:
 
 
 def test_gpus_are_counted_per_machine() -> None:
-    check = findings_gpu.check_gpus
+    check = findings_ranks.check_gpus
     assert check(JOB) == []
     the_only(check(with_gpus(JOB, ["a", "b", "c", "d"])), "ok", "on alpha, beta: 2 ranks")
     shared = the_only(check(with_gpus(JOB, ["a", "a", "c", "d"]))[:1], "warning", "on alpha")
@@ -176,8 +179,8 @@ def test_gpus_are_counted_per_machine() -> None:
 )
 def test_expandable_segments_and_mpi(setting: str, buffers: str, severity: str | None) -> None:
     on_cpu = [replace(rank, allocator=setting) for rank in JOB]
-    assert findings_gpu.check_allocator(on_cpu, buffers) == []
-    found = findings_gpu.check_allocator(with_gpus(on_cpu, list("abcd")), buffers)
+    assert findings_ranks.check_allocator(on_cpu, buffers) == []
+    found = findings_ranks.check_allocator(with_gpus(on_cpu, list("abcd")), buffers)
     if severity is None:
         assert found == []
     else:
@@ -239,6 +242,13 @@ PASSED = {"Allreduce SUM": "", "Bcast": ""}
 CRASHED = {"Allreduce SUM": "", "Bcast": "the probe ended with code 139"}
 
 
+def test_a_job_of_slurm_that_is_over_fails() -> None:
+    end = {"SLURM_JOB_END_TIME": "1700000000"}
+    assert examine.check_time_limit(end, 1.6e9) == []
+    assert examine.check_time_limit({}, 1.8e9) == []
+    the_only(examine.check_time_limit(end, 1.8e9), "error", "SLURM_JOB_END_TIME", "2023-11-1")
+
+
 @pytest.mark.parametrize(
     ("requested", "kind", "claimed", "probed", "severities"),
     [
@@ -261,7 +271,7 @@ def test_cuda_awareness_is_what_the_probe_says(
     probed: dict[str, str] | None,
     severities: list[str],
 ) -> None:
-    found = findings_gpu.check_mpi_buffers(requested, kind, claimed, probed)
+    found = findings_ranks.check_mpi_buffers(requested, kind, claimed, probed)
     assert [f.severity for f in found] == severities
     if kind == "cuda":
         says = {True: "claims", False: "denies", None: "does not say"}[claimed]
@@ -292,7 +302,7 @@ def test_tensors_go_through_host_memory_where_that_is_known(
     probed: dict[str, str] | None,
     through_host: bool,
 ) -> None:
-    assert findings_gpu.goes_through_host(requested, kind, claimed, probed) == through_host
+    assert findings_ranks.goes_through_host(requested, kind, claimed, probed) == through_host
 
 
 OPEN_MPI, MPICH = "Open MPI v5.0.11", "MPICH 5.0.2"
@@ -317,7 +327,7 @@ ALONE = [replace(RANK, rank=i) for i in range(4)]
 def test_overlap_needs_an_mpi_for_several_threads(
     library: str, settings: dict[str, str], remedy: str, level: str
 ) -> None:
-    check = findings_mpi.check_thread_level
+    check = findings_library.check_thread_level
     job = under(library, **settings)
     the_only(check(job), "ok", "MPI_THREAD_MULTIPLE")
     job[3] = replace(job[3], thread_level=level)
@@ -336,7 +346,7 @@ def test_overlap_needs_an_mpi_for_several_threads(
     ],
 )
 def test_progress_is_told_and_nothing_to_worry_about(library: str, variable: str) -> None:
-    check = findings_mpi.check_progress
+    check = findings_library.check_progress
     found = the_only(check(under(library)), "note", "nothing needs to be done")
     assert found.remedy.startswith(variable) and bool(found.remedy) == bool(variable)
     assert check(under(library)[:1]) == []
@@ -370,7 +380,7 @@ def test_binomial_sums_of_open_mpi_are_told_where_they_cost(
     variable = "OMPI_MCA_coll_libnbc_iallreduce_algorithm"
 
     def check(**settings: str) -> list[Finding]:
-        return findings_mpi.check_reductions(under(library, ranks, **settings), staged)
+        return findings_library.check_reductions(under(library, ranks, **settings), staged)
 
     if severity is None:
         assert check() == []
@@ -402,7 +412,7 @@ def test_small_segments_of_han_are_told_where_it_is_used(
     library: str, ranks: list[RankFacts], severity: str | None
 ) -> None:
     def check(**settings: str) -> list[Finding]:
-        return findings_mpi.check_segments(under(library, ranks, **settings))
+        return findings_library.check_segments(under(library, ranks, **settings))
 
     if severity is None:
         assert check() == []
@@ -443,7 +453,7 @@ def test_a_single_connection_is_told_where_it_is_used(
     library: str, ranks: list[RankFacts], told: bool
 ) -> None:
     def check(**settings: str) -> list[Finding]:
-        return findings_mpi.check_sockets(under(library, ranks, **settings))
+        return findings_library.check_sockets(under(library, ranks, **settings))
 
     if not told:
         assert check() == []
@@ -467,8 +477,8 @@ def test_a_single_connection_is_told_where_it_is_used(
 
 
 def test_algorithms_must_be_those_of_all_ranks() -> None:
-    check = findings_mpi.check_agreement
-    reductions, segments = findings_mpi.REDUCTIONS, findings_mpi.HAN_SEGMENTS
+    check = findings_library.check_agreement
+    reductions, segments = findings_library.REDUCTIONS, findings_library.HAN_SEGMENTS
     assert check(under(OPEN_MPI)) == []
     assert check(under(OPEN_MPI, **{reductions: "1", segments: "524288"})) == []
     mixed = under(OPEN_MPI, JOB[:2]) + under(OPEN_MPI, JOB[2:], **{reductions: "1"})
@@ -483,12 +493,15 @@ def test_algorithms_must_be_those_of_all_ranks() -> None:
 
 def test_all_of_the_library_is_looked_at_together() -> None:
     job = [replace(rank, thread_level="single") for rank in under(OPEN_MPI, PAIR + JOB[1:2])]
-    found = findings_mpi.check_library(job, staged=True)
+    found = findings_library.check_library(job, staged=True)
     subjects = ["MPI threads", "MPI progress", "MPI sums", "MPI segments", "MPI sockets"]
     assert [finding.subject for finding in found] == subjects
     assert errors(found) == []
-    assert {f.severity for f in findings_mpi.check_library(under(MPICH), True)} == {"ok", "note"}
-    the_only(findings_mpi.check_library(under(OPEN_MPI, JOB[:1]), False), "ok")
+    assert {f.severity for f in findings_library.check_library(under(MPICH), True)} == {
+        "ok",
+        "note",
+    }
+    the_only(findings_library.check_library(under(OPEN_MPI, JOB[:1]), False), "ok")
 
 
 @pytest.mark.parametrize(
@@ -560,26 +573,26 @@ def test_the_worst_stands_first_with_its_remedy() -> None:
         Finding("ok", "fine", "all is well"),
         Finding("error", "very bad", "long " * 40, "do this"),
     ]
-    text = doctor_report.format_findings(findings)
+    text = examine.format_findings(findings)
     lines = text.splitlines()
     assert lines[1].startswith("  error    very bad  long long")
-    assert all(len(line) <= doctor_report.WIDTH for line in lines)
+    assert all(len(line) <= examine.WIDTH for line in lines)
     assert lines[-2].strip() == "-> do this"
     assert lines[-1] == "  ok       fine      all is well"
-    assert doctor_report.verdict(findings) == "training would fail: very bad"
+    assert examine.verdict(findings) == "training would fail: very bad"
     assert {f.severity for f in findings} <= set(SEVERITIES)
 
 
 def test_tables_have_a_line_per_node_and_per_link() -> None:
-    rows = doctor_report.format_topology(with_gpus(JOB, ["a", "b", "c", "d"])).splitlines()
+    rows = examine.format_topology(with_gpus(JOB, ["a", "b", "c", "d"])).splitlines()
     assert len(rows) == 4
     assert rows[2].split() == ["0", "alpha", "2", "4", "of", "4", "2", "cuda:0", "H+cuda:1", "H"]
     links = [Link("latency", "nodes 0 and 1", 8, 2e-6, 5), Link("Allreduce", "w", 10**6, 1e-3, 5)]
-    text = doctor_report.format_links(links, JOB)
+    text = examine.format_links(links, JOB)
     assert "2.00" in text
     assert "1000" in text
     assert "no network" not in text
-    assert "no network" in doctor_report.format_links(links, [replace(r, host="one") for r in JOB])
+    assert "no network" in examine.format_links(links, [replace(r, host="one") for r in JOB])
 
 
 def test_facts_survive_as_text_even_from_another_version() -> None:
@@ -604,14 +617,14 @@ def test_the_folder_above_counts_where_there_is_none_yet(tmp_path: Path) -> None
 def test_tokens_are_left_and_found(tmp_path: Path) -> None:
     path = str(tmp_path / "token")
     left = {"run_dir": "/r", "path": path, "token": "secret"}
-    assert doctor_folder.leave_token(path, "secret") == ""
-    assert doctor_folder.find_token("/r", left) == ""
-    assert "--run-dir means /s here" in doctor_folder.find_token("/s", left)
+    assert examine.leave_token(path, "secret") == ""
+    assert examine.find_token("/r", left) == ""
+    assert "--run-dir means /s here" in examine.find_token("/s", left)
     other = {**left, "token": "other"}
-    assert "another file" in doctor_folder.find_token("/r", other, limit_s=0)
+    assert "another file" in examine.find_token("/r", other, limit_s=0)
     Path(path).unlink()
-    assert "No such file" in doctor_folder.find_token("/r", left, limit_s=0)
-    assert "can't be written" in doctor_folder.leave_token("/proc/none/token", "secret")
+    assert "No such file" in examine.find_token("/r", left, limit_s=0)
+    assert "can't be written" in examine.leave_token("/proc/none/token", "secret")
 
 
 @pytest.mark.parametrize(
@@ -661,7 +674,7 @@ def test_facts_of_all_ranks_reach_rank_zero(ranks_per_node: int) -> None:
         assert set(rank.versions) == {"prunex_mpi", "torch", "python", "mpi4py", "mpi"}
         assert rank.thread_level == thread_level()
         assert rank.mpi_settings == {
-            name: os.environ[name] for name in findings_mpi.SETTINGS if name in os.environ
+            name: os.environ[name] for name in findings_library.SETTINGS if name in os.environ
         }
     assert max(r.clock for r in facts) - min(r.clock for r in facts) < 1
     assert findings_ranks.check_versions(facts)[0].severity == "ok"
@@ -691,13 +704,13 @@ def test_links_are_measured_where_there_are_any(ranks_per_node: int) -> None:
 def test_every_node_opens_what_rank_zero_wrote(tmp_path: Path) -> None:
     folder = broadcast_text(WORLD, str(tmp_path))
     with nodes_of(1) as topology:
-        assert doctor_folder.try_folder(topology, f"{folder}/new/run") == {}
-        problems = doctor_folder.try_folder(topology, "/proc/none/run")
+        assert examine.try_folder(topology, f"{folder}/new/run") == {}
+        problems = examine.try_folder(topology, "/proc/none/run")
         assert list(problems.values()) == (
             ["/proc can't be written (No such file or directory)"] if WORLD.rank == 0 else []
         )
         # Nothing can be removed there either.
-        problems = doctor_folder.try_folder(topology, f"{__file__}/run")
+        problems = examine.try_folder(topology, f"{__file__}/run")
         assert list(problems.values()) == (
             [f"{__file__} can't be written (Not a directory)"] if WORLD.rank == 0 else []
         )
@@ -708,9 +721,9 @@ def test_every_node_opens_what_rank_zero_wrote(tmp_path: Path) -> None:
 @pytest.mark.mpi(min_size=2)
 def test_a_node_that_sees_another_folder_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     if WORLD.rank == 1:
-        monkeypatch.setattr(doctor_folder.os.path, "abspath", lambda path: f"/elsewhere/{path}")
+        monkeypatch.setattr(examine.os.path, "abspath", lambda path: f"/elsewhere/{path}")
     with nodes_of(1) as topology:
-        problems = doctor_folder.try_folder(topology, "runs")
+        problems = examine.try_folder(topology, "runs")
     monkeypatch.undo()
     if WORLD.rank == 0:
         (problem,) = problems.values()
@@ -847,5 +860,5 @@ def test_training_says_the_same(tmp_path: Path) -> None:
     ended = run_job(2, ["-m", "prunex_mpi.train", *arguments], tmp_path, **limited)
     assert ended.returncode == USAGE, ended.stderr
     assert ended.stderr.count("set OMP_NUM_THREADS=") == 1
-    assert ended.stderr.count(findings_gpu.device_buffers_on_cpu().line()) == 1
+    assert ended.stderr.count(findings_ranks.device_buffers_on_cpu().line()) == 1
     assert not (tmp_path / "run").exists()

@@ -1,7 +1,7 @@
 """Try collectives on device tensors in a job of its own, which may crash.
 
-`python -m prunex_mpi.run.probe cuda [sum | bcast | bor | alltoallv | allgather]`, under a launcher
-or alone.
+`python -m prunex_mpi.diagnosis.probe cuda [sum | bcast | bor | alltoallv | allgather]`, under a
+launcher or alone.
 """
 
 import sys

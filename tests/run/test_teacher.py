@@ -14,7 +14,7 @@ from small_runs import COMMON, SCENARIOS, small_run
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.core.steps import forward, next_batch
 from prunex_mpi.models.build import build_model
-from prunex_mpi.run import teaching
+from prunex_mpi.run import pretrained
 from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.resolve import make, to_toml
 
@@ -138,16 +138,16 @@ def test_a_network_of_other_classes_is_no_teacher() -> None:
     network = build_model(MODEL, num_classes=7, image_size=8)
     data = SimpleNamespace(image_size=8, num_classes=10)
     with pytest.raises(UserError, match=r"--teacher runs/x does not fit 10 classes of 8x8 images"):
-        teaching._try_outputs(network, data, "runs/x")
-    teaching._try_outputs(network, SimpleNamespace(image_size=8, num_classes=7), "runs/x")
+        pretrained._try_outputs(network, data, "runs/x")
+    pretrained._try_outputs(network, SimpleNamespace(image_size=8, num_classes=7), "runs/x")
 
 
 def test_a_teacher_of_other_classes_by_name_is_refused() -> None:
     data = SimpleNamespace(class_names=("ant", "bee"))
     for known in ([], ["ant", "bee"]):
-        teaching._refuse_other_classes(known, data, "runs/x")
-    teaching._refuse_other_classes(["ant"], SimpleNamespace(class_names=()), "runs/x")
+        pretrained._refuse_other_classes(known, data, "runs/x")
+    pretrained._refuse_other_classes(["ant"], SimpleNamespace(class_names=()), "runs/x")
     with pytest.raises(
         UserError, match="runs/x knows other classes: 'cat' where the data have 'bee'"
     ):
-        teaching._refuse_other_classes(["ant", "cat"], data, "runs/x")
+        pretrained._refuse_other_classes(["ant", "cat"], data, "runs/x")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from prunex_mpi.base.memory import memory_limit
 from prunex_mpi.base.units import GIB, MIB
-from prunex_mpi.checks.memory import memory_limit
 
 
 @pytest.fixture(autouse=True)

@@ -29,8 +29,8 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models import trained as weights_read
 from prunex_mpi.models.build import build_model
-from prunex_mpi.run import beginning
-from prunex_mpi.run.beginning import INITIAL, judge_beginning
+from prunex_mpi.run import pretrained
+from prunex_mpi.run.pretrained import INITIAL, evaluate_initial
 from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.resolve import flat_values, make, resumed, with_overrides
 
@@ -59,14 +59,14 @@ def save(folder: Path) -> str:
 @contextmanager
 def read_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have no other rank read the weights."""
-    real = beginning.read_tensors
+    real = pretrained.read_tensors
 
     def read(path: Path) -> dict[str, torch.Tensor]:
         assert WORLD.rank == 0
         return real(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(beginning, "read_tensors", read)
+        patch.setattr(pretrained, "read_tensors", read)
         yield
 
 
@@ -90,7 +90,7 @@ def test_every_rank_and_every_variable_begins_with_the_weights(
             counters = [b for n, b in work.problem.model.named_buffers() if "num_batches" in n]
             assert counters and all(int(b) == 1 for b in counters)
             assert len(work.settings.init_digest) == 64
-            judge_beginning(topology, files, work)
+            evaluate_initial(topology, files, work)
             if files is not None:
                 found = json.loads((files.path / INITIAL).read_text())
                 assert found["sha256"] == work.settings.init_digest
@@ -175,7 +175,7 @@ def test_a_run_goes_on_without_its_file_and_another_begins_where_it_ended() -> N
         # Another run begins with what this one delivered, and sees images as it did.
         model = build_model(MODEL, num_classes=10, image_size=8)
         settings = make(model=MODEL, init_from=str(folder / "run"))
-        found = beginning.begin_from_(WORLD, settings, model, 8)
+        found = pretrained.load_initial_(WORLD, settings, model, 8)
         assert found.image_mean == pytest.approx((0.3,) * 3)
         assert found.image_std == pytest.approx((0.4,) * 3)
         taken = [torch.equal(t, weights[k]) for k, t in model.state_dict().items()]
@@ -188,7 +188,7 @@ def test_a_changed_file_is_refused(tmp_path: Path) -> None:
 
     settings = make(model=MODEL, init_from=save(tmp_path), init_digest="0" * 64)
     with pytest.raises(UserError, match="is not the file of before"):
-        beginning.begin_from_(MPI.COMM_SELF, settings, trained(), 8)
+        pretrained.load_initial_(MPI.COMM_SELF, settings, trained(), 8)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_changed_file_is_refused(tmp_path: Path) -> None:
 def test_folders_that_are_no_run_are_refused(make_folder, word: str, tmp_path: Path) -> None:
     make_folder(tmp_path)
     with pytest.raises(UserError, match=word):
-        beginning.locate(make(init_from=str(tmp_path)))
+        pretrained.locate(make(init_from=str(tmp_path)))
 
 
 def test_the_classes_of_another_run_are_compared_by_name(
@@ -217,7 +217,7 @@ def test_the_classes_of_another_run_are_compared_by_name(
     caplog.set_level(logging.INFO, log.name)
     for names, anew in (((), 0), (("ant", "bee"), 0), (("bee", "ant"), 1)):
         caplog.clear()
-        beginning.begin_from_(MPI.COMM_SELF, settings, model, 8, names)
+        pretrained.load_initial_(MPI.COMM_SELF, settings, model, 8, names)
         assert caplog.text.count("has other classes than the data: layer") == anew
 
 
@@ -231,7 +231,7 @@ def test_a_run_that_made_its_network_smaller_says_so(tmp_path: Path) -> None:
         model = build_model(name, num_classes=10, image_size=8)
         settings = make(init_from=str(tmp_path), model=name)
         with pytest.raises(UserError, match=word) if word else nullcontext():
-            beginning.begin_from_(MPI.COMM_SELF, settings, model, 8)
+            pretrained.load_initial_(MPI.COMM_SELF, settings, model, 8)
 
 
 def test_what_the_run_filled_in_is_no_difference_and_all_else_is() -> None:

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.comm.topology import build_topology, free_topology
-from prunex_mpi.run import devices
+from prunex_mpi.diagnosis import devices
 
 pytestmark = pytest.mark.jobs
 
@@ -84,7 +84,7 @@ def test_omp_num_threads_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TAKE_AND_FREE = """
 import ctypes, resource
-from prunex_mpi.run.devices import keep_freed_memory
+from prunex_mpi.diagnosis.devices import keep_freed_memory
 library = ctypes.CDLL(None)
 library.malloc.restype = ctypes.c_void_p
 library.memset.argtypes = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
@@ -198,8 +198,8 @@ def test_probe_of_one_operation_names_it(monkeypatch: pytest.MonkeyPatch) -> Non
     devices.probe("cpu", "bor")
     devices.probe("cpu")
     assert [command[2:] for command in commands] == [
-        ["prunex_mpi.run.probe", "cpu", "bor"],
-        ["prunex_mpi.run.probe", "cpu"],
+        ["prunex_mpi.diagnosis.probe", "cpu", "bor"],
+        ["prunex_mpi.diagnosis.probe", "cpu"],
     ]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from prunex_mpi.checks.findings import Finding
+from prunex_mpi.diagnosis.findings import Finding
 
 
 def check_launcher(ranks: int, environment: Mapping[str, str]) -> list[Finding]:

@@ -8,9 +8,10 @@ warnings and refuses the errors.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from prunex_mpi.base.errors import listed
+
 # From the worst on.
 SEVERITIES = ("error", "warning", "note", "ok")
-SHOWN_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,3 @@ def per_machine(
         Finding(f.severity, f.subject, f"on {listed(names)}: {f.reason}", f.remedy)
         for f, names in hosts.items()
     ]
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return some distinct names and how many more there are."""
-    distinct = list(dict.fromkeys(names))
-    more = len(distinct) - SHOWN_NAMES
-    shown = ", ".join(distinct[:SHOWN_NAMES])
-    return f"{shown} and {more} more" if more > 0 else shown

@@ -17,8 +17,8 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.metrics import RANK_PHASES
 from prunex_mpi.core.residuals import RESIDUALS
 from prunex_mpi.methods import hsadmm
-from prunex_mpi.run import rank_records
-from prunex_mpi.run.rank_records import RankRecords
+from prunex_mpi.run import records
+from prunex_mpi.run.records import RankRecords
 from prunex_mpi.run.supervision import driver_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
@@ -197,7 +197,7 @@ def test_the_hosts_are_those_of_the_nodes(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_many_ranks_have_no_row_in_every_outer_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_records, "RANKS_EACH", 1)
+    monkeypatch.setattr(records, "RANKS_EACH", 1)
     with nodes_of(2) as topology:
         rows = RankRecords(topology)
         rank: dict[str, Any] = {

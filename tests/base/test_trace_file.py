@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
-from prunex_mpi.run.trace_file import TraceFile
+from prunex_mpi.base.trace import TraceFile
 
 
 def event(number: int) -> dict[str, Any]:

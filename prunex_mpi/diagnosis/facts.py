@@ -14,14 +14,14 @@ import torch
 import mpi4py
 from mpi4py import MPI
 
-from prunex_mpi.checks.findings import RankFacts
-from prunex_mpi.checks.launcher import describe_launcher
-from prunex_mpi.checks.library import SETTINGS
-from prunex_mpi.checks.ranks import MUST_AGREE
 from prunex_mpi.comm.agreement import gather_text
 from prunex_mpi.comm.topology import Topology, library_name
 from prunex_mpi.core.loading import gpu_identity
-from prunex_mpi.run.machine import package_versions
+from prunex_mpi.diagnosis.findings import RankFacts
+from prunex_mpi.diagnosis.launcher import describe_launcher
+from prunex_mpi.diagnosis.library import SETTINGS
+from prunex_mpi.diagnosis.machine import package_versions
+from prunex_mpi.diagnosis.ranks import MUST_AGREE
 
 DEFAULT_RUN_DIR = "runs"
 

@@ -5,7 +5,8 @@ What the environment has set is not told again. Figures were measured with Open 
 
 from collections.abc import Sequence
 
-from prunex_mpi.checks.findings import Finding, RankFacts, by_host, listed
+from prunex_mpi.base.errors import listed
+from prunex_mpi.diagnosis.findings import Finding, RankFacts, by_host
 
 # From the least on, as MPI names them.
 THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")

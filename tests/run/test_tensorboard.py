@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prunex_mpi import train
-from prunex_mpi.run.board import Board, scalars
+from prunex_mpi.run.directory import Tensorboard, scalars
 
 SMALL = [
     *("--model", "odd_models:small", "--dataset", "synthetic", "--image-size", "8"),
@@ -45,7 +45,7 @@ def test_numbers_have_the_names_of_their_places() -> None:
 
 
 def test_what_is_done_again_replaces_what_was(tmp_path: Path) -> None:
-    board = Board(tmp_path, 1)
+    board = Tensorboard(tmp_path, 1)
     for iteration in (1, 2, 3):
         board.add({"iteration": iteration, "lr": 1.0})
     board.rewind(2)

@@ -1,0 +1,136 @@
+"""Write what a run delivers: the weights of its network, and its totals for summary.json."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prunex_mpi.base.files import STATE, telling_disk_errors
+from prunex_mpi.base.logs import log
+from prunex_mpi.comm.agreement import together_while
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.best import Judged, best_of, delivered
+from prunex_mpi.core.evaluation import judge
+from prunex_mpi.core.metrics import density, prunable_and_kept
+from prunex_mpi.core.state import Problem, State, Work, weights
+from prunex_mpi.models.dummy_input import probe
+from prunex_mpi.run.directory import RunDirectory
+from prunex_mpi.run.pretrained import read_initial
+from prunex_mpi.run.summary import add_up, closing_table
+from prunex_mpi.run.tensor_file import save_tensors
+from prunex_mpi.settings.fields import Settings
+
+
+def deliver(
+    topology: Topology,
+    files: RunDirectory | None,
+    work: Work,
+    status: str,
+    class_names: Sequence[str],
+) -> dict[str, Any]:
+    """Write the delivered network; return on rank 0 the run's results.
+
+    Rank 0 has `files`; the others get None and return {}. Collective on `world`.
+    """
+    results = judge_best(topology, work)
+
+    def write(going: Callable[[], None]) -> dict[str, Any]:
+        if files is None:
+            return {}
+        with delivered(work):
+            records = files.read_lines("metrics.jsonl")
+            totals = summarise(work.settings, topology, work.state, records, status)
+            model = save_model(files.path, work.state, work.problem, going)
+        model["classes"] = list(class_names)
+        return {**totals, **results, "delivered": model, "initial": read_initial(files.path)}
+
+    action = lambda going: telling_disk_errors("the results", partial(write, going))  # noqa: E731
+    return together_while(topology.world, action, work.heartbeat.go_on)
+
+
+def judge_best(topology: Topology, work: Work) -> dict[str, Any]:
+    """Test the best network where the test images were kept back for it; {} elsewhere.
+
+    Collective on `world`.
+    """
+    best = work.state.position.best
+    if work.problem.kept_back is None or not best:
+        return {}
+    with best_of(work):
+        loss, accuracy = judge(topology, work, work.problem.kept_back)
+    found = Judged(*best)
+    held_out = {"iteration": found.iteration, "accuracy": found.accuracy, "loss": found.loss}
+    return {"test_loss": loss, "test_accuracy": accuracy, "validation": held_out}
+
+
+def save_model(
+    path: Path, state: State, problem: Problem, going: Callable[[], None]
+) -> dict[str, Any]:
+    """Write state.safetensors, the state dict of the delivered model: z masked.
+
+    Returns what export checks the file and the model by, for summary.json. `going` is called as
+    often as the file goes on.
+    """
+    model, image_size = problem.model, problem.train_shard.images.shape[-1]
+    with weights(state, state.z):
+        tensors = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
+        logits = probe(model, image_size)
+    record = save_tensors(tensors, path / STATE, going=going)
+    # What a network that became smaller while it was trained is built with.
+    smaller = {"layers": state.sizes} if state.sizes else {}
+    return {
+        **smaller,
+        "bytes": record.size,
+        "crc32": record.crc32,
+        "image_size": image_size,
+        "mean": problem.mean.tolist(),
+        "std": problem.std.tolist(),
+        "probe": logits,
+    }
+
+
+def summarise(
+    settings: Settings,
+    topology: Topology,
+    state: State,
+    records: list[dict[str, Any]],
+    status: str,
+) -> dict[str, Any]:
+    """Return summary.json: totals over the run, the network in force, the last one's quality."""
+    last = records[-1]
+    prunable, kept = prunable_and_kept(state)
+    sums = add_up(records)
+    return {
+        "status": status,
+        "method": settings.method.name,
+        "iterations": len(records),
+        "test_accuracy": last["test_accuracy"],
+        "test_loss": last["test_loss"],
+        "density": density(state),
+        "parameters": state.whole.layout.numel,
+        "parameters_kept": state.whole.layout.numel - prunable + kept,
+        "prunable": prunable,
+        "prunable_kept": kept,
+        "seconds": sums["seconds"],
+        "bytes": sums["bytes"],
+        "nodes": list(topology.node_sizes),
+        "model": settings.model,
+        "dataset": settings.dataset,
+    }
+
+
+def print_table(totals: dict[str, Any], run_dir: Path) -> None:
+    """Print the table that ends a complete run."""
+    print_result(closing_table(totals, run_dir))
+
+
+def print_result(text: str) -> None:
+    """Print what a complete run ends with; a closed pipe or a full disk makes no failure of it."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        log.warning("the results can't be printed: %s", error.strerror)
+        # Python would try once more, and fail, when it ends.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -1,0 +1,331 @@
+"""Networks that are read from files: the first weights of `--init-from`, and `--teacher`."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
+from prunex_mpi.base.files import STATE, SUMMARY, read_text, telling_disk_errors, write_json_durably
+from prunex_mpi.base.logs import log
+from prunex_mpi.comm.agreement import broadcast_text, together, together_while
+from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.distillation import Teacher
+from prunex_mpi.core.evaluation import evaluate
+from prunex_mpi.core.metrics import quality
+from prunex_mpi.core.position import begin_iteration
+from prunex_mpi.core.problem import broadcast_weights_
+from prunex_mpi.core.state import Problem, Work
+from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.models import standalone
+from prunex_mpi.models.dummy_input import try_forward
+from prunex_mpi.models.standalone import PLAN
+from prunex_mpi.models.trained import (
+    Moments,
+    digest_of,
+    find_torchvision_file,
+    fit_,
+    read_tensors,
+)
+from prunex_mpi.run.directory import RunDirectory, read_summary
+from prunex_mpi.run.finished_run import read_run
+from prunex_mpi.settings.fields import Settings
+
+TORCHVISION = "torchvision"
+# What the weights that a run began with are, and what they reached.
+INITIAL = "initial.json"
+# So much of a digest is shown.
+SHOWN_DIGITS = 12
+
+
+def load_initial_(
+    world: MPI.Comm,
+    settings: Settings,
+    model: nn.Module,
+    side: int,
+    classes: Sequence[str] = (),
+    beat: Callable[[], None] = lambda: None,
+) -> Settings:
+    """Give `model` the weights of `--init-from`; return the settings with what came to light.
+
+    World rank 0 alone reads: its weights become everyone's when the problem is built. The settings
+    then name the digest of the file and the normalisation that goes with its weights. `side` is
+    that of an image, `classes` are those of the data by name, where they have names; `beat` is
+    called as reading goes on. Raises UserError on every rank. Collective on `world`.
+    """
+
+    def read(going: Callable[[], None]) -> str:
+        if world.rank:
+            return ""
+        path, look = locate(settings, going)
+        # It reads the whole file, which the system then has in its memory.
+        digest = digest_of(path, going)
+        refuse_other_file(path, digest, settings.init_digest, "--init-digest")
+        log.info("weights of %s, SHA-256 %s...", path, digest[:SHOWN_DIGITS])
+        if replaced := _fit_file_(settings, model, path, side, _knows_others(settings, classes)):
+            log.info("%s", replaced)
+        found = {"init_digest": digest}
+        if not settings.image_mean and look is not None:
+            found |= {"image_mean": look[0], "image_std": look[1]}
+        return json.dumps(found)
+
+    found = json.loads(broadcast_text(world, together_while(world, read, beat)))
+    return replace(settings, **{k: tuple(v) if type(v) is list else v for k, v in found.items()})
+
+
+def check_initial(settings: Settings, model: nn.Module, side: int) -> None:
+    """Raise UserError where `model` does not take the weights of `--init-from`.
+
+    It gets them. Those of torchvision are not looked at, since they may have to be downloaded.
+    """
+    if settings.init_from != TORCHVISION:
+        path, _ = locate(settings)
+        refuse_other_file(path, digest_of(path), settings.init_digest, "--init-digest")
+        _fit_file_(settings, model, path, side, others=False)
+
+
+def _fit_file_(settings: Settings, model: nn.Module, path: Path, side: int, others: bool) -> str:
+    """Put the weights in the file of `--init-from` into `model`, as `fit_` does."""
+    try:
+        return fit_(model, read_tensors(path), side, str(path), others)
+    except UserError:
+        _refuse_smaller(settings)
+        raise
+
+
+def _knows_others(settings: Settings, classes: Sequence[str]) -> bool:
+    """Say whether the run of `--init-from`, if it is one, has named other classes than these."""
+    path = Path(settings.init_from)
+    known = read_summary(path)["delivered"].get("classes", []) if path.is_dir() else []
+    return bool(known and classes) and known != list(classes)
+
+
+def refuse_other_file(path: Path, digest: str, wanted: str, flag: str) -> None:
+    """Raise UserError where a file is not the one whose digest is `wanted`, "" for any."""
+    if wanted not in ("", digest):
+        raise UserError(
+            f"{path} is not the file of before: its SHA-256 is {digest}, {flag} {wanted}; put it "
+            f"back, or leave {flag} away",
+            UNREADABLE,
+        )
+
+
+def refuse_exported(path: Path, flag: str) -> None:
+    """Raise UserError where a folder holds an exported network, not a run."""
+    if os.path.exists(path / PLAN):
+        raise UserError(
+            f"{flag} {quote(str(path), 250)} is an exported network, which is smaller than the "
+            "model: give the folder of its run",
+            UNREADABLE,
+        )
+
+
+def _refuse_smaller(settings: Settings) -> None:
+    """Raise UserError where the weights of `--init-from` are of a run that changed its network."""
+    path = Path(settings.init_from)
+    if path.is_dir() and read_summary(path)["delivered"].get("layers"):
+        raise UserError(
+            f"--init-from {quote(str(path), 250)}: its network became smaller while it was "
+            "trained; give one of these widths as --model, or a run without remove-dropped",
+            UNREADABLE,
+        )
+
+
+def evaluate_initial(topology: Topology, files: RunDirectory | None, work: Work) -> None:
+    """Say what the weights of `--init-from` reach before they are trained on; write initial.json.
+
+    Nothing is judged where the run has begun already. Collective on `world`.
+    """
+    settings, position = work.settings, work.state.position
+    begins = (position.iteration, position.step) == (1, 0)
+    if not settings.init_from or not begins or work.problem.test is None:
+        return
+    work.heartbeat.enter("evaluate")
+    loss, accuracy = evaluate(topology, work)
+    # It is no part of the first outer iteration, and no network that the run has made.
+    position.best = []
+    begin_iteration(position)
+    log.info("before training: loss %.4f, accuracy %.2f %%", loss, 100 * accuracy)
+    record = {
+        "from": settings.init_from,
+        "sha256": settings.init_digest,
+        **quality(work, loss, accuracy),
+    }
+
+    def write() -> None:
+        if files is not None:
+            write_json_durably(files.path / INITIAL, record)
+
+    together(topology.world, lambda: telling_disk_errors(INITIAL, write))
+
+
+def read_initial(run: Path) -> dict[str, Any]:
+    """Return what `evaluate_initial` has written, {} where a run began with fresh weights."""
+    try:
+        return json.loads(read_text(run / INITIAL))
+    except (OSError, ValueError):
+        return {}
+
+
+def locate(
+    settings: Settings, going: Callable[[], None] = lambda: None
+) -> tuple[Path, Moments | None]:
+    """Return the file of `--init-from`, and (mean, std) of the images of its weights if known.
+
+    `going` is called as it is downloaded. Raises UserError where there is none.
+    """
+    source = settings.init_from
+    if source == TORCHVISION:
+        return find_torchvision_file(settings.model, going)
+    path = Path(source)
+    if not os.path.isdir(path):
+        return path, None
+    refuse_exported(path, "--init-from")
+    try:
+        delivered = read_summary(path)["delivered"]
+        mean, std = (tuple(map(float, delivered[key])) for key in ("mean", "std"))
+    except (KeyError, TypeError, ValueError):
+        raise UserError(
+            f"--init-from {quote(source, 250)} is no run that ended well, {SUMMARY} does not say "
+            "what was delivered: give a file of weights, or the folder of a run",
+            UNREADABLE,
+        ) from None
+    return path / STATE, (mean, std)
+
+
+def find_teacher(
+    world: MPI.Comm,
+    settings: Settings,
+    model: nn.Module,
+    dataset: Dataset,
+    beat: Callable[[], None] = lambda: None,
+) -> tuple[Settings, nn.Module, Moments | None]:
+    """Return the settings with the digest of `--teacher`, its network, and its normalisation.
+
+    World rank 0 alone reads; on the others the network, on the CPU, has no trained weights yet. A
+    file holds those of a network like `model`; a run says itself which one it has trained, and how
+    images are normalised for it (else None). `beat` is called as reading goes on. Raises UserError
+    on every rank. Collective on `world`.
+    """
+
+    def read(going: Callable[[], None]) -> tuple[nn.Module | None, str]:
+        if world.rank:
+            return None, ""
+        return _read(settings, model, dataset.image_size, going)
+
+    network, text = together_while(world, read, beat)
+    found = json.loads(broadcast_text(world, text))
+
+    def build() -> nn.Module:
+        built = network or _build(found, model)
+        _refuse_other_classes(found["classes"], dataset, settings.teacher)
+        _try_outputs(built, dataset, settings.teacher)
+        return built
+
+    network = together(world, build)
+    look = found["look"] and tuple(map(tuple, found["look"]))
+    return replace(settings, teacher_digest=found["digest"]), network, look
+
+
+def with_teacher(
+    topology: Topology,
+    settings: Settings,
+    problem: Problem,
+    teacher: tuple[nn.Module, Moments | None],
+    transport: Transport,
+) -> Problem:
+    """Return the problem of a run that learns from `teacher` too, which `find_teacher` has found.
+
+    Rank 0's weights become everyone's. Collective on `world`.
+    """
+    network, look = teacher
+    parameter = next(problem.model.parameters())
+    network.to(parameter.device, parameter.dtype).requires_grad_(False)
+    network.eval()
+    broadcast_weights_(topology.world, network, transport)
+    share, temperature = settings.teacher_share, settings.teacher_temperature
+    found = Teacher(network, share, temperature)
+    if look is not None:
+        mean, std = (torch.tensor(values) for values in look)
+        if not (torch.equal(mean, problem.mean) and torch.equal(std, problem.std)):
+            # From images normalised for the run to what they were before, and on from there.
+            scale, shift = problem.std / std, (problem.mean - mean) / std
+            on = {"device": parameter.device, "dtype": parameter.dtype}
+            affine = [values.view(1, 3, 1, 1).to(**on) for values in (scale, shift)]
+            found = replace(found, scale=affine[0], shift=affine[1])
+    # Of an untrained network the soft labels cost at most T^2 times what the hard ones do.
+    guess = problem.guess_loss * (1 - share + share * temperature**2)
+    return replace(problem, teacher=found, guess_loss=guess)
+
+
+def _read(
+    settings: Settings, model: nn.Module, side: int, going: Callable[[], None]
+) -> tuple[nn.Module, str]:
+    """Return the network of `--teacher` with its weights, and as JSON what others need of it."""
+    path = Path(settings.teacher)
+    found: dict[str, Any] = {"description": None, "layers": {}, "look": None, "classes": []}
+    if path.is_dir():
+        refuse_exported(path, "--teacher")
+        run = read_run(path, with_data=False, going=going, given=(settings.model, settings.loss))
+        network, name = run.model, run.settings.model
+        found |= {"description": run.description, "look": (run.mean.tolist(), run.std.tolist())}
+        found["layers"] = run.summary["delivered"].get("layers", {})
+        found["classes"] = run.summary["delivered"].get("classes", [])
+        path = path / STATE
+        digest = digest_of(path, going)
+    else:
+        # It reads the whole file, which the system then has in its memory.
+        digest = digest_of(path, going)
+        network, name = deepcopy(model), settings.model
+        replaced = fit_(network, read_tensors(path), side, str(path))
+        if replaced:
+            reason = replaced.partition(":")[0]
+            raise UserError(f"--teacher: {reason}; it must know those of the data", UNREADABLE)
+    refuse_other_file(path, digest, settings.teacher_digest, "--teacher-digest")
+    log.info("teacher: %s of %s, SHA-256 %s...", name, path, digest[:SHOWN_DIGITS])
+    return network, json.dumps({**found, "digest": digest})
+
+
+def _build(found: dict[str, Any], model: nn.Module) -> nn.Module:
+    """Return a network of the shapes that rank 0 has told of."""
+    if found["description"] is None:
+        return deepcopy(model)
+    network = standalone.build(found["description"])
+    standalone.resize_(network, found["layers"])
+    return network
+
+
+def _refuse_other_classes(known: list[str], dataset: Dataset, source: str) -> None:
+    """Raise UserError where both have names of classes, and others or in another order."""
+    names = list(dataset.class_names)
+    if known and names and known != names:
+        mine, theirs = next(pair for pair in zip_longest(names, known) if pair[0] != pair[1])
+        raise UserError(
+            f"--teacher {source} knows other classes: {quote(theirs)} where the data have "
+            f"{quote(mine)}; give one that was trained on these",
+            USAGE,
+        )
+
+
+def _try_outputs(network: nn.Module, dataset: Dataset, source: str) -> None:
+    """Raise UserError unless the teacher has an output per class of the data."""
+    side, classes = dataset.image_size, dataset.num_classes
+    try:
+        try_forward(network, classes, side)
+    # A size that does not fit shows as whatever the model's own code raises.
+    except Exception as error:
+        raise UserError(
+            f"--teacher {source} does not fit {classes} classes of {side}x{side} images "
+            f"({one_line(error)}): give one that was trained on such",
+            USAGE,
+        ) from error

@@ -1,0 +1,49 @@
+"""Modules are imported that the user has named; a file alone names none."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.named import import_function, refuse_foreign, refuse_unnamed
+
+TRAP = "raise SystemExit('this was executed')\n"
+
+
+def test_what_a_file_alone_names_is_not_imported(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "trap.py").write_text(TRAP)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="repeat it as --model trap:f"):
+        refuse_unnamed("model", "trap:f", ["other:f"], "plan.json")
+    assert "trap" not in sys.modules
+    refuse_unnamed("model", "trap:f", ["trap:f"], "plan.json")
+    refuse_unnamed("model", "resnet8", [], "plan.json")
+
+
+@pytest.mark.parametrize("name", ["trap:f", "parts.trap:f"])
+def test_a_module_inside_the_folder_that_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "run/parts").mkdir(parents=True)
+    for path in ("run/trap.py", "run/parts/__init__.py", "run/parts/trap.py"):
+        (tmp_path / path).write_text(TRAP)
+    monkeypatch.chdir(tmp_path / "run")
+    monkeypatch.syspath_prepend(str(tmp_path / "run"))
+    with pytest.raises(UserError, match="is a module inside"):
+        refuse_unnamed("model", name, [name], "config.toml", tmp_path / "run")
+
+
+@pytest.mark.parametrize("flags", [["--model", "nets:small"], ["--model=nets:small"]])
+def test_flags_name_what_may_be_imported(flags: list[str]) -> None:
+    names = {"model": "nets:small", "loss": "cross-entropy"}
+    refuse_foreign(names, flags, "")
+    with pytest.raises(UserError, match="--model nets:small"):
+        refuse_foreign(names, ["--model"], "")
+    with pytest.raises(UserError, match="--dataset data:own"):
+        refuse_foreign({**names, "dataset": "data:own"}, flags, "")
+
+
+def test_a_name_that_is_no_function_is_refused() -> None:
+    with pytest.raises(UserError, match="has no function 'none'"):
+        import_function("model", "json:none", "to build it")
