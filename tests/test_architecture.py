@@ -34,7 +34,7 @@ WITHOUT_MPI = (*PLAIN, "data", "models", "compress", "pruning")
 KNOWN_TO_COMM = "models.layout"
 HEAVY = {"torch", "torchvision", "mpi4py", "numpy"}
 
-LONGEST_MODULE, LONGEST_PROGRAM, MOST_PARAMETERS = 400, 65, 8
+LONGEST_MODULE, LONGEST_PROGRAM, MOST_PARAMETERS = 600, 65, 8
 # A list of settings is as long as there are settings.
 LONG = "settings.fields"
 

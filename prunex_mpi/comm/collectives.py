@@ -14,9 +14,9 @@ than that at any size; MPICH's Reduce_scatter folds as well, below 512 KiB.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -280,3 +280,146 @@ def _stage(transport: Transport, number: int, stretch: Tensor) -> Tensor:
     """Return the memory of stretch `number`, which shares it with the one before the last."""
     memory = transport.staging[number % 2]
     return memory[: stretch.nbytes].view(stretch.dtype)
+
+
+def allgather_(comm: MPI.Comm, mine: Tensor, everyone: Tensor, transport: Transport) -> None:
+    """Gather `mine` [n] of every rank into `everyone` [comm.size, n], alike on all ranks.
+
+    One Allgatherv per bucket. Collective on `comm`.
+    """
+    if comm.size == 1:
+        everyone[0].copy_(mine)
+        return
+    transport = within_reach(transport, everyone)
+    room = max(1, transport.bucket_bytes // (mine.element_size() * comm.size))
+    for start in range(0, mine.numel(), room):
+        piece = mine[start : start + room]
+        target = everyone[:, start : start + room]
+        if transport.staging is not None:
+            _allgather_staged_(comm, piece, target, transport)
+            continue
+        # The ranks' pieces lie a row apart, which is what displacements are for.
+        buffer, kind = mpi_buffer(everyone.view(-1)[start:])
+        places = [rank * mine.numel() for rank in range(comm.size)]
+        counts = [piece.numel()] * comm.size
+        comm.Allgatherv(mpi_buffer(piece), [buffer, (counts, places), kind])
+
+
+def _allgather_staged_(comm: MPI.Comm, piece: Tensor, target: Tensor, transport: Transport) -> None:
+    """Gather one bucket through the memory of the transport."""
+    size = piece.element_size()
+    sent, received = (
+        memory[: n * size].view(piece.dtype)
+        for memory, n in zip(transport.staging, (piece.numel(), target.numel()), strict=True)
+    )
+    sent.copy_(piece)
+    comm.Allgather(mpi_buffer(sent), mpi_buffer(received))
+    target.copy_(received.view(target.shape))
+
+
+def gather_counts(comm: MPI.Comm, count: int) -> list[int]:
+    """Return every rank's `count`, alike on all ranks. Collective on `comm`."""
+    counts = np.empty(comm.size, dtype=np.int64)
+    comm.Allgather(np.array([count], dtype=np.int64), counts)
+    return counts.tolist()
+
+
+def allgatherv_(
+    comm: MPI.Comm, mine: Tensor, counts: Sequence[int], everyone: Tensor, transport: Transport
+) -> None:
+    """Gather `counts[r]` elements of each rank r, one behind the other, into `everyone`.
+
+    `mine` holds this rank's; all of them fit into one bucket, and `everyone` may be longer.
+    Collective on `comm`.
+    """
+    target = everyone[: sum(counts)]
+    if comm.size == 1:
+        target.copy_(mine)
+        return
+    places = list(accumulate(counts, initial=0))[:-1]
+    sent, received = mine, target
+    if transport.staging is not None:
+        sent, received = (
+            memory[: part.nbytes].view(part.dtype)
+            for memory, part in zip(transport.staging, (mine, target), strict=True)
+        )
+        sent.copy_(mine)
+    buffer, kind = mpi_buffer(received)
+    comm.Allgatherv(mpi_buffer(sent), [buffer, (list(counts), places), kind])
+    if received is not target:
+        target.copy_(received)
+
+
+def deal_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transport) -> None:
+    """Send row r of `mine` [comm.size, n] to rank r; `received`, as large, is what came to here.
+
+    One Alltoall per bucket. Row r of what is received came from rank r. Collective on `comm`.
+    """
+    if comm.size == 1:
+        received.copy_(mine)
+        return
+    transport = within_reach(transport, mine)
+    room = max(1, transport.bucket_bytes // (mine.element_size() * comm.size))
+    for start in range(0, mine.shape[1], room):
+        part, target = mine[:, start : start + room], received[:, start : start + room]
+        if transport.staging is not None:
+            _deal_staged_(comm, part, target, transport)
+            continue
+        comm.Alltoallv(_rows(mine, start, part.shape[1]), _rows(received, start, part.shape[1]))
+
+
+def sum_shares_(comm: MPI.Comm, rows: Tensor, transport: Transport) -> None:
+    """Sum float16 or bfloat16 `rows` [comm.size, n] over `comm` in place, alike on all ranks.
+
+    For types that MPI doesn't add up: rank r adds up everyone's row r, in float32 and in the order
+    of the ranks, rounds the sum once, and hands it to all (Alltoall, Allgather). A rank sends what
+    it does in an Allreduce. Collective on `comm`.
+    """
+    if comm.size == 1:
+        return
+    transport = within_reach(transport, rows)
+    room = max(1, transport.bucket_bytes // (rows.element_size() * comm.size))
+    carried, mine = rows.view(torch.int16), comm.rank
+    for start in range(0, rows.shape[1], room):
+        part = carried[:, start : start + room]
+        received = torch.empty(part.shape, dtype=torch.int16, device=rows.device)
+        if transport.staging is not None:
+            _deal_staged_(comm, part, received, transport)
+        else:
+            comm.Alltoallv(_rows(carried, start, part.shape[1]), _rows(received, 0, part.shape[1]))
+        total = torch.zeros(part.shape[1], dtype=torch.float32, device=rows.device)
+        for addend in received.view(rows.dtype):
+            total.add_(addend)
+        rows[mine, start : start + room].copy_(total)
+        if transport.staging is not None:
+            _spread_staged_(comm, part, transport)
+        else:
+            comm.Allgatherv(MPI.IN_PLACE, _rows(carried, start, part.shape[1]))
+
+
+def _rows(rows: Tensor, start: int, width: int) -> list:
+    """Return the MPI buffer of `width` columns from `start` on, a row of them for each rank."""
+    buffer, kind = mpi_buffer(rows.view(-1)[start:])
+    places = [rank * rows.shape[1] for rank in range(rows.shape[0])]
+    return [buffer, ([width] * rows.shape[0], places), kind]
+
+
+def _staged(part: Tensor, memory: Tensor) -> Tensor:
+    """Return memory for a bucket in the shape and type of `part`."""
+    return memory[: part.numel() * part.element_size()].view(part.dtype).view(part.shape)
+
+
+def _deal_staged_(comm: MPI.Comm, part: Tensor, target: Tensor, transport: Transport) -> None:
+    """Deal one bucket through the memory of the transport."""
+    sent, received = (_staged(part, memory) for memory in transport.staging)
+    sent.copy_(part)
+    comm.Alltoall(mpi_buffer(sent), mpi_buffer(received))
+    target.copy_(received)
+
+
+def _spread_staged_(comm: MPI.Comm, part: Tensor, transport: Transport) -> None:
+    """Hand each rank's row of one bucket to all, through the memory of the transport."""
+    everyone = _staged(part, transport.staging[0])
+    everyone[comm.rank].copy_(part[comm.rank])
+    comm.Allgather(MPI.IN_PLACE, mpi_buffer(everyone))
+    part.copy_(everyone)

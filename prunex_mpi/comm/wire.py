@@ -15,14 +15,17 @@ from mpi4py import MPI
 
 from prunex_mpi.comm.collectives import (
     Transport,
+    allgather_,
+    allgatherv_,
     allreduce_,
     allreduce_then_bcast_,
     bcast_,
     between_nodes,
+    deal_,
+    gather_counts,
     reduce_,
+    sum_shares_,
 )
-from prunex_mpi.comm.gather import allgather_, allgatherv_, gather_counts
-from prunex_mpi.comm.shares import deal_, sum_shares_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock, Traffic
 

@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_, mpi_buffer
 from prunex_mpi.comm.traffic import Clock
-from prunex_mpi.compress.block_codes import (
+from prunex_mpi.compress.quantise import (
     BLOCK,
     add_decoded_,
     block_maxima_,

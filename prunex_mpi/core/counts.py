@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.compress.bits import ROW, pack_, unpack_
+from prunex_mpi.compress.quantise import ROW, pack_, unpack_
 
 
 def goes_to_all(workers: int, up: int, down: int) -> bool:

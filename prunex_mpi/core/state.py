@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.comm.behind import Behind
+from prunex_mpi.comm.async_exchange import Behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import StopAgreement
 from prunex_mpi.comm.topology import Topology

@@ -3,7 +3,7 @@
 What PyTorch's DDP hooks fp16_compress and bf16_compress do: rounded, divided by the number of
 workers, added up. Here it is divided before it is rounded, which is the same for powers of two but
 for numbers that become too small. MPI adds up neither type, so workers add up shares in float32 and
-round their sums once (`comm/shares.py`). Nothing is remembered of what rounding takes away.
+round their sums once (`comm/collectives.py`). Nothing is remembered of what rounding takes away.
 """
 
 from typing import Any

@@ -14,16 +14,17 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.compress.bits import pack_, unpack_
-from prunex_mpi.compress.blocks import (
+from prunex_mpi.compress.quantise import pack_, unpack_
+from prunex_mpi.compress.sparse import (
+    POSITION_BYTES,
     block_count,
     find_nonzero_,
     move_top_blocks_,
     new_bits,
     put_blocks_,
+    share_of,
     take_blocks_,
 )
-from prunex_mpi.compress.sparse import POSITION_BYTES, share_of
 from prunex_mpi.core.sparse_sum import allocate_equal, sum_sparse_
 from prunex_mpi.core.state import OWN, Work
 from prunex_mpi.models.layout import Layout

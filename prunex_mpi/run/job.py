@@ -17,7 +17,7 @@ from prunex_mpi.base.errors import PREEMPTED
 from prunex_mpi.base.files import SUMMARY, telling_disk_errors
 from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.comm.agreement import broadcast_text, require_same, together, together_while
-from prunex_mpi.comm.behind import exchanging_behind
+from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline, stop_agreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.best import Judged, best_of, delivered

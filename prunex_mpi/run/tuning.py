@@ -16,7 +16,7 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import together
-from prunex_mpi.comm.behind import refuse_single_thread
+from prunex_mpi.comm.async_exchange import refuse_single_thread
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.coded import MOST_SUMMED, SUMMED
 from prunex_mpi.core.course import steps_of

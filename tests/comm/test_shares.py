@@ -6,8 +6,7 @@ from driving import assert_alike_on_all_ranks, wire_of
 from nodes import WORLD
 
 from prunex_mpi.comm import collectives
-from prunex_mpi.comm.collectives import Transport, build_transport
-from prunex_mpi.comm.shares import deal_, sum_shares_
+from prunex_mpi.comm.collectives import Transport, build_transport, deal_, sum_shares_
 from prunex_mpi.comm.traffic import Traffic
 from prunex_mpi.comm.wire import ring_bytes
 

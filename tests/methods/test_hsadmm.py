@@ -24,7 +24,7 @@ from torch import nn
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.behind import exchanging_behind
+from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.topology import build_topology, free_topology
 from prunex_mpi.core.state import REST
 from prunex_mpi.methods.hsadmm import intra_node_consensus, outer_iterations

@@ -16,7 +16,7 @@ from mpi4py import MPI
 import prunex_mpi
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.comm.behind import Behind
+from prunex_mpi.comm.async_exchange import Behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.run import watchdog
 from prunex_mpi.run.watchdog import Record, Watchdog, blame, read_heartbeat
