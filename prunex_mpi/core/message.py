@@ -10,6 +10,8 @@ leaves over is the next e_i. So z changes by exactly what all ranks decode. With
 what the last rounding left over, less the one before. It does not add up over iterations. Groups
 that are pruned take what was left over of them along. BatchNorm statistics travel as differences
 to the last known ones as well, in bfloat16, without feedback: they are found anew every time.
+
+DiLoCo's step between nodes (Douillard et al. 2023) follows: SGD with Nesterov momentum on z.
 """
 
 import time
@@ -24,12 +26,13 @@ from prunex_mpi.comm.agreement import digests_agree
 from prunex_mpi.comm.collectives import Transport, allreduce_then_bcast_
 from prunex_mpi.comm.traffic import NOTHING, Clock
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.coded import allocate_coded, coded_bytes, sum_coded_
-from prunex_mpi.core.position import CODED, PLAIN
-from prunex_mpi.core.state import KNOWN, REST, State
+from prunex_mpi.core.evaluation import add_z_
+from prunex_mpi.core.state import CODED, KNOWN, PLAIN, REST, SHARED, State
+from prunex_mpi.core.sums import allocate_coded, coded_bytes, sum_coded_
 from prunex_mpi.models import batchnorm
 from prunex_mpi.pruning.compaction import pack_, unpack_
 from prunex_mpi.pruning.masks import apply_factors_
+from prunex_mpi.settings.fields import Settings
 
 STATISTICS = "bf16"
 
@@ -191,3 +194,36 @@ def take_over_(state: State, way: str, behind: bool = False, freezes: bool = Fal
 def _plain_parts(state: State) -> tuple[Tensor, Tensor]:
     numel = state.plan.numel
     return state.message[:numel], state.message[numel:]
+
+
+VELOCITY = f"{SHARED}outer_momentum"
+
+
+def outer_memory(theta: Tensor) -> dict[str, Tensor]:
+    """Allocate the velocity of `outer_step_`."""
+    return {VELOCITY: torch.zeros_like(theta)}
+
+
+def outer_step_(state: State, settings: Settings) -> None:
+    """Step from the last z, which is in `scratch`, towards z, the mean of the ranks.
+
+    b = momentum b + (old_z - z), z = old_z - lr (old_z - z + momentum b). Written so that lr 1
+    without momentum is the mean, bit for bit. The mask is kept: old_z, z and b vanish outside of
+    it. Does nothing where the method has no velocity.
+    """
+    if VELOCITY not in state.memory:
+        return
+    lr, momentum = settings.outer_lr, settings.outer_momentum
+    step = state.scratch.sub_(state.z)
+    velocity = state.memory[VELOCITY].mul_(momentum).add_(step)
+    state.z.add_(step, alpha=1 - lr).add_(velocity, alpha=-lr * momentum)
+
+
+def arrive_(state: State, settings: Settings, way: str, behind: bool = False) -> None:
+    """Make z what was exchanged for it while training may have gone on `behind` it.
+
+    As `take_over_`, with what follows from a new z.
+    """
+    take_over_(state, way, behind=behind)
+    outer_step_(state, settings)
+    add_z_(state, settings)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from prunex_mpi.comm.wire import COUNT_BYTES, Wire
 from prunex_mpi.compress.sparse import POSITION_BYTES, check_positions, choose_count, share_of
-from prunex_mpi.core.course import steps_taken
-from prunex_mpi.core.sparse_sum import add_sparse_parts_, allocate_sparse
+from prunex_mpi.core.schedule import steps_taken
 from prunex_mpi.core.state import OWN, SHARED, Work
+from prunex_mpi.core.sums import add_sparse_parts_, allocate_sparse
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 

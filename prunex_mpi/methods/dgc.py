@@ -23,9 +23,9 @@ from prunex_mpi.compress.threshold import (
     ratio_in,
     select_above_,
 )
-from prunex_mpi.core.course import steps_taken, total_steps
-from prunex_mpi.core.sparse_sum import add_sparse_parts_, allocate_sparse
+from prunex_mpi.core.schedule import steps_taken, total_steps
 from prunex_mpi.core.state import OWN, SHARED, Work
+from prunex_mpi.core.sums import add_sparse_parts_, allocate_sparse
 from prunex_mpi.models.layout import Layout, pieces_of
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.values import AUTO

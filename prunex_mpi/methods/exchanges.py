@@ -26,9 +26,9 @@ from prunex_mpi.comm.wire import COUNT_BYTES, Wires
 from prunex_mpi.compress.chunks import position_bytes
 from prunex_mpi.compress.sparse import POSITION_BYTES
 from prunex_mpi.compress.threshold import divide
-from prunex_mpi.core.coded import SUMMED
-from prunex_mpi.core.outer_step import outer_memory
+from prunex_mpi.core.message import outer_memory
 from prunex_mpi.core.state import State, Work
+from prunex_mpi.core.sums import SUMMED
 from prunex_mpi.methods import (
     adacgd,
     dense,

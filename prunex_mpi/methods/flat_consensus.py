@@ -23,15 +23,19 @@ import numpy as np
 
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wires
+from prunex_mpi.core.admm import (
+    converges,
+    decay_of_layers,
+    find_residuals,
+    own_residuals,
+    sum_candidate,
+)
 from prunex_mpi.core.evaluation import refuse_divergence
+from prunex_mpi.core.loop import measures_residuals, phase, rounds, split_local
 from prunex_mpi.core.mask_agreement import project_locally
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
-from prunex_mpi.core.norms import find_residuals, own_residuals
-from prunex_mpi.core.residuals import converges
-from prunex_mpi.core.rounds import measures_residuals, phase, rounds, split_local
 from prunex_mpi.core.schedule import Stage, find_stage, may_stop
 from prunex_mpi.core.state import State, Work, change_mask, freeze, wires_of
-from prunex_mpi.core.updates import decay_of_layers, sum_candidate
 from prunex_mpi.methods.hsadmm import end_iteration, local_computation, update_duals
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import scale_, squared_distances

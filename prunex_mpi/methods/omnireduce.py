@@ -25,8 +25,8 @@ from prunex_mpi.compress.sparse import (
     share_of,
     take_blocks_,
 )
-from prunex_mpi.core.sparse_sum import allocate_equal, sum_sparse_
 from prunex_mpi.core.state import OWN, Work
+from prunex_mpi.core.sums import allocate_equal, sum_sparse_
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 

@@ -10,8 +10,7 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import broadcast_text, require_same, together
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.best import memory_of_best
-from prunex_mpi.core.ema import memory_of_ema
+from prunex_mpi.core.evaluation import memory_of_best, memory_of_ema
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import build_problem, choose_rules, make_groups, make_model
 from prunex_mpi.core.scores import memory_of_scores

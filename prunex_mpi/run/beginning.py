@@ -19,8 +19,7 @@ from prunex_mpi.comm.agreement import broadcast_text, together, together_while
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.evaluation import evaluate
 from prunex_mpi.core.metrics import quality
-from prunex_mpi.core.position import begin_iteration
-from prunex_mpi.core.state import Work
+from prunex_mpi.core.state import Work, begin_iteration
 from prunex_mpi.models.standalone import PLAN
 from prunex_mpi.models.trained import (
     Moments,

@@ -5,9 +5,8 @@ import numpy as np
 from prunex_mpi.base.tables import format_lines, format_table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.course import quadratic_rounds
 from prunex_mpi.core.problem import make_groups, make_model
-from prunex_mpi.core.schedule import strictness
+from prunex_mpi.core.schedule import quadratic_rounds, strictness
 from prunex_mpi.core.state import find_stats_groups, kept_stats
 from prunex_mpi.data.datasets import NOTHING_KNOWN, Part, load
 from prunex_mpi.data.reading import Access

@@ -6,8 +6,8 @@ import torch
 
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.comm.collectives import between_nodes, build_transport
-from prunex_mpi.core.coded import MOST_SUMMED, SUMMED, coded_bytes
 from prunex_mpi.core.message import STATISTICS, message_bytes
+from prunex_mpi.core.sums import MOST_SUMMED, SUMMED, coded_bytes
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.compaction import Plan
 from prunex_mpi.run.cost import (

@@ -20,10 +20,9 @@ from prunex_mpi.comm.agreement import broadcast_text, require_same, together, to
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline, stop_agreement
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.best import Judged, best_of, delivered
-from prunex_mpi.core.course import rate_now
-from prunex_mpi.core.evaluation import judge
+from prunex_mpi.core.evaluation import Judged, best_of, delivered, judge
 from prunex_mpi.core.loading import load_dataset, share_contents
+from prunex_mpi.core.schedule import rate_now
 from prunex_mpi.core.state import Work
 from prunex_mpi.run import checkpoint, summary
 from prunex_mpi.run.assembly import assemble

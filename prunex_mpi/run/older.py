@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from prunex_mpi.core.position import Position
 from prunex_mpi.core.scores import SENSITIVITY
+from prunex_mpi.core.state import Position
 
 # The steps that a run has done, in a checkpoint that does not tell.
 UNKNOWN = -1

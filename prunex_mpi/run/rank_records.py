@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from prunex_mpi.base.records import RANK_PHASES, RESIDUALS
 from prunex_mpi.comm.agreement import gather_text
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.metrics import RANK_PHASES
-from prunex_mpi.core.residuals import RESIDUALS
 
 PARTS = ("work", "exchange")
 # So many ranks have a row in each outer iteration; of N times as many every Nth one has one.

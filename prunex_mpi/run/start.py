@@ -23,8 +23,8 @@ from prunex_mpi.checks.ranks import check_ranks
 from prunex_mpi.comm.agreement import broadcast_text, raise_together, require_same, together
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
-from prunex_mpi.core.course import total_steps
 from prunex_mpi.core.metrics import prunable_and_kept
+from prunex_mpi.core.schedule import total_steps
 from prunex_mpi.core.state import Work
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.local_sgd import advice

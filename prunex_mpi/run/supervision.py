@@ -14,9 +14,8 @@ from prunex_mpi.base.errors import Diverged, UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.progress import Length, Progress
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.course import local_steps, rounds_left, total_steps
 from prunex_mpi.core.evaluation import refuse_what_went_wrong
-from prunex_mpi.core.schedule import ROLLBACK_FACTOR
+from prunex_mpi.core.schedule import ROLLBACK_FACTOR, local_steps, rounds_left, total_steps
 from prunex_mpi.core.state import Work
 from prunex_mpi.methods import flat_consensus, hsadmm, local_sgd, per_step
 from prunex_mpi.run import checkpoint, checkpoint_files

@@ -19,7 +19,7 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text, together, together_while
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.distillation import Teacher
+from prunex_mpi.core.losses import Teacher
 from prunex_mpi.core.problem import broadcast_weights_
 from prunex_mpi.core.state import Problem
 from prunex_mpi.data.datasets import Dataset

@@ -18,9 +18,9 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import together
 from prunex_mpi.comm.async_exchange import refuse_single_thread
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.coded import MOST_SUMMED, SUMMED
-from prunex_mpi.core.course import steps_of
+from prunex_mpi.core.schedule import steps_of
 from prunex_mpi.core.state import Work
+from prunex_mpi.core.sums import MOST_SUMMED, SUMMED
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.checks import known_freeze
 from prunex_mpi.settings.fields import Settings, key_of

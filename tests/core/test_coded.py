@@ -11,7 +11,7 @@ from mpi4py import MPI
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock
-from prunex_mpi.core.coded import BLOCK, MOST_SUMMED, allocate_coded, sum_coded_, whole_blocks
+from prunex_mpi.core.sums import BLOCK, MOST_SUMMED, allocate_coded, sum_coded_, whole_blocks
 
 pytestmark = pytest.mark.mpi
 

@@ -231,7 +231,7 @@ def test_who_waits_for_the_helper_is_where_the_helper_is(behind: Behind, outside
     lock = threading.Lock()
     lock.acquire()
     call = function_in("../mine/codes.py", "encode", lock.acquire) if outside else lock.acquire
-    behind.begin(function_in("core/coded.py", "_sum_records_", call))
+    behind.begin(function_in("core/sums.py", "_sum_records_", call))
     place = r"behind\.py:\d+ finish, waiting for the exchange: coded\.py:2 _sum_records_"
     with watching(function_in("methods/hsadmm.py", "z_arrives", behind.finish)) as dog:
         assert frame_like(dog, place) == outside
@@ -242,7 +242,7 @@ def test_the_helper_counts_only_where_it_is_waited_for(behind: Behind) -> None:
     lock, computes = threading.Lock(), threading.Lock()
     lock.acquire()
     computes.acquire()
-    behind.begin(function_in("core/coded.py", "_sum_records_", lock.acquire))
+    behind.begin(function_in("core/sums.py", "_sum_records_", lock.acquire))
     forward = function_in("../mine/net.py", "forward", computes.acquire)
     with watching(function_in("core/steps.py", "forward", forward)) as dog:
         assert frame_like(dog, r"net\.py:2 forward")

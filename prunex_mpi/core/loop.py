@@ -13,21 +13,22 @@ import numpy as np
 
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
-from prunex_mpi.core.course import local_steps, rounds_left
-from prunex_mpi.core.ema import (
+from prunex_mpi.core.admm import Residuals
+from prunex_mpi.core.evaluation import (
     EMA,
+    LASTING,
+    PASSING,
     add_z_,
     begin_anew_,
     ema_of,
+    estimate_statistics,
+    evaluate,
     is_mean_of_several,
     keep_statistics_,
 )
-from prunex_mpi.core.evaluation import LASTING, PASSING, estimate_statistics, evaluate
 from prunex_mpi.core.metrics import iteration_record, layer_records, quality, rank_record
-from prunex_mpi.core.position import next_iteration
-from prunex_mpi.core.residuals import Residuals
-from prunex_mpi.core.schedule import Stage
-from prunex_mpi.core.state import Work
+from prunex_mpi.core.schedule import Stage, local_steps, rounds_left
+from prunex_mpi.core.state import Work, next_iteration
 from prunex_mpi.pruning.masks import mask_drift
 from prunex_mpi.settings.methods import QUADRATIC
 

@@ -1,6 +1,6 @@
-"""Add up vectors of the leaders in fewer bits, and hand the sum to all ranks of their nodes.
+"""Sums over workers in fewer bits: block codes, packed integers, sparse vectors.
 
-A vector is cut into blocks of 128 values, the blocks of each bucket into as many shares as there
+**Block codes** of the leaders' vectors; the sum goes to all ranks of their nodes. A vector is cut into blocks of 128 values, the blocks of each bucket into as many shares as there
 are leaders. A leader encodes its contribution and sends each share to its owner (Alltoallv); the
 owner adds up the shares in the vector's own precision, encodes the sum and sends it to everyone
 (Allgather). So each leader sends 2 (M - 1)/M of the coded vector, whatever algorithms MPI chooses,
@@ -14,10 +14,19 @@ Vectors have a whole number of blocks, filled up with zeros. With several lanes 
 leaders: each does all of this for its part of every bucket, over a communicator of its own. All
 shares of a part are as long, the last one filled up with what nobody decodes: Allgatherv, which
 needs no such thing, takes MPICH 3 times as long as Allgather.
+
+**Packed integers** of few bits, in as few bits as they and their sums need. Either each worker's
+numbers go to all (Allgather), who add them up, or, with more workers, each worker adds up one share
+of them (Alltoall) and hands what comes of it to all (Allgather), which is what TernGrad's and
+Distributed Lion's servers do. With `up` bits for a number and `down` for a result the first sends
+(W - 1) up, the second (W - 1)/W (up + down) per number.
+
+**Sparse vectors**, of which each worker sends some elements, others than the others do.
 """
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,16 +35,21 @@ from mpi4py import MPI
 
 from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_, mpi_buffer
 from prunex_mpi.comm.traffic import Clock
+from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress.quantise import (
     BLOCK,
+    ROW,
     add_decoded_,
     block_maxima_,
     decode_,
     decode_shared_,
     encode_,
     encode_shared_,
+    pack_,
     record_bytes,
+    unpack_,
 )
+from prunex_mpi.compress.sparse import add_sparse_
 
 SUMMED = "int8sum"
 # Then each leader has 7 levels on either side of zero, as many as int4.
@@ -253,3 +267,150 @@ def _decode_(coded: Coded, start: int, stop: int, out: Tensor) -> None:
         decode_shared_(integers, coded.maxima[start:stop], coded.levels, part)
     else:
         decode_(coded.records[start:stop], part, coded.payload)
+
+
+def goes_to_all(workers: int, up: int, down: int) -> bool:
+    """Say whether it takes no more bits to send everyone's numbers to all."""
+    return (workers - 1) * up <= down
+
+
+def share_of_row(numel: int, workers: int) -> int:
+    """Return how many numbers are in a worker's share, filled up to whole bytes."""
+    return -(-numel // (ROW * workers)) * ROW
+
+
+def bytes_handed_over(numel: int, workers: int, up: int, down: int) -> int:
+    """Return what a worker hands over: its numbers, and its share of what comes of them."""
+    share = share_of_row(numel, workers)
+    sent = workers * share * up // 8
+    return sent if goes_to_all(workers, up, down) else sent + share * down // 8
+
+
+def allocate_counts(wire: Wire, like: Tensor, up: int, down: int) -> dict[str, Any]:
+    """Return memory for the numbers of a vector [n], for what travels, and for sums."""
+    workers = wire.comm.size
+    share, to_all = share_of_row(like.numel(), workers), goes_to_all(workers, up, down)
+    numbers = torch.zeros(workers, share, dtype=torch.uint8, device=like.device)
+    rows = workers if to_all else 1
+    # The largest sum: all workers' largest numbers.
+    wide = workers * ((1 << up) - 1) > torch.iinfo(torch.uint8).max
+    sums = torch.empty(rows, share, dtype=torch.int16 if wide else torch.uint8, device=like.device)
+    packed = numbers.new_empty(workers, share * up // 8)
+    return {
+        "to_all": to_all,
+        "numbers": numbers,
+        "packed": packed,
+        "received": packed.new_empty(workers, *packed.shape) if to_all else packed.clone(),
+        "spare": torch.empty_like(sums, dtype=torch.uint8),
+        "sums": sums,
+        "result": None if to_all else numbers.new_empty(1, share * down // 8),
+        "results": None if to_all else numbers.new_empty(workers, share * down // 8),
+    }
+
+
+def sum_numbers_(wire: Wire, space: dict[str, Any], up: int) -> Tensor:
+    """Return the sums over all workers of `numbers` [comm.size, share]: of all, or of a share.
+
+    `numbers` must be below 2^up. Collective on `wire.comm`.
+    """
+    packed, received, sums = space["packed"], space["received"], space["sums"]
+    pack_(space["numbers"], up, packed)
+    if space["to_all"]:
+        wire.gather_(packed.view(-1), received.view(wire.comm.size, -1))
+    else:
+        wire.deal_(packed, received)
+    sums.zero_()
+    for part in received:
+        unpack_(part.view(sums.shape[0], -1), up, space["spare"])
+        sums.add_(space["spare"])
+    return sums
+
+
+def spread_(wire: Wire, space: dict[str, Any], share: Tensor, down: int) -> Tensor:
+    """Return every worker's share of results as numbers [comm.size, share].
+
+    `share` [1, share] is uint8 and below 2^down, or of 16 bits. Collective on `wire.comm`.
+    """
+    result, results = space["result"], space["results"]
+    if down == 16:
+        result.copy_(share.view(torch.uint8))
+    else:
+        pack_(share, down, result)
+    wire.gather_(result.view(-1), results)
+    if down == 16:
+        return results.view(share.dtype)
+    unpack_(results, down, space["numbers"])
+    return space["numbers"]
+
+
+KINDS = ("values", "positions")
+
+
+def allocate_sparse(wire: Wire, like: Tensor, count: int) -> dict[str, Any]:
+    """Return memory for `count` elements of this worker, and for one bucket of what all send.
+
+    So many elements of each worker are gathered at once: one bucket of all of them.
+    """
+    room = max(1, wire.transport.bucket_bytes // (like.element_size() * wire.comm.size))
+    values, all_values = like.new_empty(count), like.new_empty(wire.comm.size * min(count, room))
+    return {
+        "room": room,
+        "values": values,
+        "positions": torch.empty_like(values, dtype=torch.int32),
+        "all_values": all_values,
+        "all_positions": torch.empty_like(all_values, dtype=torch.int32),
+    }
+
+
+def add_sparse_parts_(wire: Wire, space: dict[str, Any], count: int, flat: Tensor) -> None:
+    """Add to `flat` what all workers send, of this one the first `count` values and positions.
+
+    Piece by piece and in them worker by worker, so that all workers get the same bits. Collective
+    on `wire.comm`.
+    """
+    values, positions = space["values"], space["positions"]
+    counts, room = wire.gather_counts(count), space["room"]
+    for start in range(0, max(counts), room):
+        pieces = [min(max(c - start, 0), room) for c in counts]
+        mine = slice(start, start + pieces[wire.comm.rank])
+        wire.gather_parts_(values[mine], pieces, space["all_values"])
+        wire.gather_parts_(positions[mine], pieces, space["all_positions"])
+        everyone = space["all_positions"], space["all_values"]
+        places, addends = (t[: sum(pieces)].split(pieces) for t in everyone)
+        add_sparse_(flat, addends, places)
+
+
+def allocate_equal(wire: Wire, values: Tensor, positions: Tensor) -> dict[str, Any]:
+    """Return memory for `values` [n] or [n, row] and their `positions` [n] of each worker.
+
+    Those of all workers are held for one bucket at a time.
+    """
+    workers = wire.comm.size
+    rows = min(len(values), max(1, wire.transport.bucket_bytes // (values[:1].nbytes * workers)))
+    return {
+        "values": values,
+        "positions": positions,
+        "all_values": values.new_empty(workers, rows, *values.shape[1:]),
+        "all_positions": positions.new_empty(workers, rows),
+    }
+
+
+def sum_sparse_(wire: Wire, space: dict[str, Any], out: Tensor) -> None:
+    """Set `out` to the sum of what the workers send, which is as much of each.
+
+    As `add_sparse_parts_`, with memory of `allocate_equal`. Collective on `wire.comm`.
+    """
+    out.zero_()
+    rows = space["all_positions"].shape[1]
+    for start in range(0, len(space["positions"]), rows):
+        addends, places = (_gather_part(wire, space, kind, start) for kind in KINDS)
+        add_sparse_(out, addends, places)
+
+
+def _gather_part(wire: Wire, space: dict[str, Any], kind: str, start: int) -> Tensor:
+    """Return the values or positions of all workers from `start` on, as many as there is room."""
+    everyone = space[f"all_{kind}"]
+    mine = space[kind][start : start + everyone.shape[1]]
+    gathered = everyone.view(-1)[: len(everyone) * mine.numel()].view(len(everyone), -1)
+    wire.gather_(mine.view(-1), gathered)
+    return gathered.view(-1, *mine.shape)
