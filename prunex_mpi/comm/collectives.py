@@ -57,6 +57,10 @@ class Transport:
     piece_bytes: int = 0
 
 
+# For what is on the host, and fits into a bucket.
+HOST = Transport(0)
+
+
 def build_transport(
     device: torch.device, bucket_mib: float, mpi_buffers: str, piece_kib: int = 0
 ) -> Transport:
@@ -140,7 +144,10 @@ def staged(
         return
     fit = max(1, transport.staging[0].nbytes // transport.bucket_bytes)
     stretches = flat.split(fit * max(1, transport.bucket_bytes // flat.element_size()))
-    operands = [_stage(transport, number, stretch) for number, stretch in enumerate(stretches)]
+    # A stretch shares its memory with the one before the last.
+    operands = [
+        _shaped(transport.staging[number % 2], stretch) for number, stretch in enumerate(stretches)
+    ]
     if fetch:
         operands[0].copy_(stretches[0])
     for number, operand in enumerate(operands):
@@ -151,6 +158,27 @@ def staged(
             stretches[number].copy_(operand, non_blocking=True)
         if flat.device.type == "cuda":
             torch.cuda.current_stream(flat.device).synchronize()
+
+
+def host_memory(transport: Transport, *parts: Tensor) -> tuple[Tensor, ...]:
+    """Return memory that MPI gets in place of one or two `parts`, each of about one bucket.
+
+    The parts themselves where nothing is staged; else memory of the same shapes and types, in
+    which nothing is yet.
+    """
+    if transport.staging is None:
+        return parts
+    return tuple(
+        _shaped(memory, part) for memory, part in zip(transport.staging, parts, strict=False)
+    )
+
+
+def _shaped(memory: Tensor, part: Tensor) -> Tensor:
+    """Return the beginning of `memory` in shape and type of `part`; more of it if it is short."""
+    nbytes = part.numel() * part.element_size()
+    if nbytes > memory.numel():
+        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=part.device.type == "cuda")
+    return memory[:nbytes].view(part.dtype).view(part.shape)
 
 
 def allreduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, op: MPI.Op = MPI.SUM) -> None:
@@ -247,41 +275,6 @@ def hierarchical_sum_(leader: MPI.Comm, node: MPI.Comm, values: np.ndarray) -> N
     values[...] = total
 
 
-def _folds(comm: MPI.Comm, operand: Tensor) -> bool:
-    """Say whether an Allreduce of `operand` over `comm` would send much more than is enough."""
-    # Device memory stays with Allreduce, which is what is probed.
-    power_of_two = comm.size & (comm.size - 1) == 0
-    small = operand.nbytes < LEAST_SHARE_BYTES * comm.size
-    return not (power_of_two or small or operand.device.type == "cuda")
-
-
-def _reduce_bucket_(comm: MPI.Comm, operand: Tensor, op: MPI.Op) -> None:
-    """Reduce `operand` over `comm` in place by blocking calls. Collective on `comm`."""
-    if not _folds(comm, operand) or op not in (MPI.SUM, MPI.MAX):
-        comm.Allreduce(MPI.IN_PLACE, mpi_buffer(operand), op=op)
-        return
-    # Shares of one size, for MPICH's Allgatherv takes 3 times as long as its Allgather.
-    share = operand.numel() // comm.size
-    shared, rest = operand[: share * comm.size], operand[share * comm.size :]
-    buffer, received = mpi_buffer(shared), torch.empty_like(shared)
-    comm.Alltoall(buffer, mpi_buffer(received))
-    parts = received.view(comm.size, share)
-    mine = shared.view(comm.size, share)[comm.rank]
-    # In the type of the operand, as MPI does: torch would widen integers.
-    mine.copy_(parts[0])
-    for part in parts[1:]:
-        mine.add_(part) if op == MPI.SUM else torch.maximum(mine, part, out=mine)
-    comm.Allgather(MPI.IN_PLACE, buffer)
-    if rest.numel():
-        comm.Allreduce(MPI.IN_PLACE, mpi_buffer(rest), op=op)
-
-
-def _stage(transport: Transport, number: int, stretch: Tensor) -> Tensor:
-    """Return the memory of stretch `number`, which shares it with the one before the last."""
-    memory = transport.staging[number % 2]
-    return memory[: stretch.nbytes].view(stretch.dtype)
-
-
 def allgather_(comm: MPI.Comm, mine: Tensor, everyone: Tensor, transport: Transport) -> None:
     """Gather `mine` [n] of every rank into `everyone` [comm.size, n], alike on all ranks.
 
@@ -291,30 +284,15 @@ def allgather_(comm: MPI.Comm, mine: Tensor, everyone: Tensor, transport: Transp
         everyone[0].copy_(mine)
         return
     transport = within_reach(transport, everyone)
-    room = max(1, transport.bucket_bytes // (mine.element_size() * comm.size))
-    for start in range(0, mine.numel(), room):
-        piece = mine[start : start + room]
-        target = everyone[:, start : start + room]
-        if transport.staging is not None:
-            _allgather_staged_(comm, piece, target, transport)
+    for start, stop in _columns(everyone, transport):
+        piece, target = mine[start:stop], everyone[:, start:stop]
+        if transport.staging is None:
+            comm.Allgatherv(mpi_buffer(piece), _rows(everyone, start, stop))
             continue
-        # The ranks' pieces lie a row apart, which is what displacements are for.
-        buffer, kind = mpi_buffer(everyone.view(-1)[start:])
-        places = [rank * mine.numel() for rank in range(comm.size)]
-        counts = [piece.numel()] * comm.size
-        comm.Allgatherv(mpi_buffer(piece), [buffer, (counts, places), kind])
-
-
-def _allgather_staged_(comm: MPI.Comm, piece: Tensor, target: Tensor, transport: Transport) -> None:
-    """Gather one bucket through the memory of the transport."""
-    size = piece.element_size()
-    sent, received = (
-        memory[: n * size].view(piece.dtype)
-        for memory, n in zip(transport.staging, (piece.numel(), target.numel()), strict=True)
-    )
-    sent.copy_(piece)
-    comm.Allgather(mpi_buffer(sent), mpi_buffer(received))
-    target.copy_(received.view(target.shape))
+        sent, received = host_memory(transport, piece, target)
+        sent.copy_(piece)
+        comm.Allgather(mpi_buffer(sent), mpi_buffer(received))
+        target.copy_(received)
 
 
 def gather_counts(comm: MPI.Comm, count: int) -> list[int]:
@@ -336,16 +314,10 @@ def allgatherv_(
     if comm.size == 1:
         target.copy_(mine)
         return
-    places = list(accumulate(counts, initial=0))[:-1]
-    sent, received = mine, target
-    if transport.staging is not None:
-        sent, received = (
-            memory[: part.nbytes].view(part.dtype)
-            for memory, part in zip(transport.staging, (mine, target), strict=True)
-        )
+    sent, received = host_memory(transport, mine, target)
+    if sent is not mine:
         sent.copy_(mine)
-    buffer, kind = mpi_buffer(received)
-    comm.Allgatherv(mpi_buffer(sent), [buffer, (list(counts), places), kind])
+    comm.Allgatherv(mpi_buffer(sent), _stretches(received, counts))
     if received is not target:
         target.copy_(received)
 
@@ -353,73 +325,148 @@ def allgatherv_(
 def deal_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transport) -> None:
     """Send row r of `mine` [comm.size, n] to rank r; `received`, as large, is what came to here.
 
-    One Alltoall per bucket. Row r of what is received came from rank r. Collective on `comm`.
+    One Alltoallv per bucket. Row r of what is received came from rank r. Collective on `comm`.
     """
     if comm.size == 1:
         received.copy_(mine)
         return
     transport = within_reach(transport, mine)
-    room = max(1, transport.bucket_bytes // (mine.element_size() * comm.size))
-    for start in range(0, mine.shape[1], room):
-        part, target = mine[:, start : start + room], received[:, start : start + room]
-        if transport.staging is not None:
-            _deal_staged_(comm, part, target, transport)
+    for start, stop in _columns(mine, transport):
+        if transport.staging is None:
+            comm.Alltoallv(_rows(mine, start, stop), _rows(received, start, stop))
             continue
-        comm.Alltoallv(_rows(mine, start, part.shape[1]), _rows(received, start, part.shape[1]))
+        part, target = mine[:, start:stop], received[:, start:stop]
+        leaving, coming = host_memory(transport, part, target)
+        leaving.copy_(part)
+        comm.Alltoall(mpi_buffer(leaving), mpi_buffer(coming))
+        target.copy_(coming)
 
 
-def sum_shares_(comm: MPI.Comm, rows: Tensor, transport: Transport) -> None:
-    """Sum float16 or bfloat16 `rows` [comm.size, n] over `comm` in place, alike on all ranks.
+# --------------------------------------------------------------------------------------------------
+# Sums by shares: each rank adds up everyone's part of its own share, and hands the sum to all
+# --------------------------------------------------------------------------------------------------
 
-    For types that MPI doesn't add up: rank r adds up everyone's row r, in float32 and in the order
-    of the ranks, rounds the sum once, and hands it to all (Alltoall, Allgather). A rank sends what
-    it does in an Allreduce. Collective on `comm`.
+
+def share_ends(count: int, ranks: int) -> list[int]:
+    """Return the ends of the ranks' shares of `count` elements, of one size but for the last."""
+    size = -(-count // ranks)
+    return [min(size * rank, count) for rank in range(ranks + 1)]
+
+
+def deal_shares_(
+    comm: MPI.Comm,
+    operand: Tensor,
+    ends: Sequence[int],
+    received: Tensor,
+    transport: Transport,
+    own: bool = True,
+) -> None:
+    """Send each rank everyone's part of its share of `operand`, which fits into one bucket.
+
+    Share r is operand[ends[r] : ends[r + 1]]. `received` [parts * size of this rank's share] are
+    the ranks' parts in their order; without `own` this rank's is not sent, and is not among them.
+    Collective on `comm`.
+    """
+    leaving = [stop - start for start, stop in pairwise(ends)]
+    arriving = [leaving[comm.rank]] * comm.size
+    alike = own and len(set(leaving)) == 1
+    if not own:
+        leaving[comm.rank] = arriving[comm.rank] = 0
+    sent, coming = host_memory(transport, operand, received)
+    if sent is not operand:
+        sent.copy_(operand)
+    if alike:
+        comm.Alltoall(mpi_buffer(sent), mpi_buffer(coming))
+    else:
+        comm.Alltoallv(_stretches(sent, leaving, ends), _stretches(coming, arriving))
+    if coming is not received:
+        received.copy_(coming)
+
+
+def spread_shares_(
+    comm: MPI.Comm, operand: Tensor, ends: Sequence[int], transport: Transport
+) -> None:
+    """Hand each rank's share of `operand`, cut as in `deal_shares_`, to all. Collective on `comm`.
+
+    Shares of one size by Allgather: MPICH's Allgatherv takes 3 times as long.
+    """
+    counts = [stop - start for start, stop in pairwise(ends)]
+    (everyone,) = host_memory(transport, operand)
+    if everyone is not operand:
+        own = slice(ends[comm.rank], ends[comm.rank + 1])
+        everyone[own].copy_(operand[own])
+    if len(set(counts)) == 1:
+        comm.Allgather(MPI.IN_PLACE, mpi_buffer(everyone))
+    else:
+        comm.Allgatherv(MPI.IN_PLACE, _stretches(everyone, counts))
+    if everyone is not operand:
+        operand.copy_(everyone)
+
+
+def sum_halves_(comm: MPI.Comm, flat: Tensor, transport: Transport) -> None:
+    """Sum a float16 or bfloat16 vector over `comm` in place, alike on all ranks.
+
+    MPI adds up neither type: ranks add up shares in float32, in the order of the ranks, and round
+    each sum once. A rank sends what it does in an Allreduce. Collective on `comm`.
     """
     if comm.size == 1:
         return
-    transport = within_reach(transport, rows)
-    room = max(1, transport.bucket_bytes // (rows.element_size() * comm.size))
-    carried, mine = rows.view(torch.int16), comm.rank
+    room = max(1, transport.bucket_bytes // (flat.element_size() * comm.size)) * comm.size
+    for bucket in flat.split(room):
+        carried, ends = bucket.view(torch.int16), share_ends(bucket.numel(), comm.size)
+        mine = bucket[ends[comm.rank] : ends[comm.rank + 1]]
+        received = carried.new_empty(comm.size * mine.numel())
+        deal_shares_(comm, carried, ends, received, transport)
+        total = torch.zeros_like(mine, dtype=torch.float32)
+        for part in received.view(flat.dtype).view(comm.size, mine.numel()):
+            total.add_(part)
+        mine.copy_(total)
+        spread_shares_(comm, carried, ends, transport)
+
+
+def _reduce_bucket_(comm: MPI.Comm, operand: Tensor, op: MPI.Op) -> None:
+    """Reduce `operand` over `comm` in place by blocking calls. Collective on `comm`."""
+    if not _folds(comm, operand) or op not in (MPI.SUM, MPI.MAX):
+        comm.Allreduce(MPI.IN_PLACE, mpi_buffer(operand), op=op)
+        return
+    share = operand.numel() // comm.size
+    shared, rest = operand[: share * comm.size], operand[share * comm.size :]
+    ends, received = share_ends(shared.numel(), comm.size), torch.empty_like(shared)
+    deal_shares_(comm, shared, ends, received, HOST)
+    first, *parts = received.view(comm.size, share)
+    # In the type of the operand, as MPI does: torch would widen integers.
+    mine = shared.view(comm.size, share)[comm.rank].copy_(first)
+    for part in parts:
+        mine.add_(part) if op == MPI.SUM else torch.maximum(mine, part, out=mine)
+    spread_shares_(comm, shared, ends, HOST)
+    if rest.numel():
+        comm.Allreduce(MPI.IN_PLACE, mpi_buffer(rest), op=op)
+
+
+def _folds(comm: MPI.Comm, operand: Tensor) -> bool:
+    """Return whether an Allreduce of `operand` over `comm` would send much more than is enough."""
+    # Device memory stays with Allreduce, which is what is probed.
+    power_of_two = comm.size & (comm.size - 1) == 0
+    small = operand.nbytes < LEAST_SHARE_BYTES * comm.size
+    return not (power_of_two or small or operand.device.type == "cuda")
+
+
+def _columns(rows: Tensor, transport: Transport) -> Iterator[tuple[int, int]]:
+    """Walk the columns of `rows` [ranks, n], as many at a time as fit into one bucket."""
+    room = max(1, transport.bucket_bytes // (rows.element_size() * rows.shape[0]))
     for start in range(0, rows.shape[1], room):
-        part = carried[:, start : start + room]
-        received = torch.empty(part.shape, dtype=torch.int16, device=rows.device)
-        if transport.staging is not None:
-            _deal_staged_(comm, part, received, transport)
-        else:
-            comm.Alltoallv(_rows(carried, start, part.shape[1]), _rows(received, 0, part.shape[1]))
-        total = torch.zeros(part.shape[1], dtype=torch.float32, device=rows.device)
-        for addend in received.view(rows.dtype):
-            total.add_(addend)
-        rows[mine, start : start + room].copy_(total)
-        if transport.staging is not None:
-            _spread_staged_(comm, part, transport)
-        else:
-            comm.Allgatherv(MPI.IN_PLACE, _rows(carried, start, part.shape[1]))
+        yield start, min(start + room, rows.shape[1])
 
 
-def _rows(rows: Tensor, start: int, width: int) -> list:
-    """Return the MPI buffer of `width` columns from `start` on, a row of them for each rank."""
+def _rows(rows: Tensor, start: int, stop: int) -> list:
+    """Return the MPI buffer of some columns of `rows`, a stretch of them for each rank."""
+    ranks, width = rows.shape
     buffer, kind = mpi_buffer(rows.view(-1)[start:])
-    places = [rank * rows.shape[1] for rank in range(rows.shape[0])]
-    return [buffer, ([width] * rows.shape[0], places), kind]
+    return [buffer, ([stop - start] * ranks, [rank * width for rank in range(ranks)]), kind]
 
 
-def _staged(part: Tensor, memory: Tensor) -> Tensor:
-    """Return memory for a bucket in the shape and type of `part`."""
-    return memory[: part.numel() * part.element_size()].view(part.dtype).view(part.shape)
-
-
-def _deal_staged_(comm: MPI.Comm, part: Tensor, target: Tensor, transport: Transport) -> None:
-    """Deal one bucket through the memory of the transport."""
-    sent, received = (_staged(part, memory) for memory in transport.staging)
-    sent.copy_(part)
-    comm.Alltoall(mpi_buffer(sent), mpi_buffer(received))
-    target.copy_(received)
-
-
-def _spread_staged_(comm: MPI.Comm, part: Tensor, transport: Transport) -> None:
-    """Hand each rank's row of one bucket to all, through the memory of the transport."""
-    everyone = _staged(part, transport.staging[0])
-    everyone[comm.rank].copy_(part[comm.rank])
-    comm.Allgather(MPI.IN_PLACE, mpi_buffer(everyone))
-    part.copy_(everyone)
+def _stretches(flat: Tensor, counts: Sequence[int], places: Sequence[int] | None = None) -> list:
+    """Return the MPI buffer of a stretch for each rank: one behind the other, or at `places`."""
+    places = list(accumulate(counts, initial=0) if places is None else places)
+    buffer, kind = mpi_buffer(flat)
+    return [buffer, (list(counts), places[: len(counts)]), kind]

@@ -24,7 +24,7 @@ from prunex_mpi.comm.collectives import (
     deal_,
     gather_counts,
     reduce_,
-    sum_shares_,
+    sum_halves_,
 )
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock, Traffic
@@ -126,14 +126,11 @@ class Wire:
         with self.clock.exchanging(mine.device, "Alltoall", counted):
             deal_(self.comm, mine, received, self.transport)
 
-    def reduce_shares_(self, rows: Tensor, numel: int) -> None:
-        """Sum float16 or bfloat16 `rows` [comm.size, n] in place, alike on all ranks.
-
-        Of them `numel` elements count, the last row's others fill it up. Collective on `comm`.
-        """
-        counted = self.count_dealt(numel * rows.element_size(), passes=1)
-        with self.clock.exchanging(rows.device, "sum of shares", counted):
-            sum_shares_(self.comm, rows, self.transport)
+    def reduce_halves_(self, flat: Tensor) -> None:
+        """Sum a float16 or bfloat16 vector in place, alike on all ranks. Collective on `comm`."""
+        counted = self.count_dealt(flat.nbytes, passes=1)
+        with self.clock.exchanging(flat.device, "sum of shares", counted):
+            sum_halves_(self.comm, flat, self.transport)
 
     def gather_counts(self, count: int) -> list[int]:
         """Return every rank's `count`, alike on all. Collective on `comm`."""

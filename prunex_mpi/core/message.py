@@ -65,9 +65,11 @@ def fill_message_(lane: Wire, node: Wire, lanes: int, state: State, payload: str
             statistics = state.message[state.plan.numel :]
             torch.index_select(state.stats, 0, state.stats_kept, out=statistics)
             statistics.mul_(lane.weight)
-    travelling = sum(c.nbytes for c in state.coded) if coded else state.message.nbytes
+    size = state.message.element_size()
+    numels = state.plan.numel, state.stats_kept.numel()
+    travelling = message_bytes(payload if coded else "fp32", *numels, size)
     dense = state.whole.layout.numel + state.whole.stats
-    state.position.traffic.dense += dense * state.message.element_size()
+    state.position.traffic.dense += dense * size
     return lane.count(travelling) | node.count(travelling)
 
 

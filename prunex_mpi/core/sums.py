@@ -1,19 +1,17 @@
 """Sums over workers in fewer bits: block codes, packed integers, sparse vectors.
 
-**Block codes** of the leaders' vectors; the sum goes to all ranks of their nodes. A vector is cut into blocks of 128 values, the blocks of each bucket into as many shares as there
-are leaders. A leader encodes its contribution and sends each share to its owner (Alltoallv); the
-owner adds up the shares in the vector's own precision, encodes the sum and sends it to everyone
-(Allgather). So each leader sends 2 (M - 1)/M of the coded vector, whatever algorithms MPI chooses,
-nothing is added up by MPI in a type that it may not know, and all ranks decode the same bytes: they
-hold the same bits. What rounding leaves over stays with the rank that rounded, to be sent later.
+**Block codes.** A vector of whole blocks of 128 values, filled up with zeros, is added up over the
+leaders, and the sum goes to all ranks of their nodes. The blocks of each bucket are cut into as
+many shares as there are leaders. A leader encodes its contribution and sends each share to its
+owner (Alltoallv); the owner adds up the shares in the vector's own precision, encodes the sum and
+sends it to everyone (Allgather, Allgatherv where shares are not of one size). So each leader sends
+2 (M - 1)/M of the coded vector, whatever algorithms MPI chooses, nothing is added up by MPI in a
+type that it may not know, and all ranks decode the same bytes: they hold the same bits. The
+quantisation error stays with the rank that rounded, to be sent later. With several lanes a node has
+as many leaders: each does all of this for its part of every bucket, over a communicator of its own.
 
 `int8sum` needs nothing but Allreduce, which every CUDA-aware MPI does on the device: the leaders
 share the scale of a block, so that their integers can be added up as they are.
-
-Vectors have a whole number of blocks, filled up with zeros. With several lanes a node has as many
-leaders: each does all of this for its part of every bucket, over a communicator of its own. All
-shares of a part are as long, the last one filled up with what nobody decodes: Allgatherv, which
-needs no such thing, takes MPICH 3 times as long as Allgather.
 
 **Packed integers** of few bits, in as few bits as they and their sums need. Either each worker's
 numbers go to all (Allgather), who add them up, or, with more workers, each worker adds up one share
@@ -25,7 +23,7 @@ Distributed Lion's servers do. With `up` bits for a number and `down` for a resu
 """
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,7 +31,15 @@ from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_, mpi_buffer
+from prunex_mpi.comm.collectives import (
+    Transport,
+    allreduce_,
+    bcast_,
+    deal_shares_,
+    mpi_buffer,
+    share_ends,
+    spread_shares_,
+)
 from prunex_mpi.comm.traffic import Clock
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress.quantise import (
@@ -60,10 +66,9 @@ MOST_SUMMED = 18
 class Coded:
     """The memory of one vector of `blocks` blocks on its way between `workers` leaders.
 
-    `records` uint8 [blocks, bytes] are the codes as they travel, with their scales, and what fills
-    up the last share; of int8sum they are int8 [blocks, 128] and `maxima` [blocks] the scales.
-    `received` has room for what an owner gets in one bucket. `twins` are host memory for records
-    and what is received, where tensors of a device are staged; else these tensors themselves.
+    `records` uint8 [blocks, bytes] are the codes as they travel, with their scales; of int8sum they
+    are int8 [blocks, 128] and `maxima` [blocks] the scales. `received` has room for what an owner
+    gets in one bucket.
     """
 
     payload: str
@@ -73,16 +78,10 @@ class Coded:
     records: Tensor
     maxima: Tensor
     received: Tensor
-    twins: tuple[Tensor, Tensor]
 
     @property
     def numel(self) -> int:
         return self.blocks * BLOCK
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a leader hands over, scales included, without what fills up the last share."""
-        return self.records[: self.blocks].nbytes + self.maxima.nbytes
 
     @property
     def levels(self) -> int:
@@ -98,7 +97,8 @@ def whole_blocks(numel: int) -> int:
 def coded_bytes(payload: str, numel: int, size: int) -> int:
     """Return the bytes that a leader hands over for `numel` values of `size` bytes each.
 
-    Scales and what fills up the last block are included: `nbytes` of what `allocate_coded` makes.
+    Scales and what fills up the last block are included. That is the operand of a sum: each byte
+    of it goes around the ring twice, as in an Allreduce.
     """
     blocks = whole_blocks(numel) // BLOCK
     return blocks * (BLOCK + size if payload == SUMMED else record_bytes(payload))
@@ -110,17 +110,13 @@ def allocate_coded(payload: str, like: Tensor, workers: int, transport: Transpor
     summed = payload == SUMMED
     size = BLOCK if summed else record_bytes(payload)
     bucket_blocks = max(1, transport.bucket_bytes // (size * workers)) * workers
-    filled = -(-blocks // workers) * workers
     # All leaders' parts of a share are, at most, as many blocks as the bucket has.
-    room = 0 if summed else min(bucket_blocks, filled)
+    room = 0 if summed else min(bucket_blocks, -(-blocks // workers) * workers)
     dtype = torch.int8 if summed else torch.uint8
-    records = torch.empty(blocks if summed else filled, size, dtype=dtype, device=like.device)
-    received = torch.empty(room, size, dtype=dtype, device=like.device)
+    records = torch.empty(blocks, size, dtype=dtype, device=like.device)
     maxima = like.new_empty(blocks if summed else 0)
-    twins = records, received
-    if transport.staging is not None and not summed:
-        twins = tuple(torch.empty(t.shape, dtype=dtype, pin_memory=True) for t in twins)
-    return Coded(payload, blocks, workers, bucket_blocks, records, maxima, received, twins)
+    received = records.new_empty(room, size)
+    return Coded(payload, blocks, workers, bucket_blocks, records, maxima, received)
 
 
 def sum_coded_(
@@ -153,7 +149,7 @@ def sum_coded_(
             if coded.payload == SUMMED:
                 _sum_integers_(between, coded, values, (own, after), transport, clock)
             else:
-                _sum_records_(between, coded, values, (own, after), clock)
+                _sum_records_(between, coded, values, (own, after), transport, clock)
         requests = []
         with clock.broadcasting(device):
             for root, (start, stop) in enumerate(pairwise(cuts)):
@@ -178,51 +174,32 @@ def _run(flat: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _sum_records_(
-    between: MPI.Comm, coded: Coded, values: Tensor, run: tuple[int, int], clock: Clock
+    between: MPI.Comm,
+    coded: Coded,
+    values: Tensor,
+    run: tuple[int, int],
+    transport: Transport,
+    clock: Clock,
 ) -> None:
     """Add up a run of blocks over the leaders, into `records`."""
     start, stop = run
-    payload, records, received = coded.payload, coded.records, coded.received
-    mine, share = between.rank, -(-(stop - start) // between.size)
-    cuts = [min(start + share * rank, stop) for rank in range(between.size + 1)]
-    own, after = cuts[mine], cuts[mine + 1]
+    payload, workers, mine = coded.payload, between.size, between.rank
+    records = coded.records[start:stop]
+    cuts = share_ends(stop - start, workers)
+    own, after = start + cuts[mine], start + cuts[mine + 1]
     # An owner's own part of its share needs no code.
     for a, b in ((start, own), (after, stop)):
-        encode_(_run(values, a, b), records[a:b], payload)
-    size = records.shape[1]
-    counts = [(b - a) * size for a, b in pairwise(cuts)]
-    counts[mine] = 0
-    arriving = [(after - own) * size] * between.size
-    arriving[mine] = 0
-    _leave(coded, start, stop)
-    leaving = _bytes(coded.twins[0], counts, [a * size for a in cuts[:-1]])
-    coming = _bytes(coded.twins[1], arriving, list(accumulate(arriving, initial=0))[:-1])
+        encode_(_run(values, a, b), coded.records[a:b], payload)
+    ends = [cut * records.shape[1] for cut in cuts]
+    received = coded.received[: (workers - 1) * (after - own)]
     with clock.exchanging(values.device, "Alltoallv"):
-        between.Alltoallv(leaving, coming)
-    parts = (between.size - 1) * (after - own)
-    if coded.twins[1] is not received:
-        received[:parts].copy_(coded.twins[1][:parts])
+        deal_shares_(between, records.view(-1), ends, received.view(-1), transport, own=False)
     total = _run(values, own, after)
-    for part in received[:parts].split(max(1, after - own)):
+    for part in received.split(max(1, after - own)):
         add_decoded_(part, total, payload)
-    encode_(total, records[own:after], payload)
-    _leave(coded, own, after)
-    shares = coded.twins[0][start : start + share * between.size]
+    encode_(total, coded.records[own:after], payload)
     with clock.exchanging(values.device, "Allgather"):
-        between.Allgather(MPI.IN_PLACE, mpi_buffer(shares.view(-1)))
-    if coded.twins[0] is not records:
-        records[start:stop].copy_(coded.twins[0][start:stop])
-
-
-def _leave(coded: Coded, start: int, stop: int) -> None:
-    """Have blocks `start` to `stop` of `records` where MPI reads them."""
-    if coded.twins[0] is not coded.records:
-        coded.twins[0][start:stop].copy_(coded.records[start:stop])
-
-
-def _bytes(memory: Tensor, counts: list[int], places: list[int]) -> list:
-    buffer, kind = mpi_buffer(memory.view(-1))
-    return [buffer, (counts, places), kind]
+        spread_shares_(between, records.view(-1), ends, transport)
 
 
 def _sum_integers_(
