@@ -1,35 +1,14 @@
-"""Residuals, stopping test and penalties of both consensus levels, per layer (Boyd et al. 2011).
+"""The algebra of H-SADMM, phase by phase, on the flat vectors and penalties of a state.
 
-Every rank contributes its own squared norms; their sum over all ranks carries the weights P_i by
-itself, since z_i and v_i are replicated on the P_i ranks of their node and z on all N.
+    phase 1   min f_ij(theta) + rho1/2 |theta - z_i + u|^2                              (Eq. 8)
+    phase 2   z~_i = [rho1 mean_j(theta_ij + u_ij) + rho2 (z - v_i)] / (lambda + rho1 + rho2)  (9)
+    phase 3   z_i = P(z~_i)                          (Eq. 10, `mask_agreement`)
+    phase 4   z = sum_i P_i (z_i + v_i) / N          (Eq. 11, `message`)
+    phase 5   u += theta - z_i,   v += z_i - z       (Eq. 12, 13), residuals, penalties
 
-
-The arithmetic of phases 2 and 5, each vector read once: tile by tile, see `models.layout`.
-
-What phase 1 adds to each gradient: that of rho1/2 |theta - z_i + u|^2, in few passes.
-
-It is rho1 theta - anchor with the anchor rho1 (z_i - u). That stands still during the phase, and
-rho1 theta is a weight decay: the optimizer's one pass adds it where it can.
-
-
-How the penalties rho1 and rho2 of each layer change from one outer iteration to the next.
-
-Phase 5's message: residuals of both levels and the loss, of this rank and of all.
-
-What becomes, in theta, of groups that z has dropped while the masks may still change.
-
-By `--dropped`:
-
-- `cut`: theta starts each local phase from z, where they are zero. Neither what feeds a channel of
-  a coupled group nor what reads it gets a gradient then, so it moves again only by what momentum
-  and duals hold of it, which are masked from the freeze on. A few come back by that.
-- `keep`: theta goes on from where it was in them, so that they come back where their score says
-  so: masks regrow while theta stays dense (CHEX, Hou et al. 2022).
-- `shrink`: the same, less in equal parts until the masks freeze, when nothing is left of a group
-  that stayed out (as in HESSO, Chen et al. 2024).
-
-Such groups are each node's own, and so they travel only once z has them again. Their u is zero: it
-would add up what z does not want to have. Their v stays what it was, and residuals count them.
+Duals are scaled. Every rank contributes its own squared norms to the residuals; their sum over all
+ranks carries the weights P_i by itself, since z_i and v_i are replicated on the P_i ranks of their
+node and z on all N. Vectors are read once, tile by tile (`models.layout`).
 """
 
 from dataclasses import dataclass
@@ -56,6 +35,152 @@ from prunex_mpi.models.layout import (
 )
 from prunex_mpi.pruning.masks import apply_factors_
 from prunex_mpi.settings.fields import Settings
+
+# --------------------------------------------------------------------------------------------------
+# Phase 1: the proximal term, and where theta starts
+# --------------------------------------------------------------------------------------------------
+
+
+def start_from_(state: State, settings: Settings, source: Tensor) -> None:
+    """Let theta start the local steps from `source`, which is on the mask. Uses `scratch`.
+
+    What becomes of groups that z has dropped while masks may still change is said by `--dropped`:
+
+    - `cut`: theta is zero there. Neither what feeds a channel of a coupled group nor what reads it
+      gets a gradient then, so it moves again only by what momentum and duals hold of it, which are
+      masked from the freeze on. A few come back by that.
+    - `shrink`: theta goes on from where it was, less in equal parts until the masks freeze, when
+      nothing is left of a group that stayed out (as in HESSO, Chen et al. 2024). So groups come
+      back where their score says so.
+
+    Such groups are each node's own, and travel only once z has them again. Their v stays what it
+    was, and residuals count them.
+    """
+    if settings.dropped == "cut" or state.frozen:
+        state.theta.copy_(source)
+        return
+    kept = state.scratch.copy_(state.theta)
+    apply_factors_(kept, state.layout, state.groups, state.factors)
+    left = settings.freeze_iteration - state.position.iteration
+    state.theta.sub_(kept).mul_(left / (left + 1)).add_(source)
+
+
+def set_anchor_(state: State) -> None:
+    """Set the anchor rho1 (z_i - u), which stands still during phase 1."""
+    anchor = torch.sub(state.z_node, state.u, out=state.anchor)
+    scale_(anchor, state.layout, state.rho1)
+
+
+def share_pull_(state: State, settings: Settings) -> Tensor | float:
+    """Let the optimizer add rho1 theta, beside the weight decay that it has; set the anchor.
+
+    The gradient of the proximal term is rho1 theta - anchor, and rho1 theta is a weight decay: the
+    optimizer's one pass adds it where it can. Returns the rho1 by which `add_pull_` has to do it: 0
+    where the optimizer does, one number for all parameters, or one for each, [numel].
+    """
+    set_anchor_(state)
+    rho1 = one_or_all(state.rho1)
+    if isinstance(rho1, float):
+        # AdamW's decay is no part of the gradient.
+        if settings.optimizer == "adamw":
+            return rho1
+        state.optimizer.param_groups[0]["weight_decay"] += rho1
+        return 0.0
+    return fill_(state.rho1_per_parameter, state.layout, rho1)
+
+
+def add_pull_(state: State, rho1: Tensor | float) -> None:
+    """Add rho1 theta - anchor to the gradient, `rho1` being what `share_pull_` has returned."""
+    state.grad.sub_(state.anchor)
+    if isinstance(rho1, Tensor):
+        state.grad.addcmul_(state.theta, rho1)
+    elif rho1:
+        state.grad.add_(state.theta, alpha=rho1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Phase 2: the dense candidate of a node
+# --------------------------------------------------------------------------------------------------
+
+
+def decay_of_layers(settings: Settings, layout: Layout) -> np.ndarray:
+    """Return lambda of each segment, float64 [segments]: 0 of those that do not decay."""
+    every = settings.weight_decay_on == "all"
+    decayed = [every or len(segment.shape) > 1 for segment in layout.segments]
+    return settings.weight_decay * np.array(decayed, dtype=np.float64)
+
+
+def sum_candidate(state: State) -> Tensor:
+    """Return theta + u in the memory of `scratch`; theta alone where there are no duals."""
+    if state.consensus_sgd:
+        return state.scratch.copy_(state.theta)
+    return torch.add(state.theta, state.u, out=state.scratch)
+
+
+def weigh_candidate(
+    state: State, decay: np.ndarray, ranks: int, total: Tensor | None = None
+) -> Tensor:
+    """Return [rho1 mean(theta + u) + rho2 (z - v)] / (decay + rho1 + rho2) in `scratch`.
+
+    `decay` is that of each segment, [segments]. `total` is the sum of theta + u over `ranks` ranks,
+    in the memory of `scratch`; without it the mean is this rank's own theta + u.
+    """
+    # Between z - v and the mean, times what the weight decay leaves of it.
+    weights = one_or_all(state.rho1 / (state.rho1 + state.rho2))
+    left = (state.rho1 + state.rho2) / (decay + state.rho1 + state.rho2)
+    spare = spare_tile(state.theta)
+    for tile in tiles(state.layout, state.theta.device):
+        at, part = tile.place, state.scratch[tile.place]
+        if total is None:
+            mean = torch.add(state.theta[at], state.u[at], out=spare[: part.numel()])
+        else:
+            mean = torch.mul(part, 1 / ranks, out=spare[: part.numel()])
+        torch.sub(state.z[at], state.v[at], out=part)
+        tile.mix_(part, mean, weights)
+        if decay.any():
+            tile.scale_(part, one_or_all(left))
+    return state.scratch
+
+
+# --------------------------------------------------------------------------------------------------
+# Phase 5: duals
+# --------------------------------------------------------------------------------------------------
+
+
+def step_duals_(state: State, measured: bool) -> np.ndarray | None:
+    """u += theta - z_i, v += z_i - z; where `measured` return squared norms, [7, layers].
+
+    Of theta - z_i, theta, z_i, u, z_i - z, z and v, in this order. While z is under way v waits
+    for it.
+    """
+    found, spare = [], spare_tile(state.theta)
+    for tile in tiles(state.layout, state.theta.device):
+        flats = (state.theta, state.z_node, state.u, state.z, state.v)
+        theta, z_node, u, z, v = (flat[tile.place] for flat in flats)
+        gap = torch.sub(theta, z_node, out=spare[: theta.numel()])
+        u.add_(gap)
+        if state.position.under_way:
+            continue
+        norms = tile_norms(tile, gap, theta, z_node, u) if measured else []
+        torch.sub(z_node, z, out=gap)
+        v.add_(gap)
+        norms += tile_norms(tile, gap, z, v) if measured else []
+        found.append(norms)
+    return sum_tile_norms(found, state.layout, state.theta.device) if measured else None
+
+
+def forget_duals_(state: State, settings: Settings) -> None:
+    """Set u to zero in groups that z has dropped, as long as theta has them.
+
+    It would add up what z does not want to have.
+    """
+    if settings.dropped != "cut" and not state.frozen:
+        apply_factors_(state.u, state.layout, state.groups, state.factors)
+
+
+# --------------------------------------------------------------------------------------------------
+# Phase 5: residuals and the stopping test (Boyd et al. 2011)
+# --------------------------------------------------------------------------------------------------
 
 
 class NormSums(NamedTuple):
@@ -115,161 +240,8 @@ def compute_residuals(
 
 
 def converges(residuals: Residuals | None) -> bool:
-    """Say whether every layer satisfies both stopping tests; without residuals none does."""
+    """Return whether every layer satisfies both stopping tests; without residuals none does."""
     return residuals is not None and bool(residuals.converged.all())
-
-
-def update_penalty(
-    rho: np.ndarray,
-    primal: np.ndarray | None,
-    dual: np.ndarray | None,
-    rule: str,
-    factor: float,
-    rho_min: float,
-    rho_max: float,
-) -> np.ndarray:
-    """Return the penalties of the next iteration, float64 [layers].
-
-    `fixed` keeps them, `ramp` multiplies by `factor` up to `rho_max`, `balance` is Boyd's residual
-    balancing: times `factor` where the primal residual exceeds ten times the dual one, divided
-    where it is the other way round. The caller rescales the duals by old / new.
-    """
-    if rule == "fixed":
-        return rho
-    if rule == "ramp":
-        return np.minimum(rho * factor, rho_max)
-    scale = np.where(primal > 10 * dual, factor, np.where(dual > 10 * primal, 1 / factor, 1.0))
-    return np.clip(rho * scale, rho_min, rho_max)
-
-
-def decay_of_layers(settings: Settings, layout: Layout) -> np.ndarray:
-    """Return lambda of each segment, float64 [segments]: 0 of those that do not decay."""
-    every = settings.weight_decay_on == "all"
-    decayed = [every or len(segment.shape) > 1 for segment in layout.segments]
-    return settings.weight_decay * np.array(decayed, dtype=np.float64)
-
-
-def sum_candidate(state: State) -> Tensor:
-    """Return theta + u in the memory of `scratch`; theta alone where there are no duals."""
-    if state.consensus_sgd:
-        return state.scratch.copy_(state.theta)
-    return torch.add(state.theta, state.u, out=state.scratch)
-
-
-def weigh_candidate(
-    state: State, decay: np.ndarray, ranks: int, total: Tensor | None = None
-) -> Tensor:
-    """Return [rho1 mean(theta + u) + rho2 (z - v)] / (decay + rho1 + rho2) in `scratch`.
-
-    `decay` is that of each segment, [segments]. `total` is the sum of theta + u over `ranks` ranks,
-    in the memory of `scratch`; without it the mean is this rank's own theta + u.
-    """
-    # Between z - v and the mean, times what the weight decay leaves of it.
-    weights = one_or_all(state.rho1 / (state.rho1 + state.rho2))
-    left = (state.rho1 + state.rho2) / (decay + state.rho1 + state.rho2)
-    spare = spare_tile(state.theta)
-    for tile in tiles(state.layout, state.theta.device):
-        at, part = tile.place, state.scratch[tile.place]
-        if total is None:
-            mean = torch.add(state.theta[at], state.u[at], out=spare[: part.numel()])
-        else:
-            mean = torch.mul(part, 1 / ranks, out=spare[: part.numel()])
-        torch.sub(state.z[at], state.v[at], out=part)
-        tile.mix_(part, mean, weights)
-        if decay.any():
-            tile.scale_(part, one_or_all(left))
-    return state.scratch
-
-
-def step_duals_(state: State, measured: bool) -> np.ndarray | None:
-    """u += theta - z_i, v += z_i - z; where `measured` return squared norms, [7, layers].
-
-    Of theta - z_i, theta, z_i, u, z_i - z, z and v, in this order. While z is under way v waits
-    for it.
-    """
-    found, spare = [], spare_tile(state.theta)
-    for tile in tiles(state.layout, state.theta.device):
-        flats = (state.theta, state.z_node, state.u, state.z, state.v)
-        theta, z_node, u, z, v = (flat[tile.place] for flat in flats)
-        gap = torch.sub(theta, z_node, out=spare[: theta.numel()])
-        u.add_(gap)
-        if state.position.under_way:
-            continue
-        norms = tile_norms(tile, gap, theta, z_node, u) if measured else []
-        torch.sub(z_node, z, out=gap)
-        v.add_(gap)
-        norms += tile_norms(tile, gap, z, v) if measured else []
-        found.append(norms)
-    return sum_tile_norms(found, state.layout, state.theta.device) if measured else None
-
-
-def set_anchor_(state: State) -> None:
-    """Leave rho1 (z_i - u) in `scratch`, for as long as phase 1 lasts."""
-    torch.sub(state.z_node, state.u, out=state.scratch)
-    scale_(state.scratch, state.layout, state.rho1)
-
-
-def share_pull_(state: State, settings: Settings) -> Tensor | float:
-    """Let the optimizer add rho1 theta, beside the weight decay that it has; set the anchor.
-
-    Returns the rho1 by which `add_pull_` has to do it: 0 where the optimizer does, one number for
-    all parameters, or one for each, [numel], in the memory of `payload`.
-    """
-    set_anchor_(state)
-    rho1 = one_or_all(state.rho1)
-    if isinstance(rho1, float):
-        # AdamW's decay is no part of the gradient.
-        if settings.optimizer == "adamw":
-            return rho1
-        state.optimizer.param_groups[0]["weight_decay"] += rho1
-        return 0.0
-    # Nothing is under way in it: penalties that differ come of residuals, and those wait.
-    return fill_(state.payload[: state.layout.numel], state.layout, rho1)
-
-
-def add_pull_(state: State, rho1: Tensor | float) -> None:
-    """Add rho1 theta - anchor to the gradient, `rho1` being what `share_pull_` has returned."""
-    state.grad.sub_(state.scratch)
-    if isinstance(rho1, Tensor):
-        state.grad.addcmul_(state.theta, rho1)
-    elif rho1:
-        state.grad.add_(state.theta, alpha=rho1)
-
-
-def update_penalties(state: State, settings: Settings, residuals: Residuals | None) -> None:
-    """Update rho1 and rho2 per layer and rescale the duals: rho u and rho v stay what they were.
-
-    Only `balance` looks at the residuals. While z is under way rho2 waits for it, as v does.
-    """
-    intra = (None, None)
-    if residuals is not None:
-        intra = residuals.intra_primal, residuals.intra_dual
-    state.rho1 = _rescaled(state.u, state.rho1, state, settings, intra)
-    if not state.position.under_way:
-        update_rho2(state, settings, residuals)
-
-
-def update_rho2(state: State, settings: Settings, residuals: Residuals | None = None) -> None:
-    """Update rho2 as `update_penalties` does; where z was under way once v has followed it."""
-    inter = (None, None)
-    if residuals is not None:
-        inter = residuals.inter_primal, residuals.inter_dual
-    state.rho2 = _rescaled(state.v, state.rho2, state, settings, inter)
-
-
-def _rescaled(
-    dual: Tensor,
-    rho: np.ndarray,
-    state: State,
-    settings: Settings,
-    found: tuple[np.ndarray | None, np.ndarray | None],
-) -> np.ndarray:
-    """Return the next `rho`, and rescale its dual in place."""
-    limits = settings.rho_min, settings.rho_max
-    new = update_penalty(rho, *found, settings.penalty, settings.rho_factor, *limits)
-    if np.any(new != rho):
-        scale_(dual, state.layout, rho / new)
-    return new
 
 
 def own_residuals(norms: NormSums | None, state: State) -> dict[str, float]:
@@ -315,21 +287,65 @@ def mean_loss(world: MPI.Comm, state: State, loss: float) -> float:
         return mean_over_ranks(world, loss)
 
 
-def start_from_(state: State, settings: Settings, source: Tensor) -> None:
-    """Let theta start the local steps from `source`, which is on the mask. Uses `scratch`."""
-    if settings.dropped == "cut" or state.frozen:
-        state.theta.copy_(source)
-        return
-    kept = state.scratch.copy_(state.theta)
-    apply_factors_(kept, state.layout, state.groups, state.factors)
-    state.theta.sub_(kept)
-    if settings.dropped == "shrink":
-        left = settings.freeze_iteration - state.position.iteration
-        state.theta.mul_(left / (left + 1))
-    state.theta.add_(source)
+# --------------------------------------------------------------------------------------------------
+# Phase 5: penalties of the next outer iteration
+# --------------------------------------------------------------------------------------------------
 
 
-def forget_duals_(state: State, settings: Settings) -> None:
-    """Set u to zero in groups that z has dropped, as long as theta has them."""
-    if settings.dropped != "cut" and not state.frozen:
-        apply_factors_(state.u, state.layout, state.groups, state.factors)
+def update_penalties(state: State, settings: Settings, residuals: Residuals | None) -> None:
+    """Update rho1 and rho2 per layer and rescale the duals: rho u and rho v stay what they were.
+
+    Only `balance` looks at the residuals. While z is under way rho2 waits for it, as v does.
+    """
+    intra = (None, None)
+    if residuals is not None:
+        intra = residuals.intra_primal, residuals.intra_dual
+    state.rho1 = _rescaled(state.u, state.rho1, state, settings, intra)
+    if not state.position.under_way:
+        update_rho2(state, settings, residuals)
+
+
+def update_rho2(state: State, settings: Settings, residuals: Residuals | None = None) -> None:
+    """Update rho2 as `update_penalties` does; where z was under way once v has followed it."""
+    inter = (None, None)
+    if residuals is not None:
+        inter = residuals.inter_primal, residuals.inter_dual
+    state.rho2 = _rescaled(state.v, state.rho2, state, settings, inter)
+
+
+def _rescaled(
+    dual: Tensor,
+    rho: np.ndarray,
+    state: State,
+    settings: Settings,
+    found: tuple[np.ndarray | None, np.ndarray | None],
+) -> np.ndarray:
+    """Return the next `rho`, and rescale its dual in place."""
+    limits = settings.rho_min, settings.rho_max
+    new = update_penalty(rho, *found, settings.penalty, settings.rho_factor, *limits)
+    if np.any(new != rho):
+        scale_(dual, state.layout, rho / new)
+    return new
+
+
+def update_penalty(
+    rho: np.ndarray,
+    primal: np.ndarray | None,
+    dual: np.ndarray | None,
+    rule: str,
+    factor: float,
+    rho_min: float,
+    rho_max: float,
+) -> np.ndarray:
+    """Return the penalties of the next iteration, float64 [layers].
+
+    `fixed` keeps them, `ramp` multiplies by `factor` up to `rho_max`, `balance` is Boyd's residual
+    balancing: times `factor` where the primal residual exceeds ten times the dual one, divided
+    where it is the other way round. The caller rescales the duals by old / new.
+    """
+    if rule == "fixed":
+        return rho
+    if rule == "ramp":
+        return np.minimum(rho * factor, rho_max)
+    scale = np.where(primal > 10 * dual, factor, np.where(dual > 10 * primal, 1 / factor, 1.0))
+    return np.clip(rho * scale, rho_min, rho_max)

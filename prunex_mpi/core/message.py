@@ -162,7 +162,7 @@ def way_of(state: State) -> str:
 def take_over_(state: State, way: str, behind: bool = False, freezes: bool = False) -> None:
     """Make the mean that has come z, expanded, zero where the mask is; set the statistics.
 
-    It has come PLAIN or CODED. What z was before is then in `scratch`. With `behind` the model has
+    It has come PLAIN or CODED. What z was before is then `last_z`. With `behind` the model has
     gone on training since: its statistics move by as much as those of the node by which it began.
     The mask `freezes` where it was chosen in this outer iteration. Does not communicate.
     """
@@ -207,7 +207,7 @@ def outer_memory(theta: Tensor) -> dict[str, Tensor]:
 
 
 def outer_step_(state: State, settings: Settings) -> None:
-    """Step from the last z, which is in `scratch`, towards z, the mean of the ranks.
+    """Step from `last_z` towards z, the mean of the ranks.
 
     b = momentum b + (old_z - z), z = old_z - lr (old_z - z + momentum b). Written so that lr 1
     without momentum is the mean, bit for bit. The mask is kept: old_z, z and b vanish outside of
@@ -216,7 +216,7 @@ def outer_step_(state: State, settings: Settings) -> None:
     if VELOCITY not in state.memory:
         return
     lr, momentum = settings.outer_lr, settings.outer_momentum
-    step = state.scratch.sub_(state.z)
+    step = state.last_z.sub_(state.z)
     velocity = state.memory[VELOCITY].mul_(momentum).add_(step)
     state.z.add_(step, alpha=1 - lr).add_(velocity, alpha=-lr * momentum)
 

@@ -211,7 +211,7 @@ class State:
     theta, grad, u, v, z_node, z and scratch hold `layout.numel` elements, `payload` has room for
     all of them and the BatchNorm statistics, both in whole blocks; `coded` is what they travel as.
     `scratch` holds nothing between phases, except that phase 2 lends its memory to z_tilde, which
-    phase 3 takes over, and that phase 4 leaves there what z was.
+    phase 3 takes over, and that phase 4 leaves there what z was (`last_z`).
     `stats_groups` is the place in the mask of each entry of `stats`, -1 for those that always
     travel; `stats_kept` are the entries that travel under the mask in force.
     `consensus_sgd` says that there are no duals: they are retired, since the masks are frozen and
@@ -257,6 +257,31 @@ class State:
     plan_agreed: bool = False
     coded: tuple[Coded, Coded] | None = None
     sound: Tensor | None = None
+
+    # Names for memory that serves another purpose for a while, and only so long.
+
+    @property
+    def anchor(self) -> Tensor:
+        """`scratch` in phase 1 of methods with duals: rho1 (z_i - u), [numel]."""
+        return self.scratch
+
+    @property
+    def last_z(self) -> Tensor:
+        """`scratch` from `take_over_` to the end of phase 4, and in the outer step: z before it."""
+        return self.scratch
+
+    @property
+    def rho1_per_parameter(self) -> Tensor:
+        """The beginning of `payload` in phase 1: room for rho1 of each parameter, [numel].
+
+        No message is under way in it: penalties that differ come of residuals, which wait for it.
+        """
+        return self.payload[: self.layout.numel]
+
+    @property
+    def spare(self) -> Tensor:
+        """The memory of `grad` in all phases but the first: room for any vector, [numel]."""
+        return self.grad
 
     @property
     def message(self) -> Tensor:
@@ -403,12 +428,11 @@ def change_mask(state: State, mask: np.ndarray) -> None:
     """Adopt a mask while training: of groups that stay, what has not been sent yet stays too."""
     rest = state.memory.get(REST)
     if rest is not None:
-        # The gradient's memory is free after phase 1.
-        unpack_(rest, state.plan, state.grad)
+        unpack_(rest, state.plan, state.spare)
     adopt_mask(state, mask)
     if rest is not None:
         rest.zero_()
-        pack_(state.grad, state.plan, rest)
+        pack_(state.spare, state.plan, rest)
 
 
 def freeze(state: State, consensus_sgd: bool) -> None:

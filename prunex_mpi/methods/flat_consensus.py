@@ -82,7 +82,7 @@ def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
     """Set z to z~, dense, by the theta + u and the BatchNorm statistics of all ranks.
 
     Until the masks are frozen nothing is masked: a group that was pruned may come back. What z was
-    before lies in `scratch`. Collective on `leader.comm`, which holds all ranks.
+    before is `last_z`. Collective on `leader.comm`, which holds all ranks.
     """
     batchnorm.read_(state.bn_modules, state.stats)
     # z_i is z, whose value is at hand: its memory may hold what this rank sends.
@@ -116,6 +116,6 @@ def project_(wires: Wires, state: State, settings: Settings, stage: Stage) -> np
         apply_factors_(state.z, state.layout, state.groups, state.factors)
     moved = None
     if stage.measured:
-        moved = squared_distances(state.z, state.scratch, state.layout)
+        moved = squared_distances(state.z, state.last_z, state.layout)
     state.z_node.copy_(state.z)
     return moved

@@ -239,10 +239,9 @@ def make_alike_(node: Wire, state: State, decay: np.ndarray) -> None:
     MPI does not promise the same bits of a sum of gradients to all ranks. Where they differ the
     leader's theta and u become everyone's. Collective on `node.comm`.
     """
-    # The gradient's memory is free after phase 1.
     if node.comm.size == 1:
         return
-    digest = bits_digest(state.scratch, state.grad)
+    digest = bits_digest(state.scratch, state.spare)
     with node.clock.agreeing(state.theta.device, "Allreduce of a digest"):
         alike = digests_agree(node.comm, digest)
     if alike:
@@ -324,8 +323,7 @@ def inter_node_consensus(wires: Wires, work: Work, stage: Stage, behind: bool) -
     ways = lane.comm, node.comm, wires.lanes, state, lane.transport, lane.clock
     exchange_message_(*ways, counted)
     take_over_(state, way_of(state), freezes=stage.freeze)
-    # What z was before lies in scratch.
-    return squared_distances(state.z, state.scratch, state.layout) if stage.measured else None
+    return squared_distances(state.z, state.last_z, state.layout) if stage.measured else None
 
 
 def z_arrives(work: Work) -> None:

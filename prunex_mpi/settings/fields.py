@@ -386,11 +386,11 @@ class Settings:
     )
     dropped: str = _setting(
         _S,
-        "groups that z drops before the masks freeze: cut from theta at once, kept in it, so that "
-        "they may come back, or shrunk in it to nothing by the freeze",
+        "groups that z drops before the masks freeze: cut from theta at once, or shrunk in it to "
+        "nothing by the freeze, so that they may come back",
         "cut",
         before="cut",
-        choices=("cut", "keep", "shrink"),
+        choices=("cut", "shrink"),
         methods=("prunex",),
     )
     coupled_through: str = _setting(
