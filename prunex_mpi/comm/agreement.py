@@ -15,6 +15,8 @@ from prunex_mpi.base.errors import USAGE, UserError
 T = TypeVar("T")
 
 POLL_S = 0.005
+# What a rank hands over to compare a digest, and to say that it has met no error.
+DIGEST_BYTES, VERDICT_BYTES = 16, 8
 # What a rank tells of an action that takes long; 0 while it goes on. The least of all counts.
 DONE, FAILED = 1, -1
 
@@ -167,6 +169,11 @@ def sum_alike_(world: MPI.Comm, values: np.ndarray) -> None:
     """
     world.Allreduce(MPI.IN_PLACE, values, op=MPI.SUM)
     world.Bcast(values, root=0)
+
+
+def alike_bytes(count: int) -> int:
+    """Return what a rank hands to the two collectives of `sum_alike_` for `count` float64."""
+    return 2 * 8 * count
 
 
 def mean_over_ranks(world: MPI.Comm, value: float) -> float:

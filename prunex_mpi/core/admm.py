@@ -21,8 +21,8 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.base.records import RESIDUALS
-from prunex_mpi.comm.agreement import mean_over_ranks, sum_alike_
-from prunex_mpi.core.state import State
+from prunex_mpi.comm.agreement import alike_bytes, mean_over_ranks, sum_alike_
+from prunex_mpi.core.state import State, agreeing
 from prunex_mpi.models.layout import (
     Layout,
     fill_,
@@ -272,7 +272,7 @@ def find_residuals(
     if norms is None:
         return None, mean_loss(world, state, loss)
     buffer = np.append(np.concatenate(norms), loss)
-    with state.position.clock.agreeing(state.theta.device, "Allreduce and Bcast of norms"):
+    with agreeing(state, "Allreduce and Bcast of norms", alike_bytes(buffer.size)):
         sum_alike_(world, buffer)
     sums = NormSums(*buffer[:-1].reshape(len(norms), -1))
     numels = np.array([s.numel for s in state.layout.segments], dtype=np.float64)
@@ -283,7 +283,7 @@ def find_residuals(
 
 def mean_loss(world: MPI.Comm, state: State, loss: float) -> float:
     """Return the mean of every rank's `loss`, alike on all. Collective on `world`."""
-    with state.position.clock.agreeing(state.theta.device, "Allreduce and Bcast of the loss"):
+    with agreeing(state, "Allreduce and Bcast of the loss", alike_bytes(1)):
         return mean_over_ranks(world, loss)
 
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, Diverged, UserError
-from prunex_mpi.comm.agreement import digests_agree, raise_together
+from prunex_mpi.comm.agreement import DIGEST_BYTES, VERDICT_BYTES, digests_agree, raise_together
 from prunex_mpi.comm.collectives import hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import reduce_between_nodes_
 from prunex_mpi.core.metrics import density
 from prunex_mpi.core.schedule import strictness
-from prunex_mpi.core.state import SHARED, Problem, State, Work, in_place_of_z, weights, wires_of
+from prunex_mpi.core.state import SHARED, State, Work, agreeing, in_place_of_z, weights, wires_of
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.models import batchnorm
 from prunex_mpi.settings.fields import Settings, concerns
@@ -231,7 +231,9 @@ def average_other_buffers_(topology: Topology, work: Work) -> None:
         if id(buffer) in ours or not buffer.is_floating_point() or not buffer.numel():
             continue
         data = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        if digests_agree(world, zlib.crc32(data)):
+        with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
+            alike = digests_agree(world, zlib.crc32(data))
+        if alike:
             continue
         flat = buffer.detach().to(state.theta.dtype, copy=True).view(-1)
         _average_(topology, work, flat)
@@ -264,7 +266,7 @@ def judge(topology: Topology, work: Work, shard: Shard) -> tuple[float, float]:
     with state.position.clock.agreeing(state.theta.device, "sum over all ranks", counted):
         hierarchical_sum_(topology.leader, topology.node, sums)
     state.position.traffic.evaluate += sums.nbytes
-    refuse_unreadable(topology.world, problem)
+    refuse_unreadable(topology.world, work)
     if not np.isfinite(sums[0]):
         # Every rank holds the same sums, so every rank raises.
         what = "the loss on the test set is not finite"
@@ -304,19 +306,21 @@ def estimate_statistics(topology: Topology, work: Work) -> None:
     images = (images for images, _ in islice(batches, count))
     with weights(state, state.z):
         batchnorm.estimate(problem.model, state.bn_modules, images)
-    refuse_unreadable(topology.world, problem)
+    refuse_unreadable(topology.world, work)
     batchnorm.read_(state.bn_modules, state.stats)
     _average_(topology, work, state.stats)
     batchnorm.write(state.bn_modules, state.stats)
 
 
-def refuse_unreadable(world: MPI.Comm, problem: Problem) -> None:
+def refuse_unreadable(world: MPI.Comm, work: Work) -> None:
     """Raise UserError on every rank if any could not read an image. Collective on `world`.
 
     Where images are no files it returns at once.
     """
-    if problem.reader is not None:
-        raise_together(world, problem.reader.error)
+    reader = work.problem.reader
+    if reader is not None:
+        with agreeing(work.state, "Allreduce of what went wrong", VERDICT_BYTES):
+            raise_together(world, reader.error)
 
 
 def refuse_divergence(topology: Topology, work: Work, loss: float) -> None:
@@ -366,7 +370,7 @@ def _refuse_together(topology: Topology, work: Work, problem: str) -> None:
             FAILURE,
         )
     try:
-        with state.position.clock.agreeing(state.theta.device, "Allreduce of what went wrong"):
+        with agreeing(state, "Allreduce of what went wrong", VERDICT_BYTES):
             raise_together(topology.world, failure)
     except UserError as together:
         if together.exit_code != FAILURE:

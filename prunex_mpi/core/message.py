@@ -22,12 +22,12 @@ from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.agreement import digests_agree
+from prunex_mpi.comm.agreement import DIGEST_BYTES, digests_agree
 from prunex_mpi.comm.collectives import Transport, allreduce_then_bcast_
 from prunex_mpi.comm.traffic import NOTHING, Clock
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.evaluation import add_z_
-from prunex_mpi.core.state import CODED, KNOWN, PLAIN, REST, SHARED, State
+from prunex_mpi.core.state import CODED, KNOWN, PLAIN, REST, SHARED, State, agreeing
 from prunex_mpi.core.sums import allocate_coded, coded_bytes, sum_coded_
 from prunex_mpi.models import batchnorm
 from prunex_mpi.pruning.compaction import pack_, unpack_
@@ -50,7 +50,7 @@ def fill_message_(lane: Wire, node: Wire, lanes: int, state: State, payload: str
     dual = None if state.consensus_sgd else state.v
     if not state.plan_agreed:
         if lane.speaks:
-            with lane.clock.agreeing(state.theta.device, "Allreduce of a digest"):
+            with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
                 alike = digests_agree(lane.comm, state.plan.digest)
             if not alike:
                 raise RuntimeError("the leaders' compact layouts differ; nothing was exchanged")
@@ -66,7 +66,8 @@ def fill_message_(lane: Wire, node: Wire, lanes: int, state: State, payload: str
             torch.index_select(state.stats, 0, state.stats_kept, out=statistics)
             statistics.mul_(lane.weight)
     size = state.message.element_size()
-    numels = state.plan.numel, state.stats_kept.numel()
+    # A plan's sizes are NumPy's, which JSON does not know.
+    numels = int(state.plan.numel), state.stats_kept.numel()
     travelling = message_bytes(payload if coded else "fp32", *numels, size)
     dense = state.whole.layout.numel + state.whole.stats
     state.position.traffic.dense += dense * size

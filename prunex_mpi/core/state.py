@@ -1,7 +1,7 @@
 """The variables of a run on one rank, and the operations that touch several of them."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -316,6 +316,12 @@ class Work:
 def wires_of(topology: Topology, state: State, transport: Transport, flat: bool = False) -> Wires:
     """Make the wires of this rank, which count into the position of `state`; see `find_wires`."""
     return find_wires(topology, flat, transport, state.position.traffic, state.position.clock)
+
+
+def agreeing(state: State, name: str, nbytes: int) -> AbstractContextManager[None]:
+    """Count the block as a message of `nbytes` by which ranks agree, and as waiting for it."""
+    state.position.traffic.control += nbytes
+    return state.position.clock.agreeing(state.theta.device, name, {"control": nbytes})
 
 
 def build_state(

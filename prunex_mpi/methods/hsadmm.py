@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from prunex_mpi.comm.agreement import digests_agree
+from prunex_mpi.comm.agreement import DIGEST_BYTES, digests_agree
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
@@ -70,6 +70,7 @@ from prunex_mpi.core.scores import scored, watch_
 from prunex_mpi.core.state import (
     State,
     Work,
+    agreeing,
     change_mask,
     forget_momentum_,
     freeze,
@@ -242,7 +243,7 @@ def make_alike_(node: Wire, state: State, decay: np.ndarray) -> None:
     if node.comm.size == 1:
         return
     digest = bits_digest(state.scratch, state.spare)
-    with node.clock.agreeing(state.theta.device, "Allreduce of a digest"):
+    with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
         alike = digests_agree(node.comm, digest)
     if alike:
         return

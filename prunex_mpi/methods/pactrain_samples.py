@@ -33,12 +33,12 @@ def batches_to_score(everyone: Wire, work: Work) -> Batches:
     problem, settings = work.problem, work.settings
     if not settings.grasp_samples:
         batches = [problem.train.next() for _ in range(settings.grasp_batches)]
-        refuse_unreadable(everyone.comm, problem)
+        refuse_unreadable(everyone.comm, work)
         return batches
     drawn = draw_balanced(
         everyone, problem.train_shard, settings.grasp_samples, settings.grasp_batches
     )
-    refuse_unreadable(everyone.comm, problem)
+    refuse_unreadable(everyone.comm, work)
     most = max(1, BATCH_PIXELS // drawn.images[0, 0].numel())
     size = len(drawn.labels) // settings.grasp_batches
     pieces = []

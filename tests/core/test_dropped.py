@@ -53,8 +53,8 @@ def test_shrunk_groups_come_back_and_cut_ones_do_not_by_themselves(ranks_per_nod
         masks = [mask for mask, _, _ in run(dropped, ranks_per_node, grows=5)]
         assert (masks[5] == masks[4]).all() == (dropped == "cut")
         if dropped == "shrink":
-            # Half of the groups of each set were out, and all of them are large now. So are some that
-            # were in, by what they read of the others.
+            # Half of the groups of each set were out, and all of them are large now; so are some
+            # that were in, by what they read of the others.
             assert (masks[5] & ~masks[4]).sum() > 0.75 * masks[5].sum()
         assert (masks[6] == masks[5]).all() and (masks[8] == masks[6]).all()
 

@@ -9,29 +9,33 @@ class Counting:
     """A communicator that adds up what this rank sends others, by ring algorithms where it sums.
 
     Of what it hands over, int32 are positions. `farthest` is the largest number of elements from
-    the beginning of a buffer to the end of what was in a call.
+    the beginning of a buffer to the end of what was in a call. `operands` are the bytes of what was
+    reduced or broadcast, `digests` those of uint64 among them.
     """
 
     def __init__(self, comm: MPI.Comm) -> None:
         self.comm = comm
         self.sent, self.positions, self.farthest = 0.0, 0, 0
+        self.operands = self.digests = 0
 
     def __getattr__(self, name: str):
         return getattr(self.comm, name)
 
-    def _pass(self, nbytes: int, passes: int = 1) -> None:
-        self.sent += passes * (self.comm.size - 1) / self.comm.size * nbytes
+    def _pass(self, array: np.ndarray, passes: int = 1) -> None:
+        self.sent += passes * (self.comm.size - 1) / self.comm.size * array.nbytes
+        self.operands += array.nbytes
+        self.digests += array.nbytes if array.dtype == np.uint64 else 0
 
     def Allreduce(self, mine, operand, op=MPI.SUM) -> None:
-        self._pass(_array(operand).nbytes, 2)
+        self._pass(_array(operand), 2)
         self.comm.Allreduce(mine, operand, op=op)
 
     def Reduce(self, mine, operand, op, root) -> None:
-        self._pass(_array(operand if self.comm.rank == root else mine).nbytes)
+        self._pass(_array(operand if self.comm.rank == root else mine))
         self.comm.Reduce(mine, operand, op=op, root=root)
 
     def Bcast(self, operand, root) -> None:
-        self._pass(_array(operand).nbytes)
+        self._pass(_array(operand))
         self.comm.Bcast(operand, root=root)
 
     def Allgather(self, mine, everyone) -> None:
@@ -48,7 +52,7 @@ class Counting:
         self.comm.Allgatherv(mine, everyone)
 
     def Alltoall(self, mine, received) -> None:
-        self._pass(_array(mine).nbytes)
+        self._pass(_array(mine))
         self.comm.Alltoall(mine, received)
 
     def Alltoallv(self, mine, received) -> None:
