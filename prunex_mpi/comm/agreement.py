@@ -154,7 +154,7 @@ def require_same(world: MPI.Comm, what: str, value: str) -> None:
 
 
 def digests_agree(comm: MPI.Comm, digest: int) -> bool:
-    """Say whether all ranks hold the same 64-bit `digest`. Collective on `comm`."""
+    """Return whether all ranks hold the same 64-bit `digest`. Collective on `comm`."""
     low = np.array([digest, ~np.uint64(digest)], dtype=np.uint64)
     comm.Allreduce(MPI.IN_PLACE, low, op=MPI.MIN)
     # The minimum of the complement is the complement of the maximum.

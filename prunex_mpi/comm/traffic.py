@@ -22,7 +22,7 @@ class Traffic:
     to begin. `control` is what one rank hands over for ranks to agree: losses, norms, digests and
     errors; not the two numbers by which they agree about once a second on whether to stop. `dense`
     is what `payload` would be for the whole model. `sent` is what leaves a node for payload and
-    masks, by `wire.ring_bytes`.
+    masks, by `units.ring_bytes`.
     """
 
     payload: int = 0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mpi4py import MPI
 
+from prunex_mpi.base.units import dealt_bytes, ring_bytes
 from prunex_mpi.comm.collectives import (
     Transport,
     allgather_,
@@ -246,23 +247,3 @@ def reduce_between_nodes_(leader: Wire, node: Wire, flat: Tensor, kind: str = ""
     # Evaluating is no part of training.
     if kind != "evaluate":
         node.clock.broadcast += spent
-
-
-def ring_bytes(workers: int, operand: int, passes: int = 2) -> int:
-    """Return the bytes that one of `workers` sends for `operand` bytes by a ring algorithm.
-
-    (W - 1)/W of the operand per pass around the ring: two passes for an Allreduce (Reduce-scatter,
-    then Allgather), one for a Reduce or a Bcast (pipelined, the mean over the workers) and for an
-    Allgather, whose operand is what all workers together contribute. The ranks of a node are
-    neighbours in the ring, so this is also what leaves a node, however many of its ranks are in it.
-    """
-    return passes * (workers - 1) * operand // workers
-
-
-def dealt_bytes(workers: int, inside: int, operand: int, passes: int = 0) -> int:
-    """Return the bytes that leave a node with `inside` of the `workers`, each dealing `operand`.
-
-    Each worker sends every other one a share of its own (Alltoall), which no ring makes less: all
-    shares for workers of other nodes leave the node. Then so many `passes` around the ring.
-    """
-    return (inside * (workers - inside) + passes * (workers - 1)) * operand // workers

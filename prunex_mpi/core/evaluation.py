@@ -65,7 +65,7 @@ def add_z_(state: State, settings: Settings) -> None:
 
 
 def is_mean_of_several(state: State) -> bool:
-    """Say whether the average is another network than z."""
+    """Return whether the average is another network than z."""
     return EMA in state.memory and int(state.memory[EMA_COUNT]) > 1
 
 
@@ -141,14 +141,14 @@ def stage_of(settings: Settings, k: int, frozen: bool) -> float:
 
 
 def votes(settings: Settings) -> bool:
-    """Say whether each mask keeps as much as it may, and none is a union of several."""
+    """Return whether each mask keeps as much as it may, and none is a union of several."""
     return settings.method in CONSENSUS and (
         settings.mask_agreement == "vote" or not concerns("mask_agreement", vars(settings))
     )
 
 
 def is_better(here: Judged, best: Judged, by_size: bool) -> bool:
-    """Say whether a network is better than the best one so far.
+    """Return whether a network is better than the best one so far.
 
     That is one at a later stage of pruning; of the same stage the smaller one, where `by_size` says
     that sizes differ for another reason than which groups are kept; then the higher accuracy

@@ -88,13 +88,13 @@ def split_local(work: Work, this: Round, waiting: str) -> None:
 
 
 def evaluates(work: Work, this: Round, ends: bool = False) -> bool:
-    """Say whether z is evaluated in this outer iteration; where the run `ends` it is."""
+    """Return whether z is evaluated in this outer iteration; where the run `ends` it is."""
     due = ends or this.last or falls_due(work, this.k)
     return due and work.problem.test is not None
 
 
 def falls_due(work: Work, k: int) -> bool:
-    """Say whether outer iteration `k` completes as many as there are between two evaluations.
+    """Return whether outer iteration `k` completes as many as there are between two evaluations.
 
     Where they are of several lengths their steps count, so that all methods see as many samples.
     """
@@ -106,7 +106,7 @@ def falls_due(work: Work, k: int) -> bool:
 
 
 def measures_residuals(work: Work, this: Round) -> bool:
-    """Say whether this outer iteration's residuals are computed: as asked, and with duals."""
+    """Return whether this outer iteration's residuals are computed: as asked, and with duals."""
     wanted, state = work.settings.residuals, work.state
     # A vote that follows a union lets the run stop only if it is measured itself.
     due = state.position.vote_next or evaluates(work, this)
@@ -115,7 +115,7 @@ def measures_residuals(work: Work, this: Round) -> bool:
 
 
 def goes_behind(work: Work, this: Round, stage: Stage) -> bool:
-    """Say whether this outer iteration's exchange runs behind the next one's local steps.
+    """Return whether this outer iteration's exchange runs behind the next one's local steps.
 
     Not where z is looked at before: to be evaluated or delivered, to measure residuals, to freeze.
     """

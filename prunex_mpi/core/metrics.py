@@ -3,9 +3,8 @@
 from typing import Any
 
 from prunex_mpi.base.records import KINDS, PHASES, RANK_PHASES, RESIDUALS
-from prunex_mpi.compress.support import PRUNED
 from prunex_mpi.core.admm import Residuals
-from prunex_mpi.core.state import State, Work
+from prunex_mpi.core.state import PRUNED, State, Work
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.settings.methods import CONSENSUS
 

@@ -56,7 +56,7 @@ def strictness(iteration: int, warmup: int, ramp: int) -> float:
 
 
 def settled(drifts: list[float], threshold: float, window: int) -> bool:
-    """Say whether the last `window` mask drifts are all at most `threshold` (negative: never)."""
+    """Return whether the last `window` drifts are at most `threshold` (negative: never)."""
     return (
         threshold >= 0 and len(drifts) >= window and all(d <= threshold for d in drifts[-window:])
     )
@@ -96,7 +96,7 @@ def find_stage(
 
 
 def may_stop(stage: Stage, settings: Settings, frozen: bool) -> bool:
-    """Say whether a run may end on its residuals: not before its masks are what it delivers.
+    """Return whether a run may end on its residuals: not before its masks are what it delivers.
 
     That is once the keep ratio is reached and the masks are frozen, where they ever are to be.
     """

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.comm.async_exchange import Behind
+from prunex_mpi.comm.async_exchange import AsyncExchange
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import StopAgreement
 from prunex_mpi.comm.topology import Topology
@@ -167,6 +167,8 @@ OWN, EACH, SHARED = "own.", "each.", "shared."
 # and as heavy as this worker's contribution; and, where statistics travel as differences, the
 # BatchNorm statistics that all ranks know.
 REST, KNOWN = f"{OWN}rounding_rest", f"{SHARED}known_statistics"
+# Of methods that prune single weights and not groups: which are pruned, bool [numel].
+PRUNED = f"{SHARED}pruned"
 
 
 @dataclass(frozen=True)
@@ -309,7 +311,7 @@ class Work:
     transport: Transport
     heartbeat: Heartbeat
     stop: StopAgreement | None = None
-    behind: Behind | None = None
+    behind: AsyncExchange | None = None
     failures: list[UserError] = field(default_factory=list)
 
 
@@ -378,12 +380,12 @@ def new_payload(theta: Tensor, parameters: int, stats: int) -> Tensor:
 
 
 def every_rank_sends(settings: Settings) -> bool:
-    """Say whether all ranks speak between nodes at each step, not the leaders of the nodes."""
+    """Return whether all ranks speak between nodes at each step, not the leaders of the nodes."""
     return settings.method in PER_STEP and settings.aggregation == "flat"
 
 
 def sends_codes(settings: Settings) -> bool:
-    """Say whether nodes, where there are several, exchange fewer bits than parameters have."""
+    """Return whether nodes, where there are several, exchange fewer bits than parameters have."""
     return settings.method in AVERAGING and settings.payload != "fp32"
 
 
@@ -467,7 +469,7 @@ def forget_momentum_(state: State) -> None:
 
 
 def starts_from_z(state: State, settings: Settings) -> bool:
-    """Say whether theta starts the local steps from z, not from where it was."""
+    """Return whether theta starts the local steps from z, not from where it was."""
     return state.consensus_sgd or settings.theta_start == "z"
 
 

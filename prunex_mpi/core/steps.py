@@ -200,7 +200,7 @@ def add_loss_(sums: Tensor, loss: Tensor, work: Work) -> None:
 
 
 def stops_here(work: Work, losses: Tensor, started: float) -> bool:
-    """Say whether all ranks leave before the next step; note then where phase 1 stands.
+    """Return whether all ranks leave before the next step; note then where phase 1 stands.
 
     `started` is when this job's part of the phase began. Collective where the run can be stopped.
     """

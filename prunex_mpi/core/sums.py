@@ -247,7 +247,7 @@ def _decode_(coded: Coded, start: int, stop: int, out: Tensor) -> None:
 
 
 def goes_to_all(workers: int, up: int, down: int) -> bool:
-    """Say whether it takes no more bits to send everyone's numbers to all."""
+    """Return whether it takes no more bits to send everyone's numbers to all."""
     return (workers - 1) * up <= down
 
 

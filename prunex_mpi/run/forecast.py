@@ -95,7 +95,7 @@ def cost_table(settings: Settings, what: Travelling) -> Table:
             exchange = exchange_of(payload, what, nodes, pieces)
             kernels = kernels_of(payload, settings.copy_gbs)
             shared = {count: replace(exchange, leaders=count) for count in leaders}
-            row = (payload, nodes, round(sent_bytes(exchange)), bound_s(link, exchange))
+            row = (payload, nodes, sent_bytes(exchange), bound_s(link, exchange))
             row += (packing_s(kernels, exchange),)
             row += tuple(exchange_s(link, kernels, whole) for whole in shared.values())
             if step_s:

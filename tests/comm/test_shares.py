@@ -5,10 +5,10 @@ import torch
 from driving import assert_alike_on_all_ranks, wire_of
 from nodes import WORLD
 
+from prunex_mpi.base.units import ring_bytes
 from prunex_mpi.comm import collectives
 from prunex_mpi.comm.collectives import Transport, build_transport, deal_, sum_halves_
 from prunex_mpi.comm.traffic import Traffic
-from prunex_mpi.comm.wire import ring_bytes
 
 pytestmark = pytest.mark.mpi
 

@@ -5,7 +5,7 @@ import torch
 from driving import assert_alike_on_all_ranks, wire_of
 from nodes import WORLD
 
-from prunex_mpi.comm.wire import ring_bytes
+from prunex_mpi.base.units import ring_bytes
 from prunex_mpi.core.sums import (
     allocate_counts,
     bytes_handed_over,

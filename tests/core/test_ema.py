@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from small_runs import COMMON, PRUNING, small_run
 from torch import Tensor
 
-from prunex_mpi.compress.support import PRUNED
 from prunex_mpi.core import evaluation
 from prunex_mpi.core.evaluation import (
     BEST,
@@ -27,7 +26,7 @@ from prunex_mpi.core.evaluation import (
     judge,
     statistics_of_z,
 )
-from prunex_mpi.core.state import Work, in_place_of_z
+from prunex_mpi.core.state import PRUNED, Work, in_place_of_z
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.methods import PER_STEP
