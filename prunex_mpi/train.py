@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-    from prunex_mpi.core.objective import Loss
+    from prunex_mpi.core.losses import Loss
     from prunex_mpi.run.from_python import Data, Training
 
 

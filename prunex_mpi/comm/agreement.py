@@ -1,4 +1,4 @@
-"""Agree with other ranks: texts, errors that end every rank alike, digests, one number's mean."""
+"""Agree with other ranks: texts, errors that end every rank alike, digests, means, clocks."""
 
 import hashlib
 import socket
@@ -15,6 +15,8 @@ from prunex_mpi.base.errors import USAGE, UserError
 T = TypeVar("T")
 
 POLL_S = 0.005
+# What a rank hands over to compare a digest, and to say that it has met no error.
+DIGEST_BYTES, VERDICT_BYTES = 16, 8
 # What a rank tells of an action that takes long; 0 while it goes on. The least of all counts.
 DONE, FAILED = 1, -1
 
@@ -152,7 +154,7 @@ def require_same(world: MPI.Comm, what: str, value: str) -> None:
 
 
 def digests_agree(comm: MPI.Comm, digest: int) -> bool:
-    """Say whether all ranks hold the same 64-bit `digest`. Collective on `comm`."""
+    """Return whether all ranks hold the same 64-bit `digest`. Collective on `comm`."""
     low = np.array([digest, ~np.uint64(digest)], dtype=np.uint64)
     comm.Allreduce(MPI.IN_PLACE, low, op=MPI.MIN)
     # The minimum of the complement is the complement of the maximum.
@@ -169,8 +171,45 @@ def sum_alike_(world: MPI.Comm, values: np.ndarray) -> None:
     world.Bcast(values, root=0)
 
 
+def alike_bytes(count: int) -> int:
+    """Return what a rank hands to the two collectives of `sum_alike_` for `count` float64."""
+    return 2 * 8 * count
+
+
 def mean_over_ranks(world: MPI.Comm, value: float) -> float:
     """Return the mean of one number, with the same bits on every rank. Collective on `world`."""
     buffer = np.array([value])
     sum_alike_(world, buffer)
     return float(buffer[0]) / world.size
+
+
+ROUND_TRIPS = 20
+TAG = 7
+
+
+def seconds_ahead(world: MPI.Comm) -> float:
+    """Return by how much this rank's `time.perf_counter` is ahead of world rank 0's.
+
+    By the shortest of several round trips with rank 0, half of which is the most that it can be
+    wrong by; 0 where the clocks can't be told apart, as on one machine. Collective on `world`.
+    """
+    mine = np.zeros(1)
+    if world.rank:
+        for _ in range(ROUND_TRIPS):
+            world.Recv(mine, source=0, tag=TAG)
+            mine[0] = time.perf_counter()
+            world.Send(mine, dest=0, tag=TAG)
+        world.Recv(mine, source=0, tag=TAG)
+        return float(mine[0])
+    for rank in range(1, world.size):
+        trips = []
+        for _ in range(ROUND_TRIPS):
+            started = time.perf_counter()
+            world.Send(mine, dest=rank, tag=TAG)
+            world.Recv(mine, source=rank, tag=TAG)
+            ended = time.perf_counter()
+            trips.append((ended - started, float(mine[0]) - (started + ended) / 2))
+        trip, ahead = min(trips)
+        mine[0] = ahead if abs(ahead) > trip / 2 else 0.0
+        world.Send(mine, dest=rank, tag=TAG)
+    return 0.0

@@ -14,9 +14,9 @@ than that at any size; MPICH's Reduce_scatter folds as well, below 512 KiB.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -55,6 +55,10 @@ class Transport:
     bucket_bytes: int
     staging: tuple[Tensor, Tensor] | None = None
     piece_bytes: int = 0
+
+
+# For what is on the host, and fits into a bucket.
+HOST = Transport(0)
 
 
 def build_transport(
@@ -140,7 +144,10 @@ def staged(
         return
     fit = max(1, transport.staging[0].nbytes // transport.bucket_bytes)
     stretches = flat.split(fit * max(1, transport.bucket_bytes // flat.element_size()))
-    operands = [_stage(transport, number, stretch) for number, stretch in enumerate(stretches)]
+    # A stretch shares its memory with the one before the last.
+    operands = [
+        _shaped(transport.staging[number % 2], stretch) for number, stretch in enumerate(stretches)
+    ]
     if fetch:
         operands[0].copy_(stretches[0])
     for number, operand in enumerate(operands):
@@ -151,6 +158,27 @@ def staged(
             stretches[number].copy_(operand, non_blocking=True)
         if flat.device.type == "cuda":
             torch.cuda.current_stream(flat.device).synchronize()
+
+
+def host_memory(transport: Transport, *parts: Tensor) -> tuple[Tensor, ...]:
+    """Return memory that MPI gets in place of one or two `parts`, each of about one bucket.
+
+    The parts themselves where nothing is staged; else memory of the same shapes and types, in
+    which nothing is yet.
+    """
+    if transport.staging is None:
+        return parts
+    return tuple(
+        _shaped(memory, part) for memory, part in zip(transport.staging, parts, strict=False)
+    )
+
+
+def _shaped(memory: Tensor, part: Tensor) -> Tensor:
+    """Return the beginning of `memory` in shape and type of `part`; more of it if it is short."""
+    nbytes = part.numel() * part.element_size()
+    if nbytes > memory.numel():
+        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=part.device.type == "cuda")
+    return memory[:nbytes].view(part.dtype).view(part.shape)
 
 
 def allreduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, op: MPI.Op = MPI.SUM) -> None:
@@ -247,12 +275,153 @@ def hierarchical_sum_(leader: MPI.Comm, node: MPI.Comm, values: np.ndarray) -> N
     values[...] = total
 
 
-def _folds(comm: MPI.Comm, operand: Tensor) -> bool:
-    """Say whether an Allreduce of `operand` over `comm` would send much more than is enough."""
-    # Device memory stays with Allreduce, which is what is probed.
-    power_of_two = comm.size & (comm.size - 1) == 0
-    small = operand.nbytes < LEAST_SHARE_BYTES * comm.size
-    return not (power_of_two or small or operand.device.type == "cuda")
+def allgather_(comm: MPI.Comm, mine: Tensor, everyone: Tensor, transport: Transport) -> None:
+    """Gather `mine` [n] of every rank into `everyone` [comm.size, n], alike on all ranks.
+
+    One Allgatherv per bucket. Collective on `comm`.
+    """
+    if comm.size == 1:
+        everyone[0].copy_(mine)
+        return
+    transport = within_reach(transport, everyone)
+    for start, stop in _columns(everyone, transport):
+        piece, target = mine[start:stop], everyone[:, start:stop]
+        if transport.staging is None:
+            comm.Allgatherv(mpi_buffer(piece), _rows(everyone, start, stop))
+            continue
+        sent, received = host_memory(transport, piece, target)
+        sent.copy_(piece)
+        comm.Allgather(mpi_buffer(sent), mpi_buffer(received))
+        target.copy_(received)
+
+
+def gather_counts(comm: MPI.Comm, count: int) -> list[int]:
+    """Return every rank's `count`, alike on all ranks. Collective on `comm`."""
+    counts = np.empty(comm.size, dtype=np.int64)
+    comm.Allgather(np.array([count], dtype=np.int64), counts)
+    return counts.tolist()
+
+
+def allgatherv_(
+    comm: MPI.Comm, mine: Tensor, counts: Sequence[int], everyone: Tensor, transport: Transport
+) -> None:
+    """Gather `counts[r]` elements of each rank r, one behind the other, into `everyone`.
+
+    `mine` holds this rank's; all of them fit into one bucket, and `everyone` may be longer.
+    Collective on `comm`.
+    """
+    target = everyone[: sum(counts)]
+    if comm.size == 1:
+        target.copy_(mine)
+        return
+    sent, received = host_memory(transport, mine, target)
+    if sent is not mine:
+        sent.copy_(mine)
+    comm.Allgatherv(mpi_buffer(sent), _stretches(received, counts))
+    if received is not target:
+        target.copy_(received)
+
+
+def deal_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transport) -> None:
+    """Send row r of `mine` [comm.size, n] to rank r; `received`, as large, is what came to here.
+
+    One Alltoallv per bucket. Row r of what is received came from rank r. Collective on `comm`.
+    """
+    if comm.size == 1:
+        received.copy_(mine)
+        return
+    transport = within_reach(transport, mine)
+    for start, stop in _columns(mine, transport):
+        if transport.staging is None:
+            comm.Alltoallv(_rows(mine, start, stop), _rows(received, start, stop))
+            continue
+        part, target = mine[:, start:stop], received[:, start:stop]
+        leaving, coming = host_memory(transport, part, target)
+        leaving.copy_(part)
+        comm.Alltoall(mpi_buffer(leaving), mpi_buffer(coming))
+        target.copy_(coming)
+
+
+# --------------------------------------------------------------------------------------------------
+# Sums by shares: each rank adds up everyone's part of its own share, and hands the sum to all
+# --------------------------------------------------------------------------------------------------
+
+
+def share_ends(count: int, ranks: int) -> list[int]:
+    """Return the ends of the ranks' shares of `count` elements, of one size but for the last."""
+    size = -(-count // ranks)
+    return [min(size * rank, count) for rank in range(ranks + 1)]
+
+
+def deal_shares_(
+    comm: MPI.Comm,
+    operand: Tensor,
+    ends: Sequence[int],
+    received: Tensor,
+    transport: Transport,
+    own: bool = True,
+) -> None:
+    """Send each rank everyone's part of its share of `operand`, which fits into one bucket.
+
+    Share r is operand[ends[r] : ends[r + 1]]. `received` [parts * size of this rank's share] are
+    the ranks' parts in their order; without `own` this rank's is not sent, and is not among them.
+    Collective on `comm`.
+    """
+    leaving = [stop - start for start, stop in pairwise(ends)]
+    arriving = [leaving[comm.rank]] * comm.size
+    alike = own and len(set(leaving)) == 1
+    if not own:
+        leaving[comm.rank] = arriving[comm.rank] = 0
+    sent, coming = host_memory(transport, operand, received)
+    if sent is not operand:
+        sent.copy_(operand)
+    if alike:
+        comm.Alltoall(mpi_buffer(sent), mpi_buffer(coming))
+    else:
+        comm.Alltoallv(_stretches(sent, leaving, ends), _stretches(coming, arriving))
+    if coming is not received:
+        received.copy_(coming)
+
+
+def spread_shares_(
+    comm: MPI.Comm, operand: Tensor, ends: Sequence[int], transport: Transport
+) -> None:
+    """Hand each rank's share of `operand`, cut as in `deal_shares_`, to all. Collective on `comm`.
+
+    Shares of one size by Allgather: MPICH's Allgatherv takes 3 times as long.
+    """
+    counts = [stop - start for start, stop in pairwise(ends)]
+    (everyone,) = host_memory(transport, operand)
+    if everyone is not operand:
+        own = slice(ends[comm.rank], ends[comm.rank + 1])
+        everyone[own].copy_(operand[own])
+    if len(set(counts)) == 1:
+        comm.Allgather(MPI.IN_PLACE, mpi_buffer(everyone))
+    else:
+        comm.Allgatherv(MPI.IN_PLACE, _stretches(everyone, counts))
+    if everyone is not operand:
+        operand.copy_(everyone)
+
+
+def sum_halves_(comm: MPI.Comm, flat: Tensor, transport: Transport) -> None:
+    """Sum a float16 or bfloat16 vector over `comm` in place, alike on all ranks.
+
+    MPI adds up neither type: ranks add up shares in float32, in the order of the ranks, and round
+    each sum once. A rank sends what it does in an Allreduce. Collective on `comm`.
+    """
+    if comm.size == 1:
+        return
+    room = max(1, transport.bucket_bytes // (flat.element_size() * comm.size)) * comm.size
+    for bucket in flat.split(room):
+        carried, ends = bucket.view(torch.int16), share_ends(bucket.numel(), comm.size)
+        mine = bucket[ends[comm.rank] : ends[comm.rank + 1]]
+        received = carried.new_empty(comm.size * mine.numel())
+        deal_shares_(comm, carried, ends, received, transport)
+        total = torch.zeros_like(mine, dtype=torch.float32)
+        for part in received.view(flat.dtype).view(comm.size, mine.numel()):
+            total.add_(part)
+        mine.copy_(total)
+        spread_shares_(comm, carried, ends, transport)
 
 
 def _reduce_bucket_(comm: MPI.Comm, operand: Tensor, op: MPI.Op) -> None:
@@ -260,23 +429,44 @@ def _reduce_bucket_(comm: MPI.Comm, operand: Tensor, op: MPI.Op) -> None:
     if not _folds(comm, operand) or op not in (MPI.SUM, MPI.MAX):
         comm.Allreduce(MPI.IN_PLACE, mpi_buffer(operand), op=op)
         return
-    # Shares of one size, for MPICH's Allgatherv takes 3 times as long as its Allgather.
     share = operand.numel() // comm.size
     shared, rest = operand[: share * comm.size], operand[share * comm.size :]
-    buffer, received = mpi_buffer(shared), torch.empty_like(shared)
-    comm.Alltoall(buffer, mpi_buffer(received))
-    parts = received.view(comm.size, share)
-    mine = shared.view(comm.size, share)[comm.rank]
+    ends, received = share_ends(shared.numel(), comm.size), torch.empty_like(shared)
+    deal_shares_(comm, shared, ends, received, HOST)
+    first, *parts = received.view(comm.size, share)
     # In the type of the operand, as MPI does: torch would widen integers.
-    mine.copy_(parts[0])
-    for part in parts[1:]:
+    mine = shared.view(comm.size, share)[comm.rank].copy_(first)
+    for part in parts:
         mine.add_(part) if op == MPI.SUM else torch.maximum(mine, part, out=mine)
-    comm.Allgather(MPI.IN_PLACE, buffer)
+    spread_shares_(comm, shared, ends, HOST)
     if rest.numel():
         comm.Allreduce(MPI.IN_PLACE, mpi_buffer(rest), op=op)
 
 
-def _stage(transport: Transport, number: int, stretch: Tensor) -> Tensor:
-    """Return the memory of stretch `number`, which shares it with the one before the last."""
-    memory = transport.staging[number % 2]
-    return memory[: stretch.nbytes].view(stretch.dtype)
+def _folds(comm: MPI.Comm, operand: Tensor) -> bool:
+    """Return whether an Allreduce of `operand` over `comm` would send much more than is enough."""
+    # Device memory stays with Allreduce, which is what is probed.
+    power_of_two = comm.size & (comm.size - 1) == 0
+    small = operand.nbytes < LEAST_SHARE_BYTES * comm.size
+    return not (power_of_two or small or operand.device.type == "cuda")
+
+
+def _columns(rows: Tensor, transport: Transport) -> Iterator[tuple[int, int]]:
+    """Walk the columns of `rows` [ranks, n], as many at a time as fit into one bucket."""
+    room = max(1, transport.bucket_bytes // (rows.element_size() * rows.shape[0]))
+    for start in range(0, rows.shape[1], room):
+        yield start, min(start + room, rows.shape[1])
+
+
+def _rows(rows: Tensor, start: int, stop: int) -> list:
+    """Return the MPI buffer of some columns of `rows`, a stretch of them for each rank."""
+    ranks, width = rows.shape
+    buffer, kind = mpi_buffer(rows.view(-1)[start:])
+    return [buffer, ([stop - start] * ranks, [rank * width for rank in range(ranks)]), kind]
+
+
+def _stretches(flat: Tensor, counts: Sequence[int], places: Sequence[int] | None = None) -> list:
+    """Return the MPI buffer of a stretch for each rank: one behind the other, or at `places`."""
+    places = list(accumulate(counts, initial=0) if places is None else places)
+    buffer, kind = mpi_buffer(flat)
+    return [buffer, (list(counts), places[: len(counts)]), kind]

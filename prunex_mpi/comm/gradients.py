@@ -168,10 +168,10 @@ def several_passes() -> UserError:
 
 
 def is_queued(tensor: Tensor) -> bool:
-    """Say whether what computes `tensor` only queues it, and goes on before it is there."""
+    """Return whether what computes `tensor` only queues it, and goes on before it is there."""
     return tensor.device.type == "cuda"
 
 
 def sends_more_in_place(comm: MPI.Comm) -> bool:
-    """Say whether a large Iallreduce over `comm` sends more in place than with separate buffers."""
+    """Return whether a large Iallreduce over `comm` sends more in place than otherwise."""
     return comm.size >= SEPARATE_RANKS and library_name().startswith("Open MPI")

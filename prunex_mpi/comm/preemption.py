@@ -92,7 +92,7 @@ class StopAgreement:
         self.request: MPI.Request | None = None
 
     def reached(self) -> bool:
-        """Say whether all ranks stop here. Call at the same steps on every rank.
+        """Return whether all ranks stop here. Call at the same steps on every rank.
 
         Raises UserError on every rank where the time limit was too near from the beginning: the
         next job of the same length would get no further.

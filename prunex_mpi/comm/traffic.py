@@ -19,8 +19,10 @@ class Traffic:
 
     `payload`, `mask` and `evaluate` are operands that one worker, a rank that speaks between nodes,
     hands to collectives; `intra` are operands inside the node; `setup` is what a method sends once
-    to begin. `dense` is what `payload` would be
-    for the whole model. `sent` is what leaves a node for payload and masks, by `wire.ring_bytes`.
+    to begin. `control` is what one rank hands over for ranks to agree: losses, norms, digests and
+    errors; not the two numbers by which they agree about once a second on whether to stop. `dense`
+    is what `payload` would be for the whole model. `sent` is what leaves a node for payload and
+    masks, by `units.ring_bytes`.
     """
 
     payload: int = 0
@@ -28,6 +30,7 @@ class Traffic:
     intra: int = 0
     evaluate: int = 0
     setup: int = 0
+    control: int = 0
     dense: int = 0
     sent: int = 0
 

@@ -13,16 +13,20 @@ from torch import Tensor
 
 from mpi4py import MPI
 
+from prunex_mpi.base.units import dealt_bytes, ring_bytes
 from prunex_mpi.comm.collectives import (
     Transport,
+    allgather_,
+    allgatherv_,
     allreduce_,
     allreduce_then_bcast_,
     bcast_,
     between_nodes,
+    deal_,
+    gather_counts,
     reduce_,
+    sum_halves_,
 )
-from prunex_mpi.comm.gather import allgather_, allgatherv_, gather_counts
-from prunex_mpi.comm.shares import deal_, sum_shares_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock, Traffic
 
@@ -123,14 +127,11 @@ class Wire:
         with self.clock.exchanging(mine.device, "Alltoall", counted):
             deal_(self.comm, mine, received, self.transport)
 
-    def reduce_shares_(self, rows: Tensor, numel: int) -> None:
-        """Sum float16 or bfloat16 `rows` [comm.size, n] in place, alike on all ranks.
-
-        Of them `numel` elements count, the last row's others fill it up. Collective on `comm`.
-        """
-        counted = self.count_dealt(numel * rows.element_size(), passes=1)
-        with self.clock.exchanging(rows.device, "sum of shares", counted):
-            sum_shares_(self.comm, rows, self.transport)
+    def reduce_halves_(self, flat: Tensor) -> None:
+        """Sum a float16 or bfloat16 vector in place, alike on all ranks. Collective on `comm`."""
+        counted = self.count_dealt(flat.nbytes, passes=1)
+        with self.clock.exchanging(flat.device, "sum of shares", counted):
+            sum_halves_(self.comm, flat, self.transport)
 
     def gather_counts(self, count: int) -> list[int]:
         """Return every rank's `count`, alike on all. Collective on `comm`."""
@@ -246,23 +247,3 @@ def reduce_between_nodes_(leader: Wire, node: Wire, flat: Tensor, kind: str = ""
     # Evaluating is no part of training.
     if kind != "evaluate":
         node.clock.broadcast += spent
-
-
-def ring_bytes(workers: int, operand: int, passes: int = 2) -> int:
-    """Return the bytes that one of `workers` sends for `operand` bytes by a ring algorithm.
-
-    (W - 1)/W of the operand per pass around the ring: two passes for an Allreduce (Reduce-scatter,
-    then Allgather), one for a Reduce or a Bcast (pipelined, the mean over the workers) and for an
-    Allgather, whose operand is what all workers together contribute. The ranks of a node are
-    neighbours in the ring, so this is also what leaves a node, however many of its ranks are in it.
-    """
-    return passes * (workers - 1) * operand // workers
-
-
-def dealt_bytes(workers: int, inside: int, operand: int, passes: int = 0) -> int:
-    """Return the bytes that leave a node with `inside` of the `workers`, each dealing `operand`.
-
-    Each worker sends every other one a share of its own (Alltoall), which no ring makes less: all
-    shares for workers of other nodes leave the node. Then so many `passes` around the ring.
-    """
-    return (inside * (workers - inside) + passes * (workers - 1)) * operand // workers

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.compress.bits import pack_, unpack_
+from prunex_mpi.compress.quantise import pack_, unpack_
 from prunex_mpi.compress.sparse import share_of
 from prunex_mpi.models.layout import Layout
 

@@ -4,6 +4,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,15 +13,182 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, Diverged, UserError
-from prunex_mpi.comm.agreement import digests_agree, raise_together
+from prunex_mpi.comm.agreement import DIGEST_BYTES, VERDICT_BYTES, digests_agree, raise_together
 from prunex_mpi.comm.collectives import hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import reduce_between_nodes_
-from prunex_mpi.core.best import BEST, keep_best_
-from prunex_mpi.core.ema import ema_of
-from prunex_mpi.core.state import Problem, Work, weights, wires_of
+from prunex_mpi.core.metrics import density
+from prunex_mpi.core.schedule import strictness
+from prunex_mpi.core.state import SHARED, State, Work, agreeing, in_place_of_z, weights, wires_of
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.models import batchnorm
+from prunex_mpi.settings.fields import Settings
+
+# In the memory of a run: the average, that of the BatchNorm means and variances, and of how many z
+# it is since it has begun; with none of them it says nothing.
+EMA, EMA_STATS, EMA_COUNT = f"{SHARED}ema_z", f"{SHARED}ema_statistics", f"{SHARED}ema_count"
+
+
+def memory_of_ema(settings: Settings, state: State) -> dict[str, Tensor]:
+    """Allocate the average of z, of none so far, where `--ema` asks for it."""
+    if not settings.ema:
+        return {}
+    return {
+        EMA: torch.zeros_like(state.z),
+        EMA_STATS: torch.zeros_like(state.stats),
+        EMA_COUNT: torch.zeros(1, dtype=torch.int64),
+    }
+
+
+def begin_anew_(state: State) -> None:
+    """Let the average begin with the next z."""
+    state.memory[EMA_COUNT].zero_()
+
+
+def add_z_(state: State, settings: Settings) -> None:
+    """Set the average to D average + (1 - D) z, the first to z, and its statistics likewise.
+
+    Those that go with z are in `stats`, the same on all ranks. Does nothing without `--ema`.
+    """
+    if EMA not in state.memory:
+        return
+    average, of_statistics = state.memory[EMA], state.memory[EMA_STATS]
+    statistics = batchnorm.as_plain(state.bn_modules, state.stats)
+    if int(state.memory[EMA_COUNT]):
+        average.lerp_(state.z, 1 - settings.ema)
+        of_statistics.lerp_(statistics, 1 - settings.ema)
+    else:
+        average.copy_(state.z)
+        of_statistics.copy_(statistics)
+    state.memory[EMA_COUNT].add_(1)
+
+
+def is_mean_of_several(state: State) -> bool:
+    """Return whether the average is another network than z."""
+    return EMA in state.memory and int(state.memory[EMA_COUNT]) > 1
+
+
+def keep_statistics_(state: State) -> None:
+    """Make the BatchNorm means and variances of the model those of the average."""
+    batchnorm.read_plain_(state.bn_modules, state.memory[EMA_STATS])
+
+
+@contextmanager
+def ema_of(state: State) -> Iterator[None]:
+    """Have the average, and its statistics, in place of z for the block.
+
+    Nothing changes where there is none, or where it has yet to begin.
+    """
+    if EMA not in state.memory or not int(state.memory[EMA_COUNT]):
+        yield
+        return
+    with in_place_of_z(state, state.memory[EMA], state.memory[EMA_STATS]):
+        yield
+
+
+# In the memory of a run: that z, the BatchNorm means and variances that go with it, and its mask.
+BEST, BEST_STATS = f"{SHARED}best_z", f"{SHARED}best_statistics"
+BEST_MASK = f"{SHARED}best_mask"
+# Densities that differ by less are the same: coupled groups need not all be of one size.
+SAME_DENSITY = 1e-3
+
+
+class Judged(NamedTuple):
+    """What a network reached in an outer iteration, by the images that are held out.
+
+    `stage` says how far pruning had come, `density` how much was left of what can be pruned.
+    """
+
+    iteration: int
+    stage: float
+    density: float
+    accuracy: float
+    loss: float
+
+
+def memory_of_best(settings: Settings, state: State) -> dict[str, Tensor]:
+    """Allocate the best z so far, where images are held out to tell which it is."""
+    if not settings.val_share:
+        return {}
+    return {
+        BEST: torch.zeros_like(state.z),
+        BEST_STATS: torch.zeros_like(state.stats),
+        BEST_MASK: torch.ones(state.mask.size, dtype=torch.bool),
+    }
+
+
+def keep_best_(work: Work, loss: float, accuracy: float) -> None:
+    """Keep z and its statistics in the memory where they are the best of the run so far.
+
+    Every rank decides alike.
+    """
+    state, settings, k = work.state, work.settings, work.state.position.iteration
+    here = Judged(k, stage_of(settings, k, state.frozen), density(state), accuracy, loss)
+    best = Judged(*state.position.best) if state.position.best else None
+    if best is None or is_better(here, best, by_size=not votes(settings)):
+        state.position.best = list(here)
+        state.memory[BEST].copy_(state.z)
+        batchnorm.read_plain_(state.bn_modules, state.memory[BEST_STATS])
+        state.memory[BEST_MASK].copy_(torch.from_numpy(state.mask))
+
+
+def stage_of(settings: Settings, k: int, frozen: bool) -> float:
+    """Return how far pruning has come in outer iteration `k`: 2 where masks are `frozen`."""
+    if not settings.method.consensus:
+        return 0.0
+    return strictness(k, settings.warmup_iterations, settings.keep_ramp_iterations) + frozen
+
+
+def votes(settings: Settings) -> bool:
+    """Return whether each mask keeps as much as it may, and none is a union of several."""
+    method = settings.method
+    return method.consensus and (settings.mask_agreement == "vote" or method.flat)
+
+
+def is_better(here: Judged, best: Judged, by_size: bool) -> bool:
+    """Return whether a network is better than the best one so far.
+
+    That is one at a later stage of pruning; of the same stage the smaller one, where `by_size` says
+    that sizes differ for another reason than which groups are kept; then the higher accuracy
+    counts, then the lower loss.
+    """
+    if here.stage != best.stage:
+        return here.stage > best.stage
+    if by_size and here.density < best.density * (1 - SAME_DENSITY):
+        return True
+    if by_size and here.density > best.density * (1 + SAME_DENSITY):
+        return False
+    return (here.accuracy, -here.loss) > (best.accuracy, -best.loss)
+
+
+@contextmanager
+def best_of(work: Work) -> Iterator[None]:
+    """Have the best z that was kept, its statistics and mask in place of the last for the block.
+
+    Without one nothing changes.
+    """
+    state = work.state
+    if not _is_kept(state):
+        yield
+        return
+    last, state.mask = state.mask, state.memory[BEST_MASK].numpy()
+    try:
+        with in_place_of_z(state, state.memory[BEST], state.memory[BEST_STATS]):
+            yield
+    finally:
+        state.mask = last
+
+
+@contextmanager
+def delivered(work: Work) -> Iterator[None]:
+    """Have what is delivered in place of z: the best that was kept, else the average, else z."""
+    with best_of(work) if _is_kept(work.state) else ema_of(work.state):
+        yield
+
+
+def _is_kept(state: State) -> bool:
+    return BEST in state.memory and bool(state.position.best)
+
 
 # How long BatchNorm statistics that are estimated on z stay: for its evaluation, or for good.
 PASSING, LASTING = "passing", "lasting"
@@ -61,7 +229,9 @@ def average_other_buffers_(topology: Topology, work: Work) -> None:
         if id(buffer) in ours or not buffer.is_floating_point() or not buffer.numel():
             continue
         data = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        if digests_agree(world, zlib.crc32(data)):
+        with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
+            alike = digests_agree(world, zlib.crc32(data))
+        if alike:
             continue
         flat = buffer.detach().to(state.theta.dtype, copy=True).view(-1)
         _average_(topology, work, flat)
@@ -94,7 +264,7 @@ def judge(topology: Topology, work: Work, shard: Shard) -> tuple[float, float]:
     with state.position.clock.agreeing(state.theta.device, "sum over all ranks", counted):
         hierarchical_sum_(topology.leader, topology.node, sums)
     state.position.traffic.evaluate += sums.nbytes
-    refuse_unreadable(topology.world, problem)
+    refuse_unreadable(topology.world, work)
     if not np.isfinite(sums[0]):
         # Every rank holds the same sums, so every rank raises.
         what = "the loss on the test set is not finite"
@@ -134,19 +304,21 @@ def estimate_statistics(topology: Topology, work: Work) -> None:
     images = (images for images, _ in islice(batches, count))
     with weights(state, state.z):
         batchnorm.estimate(problem.model, state.bn_modules, images)
-    refuse_unreadable(topology.world, problem)
+    refuse_unreadable(topology.world, work)
     batchnorm.read_(state.bn_modules, state.stats)
     _average_(topology, work, state.stats)
     batchnorm.write(state.bn_modules, state.stats)
 
 
-def refuse_unreadable(world: MPI.Comm, problem: Problem) -> None:
+def refuse_unreadable(world: MPI.Comm, work: Work) -> None:
     """Raise UserError on every rank if any could not read an image. Collective on `world`.
 
     Where images are no files it returns at once.
     """
-    if problem.reader is not None:
-        raise_together(world, problem.reader.error)
+    reader = work.problem.reader
+    if reader is not None:
+        with agreeing(work.state, "Allreduce of what went wrong", VERDICT_BYTES):
+            raise_together(world, reader.error)
 
 
 def refuse_divergence(topology: Topology, work: Work, loss: float) -> None:
@@ -230,7 +402,7 @@ def _refuse_together(topology: Topology, work: Work, problem: str) -> None:
             FAILURE,
         )
     try:
-        with state.position.clock.agreeing(state.theta.device, "Allreduce of what went wrong"):
+        with agreeing(state, "Allreduce of what went wrong", VERDICT_BYTES):
             raise_together(topology.world, failure)
     except UserError as together:
         if together.exit_code != FAILURE:

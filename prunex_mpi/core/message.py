@@ -10,6 +10,8 @@ leaves over is the next e_i. So z changes by exactly what all ranks decode. With
 what the last rounding left over, less the one before. It does not add up over iterations. Groups
 that are pruned take what was left over of them along. BatchNorm statistics travel as differences
 to the last known ones as well, in bfloat16, without feedback: they are found anew every time.
+
+DiLoCo's step between nodes (Douillard et al. 2023) follows: SGD with Nesterov momentum on z.
 """
 
 import time
@@ -20,16 +22,17 @@ from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.agreement import digests_agree
+from prunex_mpi.comm.agreement import DIGEST_BYTES, digests_agree
 from prunex_mpi.comm.collectives import Transport, allreduce_then_bcast_
 from prunex_mpi.comm.traffic import NOTHING, Clock
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.coded import allocate_coded, coded_bytes, sum_coded_
-from prunex_mpi.core.position import CODED, PLAIN
-from prunex_mpi.core.state import KNOWN, REST, State
+from prunex_mpi.core.evaluation import add_z_
+from prunex_mpi.core.state import CODED, KNOWN, PLAIN, REST, SHARED, State, agreeing
+from prunex_mpi.core.sums import allocate_coded, coded_bytes, sum_coded_
 from prunex_mpi.models import batchnorm
 from prunex_mpi.pruning.compaction import pack_, unpack_
 from prunex_mpi.pruning.masks import apply_factors_
+from prunex_mpi.settings.fields import Settings
 
 STATISTICS = "bf16"
 
@@ -47,7 +50,7 @@ def fill_message_(lane: Wire, node: Wire, lanes: int, state: State, payload: str
     dual = None if state.consensus_sgd else state.v
     if not state.plan_agreed:
         if lane.speaks:
-            with lane.clock.agreeing(state.theta.device, "Allreduce of a digest"):
+            with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
                 alike = digests_agree(lane.comm, state.plan.digest)
             if not alike:
                 raise RuntimeError("the leaders' compact layouts differ; nothing was exchanged")
@@ -62,9 +65,12 @@ def fill_message_(lane: Wire, node: Wire, lanes: int, state: State, payload: str
             statistics = state.message[state.plan.numel :]
             torch.index_select(state.stats, 0, state.stats_kept, out=statistics)
             statistics.mul_(lane.weight)
-    travelling = sum(c.nbytes for c in state.coded) if coded else state.message.nbytes
+    size = state.message.element_size()
+    # A plan's sizes are NumPy's, which JSON does not know.
+    numels = int(state.plan.numel), state.stats_kept.numel()
+    travelling = message_bytes(payload if coded else "fp32", *numels, size)
     dense = state.whole.layout.numel + state.whole.stats
-    state.position.traffic.dense += dense * state.message.element_size()
+    state.position.traffic.dense += dense * size
     return lane.count(travelling) | node.count(travelling)
 
 
@@ -157,7 +163,7 @@ def way_of(state: State) -> str:
 def take_over_(state: State, way: str, behind: bool = False, freezes: bool = False) -> None:
     """Make the mean that has come z, expanded, zero where the mask is; set the statistics.
 
-    It has come PLAIN or CODED. What z was before is then in `scratch`. With `behind` the model has
+    It has come PLAIN or CODED. What z was before is then `last_z`. With `behind` the model has
     gone on training since: its statistics move by as much as those of the node by which it began.
     The mask `freezes` where it was chosen in this outer iteration. Does not communicate.
     """
@@ -191,3 +197,36 @@ def take_over_(state: State, way: str, behind: bool = False, freezes: bool = Fal
 def _plain_parts(state: State) -> tuple[Tensor, Tensor]:
     numel = state.plan.numel
     return state.message[:numel], state.message[numel:]
+
+
+VELOCITY = f"{SHARED}outer_momentum"
+
+
+def outer_memory(theta: Tensor) -> dict[str, Tensor]:
+    """Allocate the velocity of `outer_step_`."""
+    return {VELOCITY: torch.zeros_like(theta)}
+
+
+def outer_step_(state: State, settings: Settings) -> None:
+    """Step from `last_z` towards z, the mean of the ranks.
+
+    b = momentum b + (old_z - z), z = old_z - lr (old_z - z + momentum b). Written so that lr 1
+    without momentum is the mean, bit for bit. The mask is kept: old_z, z and b vanish outside of
+    it. Does nothing where the method has no velocity.
+    """
+    if VELOCITY not in state.memory:
+        return
+    lr, momentum = settings.options.outer_lr, settings.options.outer_momentum
+    step = state.last_z.sub_(state.z)
+    velocity = state.memory[VELOCITY].mul_(momentum).add_(step)
+    state.z.add_(step, alpha=1 - lr).add_(velocity, alpha=-lr * momentum)
+
+
+def arrive_(state: State, settings: Settings, way: str, behind: bool = False) -> None:
+    """Make z what was exchanged for it while training may have gone on `behind` it.
+
+    As `take_over_`, with what follows from a new z.
+    """
+    take_over_(state, way, behind=behind)
+    outer_step_(state, settings)
+    add_z_(state, settings)

@@ -2,15 +2,10 @@
 
 from typing import Any
 
-from prunex_mpi.compress.support import PRUNED
-from prunex_mpi.core.residuals import RESIDUALS, Residuals
-from prunex_mpi.core.state import State, Work
+from prunex_mpi.base.records import KINDS, PHASES, RANK_PHASES, RESIDUALS
+from prunex_mpi.core.admm import Residuals
+from prunex_mpi.core.state import PRUNED, State, Work
 from prunex_mpi.pruning.masks import kept_numel
-
-PHASES = ("local", "intra", "project", "inter", "dual", "evaluate", "setup", "total")
-# Of each rank apart; what a method does once to begin is in none of them.
-RANK_PHASES = PHASES[:-2]
-KINDS = ("dense", "payload", "sent", "mask", "intra", "evaluate", "setup")
 
 
 def kept_by_segment(state: State) -> dict[int, tuple[int, int]]:

@@ -16,9 +16,9 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import digests_agree, together
 from prunex_mpi.comm.collectives import Transport, bcast_
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.course import steps_of
 from prunex_mpi.core.loading import measure_colours
-from prunex_mpi.core.objective import find_losses
+from prunex_mpi.core.losses import find_losses
+from prunex_mpi.core.schedule import steps_of
 from prunex_mpi.core.state import Problem
 from prunex_mpi.data.batches import (
     Augmentation,

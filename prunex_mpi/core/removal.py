@@ -15,11 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from prunex_mpi.comm.gradients import GradientAverager
-from prunex_mpi.core.best import BEST, BEST_MASK, BEST_STATS, memory_of_best
-from prunex_mpi.core.ema import EMA, EMA_COUNT, EMA_STATS, memory_of_ema
-from prunex_mpi.core.optimizer import remembered
+from prunex_mpi.core.evaluation import (
+    BEST,
+    BEST_MASK,
+    BEST_STATS,
+    EMA,
+    EMA_COUNT,
+    EMA_STATS,
+    memory_of_best,
+    memory_of_ema,
+)
 from prunex_mpi.core.scores import memory_of_scores
-from prunex_mpi.core.state import KNOWN, REST, State, Work, build_state
+from prunex_mpi.core.state import KNOWN, REST, State, Work, build_state, remembered
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.models.standalone import Sizes, fill_, resize_
 from prunex_mpi.pruning.shrink import cut, smaller_sizes, smaller_tensors

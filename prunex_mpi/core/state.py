@@ -1,8 +1,8 @@
 """The variables of a run on one rank, and the operations that touch several of them."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
@@ -11,16 +11,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.comm.behind import Behind
+from prunex_mpi.comm.async_exchange import AsyncExchange
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.preemption import StopAgreement
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wires, find_wires
-from prunex_mpi.core.coded import Coded, whole_blocks
-from prunex_mpi.core.distillation import Teacher
-from prunex_mpi.core.optimizer import build_optimizer, momentum_of
-from prunex_mpi.core.position import Position
-from prunex_mpi.core.whole import Whole, describe_whole
+from prunex_mpi.core.losses import Teacher
+from prunex_mpi.core.sums import Coded, whole_blocks
 from prunex_mpi.data.batches import BatchStream, Shard
 from prunex_mpi.data.decoding import Reader
 from prunex_mpi.data.transforms import Mixing
@@ -30,7 +28,125 @@ from prunex_mpi.models.standalone import Sizes
 from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.masks import Factors, apply_factors_, build_factors
+from prunex_mpi.pruning.shrink import smaller_sizes
 from prunex_mpi.settings.fields import Settings
+
+# As what a message travels between nodes.
+PLAIN, CODED = "plain", "coded"
+
+
+@dataclass
+class Position:
+    """Where a run stands: all that the driver remembers from one local step to the next.
+
+    `step` counts the local steps that outer iteration `iteration` has behind it, `steps_done` those
+    of the outer iterations before; the sums of losses, the bytes and the seconds so far are this
+    rank's own. `under_way` says as what travels (PLAIN or CODED) that the last outer iteration has
+    exchanged and z does not hold yet; empty where there is nothing. `converged_of` is the length of
+    a run, in outer iterations, that has converged before it, else 0.
+    """
+
+    iteration: int = 1
+    step: int = 0
+    steps_done: int = 0
+    loss_sum: float = 0.0
+    loss_count: float = 0.0
+    traffic: Traffic = field(default_factory=Traffic)
+    clock: Clock = field(default_factory=Clock)
+    drifts: list[float] = field(default_factory=list)
+    freeze_next: bool = False
+    vote_next: bool = False
+    under_way: str = ""
+    first_loss: float | None = None
+    # Of the best z so far by held-out images, as `best.Judged` has it.
+    best: list[float] = field(default_factory=list)
+    rollbacks: int = 0
+    converged_of: int = 0
+
+
+def next_iteration(position: Position, loss: float) -> None:
+    """Move on to the first step of the next outer iteration; `loss` is this one's mean."""
+    if position.first_loss is None:
+        position.first_loss = loss
+    position.iteration += 1
+    position.steps_done += position.step
+    begin_iteration(position)
+
+
+def begin_iteration(position: Position) -> None:
+    """Forget what belongs to the steps of an outer iteration."""
+    position.step, position.loss_sum, position.loss_count = 0, 0.0, 0.0
+    # In place: wires hold on to these objects.
+    for part in (position.traffic, position.clock):
+        for one in fields(part):
+            setattr(part, one.name, type(getattr(part, one.name))())
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What shares and savings are relative to.
+
+    `stats` is the number of BatchNorm statistics, `buffers` holds names and shapes, `sizes` what
+    makes a smaller network whole again, where anything may be taken out of it.
+    """
+
+    layout: Layout
+    stats: int
+    buffers: tuple[tuple[str, torch.Size], ...]
+    sizes: Sizes
+
+
+def describe_whole(model: nn.Module, layout: Layout, groups: Groups, settings: Settings) -> Whole:
+    """Describe `model`, of which nothing has been taken out."""
+    sizes: Sizes = {}
+    if settings.method.removes or settings.remove_dropped:
+        sizes = smaller_sizes(model, groups.coupling, np.zeros(groups.total, dtype=bool))
+    buffers = tuple((name, b.shape) for name, b in model.named_buffers())
+    return Whole(layout, batchnorm.numel(batchnorm.find(model)), buffers, sizes)
+
+
+# AdamW's second coefficient and its epsilon, as in its paper; the first one is `--momentum`.
+BETA2, EPSILON = 0.999, 1e-8
+# The names of what is remembered, by those that torch has for it.
+SGD_STATE = {"momentum_buffer": "momentum"}
+ADAMW_STATE = {"exp_avg": "momentum", "exp_avg_sq": "second_moment", "step": "steps_taken"}
+
+
+def build_optimizer(theta: Tensor, settings: Settings) -> torch.optim.Optimizer:
+    """Return the optimizer over the flat `theta`, its state allocated; `theta.grad` is read.
+
+    The fused steps make no temporaries: one pass for weight decay, momentum and update. AdamW's
+    weight decay is decoupled: theta *= 1 - lr decay (Loshchilov and Hutter 2019).
+    """
+    if settings.optimizer == "adamw":
+        betas = settings.momentum, BETA2
+        adamw = torch.optim.AdamW([theta], lr=settings.lr, betas=betas, eps=EPSILON, fused=True)
+        moments = {key: torch.zeros_like(theta) for key in ("exp_avg", "exp_avg_sq")}
+        count = torch.zeros((), dtype=torch.float32, device=theta.device)
+        adamw.state[theta].update(step=count, **moments)
+        return adamw
+    momentum = 0.0 if settings.method.own_momentum else settings.momentum
+    sgd = torch.optim.SGD([theta], lr=settings.lr, momentum=momentum, fused=True)
+    if momentum:
+        # The fused step leaves a buffer of its own uninitialised when fp16 skips the first step.
+        sgd.state[theta]["momentum_buffer"] = torch.zeros_like(theta)
+    return sgd
+
+
+def remembered(optimizer: torch.optim.Optimizer, theta: Tensor) -> dict[str, Tensor]:
+    """Return what the optimizer remembers, by the names that it has in checkpoints.
+
+    `momentum` and, of AdamW, `second_moment` are as long as `theta`; its `steps_taken` is 0-dim.
+    """
+    names = ADAMW_STATE if isinstance(optimizer, torch.optim.AdamW) else SGD_STATE
+    state = optimizer.state[theta]
+    return {name: state[key] for key, name in names.items() if key in state}
+
+
+def momentum_of(optimizer: torch.optim.Optimizer, theta: Tensor) -> Tensor | None:
+    """Return the momentum, of AdamW the first moment; None where there is none."""
+    return remembered(optimizer, theta).get("momentum")
+
 
 # `own.` tensors of a method's memory are each rank's: parts of a vector whose sum over all ranks is
 # what counts, such as the gradient that has not been sent yet; on other nodes the sum is dealt out
@@ -42,6 +158,8 @@ OWN, EACH, SHARED = "own.", "each.", "shared."
 # and as heavy as this worker's contribution; and, where statistics travel as differences, the
 # BatchNorm statistics that all ranks know.
 REST, KNOWN = f"{OWN}rounding_rest", f"{SHARED}known_statistics"
+# Of methods that prune single weights and not groups: which are pruned, bool [numel].
+PRUNED = f"{SHARED}pruned"
 
 
 @dataclass(frozen=True)
@@ -86,7 +204,7 @@ class State:
     theta, grad, u, v, z_node, z and scratch hold `layout.numel` elements, `payload` has room for
     all of them and the BatchNorm statistics, both in whole blocks; `coded` is what they travel as.
     `scratch` holds nothing between phases, except that phase 2 lends its memory to z_tilde, which
-    phase 3 takes over, and that phase 4 leaves there what z was.
+    phase 3 takes over, and that phase 4 leaves there what z was (`last_z`).
     `stats_groups` is the place in the mask of each entry of `stats`, -1 for those that always
     travel; `stats_kept` are the entries that travel under the mask in force.
     `consensus_sgd` says that there are no duals: they are retired, since the masks are frozen and
@@ -133,6 +251,31 @@ class State:
     coded: tuple[Coded, Coded] | None = None
     sound: Tensor | None = None
 
+    # Names for memory that serves another purpose for a while, and only so long.
+
+    @property
+    def anchor(self) -> Tensor:
+        """`scratch` in phase 1 of methods with duals: rho1 (z_i - u), [numel]."""
+        return self.scratch
+
+    @property
+    def last_z(self) -> Tensor:
+        """`scratch` from `take_over_` to the end of phase 4, and in the outer step: z before it."""
+        return self.scratch
+
+    @property
+    def rho1_per_parameter(self) -> Tensor:
+        """The beginning of `payload` in phase 1: room for rho1 of each parameter, [numel].
+
+        No message is under way in it: penalties that differ come of residuals, which wait for it.
+        """
+        return self.payload[: self.layout.numel]
+
+    @property
+    def spare(self) -> Tensor:
+        """The memory of `grad` in all phases but the first: room for any vector, [numel]."""
+        return self.grad
+
     @property
     def message(self) -> Tensor:
         """The part of `payload` that travels: compact parameters, then BatchNorm statistics."""
@@ -159,13 +302,19 @@ class Work:
     transport: Transport
     heartbeat: Heartbeat
     stop: StopAgreement | None = None
-    behind: Behind | None = None
+    behind: AsyncExchange | None = None
     failures: list[UserError] = field(default_factory=list)
 
 
 def wires_of(topology: Topology, state: State, transport: Transport, flat: bool = False) -> Wires:
     """Make the wires of this rank, which count into the position of `state`; see `find_wires`."""
     return find_wires(topology, flat, transport, state.position.traffic, state.position.clock)
+
+
+def agreeing(state: State, name: str, nbytes: int) -> AbstractContextManager[None]:
+    """Count the block as a message of `nbytes` by which ranks agree, and as waiting for it."""
+    state.position.traffic.control += nbytes
+    return state.position.clock.agreeing(state.theta.device, name, {"control": nbytes})
 
 
 def build_state(
@@ -222,12 +371,12 @@ def new_payload(theta: Tensor, parameters: int, stats: int) -> Tensor:
 
 
 def every_rank_sends(settings: Settings) -> bool:
-    """Say whether all ranks speak between nodes at each step, not the leaders of the nodes."""
+    """Return whether all ranks speak between nodes at each step, not the leaders of the nodes."""
     return settings.method.per_step and settings.aggregation == "flat"
 
 
 def sends_codes(settings: Settings) -> bool:
-    """Say whether nodes, where there are several, exchange fewer bits than parameters have."""
+    """Return whether nodes, where there are several, exchange fewer bits than parameters have."""
     return settings.method.averages and settings.payload != "fp32"
 
 
@@ -278,12 +427,11 @@ def change_mask(state: State, mask: np.ndarray) -> None:
     """Adopt a mask while training: of groups that stay, what has not been sent yet stays too."""
     rest = state.memory.get(REST)
     if rest is not None:
-        # The gradient's memory is free after phase 1.
-        unpack_(rest, state.plan, state.grad)
+        unpack_(rest, state.plan, state.spare)
     adopt_mask(state, mask)
     if rest is not None:
         rest.zero_()
-        pack_(state.grad, state.plan, rest)
+        pack_(state.spare, state.plan, rest)
 
 
 def freeze(state: State, consensus_sgd: bool) -> None:
@@ -312,7 +460,7 @@ def forget_momentum_(state: State) -> None:
 
 
 def starts_from_z(state: State, settings: Settings) -> bool:
-    """Say whether theta starts the local steps from z, not from where it was."""
+    """Return whether theta starts the local steps from z, not from where it was."""
     return state.consensus_sgd or settings.theta_start == "z"
 
 

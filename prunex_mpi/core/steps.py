@@ -9,9 +9,8 @@ from torch import Tensor
 
 from prunex_mpi.comm.gradients import GradientAverager, several_passes
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.course import rate_now, steps_taken
-from prunex_mpi.core.distillation import distilled
-from prunex_mpi.core.objective import refuse_several
+from prunex_mpi.core.losses import distilled, refuse_several
+from prunex_mpi.core.schedule import rate_now, steps_taken
 from prunex_mpi.core.state import State, Work
 from prunex_mpi.data.transforms import mix
 from prunex_mpi.models import batchnorm
@@ -201,7 +200,7 @@ def add_loss_(sums: Tensor, loss: Tensor, work: Work) -> None:
 
 
 def stops_here(work: Work, losses: Tensor, started: float) -> bool:
-    """Say whether all ranks leave before the next step; note then where phase 1 stands.
+    """Return whether all ranks leave before the next step; note then where phase 1 stands.
 
     `started` is when this job's part of the phase began. Collective where the run can be stopped.
     """

@@ -3,7 +3,7 @@
 After Makarenko et al. 2022 (arXiv:2211.00188), with Top-K of several levels. All workers know the
 sum of the estimates h. A worker sends what the coarsest level that is good enough for it keeps of
 its gradient less its estimate, and nothing where the estimate is good enough as it is
-(`compress/three_point.py`). The first gradients travel whole. Nothing is left over for later: the
+(`compress/sparse.py`). The first gradients travel whole. Nothing is left over for later: the
 estimates follow (EF21), and the step takes their sum.
 
 With `--adacgd-average` a below 1 the worker's own average of gradients, x = (1 - a) y + a g, stands
@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import COUNT_BYTES, Wire
-from prunex_mpi.compress.sparse import POSITION_BYTES, check_positions, share_of
-from prunex_mpi.compress.three_point import choose_count
-from prunex_mpi.core.course import steps_taken
-from prunex_mpi.core.sparse_sum import add_sparse_parts_, allocate_sparse
+from prunex_mpi.compress.sparse import POSITION_BYTES, check_positions, choose_count, share_of
+from prunex_mpi.core.schedule import steps_taken
 from prunex_mpi.core.state import OWN, SHARED, State, Work
+from prunex_mpi.core.sums import add_sparse_parts_, allocate_sparse
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 

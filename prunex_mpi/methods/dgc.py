@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import COUNT_BYTES, Wire
-from prunex_mpi.compress.sparse import POSITION_BYTES, check_positions, kept_per_layer
+from prunex_mpi.compress.sparse import POSITION_BYTES, check_positions, kept_per_layer, move_whole_
 from prunex_mpi.compress.threshold import (
     accumulate_,
     divide,
@@ -22,10 +22,9 @@ from prunex_mpi.compress.threshold import (
     ratio_in,
     select_above_,
 )
-from prunex_mpi.compress.whole import move_whole_
-from prunex_mpi.core.course import steps_taken, total_steps
-from prunex_mpi.core.sparse_sum import add_sparse_parts_, allocate_sparse
+from prunex_mpi.core.schedule import steps_taken, total_steps
 from prunex_mpi.core.state import OWN, SHARED, State, Work
+from prunex_mpi.core.sums import add_sparse_parts_, allocate_sparse
 from prunex_mpi.models.layout import Layout, pieces_of
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.values import AUTO

@@ -31,9 +31,9 @@ from types import ModuleType
 
 from torch import Tensor
 
-from prunex_mpi.core.coded import SUMMED
-from prunex_mpi.core.outer_step import outer_memory
+from prunex_mpi.core.message import outer_memory
 from prunex_mpi.core.state import State
+from prunex_mpi.core.sums import SUMMED
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.method import Method

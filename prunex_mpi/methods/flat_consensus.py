@@ -23,15 +23,19 @@ import numpy as np
 
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wires
+from prunex_mpi.core.admm import (
+    converges,
+    decay_of_layers,
+    find_residuals,
+    own_residuals,
+    sum_candidate,
+)
 from prunex_mpi.core.evaluation import refuse_divergence
+from prunex_mpi.core.loop import measures_residuals, phase, rounds, split_local
 from prunex_mpi.core.mask_agreement import project_locally
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
-from prunex_mpi.core.norms import find_residuals, own_residuals
-from prunex_mpi.core.residuals import converges
-from prunex_mpi.core.rounds import measures_residuals, phase, rounds, split_local
 from prunex_mpi.core.schedule import Stage, find_stage, may_stop
 from prunex_mpi.core.state import State, Work, change_mask, freeze, wires_of
-from prunex_mpi.core.updates import decay_of_layers, sum_candidate
 from prunex_mpi.methods.hsadmm import end_iteration, local_computation, update_duals
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import scale_, squared_distances
@@ -78,7 +82,7 @@ def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
     """Set z to z~, dense, by the theta + u and the BatchNorm statistics of all ranks.
 
     Until the masks are frozen nothing is masked: a group that was pruned may come back. What z was
-    before lies in `scratch`. Collective on `leader.comm`, which holds all ranks.
+    before is `last_z`. Collective on `leader.comm`, which holds all ranks.
     """
     batchnorm.read_(state.bn_modules, state.stats)
     # z_i is z, whose value is at hand: its memory may hold what this rank sends.
@@ -112,6 +116,6 @@ def project_(wires: Wires, state: State, settings: Settings, stage: Stage) -> np
         apply_factors_(state.z, state.layout, state.groups, state.factors)
     moved = None
     if stage.measured:
-        moved = squared_distances(state.z, state.scratch, state.layout)
+        moved = squared_distances(state.z, state.last_z, state.layout)
     state.z_node.copy_(state.z)
     return moved

@@ -3,7 +3,7 @@
 What PyTorch's DDP hooks fp16_compress and bf16_compress do: rounded, divided by the number of
 workers, added up. Here it is divided before it is rounded, which is the same for powers of two but
 for numbers that become too small. MPI adds up neither type, so workers add up shares in float32 and
-round their sums once (`comm/shares.py`). Nothing is remembered of what rounding takes away.
+round their sums once (`comm/collectives.py`). Nothing is remembered of what rounding takes away.
 """
 
 from typing import Any
@@ -29,13 +29,11 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
 
 
 def allocate(wire: Wire, work: Work) -> dict[str, Any]:
-    """Return memory for the gradient in 16 bits, a row for each worker."""
+    """Return memory for the gradient in 16 bits."""
     if not wire.speaks:
         return {}
-    theta, workers = work.state.theta, wire.comm.size
-    shape = workers, -(-theta.numel() // workers)
-    # What fills up the last share stays zero.
-    return {"rows": torch.zeros(shape, dtype=TYPES[work.settings.method.name], device=theta.device)}
+    theta = work.state.theta
+    return {"rounded": torch.empty_like(theta, dtype=TYPES[work.settings.method.name])}
 
 
 def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
@@ -43,11 +41,9 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
 
     The gradient has been multiplied by its share in the mean already.
     """
-    grad, rows = work.state.grad, space["rows"]
-    rounded = rows.view(-1)[: grad.numel()]
-    rounded.copy_(grad)
-    wire.reduce_shares_(rows, grad.numel())
-    grad.copy_(rounded)
+    rounded = space["rounded"].copy_(work.state.grad)
+    wire.reduce_halves_(rounded)
+    work.state.grad.copy_(rounded)
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:

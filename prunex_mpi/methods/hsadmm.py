@@ -12,7 +12,7 @@
 Names as in the paper: theta_ij, u_ij per rank; z_tilde (z~_i), z_node (z_i), v_i per node; z
 everywhere. All are flat vectors over all parameters (`layout`). P_i ranks in node i, N in all.
 With step sync phase 2 sends statistics alone; without duals phase 5 sends the loss alone. With a
-payload of fewer bits phase 4 adds up codes, by Alltoallv and Allgather (`core/coded.py`).
+payload of fewer bits phase 4 adds up codes, by Alltoallv and Allgather (`core/sums.py`).
 """
 
 import time
@@ -22,23 +22,31 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from prunex_mpi.comm.agreement import digests_agree
+from prunex_mpi.comm.agreement import DIGEST_BYTES, digests_agree
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
 from prunex_mpi.comm.wire import Wire, Wires
-from prunex_mpi.core.course import local_steps, steps_behind
-from prunex_mpi.core.dropped import forget_duals_, start_from_
+from prunex_mpi.core.admm import (
+    NormSums,
+    Residuals,
+    add_pull_,
+    converges,
+    decay_of_layers,
+    find_residuals,
+    forget_duals_,
+    own_residuals,
+    set_anchor_,
+    share_pull_,
+    start_from_,
+    step_duals_,
+    sum_candidate,
+    update_penalties,
+    update_rho2,
+    weigh_candidate,
+)
 from prunex_mpi.core.evaluation import LASTING, PASSING, refuse_divergence
-from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_locally
-from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
-from prunex_mpi.core.norms import find_residuals, own_residuals
-from prunex_mpi.core.outer_step import arrive_
-from prunex_mpi.core.penalties import update_penalties, update_rho2
-from prunex_mpi.core.proximal import add_pull_, set_anchor_, share_pull_
-from prunex_mpi.core.removal import remove_dropped_
-from prunex_mpi.core.residuals import NormSums, Residuals, converges
-from prunex_mpi.core.rounds import (
+from prunex_mpi.core.loop import (
     Round,
     finish_round,
     goes_behind,
@@ -47,11 +55,22 @@ from prunex_mpi.core.rounds import (
     rounds,
     split_local,
 )
-from prunex_mpi.core.schedule import Stage, find_stage, may_stop, note_drift_
+from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_locally
+from prunex_mpi.core.message import arrive_, exchange_message_, fill_message_, take_over_, way_of
+from prunex_mpi.core.removal import remove_dropped_
+from prunex_mpi.core.schedule import (
+    Stage,
+    find_stage,
+    local_steps,
+    may_stop,
+    note_drift_,
+    steps_behind,
+)
 from prunex_mpi.core.scores import scored, watch_
 from prunex_mpi.core.state import (
     State,
     Work,
+    agreeing,
     change_mask,
     forget_momentum_,
     freeze,
@@ -69,7 +88,6 @@ from prunex_mpi.core.steps import (
     step_optimizer_,
     stops_here,
 )
-from prunex_mpi.core.updates import decay_of_layers, step_duals_, sum_candidate, weigh_candidate
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import bits_digest, squared_distances
 from prunex_mpi.pruning.masks import (
@@ -222,11 +240,10 @@ def make_alike_(node: Wire, state: State, decay: np.ndarray) -> None:
     MPI does not promise the same bits of a sum of gradients to all ranks. Where they differ the
     leader's theta and u become everyone's. Collective on `node.comm`.
     """
-    # The gradient's memory is free after phase 1.
     if node.comm.size == 1:
         return
-    digest = bits_digest(state.scratch, state.grad)
-    with node.clock.agreeing(state.theta.device, "Allreduce of a digest"):
+    digest = bits_digest(state.scratch, state.spare)
+    with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
         alike = digests_agree(node.comm, digest)
     if alike:
         return
@@ -307,8 +324,7 @@ def inter_node_consensus(wires: Wires, work: Work, stage: Stage, behind: bool) -
     ways = lane.comm, node.comm, wires.lanes, state, lane.transport, lane.clock
     exchange_message_(*ways, counted)
     take_over_(state, way_of(state), freezes=stage.freeze)
-    # What z was before lies in scratch.
-    return squared_distances(state.z, state.scratch, state.layout) if stage.measured else None
+    return squared_distances(state.z, state.last_z, state.layout) if stage.measured else None
 
 
 def z_arrives(work: Work) -> None:

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.admm import mean_loss
 from prunex_mpi.core.evaluation import LASTING, PASSING, refuse_divergence
-from prunex_mpi.core.norms import mean_loss
-from prunex_mpi.core.outer_step import outer_step_
-from prunex_mpi.core.rounds import finish_round, goes_behind, phase, rounds, split_local
+from prunex_mpi.core.loop import finish_round, goes_behind, phase, rounds, split_local
+from prunex_mpi.core.message import outer_step_
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import Work, freeze, wires_of
 from prunex_mpi.core.steps import averaging

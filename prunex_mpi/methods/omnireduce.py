@@ -14,18 +14,19 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.compress.bits import pack_, unpack_
-from prunex_mpi.compress.blocks import (
+from prunex_mpi.compress.quantise import pack_, unpack_
+from prunex_mpi.compress.sparse import (
+    POSITION_BYTES,
     block_count,
     find_nonzero_,
     move_top_blocks_,
     new_bits,
     put_blocks_,
+    share_of,
     take_blocks_,
 )
-from prunex_mpi.compress.sparse import POSITION_BYTES, share_of
-from prunex_mpi.core.sparse_sum import allocate_equal, sum_sparse_
 from prunex_mpi.core.state import OWN, State, Work
+from prunex_mpi.core.sums import allocate_equal, sum_sparse_
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 

@@ -18,7 +18,9 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.traffic import now
 from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.compress.quantise import integer_type, ternarise_
-from prunex_mpi.compress.support import (
+from prunex_mpi.core.state import State, Work
+from prunex_mpi.methods.pactrain_mask import prune_when_due_, score_of
+from prunex_mpi.methods.pactrain_support import (
     CHOICE,
     CLOCK,
     PRUNED,
@@ -34,8 +36,6 @@ from prunex_mpi.compress.support import (
     read_digests,
     stable_positions,
 )
-from prunex_mpi.core.state import State, Work
-from prunex_mpi.methods.pactrain_mask import prune_when_due_, score_of
 from prunex_mpi.models.layout import Layout, matrices
 from prunex_mpi.pruning.unstructured import kept_weights
 from prunex_mpi.settings.fields import Settings

@@ -14,10 +14,9 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import together
 from prunex_mpi.comm.wire import Wire, Wires
-from prunex_mpi.compress.support import restart_
-from prunex_mpi.core.optimizer import momentum_of
-from prunex_mpi.core.state import State, Work
+from prunex_mpi.core.state import State, Work, momentum_of
 from prunex_mpi.methods.pactrain_samples import batches_to_score
+from prunex_mpi.methods.pactrain_support import restart_
 from prunex_mpi.models.layout import matrices
 from prunex_mpi.pruning.unstructured import (
     add_gradients_,

@@ -34,7 +34,7 @@ def batches_to_score(everyone: Wire, work: Work) -> Batches:
     """
     problem = work.problem
     drawn = draw_balanced(everyone, problem.train_shard, SAMPLES)
-    refuse_unreadable(everyone.comm, problem)
+    refuse_unreadable(everyone.comm, work)
     most = max(1, BATCH_PIXELS // drawn.images[0, 0].numel())
     size = len(drawn.labels)
     pieces = []

@@ -21,9 +21,9 @@ from typing import Any
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wire, Wires, reduce_between_nodes_
+from prunex_mpi.core.admm import mean_loss
 from prunex_mpi.core.evaluation import refuse_divergence
-from prunex_mpi.core.norms import mean_loss
-from prunex_mpi.core.rounds import finish_round, phase, rounds, split_local
+from prunex_mpi.core.loop import finish_round, phase, rounds, split_local
 from prunex_mpi.core.state import Work, wires_of
 from prunex_mpi.core.steps import (
     add_loss_,

@@ -17,9 +17,9 @@ from mpi4py import MPI
 
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress.quantise import ternarise_
-from prunex_mpi.core.counts import allocate_counts, bytes_handed_over, spread_, sum_numbers_
-from prunex_mpi.core.course import steps_taken
+from prunex_mpi.core.schedule import steps_taken
 from prunex_mpi.core.state import Work
+from prunex_mpi.core.sums import allocate_counts, bytes_handed_over, spread_, sum_numbers_
 from prunex_mpi.models.layout import Layout, pieces_of
 from prunex_mpi.settings.fields import Settings
 

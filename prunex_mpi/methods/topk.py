@@ -12,8 +12,8 @@ from prunex_mpi.compress.sparse import (
     kept_per_layer,
     select_top_,
 )
-from prunex_mpi.core.sparse_sum import allocate_equal, sum_sparse_
 from prunex_mpi.core.state import OWN, State, Work
+from prunex_mpi.core.sums import allocate_equal, sum_sparse_
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 

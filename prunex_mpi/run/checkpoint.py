@@ -23,8 +23,8 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.agreement import broadcast_text, gather_text, together, together_while
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.course import rate_now
 from prunex_mpi.core.removal import resize_to_
+from prunex_mpi.core.schedule import rate_now
 from prunex_mpi.core.state import OWN, Work
 from prunex_mpi.run import checkpoint_files
 from prunex_mpi.run.checkpoint_files import leaders_in, read_rank_file

@@ -12,6 +12,8 @@ side by side. The broadcast inside a node is left out.
 import math
 from dataclasses import dataclass
 
+from prunex_mpi.base.units import ring_bytes
+
 
 @dataclass(frozen=True)
 class Link:
@@ -83,9 +85,9 @@ def kernels_of(payload: str, copy_gbs: float) -> Kernels:
     return Kernels(copy_gbs / pack, copy_gbs / unpack, PIECE_US, *coding)
 
 
-def sent_bytes(exchange: Exchange) -> float:
-    """Return the bytes that leave a node, and as many come."""
-    return 2 * (exchange.nodes - 1) / exchange.nodes * exchange.message_bytes
+def sent_bytes(exchange: Exchange) -> int:
+    """Return the bytes that leave a node, and as many come: what a wire counts."""
+    return ring_bytes(exchange.nodes, exchange.message_bytes)
 
 
 def bound_s(link: Link, exchange: Exchange) -> float:

@@ -11,8 +11,7 @@ from prunex_mpi.base.files import STATE, telling_disk_errors
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import together_while
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.best import Judged, best_of, delivered
-from prunex_mpi.core.evaluation import judge
+from prunex_mpi.core.evaluation import Judged, best_of, delivered, judge
 from prunex_mpi.core.metrics import density, prunable_and_kept
 from prunex_mpi.core.state import Problem, State, Work, weights
 from prunex_mpi.models.dummy_input import probe

@@ -9,14 +9,13 @@ from prunex_mpi.base.tables import Cell, Table, format_lines, format_table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.collectives import between_nodes, build_transport
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.coded import MOST_SUMMED, SUMMED, coded_bytes
-from prunex_mpi.core.course import quadratic_rounds
 from prunex_mpi.core.loading import CPU, find_sizes
+from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.message import STATISTICS, message_bytes
-from prunex_mpi.core.objective import find_losses
 from prunex_mpi.core.problem import make_groups, make_model
-from prunex_mpi.core.schedule import strictness
+from prunex_mpi.core.schedule import quadratic_rounds, strictness
 from prunex_mpi.core.state import find_stats_groups, kept_stats
+from prunex_mpi.core.sums import MOST_SUMMED, SUMMED, coded_bytes
 from prunex_mpi.data.datasets import NOTHING_KNOWN
 from prunex_mpi.data.image_files import Known
 from prunex_mpi.methods.exchanges import code_of

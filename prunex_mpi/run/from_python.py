@@ -14,11 +14,11 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import require_same, together
-from prunex_mpi.comm.behind import exchanging_behind
-from prunex_mpi.comm.gather import gather_counts
+from prunex_mpi.comm.async_exchange import exchanging_behind
+from prunex_mpi.comm.collectives import gather_counts
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.best import delivered
-from prunex_mpi.core.objective import Loss
+from prunex_mpi.core.evaluation import delivered
+from prunex_mpi.core.losses import Loss
 from prunex_mpi.core.state import Work, weights
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset

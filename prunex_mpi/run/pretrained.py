@@ -20,12 +20,11 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text, together, together_while
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.distillation import Teacher
 from prunex_mpi.core.evaluation import evaluate
+from prunex_mpi.core.losses import Teacher
 from prunex_mpi.core.metrics import quality
-from prunex_mpi.core.position import begin_iteration
 from prunex_mpi.core.problem import broadcast_weights_
-from prunex_mpi.core.state import Problem, Work
+from prunex_mpi.core.state import Problem, Work, begin_iteration
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models import standalone
 from prunex_mpi.models.dummy_input import try_forward

@@ -12,12 +12,10 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import Diverged
 from prunex_mpi.base.files import telling_disk_errors
+from prunex_mpi.base.records import RANK_PHASES, RESIDUALS
 from prunex_mpi.base.trace import HELPER, Trace, TraceFile, label
-from prunex_mpi.comm.agreement import gather_text, together
-from prunex_mpi.comm.one_clock import seconds_ahead
+from prunex_mpi.comm.agreement import gather_text, seconds_ahead, together
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.metrics import RANK_PHASES
-from prunex_mpi.core.residuals import RESIDUALS
 from prunex_mpi.core.state import Work
 from prunex_mpi.run.directory import RunDirectory
 

@@ -27,21 +27,22 @@ from prunex_mpi.comm.agreement import broadcast_text, together_while
 from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_, reduce_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import worker_weight
-from prunex_mpi.core.course import recount_steps_, steps_of
-from prunex_mpi.core.optimizer import remembered
-from prunex_mpi.core.outer_step import arrive_
-from prunex_mpi.core.penalties import update_rho2
-from prunex_mpi.core.position import Position, begin_iteration
+from prunex_mpi.core.admm import update_rho2
+from prunex_mpi.core.message import arrive_
 from prunex_mpi.core.problem import broadcast_tensor_
+from prunex_mpi.core.schedule import recount_steps_, steps_of
 from prunex_mpi.core.state import (
     EACH,
     OWN,
     REST,
+    Position,
     Problem,
     State,
     Work,
+    begin_iteration,
     every_rank_sends,
     put_mask_back,
+    remembered,
 )
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.models import batchnorm

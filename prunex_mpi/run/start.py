@@ -31,13 +31,12 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
-from prunex_mpi.core.best import memory_of_best
-from prunex_mpi.core.course import total_steps
-from prunex_mpi.core.ema import memory_of_ema
+from prunex_mpi.core.evaluation import memory_of_best, memory_of_ema
 from prunex_mpi.core.loading import CPU, find_sizes, load_dataset
+from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.metrics import prunable_and_kept
-from prunex_mpi.core.objective import find_losses
 from prunex_mpi.core.problem import build_problem, choose_rules, make_groups, make_model
+from prunex_mpi.core.schedule import total_steps
 from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.data.datasets import Dataset

@@ -17,14 +17,13 @@ from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.progress import Length, Progress
 from prunex_mpi.comm.agreement import together
-from prunex_mpi.comm.behind import exchanging_behind, refuse_single_thread
+from prunex_mpi.comm.async_exchange import exchanging_behind, refuse_single_thread
 from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.coded import MOST_SUMMED, SUMMED
-from prunex_mpi.core.course import local_steps, rounds_left, total_steps
 from prunex_mpi.core.evaluation import refuse_not_finite, refuse_what_went_wrong
-from prunex_mpi.core.schedule import ROLLBACK_FACTOR
+from prunex_mpi.core.schedule import ROLLBACK_FACTOR, local_steps, rounds_left, total_steps
 from prunex_mpi.core.state import Work
+from prunex_mpi.core.sums import MOST_SUMMED, SUMMED
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.pretrained import evaluate_initial

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import together
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.course import steps_of
+from prunex_mpi.core.schedule import steps_of
 from prunex_mpi.core.state import Work
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.fields import Settings, key_of, known_freeze

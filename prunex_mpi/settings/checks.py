@@ -123,7 +123,7 @@ def _check_pruning_is_done(settings: Settings) -> None:
             f"dropped {s.dropped}: with theta-start {s.theta_start} nothing is cut from theta; "
             "leave one of them away"
         )
-    if s.dropped == "shrink" and not freezes_at:
+    if not freezes_at:
         raise UserError(
             "dropped shrink needs to know when the masks freeze: give freeze-iteration, and a "
             "negative freeze-drift"

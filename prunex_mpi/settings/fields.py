@@ -308,10 +308,10 @@ class Settings:
     )
     dropped: str = setting(
         _S,
-        "groups that z drops before the masks freeze: cut from theta at once, kept in it, so that "
-        "they may come back, or shrunk in it to nothing by the freeze",
+        "groups that z drops before the masks freeze: cut from theta at once, or shrunk in it to "
+        "nothing by the freeze, so that they may come back",
         "cut",
-        choices=("cut", "keep", "shrink"),
+        choices=("cut", "shrink"),
         of="consensus nodes",
     )
     warmup_iterations: int = setting(

@@ -125,7 +125,7 @@ PLACES = (
     Place("prunex_mpi.methods.hsadmm:exchange_message_", per_iteration=1),
     Place("prunex_mpi.methods.hsadmm:update_duals", per_iteration=1),
     Place("prunex_mpi.methods.hsadmm:take_over_", per_iteration=1),
-    Place("prunex_mpi.core.rounds:evaluate", per_iteration=1),
+    Place("prunex_mpi.core.loop:evaluate", per_iteration=1),
     Place("prunex_mpi.run.directory:RunDirectory.append", per_iteration=2, only_rank_0=True),
     Place("prunex_mpi.run.directory:RunDirectory.rewind", 1, only_rank_0=True, resuming=True),
     Place("prunex_mpi.run.checkpoint:save", per_checkpoint=1),

@@ -5,8 +5,7 @@ import torch
 from nodes import WORLD
 
 from prunex_mpi.comm import collectives
-from prunex_mpi.comm.collectives import Transport
-from prunex_mpi.comm.gather import allgather_, allgatherv_, gather_counts
+from prunex_mpi.comm.collectives import Transport, allgather_, allgatherv_, gather_counts
 
 pytestmark = pytest.mark.mpi
 

@@ -5,7 +5,7 @@ import time
 import pytest
 from nodes import WORLD
 
-from prunex_mpi.comm.one_clock import seconds_ahead
+from prunex_mpi.comm.agreement import seconds_ahead
 
 pytestmark = pytest.mark.mpi
 

@@ -5,11 +5,10 @@ import torch
 from driving import assert_alike_on_all_ranks, wire_of
 from nodes import WORLD
 
+from prunex_mpi.base.units import ring_bytes
 from prunex_mpi.comm import collectives
-from prunex_mpi.comm.collectives import Transport, build_transport
-from prunex_mpi.comm.shares import deal_, sum_shares_
+from prunex_mpi.comm.collectives import Transport, build_transport, deal_, sum_halves_
 from prunex_mpi.comm.traffic import Traffic
-from prunex_mpi.comm.wire import ring_bytes
 
 pytestmark = pytest.mark.mpi
 
@@ -40,16 +39,16 @@ def test_rows_go_to_the_ranks_of_their_number(width: int, staged: bool) -> None:
 
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("width", [0, 1, 23, 77])
-def test_halves_are_added_in_float32_and_rounded_once(width: int, dtype, staged: bool) -> None:
-    everyone = [(numbers(rank, width) / 7).to(dtype) for rank in range(WORLD.size)]
-    rows = everyone[WORLD.rank].clone()
-    sum_shares_(WORLD, rows, transports()[staged])
-    total = torch.zeros(rows.shape)
+@pytest.mark.parametrize("count", [0, 1, 23, 200])
+def test_halves_are_added_in_float32_and_rounded_once(count: int, dtype, staged: bool) -> None:
+    everyone = [(numbers(rank, count)[0] / 7).to(dtype) for rank in range(WORLD.size)]
+    flat = everyone[WORLD.rank].clone()
+    sum_halves_(WORLD, flat, transports()[staged])
+    total = torch.zeros(flat.shape)
     for addend in everyone:
         total += addend
-    assert torch.equal(rows, total.to(dtype))
-    assert_alike_on_all_ranks(rows.float())
+    assert torch.equal(flat, total.to(dtype))
+    assert_alike_on_all_ranks(flat.float())
 
 
 @pytest.mark.parametrize("far", [False, True])
@@ -57,15 +56,13 @@ def test_rows_that_reach_too_far_go_through_buckets(far: bool, monkeypatch) -> N
     if far:
         monkeypatch.setattr(collectives, "FARTHEST", 22)
     test_rows_go_to_the_ranks_of_their_number(200, False)
-    test_halves_are_added_in_float32_and_rounded_once(77, torch.float16, False)
     reach = collectives.within_reach(transports()[0], torch.empty(1, 23))
     assert (reach.staging is not None) == far
 
 
 def test_a_sum_of_halves_counts_as_a_reduction_and_a_deal_as_one_pass() -> None:
     wire = wire_of(WORLD)
-    rows = torch.ones(WORLD.size, 11, dtype=torch.float16)
-    wire.reduce_shares_(rows, 10)
+    wire.reduce_halves_(torch.ones(10, dtype=torch.float16))
     assert wire.traffic == Traffic(payload=20, sent=ring_bytes(WORLD.size, 20))
     wire.deal_(torch.ones(WORLD.size, 3), torch.ones(WORLD.size, 3))
     each = 12 * WORLD.size

@@ -10,8 +10,9 @@ from nodes import NODE_SHAPES, WORLD, nodes_of
 from mpi4py import MPI
 
 from prunex_mpi.base.trace import Trace
+from prunex_mpi.base.units import dealt_bytes, ring_bytes
 from prunex_mpi.comm.traffic import Clock, Traffic
-from prunex_mpi.comm.wire import dealt_bytes, find_wires, reduce_between_nodes_, ring_bytes
+from prunex_mpi.comm.wire import find_wires, reduce_between_nodes_
 
 pytestmark = pytest.mark.mpi
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prunex_mpi.compress.bits import ROW, pack_, unpack_
+from prunex_mpi.compress.quantise import ROW, pack_, unpack_
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from prunex_mpi.compress.block_codes import (
+from prunex_mpi.compress.quantise import (
     BLOCK,
     PAYLOADS,
     add_decoded_,

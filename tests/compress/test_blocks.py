@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from prunex_mpi.compress.bits import pack_, unpack_
-from prunex_mpi.compress.blocks import (
+from prunex_mpi.compress.quantise import pack_, unpack_
+from prunex_mpi.compress.sparse import (
     block_count,
     find_nonzero_,
     new_bits,

@@ -15,7 +15,7 @@ from prunex_mpi.compress.low_rank import (
     project_right_,
     split_layout,
 )
-from prunex_mpi.compress.whole import move_whole_, put_whole_
+from prunex_mpi.compress.sparse import move_whole_, put_whole_
 from prunex_mpi.models.layout import build_layout
 
 

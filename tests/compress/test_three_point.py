@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from prunex_mpi.compress.three_point import choose_count
+from prunex_mpi.compress.sparse import choose_count
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from counting import Counting
 from nodes import WORLD, nodes_of, with_leaders
 from reference_payload import RECORD, coded_sum
 
@@ -11,7 +12,14 @@ from mpi4py import MPI
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock
-from prunex_mpi.core.coded import BLOCK, MOST_SUMMED, allocate_coded, sum_coded_, whole_blocks
+from prunex_mpi.core.sums import (
+    BLOCK,
+    MOST_SUMMED,
+    allocate_coded,
+    coded_bytes,
+    sum_coded_,
+    whole_blocks,
+)
 
 pytestmark = pytest.mark.mpi
 
@@ -42,7 +50,8 @@ def sum_up(
     out = torch.full_like(values, torch.nan)
     coded = allocate_coded(payload, values, topology.num_nodes, transport)
     scales = blocks * values.element_size() if payload == "int8sum" else 0
-    assert coded.nbytes == blocks * RECORD[payload] + scales
+    wanted = blocks * RECORD[payload] + scales
+    assert coded_bytes(payload, values.numel(), values.element_size()) == wanted
     lane, lanes = topology.lane, topology.lanes
     sum_coded_(lane, topology.node, coded, values, out, transport, Clock(), lanes)
     return out, values
@@ -104,6 +113,27 @@ def test_buckets_decide_only_who_adds_up(payload: str) -> None:
         size = float(exact.view(-1, BLOCK).norm(dim=1).sum())
         gaps = [float((x - exact).view(-1, BLOCK).norm(dim=1).sum()) / size for x in (small, large)]
         assert max(gaps) < {"int2": 0.7, "int4": 0.25, "int8sum": 0.05}.get(payload, 0.02)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("blocks", SIZES)
+@pytest.mark.parametrize("payload", CODES)
+def test_what_is_counted_is_what_is_handed_to_mpi(payload: str, blocks: int, lanes: int) -> None:
+    """Not padded to whole shares, and no call reaches farther than its bucket."""
+    if WORLD.size % lanes or WORLD.size == lanes:
+        pytest.skip("nodes of as many ranks need as many")
+    with nodes_of(lanes, lanes) as topology:
+        lane = Counting(topology.lane)
+        values = contribution(topology.node_index, blocks * BLOCK, torch.float32)
+        ways = Transport(BUCKET_BYTES), Clock(), lanes
+        coded = allocate_coded(payload, values, topology.num_nodes, ways[0])
+        sum_coded_(lane, topology.node, coded, values, torch.empty_like(values), *ways)
+        total = np.array([lane.sent])
+        WORLD.Allreduce(MPI.IN_PLACE, total)
+        nodes = topology.num_nodes
+        operand = coded_bytes(payload, values.numel(), values.element_size())
+        assert total[0] == pytest.approx(2 * (nodes - 1) * operand)
+        assert lane.farthest <= max(BUCKET_BYTES, nodes * coded.records.shape[1])
 
 
 def test_integers_of_the_most_leaders_add_up_in_a_byte() -> None:

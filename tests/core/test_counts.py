@@ -5,8 +5,8 @@ import torch
 from driving import assert_alike_on_all_ranks, wire_of
 from nodes import WORLD
 
-from prunex_mpi.comm.wire import ring_bytes
-from prunex_mpi.core.counts import (
+from prunex_mpi.base.units import ring_bytes
+from prunex_mpi.core.sums import (
     allocate_counts,
     bytes_handed_over,
     goes_to_all,
@@ -29,7 +29,7 @@ def test_sums_reach_everyone(up: int, down: int, monkeypatch) -> None:
     wanted = sum(every)
     fits = int(wanted.max()) < 1 << down
     for to_all in {goes_to_all(WORLD.size, up, down), False} if fits else {True}:
-        monkeypatch.setattr("prunex_mpi.core.counts.goes_to_all", lambda *_, way=to_all: way)
+        monkeypatch.setattr("prunex_mpi.core.sums.goes_to_all", lambda *_, way=to_all: way)
         wire = wire_of(WORLD)
         space = allocate_counts(wire, torch.empty(NUMEL), up, down)
         space["numbers"].view(-1)[:NUMEL].copy_(every[WORLD.rank])

@@ -6,16 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from prunex_mpi.core.course import (
+from prunex_mpi.core.loop import falls_due, rounds
+from prunex_mpi.core.schedule import (
     local_steps,
+    quadratic_interval,
     quadratic_rounds,
     rounds_left,
     steps_behind,
     total_steps,
 )
-from prunex_mpi.core.position import Position
-from prunex_mpi.core.rounds import falls_due, rounds
-from prunex_mpi.core.schedule import quadratic_interval
+from prunex_mpi.core.state import Position
 from prunex_mpi.settings.resolve import make
 
 

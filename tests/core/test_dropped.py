@@ -1,4 +1,4 @@
-"""Groups that z has dropped: cut, kept so that they come back, or shrunk to nothing."""
+"""Groups that z has dropped: cut, or shrunk to nothing so that they may come back."""
 
 import pytest
 import torch
@@ -48,30 +48,28 @@ def run(dropped, ranks_per_node=2, grows=0):
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_kept_groups_come_back_and_cut_ones_do_not_by_themselves(ranks_per_node):
-    for dropped in ("keep", "cut"):
+def test_shrunk_groups_come_back_and_cut_ones_do_not_by_themselves(ranks_per_node):
+    for dropped in ("shrink", "cut"):
         masks = [mask for mask, _, _ in run(dropped, ranks_per_node, grows=5)]
         assert (masks[5] == masks[4]).all() == (dropped == "cut")
-        if dropped == "keep":
-            # Half of the groups of each set were out, and all of them are large now.
-            assert not (masks[5] & masks[4]).any()
+        if dropped == "shrink":
+            # Half of the groups of each set were out, and all of them are large now; so are some
+            # that were in, by what they read of the others.
+            assert (masks[5] & ~masks[4]).sum() > 0.75 * masks[5].sum()
         assert (masks[6] == masks[5]).all() and (masks[8] == masks[6]).all()
 
 
 def test_duals_of_dropped_groups_are_nothing_and_theta_lives_on():
-    for _, theta, u in run("keep")[1:6]:
+    for _, theta, u in run("shrink")[1:6]:
         assert not u.any()
         assert theta.numel() and theta.any()
-    for _, theta, _ in run("keep")[6:]:
+    for _, theta, _ in run("shrink")[6:]:
         assert not theta.any()
 
 
 def test_shrunk_groups_are_nothing_before_the_freeze():
-    kept = [float(theta.norm()) for _, theta, _ in run("keep")]
     shrunk = [float(theta.norm()) for _, theta, _ in run("shrink")]
     # Dropped from iteration 2 on, and the freeze is at the end of 7.
-    assert shrunk[1] == pytest.approx(kept[1])
-    assert shrunk[2] < kept[2]
-    assert shrunk[6] == kept[6] == 0.0
+    assert shrunk[1] > 0 and shrunk[6] == 0.0
     # The mask no longer changes from 5 on: 2/3, 1/2 and 0 of it.
     assert shrunk[5] / shrunk[4] == pytest.approx(1 / 2, rel=1e-5)

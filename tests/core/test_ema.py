@@ -14,12 +14,19 @@ from safetensors.torch import load_file
 from small_runs import COMMON, PRUNING, small_run
 from torch import Tensor
 
-from prunex_mpi.compress.support import PRUNED
 from prunex_mpi.core import evaluation
-from prunex_mpi.core.best import BEST, delivered
-from prunex_mpi.core.ema import EMA, EMA_COUNT, EMA_STATS, ema_of
-from prunex_mpi.core.evaluation import evaluate, judge, statistics_of_z
-from prunex_mpi.core.state import Work, in_place_of_z
+from prunex_mpi.core.evaluation import (
+    BEST,
+    EMA,
+    EMA_COUNT,
+    EMA_STATS,
+    delivered,
+    ema_of,
+    evaluate,
+    judge,
+    statistics_of_z,
+)
+from prunex_mpi.core.state import PRUNED, Work, in_place_of_z
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.resolve import BY_NAME, make

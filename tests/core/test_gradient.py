@@ -11,7 +11,7 @@ from nodes import WORLD
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.core.objective import find_losses
+from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.problem import lr_scale_of
 from prunex_mpi.core.steps import averaging, clip_, forward_backward
 from prunex_mpi.data.transforms import Mixing, mix

@@ -16,7 +16,7 @@ from torchvision.models import VisionTransformer
 
 from prunex_mpi import export
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.core import course, evaluation
+from prunex_mpi.core import evaluation, schedule
 from prunex_mpi.core.problem import choose_rules
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models import batchnorm
@@ -169,7 +169,7 @@ def test_a_divergence_goes_back_to_before_the_removal(model, monkeypatch):
         real(topology, work, loss)
 
     # What comes after is what was to come.
-    for module in (course, supervision):
+    for module in (schedule, supervision):
         monkeypatch.setattr(module, "ROLLBACK_FACTOR", 1.0)
     losses = []
     with run_folder() as folder:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from prunex_mpi.core.residuals import NormSums, Residuals, compute_residuals, update_penalty
+from prunex_mpi.core.admm import NormSums, Residuals, compute_residuals, update_penalty
 
 NODES = (3, 1)  # P_i
 LAYERS = (4, 9, 1)  # elements of each layer

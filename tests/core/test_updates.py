@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from prunex_mpi.core.admm import decay_of_layers, step_duals_, sum_candidate, weigh_candidate
 from prunex_mpi.core.state import State, build_state
-from prunex_mpi.core.updates import decay_of_layers, step_duals_, sum_candidate, weigh_candidate
 from prunex_mpi.models import layout as layouts
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import Groups

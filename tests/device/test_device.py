@@ -19,7 +19,7 @@ from torch import nn
 from mpi4py import MPI
 
 from prunex_mpi.comm import gradients
-from prunex_mpi.comm.behind import exchanging_behind
+from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import (
     MPI_TYPES,
     allreduce_,

@@ -11,7 +11,7 @@ from places import BUFFERS, DEVICE, Moved
 from mpi4py import MPI
 
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.comm.behind import exchanging_behind
+from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wire, find_wires

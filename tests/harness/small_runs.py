@@ -9,7 +9,7 @@ import torch
 from nodes import WORLD
 
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.comm.behind import exchanging_behind
+from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
 from prunex_mpi.comm.topology import Topology

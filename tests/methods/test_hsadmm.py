@@ -24,7 +24,7 @@ from torch import nn
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.behind import exchanging_behind
+from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.topology import build_topology, free_topology
 from prunex_mpi.core.state import REST
 from prunex_mpi.methods.hsadmm import intra_node_consensus, outer_iterations
@@ -125,14 +125,14 @@ SCENARIOS |= {
     "recipe-int4-two-leaders": {**COUPLED, **TWO, "payload": "int4"},
     "recipe-int8sum-behind-two-leaders": {**COUPLED, **BEHIND, **TWO, "payload": "int8sum"},
 }
-# What z drops stays in theta; with groups that come back, and duals that go on after the freeze.
-KEPT = {**COUPLED, "dropped": "keep", "keep_ramp_iterations": 3, "freeze_iteration": 5}
+# What z drops shrinks in theta; with groups that come back, and duals that go on after the freeze.
+SHRUNK = {**COUPLED, "dropped": "shrink", "keep_ramp_iterations": 3, "freeze_iteration": 5}
 SCENARIOS |= {
-    "kept-int4-behind": {**KEPT, **BEHIND, "payload": "int4", "freeze_iteration": 0},
-    "kept-gates": {**KEPT, "score": "gates"},
+    "shrunk-int4-behind": {**SHRUNK, **BEHIND, "payload": "int4"},
+    "shrunk-gates": {**SHRUNK, "score": "gates"},
     "gates-outer": {**COUPLED, "score": "gates", "node_sync": "outer"},
-    "shrunk-admm": {**KEPT, "dropped": "shrink", "after_freeze": "admm", "node_sync": "outer"},
-    "union-kept": {**UNION, "theta_start": "z", "dropped": "keep"},
+    "shrunk-admm": {**SHRUNK, "after_freeze": "admm", "node_sync": "outer"},
+    "union-shrunk": {**UNION, "theta_start": "z", "dropped": "shrink", "freeze_iteration": 5},
 }
 CASES = [(name, torch.float64) for name in SCENARIOS]
 # The same code with messages of half the size.
@@ -148,7 +148,7 @@ RARELY = (
     "pruned-at-once",
     "coupled",
     "admm-adamw",
-    "kept-int4-behind",
+    "shrunk-int4-behind",
 )
 # What asks nothing of an MPI that others do not.
 ARITHMETIC = (

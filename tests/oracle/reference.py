@@ -282,8 +282,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                     start_at = source[n]
                     if n in mask and s.dropped != "cut" and not frozen:
                         left = s.freeze_iteration - k
-                        share = left / (left + 1) if s.dropped == "shrink" else 1.0
-                        start_at = torch.where(mask[n], source[n], share * p.data)
+                        start_at = torch.where(mask[n], source[n], left / (left + 1) * p.data)
                     p.data.copy_(start_at)
             r.model.train()
         losses = [0.0] * total_ranks

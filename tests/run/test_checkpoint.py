@@ -23,17 +23,25 @@ from prunex_mpi.base import files as base_files
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import FileRecord
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.comm.behind import exchanging_behind
+from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, StopAgreement, stop_agreement
 from prunex_mpi.comm.topology import Topology, free_topology
-from prunex_mpi.core.ema import memory_of_ema
+from prunex_mpi.core.evaluation import memory_of_ema
 from prunex_mpi.core.loading import load_dataset
-from prunex_mpi.core.optimizer import remembered
-from prunex_mpi.core.position import CODED, PLAIN
 from prunex_mpi.core.problem import build_problem, make_groups
 from prunex_mpi.core.scores import SENSITIVITY, memory_of_scores
-from prunex_mpi.core.state import KNOWN, REST, Problem, State, Work, build_state
+from prunex_mpi.core.state import (
+    CODED,
+    KNOWN,
+    PLAIN,
+    REST,
+    Problem,
+    State,
+    Work,
+    build_state,
+    remembered,
+)
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.hsadmm import z_arrives
 from prunex_mpi.models.layout import build_layout

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from prunex_mpi.base.tables import format_table
-from prunex_mpi.core.coded import MOST_SUMMED
+from prunex_mpi.core.sums import MOST_SUMMED
 from prunex_mpi.run.cost import (
     ENCODE_ADD_DECODE,
     Exchange,

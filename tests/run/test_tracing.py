@@ -22,7 +22,7 @@ from prunex_mpi.run.supervision import progress_of, recorded
 
 pytestmark = pytest.mark.mpi
 
-KINDS = ("payload", "mask", "intra", "evaluate", "setup", "sent")
+KINDS = ("payload", "mask", "intra", "control", "evaluate", "setup", "sent")
 PHASES = {"local", "intra", "project", "inter", "dual", "evaluate"}
 
 

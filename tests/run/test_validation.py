@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from small_runs import COMMON, PRUNING, small_run
 
 from prunex_mpi.core import evaluation
-from prunex_mpi.core.best import BEST, Judged, best_of, is_better, stage_of
+from prunex_mpi.core.evaluation import BEST, Judged, best_of, is_better, stage_of
 from prunex_mpi.core.metrics import density
 from prunex_mpi.core.state import Work
 from prunex_mpi.run.supervision import driver_of

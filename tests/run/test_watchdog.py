@@ -16,7 +16,7 @@ from mpi4py import MPI
 import prunex_mpi
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.comm.behind import Behind
+from prunex_mpi.comm.async_exchange import AsyncExchange
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.run import watchdog
 from prunex_mpi.run.watchdog import Record, Watchdog, blame, read_heartbeat
@@ -217,32 +217,34 @@ def frame_like(dog: Watchdog, pattern: str) -> bool:
 
 
 @pytest.fixture
-def behind() -> Iterator[Behind]:
-    helper = Behind(MPI.COMM_NULL, MPI.COMM_NULL, Transport(8))
+def behind() -> Iterator[AsyncExchange]:
+    helper = AsyncExchange(MPI.COMM_NULL, MPI.COMM_NULL, Transport(8))
     yield helper
     helper.finish()
     helper.pool.shutdown()
 
 
 @pytest.mark.parametrize("outside", [False, True])
-def test_who_waits_for_the_helper_is_where_the_helper_is(behind: Behind, outside: bool) -> None:
+def test_who_waits_for_the_helper_is_where_the_helper_is(
+    behind: AsyncExchange, outside: bool
+) -> None:
     """Waiting in MPI, as it seems, or computing outside of the package."""
     # Waits in C, as MPI does.
     lock = threading.Lock()
     lock.acquire()
     call = function_in("../mine/codes.py", "encode", lock.acquire) if outside else lock.acquire
-    behind.begin(function_in("core/coded.py", "_sum_records_", call))
+    behind.begin(function_in("core/sums.py", "_sum_records_", call))
     place = r"behind\.py:\d+ finish, waiting for the exchange: coded\.py:2 _sum_records_"
     with watching(function_in("methods/hsadmm.py", "z_arrives", behind.finish)) as dog:
         assert frame_like(dog, place) == outside
         lock.release()
 
 
-def test_the_helper_counts_only_where_it_is_waited_for(behind: Behind) -> None:
+def test_the_helper_counts_only_where_it_is_waited_for(behind: AsyncExchange) -> None:
     lock, computes = threading.Lock(), threading.Lock()
     lock.acquire()
     computes.acquire()
-    behind.begin(function_in("core/coded.py", "_sum_records_", lock.acquire))
+    behind.begin(function_in("core/sums.py", "_sum_records_", lock.acquire))
     forward = function_in("../mine/net.py", "forward", computes.acquire)
     with watching(function_in("core/steps.py", "forward", forward)) as dog:
         assert frame_like(dog, r"net\.py:2 forward")
@@ -250,7 +252,7 @@ def test_the_helper_counts_only_where_it_is_waited_for(behind: Behind) -> None:
     lock.release()
 
 
-def test_a_helper_with_nothing_to_do_has_no_place(behind: Behind) -> None:
+def test_a_helper_with_nothing_to_do_has_no_place(behind: AsyncExchange) -> None:
     """As between the end of an exchange and the moment at which the main thread goes on."""
     behind.begin(lambda: None)
     behind.finish()

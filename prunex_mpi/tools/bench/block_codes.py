@@ -8,7 +8,7 @@ from torch import Tensor
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
-from prunex_mpi.compress.block_codes import (
+from prunex_mpi.compress.quantise import (
     BLOCK,
     PAYLOADS,
     add_decoded_,

@@ -17,7 +17,7 @@ from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.agreement import broadcast_text, together
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.optimizer import momentum_of
+from prunex_mpi.core.state import momentum_of
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.start import set_up

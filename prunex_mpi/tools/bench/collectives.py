@@ -26,8 +26,7 @@ from prunex_mpi.core.mask_agreement import (
     agree_by_vote,
     project_locally,
 )
-from prunex_mpi.core.position import begin_iteration
-from prunex_mpi.core.state import State, wires_of
+from prunex_mpi.core.state import State, begin_iteration, wires_of
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.bench.gloo import DDP_BUCKET_BYTES, gloo_group
 from prunex_mpi.tools.bench.kernels import make_state

@@ -18,9 +18,8 @@ from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.loading import load_dataset
-from prunex_mpi.core.position import next_iteration
 from prunex_mpi.core.problem import build_problem, make_model
-from prunex_mpi.core.state import Problem, wires_of
+from prunex_mpi.core.state import Problem, next_iteration, wires_of
 from prunex_mpi.core.steps import averaging
 from prunex_mpi.methods import per_step
 from prunex_mpi.models.layout import build_layout

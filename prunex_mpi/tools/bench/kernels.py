@@ -11,8 +11,8 @@ from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.admm import find_residuals
 from prunex_mpi.core.mask_agreement import project_locally
-from prunex_mpi.core.norms import find_residuals
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import State, Work, adopt_mask, build_state, freeze, wires_of

@@ -20,9 +20,9 @@ from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.collectives import Transport, allreduce_, between_nodes
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.coded import MOST_SUMMED, SUMMED
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
 from prunex_mpi.core.state import State, adopt_mask, freeze, wires_of
+from prunex_mpi.core.sums import MOST_SUMMED, SUMMED
 from prunex_mpi.run.cost import Exchange, Kernels, Link, bound_s, exchange_s, latency_s
 from prunex_mpi.run.dry_run import exchange_of, nominal_mask, travelling_under
 from prunex_mpi.settings.fields import PAYLOADS, Settings

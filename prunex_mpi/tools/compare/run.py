@@ -21,10 +21,10 @@ from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import together, together_while
-from prunex_mpi.comm.behind import exchanging_behind
+from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology, nodes_of
-from prunex_mpi.core.best import delivered
+from prunex_mpi.core.evaluation import delivered
 from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.state import State, Work, every_rank_sends, weights
 from prunex_mpi.data.datasets import Dataset

@@ -15,9 +15,9 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import broadcast_text, together
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.course import steps_of, total_steps
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import make_groups, make_model
+from prunex_mpi.core.schedule import steps_of, total_steps
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.models.layout import build_layout

@@ -6,7 +6,7 @@ import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, listed, meant, quote
 from prunex_mpi.base.files import STATE
-from prunex_mpi.core.residuals import RESIDUALS
+from prunex_mpi.base.records import RESIDUALS
 from prunex_mpi.tools.drawing import SHADES, new_figure, plain
 from prunex_mpi.tools.figures.beside import Beside, Drawn
 from prunex_mpi.tools.figures.costs import lacking

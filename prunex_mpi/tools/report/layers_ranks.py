@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prunex_mpi.core.residuals import RESIDUALS
+from prunex_mpi.base.records import RESIDUALS
 from prunex_mpi.tools.drawing import (
     COLOURS,
     DASHES,

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from prunex_mpi.base.records import RESIDUALS
 from prunex_mpi.base.units import GIB, KIB, MIB
-from prunex_mpi.core.residuals import RESIDUALS
 from prunex_mpi.tools.drawing import COLOURS, legend_above, new_figure
 from prunex_mpi.tools.report.reading import Run
 from prunex_mpi.tools.report.thinning import COLUMNS, binned, means, thin

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.records import RESIDUALS
 from prunex_mpi.base.tables import Cell, Table
-from prunex_mpi.core.residuals import RESIDUALS
 from prunex_mpi.run.summary import closing_rows
 from prunex_mpi.settings.resolve import FIELDS, make, to_toml, toml_key
 from prunex_mpi.tools.report import layers_ranks, pictures

@@ -23,7 +23,7 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock
 
 
-class Behind:
+class AsyncExchange:
     """The helper thread of one rank, and what it is at.
 
     `between` and `node` are duplicates of the lane and the node of a topology, `transport` has host
@@ -48,7 +48,7 @@ class Behind:
 
     @property
     def at_rest(self) -> bool:
-        """Say whether the helper is at nothing; what it has done may not have been waited for."""
+        """Return whether the helper is idle; what it has done may not have been waited for."""
         return self.under_way is None or self.under_way.done()
 
     def finish(self) -> None:
@@ -63,7 +63,7 @@ class Behind:
 @contextmanager
 def exchanging_behind(
     topology: Topology, wanted: bool, transport: Transport
-) -> Iterator[Behind | None]:
+) -> Iterator[AsyncExchange | None]:
     """Have a helper thread for the time of the block, where one is `wanted`.
 
     Raises UserError on every rank where MPI does not allow several threads. Collective on `world`,
@@ -74,7 +74,7 @@ def exchanging_behind(
         return
     together(topology.world, refuse_single_thread)
     leads = topology.lane != MPI.COMM_NULL
-    behind = Behind(
+    behind = AsyncExchange(
         topology.lane.Dup() if leads else MPI.COMM_NULL,
         topology.node.Dup(),
         between_nodes(for_another_thread(transport), topology.num_nodes, topology.lanes),
@@ -96,7 +96,7 @@ def refuse_single_thread() -> None:
         )
 
 
-def _free(behind: Behind) -> None:
+def _free(behind: AsyncExchange) -> None:
     behind.finish()
     behind.pool.shutdown()
     if behind.between != MPI.COMM_NULL:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from prunex_mpi.compress.support import (
+from prunex_mpi.methods.pactrain_support import (
     CLOCK,
     DIGESTS,
     PRUNED,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from pretended import CPU, GPU, pretended_gpu
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.core.objective import find_losses, refuse_several
+from prunex_mpi.core.losses import find_losses, refuse_several
 from prunex_mpi.settings.resolve import make
 
 
@@ -23,7 +23,7 @@ def vector(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def test_a_loss_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"scalar": scalar, "vector": vector}
     monkeypatch.setattr(
-        "prunex_mpi.core.objective.import_function", lambda _, name, *__: own[name[4:]]
+        "prunex_mpi.core.losses.import_function", lambda _, name, *__: own[name[4:]]
     )
     settings = make(dataset="synthetic", train_samples=64, test_samples=16, loss="own:scalar")
     assert find_losses(settings, 3, CPU) == (scalar, scalar)
@@ -39,7 +39,7 @@ def test_a_loss_is_tried_where_it_will_be_used(monkeypatch: pytest.MonkeyPatch) 
     def weighted(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return (outputs * by_class).sum()
 
-    monkeypatch.setattr("prunex_mpi.core.objective.import_function", lambda *_: weighted)
+    monkeypatch.setattr("prunex_mpi.core.losses.import_function", lambda *_: weighted)
     settings = make(loss="own:weighted")
     assert find_losses(settings, 3, CPU) == (weighted, weighted)
     with pretended_gpu(), pytest.raises(UserError, match=r"labels \[2\] on cuda:0"):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from prunex_mpi.core.position import Position
-from prunex_mpi.core.rounds import Round, measures_residuals
+from prunex_mpi.core.loop import Round, measures_residuals
+from prunex_mpi.core.state import Position
 from prunex_mpi.settings.resolve import make
 
 

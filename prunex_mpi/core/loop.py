@@ -13,21 +13,22 @@ import numpy as np
 
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
-from prunex_mpi.core.course import local_steps, rounds_left
-from prunex_mpi.core.ema import (
+from prunex_mpi.core.admm import Residuals
+from prunex_mpi.core.evaluation import (
     EMA,
+    LASTING,
+    PASSING,
     add_z_,
     begin_anew_,
     ema_of,
+    estimate_statistics,
+    evaluate,
     is_mean_of_several,
     keep_statistics_,
 )
-from prunex_mpi.core.evaluation import LASTING, PASSING, estimate_statistics, evaluate
 from prunex_mpi.core.metrics import iteration_record, layer_records, quality, rank_record
-from prunex_mpi.core.position import next_iteration
-from prunex_mpi.core.residuals import Residuals
-from prunex_mpi.core.schedule import Stage
-from prunex_mpi.core.state import Work
+from prunex_mpi.core.schedule import Stage, local_steps, rounds_left
+from prunex_mpi.core.state import Work, next_iteration
 from prunex_mpi.pruning.masks import mask_drift
 
 
@@ -86,13 +87,13 @@ def split_local(work: Work, this: Round, waiting: str) -> None:
 
 
 def evaluates(work: Work, this: Round, ends: bool = False) -> bool:
-    """Say whether z is evaluated in this outer iteration; where the run `ends` it is."""
+    """Return whether z is evaluated in this outer iteration; where the run `ends` it is."""
     due = ends or this.last or falls_due(work, this.k)
     return due and work.problem.test is not None
 
 
 def falls_due(work: Work, k: int) -> bool:
-    """Say whether outer iteration `k` completes as many as there are between two evaluations.
+    """Return whether outer iteration `k` completes as many as there are between two evaluations.
 
     Where they are of several lengths their steps count, so that all methods see as many samples.
     """
@@ -104,7 +105,7 @@ def falls_due(work: Work, k: int) -> bool:
 
 
 def measures_residuals(work: Work, this: Round) -> bool:
-    """Say whether this outer iteration's residuals are computed: as asked, and with duals."""
+    """Return whether this outer iteration's residuals are computed: as asked, and with duals."""
     wanted, state = work.settings.residuals, work.state
     # A vote that follows a union lets the run stop only if it is measured itself.
     due = state.position.vote_next or evaluates(work, this)
@@ -113,7 +114,7 @@ def measures_residuals(work: Work, this: Round) -> bool:
 
 
 def goes_behind(work: Work, this: Round, stage: Stage) -> bool:
-    """Say whether this outer iteration's exchange runs behind the next one's local steps.
+    """Return whether this outer iteration's exchange runs behind the next one's local steps.
 
     Not where z is looked at before: to be evaluated or delivered, to measure residuals, to freeze.
     """

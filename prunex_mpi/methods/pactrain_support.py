@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prunex_mpi.core.state import PRUNED
 from prunex_mpi.models.layout import Layout, matrices
 
 # Per parameter, bool.
-PRUNED, SUPPORT = "shared.pruned", "shared.support"
+SUPPORT = "shared.support"
 # Per bucket: steps without growth, the support's digest or 0, whether it is stable.
 UNCHANGED, DIGESTS, STABLE = "shared.unchanged", "shared.digests", "shared.stable"
 # Steps since the weights were pruned.

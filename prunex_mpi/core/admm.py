@@ -1,0 +1,351 @@
+"""The algebra of H-SADMM, phase by phase, on the flat vectors and penalties of a state.
+
+    phase 1   min f_ij(theta) + rho1/2 |theta - z_i + u|^2                              (Eq. 8)
+    phase 2   z~_i = [rho1 mean_j(theta_ij + u_ij) + rho2 (z - v_i)] / (lambda + rho1 + rho2)  (9)
+    phase 3   z_i = P(z~_i)                          (Eq. 10, `mask_agreement`)
+    phase 4   z = sum_i P_i (z_i + v_i) / N          (Eq. 11, `message`)
+    phase 5   u += theta - z_i,   v += z_i - z       (Eq. 12, 13), residuals, penalties
+
+Duals are scaled. Every rank contributes its own squared norms to the residuals; their sum over all
+ranks carries the weights P_i by itself, since z_i and v_i are replicated on the P_i ranks of their
+node and z on all N. Vectors are read once, tile by tile (`models.layout`).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpi4py import MPI
+
+from prunex_mpi.base.records import RESIDUALS
+from prunex_mpi.comm.agreement import alike_bytes, mean_over_ranks, sum_alike_
+from prunex_mpi.core.state import State, agreeing
+from prunex_mpi.models.layout import (
+    Layout,
+    fill_,
+    one_or_all,
+    scale_,
+    spare_tile,
+    sum_tile_norms,
+    tile_norms,
+    tiles,
+)
+from prunex_mpi.pruning.masks import apply_factors_
+from prunex_mpi.settings.fields import Settings
+
+# --------------------------------------------------------------------------------------------------
+# Phase 1: the proximal term, and where theta starts
+# --------------------------------------------------------------------------------------------------
+
+
+def start_from_(state: State, settings: Settings, source: Tensor) -> None:
+    """Let theta start the local steps from `source`, which is on the mask. Uses `scratch`.
+
+    What becomes of groups that z has dropped while masks may still change is said by `--dropped`:
+
+    - `cut`: theta is zero there. Neither what feeds a channel of a coupled group nor what reads it
+      gets a gradient then, so it moves again only by what momentum and duals hold of it, which are
+      masked from the freeze on. A few come back by that.
+    - `shrink`: theta goes on from where it was, less in equal parts until the masks freeze, when
+      nothing is left of a group that stayed out (as in HESSO, Chen et al. 2024). So groups come
+      back where their score says so.
+
+    Such groups are each node's own, and travel only once z has them again. Their v stays what it
+    was, and residuals count them.
+    """
+    if settings.dropped == "cut" or state.frozen:
+        state.theta.copy_(source)
+        return
+    kept = state.scratch.copy_(state.theta)
+    apply_factors_(kept, state.layout, state.groups, state.factors)
+    left = settings.freeze_iteration - state.position.iteration
+    state.theta.sub_(kept).mul_(left / (left + 1)).add_(source)
+
+
+def set_anchor_(state: State) -> None:
+    """Set the anchor rho1 (z_i - u), which stands still during phase 1."""
+    anchor = torch.sub(state.z_node, state.u, out=state.anchor)
+    scale_(anchor, state.layout, state.rho1)
+
+
+def share_pull_(state: State, settings: Settings) -> Tensor | float:
+    """Let the optimizer add rho1 theta, beside the weight decay that it has; set the anchor.
+
+    The gradient of the proximal term is rho1 theta - anchor, and rho1 theta is a weight decay: the
+    optimizer's one pass adds it where it can. Returns the rho1 by which `add_pull_` has to do it: 0
+    where the optimizer does, one number for all parameters, or one for each, [numel].
+    """
+    set_anchor_(state)
+    rho1 = one_or_all(state.rho1)
+    if isinstance(rho1, float):
+        # AdamW's decay is no part of the gradient.
+        if settings.optimizer == "adamw":
+            return rho1
+        state.optimizer.param_groups[0]["weight_decay"] += rho1
+        return 0.0
+    return fill_(state.rho1_per_parameter, state.layout, rho1)
+
+
+def add_pull_(state: State, rho1: Tensor | float) -> None:
+    """Add rho1 theta - anchor to the gradient, `rho1` being what `share_pull_` has returned."""
+    state.grad.sub_(state.anchor)
+    if isinstance(rho1, Tensor):
+        state.grad.addcmul_(state.theta, rho1)
+    elif rho1:
+        state.grad.add_(state.theta, alpha=rho1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Phase 2: the dense candidate of a node
+# --------------------------------------------------------------------------------------------------
+
+
+def decay_of_layers(settings: Settings, layout: Layout) -> np.ndarray:
+    """Return lambda of each segment, float64 [segments]: 0 of those that do not decay."""
+    every = settings.weight_decay_on == "all"
+    decayed = [every or len(segment.shape) > 1 for segment in layout.segments]
+    return settings.weight_decay * np.array(decayed, dtype=np.float64)
+
+
+def sum_candidate(state: State) -> Tensor:
+    """Return theta + u in the memory of `scratch`; theta alone where there are no duals."""
+    if state.consensus_sgd:
+        return state.scratch.copy_(state.theta)
+    return torch.add(state.theta, state.u, out=state.scratch)
+
+
+def weigh_candidate(
+    state: State, decay: np.ndarray, ranks: int, total: Tensor | None = None
+) -> Tensor:
+    """Return [rho1 mean(theta + u) + rho2 (z - v)] / (decay + rho1 + rho2) in `scratch`.
+
+    `decay` is that of each segment, [segments]. `total` is the sum of theta + u over `ranks` ranks,
+    in the memory of `scratch`; without it the mean is this rank's own theta + u.
+    """
+    # Between z - v and the mean, times what the weight decay leaves of it.
+    weights = one_or_all(state.rho1 / (state.rho1 + state.rho2))
+    left = (state.rho1 + state.rho2) / (decay + state.rho1 + state.rho2)
+    spare = spare_tile(state.theta)
+    for tile in tiles(state.layout, state.theta.device):
+        at, part = tile.place, state.scratch[tile.place]
+        if total is None:
+            mean = torch.add(state.theta[at], state.u[at], out=spare[: part.numel()])
+        else:
+            mean = torch.mul(part, 1 / ranks, out=spare[: part.numel()])
+        torch.sub(state.z[at], state.v[at], out=part)
+        tile.mix_(part, mean, weights)
+        if decay.any():
+            tile.scale_(part, one_or_all(left))
+    return state.scratch
+
+
+# --------------------------------------------------------------------------------------------------
+# Phase 5: duals
+# --------------------------------------------------------------------------------------------------
+
+
+def step_duals_(state: State, measured: bool) -> np.ndarray | None:
+    """u += theta - z_i, v += z_i - z; where `measured` return squared norms, [7, layers].
+
+    Of theta - z_i, theta, z_i, u, z_i - z, z and v, in this order. While z is under way v waits
+    for it.
+    """
+    found, spare = [], spare_tile(state.theta)
+    for tile in tiles(state.layout, state.theta.device):
+        flats = (state.theta, state.z_node, state.u, state.z, state.v)
+        theta, z_node, u, z, v = (flat[tile.place] for flat in flats)
+        gap = torch.sub(theta, z_node, out=spare[: theta.numel()])
+        u.add_(gap)
+        if state.position.under_way:
+            continue
+        norms = tile_norms(tile, gap, theta, z_node, u) if measured else []
+        torch.sub(z_node, z, out=gap)
+        v.add_(gap)
+        norms += tile_norms(tile, gap, z, v) if measured else []
+        found.append(norms)
+    return sum_tile_norms(found, state.layout, state.theta.device) if measured else None
+
+
+def forget_duals_(state: State, settings: Settings) -> None:
+    """Set u to zero in groups that z has dropped, as long as theta has them.
+
+    It would add up what z does not want to have.
+    """
+    if settings.dropped != "cut" and not state.frozen:
+        apply_factors_(state.u, state.layout, state.groups, state.factors)
+
+
+# --------------------------------------------------------------------------------------------------
+# Phase 5: residuals and the stopping test (Boyd et al. 2011)
+# --------------------------------------------------------------------------------------------------
+
+
+class NormSums(NamedTuple):
+    """Squared norms per layer, float64 [layers] each, of one rank or summed over all ranks."""
+
+    theta_minus_z_node: np.ndarray
+    z_node_step: np.ndarray
+    theta: np.ndarray
+    z_node: np.ndarray
+    u: np.ndarray
+    z_node_minus_z: np.ndarray
+    z_step: np.ndarray
+    z: np.ndarray
+    v: np.ndarray
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Residual norms and their thresholds per layer, float64 [layers] each."""
+
+    intra_primal: np.ndarray
+    intra_dual: np.ndarray
+    inter_primal: np.ndarray
+    inter_dual: np.ndarray
+    converged: np.ndarray
+
+    def totals(self) -> dict[str, float]:
+        """Return the norm over all layers of each residual."""
+        return {name: float(np.linalg.norm(getattr(self, name))) for name in RESIDUALS}
+
+
+def compute_residuals(
+    sums: NormSums,
+    numels: np.ndarray,
+    world_size: int,
+    rho1: np.ndarray,
+    rho2: np.ndarray,
+    eps_abs: float,
+    eps_rel: float,
+) -> Residuals:
+    """Compute residuals and the stopping test from the norms summed over all ranks.
+
+    The dual residual of the inter level is rho2 (z^{k+1} - z^k); thresholds as in section 3.3.1 of
+    Boyd et al. with N n elements per layer.
+    """
+    root = NormSums(*(np.sqrt(s) for s in sums))
+    floor = np.sqrt(world_size * numels) * eps_abs
+    intra_primal, intra_dual = root.theta_minus_z_node, rho1 * root.z_node_step
+    inter_primal, inter_dual = root.z_node_minus_z, rho2 * root.z_step
+    converged = (
+        (intra_primal <= floor + eps_rel * np.maximum(root.theta, root.z_node))
+        & (intra_dual <= floor + eps_rel * rho1 * root.u)
+        & (inter_primal <= floor + eps_rel * np.maximum(root.z_node, root.z))
+        & (inter_dual <= floor + eps_rel * rho2 * root.v)
+    )
+    return Residuals(intra_primal, intra_dual, inter_primal, inter_dual, converged)
+
+
+def converges(residuals: Residuals | None) -> bool:
+    """Return whether every layer satisfies both stopping tests; without residuals none does."""
+    return residuals is not None and bool(residuals.converged.all())
+
+
+def own_residuals(norms: NormSums | None, state: State) -> dict[str, float]:
+    """Return what this rank contributes to each residual: its norm over all layers.
+
+    All but `intra_primal` are the same on all ranks of a node. Nothing where none were measured.
+    The squares of all ranks add up to the square of the residual.
+    """
+    if norms is None:
+        return {}
+    parts = (
+        norms.theta_minus_z_node,
+        state.rho1**2 * norms.z_node_step,
+        norms.z_node_minus_z,
+        state.rho2**2 * norms.z_step,
+    )
+    return {name: float(part.sum()) ** 0.5 for name, part in zip(RESIDUALS, parts, strict=True)}
+
+
+def find_residuals(
+    world: MPI.Comm, state: State, settings: Settings, norms: NormSums | None, loss: float
+) -> tuple[Residuals | None, float]:
+    """Return the residuals of both levels per layer, and the mean loss over all ranks.
+
+    One message of nine norms per layer, of the loss alone where none were measured; alike on all
+    ranks, since the stopping test and the penalties are decided on it. Collective on `world`.
+    """
+    if norms is None:
+        return None, mean_loss(world, state, loss)
+    buffer = np.append(np.concatenate(norms), loss)
+    with agreeing(state, "Allreduce and Bcast of norms", alike_bytes(buffer.size)):
+        sum_alike_(world, buffer)
+    sums = NormSums(*buffer[:-1].reshape(len(norms), -1))
+    numels = np.array([s.numel for s in state.layout.segments], dtype=np.float64)
+    rhos, epsilons = (state.rho1, state.rho2), (settings.eps_abs, settings.eps_rel)
+    residuals = compute_residuals(sums, numels, world.size, *rhos, *epsilons)
+    return residuals, float(buffer[-1]) / world.size
+
+
+def mean_loss(world: MPI.Comm, state: State, loss: float) -> float:
+    """Return the mean of every rank's `loss`, alike on all. Collective on `world`."""
+    with agreeing(state, "Allreduce and Bcast of the loss", alike_bytes(1)):
+        return mean_over_ranks(world, loss)
+
+
+# --------------------------------------------------------------------------------------------------
+# Phase 5: penalties of the next outer iteration
+# --------------------------------------------------------------------------------------------------
+
+
+def update_penalties(state: State, settings: Settings, residuals: Residuals | None) -> None:
+    """Update rho1 and rho2 per layer and rescale the duals: rho u and rho v stay what they were.
+
+    Only `balance` looks at the residuals. While z is under way rho2 waits for it, as v does.
+    """
+    intra = (None, None)
+    if residuals is not None:
+        intra = residuals.intra_primal, residuals.intra_dual
+    state.rho1 = _rescaled(state.u, state.rho1, state, settings, intra)
+    if not state.position.under_way:
+        update_rho2(state, settings, residuals)
+
+
+def update_rho2(state: State, settings: Settings, residuals: Residuals | None = None) -> None:
+    """Update rho2 as `update_penalties` does; where z was under way once v has followed it."""
+    inter = (None, None)
+    if residuals is not None:
+        inter = residuals.inter_primal, residuals.inter_dual
+    state.rho2 = _rescaled(state.v, state.rho2, state, settings, inter)
+
+
+def _rescaled(
+    dual: Tensor,
+    rho: np.ndarray,
+    state: State,
+    settings: Settings,
+    found: tuple[np.ndarray | None, np.ndarray | None],
+) -> np.ndarray:
+    """Return the next `rho`, and rescale its dual in place."""
+    limits = settings.rho_min, settings.rho_max
+    new = update_penalty(rho, *found, settings.penalty, settings.rho_factor, *limits)
+    if np.any(new != rho):
+        scale_(dual, state.layout, rho / new)
+    return new
+
+
+def update_penalty(
+    rho: np.ndarray,
+    primal: np.ndarray | None,
+    dual: np.ndarray | None,
+    rule: str,
+    factor: float,
+    rho_min: float,
+    rho_max: float,
+) -> np.ndarray:
+    """Return the penalties of the next iteration, float64 [layers].
+
+    `fixed` keeps them, `ramp` multiplies by `factor` up to `rho_max`, `balance` is Boyd's residual
+    balancing: times `factor` where the primal residual exceeds ten times the dual one, divided
+    where it is the other way round. The caller rescales the duals by old / new.
+    """
+    if rule == "fixed":
+        return rho
+    if rule == "ramp":
+        return np.minimum(rho * factor, rho_max)
+    scale = np.where(primal > 10 * dual, factor, np.where(dual > 10 * primal, 1 / factor, 1.0))
+    return np.clip(rho * scale, rho_min, rho_max)

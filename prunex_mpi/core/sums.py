@@ -1,0 +1,393 @@
+"""Sums over workers in fewer bits: block codes, packed integers, sparse vectors.
+
+**Block codes.** A vector of whole blocks of 128 values, filled up with zeros, is added up over the
+leaders, and the sum goes to all ranks of their nodes. The blocks of each bucket are cut into as
+many shares as there are leaders. A leader encodes its contribution and sends each share to its
+owner (Alltoallv); the owner adds up the shares in the vector's own precision, encodes the sum and
+sends it to everyone (Allgather, Allgatherv where shares are not of one size). So each leader sends
+2 (M - 1)/M of the coded vector, whatever algorithms MPI chooses, nothing is added up by MPI in a
+type that it may not know, and all ranks decode the same bytes: they hold the same bits. The
+quantisation error stays with the rank that rounded, to be sent later. With several lanes a node has
+as many leaders: each does all of this for its part of every bucket, over a communicator of its own.
+
+`int8sum` needs nothing but Allreduce, which every CUDA-aware MPI does on the device: the leaders
+share the scale of a block, so that their integers can be added up as they are.
+
+**Packed integers** of few bits, in as few bits as they and their sums need. Either each worker's
+numbers go to all (Allgather), who add them up, or, with more workers, each worker adds up one share
+of them (Alltoall) and hands what comes of it to all (Allgather), which is what TernGrad's and
+Distributed Lion's servers do. With `up` bits for a number and `down` for a result the first sends
+(W - 1) up, the second (W - 1)/W (up + down) per number.
+
+**Sparse vectors**, of which each worker sends some elements, others than the others do.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpi4py import MPI
+
+from prunex_mpi.comm.collectives import (
+    Transport,
+    allreduce_,
+    bcast_,
+    deal_shares_,
+    mpi_buffer,
+    share_ends,
+    spread_shares_,
+)
+from prunex_mpi.comm.traffic import Clock
+from prunex_mpi.comm.wire import Wire
+from prunex_mpi.compress.quantise import (
+    BLOCK,
+    ROW,
+    add_decoded_,
+    block_maxima_,
+    decode_,
+    decode_shared_,
+    encode_,
+    encode_shared_,
+    pack_,
+    record_bytes,
+    unpack_,
+)
+from prunex_mpi.compress.sparse import add_sparse_
+
+SUMMED = "int8sum"
+# Then each leader has 7 levels on either side of zero, as many as int4.
+MOST_SUMMED = 18
+
+
+@dataclass(frozen=True)
+class Coded:
+    """The memory of one vector of `blocks` blocks on its way between `workers` leaders.
+
+    `records` uint8 [blocks, bytes] are the codes as they travel, with their scales; of int8sum they
+    are int8 [blocks, 128] and `maxima` [blocks] the scales. `received` has room for what an owner
+    gets in one bucket.
+    """
+
+    payload: str
+    blocks: int
+    workers: int
+    bucket_blocks: int
+    records: Tensor
+    maxima: Tensor
+    received: Tensor
+
+    @property
+    def numel(self) -> int:
+        return self.blocks * BLOCK
+
+    @property
+    def levels(self) -> int:
+        """Levels of int8sum on either side of zero: the sum over all leaders fits into 8 bits."""
+        return 127 // self.workers
+
+
+def whole_blocks(numel: int) -> int:
+    """Return `numel` rounded up to whole blocks."""
+    return -(-numel // BLOCK) * BLOCK
+
+
+def coded_bytes(payload: str, numel: int, size: int) -> int:
+    """Return the bytes that a leader hands over for `numel` values of `size` bytes each.
+
+    Scales and what fills up the last block are included. That is the operand of a sum: each byte
+    of it goes around the ring twice, as in an Allreduce.
+    """
+    blocks = whole_blocks(numel) // BLOCK
+    return blocks * (BLOCK + size if payload == SUMMED else record_bytes(payload))
+
+
+def allocate_coded(payload: str, like: Tensor, workers: int, transport: Transport) -> Coded:
+    """Allocate what adding up vectors of the size of `like` [blocks * 128] needs."""
+    blocks = like.numel() // BLOCK
+    summed = payload == SUMMED
+    size = BLOCK if summed else record_bytes(payload)
+    bucket_blocks = max(1, transport.bucket_bytes // (size * workers)) * workers
+    # All leaders' parts of a share are, at most, as many blocks as the bucket has.
+    room = 0 if summed else min(bucket_blocks, -(-blocks // workers) * workers)
+    dtype = torch.int8 if summed else torch.uint8
+    records = torch.empty(blocks, size, dtype=dtype, device=like.device)
+    maxima = like.new_empty(blocks if summed else 0)
+    received = records.new_empty(room, size)
+    return Coded(payload, blocks, workers, bucket_blocks, records, maxima, received)
+
+
+def sum_coded_(
+    between: MPI.Comm,
+    node: MPI.Comm,
+    coded: Coded,
+    values: Tensor,
+    out: Tensor,
+    transport: Transport,
+    clock: Clock,
+    lanes: int = 1,
+) -> None:
+    """Set `out` [blocks * 128] on all ranks to the decoded sum of the leaders' `values`.
+
+    On the leaders `values`, as long, become what rounding left over of them, zero in the parts of
+    the node's other leaders. The broadcast of a bucket overlaps the exchange of the one behind it,
+    except for memory of a device. `clock` counts messages without the codes. Collective on
+    `between` (where it is not MPI.COMM_NULL), then on `node`.
+    """
+    device = values.device
+    previous: list[MPI.Request] = []
+    done = 0
+    for first in range(0, coded.blocks, coded.bucket_blocks):
+        end = min(first + coded.bucket_blocks, coded.blocks)
+        cuts = _cut(first, end, coded.workers, lanes)
+        if between != MPI.COMM_NULL:
+            own, after = cuts[node.rank], cuts[node.rank + 1]
+            _run(values, first, own).zero_()
+            _run(values, after, end).zero_()
+            if coded.payload == SUMMED:
+                _sum_integers_(between, coded, values, (own, after), transport, clock)
+            else:
+                _sum_records_(between, coded, values, (own, after), transport, clock)
+        requests = []
+        with clock.broadcasting(device):
+            for root, (start, stop) in enumerate(pairwise(cuts)):
+                requests += _broadcast_(node, coded, start, stop, transport, root)
+            MPI.Request.Waitall(previous)
+        _decode_(coded, done, first, out)
+        previous, done = requests, first
+    with clock.broadcasting(device):
+        MPI.Request.Waitall(previous)
+    _decode_(coded, done, coded.blocks, out)
+
+
+def _cut(start: int, stop: int, workers: int, lanes: int) -> list[int]:
+    """Return the ends of `lanes` runs of blocks, all but the last as many for each worker."""
+    rounds = -(-(stop - start) // workers)
+    ends = [start + rounds * lane // lanes * workers for lane in range(lanes + 1)]
+    return [min(end, stop) for end in ends]
+
+
+def _run(flat: Tensor, start: int, stop: int) -> Tensor:
+    return flat[start * BLOCK : stop * BLOCK]
+
+
+def _sum_records_(
+    between: MPI.Comm,
+    coded: Coded,
+    values: Tensor,
+    run: tuple[int, int],
+    transport: Transport,
+    clock: Clock,
+) -> None:
+    """Add up a run of blocks over the leaders, into `records`."""
+    start, stop = run
+    payload, workers, mine = coded.payload, between.size, between.rank
+    records = coded.records[start:stop]
+    cuts = share_ends(stop - start, workers)
+    own, after = start + cuts[mine], start + cuts[mine + 1]
+    # An owner's own part of its share needs no code.
+    for a, b in ((start, own), (after, stop)):
+        encode_(_run(values, a, b), coded.records[a:b], payload)
+    ends = [cut * records.shape[1] for cut in cuts]
+    received = coded.received[: (workers - 1) * (after - own)]
+    with clock.exchanging(values.device, "Alltoallv"):
+        deal_shares_(between, records.view(-1), ends, received.view(-1), transport, own=False)
+    total = _run(values, own, after)
+    for part in received.split(max(1, after - own)):
+        add_decoded_(part, total, payload)
+    encode_(total, coded.records[own:after], payload)
+    with clock.exchanging(values.device, "Allgather"):
+        spread_shares_(between, records.view(-1), ends, transport)
+
+
+def _sum_integers_(
+    between: MPI.Comm,
+    coded: Coded,
+    values: Tensor,
+    run: tuple[int, int],
+    transport: Transport,
+    clock: Clock,
+) -> None:
+    """Add up a run of blocks over the leaders, into `records` and `maxima`."""
+    start, stop = run
+    part, maxima = _run(values, start, stop), coded.maxima[start:stop]
+    integers = coded.records[start:stop].view(-1)
+    block_maxima_(part, maxima)
+    with clock.exchanging(values.device, "Allreduce"):
+        allreduce_(between, maxima, transport, MPI.MAX)
+    encode_shared_(part, maxima, coded.levels, integers)
+    with clock.exchanging(values.device, "Allreduce"):
+        allreduce_(between, integers, transport)
+
+
+def _broadcast_(
+    node: MPI.Comm, coded: Coded, start: int, stop: int, transport: Transport, root: int
+) -> list[MPI.Request]:
+    """Start to hand blocks `start` to `stop` to the ranks of the node. Collective on `node`."""
+    if node.size == 1 or start == stop:
+        return []
+    pieces = [coded.records[start:stop].view(-1), coded.maxima[start:stop]]
+    pieces = [piece for piece in pieces if piece.numel()]
+    if coded.records.device.type == "cuda":
+        for piece in pieces:
+            bcast_(node, piece, transport, root)
+        return []
+    return [node.Ibcast(mpi_buffer(piece), root=root) for piece in pieces]
+
+
+def _decode_(coded: Coded, start: int, stop: int, out: Tensor) -> None:
+    part = _run(out, start, stop)
+    if coded.payload == SUMMED:
+        integers = coded.records[start:stop].view(-1)
+        decode_shared_(integers, coded.maxima[start:stop], coded.levels, part)
+    else:
+        decode_(coded.records[start:stop], part, coded.payload)
+
+
+def goes_to_all(workers: int, up: int, down: int) -> bool:
+    """Return whether it takes no more bits to send everyone's numbers to all."""
+    return (workers - 1) * up <= down
+
+
+def share_of_row(numel: int, workers: int) -> int:
+    """Return how many numbers are in a worker's share, filled up to whole bytes."""
+    return -(-numel // (ROW * workers)) * ROW
+
+
+def bytes_handed_over(numel: int, workers: int, up: int, down: int) -> int:
+    """Return what a worker hands over: its numbers, and its share of what comes of them."""
+    share = share_of_row(numel, workers)
+    sent = workers * share * up // 8
+    return sent if goes_to_all(workers, up, down) else sent + share * down // 8
+
+
+def allocate_counts(wire: Wire, like: Tensor, up: int, down: int) -> dict[str, Any]:
+    """Return memory for the numbers of a vector [n], for what travels, and for sums."""
+    workers = wire.comm.size
+    share, to_all = share_of_row(like.numel(), workers), goes_to_all(workers, up, down)
+    numbers = torch.zeros(workers, share, dtype=torch.uint8, device=like.device)
+    rows = workers if to_all else 1
+    # The largest sum: all workers' largest numbers.
+    wide = workers * ((1 << up) - 1) > torch.iinfo(torch.uint8).max
+    sums = torch.empty(rows, share, dtype=torch.int16 if wide else torch.uint8, device=like.device)
+    packed = numbers.new_empty(workers, share * up // 8)
+    return {
+        "to_all": to_all,
+        "numbers": numbers,
+        "packed": packed,
+        "received": packed.new_empty(workers, *packed.shape) if to_all else packed.clone(),
+        "spare": torch.empty_like(sums, dtype=torch.uint8),
+        "sums": sums,
+        "result": None if to_all else numbers.new_empty(1, share * down // 8),
+        "results": None if to_all else numbers.new_empty(workers, share * down // 8),
+    }
+
+
+def sum_numbers_(wire: Wire, space: dict[str, Any], up: int) -> Tensor:
+    """Return the sums over all workers of `numbers` [comm.size, share]: of all, or of a share.
+
+    `numbers` must be below 2^up. Collective on `wire.comm`.
+    """
+    packed, received, sums = space["packed"], space["received"], space["sums"]
+    pack_(space["numbers"], up, packed)
+    if space["to_all"]:
+        wire.gather_(packed.view(-1), received.view(wire.comm.size, -1))
+    else:
+        wire.deal_(packed, received)
+    sums.zero_()
+    for part in received:
+        unpack_(part.view(sums.shape[0], -1), up, space["spare"])
+        sums.add_(space["spare"])
+    return sums
+
+
+def spread_(wire: Wire, space: dict[str, Any], share: Tensor, down: int) -> Tensor:
+    """Return every worker's share of results as numbers [comm.size, share].
+
+    `share` [1, share] is uint8 and below 2^down, or of 16 bits. Collective on `wire.comm`.
+    """
+    result, results = space["result"], space["results"]
+    if down == 16:
+        result.copy_(share.view(torch.uint8))
+    else:
+        pack_(share, down, result)
+    wire.gather_(result.view(-1), results)
+    if down == 16:
+        return results.view(share.dtype)
+    unpack_(results, down, space["numbers"])
+    return space["numbers"]
+
+
+KINDS = ("values", "positions")
+
+
+def allocate_sparse(wire: Wire, like: Tensor, count: int) -> dict[str, Any]:
+    """Return memory for `count` elements of this worker, and for one bucket of what all send.
+
+    So many elements of each worker are gathered at once: one bucket of all of them.
+    """
+    room = max(1, wire.transport.bucket_bytes // (like.element_size() * wire.comm.size))
+    values, all_values = like.new_empty(count), like.new_empty(wire.comm.size * min(count, room))
+    return {
+        "room": room,
+        "values": values,
+        "positions": torch.empty_like(values, dtype=torch.int32),
+        "all_values": all_values,
+        "all_positions": torch.empty_like(all_values, dtype=torch.int32),
+    }
+
+
+def add_sparse_parts_(wire: Wire, space: dict[str, Any], count: int, flat: Tensor) -> None:
+    """Add to `flat` what all workers send, of this one the first `count` values and positions.
+
+    Piece by piece and in them worker by worker, so that all workers get the same bits. Collective
+    on `wire.comm`.
+    """
+    values, positions = space["values"], space["positions"]
+    counts, room = wire.gather_counts(count), space["room"]
+    for start in range(0, max(counts), room):
+        pieces = [min(max(c - start, 0), room) for c in counts]
+        mine = slice(start, start + pieces[wire.comm.rank])
+        wire.gather_parts_(values[mine], pieces, space["all_values"])
+        wire.gather_parts_(positions[mine], pieces, space["all_positions"])
+        everyone = space["all_positions"], space["all_values"]
+        places, addends = (t[: sum(pieces)].split(pieces) for t in everyone)
+        add_sparse_(flat, addends, places)
+
+
+def allocate_equal(wire: Wire, values: Tensor, positions: Tensor) -> dict[str, Any]:
+    """Return memory for `values` [n] or [n, row] and their `positions` [n] of each worker.
+
+    Those of all workers are held for one bucket at a time.
+    """
+    workers = wire.comm.size
+    rows = min(len(values), max(1, wire.transport.bucket_bytes // (values[:1].nbytes * workers)))
+    return {
+        "values": values,
+        "positions": positions,
+        "all_values": values.new_empty(workers, rows, *values.shape[1:]),
+        "all_positions": positions.new_empty(workers, rows),
+    }
+
+
+def sum_sparse_(wire: Wire, space: dict[str, Any], out: Tensor) -> None:
+    """Set `out` to the sum of what the workers send, which is as much of each.
+
+    As `add_sparse_parts_`, with memory of `allocate_equal`. Collective on `wire.comm`.
+    """
+    out.zero_()
+    rows = space["all_positions"].shape[1]
+    for start in range(0, len(space["positions"]), rows):
+        addends, places = (_gather_part(wire, space, kind, start) for kind in KINDS)
+        add_sparse_(out, addends, places)
+
+
+def _gather_part(wire: Wire, space: dict[str, Any], kind: str, start: int) -> Tensor:
+    """Return the values or positions of all workers from `start` on, as many as there is room."""
+    everyone = space[f"all_{kind}"]
+    mine = space[kind][start : start + everyone.shape[1]]
+    gathered = everyone.view(-1)[: len(everyone) * mine.numel()].view(len(everyone), -1)
+    wire.gather_(mine.view(-1), gathered)
+    return gathered.view(-1, *mine.shape)

@@ -1,0 +1,22 @@
+"""The bytes by which ranks agree, against what MPI is handed over all ranks."""
+
+from dataclasses import replace
+
+import pytest
+from counting import Counting
+from nodes import nodes_of
+from small_runs import small_run
+
+from prunex_mpi.run.supervision import driver_of
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize("scenario", ["recipe", "int4", "local sgd", "sparseloco"])
+def test_losses_norms_and_digests_are_counted_apart(scenario: str) -> None:
+    with nodes_of(1) as topology, small_run(topology, scenario) as work:
+        world, lane = Counting(topology.world), Counting(topology.lane)
+        counted = replace(topology, world=world, lane=lane)
+        records = driver_of(work.settings).outer_iterations(counted, replace(work, stop=None))
+        control = sum(record["bytes"]["control"] for record in records)
+    assert control == world.operands + lane.digests > 0
