@@ -70,4 +70,4 @@ def _read(path: Path) -> str:
 
 def _number(text: str | None) -> int:
     """Return a whole number, 0 for anything else, such as `max`."""
-    return int(text) if text and text.isdigit() else 0
+    return int(text) if text and text.isdecimal() else 0

@@ -99,7 +99,7 @@ def check_time_limit(environment: Mapping[str, str], now: float) -> list[Finding
 
 
 def report_singleton(findings: list[Finding], options: Options) -> int:
-    """Say once that the job fell apart; each process is a job of its own that knows no other."""
+    """Report once that the job fell apart into jobs of one process."""
     if launcher_rank(os.environ):
         time.sleep(SINGLETON_GRACE_S)
         return FAILURE

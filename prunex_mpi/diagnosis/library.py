@@ -216,7 +216,7 @@ def _is_on(rank: RankFacts, variable: str) -> bool:
 
 
 def _without_han(rank: RankFacts) -> bool:
-    """Say whether this rank's environment keeps Open MPI from taking HAN."""
+    """Return whether this rank's environment keeps Open MPI from taking HAN."""
     if _leaves_out(rank.mpi_settings.get(OPEN_MPI_COMPONENTS, ""), "han"):
         return True
     priority = rank.mpi_settings.get(HAN_PRIORITY, "")
@@ -224,7 +224,7 @@ def _without_han(rank: RankFacts) -> bool:
 
 
 def _leaves_out(components: str, name: str) -> bool:
-    """Say whether a list of components, or of those not to take (^), is one without `name`."""
+    """Return whether a list of components, or of those not to take (^), is one without `name`."""
     listed_there = name in components.lstrip("^").split(",")
     return bool(components) and components.startswith("^") == listed_there
 
@@ -234,7 +234,7 @@ def _long_segments(rank: RankFacts) -> bool:
 
 
 def _without_tcp(rank: RankFacts) -> bool:
-    """Say whether this rank's environment keeps Open MPI from sending over TCP itself."""
+    """Return whether this rank's environment keeps Open MPI from sending over TCP itself."""
     if rank.mpi_settings.get(LAYERS, "") in ("ucx", "cm"):
         return True
     return _leaves_out(rank.mpi_settings.get(WAYS, ""), "tcp")

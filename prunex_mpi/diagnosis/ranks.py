@@ -330,7 +330,7 @@ def check_mpi_buffers(
 def goes_through_host(
     requested: str, kind: str, claimed: bool | None, probed: Mapping[str, str] | None
 ) -> bool:
-    """Say whether tensors are known to be on GPUs that MPI reaches through host memory.
+    """Return whether tensors are known to be on GPUs that MPI reaches through host memory.
 
     As `check_mpi_buffers`: what was not probed is not known.
     """

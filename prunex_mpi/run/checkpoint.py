@@ -360,7 +360,7 @@ def without_copies(
 def _is_leaders(
     node: MPI.Comm, mine: np.ndarray | None, length: int, going: Callable[[], None]
 ) -> bool:
-    """Say whether the bytes of this rank are the leader's, which has so many. Collective."""
+    """Return whether this rank's bytes equal the leader's `length` bytes. Collective on `node`."""
     same, room = mine is not None, np.empty(min(CHUNK, length), dtype=np.uint8)
     for start in range(0, length, CHUNK):
         part = slice(start, min(start + CHUNK, length))

@@ -45,9 +45,9 @@ class Kernels:
 class Exchange:
     """One exchange between `nodes`.
 
-    Each hands over `message_bytes`, in so many `reductions` (Allreduce) and `gatherings` (Alltoallv
+    Each hands over `message_bytes`, in `reductions` calls of Allreduce and `gatherings` (Alltoallv
     and Allgather); as float32 the values that travel are `values_bytes`, the model `model_bytes`,
-    packed in so many `pieces`. So many `leaders` of each node share its message.
+    packed in `pieces` pieces. The `leaders` leaders of each node share its message.
     """
 
     nodes: int

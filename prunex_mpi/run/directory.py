@@ -71,7 +71,7 @@ def _unusable(path: Path, error: OSError) -> UserError:
 
 
 def _can_lock(file: Path) -> bool:
-    """Say whether the file system has locks; one that has none lets no lock be told from none."""
+    """Return whether the file system of a file supports locks."""
     with open(file, "rb") as opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -233,7 +233,7 @@ class RunDirectory:
             return [json.loads(line) for line in file]
 
     def complete(self) -> bool:
-        """Say whether the run has come to its end, and is not to become longer."""
+        """Return whether the run has come to its end, and is not to become longer."""
         return not self.former_length and read_summary(self.path).get("status") in COMPLETE
 
     def versions(self) -> dict[str, str]:
@@ -251,7 +251,7 @@ class RunDirectory:
             raise UserError(f"{folder} is in the way: {error.strerror}; remove it") from None
 
     def note_divergence(self, reason: str) -> None:
-        """Say why the run ended, to who looks at it later; a full disk changes nothing."""
+        """Write why the run diverged to diverged.json; a full disk is ignored."""
         with contextlib.suppress(OSError):
             write_json_durably(self.path / DIVERGED, {"reason": reason})
 
@@ -280,7 +280,7 @@ def new_folder(name: str) -> str:
 
 
 def same_run(config: str, later: str) -> bool:
-    """Say whether two texts of config.toml are of the same run, which may have become longer."""
+    """Return whether two texts of config.toml are of the same run, which may have become longer."""
     if config == later:
         return True
     try:

@@ -241,7 +241,7 @@ def nominal_mask(groups: Groups, strict: float, round_to: int) -> np.ndarray:
 class Travelling:
     """What goes into a message: `parameters` of `model` and `statistics`, of `size` bytes each.
 
-    The packing plan has so many `pieces`.
+    `pieces` is the number of pieces of the packing plan.
     """
 
     parameters: int
@@ -252,7 +252,7 @@ class Travelling:
 
 
 def travelling_under(plan: Plan, statistics: int, layout: Layout, size: int) -> Travelling:
-    """Return what travels by a plan, beside so many BatchNorm statistics."""
+    """Return what a packing plan sends, with the number of BatchNorm statistics."""
     return Travelling(plan.numel, statistics, layout.numel, size, len(plan.pieces))
 
 

@@ -103,7 +103,7 @@ def _fit_file_(settings: Settings, model: nn.Module, path: Path, side: int, othe
 
 
 def _knows_others(settings: Settings, classes: Sequence[str]) -> bool:
-    """Say whether the run of `--init-from`, if it is one, has named other classes than these."""
+    """Return whether `--init-from` is a run that was trained on classes of other names."""
     path = Path(settings.init_from)
     known = read_summary(path)["delivered"].get("classes", []) if path.is_dir() else []
     return bool(known and classes) and known != list(classes)
@@ -141,7 +141,7 @@ def _refuse_smaller(settings: Settings) -> None:
 
 
 def evaluate_initial(topology: Topology, files: RunDirectory | None, work: Work) -> None:
-    """Say what the weights of `--init-from` reach before they are trained on; write initial.json.
+    """Evaluate the weights of `--init-from` before training; log it and write initial.json.
 
     Nothing is judged where the run has begun already. Collective on `world`.
     """

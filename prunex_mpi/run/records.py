@@ -20,7 +20,7 @@ from prunex_mpi.core.state import Work
 from prunex_mpi.run.directory import RunDirectory
 
 PARTS = ("work", "exchange")
-# So many ranks have a row in each outer iteration; of N times as many every Nth one has one.
+# Up to this number of ranks each outer iteration has a row; with N times as many every Nth.
 RANKS_EACH = 64
 # Of seconds behind the point, of residuals all that count.
 DIGITS = 6

@@ -147,7 +147,7 @@ def misfit(
     first: bool,
     same_nodes: bool,
 ) -> str:
-    """Say what of one rank's file does not fit this run, "" when it all does.
+    """Return what of one rank's file does not fit this run, or "".
 
     The rank was a `leader`, or the `first` of all; its place in the data counts on the
     `same_nodes`.

@@ -176,7 +176,7 @@ def find_transport(place: Place, settings: Settings) -> Transport:
 
 
 def describe_training(work: Work, dataset: Dataset, ranks: int) -> str:
-    """Say in one line on what, for how long and what is trained, and what of it can be pruned."""
+    """Return one line: the images, the steps, the parameters and what of them can be pruned."""
     settings, problem = work.settings, work.problem
     steps = f"{problem.steps:,} steps"
     if settings.method.quadratic_interval:
@@ -197,7 +197,7 @@ def describe_training(work: Work, dataset: Dataset, ranks: int) -> str:
 
 
 def log_warnings(world: MPI.Comm, work: Work) -> None:
-    """Say on rank 0 what is not pruned, and warn of what the settings do that was hardly meant."""
+    """Log on rank 0 what is not pruned, and warn of settings that are likely mistakes."""
     if world.rank:
         return
     for excluded in work.state.groups.excluded:
@@ -212,11 +212,11 @@ def log_warnings(world: MPI.Comm, work: Work) -> None:
 
 
 def _warn_of_smaller_batches(work: Work) -> None:
-    """Say that steps have fewer images than was asked for, since a rank has no more."""
+    """Warn that steps have fewer images than --batch-size, since a rank has no more."""
     wanted, images = work.settings.batch_size, work.problem.train.batch_size
     if images < wanted:
         log.warning(
-            "batch-size %d: a rank has %d images, and so many are in a step; lower it, start fewer "
+            "batch-size %d: a rank has %d images, which make a step; lower it, start fewer "
             "ranks or give more images",
             wanted,
             images,

@@ -25,7 +25,7 @@ def _setup_row(seconds: dict[str, float], sent: dict[str, int]) -> list[tuple[st
 
 
 def _in_all(summary: dict[str, Any]) -> str:
-    """Say how long a run took; of earlier jobs the records have the outer iterations alone."""
+    """Return how long a run took; earlier jobs are counted by their outer iterations alone."""
     last = f"{summary['seconds_total']:.1f}"
     if not summary.get("resumed"):
         return last

@@ -39,7 +39,7 @@ MAX_ROLLBACKS = 5
 
 
 class Checkpoints:
-    """Say when checkpoints are due; `seconds` and `count` tell what they took."""
+    """Decide when checkpoints are due; count them in `count` and their time in `seconds`."""
 
     def __init__(self, every: str) -> None:
         self.every = every
@@ -47,7 +47,7 @@ class Checkpoints:
         self.ended = time.monotonic()
 
     def due(self, world: MPI.Comm, iteration: int) -> bool:
-        """Say, alike on every rank, whether to write one after `iteration`. Collective."""
+        """Return whether to write one after `iteration`, the same on every rank. Collective."""
         if self.every == "off":
             return False
         if self.every != "auto":
@@ -95,7 +95,7 @@ def train(
 
 
 def goes_behind_steps(settings: Settings) -> bool:
-    """Say whether exchanges of this run go on behind local steps."""
+    """Return whether exchanges of this run overlap with local steps."""
     return settings.method.averages and settings.overlap_steps > 0
 
 
@@ -166,7 +166,7 @@ def progress_of(topology: Topology, work: Work) -> Progress:
 
 
 def begin_(progress: Progress, work: Work) -> None:
-    """Tell what lies behind."""
+    """Set the progress to where the run stands."""
     position = work.state.position
     steps = local_steps(work)
     progress.start(position.iteration - 1, position.steps_done, steps)

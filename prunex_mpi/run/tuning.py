@@ -30,7 +30,7 @@ STEPS, ITERATIONS, FREEZE = 8, 4, 3
 MEASURED = 2
 # z arrives in the first quarter of the steps at the latest: later costs accuracy.
 LATEST = 4
-# A run is at least so many outer iterations, and its stages at least one.
+# The least outer iterations of a run; each of its stages has at least one.
 FEWEST = 16
 # Nothing is learned in the trial, and nothing may blow up.
 TRIAL_RATE = 1e-9
@@ -46,7 +46,7 @@ class Costs:
 
 
 def is_left_to_measure(settings: Settings) -> bool:
-    """Say whether something has to be measured before the run can begin."""
+    """Return whether something has to be measured before the run can begin."""
     overlaps = settings.method.averages and settings.overlap_steps == AUTO
     return overlaps or (settings.method.by_iteration and settings.local_steps == AUTO)
 
@@ -64,7 +64,7 @@ def tuned(topology: Topology, trial: Work, settings: Settings) -> Settings:
 
 
 def describe_choice(settings: Settings, before: Costs, after: Costs) -> str:
-    """Say in one line what was measured and what was chosen by it."""
+    """Return one line: what was measured and the settings chosen by it."""
     found = [f"a local step {1e3 * before.step:.1f} ms"]
     found += [f"an exchange {1e3 * before.exchange:.1f} ms"]
     names = ["outer_iterations", "local_steps", "overlap_steps"]
@@ -126,7 +126,7 @@ def chosen_by(settings: Settings, nominal: int, before: Costs, after: Costs) -> 
 
 
 def _knows_end_of_pruning(settings: Settings) -> bool:
-    """Say whether the payload shrinks in an outer iteration that is known before."""
+    """Return whether the payload shrinks in an outer iteration that is known before."""
     if settings.method.consensus and not known_freeze(settings):
         return False
     return settings.method.shrinks

@@ -111,7 +111,7 @@ class Watchdog:
                 self.folder.rmdir()
 
     def first_to_report(self) -> bool:
-        """Say whether no other rank has said why the job ends; one who can't know is the first."""
+        """Return whether this rank, as far as it knows, is the first to report the end."""
         if self.folder is None:
             return True
         try:

@@ -24,7 +24,8 @@ def test_the_machine_is_the_limit_where_nobody_sets_a_lower_one(tmp_path: Path) 
     assert memory_limit({}, tmp_path) == (64 * GIB, "this machine has")
     more = {"SLURM_MEM_PER_NODE": str(128 * 1024)}
     assert memory_limit(more, tmp_path) == (64 * GIB, "this machine has")
-    assert memory_limit({"SLURM_MEM_PER_NODE": "0"}, tmp_path)[0] == 64 * GIB
+    for odd in ("0", "²", "unlimited"):
+        assert memory_limit({"SLURM_MEM_PER_NODE": odd}, tmp_path)[0] == 64 * GIB
 
 
 @pytest.mark.parametrize(
