@@ -37,15 +37,7 @@ from prunex_mpi.tools.compare import compare as bench_compare
 from prunex_mpi.tools.compare import store
 from prunex_mpi.tools.compare.compare import compare
 from prunex_mpi.tools.compare.equal import affordable
-from prunex_mpi.tools.compare.figure import (
-    MOST_COURSES,
-    curves_of,
-    draw,
-    front,
-    make_figure,
-    refuse_impossible,
-    seconds_of,
-)
+from prunex_mpi.tools.compare.figure import draw, make_figure, refuse_impossible, seconds_of
 from prunex_mpi.tools.compare.options import parse
 from prunex_mpi.tools.compare.outcomes import (
     Comparison,
@@ -72,6 +64,7 @@ from prunex_mpi.tools.compare.search import (
 )
 from prunex_mpi.tools.compare.tables import equal_table, measured_table, results_table, tuning_table
 from prunex_mpi.tools.drawing import styled
+from prunex_mpi.tools.report.comparison import MOST_CURVES_DRAWN, curves_of, front
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -721,12 +714,14 @@ def test_a_course_is_the_mean_over_seeds_on_bytes_and_on_the_seconds_of_others()
     first, second = RAN.curve
     other = replace(RAN, curve=(first, replace(second, accuracy=0.7)))
     runs = [Outcome("dense", 0, 0.1, RAN), Outcome("dense", 1, 0.1, other)]
-    (curve,) = curves_of([*runs, Outcome("topk", 0, 0.1, None, "why")])
+    found = [*runs, Outcome("topk", 0, 0.1, None, "why")]
+    (curve,) = curves_of(list(map(to_dict, found)))
     assert (curve.row, curve.sent_mib, curve.share) == ("dense", (0.5, 1), (3 / 7, 1))
     assert curve.accuracy == pytest.approx((25, 60))
     assert curve.spread == pytest.approx(200**0.5)
     # One was evaluated less often: what both have is drawn.
-    (ends,) = curves_of([runs[0], replace(runs[1], measured=replace(other, curve=other.curve[1:]))])
+    shorter = replace(runs[1], measured=replace(other, curve=other.curve[1:]))
+    (ends,) = curves_of([to_dict(runs[0]), to_dict(shorter)])
     assert (ends.sent_mib, ends.accuracy) == ((1,), pytest.approx((60,)))
     # Half as long, in half the steps, at a fifth of the pace.
     slow = outcomes("dense", steps=5, sent_bytes=2**19, train_s=17.5)
@@ -742,7 +737,7 @@ def test_the_front_is_what_no_other_row_surpasses_for_less():
 
 
 def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first():
-    ran = {f"row {n}": n / 100 for n in range(1, MOST_COURSES + 2)}
+    ran = {f"row {n}": n / 100 for n in range(1, MOST_CURVES_DRAWN + 2)}
     shares = {"row 1": 0.5, "row 2": 0.97}
 
     def drawn(count: int) -> tuple[list[str], int]:
@@ -766,12 +761,12 @@ def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first():
         courses = sum(len(line.get_xdata()) == len(RAN.curve) for line in panel.lines)
         return panel.get_legend_handles_labels()[1], courses
 
-    names, courses = drawn(MOST_COURSES)
-    assert courses == MOST_COURSES
-    assert names[0] == f"row {MOST_COURSES}"
-    names, courses = drawn(MOST_COURSES + 1)
+    names, courses = drawn(MOST_CURVES_DRAWN)
+    assert courses == MOST_CURVES_DRAWN
+    assert names[0] == f"row {MOST_CURVES_DRAWN}"
+    names, courses = drawn(MOST_CURVES_DRAWN + 1)
     assert courses == 0
-    assert names[:2] == [f"1 row {MOST_COURSES + 1}", f"2 row {MOST_COURSES}"]
+    assert names[:2] == [f"1 row {MOST_CURVES_DRAWN + 1}", f"2 row {MOST_CURVES_DRAWN}"]
 
 
 @pytest.mark.parametrize("rows", [2, 25, 60])

@@ -23,9 +23,11 @@ from recorded import Delay, make_run, write_lines
 
 from prunex_mpi import report as program
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
+from prunex_mpi.base.tables import as_json
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.tools import drawing
 from prunex_mpi.tools.compare.outcomes import Comparison, Measured, Outcome, Point, to_dict
+from prunex_mpi.tools.compare.tables import tables_of
 from prunex_mpi.tools.report import pictures, reading, several, single
 from prunex_mpi.tools.report import report as writing
 from prunex_mpi.tools.report.page import Page
@@ -547,7 +549,8 @@ def test_a_comparison_is_its_tables_and_its_figure(
         ("learning rates: given",),
     )
     file = tmp_path / "of methods.json"
-    file.write_text(json.dumps({"machine": {}, "tables": [], "comparison": to_dict(found)}))
+    whole = as_json({}, tables_of(found)) | {"comparison": to_dict(found)}
+    file.write_text(json.dumps(whole))
     monkeypatch.chdir(tmp_path)
     assert program.main([str(file)]) == 0
     page = read(tmp_path / "report.html")
