@@ -22,8 +22,8 @@ from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model
 from prunex_mpi.pruning import removable
 from prunex_mpi.run import finished_run
-from prunex_mpi.tools.export import files as export_files
-from prunex_mpi.tools.export.proof import EXACT, ROUNDINGS, count_multiply_adds, prove
+from prunex_mpi.tools import export_files
+from prunex_mpi.tools.export_proof import EXACT, ROUNDINGS, count_multiply_adds, prove
 
 OUR_OWN = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "harness")]
 FACTORY = """
@@ -270,7 +270,7 @@ def test_what_is_not_equal_is_not_written(
         removed[(~removed).nonzero()[0][0]] = True
         return removable.Verdict(removed, ())
 
-    monkeypatch.setattr("prunex_mpi.tools.export.export.judge", too_much)
+    monkeypatch.setattr("prunex_mpi.tools.export_run.judge", too_much)
     line = refused(capsys, FAILURE, str(own_run))
     assert "the smaller network is not the same" in line
     assert "nothing was written" in line

@@ -24,14 +24,17 @@ from recorded import Delay, make_run, write_lines
 from prunex_mpi import report as program
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.base.tables import as_json
+from prunex_mpi.research.compare.comparison_tables import tables_of
+from prunex_mpi.research.compare.outcomes import Comparison, Measured, Outcome, Point, to_dict
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.tools import drawing
-from prunex_mpi.tools.compare.outcomes import Comparison, Measured, Outcome, Point, to_dict
-from prunex_mpi.tools.compare.tables import tables_of
-from prunex_mpi.tools.report import pictures, reading, several, single
-from prunex_mpi.tools.report import report as writing
+from prunex_mpi.tools.report import one_run as single
+from prunex_mpi.tools.report import read_runs as reading
+from prunex_mpi.tools.report import run_pictures as pictures
+from prunex_mpi.tools.report import several_runs as several
+from prunex_mpi.tools.report import write_report as writing
 from prunex_mpi.tools.report.page import Page
-from prunex_mpi.tools.report.reading import read_layers, read_run
+from prunex_mpi.tools.report.read_runs import read_layers, read_run
 from prunex_mpi.tools.report.thinning import COLUMNS, binned, means, thin
 from prunex_mpi.tools.report.words import duration_words, lead, size_words
 

@@ -17,8 +17,8 @@ from prunex_mpi.tools.drawing import (
     new_figure,
     plain,
 )
-from prunex_mpi.tools.report.blame import PHASES, Blame, RankRecord
-from prunex_mpi.tools.report.pictures import (
+from prunex_mpi.tools.report.read_runs import RESIDUALS, Layers
+from prunex_mpi.tools.report.run_pictures import (
     OF_PHASE,
     PHASE_WORDS,
     RESIDUAL_WORDS,
@@ -27,7 +27,7 @@ from prunex_mpi.tools.report.pictures import (
     plot,
     unit_of_seconds,
 )
-from prunex_mpi.tools.report.reading import RESIDUALS, Layers
+from prunex_mpi.tools.report.stragglers import PHASES, Blame, RankRecord
 from prunex_mpi.tools.report.thinning import COLUMNS, binned, means
 
 if TYPE_CHECKING:

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from prunex_mpi.tools.report.blame import Blame, Suspect, ranges
-from prunex_mpi.tools.report.pictures import freeze_iteration, phases_of, unit_of_bytes
-from prunex_mpi.tools.report.reading import Run
+from prunex_mpi.tools.report.read_runs import Run
+from prunex_mpi.tools.report.run_pictures import freeze_iteration, phases_of, unit_of_bytes
+from prunex_mpi.tools.report.stragglers import Blame, Suspect, ranges
 
 PHASE_PLACES = {
     "local": "the local steps",
