@@ -33,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def bench(world: "MPI.Comm", options: bench_options.Options) -> int:
     """Measure and print under the eyes of a watchdog. Collective on `world`."""
     with watched(world, options.settings.timeout) as watchdog:
-        from prunex_mpi.research.bench.sections import bench
+        from prunex_mpi.research.bench.sections import run_sections
 
-        return bench(world, options, watchdog.heartbeat)
+        return run_sections(world, options, watchdog.heartbeat)
 
 
 def compare(world: "MPI.Comm", options: compare_options.Options) -> int:

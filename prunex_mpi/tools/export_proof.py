@@ -2,11 +2,11 @@
 
 import copy
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -209,6 +209,6 @@ def _seconds(
     actions = {"larger": Action(run_larger), "smaller": Action(run_smaller)}
     times = wall_times(actions, repeat, batch.device, Heartbeat())
     return (
-        statistics.median(times["larger"]) / larger_calls,
-        statistics.median(times["smaller"]) / smaller_calls,
+        float(np.median(times["larger"])) / larger_calls,
+        float(np.median(times["smaller"])) / smaller_calls,
     )

@@ -1,12 +1,16 @@
-"""Time actions fairly, one after the other in turns."""
+"""Time actions fairly, one after the other in turns, on one rank or on all of them together."""
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from prunex_mpi.base.heartbeat import Heartbeat
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 class Action(NamedTuple):
@@ -16,34 +20,39 @@ class Action(NamedTuple):
     prepare: Callable[[], object] = lambda: None
 
 
-def min_seconds(
-    actions: dict[str, Action], repeat: int, device: torch.device, heartbeat: Heartbeat
-) -> dict[str, float]:
-    """Return the shortest of `repeat` wall times of each action, in seconds; see `wall_times`."""
-    times = wall_times(actions, repeat, device, heartbeat)
-    return {name: min(taken) for name, taken in times.items()}
-
-
 def wall_times(
-    actions: dict[str, Action], repeat: int, device: torch.device, heartbeat: Heartbeat
-) -> dict[str, list[float]]:
-    """Return `repeat` wall times of each action, in seconds.
+    actions: dict[str, Action],
+    repeat: int,
+    device: torch.device,
+    heartbeat: Heartbeat,
+    world: "MPI.Comm | None" = None,
+    alternate: bool = False,
+) -> dict[str, np.ndarray]:
+    """Return `repeat` wall times of each action, in seconds, float64 [repeat].
 
     The actions take turns, so that whatever else the machine does hits all of them alike; the first
-    round is not counted.
+    turn is not counted. `alternate` reverses every other turn, since an action finds in the caches
+    what the one before it has left there. With `world` its ranks start each action together, and
+    the time is that of the slowest rank: then collective on `world`.
     """
-    times: dict[str, list[float]] = {name: [] for name in actions}
+    times = {name: np.empty(repeat + 1) for name in actions}
     for turn in range(repeat + 1):
-        for name, action in actions.items():
+        for name in list(actions)[:: 1 if turn % 2 or not alternate else -1]:
             heartbeat.go_on()
-            action.prepare()
+            actions[name].prepare()
             synchronize(device)
+            if world is not None:
+                world.Barrier()
             start = time.perf_counter()
-            action.run()
+            actions[name].run()
             synchronize(device)
-            if turn:
-                times[name].append(time.perf_counter() - start)
-    return times
+            times[name][turn] = time.perf_counter() - start
+    if world is not None:
+        everyone = np.empty((world.size, repeat + 1))
+        for taken in times.values():
+            world.Allgather(taken, everyone)
+            taken[:] = everyone.max(axis=0)
+    return {name: taken[1:] for name, taken in times.items()}
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,9 +1,18 @@
-"""Time steps of `dense` beside those of torch's DistributedDataParallel over gloo."""
+"""Time training beside torch's over gloo, on the same ranks and the same link.
 
-import time
+First steps of `dense` beside those of DistributedDataParallel; then training with an exchange every
+few steps: this package averages as `local-sgd` and `prunex` do, torch by an all_reduce of the
+parameters, and DistributedDataParallel exchanges gradients at each step, as float32 and by its fp16
+hook. All programs run in turns in one job.
+"""
+
+import socket
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpi4py import MPI
 
-from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table
-from prunex_mpi.comm.collectives import Transport
-from prunex_mpi.comm.topology import Topology
+from prunex_mpi.base.units import MIB
+from prunex_mpi.comm.agreement import broadcast_text, together
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.position import next_iteration
 from prunex_mpi.core.problem import build_problem, make_model
@@ -24,10 +32,11 @@ from prunex_mpi.core.state import Problem, wires_of
 from prunex_mpi.core.steps import averaging
 from prunex_mpi.methods import per_step
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.research.bench.gloo import gloo_group
+from prunex_mpi.research.bench.workbench import Bench
 from prunex_mpi.run.assembly import set_up
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.resolve import make
+from prunex_mpi.tools.timing import Action, wall_times
 
 IMAGE_SIZE = 32
 # Both leave buffers alone: what a rank's BatchNorm has seen is no part of a gradient.
@@ -35,34 +44,43 @@ PLAIN = {"broadcast_buffers": False}
 # What its documentation names for speed: gradients live in the buckets, the graph never changes.
 LEAN = {**PLAIN, "gradient_as_bucket_view": True, "static_graph": True}
 AIM = 1.0
+GLOO_TIMEOUT_S = 60
+# What this package runs, by the name of a row: the network of prunex is pruned from the start.
+OURS = {
+    "local-sgd": {"method": "local-sgd"},
+    "local-sgd int4": {"method": "local-sgd", "payload": "int4"},
+    "prunex": {"method": "prunex"},
+    "prunex int4": {"method": "prunex", "payload": "int4"},
+}
+PRUNED = {
+    "groups": ("coupled",),
+    "warmup_iterations": 0,
+    "keep_ramp_iterations": 0,
+    "freeze_iteration": 1,
+    "residuals": "off",
+    "bn": "average",
+}
 
 
-def compare_with_ddp(
-    topology: Topology,
-    settings: Settings,
-    transport: Transport,
-    device: torch.device,
-    models: tuple[str, ...],
-    steps: int,
-    repeat: int,
-    heartbeat: Heartbeat,
-) -> list[Table]:
+Turn = Callable[[], None]
+
+
+def compare_with_ddp(bench: Bench) -> list[Table]:
     """Return the table of seconds per step, the same on every rank. Collective on `world`.
 
     For the CPU: on a GPU gloo is no rival.
     """
     rows = []
-    for name in models:
-        what = name, steps, repeat, heartbeat
-        taken, difference = measure(topology, settings, transport, device, *what)
+    for name in bench.models:
+        taken, difference = measure(bench, name)
         ratios = [float(np.median(taken["dense"] / taken[rival])) for rival in ("DDP", "lean DDP")]
         milliseconds = [1e3 * float(np.median(times)) for times in taken.values()]
         rows.append((name, *milliseconds, *ratios, AIM, difference))
     return [
         Table(
             f"One step of dense (flat) beside DistributedDataParallel over gloo: "
-            f"{topology.world_size} ranks, {IMAGE_SIZE}x{IMAGE_SIZE} images, "
-            f"batch {settings.batch_size} per rank",
+            f"{bench.topology.world_size} ranks, {IMAGE_SIZE}x{IMAGE_SIZE} images, "
+            f"batch {bench.settings.batch_size} per rank",
             (
                 "model",
                 "dense ms",
@@ -76,9 +94,8 @@ def compare_with_ddp(
             ),
             tuple(rows),
             (
-                f"medians of {repeat} turns of {steps} steps, one program after the other in "
-                "changing order, each until the last rank has finished; one turn before is not "
-                "counted",
+                f"medians of {bench.repeat} turns of {bench.steps} steps, in turns and in changing "
+                "order, each until the last rank has finished; the first turn is not counted",
                 "dense / DDP: the median of the ratios within a turn, which a machine that changes "
                 "its pace hardly touches",
                 "the same images, threads and fused SGD; DDP without broadcast of buffers; lean: "
@@ -90,92 +107,61 @@ def compare_with_ddp(
     ]
 
 
-def measure(
-    topology: Topology,
-    settings: Settings,
-    transport: Transport,
-    device: torch.device,
-    model_name: str,
-    steps: int,
-    repeat: int,
-    heartbeat: Heartbeat,
-) -> tuple[dict[str, np.ndarray], float]:
+def measure(bench: Bench, model_name: str) -> tuple[dict[str, np.ndarray], float]:
     """Return seconds per step [turns] of each program, and how far dense and DDP end up apart.
 
-    All train the same weights on the same batches. Collective on `topology.world`.
+    All train the same weights on the same batches. Collective on `world`.
     """
-    world = topology.world
-    settings = steps_settings(topology, settings, model_name, steps, repeat)
+    training = steps_of(bench, model_name)
     with ExitStack() as exits:
-        where = topology, settings, transport, device, heartbeat
-        ours, weights = dense_turn(*where, exits, exchange=True)
-        alone, _ = dense_turn(*where, exits, exchange=False)
-        exits.enter_context(gloo_group(world))
-        plain, _ = ddp_turn(*where, PLAIN)
-        lean, theirs = ddp_turn(*where, LEAN)
+        ours, weights = dense_turn(training, exits, exchange=True)
+        alone, _ = dense_turn(training, exits, exchange=False)
+        exits.enter_context(gloo_group(bench.topology.world))
+        plain, _ = ddp_turn(training, PLAIN)
+        lean, theirs = ddp_turn(training, LEAN)
         turns = {"dense": ours, "DDP": plain, "lean DDP": lean, "no exchange": alone}
-        times = slowest_turns(world, turns, repeat)
+        times = slowest_turns(bench, turns)
         difference = float((weights() - theirs()).abs().max())
-    return {name: taken / steps for name, taken in times.items()}, difference
+    return {name: taken / bench.steps for name, taken in times.items()}, difference
 
 
-def slowest_turns(
-    world: MPI.Comm, turns: dict[str, Callable[[], None]], repeat: int
-) -> dict[str, np.ndarray]:
-    """Return seconds [repeat] of each program until the last rank has finished its turn.
-
-    They take turns in changing order; the first round is not counted. Collective on `world`.
-    """
-    times = {name: np.empty(repeat + 1) for name in turns}
-    for number in range(repeat + 1):
-        # Whoever comes after another finds other things in the caches.
-        for name in list(turns)[:: 1 if number % 2 else -1]:
-            world.Barrier()
-            started = time.perf_counter()
-            turns[name]()
-            times[name][number] = time.perf_counter() - started
-    for taken in times.values():
-        world.Allreduce(MPI.IN_PLACE, taken, op=MPI.MAX)
-    return {name: taken[1:] for name, taken in times.items()}
+def slowest_turns(bench: Bench, turns: dict[str, Turn]) -> dict[str, np.ndarray]:
+    """Return seconds [turns] of each program on the slowest rank. Collective on `world`."""
+    actions = {name: Action(turn) for name, turn in turns.items()}
+    where = bench.device, bench.heartbeat, bench.topology.world
+    return wall_times(actions, bench.repeat, *where, alternate=True)
 
 
-def steps_settings(
-    topology: Topology, settings: Settings, model_name: str, steps: int, repeat: int
-) -> Settings:
-    """Return the settings of turns of so many steps on images that cost nothing to load."""
-    return make(
+def steps_of(bench: Bench, model_name: str) -> Bench:
+    """Return the same with settings of turns of training on images that cost nothing to load."""
+    settings = make(
         method="dense",
         model=model_name,
         dataset="synthetic",
         image_size=IMAGE_SIZE,
-        train_samples=steps * settings.batch_size * topology.world_size,
-        test_samples=topology.world_size,
-        batch_size=settings.batch_size,
-        outer_iterations=repeat + 1,
-        local_steps=steps,
+        train_samples=bench.steps * bench.settings.batch_size * bench.topology.world_size,
+        test_samples=bench.topology.world_size,
+        batch_size=bench.settings.batch_size,
+        outer_iterations=bench.repeat + 1,
+        local_steps=bench.steps,
         # No test of accuracy: a small rate keeps any model finite and rounding errors small.
         lr=1e-3,
         lr_schedule="constant",
         lr_warmup=0.0,
     )
+    return replace(bench, settings=settings)
 
 
 def dense_turn(
-    topology: Topology,
-    settings: Settings,
-    transport: Transport,
-    device: torch.device,
-    heartbeat: Heartbeat,
-    exits: ExitStack,
-    exchange: bool,
-) -> tuple[Callable[[], None], Callable[[], torch.Tensor]]:
-    """Return what takes the driver's steps of one outer iteration, and what tells the weights.
+    bench: Bench, exits: ExitStack, exchange: bool
+) -> tuple[Turn, Callable[[], torch.Tensor]]:
+    """Return what takes the driver's steps of one outer iteration, and what returns the weights.
 
-    Until `exits` close. Collective on `topology.world`, as the first of them is, unless there is no
+    Until `exits` close. Collective on `world`, as the first of them is, unless there is no
     `exchange`.
     """
-    work = set_up(topology, settings, device, transport, heartbeat)
-    wires = wires_of(topology, work.state, transport, flat=True)
+    work = set_up(bench.topology, bench.settings, bench.device, bench.transport, bench.heartbeat)
+    wires = wires_of(bench.topology, work.state, bench.transport, flat=True)
     averager = exits.enter_context(averaging(wires.workers if exchange else None, work))
 
     def turn() -> None:
@@ -186,24 +172,20 @@ def dense_turn(
 
 
 def ddp_turn(
-    topology: Topology,
-    settings: Settings,
-    transport: Transport,
-    device: torch.device,
-    heartbeat: Heartbeat,
-    options: dict[str, bool] | None,
-    fp16: bool = False,
-) -> tuple[Callable[[], None], Callable[[], torch.Tensor]]:
+    bench: Bench, options: dict[str, bool] | None, fp16: bool = False
+) -> tuple[Turn, Callable[[], torch.Tensor]]:
     """Return the same for DistributedDataParallel in the process group there is. Collective.
 
     With `fp16` gradients travel by its hook for that. Without `options` nothing does, until an
     all_reduce averages the parameters after the last step: local SGD.
     """
+    topology, settings, device = bench.topology, bench.settings, bench.device
+    heartbeat = bench.heartbeat
     dataset = load_dataset(topology, settings, heartbeat, device)
     model = make_model(settings, dataset.num_classes, dataset.image_size)
     layout = build_layout(model)
     problem: Problem = build_problem(
-        topology, settings, dataset, model, device, transport, heartbeat
+        topology, settings, dataset, model, device, bench.transport, heartbeat
     )
     ddp = model
     if options is not None:
@@ -252,3 +234,111 @@ def average_parameters_(model: torch.nn.Module) -> None:
     flat.div_(dist.get_world_size())
     for own, mean in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
         own.copy_(mean.view_as(own))
+
+
+def intervals(bench: Bench) -> Table:
+    """Return the table of seconds per step, the same on every rank. Collective on `world`."""
+    topology, settings, steps = bench.topology, bench.settings, bench.steps
+    rows: list[tuple[str, str, float, float, float, float]] = []
+    for name in bench.models:
+        with ExitStack() as exits:
+            turns = _programs(steps_of(bench, name), settings.keep_ratio, exits)
+            taken = slowest_turns(bench, {program: turn for program, (turn, _) in turns.items()})
+            sent = {program: tell() for program, (_, tell) in turns.items()}
+        alone, rival = taken["no exchange"], taken["DDP fp16"]
+        for program, times in taken.items():
+            step_ms = 1e3 * float(np.median(times)) / steps
+            exposed = 100 * float(np.median(1 - alone / times))
+            faster = float(np.median(rival / times))
+            rows.append((name, program, sent[program] / MIB / steps, step_ms, exposed, faster))
+    ratios = " ".join(f"{ratio:g}" for ratio in settings.keep_ratio)
+    return Table(
+        f"A step where nodes exchange every {steps} steps: {topology.num_nodes} nodes, "
+        f"{topology.world_size} ranks, {IMAGE_SIZE}x{IMAGE_SIZE} images, batch "
+        f"{settings.batch_size} per rank",
+        ("model", "program", "MiB a step", "ms a step", "waiting %", "times DDP fp16"),
+        tuple(rows),
+        (
+            f"medians of {bench.repeat} turns of {steps} steps, one program after the other in "
+            "changing order, each until the last rank has finished; one turn before is not counted",
+            "gloo local SGD: an all_reduce of all parameters after these steps; DDP, fp16 by its "
+            "hook: gradients at each step; the others are methods of this package",
+            f"prunex: coupled groups, keep {ratios}, masks frozen; MiB: what a leader hands "
+            "over, of gloo a rank",
+            "waiting: of a turn, what `no exchange` does not take; times: how many times as fast "
+            "as DDP with its fp16 hook, the median of the ratios within a turn",
+        ),
+    )
+
+
+# What takes a turn, and what returns the bytes that it has handed over.
+Counted = tuple[Turn, Callable[[], float]]
+
+
+def _programs(bench: Bench, keep_ratio: tuple[float, ...], exits: ExitStack) -> dict[str, Counted]:
+    """Return what takes one turn of each program, and what tells the bytes it hands over."""
+    alone, _ = dense_turn(bench, exits, exchange=False)
+    turns: dict[str, Counted] = {"no exchange": (alone, lambda: 0.0)}
+    for name, changes in OURS.items():
+        if changes["method"] == "prunex":
+            changes = {**PRUNED, "keep_ratio": keep_ratio, **changes}
+        turns[name] = _ours(bench, changes, exits)
+    exits.enter_context(gloo_group(bench.topology.world))
+    plain, weights = ddp_turn(bench, LEAN)
+    halved, _ = ddp_turn(bench, LEAN, fp16=True)
+    local, _ = ddp_turn(bench, None)
+    nbytes = weights().nbytes
+    steps = bench.settings.local_steps
+    turns["gloo local SGD"] = local, lambda: float(nbytes)
+    turns["DDP"] = plain, lambda: float(steps * nbytes)
+    turns["DDP fp16"] = halved, lambda: float(steps * nbytes / 2)
+    return turns
+
+
+def _ours(bench: Bench, changes: dict[str, Any], exits: ExitStack) -> Counted:
+    """Return what takes one outer iteration of a method that exchanges once in each."""
+    settings = bench.settings
+    # The last one evaluates, and is never reached.
+    count = settings.outer_iterations + 1
+    names = ("model", "dataset", "image_size", "train_samples", "test_samples")
+    names += ("batch_size", "local_steps", "lr", "lr_schedule", "lr_warmup")
+    given = {name: getattr(settings, name) for name in names}
+    mine = make(**given, outer_iterations=count, evaluate_every=count, **changes)
+    work = set_up(bench.topology, mine, bench.device, bench.transport, bench.heartbeat)
+    iterations = driver_of(mine).outer_iterations(bench.topology, work)
+    exits.callback(iterations.close)
+    sent = [0.0]
+
+    def turn() -> None:
+        sent[0] = float(next(iterations)["bytes"]["payload"])
+
+    return turn, lambda: sent[0]
+
+
+@contextmanager
+def gloo_group(world: MPI.Comm) -> Iterator[None]:
+    """Let torch.distributed have the same ranks for the time of the block. Collective on `world`.
+
+    GLOO_SOCKET_IFNAME chooses its interface.
+    """
+
+    def place() -> str:
+        if world.rank:
+            return ""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"tcp://{socket.gethostname()}:{free.getsockname()[1]}"
+
+    where = broadcast_text(world, place())
+    together(
+        world,
+        lambda: dist.init_process_group(
+            "gloo",
+            init_method=where,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=GLOO_TIMEOUT_S),
+        ),
+    )
+    yield
+    dist.destroy_process_group()

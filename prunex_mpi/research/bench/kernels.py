@@ -1,71 +1,64 @@
-"""Time what phases 2 to 5 do to memory on one rank, against copying the same bytes."""
+"""Time what phases 2 to 5 do to memory on one rank, and the codes that phase 4 may send.
 
+Each step is timed against copying the same bytes.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
-from prunex_mpi.comm.collectives import Transport
-from prunex_mpi.comm.topology import Topology
+from prunex_mpi.compress.block_codes import (
+    BLOCK,
+    PAYLOADS,
+    add_decoded_,
+    block_maxima_,
+    decode_,
+    decode_shared_,
+    encode_,
+    encode_shared_,
+    record_bytes,
+)
 from prunex_mpi.core.mask_agreement import project_locally
 from prunex_mpi.core.norms import find_residuals
-from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.schedule import Stage
-from prunex_mpi.core.state import State, Work, adopt_mask, build_state, freeze, wires_of
+from prunex_mpi.core.state import State, Work, adopt_mask, freeze, wires_of
 from prunex_mpi.methods import hsadmm
-from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.pruning.projection import group_energies, select
+from prunex_mpi.research.bench.workbench import Bench, make_state
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.tools.timing import Action, min_seconds
+from prunex_mpi.tools.timing import Action
 
-AIM, AIM_IN_ALL = 3.0, 10.0
+AIM, AIM_IN_ALL, CODE_AIM = 3.0, 10.0, 4.0
 WITH_AIM = ("projection", "pack", "unpack", "dual update")
 PHASES = ("2 intra", "3 project", "4 inter", "5 dual")
 # Before the freeze: how far the keep ratio has moved from 1 to its target.
 STAGES = {"dense warm-up": 0.0, "ramp, half way": 0.5, "ramp, at its end": 1.0}
-NUM_CLASSES = 10
-# Large enough for the ImageNet stem, and for every torchvision classifier.
-IMAGE_SIZE = 224
+# Of codes: float32 values of a vector, and workers that share the levels of int8sum.
+VALUES, WORKERS = 8 * 2**20, 2
+
+# A payload, its bits per value and the steps of its code.
+Steps = tuple[str, float, dict[str, Callable[[], object]]]
 
 
-def make_state(settings: Settings, device: torch.device) -> State:
-    """Build the model of `settings` with 10 classes and its H-SADMM variables on `device`.
+def kernels(bench: Bench, values: int = VALUES) -> list[Table]:
+    """Return the tables of steps, of the parts of the projection, of whole phases and of codes.
 
-    The variables hold noise, so that no page is shared and no two groups tie.
+    In a job of one rank, where no phase waits for a network. Codes work on so many `values`.
     """
-    model = make_model(settings, NUM_CLASSES, IMAGE_SIZE)
-    layout = build_layout(model)
-    groups = make_groups(settings, model, layout, IMAGE_SIZE)
-    state = build_state(model.to(device), layout, groups, settings)
-    for flat in (state.u, state.v, state.grad, state.scratch, state.payload):
-        flat.normal_(std=1e-3)
-    return state
-
-
-def kernels(
-    alone: Topology,
-    settings: Settings,
-    transport: Transport,
-    device: torch.device,
-    repeat: int,
-    heartbeat: Heartbeat,
-) -> list[Table]:
-    """Return the tables of steps, of the parts of the projection and of whole phases.
-
-    `alone` is the topology of a job of one rank, on which no phase waits for a network.
-    """
-    state = make_state(settings, device)
-    adopt_mask(state, project_alone(state, settings))
+    state = make_state(bench.settings, bench.device)
+    adopt_mask(state, project_alone(state, bench.settings))
     return [
-        _steps(alone, state, settings, transport, repeat, heartbeat),
-        _projection_parts(state, settings, repeat, heartbeat),
-        _stages(alone, state, settings, transport, repeat, heartbeat),
+        _steps(bench, state),
+        _projection_parts(bench, state),
+        _stages(bench, state),
+        block_codes(bench, values),
     ]
 
 
@@ -77,14 +70,8 @@ def project_alone(state: State, settings: Settings) -> np.ndarray:
     return mask
 
 
-def _steps(
-    alone: Topology,
-    state: State,
-    settings: Settings,
-    transport: Transport,
-    repeat: int,
-    heartbeat: Heartbeat,
-) -> Table:
+def _steps(bench: Bench, state: State) -> Table:
+    settings = bench.settings
     theta, payload = state.theta, state.payload[: state.plan.numel]
     target = torch.empty_like(theta)
 
@@ -94,12 +81,12 @@ def _steps(
     def fill_payload() -> None:
         pack_(state.theta, state.plan, state.message)
 
-    node = wires_of(alone, state, transport).node
+    node = wires_of(bench.topology, state, bench.transport).node
 
     def duals() -> object:
         moved = np.zeros(len(state.layout.segments))
         norms = hsadmm.update_duals(state, moved, moved)
-        return find_residuals(alone.world, state, settings, norms, 0.0)
+        return find_residuals(bench.topology.world, state, settings, norms, 0.0)
 
     steps: list[tuple[str, str, tuple[Tensor, ...], Action]] = [
         (
@@ -138,7 +125,7 @@ def _steps(
     for name, _, sources, action in steps:
         actions[f"copy for {name}"] = Action(lambda sources=sources: _copy(sources, target))
         actions[name] = action
-    best = min_seconds(actions, repeat, theta.device, heartbeat)
+    best = bench.best(actions)
     rows = []
     for name, what, sources, _ in steps:
         copy = best[f"copy for {name}"]
@@ -152,8 +139,8 @@ def _steps(
         ("step", "bytes copied", "MiB", "copy ms", "step ms", "times copy", "aim"),
         tuple(rows),
         (
-            f"minimum of {repeat} turns; each step takes turns with an out-of-place copy_ of the "
-            "bytes named",
+            f"minimum of {bench.repeat} turns; each step takes turns with an out-of-place copy_ "
+            "of the bytes named",
             "projection: group energies, selection, factors and masking, as on a leader",
             "dual update + norms: all of phase 5 on one rank, with seven norms per layer",
         ),
@@ -165,14 +152,7 @@ def _copy(sources: tuple[Tensor, ...], target: Tensor) -> None:
         target[: source.numel()].copy_(source)
 
 
-def _stages(
-    alone: Topology,
-    state: State,
-    settings: Settings,
-    transport: Transport,
-    repeat: int,
-    heartbeat: Heartbeat,
-) -> Table:
+def _stages(bench: Bench, state: State) -> Table:
     """Time phases 2 to 5 as the driver runs them at each stage of a run; ends frozen."""
     everything = np.ones_like(state.mask)
     rows = []
@@ -180,18 +160,18 @@ def _stages(
         for measured in (False, True):
             adopt_mask(state, everything)
             stage = Stage(strict, choose=strict > 0, vote=True, freeze=False, measured=measured)
-            times = _phases(alone, state, settings, transport, stage, repeat, heartbeat)
+            times = _phases(bench, state, stage)
             rows.append((name, *times))
     freeze(state, True)
     stage = Stage(1.0, choose=False, vote=True, freeze=False, measured=False)
-    times = _phases(alone, state, settings, transport, stage, repeat, heartbeat)
+    times = _phases(bench, state, stage)
     rows.append(("consensus SGD after the freeze", *times))
     return Table(
         "Phases 2 to 5 as the driver runs them on one rank: times a copy of the model",
         ("stage", "residuals", "copy ms", *PHASES, "2 to 5 in all", "aim"),
         tuple(rows),
         (
-            f"minimum of {repeat} outer iterations, each with an out-of-place copy_ of theta",
+            f"minimum of {bench.repeat} outer iterations, each with an out-of-place copy_ of theta",
             "ramp: a mask is voted at each of them",
             "residuals: whether this outer iteration measures them",
         ),
@@ -199,20 +179,14 @@ def _stages(
 
 
 def _phases(
-    alone: Topology,
-    state: State,
-    settings: Settings,
-    transport: Transport,
-    stage: Stage,
-    repeat: int,
-    heartbeat: Heartbeat,
+    bench: Bench, state: State, stage: Stage
 ) -> tuple[str, float, float, float, float, float, float, float]:
     """Return whether residuals are measured, a copy's ms, the phases in copies, the aim."""
-    target = torch.empty_like(state.theta)
-    wires = wires_of(alone, state, transport)
+    settings, target = bench.settings, torch.empty_like(state.theta)
+    wires = wires_of(bench.topology, state, bench.transport)
     leader, node = wires.workers, wires.node
     # Phase 4 looks at no data.
-    work = Work(state, None, settings, transport, heartbeat)
+    work = Work(state, None, settings, bench.transport, bench.heartbeat)
     seen: dict[str, Any] = {}
 
     def intra() -> None:
@@ -229,25 +203,22 @@ def _phases(
         norms = None
         if not state.consensus_sgd:
             norms = hsadmm.update_duals(state, seen["node"], seen["z"])
-        find_residuals(alone.world, state, settings, norms, 0.0)
+        find_residuals(bench.topology.world, state, settings, norms, 0.0)
 
     # In the order of the driver: each phase prepares what the next one reads.
     actions = (intra, project, inter, dual)
-    best = min_seconds(
+    best = bench.best(
         {
             "copy": Action(lambda: target.copy_(state.theta)),
             **{name: Action(run) for name, run in zip(PHASES, actions, strict=True)},
-        },
-        repeat,
-        state.theta.device,
-        heartbeat,
+        }
     )
     copy = best.pop("copy")
     times = [seconds / copy for seconds in best.values()]
     return "measured" if stage.measured else "-", 1e3 * copy, *times, sum(times), AIM_IN_ALL
 
 
-def _projection_parts(state: State, settings: Settings, repeat: int, heartbeat: Heartbeat) -> Table:
+def _projection_parts(bench: Bench, state: State) -> Table:
     device, dtype = state.theta.device, state.theta.dtype
     groups, layout = state.groups, state.layout
     flat = state.scratch
@@ -256,9 +227,9 @@ def _projection_parts(state: State, settings: Settings, repeat: int, heartbeat: 
 
     def choose() -> None:
         for values, kind in zip(energies, groups.kinds, strict=True):
-            select(values, kind, 1.0, settings.round_to)
+            select(values, kind, 1.0, bench.settings.round_to)
 
-    best = min_seconds(
+    best = bench.best(
         {
             "copy": Action(lambda: target.copy_(state.theta)),
             "group energies": Action(
@@ -268,10 +239,7 @@ def _projection_parts(state: State, settings: Settings, repeat: int, heartbeat: 
             "factors": Action(lambda: build_factors(state.mask, groups, device, dtype)),
             "masking": Action(lambda: apply_factors_(state.scratch, layout, groups, state.factors)),
             "index sets (phase 3)": Action(lambda: build_plan(layout, groups, state.mask, device)),
-        },
-        repeat,
-        device,
-        heartbeat,
+        }
     )
     copy = best.pop("copy")
     return Table(
@@ -279,3 +247,57 @@ def _projection_parts(state: State, settings: Settings, repeat: int, heartbeat: 
         ("part", "ms", "times copy of the model"),
         tuple((name, 1e3 * seconds, seconds / copy) for name, seconds in best.items()),
     )
+
+
+def block_codes(bench: Bench, values: int) -> Table:
+    """Return the table of encoding and decoding so many float32 `values`, a multiple of 128."""
+    source = torch.randn(values, device=bench.device)
+    vector, target = torch.empty_like(source), torch.empty_like(source)
+    copy = Action(lambda: target.copy_(source))
+    rows = []
+    for name, size, steps in (
+        *(coding_steps(payload, vector, target) for payload in PAYLOADS),
+        shared_steps(vector, target, 127 // WORKERS),
+    ):
+        # What encoding leaves in the vector is smaller each time: it starts from the source.
+        actions = {"copy": copy}
+        for step, run in steps.items():
+            actions[step] = Action(run, lambda: vector.copy_(source))
+        best = bench.best(actions)
+        first = best.pop("copy")
+        for step, seconds in best.items():
+            rows.append((name, step, size, 1e3 * first, 1e3 * seconds, seconds / first, CODE_AIM))
+    return Table(
+        f"Codes by blocks of {BLOCK}: {values:,} float32 values, {values * 4 / MIB:.2f} MiB",
+        ("payload", "step", "bits per value", "copy ms", "step ms", "times copy", "aim"),
+        tuple(rows),
+        (
+            f"minimum of {bench.repeat} turns; the steps of a payload take turns with an "
+            "out-of-place copy_ of the vector",
+            "encode leaves the quantisation error in the vector; add: decode and add",
+        ),
+    )
+
+
+def coding_steps(payload: str, vector: Tensor, target: Tensor) -> Steps:
+    """Return payload, bits per value, and what codes `vector` and decodes that to `target`."""
+    blocks = vector.numel() // BLOCK
+    records = vector.new_empty(blocks, record_bytes(payload), dtype=torch.uint8)
+    steps = {
+        "encode": lambda: encode_(vector, records, payload),
+        "decode": lambda: decode_(records, target, payload),
+        "add": lambda: add_decoded_(records, target, payload),
+    }
+    return payload, 8 * record_bytes(payload) / BLOCK, steps
+
+
+def shared_steps(vector: Tensor, target: Tensor, levels: int) -> Steps:
+    """Return the same of int8sum, whose workers have so many `levels` each."""
+    maxima = vector.new_empty(vector.numel() // BLOCK)
+    integers = torch.empty_like(vector, dtype=torch.int8)
+    steps = {
+        "maxima": lambda: block_maxima_(vector, maxima),
+        "encode": lambda: encode_shared_(vector, maxima, levels, integers),
+        "decode": lambda: decode_shared_(integers, maxima, levels, target),
+    }
+    return "int8sum", 8 + 8 * vector.element_size() / BLOCK, steps

@@ -1,26 +1,38 @@
-"""Measure how fast images are decoded while training, beside torch's DataLoader, and who waits."""
+"""Measure what comes from disks and goes to them: images while training, and checkpoints.
+
+Decoding is timed beside torch's DataLoader, and by how much training waits for it; a checkpoint
+beside dd with the same bytes on the same disk.
+"""
 
 import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Any
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from mpi4py import MPI
+
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table
-from prunex_mpi.comm.collectives import Transport
-from prunex_mpi.comm.topology import Topology
+from prunex_mpi.base.units import MIB
+from prunex_mpi.comm.agreement import broadcast_text, together
+from prunex_mpi.core.optimizer import momentum_of
 from prunex_mpi.data import own
 from prunex_mpi.data.datasets import Dataset, load
 from prunex_mpi.data.pictures import as_uint8
 from prunex_mpi.data.reading import MOST_DECODING, Access, Reader
 from prunex_mpi.data.streamed import AHEAD, Streamed, in_turn
-from prunex_mpi.methods import hsadmm
+from prunex_mpi.research.bench.workbench import Bench
+from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.assembly import set_up
+from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.resolve import with_overrides
 from prunex_mpi.tools.timing import Action, wall_times
@@ -30,6 +42,8 @@ AIM_PERCENT = 2.0
 BATCHES = 32
 # Of training, after a first one that is not counted.
 MEASURED = 3
+AIM_TIMES_DD = 1.5
+CHECKPOINT_IMAGE_SIZE = 8
 
 
 class Pictures:
@@ -63,36 +77,28 @@ class Items:
         return own.decode(self.data, index, self.side, fit=self.fit, name=title)[0]
 
 
-def data(
-    alone: Topology,
-    settings: Settings,
-    transport: Transport,
-    device: torch.device,
-    models: tuple[str, ...],
-    repeat: int,
-    heartbeat: Heartbeat,
-) -> list[Table]:
+def data(bench: Bench) -> list[Table]:
     """Return images per second of both, and the share of the time that training waits.
 
-    `settings` name an image folder or a data set of the user's. `alone` is the topology of a job
-    of one rank.
+    The settings name an image folder or a data set of the user's. In a job of one rank.
     """
+    settings = bench.settings
     cores = len(os.sched_getaffinity(0))
     workers = sorted({1, 2, min(cores, MOST_DECODING)})
-    rates = decoding(settings, workers, repeat, heartbeat)
+    rates = decoding(bench, workers)
     first = Table(
         f"Decoding {place_of(settings)}: images per second, batches of {settings.batch_size}",
         ("workers", "threads of a stream", "torch's DataLoader", "times"),
         tuple((count, *rates[count], rates[count][0] / rates[count][1]) for count in workers),
         (
-            f"{cores} cores; {BATCHES} batches in a turn, best of {repeat}, in turns; the same "
-            "files, the same decoding to uint8, nothing else",
+            f"{cores} cores; {BATCHES} batches in a turn, best of {bench.repeat}, in turns; the "
+            "same files, the same decoding to uint8, nothing else",
             f"DataLoader: processes, {AHEAD} batches ahead of each",
         ),
     )
-    rows = [training(alone, settings, transport, device, name, heartbeat) for name in models]
+    rows = [training(bench, name) for name in bench.models]
     second = Table(
-        f"Training while images are decoded: batches of {settings.batch_size} on {device}",
+        f"Training while images are decoded: batches of {settings.batch_size} on {bench.device}",
         ("model", "images/s from memory", "images/s from a stream", "waits %", "aim %"),
         tuple(rows),
         (
@@ -133,13 +139,12 @@ def find_images(settings: Settings) -> Dataset:
     return dataset
 
 
-def decoding(
-    settings: Settings, workers: Sequence[int], repeat: int, heartbeat: Heartbeat
-) -> dict[int, tuple[float, float]]:
+def decoding(bench: Bench, workers: Sequence[int]) -> dict[int, tuple[float, float]]:
     """Return images per second of a stream and of torch's DataLoader by number of workers.
 
     Raises UserError where images are too few or can't be read.
     """
+    settings = bench.settings
     dataset = find_images(settings)
     files, size = dataset.train.images.files, settings.batch_size
     places = dataset.train.images.places[: BATCHES * size]
@@ -165,8 +170,9 @@ def decoding(
             "loader": Action(lambda loader=loader: sum(len(batch) for batch in loader)),
         }
         with closing(reader):
-            times = wall_times(ways, repeat, torch.device("cpu"), heartbeat)
-        found[count] = (len(places) / min(times["stream"]), len(places) / min(times["loader"]))
+            times = wall_times(ways, bench.repeat, torch.device("cpu"), bench.heartbeat)
+        rates = (len(places) / float(min(times[way])) for way in ("stream", "loader"))
+        found[count] = tuple(rates)
     return found
 
 
@@ -183,49 +189,117 @@ def _passing(images: Streamed, size: int) -> Callable[[], int]:
     return decode
 
 
-def training(
-    alone: Topology,
-    settings: Settings,
-    transport: Transport,
-    device: torch.device,
-    name: str,
-    heartbeat: Heartbeat,
-) -> tuple[str, float, float, float, float]:
+def training(bench: Bench, name: str) -> tuple[str, float, float, float, float]:
     """Return a row: images per second from memory and from a stream, and how much it waits."""
     rates, waits = [], 0.0
+    size = bench.settings.batch_size
     for mode in ("memory", "stream"):
-        records = _train(alone, settings, transport, device, name, mode, heartbeat)
+        records = bench.train(
+            model=name,
+            data_mode=mode,
+            train_samples=BATCHES * size,
+            test_samples=size,
+            outer_iterations=1 + MEASURED,
+            local_steps=BATCHES,
+            evaluate_every=1 + MEASURED,
+            warmup_iterations=0,
+            keep_ramp_iterations=0,
+            freeze_iteration=0,
+            freeze_drift=-1.0,
+        )[1:]
         seconds = [record["seconds"]["local"] for record in records]
-        rates.append(BATCHES * settings.batch_size / min(seconds))
+        rates.append(BATCHES * size / min(seconds))
         waits = 100 * sum(record["data_wait_seconds"] for record in records) / sum(seconds)
     return name, rates[0], rates[1], waits, AIM_PERCENT
 
 
-def _train(
-    alone: Topology,
-    settings: Settings,
-    transport: Transport,
-    device: torch.device,
-    name: str,
-    mode: str,
-    heartbeat: Heartbeat,
-) -> list[dict[str, Any]]:
-    """Return the metrics of a few outer iterations, without the first."""
+# --------------------------------------------------------------------------------------------------
+# Checkpoints
+# --------------------------------------------------------------------------------------------------
+
+
+def checkpoints(bench: Bench) -> list[Table]:
+    """Write and read checkpoints of a fresh run in `bench.folder`. Collective on `world`."""
+    topology, world = bench.topology, bench.topology.world
+    made = together(world, lambda: "" if world.rank else make_folder(bench.folder))
+    path = Path(broadcast_text(world, made))
+    files = RunDirectory(path, "bench") if world.rank == 0 else None
     settings = with_overrides(
-        settings,
-        model=name,
-        data_mode=mode,
-        train_samples=BATCHES * settings.batch_size,
-        test_samples=settings.batch_size,
-        outer_iterations=1 + MEASURED,
-        local_steps=BATCHES,
-        evaluate_every=1 + MEASURED,
-        # No test of accuracy here: a small rate keeps any model finite.
-        lr=1e-3,
-        warmup_iterations=0,
-        keep_ramp_iterations=0,
-        freeze_iteration=0,
-        freeze_drift=-1.0,
+        bench.settings,
+        dataset="synthetic",
+        image_size=CHECKPOINT_IMAGE_SIZE,
+        train_samples=bench.settings.batch_size * world.size,
+        test_samples=world.size,
     )
-    work = set_up(alone, settings, device, transport, heartbeat)
-    return list(hsadmm.outer_iterations(alone, work))[1:]
+    work = set_up(topology, settings, bench.device, bench.transport, bench.heartbeat)
+    state = work.state
+    # No disk shall gain from zeros; ranks of a node hold the same, as they do with node-sync step.
+    torch.manual_seed(topology.node_index)
+    for flat in (state.u, state.v, momentum_of(state.optimizer, state.theta)):
+        flat.normal_()
+
+    def save() -> None:
+        checkpoint.save(topology, files, work)
+
+    def read() -> None:
+        checkpoint.restore(topology, files, work)
+
+    def settle() -> None:
+        if files is not None:
+            files.finish_removals()
+        world.Barrier()
+
+    def copy_with_dd() -> None:
+        # Each rank its own file, as in a checkpoint, from memory through to the disk.
+        command = ["dd", f"if={source}", f"of={copy}", "bs=1M", "conv=fsync"]
+        subprocess.run(command, check=True, capture_output=True)
+        world.Barrier()
+
+    def forget_copy() -> None:
+        copy.unlink(missing_ok=True)
+        settle()
+
+    save()
+    size = np.zeros(1, dtype=np.int64)
+    newest = broadcast_text(world, checkpoint_files.valid_names(path)[0] if files else "")
+    written = checkpoint_files.rank_file(path / "checkpoints" / newest, world.rank)
+    # Checkpoints come and go; what dd reads stays, in the page cache.
+    source, copy = (path / f"{word}-{world.rank}" for word in ("source", "copy"))
+    shutil.copyfile(written, source)
+    world.Allreduce(np.array([source.stat().st_size]), size, op=MPI.SUM)
+    # Reading apart: in turns of three, dd alone would follow an action that has just freed as many
+    # pages as it takes, which a virtual machine takes again at a third of the cost of others.
+    writing = {"write": Action(save, settle), "dd": Action(copy_with_dd, forget_copy)}
+    seconds = bench.best(writing) | bench.best({"read": Action(read, settle)})
+    world.Barrier()
+    if files is not None:
+        files.close()
+        shutil.rmtree(path)
+    row = (
+        settings.model,
+        size[0] / MIB,
+        1e3 * seconds["write"],
+        1e3 * seconds["dd"],
+        seconds["write"] / seconds["dd"],
+        AIM_TIMES_DD,
+        1e3 * seconds["read"],
+    )
+    return [
+        Table(
+            f"Checkpoints of {world.size} ranks on {topology.num_nodes} nodes, before the freeze",
+            ("model", "MiB in all", "write ms", "dd ms", "times dd", "aim", "read ms"),
+            (row,),
+            (
+                f"minimum of {bench.repeat}; dd copies the same bytes with conv=fsync on each rank",
+                "a thread removes old checkpoints while training goes on: not in these times",
+            ),
+        )
+    ]
+
+
+def make_folder(folder: str) -> str:
+    """Return a new folder in `folder`; raise UserError where there can't be one."""
+    try:
+        return tempfile.mkdtemp(prefix="bench-checkpoint-", dir=folder)
+    except OSError as error:
+        raise UserError(f"--dir {folder}: {error.strerror}; choose another") from None

@@ -44,7 +44,7 @@ from prunex_mpi.run.tuning import goes_behind_steps, refuse_impossible_exchange
 from prunex_mpi.settings.fields import FIELDS, OF_THE_JOB, Settings
 from prunex_mpi.settings.methods import EVERY_RANK_ALONE
 from prunex_mpi.settings.resolve import to_toml
-from prunex_mpi.tools.timing import Action, min_seconds
+from prunex_mpi.tools.timing import Action, wall_times
 
 FORWARD_BATCH = 32
 FORWARD_TURNS = 5
@@ -207,7 +207,7 @@ def forward_seconds(topology: Topology, dataset: Dataset, work: Work) -> tuple[f
     problem.model.eval()
     topology.world.Barrier()
     with torch.no_grad(), weights(state, state.z):
-        best = min_seconds(
+        times = wall_times(
             {
                 "delivered": Action(lambda: problem.model(images)),
                 "dense": Action(lambda: dense(images)),
@@ -216,7 +216,7 @@ def forward_seconds(topology: Topology, dataset: Dataset, work: Work) -> tuple[f
             state.theta.device,
             work.heartbeat,
         )
-    return best["delivered"], best["dense"]
+    return float(times["delivered"].min()), float(times["dense"].min())
 
 
 def curve_of(records: list[dict[str, Any]]) -> tuple[Point, ...]:
