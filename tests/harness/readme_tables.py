@@ -26,8 +26,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from prunex_mpi.base.units import MIB
-from prunex_mpi.research.compare.comparison_tables import ranks_of
-from prunex_mpi.research.compare.figure import seconds_of
+from prunex_mpi.research.compare.comparison_tables import ranks_of, seconds_of
 from prunex_mpi.research.compare.outcomes import (
     Comparison,
     Outcome,

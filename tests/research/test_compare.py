@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import sys
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -30,41 +30,40 @@ from prunex_mpi.core import evaluation
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import Layout, Segment, build_layout
-from prunex_mpi.research.compare import compare_methods as bench_compare
-from prunex_mpi.research.compare import kept_runs as store
-from prunex_mpi.research.compare.compare_methods import compare
-from prunex_mpi.research.compare.compare_options import parse
+from prunex_mpi.research.compare import compare_methods, kept_runs, run_rows
+from prunex_mpi.research.compare.compare_methods import (
+    MOST_RATES,
+    affordable,
+    at_chance,
+    compare,
+    hold_out,
+    next_rate,
+)
+from prunex_mpi.research.compare.compare_options import digest_of, parse, read_plan, settings_of
 from prunex_mpi.research.compare.comparison_tables import (
+    draw,
     equal_table,
+    make_figure,
     measured_table,
     results_table,
+    seconds_of,
     tuning_table,
 )
-from prunex_mpi.research.compare.equal import affordable
-from prunex_mpi.research.compare.figure import draw, make_figure, refuse_impossible, seconds_of
 from prunex_mpi.research.compare.outcomes import (
+    NOTHING,
     Comparison,
     Measured,
     Outcome,
     Point,
     Tuning,
+    best_rate,
     comparison_from,
     join,
+    lies_inside,
     require_same_work,
     to_dict,
 )
-from prunex_mpi.research.compare.rows import read_plan, settings_of
-from prunex_mpi.research.compare.run_rows import count_zeros, curve_of, digest_of, operations
-from prunex_mpi.research.compare.runs import images_of
-from prunex_mpi.research.compare.search import (
-    MOST_RATES,
-    NOTHING,
-    at_chance,
-    best_rate,
-    lies_inside,
-    next_rate,
-)
-from prunex_mpi.research.compare.tuning import hold_out
+from prunex_mpi.research.compare.run_rows import count_zeros, curve_of, images_of, operations
 from prunex_mpi.settings.methods import METHODS
 from prunex_mpi.settings.resolve import make
 from prunex_mpi.settings.values import AUTO
@@ -149,8 +148,6 @@ def cells(table: Table, method: str) -> dict:
         ("--methods dense --equal-time topk", ["--equal-time", "'topk'"]),
         ("--methods dense --rows dense", ["--rows", "--plan"]),
         ("--from x.json --rows dense", ["--rows", "--from"]),
-        ("--methods dense --part 1/2", ["--part", "--dir"]),
-        ("--methods dense --part 3/2 --dir x", ["--part", "'3/2'"]),
         ("--methods dense --from x.json", ["--methods", "--from"]),
         ("--from x.json --resume", ["--resume", "--from"]),
         ("--from x.json --times a=b", ["--times", "--figure"]),
@@ -161,8 +158,6 @@ def cells(table: Table, method: str) -> dict:
         ("--methods dense --compress-ratio 2", ["--compress-ratio", "2"]),
         ("--methods dense --seed 3", ["--seed", "--seeds"]),
         ("--methods dense --resume", ["--resume", "--dir"]),
-        ("--methods dense --dir=x --known=y.json", ["--known", "--resume"]),
-        ("--from x.json --known=y.json", ["--known", "--from"]),
         (
             "--methods prunex --warmup-iterations 40 --keep-ramp-iterations 0 "
             "--freeze-iteration 48 --tune-lr 0.1 --tune-length 1/64",
@@ -595,12 +590,6 @@ def test_joined_notes_say_of_which_rows_they_are():
         named[2],
         "other (of dense, topk, prunex; seed 1)",
     )
-    # Of a file that was joined when they did not say it nobody knows.
-    unknown = replace(joined, notes=(*rates, "1/4 of each"))
-    assert join([unknown, comparison(again, notes=("other",))]).notes == (
-        *unknown.notes,
-        "other (of dense, topk, prunex; seed 1)",
-    )
     tuned = replace(joined, tunings=(Tuning("dense", tuple(runs[:1]), chance=False),))
     assert tuning_table(tuned).notes[1:] == (named[0], named[2])
 
@@ -810,12 +799,12 @@ def test_a_figure_shows_every_row_once_per_panel(tmp_path):
 
 
 def test_what_no_figure_can_be_drawn_with_is_refused(monkeypatch):
+    flags = ["--methods", "dense", "--figure"]
     with pytest.raises(UserError, match=r"ends in \.svg"):
-        refuse_impossible("figure.txt")
+        kept_runs.prepare(parse([*flags, "figure.txt"]))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install .*\[report\]"):
-        refuse_impossible("figure.svg")
-    refuse_impossible("")
+        kept_runs.prepare(parse([*flags, "figure.svg"]))
 
 
 def test_help_names_methods_and_starts_nothing():
@@ -833,11 +822,8 @@ def test_help_names_methods_and_starts_nothing():
     assert "--run-dir" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    "flags", [["compare", "--methods", "tpok"], ["kernels", "compare"], ["compare", "--bogus"]]
-)
-def test_user_errors_end_with_code_2_and_one_line(flags):
-    done = run(*flags)
+def test_user_errors_end_with_code_2_and_one_line():
+    done = run("compare", "--bogus")
     assert done.returncode == USAGE
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("prunex_mpi.bench: error:")
@@ -851,9 +837,9 @@ def test_user_errors_end_with_code_2_and_one_line(flags):
 @pytest.fixture
 def quiet(monkeypatch):
     """Leave this process's threads, log and exception hook as they are; search briefly."""
-    monkeypatch.setattr("prunex_mpi.research.compare.search.MOST_RATES", 2)
+    monkeypatch.setattr("prunex_mpi.research.compare.compare_methods.MOST_RATES", 2)
     monkeypatch.setattr("prunex_mpi.run.start.set_threads", lambda _: 1)
-    monkeypatch.setattr(bench_compare, "set_up_logging", lambda *_: None)
+    monkeypatch.setattr(compare_methods, "set_up_logging", lambda *_: None)
     monkeypatch.setattr("prunex_mpi.run.program.abort_on_exceptions", lambda *_: None)
 
 
@@ -863,7 +849,7 @@ def compared(flags: list[str], folder) -> tuple[dict[str, Table], str]:
     if WORLD.rank == 0:
         Path(place).mkdir(exist_ok=True)
     WORLD.Barrier()
-    files = [f"--dir={place}/runs", f"--json={place}/tables.json", f"--text={place}/tables.txt"]
+    files = [f"--dir={place}/runs", f"--json={place}/tables.json"]
     assert compare(WORLD, parse([*TINY, f"--train-samples={8 * WORLD.size}", *flags, *files])) == 0
     with open(f"{place}/tables.json", encoding="utf-8") as file:
         written = json.load(file)["tables"]
@@ -930,8 +916,8 @@ def test_methods_are_compared_on_the_same_samples(quiet, tmp_path, capsys):
     if WORLD.rank:
         assert printed == ""
         return
-    with open(f"{place}/tables.txt", encoding="utf-8") as file:
-        assert file.read() == printed
+    for title in ("Comparison: ", "The same rows in the columns of", "Learning rates"):
+        assert f"\n\n{title}" in printed
     for method in ("dense", "topk", "prunex"):
         with open(f"{place}/runs/{method}-0/summary.json", encoding="utf-8") as file:
             total = json.load(file)
@@ -984,7 +970,7 @@ def test_a_directory_that_is_there_is_refused_before_anything_runs(quiet, tmp_pa
 @pytest.mark.mpi
 @pytest.mark.parametrize("tuned", [[], ["--tune-lr", "0.1"]])
 def test_a_row_that_can_not_be_is_refused_before_anything_runs(quiet, monkeypatch, tuned):
-    monkeypatch.setattr(bench_compare, "run_one", lambda *_, **__: pytest.fail("it was trained"))
+    monkeypatch.setattr(run_rows, "run_one", lambda *_, **__: pytest.fail("it was trained"))
     flags = ["--methods", "dense", "prunex", "--groups=coupled", "--keep-by=parameters"]
     with pytest.raises(UserError, match="row prunex: --keep-ratio 1e-05 of the parameters"):
         compare(WORLD, parse([*TINY, *tuned, *flags, "--keep-ratio=0.00001"]))
@@ -1014,10 +1000,10 @@ def test_networks_to_begin_with_are_looked_for_before_anything_runs(tmp_path, fl
     (tmp_path / "outcomes" / "dense-0.json").touch()
     options = parse([*TINY, *flags.replace("RUNS", str(tmp_path)).split()])
     if not missing:
-        store.refuse_missing(options, options.rows)
+        kept_runs.refuse_missing(options)
         return
     with pytest.raises(UserError, match=missing) as caught:
-        store.refuse_missing(options, options.rows)
+        kept_runs.refuse_missing(options)
     assert "\n" not in str(caught.value)
 
 
@@ -1027,17 +1013,17 @@ def test_networks_that_an_earlier_run_leaves_are_not_missed(tmp_path):
     flags = [f"--plan={plan}", "--seeds", "0", "1", f"--dir={tmp_path}/runs"]
     plan.write_text(f'[rows.dense]\nmethod = "dense"\n{later}')
     options = parse(flags)
-    store.refuse_missing(options, options.rows)
+    kept_runs.refuse_missing(options)
     plan.write_text(f'{later}[rows.dense]\nmethod = "dense"\n')
     options = parse(flags)
     with pytest.raises(UserError, match="row later, seed 0: --init-from"):
-        store.refuse_missing(options, options.rows)
+        kept_runs.refuse_missing(options)
 
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_a_network_that_is_not_there_is_missed_on_every_rank(quiet, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_compare, "take_places", pytest.fail)
+    monkeypatch.setattr(compare_methods, "take_places", pytest.fail)
     place = broadcast_text(WORLD, str(tmp_path))
     with pytest.raises(UserError, match=f"row dense, seed 3: --init-from '{place}/x-3' is neither"):
         compare(
@@ -1067,7 +1053,7 @@ def test_rows_by_epochs_that_round_to_other_steps_are_refused_before_they_train(
         # 15 steps an epoch: a quarter is 4, a half 8.
         plan.write_text(rows.format("often", "1/4", 8) + rows.format("whole", "1", 2))
     WORLD.Barrier()
-    monkeypatch.setattr(bench_compare, "run_one", pytest.fail)
+    monkeypatch.setattr(run_rows, "run_one", pytest.fail)
     flags = [*TINY[:5], f"--train-samples={60 * WORLD.size}", "--ranks-per-node=1"]
     options = parse([f"--plan={plan}", *flags, "--seeds=0"])
     with pytest.raises(UserError, match="whole has 120 and often 128"):
@@ -1092,31 +1078,31 @@ def rates_tried(tables: dict[str, Table], row: str) -> list[str]:
 def noting_methods(monkeypatch) -> list[str]:
     """Return a list of the methods that are trained from now on, in their order."""
     trained: list[str] = []
-    real = bench_compare.run_one
+    real = run_rows.run_one
 
-    def noted(topology, settings, *rest, **more):
+    def noted(bench, settings, *rest):
         trained.append(settings.method)
-        return real(topology, settings, *rest, **more)
+        return real(bench, settings, *rest)
 
-    monkeypatch.setattr(bench_compare, "run_one", noted)
+    monkeypatch.setattr(run_rows, "run_one", noted)
     return trained
 
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
-def test_an_interrupted_comparison_goes_on_and_parts_come_together(quiet, tmp_path, monkeypatch):
-    flags = ["--methods", "dense", "local-sgd", "--tune-lr", "0.1", "--seeds", "0", "1"]
+def test_an_interrupted_comparison_goes_on_and_parts_come_together(
+    quiet, tmp_path, monkeypatch, capsys
+):
+    flags = ["--tune-lr", "0.1", "--seeds", "0", "1"]
     flags += ["--outer-iterations=4", "--local-steps=2", "--evaluate-every=2"]
-    equal = "--equal-bytes=local-sgd"
-    whole, _ = compared([*flags, equal], tmp_path / "whole")
-    for more, known in ((["--part=1/2"], False), (["--part=2/2", "--resume"], True)):
-        # What spends as much as another part's row can't be known there.
-        tables, _ = compared([*flags, equal, *more], tmp_path / "parts")
-        assert ("With" in tables) == known
-        notes = tables["Comparison:"].notes
-        assert known != any(note.startswith("local-sgd is of another part") for note in notes)
+    both = ["--methods", "dense", "local-sgd", *flags, "--equal-bytes=local-sgd"]
+    whole, _ = compared(both, tmp_path / "whole")
+    for method, more in (("dense", []), ("local-sgd", ["--resume"])):
+        compared(["--methods", method, *flags, *more], tmp_path / "parts")
     trained = noting_methods(monkeypatch)
-    merged, place = compared([*flags, equal, "--resume"], tmp_path / "parts")
+    capsys.readouterr()
+    merged, place = compared([*both, "--resume"], tmp_path / "parts")
+    printed = capsys.readouterr().out
     # Only what nobody has done yet: dense, as far as the bytes of local-sgd go: three learning
     # rates, and two seeds.
     assert set(trained) == {"dense"}
@@ -1130,57 +1116,8 @@ def test_an_interrupted_comparison_goes_on_and_parts_come_together(quiet, tmp_pa
         cells(merged["With"], "dense")["epochs"] < cells(merged["Comparison:"], "dense")["epochs"]
     )
     # The file alone says as much.
-    shown = parse([f"--from={place}/tables.json", f"--text={place}/again.txt"])
-    assert compare(WORLD, shown) == 0
-    if WORLD.rank == 0:
-        texts = [(tmp_path / "parts" / f"{name}.txt").read_text() for name in ("tables", "again")]
-        assert texts[0] == texts[1]
-
-
-@pytest.mark.any_mpi
-@pytest.mark.mpi(min_size=2)
-def test_what_is_missing_can_be_added_to_the_file_of_a_comparison(quiet, tmp_path, monkeypatch):
-    flags = ["--methods", "dense", "local-sgd", "--tune-lr", "0.1", "--seeds", "0", "1"]
-    flags += ["--outer-iterations=4", "--local-steps=2", "--evaluate-every=2"]
-    before, first = compared(flags, tmp_path / "first")
-    trained = noting_methods(monkeypatch)
-    more = ["--equal-bytes=local-sgd", "--resume"]
-    known = f"--known={first}/tables.json"
-    after, second = compared([*flags, *more, known], tmp_path / "second")
-    assert set(trained) == {"dense"}
-    first_runs = len(rates_tried(after, "dense, equal bytes")) + 2
-    assert len(trained) == first_runs
-    for row in ("dense", "local-sgd"):
-        assert cells(before["Comparison:"], row) == cells(after["Comparison:"], row)
-    # What was taken over is kept, and rows at equal bytes of a file count too.
-    compared([*flags, *more], tmp_path / "second")
-    compared([*flags, *more, f"--known={second}/tables.json"], tmp_path / "third")
-    assert len(trained) == first_runs
-    for other, words in (
-        ("--momentum=0.5", "dense-0 was trained with another seed, learning rate or other"),
-        ("--tune-seed=7", "dense-tune-0.1 was trained with another seed"),
-        (f"--train-samples={16 * WORLD.size}", "--known: another title"),
-    ):
-        with pytest.raises(UserError, match=words):
-            compared([*flags, *more, known, other], tmp_path / "other")
-    if WORLD.rank == 0:
-        file = tmp_path / "first" / "tables.json"
-        file.write_text(file.read_text(encoding="utf-8").replace('"mpi": "', '"mpi": "Other '))
-    WORLD.Barrier()
-    with pytest.raises(UserError, match="--known: another machine"):
-        compared([*flags, *more, known], tmp_path / "other")
-    # Files of before do not say of which images they are.
-    for data, words in (("", ""), ("others", "--known: the runs are of other images")):
-        if WORLD.rank == 0:
-            told = json.loads((tmp_path / "second" / "tables.json").read_text(encoding="utf-8"))
-            assert told["comparison"].pop("data")
-            told["comparison"] |= {"data": data} if data else {}
-            (tmp_path / "changed.json").write_text(json.dumps(told), encoding="utf-8")
-        WORLD.Barrier()
-        flag = f"--known={broadcast_text(WORLD, str(tmp_path / 'changed.json'))}"
-        with pytest.raises(UserError, match=words) if words else nullcontext():
-            compared([*flags, *more, flag], tmp_path / f"with-{data}")
-    assert len(trained) == first_runs
+    assert compare(WORLD, parse([f"--from={place}/tables.json"])) == 0
+    assert capsys.readouterr().out == printed
 
 
 @pytest.mark.any_mpi
@@ -1220,17 +1157,17 @@ def test_a_row_at_equal_bytes_has_the_rate_that_is_best_for_its_length(
 ):
     flags = ["--methods", "dense", "local-sgd", "--tune-lr", "0.1", "--lr", "local-sgd=0.1"]
     flags += ["--outer-iterations=4", "--local-steps=2", "--evaluate-every=2"]
-    monkeypatch.setattr("prunex_mpi.research.compare.search.MOST_RATES", MOST_RATES)
-    real, judged = bench_compare.run_one, []
+    monkeypatch.setattr("prunex_mpi.research.compare.compare_methods.MOST_RATES", MOST_RATES)
+    real, judged = run_rows.run_one, []
 
-    def choosy(topology, settings, dataset, **more):
-        found = real(topology, settings, dataset, **more)
+    def choosy(bench, settings, dataset, *rest):
+        found = real(bench, settings, dataset, *rest)
         best = 0.1 if settings.outer_iterations == 4 else 0.4
         far = abs(math.log2(settings.lr / best))
         judged.append((settings.outer_iterations, settings.seed, settings.lr, dataset.test_total))
         return replace(found, measured=replace(found.measured, accuracy=1 - far / 8))
 
-    monkeypatch.setattr(bench_compare, "run_one", choosy)
+    monkeypatch.setattr(run_rows, "run_one", choosy)
     tables, _ = compared([*flags, "--equal-bytes=local-sgd", "--seeds", "0", "1"], tmp_path)
     assert cells(tables["Comparison:"], "dense")["lr"] == 0.1
     row = cells(tables["With"], "dense")
@@ -1251,16 +1188,16 @@ def test_a_row_at_equal_bytes_has_the_rate_that_is_best_for_its_length(
 def test_one_more_seed_changes_nothing_about_rows_of_equal_bytes(quiet, tmp_path, monkeypatch):
     flags = ["--methods", "dense", "local-sgd", "--outer-iterations=4", "--local-steps=2"]
     flags += ["--evaluate-every=2", "--equal-bytes=local-sgd"]
-    real = bench_compare.run_one
+    real = run_rows.run_one
 
-    def uneven(topology, settings, *rest, **more):
-        found = real(topology, settings, *rest, **more)
+    def uneven(bench, settings, *rest):
+        found = real(bench, settings, *rest)
         sent = found.measured.sent_bytes
         if settings.method == "local-sgd":
             sent //= 1 + settings.seed
         return replace(found, measured=replace(found.measured, sent_bytes=sent))
 
-    monkeypatch.setattr(bench_compare, "run_one", uneven)
+    monkeypatch.setattr(run_rows, "run_one", uneven)
     before, _ = compared([*flags, "--seeds=0"], tmp_path)
     after, _ = compared([*flags, "--seeds", "0", "1", "--resume"], tmp_path)
     first, both = (cells(tables["With"], "dense") for tables in (before, after))
@@ -1283,8 +1220,7 @@ def test_each_seed_of_a_row_can_begin_with_the_network_of_its_own(quiet, tmp_pat
         digests[seed] = found["init-digest"]
     assert digests[0] != digests[1]
     # Both are of one row, as it stands in the file.
-    shown = parse([f"--from={second}/tables.json", f"--text={second}/again.txt"])
-    assert compare(WORLD, shown) == 0
+    assert compare(WORLD, parse([f"--from={second}/tables.json"])) == 0
 
 
 @pytest.mark.any_mpi
@@ -1402,7 +1338,7 @@ def test_a_file_that_holds_no_comparison_is_refused(tmp_path, content):
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-@pytest.mark.parametrize("file", ["json", "text", "figure"])
+@pytest.mark.parametrize("file", ["json", "figure"])
 def test_what_can_not_be_written_is_refused_before_anything_runs(tmp_path, file):
     place = broadcast_text(WORLD, str(tmp_path))
     if file != "figure":

@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 
 from mpi4py import MPI
 
+from prunex_mpi.base.alone import require_packages
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.files import (
     STATE,
@@ -21,21 +22,18 @@ from prunex_mpi.base.files import (
     write_json_durably,
 )
 from prunex_mpi.comm.agreement import broadcast_text, together
-from prunex_mpi.research.compare.compare_options import Options
-from prunex_mpi.research.compare.figure import refuse_impossible
-from prunex_mpi.research.compare.outcomes import (
-    Outcome,
-    comparison_from,
-    outcome_from,
-    read_comparison,
-    to_dict,
-    without_hosts,
+from prunex_mpi.research.compare.compare_options import (
+    BY_SEED,
+    Options,
+    Row,
+    name_seed,
+    settings_of,
 )
-from prunex_mpi.research.compare.rows import BY_SEED, Row, name_seed, settings_of
-from prunex_mpi.research.compare.run_rows import digest_of
+from prunex_mpi.research.compare.outcomes import Outcome, outcome_from, to_dict
 from prunex_mpi.run.beginning import TORCHVISION
 from prunex_mpi.settings.fields import Settings, key_of
 from prunex_mpi.settings.resolve import first_difference, from_table, to_toml
+from prunex_mpi.tools.drawing import refuse_other_kinds
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -56,14 +54,15 @@ def tuning_name(row: Row, lr: float, equal: str = "") -> str:
 
 
 def prepare(options: Options) -> None:
-    """Raise UserError unless all can be written that --json, --text, --figure and --dir name.
+    """Raise UserError unless all can be written that --json, --figure and --dir name.
 
     Hours later would be late. Runs that are there already are taken over or refused.
     """
-    _refuse_one_file_for_two(options)
+    _refuse_one_file_for_two(options.json_file, options.figure)
     prepare_file("json", options.json_file)
-    prepare_file("text", options.text_file)
-    refuse_impossible(options.figure)
+    if options.figure:
+        refuse_other_kinds("--figure", options.figure)
+        require_packages("--figure", "report", "matplotlib")
     prepare_file("figure", options.figure)
     if not options.folder:
         return
@@ -83,19 +82,19 @@ def prepare(options: Options) -> None:
             )
 
 
-def refuse_missing(options: Options, rows: Sequence[Row]) -> None:
-    """Raise UserError where a network is not there that a run of `rows` begins with or learns from.
+def refuse_missing(options: Options) -> None:
+    """Raise UserError where a network is not there that a run begins with or learns from.
 
     Hours later would be late. Runs that are kept need none, and what an earlier run leaves comes.
     """
-    folder, seeds = Path(options.folder), options.seeds
+    folder = Path(options.folder)
     kept = {file.stem for file in _files(folder)} if options.folder else set()
     for row in options.tuned:
         tunes = tuning_name(row, 0).removesuffix("0")
-        if row in rows and not any(name.startswith(tunes) for name in kept):
+        if not any(name.startswith(tunes) for name in kept):
             _refuse_missing(options, row, options.tune_seed, set())
     to_come: set[Path] = set()
-    for seed, row in product(seeds, rows):
+    for seed, row in product(options.seeds, options.rows):
         name = run_name(row, seed)
         if name not in kept:
             _refuse_missing(options, row, seed, to_come)
@@ -120,114 +119,54 @@ def _refuse_missing(options: Options, row: Row, seed: int, to_come: Container[Pa
             )
 
 
-def _refuse_one_file_for_two(options: Options) -> None:
-    """Raise UserError where one of two flags would overwrite what the other has written."""
-    named = {"json": options.json_file, "text": options.text_file, "figure": options.figure}
-    seen: dict[Path, str] = {}
-    for flag, path in named.items():
-        # Devices and pipes take all that comes.
-        if not path or (Path(path).exists() and not Path(path).is_file()):
-            continue
-        first = seen.setdefault(Path(path).resolve(), flag)
-        if first != flag:
-            raise UserError(f"--{first} and --{flag} name one file; choose another for one of them")
+def _refuse_one_file_for_two(json_file: str, figure: str) -> None:
+    """Raise UserError where one file would overwrite the other."""
+    # Devices and pipes take all that comes.
+    special = Path(figure).exists() and not Path(figure).is_file()
+    if json_file and figure and not special and Path(json_file).resolve() == Path(figure).resolve():
+        raise UserError("--json and --figure name one file; choose another for one of them")
 
 
 def _files(folder: Path) -> list[Path]:
     return sorted((folder / OUTCOMES).glob("*.json"))
 
 
-def take_over(
-    world: MPI.Comm, options: Options, title: str, machine: Mapping[str, str], data: str
-) -> dict[str, Outcome]:
-    """Return the runs that the file of --known has, by the names under which they are kept.
+def find_kept(
+    world: MPI.Comm, folder: str, name: str, settings: Settings, place: Mapping[str, str]
+) -> Outcome | None:
+    """Return the outcome that is kept under `name`; None where there is none, and room is made.
 
-    Raises UserError where its title or its machine is another one (`machine` is that of world rank
-    0), or its images are, which `data` tells apart; files of before do not say. Rows at equal bytes
-    or time count if their reference is that of `options`. Collective on `world`.
+    `place` says in a few words of each what runs of one comparison have in common beside their
+    settings. Raises UserError where it was another run, or one of another place, that has the name.
+    Collective on `world`.
     """
-
-    def read() -> str:
-        if world.rank:
-            return ""
-        found = read_comparison("--known", options.known)
-        mine = {"title": title, "machine": without_hosts(machine)}
-        its = {"title": found.title, "machine": without_hosts(found.machine)}
-        for what in mine:
-            if mine[what] != its[what]:
-                raise UserError(f"--known: another {what}: {its[what]}, not {mine[what]}")
-        if found.data not in ("", data):
-            advice = "give their --data-dir, or leave --known away"
-            raise UserError(f"--known: the runs are of other images; {advice}")
-        return json.dumps(to_dict(found))
-
-    known = comparison_from(json.loads(broadcast_text(world, together(world, read))))
-    rows = {row.name: row for row in options.rows}
-    runs = {run_name(rows[r.row], r.seed): r for r in known.outcomes if r.row in rows}
-    for name, run in runs.items():
-        row = rows[run.row]
-        lr = run.lr if row in options.tuned else None
-        # A row without any rate that trains has no run, whose settings it could tell.
-        if run.settings or run.measured:
-            whole = settings_of(options.common, row, run.seed, lr, options.length)
-            _refuse_other(name, run, whole)
-    for tuning in known.tunings:
-        if tuning.row in rows:
-            runs |= {tuning_name(rows[tuning.row], r.lr): r for r in tuning.runs}
-    for what, reference in {"bytes": options.equal_bytes, "time": options.equal_time}.items():
-        if known.reference.get(what) != reference:
-            continue
-        tuned = {tuning.row: tuning for tuning in known.equal_tunings.get(what, ())}
-        for run in known.equal.get(what, ()):
-            # Files of before have none that was tuned for its length.
-            if run.row in rows and (run.row in tuned or rows[run.row] not in options.tuned):
-                runs[run_name(rows[run.row], run.seed, what)] = run
-        for tuning in tuned.values():
-            if tuning.row in rows:
-                runs |= {tuning_name(rows[tuning.row], r.lr, what): r for r in tuning.runs}
-    return runs
-
-
-def kept(
-    world: MPI.Comm,
-    folder: str,
-    name: str,
-    settings: Settings,
-    place: Mapping[str, str],
-    run: Callable[[], Outcome],
-    known: Outcome | None,
-) -> Outcome:
-    """Return the outcome that is kept under `name`; else that of `run()`, which is then kept.
-
-    With `known`, what --known has under that name, there is nothing to run.
-
-    Without `folder` nothing is kept. `place` says in a few words of each what runs of one
-    comparison have in common beside their settings. Raises UserError where it was another run, or
-    one of another place, that has the name. Collective on `world`.
-    """
-    if not folder:
-        return run()
     file = Path(folder) / OUTCOMES / f"{name}.json"
     found = together(world, lambda: _read(file, settings, place) if world.rank == 0 else None)
     text = broadcast_text(world, json.dumps(found and to_dict(found)))
     if json.loads(text):
         return outcome_from(json.loads(text))
-    if known is not None:
-        _refuse_other(name, known, settings)
     together(world, lambda: _forget(Path(folder) / name) if world.rank == 0 else None)
-    outcome = known or run()
-    whole = {
-        "config": to_toml(settings, {}),
-        "place": dict(place),
-        "outcome": to_dict(outcome),
-    }
+    return None
+
+
+def keep(
+    world: MPI.Comm,
+    folder: str,
+    name: str,
+    settings: Settings,
+    place: Mapping[str, str],
+    outcome: Outcome,
+) -> None:
+    """Keep the outcome of a run under `name`; raise UserError. Collective on `world`."""
+    file = Path(folder) / OUTCOMES / f"{name}.json"
+    config = to_toml(settings, {})
+    whole = {"config": config, "place": dict(place), "outcome": to_dict(outcome)}
 
     def write() -> None:
         if world.rank == 0:
             telling_disk_errors(f"the outcome of {name}", lambda: write_json_durably(file, whole))
 
     together(world, write)
-    return outcome
 
 
 def _read(file: Path, settings: Settings, place: Mapping[str, str]) -> Outcome | None:
@@ -237,8 +176,7 @@ def _read(file: Path, settings: Settings, place: Mapping[str, str]) -> Outcome |
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         outcome = outcome_from(found["outcome"])
         other = first_difference(from_table(tomllib.loads(found["config"]), str(file)), settings)
-        # Files of before do not say where they come from.
-        before = {key: str(value) for key, value in found.get("place", {}).items()}
+        before = {key: str(value) for key, value in found["place"].items()}
     except (AttributeError, OSError, ValueError, KeyError, TypeError, UserError):
         raise UserError(
             f"{file} can't be read; remove it to do its run again", UNREADABLE
@@ -254,16 +192,6 @@ def _read(file: Path, settings: Settings, place: Mapping[str, str]) -> Outcome |
                 f"{quote(place[key], 250)}); remove it, or choose another --dir"
             )
     return outcome
-
-
-def _refuse_other(name: str, known: Outcome, settings: Settings) -> None:
-    """Raise UserError unless what --known has under a name is what would be trained."""
-    given = (settings.seed, settings.lr, digest_of(settings))
-    if (known.seed, known.lr, known.settings) != given:
-        raise UserError(
-            f"--known: {name} was trained with another seed, learning rate or other settings than "
-            "it would be here; give the flags of its comparison, or leave --known away"
-        )
 
 
 def _forget(run: Path) -> None:

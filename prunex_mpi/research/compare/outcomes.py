@@ -1,6 +1,7 @@
 """What runs of a comparison measured, and the whole of it as JSON, of which tables are made."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -8,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
-from prunex_mpi.research.compare.search import NOTHING, Score, best_rate
 
 # How a note ends that is not of all rows.
 OF_ROWS = re.compile(r" \(of .*\)$")
 # How one begins that says how learning rates were chosen.
 OF_RATES = "learning rates: "
+# What a run reached: accuracy, then how low the loss is. A run that diverged reached nothing.
+Score = tuple[float, float]
+NOTHING: Score = (-1.0, -math.inf)
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,18 @@ class Tuning:
     def lr(self) -> float | None:
         """The rate chosen; None where every run diverged."""
         return best_rate(self.scores)
+
+
+def best_rate(scores: Mapping[float, Score]) -> float | None:
+    """Return the rate of the highest score, of equal ones the lowest; None if none trained."""
+    trained = {rate: score for rate, score in scores.items() if score > NOTHING}
+    return min(trained, key=lambda rate: (tuple(-x for x in trained[rate]), rate), default=None)
+
+
+def lies_inside(scores: Mapping[float, Score]) -> bool:
+    """Return whether rates on either side of the best one were tried."""
+    best = best_rate(scores)
+    return best is not None and min(scores) < best < max(scores)
 
 
 @dataclass(frozen=True)
@@ -232,8 +247,8 @@ def _join_notes(parts: Sequence[Comparison]) -> tuple[str, ...]:
         some = [part for part in parts if note in part.notes]
         others = [part for part in parts if note not in part.notes]
         rows, elsewhere = (dict.fromkeys(r for p in of for r in p.rows) for of in (some, others))
-        # Joined files may have been joined before, some when notes did not say yet whose they are.
-        if others and not OF_ROWS.search(note) and not any(map(_joined_long_ago, some)):
+        # Files that were joined before say it already.
+        if others and not OF_ROWS.search(note):
             note += f" (of {', '.join(rows)}"
             if any(row in elsewhere for row in rows):
                 seeds = dict.fromkeys(str(seed) for part in some for seed in part.seeds)
@@ -241,11 +256,6 @@ def _join_notes(parts: Sequence[Comparison]) -> tuple[str, ...]:
             note += ")"
         found.append(note)
     return tuple(found)
-
-
-def _joined_long_ago(part: Comparison) -> bool:
-    """Say whether several ways to choose learning rates don't tell of which rows they are."""
-    return sum(n.startswith(OF_RATES) and not OF_ROWS.search(n) for n in part.notes) > 1
 
 
 def _refuse_gaps(outcomes: Sequence[Outcome], rows: Sequence[str], seeds: Sequence[int]) -> None:

@@ -1,11 +1,12 @@
-"""One run of a comparison: train as a run by itself does, and measure what comes of it."""
+"""The runs of a comparison: each trains as one by itself does, is kept, and is measured."""
 
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import MISSING, replace
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,23 +17,33 @@ from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import Diverged
+from prunex_mpi.base.errors import Diverged, UserError
 from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import together, together_while
+from prunex_mpi.comm.agreement import broadcast_text, together, together_while
 from prunex_mpi.comm.behind import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.core.best import delivered
-from prunex_mpi.core.problem import make_model
+from prunex_mpi.core.course import steps_of, total_steps
+from prunex_mpi.core.loading import load_dataset
+from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.state import State, Work, every_rank_sends, weights
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.methods.exchanges import metadata_bytes, operations_of
-from prunex_mpi.models.layout import Layout
+from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
+from prunex_mpi.research.compare import kept_runs
+from prunex_mpi.research.compare.compare_options import (
+    Options,
+    Row,
+    digest_of,
+    name_seed,
+    refuse_unequal,
+    settings_of,
+)
 from prunex_mpi.research.compare.outcomes import Measured, Outcome, Point
-from prunex_mpi.research.compare.rows import name_seed
 from prunex_mpi.run import summary
 from prunex_mpi.run.assembly import assemble
 from prunex_mpi.run.closing import add_up
@@ -41,32 +52,93 @@ from prunex_mpi.run.facts import recorded_versions
 from prunex_mpi.run.start import tell_beforehand
 from prunex_mpi.run.supervision import progress_of, recorded
 from prunex_mpi.run.tuning import goes_behind_steps, refuse_impossible_exchange
-from prunex_mpi.settings.fields import FIELDS, OF_THE_JOB, Settings
+from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.methods import EVERY_RANK_ALONE
 from prunex_mpi.settings.resolve import to_toml
 from prunex_mpi.tools.timing import Action, wall_times
 
 FORWARD_BATCH = 32
 FORWARD_TURNS = 5
-# Of a digest: enough to tell a plan's rows apart.
-DIGITS = 12
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where the runs of a comparison take place."""
+
+    world: MPI.Comm
+    topology: Topology
+    options: Options
+    device: torch.device
+    transport: Transport
+    heartbeat: Heartbeat
+
+    def load(self, settings: Settings) -> Dataset:
+        """Load this rank's data. Collective on `world`."""
+        self.heartbeat.enter("data")
+        return load_dataset(self.topology, settings, self.heartbeat, self.device)
+
+
+def images_of(world: MPI.Comm, dataset: Dataset) -> str:
+    """Return what tells other images apart: their names or labels, and the first of them to test.
+
+    That is the same one for any seed and any number of ranks and of images to test. Collective on
+    `world`.
+    """
+    first = hashlib.blake2b(dataset.test.images[:1].numpy().tobytes(), digest_size=8).hexdigest()
+    return broadcast_text(world, f"{dataset.digest} {first}".strip())
+
+
+def run_row(
+    bench: Bench,
+    row: Row,
+    seed: int,
+    rates: Mapping[str, float | None],
+    dataset: Dataset,
+    share: Fraction = Fraction(1),
+    equal: str = "",
+) -> Outcome:
+    """Train a row with one seed at its learning rate, or a share of it as far as `equal` goes.
+
+    Collective on `world`.
+    """
+    options = bench.options
+    if row.name in rates and rates[row.name] is None:
+        lr = settings_of(options.common, row, seed).lr
+        return Outcome(row.name, seed, lr, None, "diverged at every learning rate of the search")
+    length = options.length * share
+    settings = settings_of(options.common, row, seed, rates.get(row.name), length)
+    return train(bench, row, settings, dataset, kept_runs.run_name(row, seed, equal))
+
+
+def train(
+    bench: Bench, row: Row, settings: Settings, dataset: Dataset, name: str, keep: bool = True
+) -> Outcome:
+    """Train, unless it has been done and kept under `name`. Collective on `world`."""
+    folder = bench.options.folder
+    path = Path(folder) / name if folder and keep else None
+    if not folder:
+        return run_one(bench, settings, dataset, row.name, path)
+    place = {
+        "ranks on nodes": " ".join(map(str, bench.topology.node_sizes)),
+        "versions": ", ".join(f"{key} {value}" for key, value in recorded_versions().items()),
+        "data": f"{dataset.train_total} and {dataset.test_total} images {dataset.digest}".strip(),
+    }
+    where = bench.world, folder, name, settings, place
+    outcome = kept_runs.find_kept(*where)
+    if outcome is None:
+        outcome = run_one(bench, settings, dataset, row.name, path)
+        kept_runs.keep(*where, outcome)
+    return outcome
 
 
 def run_one(
-    topology: Topology,
-    settings: Settings,
-    dataset: Dataset,
-    *,
-    row: str,
-    device: torch.device,
-    transport: Transport,
-    heartbeat: Heartbeat,
-    path: Path | None = None,
+    bench: Bench, settings: Settings, dataset: Dataset, row: str, path: Path | None
 ) -> Outcome:
     """Train a row as the settings say and return what came of it, with rank 0's times.
 
     With `path` the run keeps its directory there. Collective on `world`.
     """
+    topology = bench.topology
     world = topology.world
     # Without leaders every rank is a node of its own.
     flat = settings.method in EVERY_RANK_ALONE
@@ -77,19 +149,19 @@ def run_one(
     settings = name_seed(settings)
     with nodes as mine, ExitStack() as exits:
         refuse_impossible_exchange(mine, settings)
-        work = assemble(mine, settings, dataset, device, transport, heartbeat)
+        work = assemble(mine, settings, dataset, bench.device, bench.transport, bench.heartbeat)
         tell_beforehand(world, work)
         state, problem, settings = work.state, work.problem, work.settings
         files = exits.enter_context(directory(world, settings, path))
         started = time.perf_counter()
         try:
-            records = train(mine, files, work)
+            records = drive(mine, files, work)
         except Diverged as error:
             log.info("%s: diverged: %s", name, error)
             if files is not None:
                 files.note_divergence(str(error))
             return Outcome(row, settings.seed, settings.lr, None, str(error), digest)
-        heartbeat.enter("finish")
+        bench.heartbeat.enter("finish")
         exits.enter_context(delivered(work))
         total_s = time.perf_counter() - started
         forward_s, dense_forward_s = forward_seconds(mine, dataset, work)
@@ -129,12 +201,12 @@ def run_one(
         # Last of all: a run that has a summary is not begun anew.
         names = dataset.class_names
         done = partial(finish, files, mine, work, records, total_s, names)
-        together_while(world, done, heartbeat.go_on)
+        together_while(world, done, bench.heartbeat.go_on)
     log.info("%s: accuracy %.2f %%", name, 100 * found.accuracy)
     return Outcome(row, settings.seed, settings.lr, found, settings=digest)
 
 
-def train(topology: Topology, files: RunDirectory | None, work: Work) -> list[dict[str, Any]]:
+def drive(topology: Topology, files: RunDirectory | None, work: Work) -> list[dict[str, Any]]:
     """Run the driver of the method to its end and return its records. Collective on `world`.
 
     Raises Diverged on every rank.
@@ -190,6 +262,56 @@ def finish(
 
 
 # --------------------------------------------------------------------------------------------------
+# What can not be compared, before any run
+# --------------------------------------------------------------------------------------------------
+
+
+def refuse_impossible(bench: Bench, rows: Sequence[Row], dataset: Dataset) -> None:
+    """Raise UserError for a row whose network or groups can't be, before any has been trained.
+
+    Collective on `world`.
+    """
+    options = bench.options
+
+    def build() -> None:
+        for row in rows:
+            settings = settings_of(options.common, row, options.seeds[0], length=options.length)
+            try:
+                model = make_model(settings, dataset.num_classes, dataset.image_size)
+                make_groups(settings, model, build_layout(model), dataset.image_size)
+            except UserError as error:
+                raise UserError(f"row {row.name}: {error}", error.exit_code) from None
+
+    together(bench.world, build)
+
+
+def refuse_unequal_work(bench: Bench) -> None:
+    """Raise UserError where rows with steps by --local-epochs train less long than others.
+
+    How many whole steps that makes is known with the data alone. Collective on `world`.
+    """
+    options = bench.options
+    found = {
+        row.name: settings_of(options.common, row, options.seeds[0], length=options.length)
+        for row in options.rows
+    }
+    known = (s.local_steps > 0 and not s.frozen_local_steps for s in found.values())
+    if len(found) == 1 or all(known):
+        return
+    images = len(bench.load(next(iter(found.values()))).train.labels)
+
+    def check() -> None:
+        trained = {}
+        for name, settings in found.items():
+            batch = min(settings.batch_size, images)
+            steps = steps_of(settings, max(1, images // batch))
+            trained[name] = total_steps(settings, steps) * batch
+        refuse_unequal(trained)
+
+    together(bench.world, check)
+
+
+# --------------------------------------------------------------------------------------------------
 # What is measured in the end
 # --------------------------------------------------------------------------------------------------
 
@@ -234,20 +356,6 @@ def operations(settings: Settings) -> str:
     """Return what a run calls to send between nodes, in the order of its messages."""
     words = " ".join(operation for _, _, operation, _ in operations_of(settings))
     return ", ".join(dict.fromkeys(re.findall(r"All\w+|Reduce|Bcast", words)))
-
-
-def digest_of(settings: Settings) -> str:
-    """Return what tells rows of other settings apart, whatever their seed and learning rate are.
-
-    A setting that came later, and says what runs did before, changes nothing.
-    """
-    told = {
-        name: str(getattr(settings, name))
-        for name, field in FIELDS.items()
-        if name not in (*OF_THE_JOB, "preset", "seed", "lr")
-        and getattr(settings, name) != field.metadata.get("before", MISSING)
-    }
-    return hashlib.sha256(repr(sorted(told.items())).encode()).hexdigest()[:DIGITS]
 
 
 def zeros_of(state: State) -> tuple[int, int, int]:
