@@ -8,19 +8,12 @@ import sys
 from collections.abc import Sequence
 
 from prunex_mpi.base.alone import run_alone
-from prunex_mpi.tools.report.report_options import Options, parse
+from prunex_mpi.tools.report.write_report import parse, write_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page and return the exit code."""
-    return run_alone("prunex_mpi.report", parse, report, argv)
-
-
-def report(options: Options) -> None:
-    """Read the runs, draw, write."""
-    from prunex_mpi.tools.report.write_report import report
-
-    report(options)
+    return run_alone("prunex_mpi.report", parse, write_report, argv)
 
 
 if __name__ == "__main__":

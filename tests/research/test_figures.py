@@ -11,10 +11,10 @@ from safetensors.numpy import save_file
 
 from prunex_mpi import bench
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
-from prunex_mpi.research.figures import details, ratios, scaling
-from prunex_mpi.research.figures import run_figures as costs
-from prunex_mpi.research.figures.beside import Drawn, setup_words, write_below
+from prunex_mpi.research.figures import run_figures
+from prunex_mpi.research.figures.draw_figure import ratios, scaling
 from prunex_mpi.research.figures.figure_options import FIGURES, parse
+from prunex_mpi.research.figures.run_figures import Drawn, setup_words, write_below
 from prunex_mpi.tools.drawing import styled
 from prunex_mpi.tools.report.read_runs import read_run
 
@@ -66,7 +66,7 @@ def test_each_figure_is_one_command(
 
 def test_values_of_the_paper_stand_below_the_picture(run: Path) -> None:
     with styled():
-        drawn = costs.payload([read_run(run)])
+        drawn = run_figures.payload([read_run(run)])
         height = drawn.figure.get_figheight()
         write_below(drawn)
         drawn.figure.draw_without_rendering()
@@ -80,7 +80,7 @@ def test_values_of_the_paper_stand_below_the_picture(run: Path) -> None:
 
 def test_payload_is_told_beside_the_paper_s(run: Path) -> None:
     with styled():
-        found = below(costs.payload([read_run(run)]))
+        found = below(run_figures.payload([read_run(run)]))
     assert found["1: run $1"] == (
         "dense 4.00 MiB, at the end 2.00 MiB: 50.0 %",
         "221.9 MiB falling to about 40 %",
@@ -90,7 +90,7 @@ def test_payload_is_told_beside_the_paper_s(run: Path) -> None:
 def test_dense_is_labelled_as_what_it_is(run: Path, tmp_path: Path) -> None:
     dense = make_run(tmp_path / "dense", iterations=4, method="dense")
     with styled():
-        drawn = costs.volume([read_run(run), read_run(dense)])
+        drawn = run_figures.volume([read_run(run), read_run(dense)])
     (panel,) = drawn.figure.axes
     words = [text.get_text() for text in panel.get_legend().get_texts()]
     assert "dense: one full model per OUTER iteration" in words
@@ -100,12 +100,12 @@ def test_dense_is_labelled_as_what_it_is(run: Path, tmp_path: Path) -> None:
 def test_volumes_of_the_paper_s_models_stand_beside_ours(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", iterations=4, model="resnet18")
     with styled():
-        ((here, paper),) = below(costs.volume([read_run(path)])).values()
+        ((here, paper),) = below(run_figures.volume([read_run(path)])).values()
     assert (here, paper) == ("16.00 MiB → 9.90 MiB", "2.53 → 1.01 GB in 60")
 
 
 def test_the_split_of_communication_is_that_of_the_leaders(run: Path) -> None:
-    shares, words = costs.communication(read_run(run))
+    shares, words = run_figures.communication(read_run(run))
     lines = [json.loads(line) for line in (run / "ranks.jsonl").read_text().splitlines()]
     node = np.array(lines[0]["node"])
     leads = [list(node).index(place) for place in np.unique(node)]
@@ -114,7 +114,7 @@ def test_the_split_of_communication_is_that_of_the_leaders(run: Path) -> None:
     assert shares["inter"] == pytest.approx((1 - BROADCAST) * inter)
     assert shares["broadcast"] == pytest.approx(BROADCAST * inter)
     with styled():
-        drawn = costs.split([read_run(run)])
+        drawn = run_figures.split([read_run(run)])
     (row,) = (row for row in drawn.rows if row.what.endswith("broadcast in the node"))
     assert row.paper == "13.8 %"
 
@@ -125,10 +125,10 @@ def test_the_split_without_the_broadcast_or_the_ranks_says_so(run: Path, tmp_pat
     lines = [json.loads(line) for line in (run / "ranks.jsonl").read_text().splitlines()]
     text = "".join(json.dumps({**line, "broadcast": None}) + "\n" for line in lines)
     (older / "ranks.jsonl").write_text(text.replace(', "broadcast": null', ""))
-    shares, words = costs.communication(read_run(older))
+    shares, words = run_figures.communication(read_run(older))
     assert shares["broadcast"] == 0 and "does not tell" in words
     old = make_run(tmp_path / "old", iterations=4, ranks=False)
-    assert "rank 0" in costs.communication(read_run(old))[1]
+    assert "rank 0" in run_figures.communication(read_run(old))[1]
 
 
 def scaled(path: Path, ranks: int, local_s: float, **settings: object) -> Path:
@@ -144,7 +144,7 @@ def scaled(path: Path, ranks: int, local_s: float, **settings: object) -> Path:
 def test_scaling_is_measured_over_ranks(tmp_path: Path) -> None:
     paths = [scaled(tmp_path / str(n), n, 6.0 / n**0.5) for n in (4, 1)]
     with styled():
-        drawn = scaling.scaling([read_run(path) for path in paths], 0, 50, 7)
+        drawn = scaling([read_run(path) for path in paths], 0, 50, 7)
     assert below(drawn)["prunex resnet20 digits"][0].startswith("2.00 on 4 times as many ranks")
     (panel,) = drawn.figure.axes
     assert len(panel.lines) == 2
@@ -155,7 +155,7 @@ def test_scaling_counts_images_where_steps_are_counted(tmp_path: Path) -> None:
     # Twice the ranks do twice the work in the same time.
     paths = [scaled(tmp_path / str(n), n, 6.0, local_steps=4, local_epochs=0) for n in (1, 2)]
     with styled():
-        drawn = scaling.scaling([read_run(path) for path in paths], 0, 50, 7)
+        drawn = scaling([read_run(path) for path in paths], 0, 50, 7)
     assert drawn.rows[0].here.startswith("2.00 on 2 times")
 
 
@@ -169,21 +169,21 @@ def test_runs_of_other_work_are_no_points_of_one_curve(tmp_path: Path) -> None:
         for number, (ranks, settings) in enumerate(given)
     ]
     with styled():
-        drawn = scaling.scaling(runs, 0, 50, 7)
-        alone = scaling.scaling(runs[:3], 0, 50, 7)
+        drawn = scaling(runs, 0, 50, 7)
+        alone = scaling(runs[:3], 0, 50, 7)
     whole = "prunex resnet20 digits, train-samples 0, payload fp32"
     assert list(below(drawn)) == [whole]
     assert below(drawn)[whole][0].startswith("4.00 on 4 times")
     assert list(below(alone)) == ["prunex resnet20 digits"]
     with pytest.raises(UserError, match="payload fp32; prunex resnet20 digits, payload int4"):
-        scaling.scaling([runs[0], runs[3]], 0, 50, 7)
+        scaling([runs[0], runs[3]], 0, 50, 7)
 
 
 def test_scaling_beyond_is_modelled_apart(tmp_path: Path) -> None:
     paths = [scaled(tmp_path / str(n), n, 6.0 / n) for n in (1, 2)]
     runs = [read_run(path) for path in paths]
     with styled():
-        fast, slow = (scaling.scaling(runs, gbit, 50, 7) for gbit in (100, 0.01))
+        fast, slow = (scaling(runs, gbit, 50, 7) for gbit in (100, 0.01))
     for drawn in (fast, slow):
         measured, modelled, _ = drawn.figure.axes[0].lines
         assert measured.get_linestyle() == "-" and modelled.get_linestyle() != "-"
@@ -203,7 +203,7 @@ def test_ratios_have_the_spread_of_their_seeds(tmp_path: Path) -> None:
         runs.append(read_run(path))
     dense = make_run(tmp_path / "dense", iterations=4, method="dense")
     with styled():
-        found = below(ratios.ratios([*runs, read_run(dense)]))
+        found = below(ratios([*runs, read_run(dense)]))
     assert found["prunex, channel, keep 0.5"] == ("85.00 ± 7.07 % (2 runs)", "81.39 %")
     assert found["prunex, channel, keep 0.25"] == ("70.00 % (1 run)", "-")
     assert found["dense, keep 1"][1] == "85.96 %"
@@ -219,7 +219,7 @@ def test_runs_of_other_settings_are_curves_of_their_own(tmp_path: Path) -> None:
         for number, settings in enumerate(given)
     ]
     with styled():
-        found = below(ratios.ratios(runs))
+        found = below(ratios(runs))
     assert list(found) == [
         "prunex, channel, payload int8, keep 0.5",
         "prunex, channel, payload int4, keep 0.25",
@@ -236,29 +236,29 @@ def test_runs_of_other_settings_are_curves_of_their_own(tmp_path: Path) -> None:
         for n in (0, 1)
     ]
     with styled():
-        assert len(below(ratios.ratios([*runs[2:3], *other]))) == 3
-        assert len(below(ratios.ratios([*runs[2:3], *pretrained]))) == 2
+        assert len(below(ratios([*runs[2:3], *other]))) == 3
+        assert len(below(ratios([*runs[2:3], *pretrained]))) == 2
     removing = read_run(make_run(tmp_path / "removing", iterations=8, method="prunetrain"))
     with pytest.raises(UserError, match="keep ratio: prunetrain has none"):
-        ratios.ratios([*runs, removing])
+        ratios([*runs, removing])
 
 
 def test_patterns_are_those_of_the_weights(run: Path) -> None:
     with styled():
-        drawn = details.patterns(read_run(run), ("a", "b.weight"))
+        drawn = run_figures.patterns(read_run(run), ("a", "b.weight"))
     (stripes, dense) = (axes.images[0].get_array() for axes in drawn.figure.axes)
     assert stripes.shape == (4, 12) and dense.shape == (2, 18)
     assert stripes[1].max() == 0 and stripes[:, 8:].max() == 0 and stripes[0, :8].min() == 1
     assert "whole rows of zeros 1 of 4, columns 4 of 12" in below(drawn)["a.weight"][0]
     # Unasked, only what has zeros is shown.
-    assert list(details.read_weights(read_run(run), ())) == ["a.weight"]
+    assert list(run_figures.read_weights(read_run(run), ())) == ["a.weight"]
 
 
 def test_large_patterns_are_drawn_as_shares() -> None:
-    kept = np.zeros((3, 4 * details.CELLS), dtype=bool)
+    kept = np.zeros((3, 4 * run_figures.CELLS), dtype=bool)
     kept[:, ::2] = True
-    cells = details.shrunk(kept)
-    assert cells.shape == (3, details.CELLS) and (cells == 0.5).all()
+    cells = run_figures.shrunk(kept)
+    assert cells.shape == (3, run_figures.CELLS) and (cells == 0.5).all()
 
 
 @pytest.mark.parametrize(

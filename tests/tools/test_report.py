@@ -28,15 +28,18 @@ from prunex_mpi.research.compare.comparison_tables import tables_of
 from prunex_mpi.research.compare.outcomes import Comparison, Measured, Outcome, Point, to_dict
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.tools import drawing
-from prunex_mpi.tools.report import one_run as single
-from prunex_mpi.tools.report import read_runs as reading
-from prunex_mpi.tools.report import run_pictures as pictures
-from prunex_mpi.tools.report import several_runs as several
-from prunex_mpi.tools.report import write_report as writing
+from prunex_mpi.tools.report import one_run, read_runs, run_pictures, several_runs, write_report
+from prunex_mpi.tools.report.one_run import duration_words, lead, size_words
 from prunex_mpi.tools.report.page import Page
-from prunex_mpi.tools.report.read_runs import read_layers, read_run
-from prunex_mpi.tools.report.thinning import COLUMNS, binned, means, thin
-from prunex_mpi.tools.report.words import duration_words, lead, size_words
+from prunex_mpi.tools.report.read_runs import (
+    COLUMNS,
+    Run,
+    binned,
+    means,
+    read_layers,
+    read_run,
+    thin,
+)
 
 pytestmark = pytest.mark.any_mpi
 
@@ -100,7 +103,7 @@ def refused(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Fabricate a run under a name that is hard on markup, paths and pictures."""
+    """Fabricate a run under a name that is hard on markup, paths and run_pictures."""
     path = tmp_path_factory.mktemp("runs") / ODD
     return make_run(path, delay=Delay(2, "dual", 40), groups=["coupled"], ranks_per_node=2)
 
@@ -110,14 +113,14 @@ def made(run: Path) -> tuple[Path, Page]:
     """Write the page, pictures and metrics of that run; its figures have been drawn."""
     pages: list[Page] = []
 
-    def page_of(run: reading.Run) -> Page:
+    def page_of(run: Run) -> Page:
         pages.append(own(run))
         return pages[0]
 
-    own = single.page_of
+    own = one_run.page_of
     flags = ["--png", str(run.parent / "pic tures"), "--csv", str(run.parent / "ü.csv")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(single, "page_of", page_of)
+        patch.setattr(one_run, "page_of", page_of)
         assert program.main([str(run), *flags]) == 0
     return run / "report.html", pages[0]
 
@@ -244,7 +247,7 @@ def test_metrics_are_written_as_csv(written: Path, run: Path) -> None:
 def test_the_same_run_gives_the_same_picture(run: Path) -> None:
     found = read_run(run)
     with drawing.styled():
-        texts = [drawing.as_svg(pictures.duration(found), "p", "seconds") for _ in range(2)]
+        texts = [drawing.as_svg(run_pictures.duration(found), "p", "seconds") for _ in range(2)]
     assert texts[0] == texts[1]
 
 
@@ -272,7 +275,7 @@ def test_a_run_that_was_broken_off_says_so(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", status="")
     file = path / "metrics.jsonl"
     file.write_bytes(file.read_bytes()[:-30])
-    old = time.time() - 2 * reading.ALIVE_S
+    old = time.time() - 2 * read_runs.ALIVE_S
     os.utime(file, (old, old))
     found = read_run(path)
     assert (found.status, len(found.iterations)) == ("broken off", 19)
@@ -287,7 +290,7 @@ def test_a_run_that_is_going_says_so(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", status="")
     (path / "heartbeats").mkdir()
     (path / "heartbeats/0").write_text("")
-    old = time.time() - 2 * reading.ALIVE_S
+    old = time.time() - 2 * read_runs.ALIVE_S
     os.utime(path / "metrics.jsonl", (old, old))
     assert read_run(path).status == "running"
     assert "still going, or was broken off within the last minute" in words_of(path)
@@ -301,7 +304,7 @@ def test_a_row_of_a_comparison_that_still_trains_is_not_broken_off(tmp_path: Pat
     (begun / "metrics.jsonl").unlink()
     (begun / "heartbeats").mkdir()
     (begun / "heartbeats/0").write_text("")
-    assert reading.how_it_ended(begun, {}) == ("running", "")
+    assert read_runs.how_it_ended(begun, {}) == ("running", "")
     assert read_run(make_run(tmp_path / "run", status="")).status == "running"
 
 
@@ -318,17 +321,17 @@ def test_a_run_with_images_held_out_shows_what_it_reached_on_those(tmp_path: Pat
         line["test_loss"] = line["test_accuracy"] = None
     write_lines(path / "metrics.jsonl", lines)
     assert "Its held-out accuracy is 75.00 %" in words_of(path)
-    upper, lower = pictures.learning(read_run(path), "iterations").axes
+    upper, lower = run_pictures.learning(read_run(path), "iterations").axes
     assert lower.get_ylabel() == "held-out accuracy %"
     assert set(lower.lines[0].get_ydata()) == {75.0}
     assert len(upper.lines) > 1
     # Beside others: along the way what it was judged on, in the end the test images.
     other = make_run(tmp_path / "other")
     both = [read_run(path), read_run(other)]
-    _, lower = several.learned(both, "iterations").axes
+    _, lower = several_runs.learned(both, "iterations").axes
     assert lower.get_ylabel() == "test or held-out accuracy %"
     assert all(len(line.get_ydata()) for line in lower.lines)
-    table = several.table_of(both)
+    table = several_runs.table_of(both)
     assert table.rows[0][4] == table.rows[1][4] == 100 * both[1].final_accuracy
     assert "--val-share" in table.notes[1]
 
@@ -373,7 +376,7 @@ def test_settings_of_another_version_are_all_shown(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", iterations=2)
     config = (path / "config.toml").read_text().replace('"recipe"', '"banquet"')
     (path / "config.toml").write_text("new-flag = 3\n" + config)
-    table = single.settings_table(read_run(path))
+    table = one_run.settings_table(read_run(path))
     assert ("new-flag", "3", None) in table.rows and len(table.rows) > 50
 
 
@@ -459,7 +462,7 @@ def test_a_page_that_cant_be_written_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_run(tmp_path / "run", iterations=2)
-    monkeypatch.setattr(writing, "page_of", lambda *_: Page("", "", (), ()))
+    monkeypatch.setattr(write_report, "page_of", lambda *_: Page("", "", (), ()))
     code, line = refused(capsys, path, "--output", tmp_path / "no/where.html")
     assert code == USAGE and "--output" in line
     assert "--png" in refused(capsys, path, "--png", path / "config.toml")[1]
@@ -474,7 +477,7 @@ def test_a_page_that_cant_be_written_is_one_line(
 def test_several_runs_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path / "x/run", iterations=6, delay=Delay(3, "local", 50))
     broken_off = make_run(tmp_path / "y/run", iterations=4, status="", ranks=False, method="dense")
-    old = time.time() - 2 * reading.ALIVE_S
+    old = time.time() - 2 * read_runs.ALIVE_S
     os.utime(broken_off / "metrics.jsonl", (old, old))
     monkeypatch.chdir(tmp_path)
     assert program.main(["x/run", "y/run", "--csv", "both.csv"]) == 0
@@ -605,8 +608,8 @@ def test_columns_of_long_runs_are_means() -> None:
 def test_layers_of_a_long_run_are_read_here_and_there(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", iterations=300)
     found = read_run(path)
-    wanted = single.wanted_iterations(found)
-    assert len(wanted) <= 2 * single.LAYER_COLUMNS and wanted[-1] == 300
+    wanted = one_run.wanted_iterations(found)
+    assert len(wanted) <= 2 * one_run.LAYER_COLUMNS and wanted[-1] == 300
     # What is passed over isn't even parsed.
     lines = (path / "layers.jsonl").read_text().splitlines()
     passed = next(k for k in range(2, 300) if k not in wanted)

@@ -15,9 +15,9 @@ from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.tools.drawing import legend_above, look_of, marker_of, new_figure, plain
+from prunex_mpi.tools.report.one_run import listed
 from prunex_mpi.tools.report.page import Page, Picture, Section
 from prunex_mpi.tools.report.read_runs import shown
-from prunex_mpi.tools.report.words import listed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""Read the files of a run, however long they are and however the run ended.
+"""Read the files of runs, however long they are and however a run ended; thin out what is long.
 
 Nothing is held but columns of numbers. What a job is writing just now may end in half a line; any
 other line that can't be read is refused.
@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,12 @@ ENDS = {
     "preempted": "it was preempted",
 }
 BEGIN = b'{"iteration": '
+# Columns of points over the width of a picture; each keeps its lowest and its highest.
+COLUMNS = 260
 
 
 class NothingYet(UserError):
-    """Say of a run that it has nothing to show."""
+    """A run has nothing to show yet."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Run:
         return np.full(len(self.iterations), np.nan) if found is None else found
 
     def has(self, name: str) -> bool:
-        """Say whether any outer iteration has such a number."""
+        """Return whether any outer iteration has such a number."""
         return bool(np.isfinite(self.column(name)).any())
 
     @property
@@ -131,6 +133,36 @@ class Layers:
 def shown(path: Path | str) -> str:
     """Return a name as text that any file takes, whatever bytes it is made of."""
     return os.fsencode(path).decode("utf-8", "replace")
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Return the runs in these folders, each under a name of its own; raise UserError.
+
+    Of several, those that have nothing to show are left out, with a line that says so.
+    """
+    whole = [path.resolve() for path in paths]
+    for i, path in enumerate(whole):
+        if path in whole[:i]:
+            raise UserError(f"{quote(shown(paths[i]), 250)} is given twice; give it once")
+    runs: list[Run] = []
+    for path in paths:
+        try:
+            runs.append(read_run(path))
+        except NothingYet as error:
+            if len(paths) == 1:
+                raise
+            print(f"left out: {error}", flush=True)
+    if not runs:
+        raise UserError("none of these runs has a finished outer iteration to show", UNREADABLE)
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        # As many folders above as it takes to tell them apart.
+        most = max(len(path.parts) for path in whole)
+        for depth in range(2, most + 1):
+            names = [shown(Path(*run.path.resolve().parts[-depth:])) for run in runs]
+            if len(set(names)) == len(names):
+                break
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
 def read_run(path: Path) -> Run:
@@ -368,3 +400,49 @@ def rank_record(record: Mapping[str, Any]) -> RankRecord:
     hosts = tuple(str(host) for host in record.get("hosts") or ())
     parts = (arrays("work"), arrays("exchange"), arrays("residuals"))
     return RankRecord(int(record["iteration"]), node, *parts, hosts, broadcast)
+
+
+# --------------------------------------------------------------------------------------------------
+# Long runs: no more than a screen can show, and nothing that sticks out is lost
+# --------------------------------------------------------------------------------------------------
+
+
+def thin(x: np.ndarray, y: np.ndarray, columns: int = COLUMNS) -> tuple[np.ndarray, np.ndarray]:
+    """Return at most two points per column, its extremes in their order, first and last kept.
+
+    x rises. Points without a finite y are left out first.
+    """
+    there = np.isfinite(x) & np.isfinite(y)
+    x, y = x[there], y[there]
+    if len(x) <= 2 * columns or x[-1] <= x[0]:
+        return x, y
+    column = np.minimum(((x - x[0]) / (x[-1] - x[0]) * columns).astype(int), columns - 1)
+    starts = np.flatnonzero(np.diff(column, prepend=-1))
+    kept = {0, len(x) - 1}
+    for begin, end in zip(starts, [*starts[1:], len(x)], strict=True):
+        kept.add(begin + int(np.argmin(y[begin:end])))
+        kept.add(begin + int(np.argmax(y[begin:end])))
+    places = np.array(sorted(kept))
+    return x[places], y[places]
+
+
+def starts_of(size: int, columns: int) -> np.ndarray:
+    """Return where each of at most so many columns of `size` points begins."""
+    count = min(size, columns)
+    return np.unique((np.arange(count) * size / count).astype(int))
+
+
+def binned(iterations: np.ndarray, columns: int = COLUMNS) -> tuple[np.ndarray, np.ndarray]:
+    """Return the borders of at most `columns` columns of iterations, and where each begins.
+
+    The borders lie half an iteration before the first and after the last of a column.
+    """
+    starts = starts_of(len(iterations), columns)
+    edges = np.append(iterations[starts], iterations[-1] + 1) - 0.5
+    return edges, starts
+
+
+def means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Return the mean of each column, which begins at `starts`; NaN counts as 0."""
+    counts = np.diff(np.append(starts, len(values)))
+    return np.add.reduceat(np.nan_to_num(values), starts) / counts

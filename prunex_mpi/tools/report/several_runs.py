@@ -8,8 +8,8 @@ import numpy as np
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.tools.drawing import legend_above, look_of, marker_of, name_bars, new_figure, plain
-from prunex_mpi.tools.report import run_pictures as pictures
-from prunex_mpi.tools.report.one_run import value_words
+from prunex_mpi.tools.report import run_pictures
+from prunex_mpi.tools.report.one_run import duration_words, ending, listed, value_words
 from prunex_mpi.tools.report.page import Page, Section, pictures_of
 from prunex_mpi.tools.report.read_runs import Run, read_ranks, shown
 from prunex_mpi.tools.report.run_pictures import (
@@ -21,7 +21,6 @@ from prunex_mpi.tools.report.run_pictures import (
     widen,
 )
 from prunex_mpi.tools.report.stragglers import Blame, find_blame
-from prunex_mpi.tools.report.words import duration_words, ending, listed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,8 +92,8 @@ def lead(runs: Sequence[Run]) -> list[str]:
     # What was broken off early has cost little.
     judged = [run for run in runs if run.complete] or runs
     accuracy = {run.name: run.final_accuracy for run in judged}
-    sizes = {run.name: float(pictures.sent_bytes(run)[-1]) for run in judged}
-    seconds = {run.name: float(pictures.trained_seconds(run)[-1]) for run in judged}
+    sizes = {run.name: float(run_pictures.sent_bytes(run)[-1]) for run in judged}
+    seconds = {run.name: float(run_pictures.trained_seconds(run)[-1]) for run in judged}
     known = {name: value for name, value in accuracy.items() if np.isfinite(value)}
     if known:
         best = max(known, key=lambda name: known[name])
@@ -146,7 +145,7 @@ def learned(runs: Sequence[Run], axis: str) -> "Figure | None":
     upper.set_ylabel("training loss")
     lower.set_ylabel(f"{judged_on(runs)} accuracy %")
     if axis == "iterations":
-        pictures.count_iterations(lower)
+        run_pictures.count_iterations(lower)
     lower.set_xlabel(word)
     legend_above(upper, 3)
     return figure
@@ -167,7 +166,7 @@ def curves(
     if scale == "linear":
         panel.set_ylim(bottom=0)
     panel.set_ylabel(word)
-    pictures.count_iterations(panel)
+    run_pictures.count_iterations(panel)
     legend_above(panel, 3)
     return figure
 
@@ -175,7 +174,7 @@ def curves(
 def payload(runs: Sequence[Run]) -> "Figure | None":
     """Draw what a leader hands over in each outer iteration."""
     most = max(float(np.nanmax(np.nan_to_num(run.column("bytes.payload")))) for run in runs)
-    size, unit = pictures.unit_of_bytes(most)
+    size, unit = run_pictures.unit_of_bytes(most)
     word = f"{unit} per leader, between nodes"
     return curves(runs, word, lambda run: run.column("bytes.payload") / size)
 
@@ -201,7 +200,7 @@ def durations(runs: Sequence[Run]) -> "Figure | None":
         p: np.array([np.nan_to_num(run.column(f"seconds.{p}")).mean() for run in runs])
         for p in phases
     }
-    size, unit = pictures.unit_of_seconds(float(sum(rows.values()).max()))
+    size, unit = run_pictures.unit_of_seconds(float(sum(rows.values()).max()))
     figure = new_figure(1.5 + 0.3 * max(3, len(runs)))
     panel = figure.subplots()
     base = np.zeros(len(runs))

@@ -1,8 +1,8 @@
-"""Read what is to be shown, make the page, write it."""
+"""Flags of `python -m prunex_mpi.report`; read what is to be shown, make the page, write it."""
 
 import csv
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,16 +10,61 @@ import numpy as np
 from prunex_mpi.base.alone import require_packages
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.units import KIB
+from prunex_mpi.settings.parser import Parser, program_parser
 from prunex_mpi.tools.drawing import MOST_CURVES, styled
-from prunex_mpi.tools.report import comparisons as comparison
-from prunex_mpi.tools.report import one_run as single
-from prunex_mpi.tools.report import several_runs as several
+from prunex_mpi.tools.report import comparisons, one_run, several_runs
 from prunex_mpi.tools.report.page import Page, to_html, write_pngs
-from prunex_mpi.tools.report.read_runs import NothingYet, Run, read_run, shown
-from prunex_mpi.tools.report.report_options import PAGE, Options
+from prunex_mpi.tools.report.read_runs import Run, read_runs, shown
+
+PAGE = "report.html"
 
 
-def report(options: Options) -> None:
+@dataclass(frozen=True)
+class Options:
+    """What to show, and where to write it; "" for the page's usual place, or for none."""
+
+    sources: tuple[Path, ...]
+    output: str
+    png: str
+    csv: str
+
+
+def build_parser() -> Parser:
+    """Return the parser of the flags of report."""
+    parser = program_parser(
+        "report",
+        "Show what happened in runs: one HTML page with pictures and tables that needs no network. "
+        "Runs that are still going or ended badly are shown as well.",
+        "Of several runs the curves are drawn together.",
+    )
+    add = parser.add_argument
+    add(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="folder of a run, or a file that bench compare --json has written",
+    )
+    add(
+        "--output",
+        default="",
+        metavar="FILE",
+        help=f"where the page goes [{PAGE} in the folder of the one run, else in this folder]",
+    )
+    add("--png", default="", metavar="DIR", help="write the pictures into this folder as well")
+    add("--csv", default="", metavar="FILE", help="write metrics.jsonl of the runs as CSV as well")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Return what `argv` (without the program's name) asks for.
+
+    Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
+    """
+    given = build_parser().parse_all(argv)
+    return Options(tuple(map(Path, given.runs)), given.output, given.png, given.csv)
+
+
+def write_report(options: Options) -> None:
     """Write the page, and what else was asked for; raise UserError."""
     require_packages("report", "report", "matplotlib", "jinja2")
     files = [source for source in options.sources if source.is_file()]
@@ -54,52 +99,22 @@ def report(options: Options) -> None:
         print(f"metrics written to {shown(options.csv)}", flush=True)
 
 
-def page_of(comparisons: Sequence[Path], runs: Sequence[Run]) -> Page:
-    """Return the page of comparisons, of one run or of several."""
-    if comparisons:
-        return comparison.page_of(comparisons)
-    return several.page_of(runs) if len(runs) > 1 else single.page_of(runs[0])
-
-
-def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Return the runs in these folders, each under a name of its own; raise UserError.
-
-    Of several, those that have nothing to show are left out, with a line that says so.
-    """
-    whole = [path.resolve() for path in paths]
-    for i, path in enumerate(whole):
-        if path in whole[:i]:
-            raise UserError(f"{quote(shown(paths[i]), 250)} is given twice; give it once")
-    runs: list[Run] = []
-    for path in paths:
-        try:
-            runs.append(read_run(path))
-        except NothingYet as error:
-            if len(paths) == 1:
-                raise
-            print(f"left out: {error}", flush=True)
-    if not runs:
-        raise UserError("none of these runs has a finished outer iteration to show", UNREADABLE)
-    names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        # As many folders above as it takes to tell them apart.
-        most = max(len(path.parts) for path in whole)
-        for depth in range(2, most + 1):
-            names = [shown(Path(*run.path.resolve().parts[-depth:])) for run in runs]
-            if len(set(names)) == len(names):
-                break
-    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+def page_of(files: Sequence[Path], runs: Sequence[Run]) -> Page:
+    """Return the page of comparisons, of one run or of several_runs."""
+    if files:
+        return comparisons.page_of(files)
+    return several_runs.page_of(runs) if len(runs) > 1 else one_run.page_of(runs[0])
 
 
 def write_csv(path: str, runs: Sequence[Run]) -> None:
     """Write the metrics of runs, a line per outer iteration; empty where there is no number."""
     names = list(dict.fromkeys(name for run in runs for name in run.columns))
     whole = {n for n in names if n in ("iteration", "frozen") or n.startswith("bytes.")}
-    several = len(runs) > 1
+    many = len(runs) > 1
     try:
         with open(path, "w", encoding="utf-8", errors="replace", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow([*(["run"] if several else []), *names])
+            writer.writerow([*(["run"] if many else []), *names])
             for run in runs:
                 columns = [run.column(name) for name in names]
                 for i in range(len(run.iterations)):
@@ -107,7 +122,7 @@ def write_csv(path: str, runs: Sequence[Run]) -> None:
                         _cell(column[i], name in whole)
                         for name, column in zip(names, columns, strict=True)
                     ]
-                    writer.writerow([*([run.name] if several else []), *cells])
+                    writer.writerow([*([run.name] if many else []), *cells])
     except OSError as error:
         where = quote(path, 250)
         raise UserError(f"--csv {where}: {error.strerror}; choose another", UNREADABLE) from None
