@@ -67,12 +67,4 @@ def parse(argv: Sequence[str]) -> Options:
     given = build_parser().parse_all(argv)
     check_range(given, "images", 0, MAX_COUNT)
     check_range(given, "repeat", 0, MAX_COUNT)
-    return Options(
-        run=Path(given.run),
-        data_dir=given.data_dir,
-        onnx=given.onnx,
-        torch_export=given.torch_export,
-        images=given.images,
-        device=given.device,
-        repeat=given.repeat,
-    )
+    return Options(**{**vars(given), "run": Path(given.run)})

@@ -29,7 +29,7 @@ from prunex_mpi.pruning.projection import group_energies, select
 from prunex_mpi.pruning.removable import judge
 from prunex_mpi.pruning.shrink import sizes_in_all, smaller_sizes, smaller_tensors
 from prunex_mpi.pruning.trial import Rules, attempt, find_coupling_by, find_rules
-from prunex_mpi.tools.export_files import write_network
+from prunex_mpi.tools.export_run import write_network
 
 CLASSES = 5
 # As little as export's proof allows.

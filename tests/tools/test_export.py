@@ -22,7 +22,7 @@ from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model
 from prunex_mpi.pruning import removable
 from prunex_mpi.run import finished_run
-from prunex_mpi.tools import export_files
+from prunex_mpi.tools import export_run
 from prunex_mpi.tools.export_proof import EXACT, ROUNDINGS, count_multiply_adds, prove
 
 OUR_OWN = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "harness")]
@@ -297,7 +297,7 @@ def test_other_formats_compute_the_same(own_run: Path, capsys: pytest.CaptureFix
 def test_missing_packages_for_onnx_are_named(
     own_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(export_files, "ONNX_PACKAGES", ("json", "no_such_onnx"))
+    monkeypatch.setattr(export_run, "ONNX_PACKAGES", ("json", "no_such_onnx"))
     line = refused(capsys, USAGE, str(own_run), "--onnx")
     assert "--onnx needs no_such_onnx: pip install" in line
 
@@ -403,7 +403,7 @@ def test_a_full_disk_is_one_line(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export_files, "save_tensors", full)
+    monkeypatch.setattr(export_run, "save_tensors", full)
     assert "can't be written: No space left on device" in refused(capsys, FAILURE, str(own_run))
     assert not list(own_run.glob("model*"))
 
