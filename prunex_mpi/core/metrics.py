@@ -2,15 +2,15 @@
 
 from typing import Any
 
+from prunex_mpi.base.phases import PHASES as RANK_PHASES
 from prunex_mpi.compress.support import PRUNED
 from prunex_mpi.core.residuals import RESIDUALS, Residuals
 from prunex_mpi.core.state import State, Work
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.settings.methods import CONSENSUS
 
-PHASES = ("local", "intra", "project", "inter", "dual", "evaluate", "setup", "total")
-# Of each rank apart; what a method does once to begin is in none of them.
-RANK_PHASES = PHASES[:-2]
+# What a method does once to begin is no rank's alone.
+PHASES = (*RANK_PHASES, "setup", "total")
 KINDS = ("dense", "payload", "sent", "mask", "intra", "evaluate", "setup")
 
 

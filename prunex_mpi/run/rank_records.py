@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from prunex_mpi.base.phases import PHASES
 from prunex_mpi.comm.agreement import gather_text
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.metrics import RANK_PHASES
 from prunex_mpi.core.residuals import RESIDUALS
 
 PARTS = ("work", "exchange")
@@ -26,7 +26,7 @@ class RankRecords:
     def __init__(self, topology: Topology) -> None:
         self.world = topology.world
         self.begins, self.every = True, -(-self.world.size // RANKS_EACH)
-        columns = len(PARTS) * len(RANK_PHASES) + 1 + len(RESIDUALS)
+        columns = len(PARTS) * len(PHASES) + 1 + len(RESIDUALS)
         self.mine = np.zeros(columns)
         self.everyone = np.zeros((self.world.size if self.world.rank == 0 else 0, columns))
         nodes = np.zeros(self.world.size, dtype=np.int64)
@@ -47,7 +47,7 @@ class RankRecords:
         if iteration % self.every and not self.begins:
             return None
         self.begins = False
-        values = [rank[part][phase] for part in PARTS for phase in RANK_PHASES]
+        values = [rank[part][phase] for part in PARTS for phase in PHASES]
         values.append(rank["broadcast"])
         self.mine[: len(values)] = values
         self.mine[len(values) :] = [rank["residuals"].get(name, 0.0) for name in RESIDUALS]
@@ -59,7 +59,7 @@ class RankRecords:
         if self.hosts:
             row["hosts"], self.hosts = self.hosts, []
         for part in PARTS:
-            row[part] = {phase: rounded(next(columns)) for phase in RANK_PHASES}
+            row[part] = {phase: rounded(next(columns)) for phase in PHASES}
         row["broadcast"] = rounded(next(columns))
         found = {
             name: [float(f"{x:.{DIGITS}g}") for x in next(columns).tolist()] for name in RESIDUALS

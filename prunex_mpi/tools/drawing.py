@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's, told apart by those who cannot see red and green; then other dashes.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Of the phases of an outer iteration.
+PHASE_COLOURS = {
+    "local": COLOURS[0],
+    "intra": COLOURS[5],
+    "project": COLOURS[2],
+    "inter": COLOURS[1],
+    "dual": COLOURS[3],
+    "evaluate": COLOURS[4],
+    "setup": COLOURS[6],
+}
 DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 # So many curves can be told apart.

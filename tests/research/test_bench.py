@@ -152,7 +152,7 @@ def test_overhead_trains_with_the_driver_before_and_after_the_freeze(alone):
     assert column(table, "freeze") == ["before", "after"]
     for row in table.rows:
         named = dict(zip(table.columns, row, strict=True))
-        consensus = sum(named[f"{phase} ms"] for phase in overhead.CONSENSUS) / 1e3
+        consensus = sum(named[f"{phase} ms"] for phase in overhead.CONSENSUS_PHASES) / 1e3
         share = 100 * consensus / (named["local s"] + consensus)
         assert named["share %"] == pytest.approx(share)
         assert 0 < share < 100

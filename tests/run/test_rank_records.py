@@ -13,8 +13,8 @@ from small_runs import SCENARIOS, small_run
 from mpi4py import MPI
 
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.phases import PHASES
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.metrics import RANK_PHASES
 from prunex_mpi.core.residuals import RESIDUALS
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.run import rank_records
@@ -60,7 +60,7 @@ def test_work_and_messages_are_all_that_a_rank_does_in_a_phase(
     with nodes_of(each) as topology:
         for record, row in drive(topology, scenario):
             mine = record["rank"]
-            for phase in RANK_PHASES:
+            for phase in PHASES:
                 whole = mine["work"][phase] + mine["exchange"][phase]
                 assert whole == pytest.approx(record["seconds"][phase], abs=1e-9)
                 assert min(mine["work"][phase], mine["exchange"][phase]) >= -1e-9
@@ -84,7 +84,7 @@ def test_work_and_messages_are_all_that_a_rank_does_in_a_phase(
             assert row["broadcast"][0] == pytest.approx(mine["broadcast"], abs=1e-6)
             assert len(row["broadcast"]) == WORLD.size
             for part in ("work", "exchange"):
-                assert list(row[part]) == list(RANK_PHASES)
+                assert list(row[part]) == list(PHASES)
                 for phase, seconds in row[part].items():
                     assert len(seconds) == WORLD.size
                     assert seconds[0] == pytest.approx(mine[part][phase], abs=1e-6)
@@ -182,9 +182,7 @@ def test_the_hosts_are_those_of_the_nodes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(socket, "gethostname", lambda: f"host-{WORLD.rank}")
     with nodes_of(2) as topology:
         rows = RankRecords(topology)
-        rank: dict[str, Any] = {
-            part: dict.fromkeys(RANK_PHASES, 0.0) for part in ("work", "exchange")
-        }
+        rank: dict[str, Any] = {part: dict.fromkeys(PHASES, 0.0) for part in ("work", "exchange")}
         rank |= {"broadcast": 0.0, "residuals": {}}
         row = rows.gather(7, rank)
         if row is not None:
@@ -200,9 +198,7 @@ def test_many_ranks_have_no_row_in_every_outer_iteration(monkeypatch: pytest.Mon
     monkeypatch.setattr(rank_records, "RANKS_EACH", 1)
     with nodes_of(2) as topology:
         rows = RankRecords(topology)
-        rank: dict[str, Any] = {
-            part: dict.fromkeys(RANK_PHASES, 0.0) for part in ("work", "exchange")
-        }
+        rank: dict[str, Any] = {part: dict.fromkeys(PHASES, 0.0) for part in ("work", "exchange")}
         rank |= {"broadcast": 0.0, "residuals": {}}
         found = [rows.gather(iteration, rank) for iteration in range(5, 14)]
         if WORLD.rank == 0:

@@ -170,7 +170,7 @@ def test_the_first_paragraph_answers(written: Path) -> None:
         "test accuracy is 91.02 %",
         "66.6 % of the 80.00 MiB of a dense model",
         "% into the local steps",
-        "held up most by rank 2 on node01 in corrections and norms",
+        "waited most for rank 2 on node01 in corrections and norms",
         "Pruned were 480 of 960 prunable weights",
         "fixed since iteration 15",
     ):

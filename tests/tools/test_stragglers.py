@@ -1,15 +1,15 @@
-"""Blame: who held the others up is found again in records of jobs with an injected delay."""
+"""Ranks that the others waited for are found in records of jobs with an injected delay."""
 
 import numpy as np
 import pytest
 from recorded import Delay, rank_lines
 
-from prunex_mpi.tools.report import stragglers as blame
+from prunex_mpi.base.phases import PHASES
+from prunex_mpi.tools.report import stragglers
 from prunex_mpi.tools.report.read_runs import rank_record
 from prunex_mpi.tools.report.stragglers import (
-    PHASES,
     RankRecord,
-    find_blame,
+    find_stragglers,
     ranges,
     split_exchange,
 )
@@ -30,9 +30,9 @@ def record(
 
 def charged(*records: RankRecord) -> dict[tuple[str, int], float]:
     """Return what was charged, rounded to microseconds."""
-    found = find_blame(records)
+    found = find_stragglers(records)
     assert found is not None
-    return {(s.phase, s.rank): round(s.seconds, 6) for s in found.suspects}
+    return {(s.phase, s.rank): round(s.seconds, 6) for s in found.stragglers}
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -47,20 +47,20 @@ def test_the_culprit_of_a_drawn_delay_is_the_first_or_second_suspect(seed: int) 
             float(rng.uniform(5, 50)),
             float(rng.choice([1.0, 0.3])),
         )
-        found = find_blame(map(rank_record, rank_lines(rng, nodes, 25, delay)))
+        found = find_stragglers(map(rank_record, rank_lines(rng, nodes, 25, delay)))
         assert found is not None
-        if (delay.phase, delay.rank) not in [(s.phase, s.rank) for s in found.suspects[:2]]:
+        if (delay.phase, delay.rank) not in [(s.phase, s.rank) for s in found.stragglers[:2]]:
             missed.append((nodes, delay))
     assert len(missed) <= TRIALS - RIGHT, missed
 
 
 def test_a_job_without_a_delay_blames_nobody_for_much() -> None:
     rng = np.random.default_rng(0)
-    found = find_blame(map(rank_record, rank_lines(rng, (2, 2), 40)))
-    delayed = find_blame(map(rank_record, rank_lines(rng, (2, 2), 40, Delay(1, "local", 30))))
+    found = find_stragglers(map(rank_record, rank_lines(rng, (2, 2), 40)))
+    delayed = find_stragglers(map(rank_record, rank_lines(rng, (2, 2), 40, Delay(1, "local", 30))))
     assert found is not None and delayed is not None
-    assert delayed.suspects[0].seconds > 0.9 * 40 * 0.03
-    assert found.suspects[0].seconds < delayed.suspects[0].seconds / 3
+    assert delayed.stragglers[0].seconds > 0.9 * 40 * 0.03
+    assert found.stragglers[0].seconds < delayed.stragglers[0].seconds / 3
 
 
 def test_the_last_of_two_ranks_is_charged_with_what_it_took_longer() -> None:
@@ -95,40 +95,42 @@ def test_the_only_leader_is_held_against_its_usual_time() -> None:
     records = [
         record(k, [0, 0, 0], {"project": [9.0 if k == 4 else 5.0, 1, 1]}) for k in range(1, 8)
     ]
-    found = find_blame(records)
+    found = find_stragglers(records)
     assert found is not None
-    (suspect,) = found.suspects
-    assert (suspect.rank, suspect.seconds, suspect.iterations) == (0, 4.0, (4,))
+    (straggler,) = found.stragglers
+    assert (straggler.rank, straggler.seconds, straggler.iterations) == (0, 4.0, (4,))
 
 
 def test_several_leaders_of_a_node_are_likes() -> None:
     work = {"inter": [5.0, 5.0, 1.0, 5.0, 8.0, 1.0]}
-    found = find_blame([record(1, [0, 0, 0, 1, 1, 1], work)], leaders=2)
+    found = find_stragglers([record(1, [0, 0, 0, 1, 1, 1], work)], leaders=2)
     assert found is not None
-    assert [(s.rank, s.seconds) for s in found.suspects] == [(4, 3.0)]
+    assert [(s.rank, s.seconds) for s in found.stragglers] == [(4, 3.0)]
 
 
-def test_suspects_name_host_and_iterations() -> None:
+def test_stragglers_name_host_and_iterations() -> None:
     quick, slow = {"local": [1.0, 1.0]}, {"local": [1.0, 2.0]}
-    found = find_blame([record(k, [0, 1], slow if k in (2, 3) else quick) for k in range(1, 5)])
+    found = find_stragglers(
+        [record(k, [0, 1], slow if k in (2, 3) else quick) for k in range(1, 5)]
+    )
     assert found is not None
-    (suspect,) = found.suspects
-    assert (suspect.host, suspect.iterations, found.iterations) == ("beta", (2, 3), 4)
+    (straggler,) = found.stragglers
+    assert (straggler.host, straggler.iterations, found.iterations) == ("beta", (2, 3), 4)
 
 
 def test_a_job_that_goes_on_with_other_ranks_is_walked_as_well(monkeypatch) -> None:
-    monkeypatch.setattr(blame, "BLOCK", 2)
+    monkeypatch.setattr(stragglers, "BLOCK", 2)
     few = [record(k, [0, 1], {"local": [1.0, 2.0]}) for k in (1, 2, 3)]
     many = [record(k, [0, 0, 1], {"local": [1.0, 1.0, 4.0]}) for k in (4, 5)]
-    found = find_blame([*few, *many])
+    found = find_stragglers([*few, *many])
     assert found is not None
     assert (found.ranks, found.iterations, found.hosts) == (3, 5, ("alpha", "alpha", "beta"))
-    assert {(s.rank, round(s.seconds, 6)) for s in found.suspects} == {(2, 6.0), (1, 3.0)}
+    assert {(s.rank, round(s.seconds, 6)) for s in found.stragglers} == {(2, 6.0), (1, 3.0)}
     assert found.work["local"].tolist() == [5.0, 8.0, 8.0]
 
 
 def test_nothing_is_said_of_no_records() -> None:
-    assert find_blame([]) is None
+    assert find_stragglers([]) is None
 
 
 def test_waiting_is_what_the_least_in_a_collective_is_exceeded_by() -> None:

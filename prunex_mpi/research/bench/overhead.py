@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, UserError
+from prunex_mpi.base.phases import CONSENSUS_PHASES
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.core.loading import load_dataset
@@ -41,7 +42,6 @@ from prunex_mpi.tools.timing import Action
 AIM_PERCENT = 5.0
 # A quarter of an epoch of CIFAR-10's 50,000 images on 4 ranks at batch 32.
 FULL_STEPS = 98
-CONSENSUS = ("intra", "project", "inter", "dual")
 # Outer iterations measured before and after the freeze.
 MEASURED = 2
 
@@ -71,12 +71,12 @@ def overhead(bench: Bench) -> list[Table]:
         for stage, measured in stages.items():
             phases = {
                 phase: min(record["seconds"][phase] for record in measured)
-                for phase in ("local", *CONSENSUS)
+                for phase in ("local", *CONSENSUS_PHASES)
             }
             local = phases["local"] * FULL_STEPS / bench.steps
-            consensus = sum(phases[phase] for phase in CONSENSUS)
+            consensus = sum(phases[phase] for phase in CONSENSUS_PHASES)
             share = 100 * consensus / (local + consensus)
-            milliseconds = (1e3 * phases[phase] for phase in CONSENSUS)
+            milliseconds = (1e3 * phases[phase] for phase in CONSENSUS_PHASES)
             rows.append((name, stage, local, *milliseconds, share, AIM_PERCENT))
     return [
         Table(
@@ -86,7 +86,7 @@ def overhead(bench: Bench) -> list[Table]:
                 "model",
                 "freeze",
                 "local s",
-                *(f"{phase} ms" for phase in CONSENSUS),
+                *(f"{phase} ms" for phase in CONSENSUS_PHASES),
                 "share %",
                 "aim %",
             ),

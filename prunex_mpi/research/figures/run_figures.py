@@ -19,6 +19,7 @@ from prunex_mpi.checks.findings import listed
 from prunex_mpi.settings.methods import PER_STEP
 from prunex_mpi.tools.drawing import (
     COLOURS,
+    PHASE_COLOURS,
     SHADES,
     legend_above,
     marker_of,
@@ -68,14 +69,16 @@ VOLUMES = {
     "wide_resnet50_2": "14.88 → 5.97 GB",
     "resnet152": "13.00 → 5.21 GB",
 }
+# Of the time of communication: words and the paper's shares, by phase; the broadcast is phase 4's.
 PARTS = {
-    "inter": ("between nodes", "#D55E00", "68.4 %"),
-    "broadcast": ("broadcast in the node", "#E69F00", "13.8 %"),
-    "intra": ("inside the node, gradients included", "#56B4E9", "17.8 %"),
-    "local": ("agreement in the local steps", "#0072B2", NONE),
-    "project": ("mask agreement", "#009E73", NONE),
-    "dual": ("loss and norms", "#CC79A7", NONE),
+    "inter": ("between nodes", "68.4 %"),
+    "broadcast": ("broadcast in the node", "13.8 %"),
+    "intra": ("inside the node, gradients included", "17.8 %"),
+    "local": ("agreement in the local steps", NONE),
+    "project": ("mask agreement", NONE),
+    "dual": ("loss and norms", NONE),
 }
+PART_COLOURS = {**PHASE_COLOURS, "broadcast": COLOURS[4]}
 DECAY = "from 1e0 to 1e-2"
 DECAY_WHY = "norms grow with the network and with what local steps move"
 # Of figure 13.
@@ -357,16 +360,18 @@ def split(runs: Sequence[Run]) -> Drawn:
                 paper,
                 setup_words(run, ranks_of(run)) if paper != NONE else "",
             )
-            for part, (word, _, paper) in PARTS.items()
+            for part, (word, paper) in PARTS.items()
             if shares[-1].get(part)
         ]
     figure = new_figure(1.6 + 0.4 * max(2, len(runs)))
     panel = figure.subplots()
     base = np.zeros(len(runs))
-    for part, (word, colour, _) in PARTS.items():
+    for part, (word, _) in PARTS.items():
         width = np.array([100 * share.get(part, 0.0) for share in shares])
         if width.any():
-            panel.barh(range(len(runs)), width, left=base, height=0.7, color=colour, label=word)
+            panel.barh(
+                range(len(runs)), width, left=base, height=0.7, color=PART_COLOURS[part], label=word
+            )
             base += width
     name_bars(panel, [label(number, run) for number, run in enumerate(runs)])
     panel.set_xlim(0, 100)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.phases import IN_SENTENCES, PHASES
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.run.closing import closing_rows
 from prunex_mpi.settings.fields import FIELDS, key_of
@@ -25,7 +26,7 @@ from prunex_mpi.tools.report.read_runs import (
     tomllib,
 )
 from prunex_mpi.tools.report.run_pictures import freeze_iteration, phases_of, unit_of_bytes
-from prunex_mpi.tools.report.stragglers import PHASES, Blame, Suspect, find_blame, ranges
+from prunex_mpi.tools.report.stragglers import RankTimes, Straggler, find_stragglers, ranges
 
 # Columns of a picture of all layers.
 LAYER_COLUMNS = 240
@@ -33,18 +34,9 @@ LAYER_COLUMNS = 240
 UNINTERESTING = ("run_dir", "resume", "dry_run", "preset", "method")
 BAD = ("diverged", "broken off", "preempted", "running")
 NO_RANKS = (
-    f"The run has no {RANKS}, in which later versions record every rank's seconds: who held the "
-    "others up can't be told."
+    f"The run has no {RANKS}, in which the seconds of every rank are recorded: which ranks the "
+    "others waited for can't be told."
 )
-PHASE_PLACES = {
-    "local": "the local steps",
-    "intra": "the exchange inside nodes",
-    "project": "projection and masks",
-    "inter": "the exchange between nodes",
-    "dual": "corrections and norms",
-    "evaluate": "evaluation",
-    "setup": "setting up the method",
-}
 # The part of a run at its end by which it is judged whether it still moves.
 END = 5
 # What is lost through a rank is worth a word from this part of all seconds on.
@@ -56,16 +48,16 @@ def page_of(run: Run) -> Page:
     """Return the page of a run, having read the rest of its files; raise UserError."""
     layers = read_layers(run.path, wanted_iterations(run))
     per_rank = run_pictures.RankResiduals()
-    blame = find_blame(per_rank.watch(read_ranks(run.path)), run.leaders)
-    words = lead(run, blame)
+    times = find_stragglers(per_rank.watch(read_ranks(run.path)), run.leaders)
+    words = lead(run, times)
     notices = [*([words[0]] if run.status in BAD or not run.complete else []), *run.notes]
     sections = [
         Section("Did it learn?", learning_pictures(run), [closing(run)]),
         Section("What it cost", cost_pictures(run)),
-        slow_section(blame),
+        slow_section(times),
         Section("What was pruned", pruning_pictures(run, layers)),
         Section("How far ranks and nodes agree", agreement_pictures(run, layers, per_rank)),
-        Section("Settings", (), settings_tables(run, blame)),
+        Section("Settings", (), settings_tables(run, times)),
     ]
     return Page(f"Run {run.name}", source_line(run), words, sections, notices)
 
@@ -141,63 +133,63 @@ def agreement_pictures(
     return pictures_of(found)
 
 
-def slow_section(blame: Blame | None) -> Section:
-    """Return where the ranks' time went, and who held the others up."""
-    title = "Who held the others up"
-    if blame is None:
+def slow_section(times: RankTimes | None) -> Section:
+    """Return where the ranks' time went, and which ranks the others waited for."""
+    title = "Which ranks the others waited for"
+    if times is None:
         return Section(title, text=NO_RANKS)
-    if blame.ranks == 1:
+    if times.ranks == 1:
         return Section(title, text="There was one rank, which waited for nobody.")
-    some = f"{len(run_pictures.shown_ranks(blame))} of {blame.ranks} ranks. "
+    some = f"{len(run_pictures.shown_ranks(times))} of {times.ranks} ranks. "
     found = pictures_of(
         [
             (
                 "ranks",
                 "Where the time of each rank went",
-                run_pictures.rank_seconds(blame),
-                ("" if blame.ranks <= run_pictures.MOST_BARS else some)
+                run_pictures.rank_seconds(times),
+                ("" if times.ranks <= run_pictures.MOST_BARS else some)
                 + "Transmitting: the least that any rank spent in the collectives of a phase; what "
                 "a rank spent beyond that it waited.",
             ),
             (
                 "lost",
                 "Time lost to the last rank, in each outer iteration",
-                run_pictures.lost_seconds(blame),
-                "Where ranks meet, what the last one came later than they did is charged to it, in "
-                "the phases in which it took longer than its likes.",
+                run_pictures.lost_seconds(times),
+                "Where ranks meet, what the last one came later than they did counts as its delay, "
+                "in the phases in which it took longer than its likes.",
             ),
         ]
     )
-    return Section(title, found, [suspects_table(blame), phases_table(blame)])
+    return Section(title, found, [stragglers_table(times), phases_table(times)])
 
 
-def suspects_table(blame: Blame) -> Table:
-    """Return who held the others up most."""
+def stragglers_table(times: RankTimes) -> Table:
+    """Return the ranks that the others waited for most."""
     rows: list[tuple[Cell, ...]] = [
         (
             f"{number}.",
-            PHASE_PLACES[suspect.phase],
-            suspect.rank,
-            suspect.host or None,
-            duration_words(suspect.seconds),
-            duration_words(suspect.seconds / blame.iterations),
-            iteration_words(suspect, blame),
+            IN_SENTENCES[straggler.phase],
+            straggler.rank,
+            straggler.host or None,
+            duration_words(straggler.seconds),
+            duration_words(straggler.seconds / times.iterations),
+            iteration_words(straggler, times),
         )
-        for number, suspect in enumerate(blame.suspects[:5], 1)
+        for number, straggler in enumerate(times.stragglers[:5], 1)
     ]
-    columns = ("suspect", "phase", "rank", "host", "lost", "per iteration", "in iterations")
-    title = f"Suspects, in {blame.iterations:,} recorded outer iterations"
+    columns = ("straggler", "phase", "rank", "host", "lost", "per iteration", "in iterations")
+    title = f"Stragglers, in {times.iterations:,} recorded outer iterations"
     return Table(title, columns, tuple(rows))
 
 
-def phases_table(blame: Blame) -> Table:
+def phases_table(times: RankTimes) -> Table:
     """Return the seconds of the phases: means over the ranks."""
     rows: list[tuple[Cell, ...]] = []
     for phase in PHASES:
-        parts = (blame.work, blame.waiting, blame.transmitting)
-        seconds = [float(np.sum(part.get(phase, 0))) / blame.ranks for part in parts]
+        parts = (times.work, times.waiting, times.transmitting)
+        seconds = [float(np.sum(part.get(phase, 0))) / times.ranks for part in parts]
         if any(seconds):
-            rows.append((PHASE_PLACES[phase], *map(duration_words, seconds)))
+            rows.append((IN_SENTENCES[phase], *map(duration_words, seconds)))
     columns = ("phase", "working", "waiting", "transmitting")
     return Table("Seconds of a rank, the mean of all ranks", columns, tuple(rows))
 
@@ -218,7 +210,7 @@ def closing(run: Run) -> Table:
             rows.append((f"bytes between nodes, {word}", size))
     for phase in phases_of(run):
         seconds = duration_words(float(np.nansum(run.column(f"seconds.{phase}"))))
-        rows.append((f"seconds, {PHASE_PLACES[phase]}", seconds))
+        rows.append((f"seconds, {IN_SENTENCES[phase]}", seconds))
     return Table("So far", (), tuple(rows))
 
 
@@ -231,13 +223,13 @@ def completed(run: Run) -> dict[str, Any]:
     return summary
 
 
-def settings_tables(run: Run, blame: Blame | None) -> list[Table]:
+def settings_tables(run: Run, times: RankTimes | None) -> list[Table]:
     """Return the settings that differ from the preset's, versions and topology."""
     tables = [settings_table(run)]
     if run.versions:
         rows = tuple((shown(name), str(version)) for name, version in run.versions.items())
         tables.append(Table("Versions", (), rows))
-    return [*tables, topology_table(run, blame)]
+    return [*tables, topology_table(run, times)]
 
 
 def settings_table(run: Run) -> Table:
@@ -286,14 +278,14 @@ def value_words(value: Any) -> str:
     return shown(str(value)) if value != "" else "none"
 
 
-def topology_table(run: Run, blame: Blame | None) -> Table:
+def topology_table(run: Run, times: RankTimes | None) -> Table:
     """Return which ranks lay on which nodes, as far as the files say."""
-    if blame is not None:
+    if times is not None:
         rows = []
-        for node in sorted(set(blame.node)):
-            ranks = [rank for rank, place in enumerate(blame.node) if place == node]
+        for node in sorted(set(times.node)):
+            ranks = [rank for rank, place in enumerate(times.node) if place == node]
             span = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
-            rows.append((node, span, blame.hosts[ranks[0]] or None))
+            rows.append((node, span, times.hosts[ranks[0]] or None))
         return Table("Topology", ("node", "ranks", "host"), tuple(rows))
     sizes = run.sizes()
     if not sizes:
@@ -309,9 +301,9 @@ def topology_table(run: Run, blame: Blame | None) -> Table:
 # --------------------------------------------------------------------------------------------------
 
 
-def lead(run: Run, blame: Blame | None) -> list[str]:
+def lead(run: Run, times: RankTimes | None) -> list[str]:
     """Return the first paragraph: sentences that answer how the run ended and what it cost."""
-    parts = [ending(run), quality(run), cost(run), where_time_went(run), who_was_slow(blame)]
+    parts = [ending(run), quality(run), cost(run), where_time_went(run), who_was_slow(times)]
     return [*filter(None, [*parts, what_was_pruned(run)])]
 
 
@@ -411,43 +403,43 @@ def where_time_went(run: Run) -> str:
     if not whole:
         return ""
     order = sorted(sums, key=lambda phase: -sums[phase])[:3]
-    shares = [f"{100 * sums[p] / whole:.0f} % into {PHASE_PLACES[p]}" for p in order]
+    shares = [f"{100 * sums[p] / whole:.0f} % into {IN_SENTENCES[p]}" for p in order]
     return "Of the time of rank 0 went " + listed(shares) + "."
 
 
-def who_was_slow(blame: Blame | None) -> str:
-    """Return which rank held the others up, and in what."""
-    if blame is None:
+def who_was_slow(times: RankTimes | None) -> str:
+    """Return which rank the others waited for, and in what."""
+    if times is None:
         return "Which rank was slow can't be told: the run has no ranks.jsonl."
-    if blame.ranks == 1:
+    if times.ranks == 1:
         return "It ran on one rank, which waited for nobody."
-    parts = (blame.work, blame.waiting, blame.transmitting)
-    whole = sum(float(np.sum(s)) for part in parts for s in part.values()) / blame.ranks
-    found = [s for s in blame.suspects[:2] if s.seconds >= WORTH * whole]
+    parts = (times.work, times.waiting, times.transmitting)
+    whole = sum(float(np.sum(s)) for part in parts for s in part.values()) / times.ranks
+    found = [s for s in times.stragglers[:2] if s.seconds >= WORTH * whole]
     if not found:
-        return "No rank held the others up by more than 1 % of the time."
-    text = f"The others were held up most by {suspect_words(found[0], blame)}"
+        return "For no rank did the others wait for more than 1 % of the time."
+    text = f"The others waited most for {straggler_words(found[0], times)}"
     if len(found) > 1:
-        text += f", then by {suspect_words(found[1], blame)}"
+        text += f", then for {straggler_words(found[1], times)}"
     return text + "."
 
 
-def suspect_words(suspect: Suspect, blame: Blame) -> str:
-    """Return who held the others up, where and by how much."""
-    host = f" on {suspect.host}" if suspect.host else ""
-    each = suspect.seconds / blame.iterations
+def straggler_words(straggler: Straggler, times: RankTimes) -> str:
+    """Return which rank the others waited for, where and how long."""
+    host = f" on {straggler.host}" if straggler.host else ""
+    each = straggler.seconds / times.iterations
     return (
-        f"rank {suspect.rank}{host} in {PHASE_PLACES[suspect.phase]} ("
-        f"{duration_words(suspect.seconds)} in {blame.iterations:,} recorded outer iterations, "
+        f"rank {straggler.rank}{host} in {IN_SENTENCES[straggler.phase]} ("
+        f"{duration_words(straggler.seconds)} in {times.iterations:,} recorded outer iterations, "
         f"{duration_words(each)} in each)"
     )
 
 
-def iteration_words(suspect: Suspect, blame: Blame) -> str:
-    """Return in which outer iterations a suspect held the others up."""
-    if len(suspect.iterations) == blame.iterations:
+def iteration_words(straggler: Straggler, times: RankTimes) -> str:
+    """Return in which outer iterations the others waited for a straggler."""
+    if len(straggler.iterations) == times.iterations:
         return "all"
-    return f"{len(suspect.iterations):,}: {ranges(suspect.iterations)}"
+    return f"{len(straggler.iterations):,}: {ranges(straggler.iterations)}"
 
 
 def what_was_pruned(run: Run) -> str:

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from prunex_mpi.base.phases import LABELS, PHASES
 from prunex_mpi.base.units import GIB, KIB, MIB
 from prunex_mpi.tools.drawing import (
     COLOURS,
     DASHES,
+    PHASE_COLOURS,
     SHADES,
     edges_of,
     legend_above,
@@ -19,31 +21,19 @@ from prunex_mpi.tools.drawing import (
     plain,
 )
 from prunex_mpi.tools.report.read_runs import COLUMNS, RESIDUALS, Layers, Run, binned, means, thin
-from prunex_mpi.tools.report.stragglers import PHASES, Blame, RankRecord
+from prunex_mpi.tools.report.stragglers import RankRecord, RankTimes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-OF_PHASE = {
-    "local": "#0072B2",
-    "intra": "#56B4E9",
-    "project": "#009E73",
-    "inter": "#D55E00",
-    "dual": "#CC79A7",
-    "evaluate": "#E69F00",
-    "setup": "#000000",
+# Bytes by kind: those of an exchange in the colour of its phase.
+OF_KIND = {
+    "payload": PHASE_COLOURS["inter"],
+    "mask": PHASE_COLOURS["project"],
+    "evaluate": PHASE_COLOURS["evaluate"],
+    "setup": PHASE_COLOURS["setup"],
 }
-PHASE_WORDS = {
-    "local": "1 local steps",
-    "intra": "2 in the node",
-    "project": "3 projection",
-    "inter": "4 between nodes",
-    "dual": "5 corrections",
-    "evaluate": "evaluation",
-    "setup": "set-up",
-}
-OF_KIND = {"payload": "#D55E00", "mask": "#009E73", "evaluate": "#E69F00", "setup": "#000000"}
 RESIDUAL_WORDS = {
     "intra_primal": "in nodes, primal",
     "intra_dual": "in nodes, dual",
@@ -251,7 +241,7 @@ def traffic(run: Run) -> "Figure | None":
     legend_above(panels[0], 5)
     if inside:
         size, unit = unit_of_bytes(float(run.column("bytes.intra").max()))
-        stack(panels[1], run, {"bytes.intra": ("#56B4E9", "inside")}, size)
+        stack(panels[1], run, {"bytes.intra": (PHASE_COLOURS["intra"], "inside")}, size)
         panels[1].set_ylabel(f"{unit} per leader,\ninside the node")
     count_iterations(panels[-1])
     return figure
@@ -259,7 +249,7 @@ def traffic(run: Run) -> "Figure | None":
 
 def phases_of(run: Run) -> list[str]:
     """Return the phases that took time, in their order."""
-    return [p for p in OF_PHASE if np.nan_to_num(run.column(f"seconds.{p}")).any()]
+    return [p for p in PHASE_COLOURS if np.nan_to_num(run.column(f"seconds.{p}")).any()]
 
 
 def duration(run: Run) -> "Figure | None":
@@ -269,7 +259,7 @@ def duration(run: Run) -> "Figure | None":
         return None
     figure = new_figure(3.4)
     panel = figure.subplots()
-    look = {f"seconds.{p}": (OF_PHASE[p], PHASE_WORDS[p]) for p in phases}
+    look = {f"seconds.{p}": (PHASE_COLOURS[p], LABELS[p]) for p in phases}
     totals = sum(np.nan_to_num(run.column(name)) for name in look)
     size, unit = unit_of_seconds(float(np.max(totals)))
     stack(panel, run, look, size)
@@ -487,34 +477,34 @@ def rank_residuals(found: RankResiduals) -> "Figure | None":
     return figure
 
 
-def shown_ranks(blame: Blame) -> list[int]:
+def shown_ranks(times: RankTimes) -> list[int]:
     """Return which ranks get a bar: all, or those that were suspected most and some that waited."""
-    if blame.ranks <= MOST_BARS:
-        return list(range(blame.ranks))
+    if times.ranks <= MOST_BARS:
+        return list(range(times.ranks))
     half = MOST_BARS // 2
-    worst = list(dict.fromkeys(suspect.rank for suspect in blame.suspects))[:half]
-    waited = sum(blame.waiting.values())
+    worst = list(dict.fromkeys(straggler.rank for straggler in times.stragglers))[:half]
+    waited = sum(times.waiting.values())
     rest = [int(r) for r in np.argsort(-waited) if int(r) not in worst]
     return sorted([*worst, *rest[: MOST_BARS - len(worst)]])
 
 
-def rank_name(blame: Blame, rank: int) -> str:
+def rank_name(times: RankTimes, rank: int) -> str:
     """Return a rank with its machine, as far as it is known."""
-    host = blame.hosts[rank]
+    host = times.hosts[rank]
     return f"rank {rank}, {host}" if host else f"rank {rank}"
 
 
-def rank_seconds(blame: Blame) -> "Figure":
+def rank_seconds(times: RankTimes) -> "Figure":
     """Draw where the time of each rank went: work by phase, waiting, transmitting."""
-    ranks = shown_ranks(blame)
+    ranks = shown_ranks(times)
     figure = new_figure(1.3 + 0.24 * max(3, len(ranks)))
     panel = figure.subplots()
     parts = [
-        (PHASE_WORDS[p], blame.work[p], {"color": OF_PHASE[p]})
+        (LABELS[p], times.work[p], {"color": PHASE_COLOURS[p]})
         for p in PHASES
-        if np.any(blame.work.get(p, 0))
+        if np.any(times.work.get(p, 0))
     ]
-    waited, sent = sum(blame.waiting.values()), sum(blame.transmitting.values())
+    waited, sent = sum(times.waiting.values()), sum(times.transmitting.values())
     light = {"facecolor": WAITING, "edgecolor": "#888888", "hatch": "////", "linewidth": 0}
     parts.append(("transmitting", sent, {"color": TRANSMITTING}))
     parts.append(("waiting for others", waited, light))
@@ -525,29 +515,29 @@ def rank_seconds(blame: Blame) -> "Figure":
         width = np.asarray(seconds)[ranks] / size
         panel.barh(range(len(ranks)), width, left=base, height=0.8, label=word, **look)
         base += width
-    name_bars(panel, [rank_name(blame, rank) for rank in ranks])
+    name_bars(panel, [rank_name(times, rank) for rank in ranks])
     panel.set_xlabel(f"{unit}, all outer iterations")
     legend_above(panel, 4)
     return figure
 
 
-def lost_seconds(blame: Blame) -> "Figure | None":
-    """Draw what the others lost in each outer iteration through the first two suspects and all."""
-    if not blame.charges:
+def lost_seconds(times: RankTimes) -> "Figure | None":
+    """Draw what the others lost in each outer iteration to the first two stragglers and to all."""
+    if not times.delays:
         return None
-    named = blame.suspects[:2]
-    numbers = sorted({charge.iteration for charge in blame.charges})
+    named = times.stragglers[:2]
+    numbers = sorted({delay.iteration for delay in times.delays})
     iterations = np.arange(numbers[0], numbers[-1] + 1, dtype=np.float64)
     rows = np.zeros((len(named) + 1, len(iterations)))
     place = {(s.phase, s.rank): i for i, s in enumerate(named)}
-    for charge in blame.charges:
-        row = place.get((charge.phase, charge.rank), len(named))
-        rows[row, charge.iteration - numbers[0]] += charge.seconds
+    for delay in times.delays:
+        row = place.get((delay.phase, delay.rank), len(named))
+        rows[row, delay.iteration - numbers[0]] += delay.seconds
     edges, starts = binned(iterations)
     size, unit = unit_of_seconds(float(rows.sum(axis=0).max()))
     figure = new_figure(3.0)
     panel = figure.subplots()
-    words = [f"rank {s.rank}, {PHASE_WORDS[s.phase]}" for s in named] + ["all others"]
+    words = [f"rank {s.rank}, {LABELS[s.phase]}" for s in named] + ["all others"]
     colours = (COLOURS[1], COLOURS[0], REST)
     heights = [means(row, starts) / size for row in rows]
     pile_up(panel, edges, list(zip(heights, (*colours[: len(named)], REST), words, strict=True)))

@@ -5,22 +5,29 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from prunex_mpi.base.phases import LABELS
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.base.units import MIB
-from prunex_mpi.tools.drawing import legend_above, look_of, marker_of, name_bars, new_figure, plain
+from prunex_mpi.tools.drawing import (
+    PHASE_COLOURS,
+    legend_above,
+    look_of,
+    marker_of,
+    name_bars,
+    new_figure,
+    plain,
+)
 from prunex_mpi.tools.report import run_pictures
 from prunex_mpi.tools.report.one_run import duration_words, ending, listed, value_words
 from prunex_mpi.tools.report.page import Page, Section, pictures_of
 from prunex_mpi.tools.report.read_runs import Run, read_ranks, shown
 from prunex_mpi.tools.report.run_pictures import (
-    OF_PHASE,
-    PHASE_WORDS,
     along,
     axis_unit,
     plot,
     widen,
 )
-from prunex_mpi.tools.report.stragglers import Blame, find_blame
+from prunex_mpi.tools.report.stragglers import RankTimes, find_stragglers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -192,7 +199,9 @@ def residual(runs: Sequence[Run]) -> "Figure | None":
 def durations(runs: Sequence[Run]) -> "Figure | None":
     """Draw a bar of each run: the mean seconds of an outer iteration by phase."""
     phases = [
-        p for p in OF_PHASE if any(np.nan_to_num(run.column(f"seconds.{p}")).any() for run in runs)
+        p
+        for p in PHASE_COLOURS
+        if any(np.nan_to_num(run.column(f"seconds.{p}")).any() for run in runs)
     ]
     if not phases:
         return None
@@ -206,7 +215,7 @@ def durations(runs: Sequence[Run]) -> "Figure | None":
     base = np.zeros(len(runs))
     for phase, seconds in rows.items():
         width = seconds / size
-        look = {"color": OF_PHASE[phase], "label": PHASE_WORDS[phase]}
+        look = {"color": PHASE_COLOURS[phase], "label": LABELS[phase]}
         panel.barh(range(len(runs)), width, left=base, height=0.8, **look)
         base += width
     name_bars(panel, [label(number, run) for number, run in enumerate(runs)])
@@ -219,7 +228,7 @@ def table_of(runs: Sequence[Run]) -> Table:
     """Return the figures of the runs, a row each."""
     rows: list[tuple[Cell, ...]] = []
     for number, run in enumerate(runs):
-        blame = find_blame(read_ranks(run.path), run.leaders)
+        times = find_stragglers(read_ranks(run.path), run.leaders)
         accuracy, dense = run.final_accuracy, np.nansum(run.column("bytes.dense"))
         sent = np.nansum(run.column("bytes.payload"))
         rows.append(
@@ -233,12 +242,12 @@ def table_of(runs: Sequence[Run]) -> Table:
                 float(sent / MIB),
                 float(100 * sent / dense) if dense else None,
                 float(np.nansum(run.column("seconds.total"))),
-                suspect(blame),
+                straggler(times),
             )
         )
     columns = (
         *("run", "status", "method", "iterations", "accuracy %", "density"),
-        *("payload MiB", "of dense %", "seconds", "held up most by"),
+        *("payload MiB", "of dense %", "seconds", "waited for most"),
     )
     note = "accuracy and density: the last; payload: what a leader handed over between nodes"
     return Table("", columns, tuple(rows), (note, *held_out(runs)))
@@ -248,11 +257,11 @@ def _cell(number: float) -> float | None:
     return None if np.isnan(number) else number
 
 
-def suspect(blame: Blame | None) -> str | None:
-    """Return who held up the others of a run."""
-    if blame is None or not blame.suspects or blame.ranks == 1:
+def straggler(times: RankTimes | None) -> str | None:
+    """Return the rank that the others of a run waited for most."""
+    if times is None or not times.stragglers or times.ranks == 1:
         return None
-    worst = blame.suspects[0]
+    worst = times.stragglers[0]
     return f"rank {worst.rank}, {worst.phase}, {duration_words(worst.seconds)}"
 
 

@@ -1,11 +1,11 @@
-"""Say who held the others up: plain arithmetic on what every rank recorded.
+"""Return which ranks the others waited for: plain arithmetic on what every rank recorded.
 
 What a rank waits for is some other rank's work, so only work counts, as the excess over the ranks
 that do the same. The phases of an outer iteration are walked in their order. Where ranks meet in a
-collective, the one that comes last holds up the rest: what it came later than they did is charged
-to its phases since they last met. What is late on one rank while another is later still is charged
-to nobody, as it costs nothing. (So does StageFrontier: the frontier is the maximum over the ranks
-of their cumulative stage times.)
+collective, the one that comes last delays the rest: what it came later than they did is counted for
+its phases since they last met. What is late on one rank while another is later still is counted for
+nobody, as it costs nothing. (So does StageFrontier: the frontier is the maximum over the ranks of
+their cumulative stage times.)
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,15 +14,15 @@ from itertools import islice
 
 import numpy as np
 
-# In the order in which an outer iteration comes to them.
-PHASES = ("local", "intra", "project", "inter", "dual", "evaluate")
+from prunex_mpi.base.phases import PHASES
+
 # Where the ranks of a node meet; in all others all ranks do.
 INSIDE = ("local", "intra")
 # Where leaders have other work than the ranks that they lead.
 BY_ROLE = ("intra", "project", "inter")
 # Over so many outer iterations it is found what is usual for a rank that has no like.
 BLOCK = 256
-# A part of what is charged to a suspect in an iteration counts it among its iterations.
+# From this part of its largest delay on an iteration counts among those of a straggler.
 NOTICEABLE = 0.25
 
 
@@ -45,7 +45,7 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
-class Charge:
+class RankDelay:
     """What the others lost in an outer iteration through one rank in one phase."""
 
     iteration: int
@@ -55,8 +55,8 @@ class Charge:
 
 
 @dataclass(frozen=True)
-class Suspect:
-    """A rank that held the others up in a phase, in so many `iterations` noticeably."""
+class Straggler:
+    """A rank that the others waited for in a phase, noticeably in these `iterations`."""
 
     phase: str
     rank: int
@@ -66,11 +66,11 @@ class Suspect:
 
 
 @dataclass(frozen=True)
-class Blame:
+class RankTimes:
     """Where the time of all ranks went in so many outer iterations.
 
-    `work`, `waiting` and `transmitting` are seconds [ranks] by phase, `charges` what was lost by
-    iteration; `suspects` begin with the worst. `hosts` name each rank's machine, "" if unknown.
+    `work`, `waiting` and `transmitting` are seconds [ranks] by phase, `delays` what was lost by
+    iteration; `stragglers` begin with the worst. `hosts` name each rank's machine, "" if unknown.
     """
 
     iterations: int
@@ -79,8 +79,8 @@ class Blame:
     work: Mapping[str, np.ndarray]
     waiting: Mapping[str, np.ndarray]
     transmitting: Mapping[str, np.ndarray]
-    charges: tuple[Charge, ...]
-    suspects: tuple[Suspect, ...]
+    delays: tuple[RankDelay, ...]
+    stragglers: tuple[Straggler, ...]
 
     @property
     def ranks(self) -> int:
@@ -88,8 +88,8 @@ class Blame:
         return len(self.node)
 
 
-def find_blame(records: Iterable[RankRecord], leaders: int = 1) -> Blame | None:
-    """Return who held the others up in a run, None where there are no records.
+def find_stragglers(records: Iterable[RankRecord], leaders: int = 1) -> RankTimes | None:
+    """Return which ranks the others waited for in a run, None where there are no records.
 
     Nodes have so many `leaders`. Records are consumed one block at a time; ranks may become more or
     fewer, and move, where a run goes on in another job.
@@ -97,12 +97,12 @@ def find_blame(records: Iterable[RankRecord], leaders: int = 1) -> Blame | None:
     work: dict[str, np.ndarray] = {}
     waiting: dict[str, np.ndarray] = {}
     transmitting: dict[str, np.ndarray] = {}
-    charges: list[Charge] = []
+    delays: list[RankDelay] = []
     host_of: dict[int, str] = {}
     node, names, count = np.zeros(0, dtype=np.int64), (), 0
     for records_of_block in blocks(records):
         block = stack(records_of_block)
-        charges += charges_of(block, leaders)
+        delays += delays_of(block, leaders)
         count += len(records_of_block)
         names = next((r.hosts for r in reversed(records_of_block) if r.hosts), names)
         node = block.node if len(block.node) >= len(node) else node
@@ -117,9 +117,9 @@ def find_blame(records: Iterable[RankRecord], leaders: int = 1) -> Blame | None:
     if not count:
         return None
     hosts = tuple(host_of[rank] for rank in range(len(node)))
-    suspects = suspects_of(charges, hosts)
+    stragglers = find_worst(delays, hosts)
     parts = (work, waiting, transmitting)
-    return Blame(count, tuple(map(int, node)), hosts, *parts, tuple(charges), suspects)
+    return RankTimes(count, tuple(map(int, node)), hosts, *parts, tuple(delays), stragglers)
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def lower_median(work: np.ndarray) -> np.ndarray:
     return np.sort(work, axis=1)[:, (work.shape[1] - 1) // 2, None]
 
 
-def charges_of(block: Block, leaders: int) -> list[Charge]:
+def delays_of(block: Block, leaders: int) -> list[RankDelay]:
     """Walk the phases of the outer iterations of a block and return what was lost in them."""
     count, ranks = len(block.iterations), len(block.node)
     roles = roles_of(block.node, leaders)
@@ -225,7 +225,7 @@ def charges_of(block: Block, leaders: int) -> list[Charge]:
     # where the ranks of a node have met, it is that of the one that came last there.
     total, parts = nothing.copy(), np.zeros((len(PHASES), count, ranks))
     owner = np.zeros(parts.shape, dtype=np.int64)
-    found: list[Charge] = []
+    found: list[RankDelay] = []
     for number, phase in enumerate(PHASES):
         parts[number] = excess(block.work.get(phase, nothing), phase, roles)
         owner[number] = np.arange(ranks)
@@ -248,10 +248,10 @@ def charges_of(block: Block, leaders: int) -> list[Charge]:
         shares = np.maximum(parts[:, rows, latest], 0)
         sums = shares.sum(axis=0)
         shares *= np.divide(lost, sums, out=np.zeros_like(lost), where=(lost > 0) & (sums > 0))
-        guilty = owner[:, rows, latest]
+        cause = owner[:, rows, latest]
         found += [
-            Charge(
-                int(block.iterations[rows[i]]), PHASES[p], int(guilty[p, i]), float(shares[p, i])
+            RankDelay(
+                int(block.iterations[rows[i]]), PHASES[p], int(cause[p, i]), float(shares[p, i])
             )
             for p, i in np.argwhere(shares > 0)
         ]
@@ -260,18 +260,18 @@ def charges_of(block: Block, leaders: int) -> list[Charge]:
     return found
 
 
-def suspects_of(charges: Iterable[Charge], hosts: Sequence[str]) -> tuple[Suspect, ...]:
-    """Return who was charged, and with how much in all, the worst first."""
-    by_place: dict[tuple[str, int], list[Charge]] = {}
-    for charge in charges:
-        by_place.setdefault((charge.phase, charge.rank), []).append(charge)
+def find_worst(delays: Iterable[RankDelay], hosts: Sequence[str]) -> tuple[Straggler, ...]:
+    """Return who delayed the others, in which phase and by how much in all, the worst first."""
+    by_place: dict[tuple[str, int], list[RankDelay]] = {}
+    for delay in delays:
+        by_place.setdefault((delay.phase, delay.rank), []).append(delay)
     found = []
     for (phase, rank), mine in by_place.items():
-        most = max(charge.seconds for charge in mine)
+        most = max(delay.seconds for delay in mine)
         noticed = {c.iteration for c in mine if c.seconds >= NOTICEABLE * most}
-        seconds = sum(charge.seconds for charge in mine)
+        seconds = sum(delay.seconds for delay in mine)
         host = hosts[rank] if rank < len(hosts) else ""
-        found.append(Suspect(phase, rank, host, seconds, tuple(sorted(noticed))))
+        found.append(Straggler(phase, rank, host, seconds, tuple(sorted(noticed))))
     return tuple(sorted(found, key=lambda s: (-s.seconds, s.rank)))
 
 
