@@ -65,7 +65,13 @@ def build_parser() -> Parser:
         metavar="N",
         help=f"so many classes are shown, those of lowest accuracy first [{CLASSES}]",
     )
-    add("--json", default="", metavar="FILE", help="write what was found there, all classes too")
+    add(
+        "--json",
+        default="",
+        metavar="FILE",
+        dest="json_file",
+        help="write what was found there, all classes too",
+    )
     add_timeout(parser, TIMEOUT_S)
     return parser
 
@@ -80,15 +86,11 @@ def parse(argv: Sequence[str]) -> Options:
     if not 1 <= given.batch_size <= MAX_COUNT:
         raise UserError(f"--batch-size must be from 1 to {MAX_COUNT}, not {given.batch_size}")
     samples = given.test_samples
-    return Options(
-        network=Path(given.network),
-        dataset=convert_flag("dataset", given.dataset) if given.dataset else "",
-        data_dir=given.data_dir,
-        test_samples=None if samples is None else convert_flag("test_samples", samples),
-        skip_corrupt=given.skip_corrupt,
-        batch_size=given.batch_size,
-        device=convert_flag("device", given.device),
-        classes=given.classes,
-        json_file=given.json,
-        timeout=convert_flag("timeout", given.timeout),
-    )
+    converted = {
+        "network": Path(given.network),
+        "dataset": convert_flag("dataset", given.dataset) if given.dataset else "",
+        "test_samples": None if samples is None else convert_flag("test_samples", samples),
+        "device": convert_flag("device", given.device),
+        "timeout": convert_flag("timeout", given.timeout),
+    }
+    return Options(**{**vars(given), **converted})

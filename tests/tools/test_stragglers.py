@@ -25,7 +25,7 @@ def record(
     seconds = {phase: np.array(values, dtype=float) for phase, values in work.items()}
     exchange = {phase: np.full(len(node), 0.001 * (phase in met)) for phase in PHASES}
     hosts = ("alpha", "beta") if iteration == 1 else ()
-    return RankRecord(iteration, np.array(node), seconds, exchange, {}, hosts)
+    return RankRecord(iteration, np.array(node), seconds, exchange, {}, np.zeros(len(node)), hosts)
 
 
 def charged(*records: RankRecord) -> dict[tuple[str, int], float]:

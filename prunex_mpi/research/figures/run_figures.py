@@ -344,14 +344,11 @@ def waiting(runs: Sequence[Run]) -> Drawn:
 def split(runs: Sequence[Run]) -> Drawn:
     """Draw figure 8: how the time of communication is split."""
     rows, shares = [], []
-    notes: list[str] = []
     for number, run in enumerate(runs):
-        seconds, note = communication(run)
-        if note not in notes:
-            notes.append(note)
+        seconds = communication(run)
         whole = sum(seconds.values())
         if not whole:
-            raise lacking("8", run, "any communication")
+            raise lacking("8", run, f"any communication in {RANKS}")
         shares.append({part: value / whole for part, value in seconds.items()})
         rows += [
             Beside(
@@ -377,35 +374,24 @@ def split(runs: Sequence[Run]) -> Drawn:
     panel.set_xlim(0, 100)
     panel.set_xlabel("% of the time of communication")
     legend_above(panel, 2)
-    return Drawn(figure, rows, notes)
+    return Drawn(figure, rows, ["Of the leaders of the nodes, which the others wait for."])
 
 
-def communication(run: Run) -> tuple[dict[str, float], str]:
-    """Return the seconds that leaders spent in collectives by part, and what these are in words.
+def communication(run: Run) -> dict[str, float]:
+    """Return the seconds that leaders spent in collectives by part.
 
     What comes behind the local steps counts as far as it is waited for.
     """
     seconds = dict.fromkeys(PARTS, 0.0)
-    found, apart = False, True
     for record in read_ranks(run.path):
-        found = True
         leads = roles_of(record.node, run.leaders)
-        for part in PARTS:
-            if part in record.exchange:
-                seconds[part] += float(np.nan_to_num(record.exchange[part][leads]).mean())
-        if record.broadcast is None:
-            apart = False
-        else:
-            handed = float(np.nan_to_num(record.broadcast[leads]).mean())
-            seconds["inter"] -= handed
-            seconds["broadcast"] += handed
-    if found and apart:
-        return seconds, "Of the leaders of the nodes, which the others wait for."
-    if found:
-        return seconds, f"Of the leaders; an older {RANKS} does not tell the broadcast apart."
-    for part in ("inter", "intra"):
-        seconds[part] = float(np.nansum(run.column(f"seconds.{part}")))
-    return seconds, f"Without {RANKS}: phases 2 and 4 of rank 0, their arithmetic included."
+        for part, taken in record.exchange.items():
+            if part in PARTS:
+                seconds[part] += float(np.nan_to_num(taken[leads]).mean())
+        handed = float(np.nan_to_num(record.broadcast[leads]).mean())
+        seconds["inter"] -= handed
+        seconds["broadcast"] += handed
+    return seconds
 
 
 # --------------------------------------------------------------------------------------------------

@@ -198,10 +198,10 @@ def closing(run: Run) -> Table:
     """Return the table that ends a run, or as much of it as an unfinished one has."""
     if run.complete:
         try:
-            rows = closing_rows(completed(run))
+            rows = closing_rows({**run.summary, "iterations": len(run.iterations)})
             return Table("The closing table", (), tuple((n.strip(), v) for n, v in rows))
         except (AttributeError, KeyError, TypeError, ValueError):
-            # A summary of another version: what follows says less and asks for less.
+            # A summary that is not this version's: what follows asks for less.
             pass
     rows = [("status", f"{run.status} after {len(run.iterations)} outer iterations")]
     for key, word in (("payload", "sent"), ("dense", "dense"), ("sent", "leaving a node")):
@@ -212,15 +212,6 @@ def closing(run: Run) -> Table:
         seconds = duration_words(float(np.nansum(run.column(f"seconds.{phase}"))))
         rows.append((f"seconds, {IN_SENTENCES[phase]}", seconds))
     return Table("So far", (), tuple(rows))
-
-
-def completed(run: Run) -> dict[str, Any]:
-    """Return the summary of a run with what earlier versions did not write."""
-    summary = {**run.summary, "iterations": len(run.iterations)}
-    for key, names in (("seconds", ("setup",)), ("bytes", ("sent", "mask", "evaluate", "setup"))):
-        summary[key] = {**summary[key], **{n: 0 for n in names if n not in summary[key]}}
-    summary.setdefault("seconds_total", summary["seconds"]["total"])
-    return summary
 
 
 def settings_tables(run: Run, times: RankTimes | None) -> list[Table]:

@@ -392,14 +392,12 @@ def rank_record(record: Mapping[str, Any]) -> RankRecord:
             raise ValueError("not as many numbers as ranks")
         return found
 
-    broadcast = None
-    if "broadcast" in record:
-        broadcast = np.array(record["broadcast"], dtype=np.float64)
-        if broadcast.shape != node.shape:
-            raise ValueError("not as many numbers as ranks")
+    broadcast = np.array(record["broadcast"], dtype=np.float64)
+    if broadcast.shape != node.shape:
+        raise ValueError("not as many numbers as ranks")
     hosts = tuple(str(host) for host in record.get("hosts") or ())
     parts = (arrays("work"), arrays("exchange"), arrays("residuals"))
-    return RankRecord(int(record["iteration"]), node, *parts, hosts, broadcast)
+    return RankRecord(int(record["iteration"]), node, *parts, broadcast, hosts)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ NOTICEABLE = 0.25
 class RankRecord:
     """One outer iteration of all ranks: each one's node, and seconds float64 [ranks] by phase.
 
-    `exchange` is what collectives took, waiting and transmitting; `hosts` are the nodes' names,
-    where a job begins; `broadcast` [ranks] is the part of phase 4's exchange that was the broadcast
-    in the node, None in older files.
+    `exchange` is what collectives took, waiting and transmitting; `broadcast` [ranks] is the part
+    of phase 4's exchange that was the broadcast in the node; `hosts` are the nodes' names, where a
+    job begins.
     """
 
     iteration: int
@@ -40,8 +40,8 @@ class RankRecord:
     work: Mapping[str, np.ndarray]
     exchange: Mapping[str, np.ndarray]
     residuals: Mapping[str, np.ndarray]
+    broadcast: np.ndarray
     hosts: tuple[str, ...] = ()
-    broadcast: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
