@@ -1,22 +1,20 @@
 """The benchmark: its tables are complete and sane, its flags are checked, --help loads nothing."""
 
 import json
-import math
 import subprocess
-import sys
 import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from compared import assert_sane, column, run_bench
 from picture_files import damage, write_folder
 
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, USAGE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.tables import Table, format_table
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.topology import Topology, build_topology, free_topology, nodes_of
 from prunex_mpi.core.schedule import Stage
@@ -49,29 +47,6 @@ def alone():
     topology = build_topology(MPI.COMM_SELF)
     yield bench_on(topology, repeat=2)
     free_topology(topology)
-
-
-def column(table: Table, name: str) -> list:
-    index = table.columns.index(name)
-    return [row[index] for row in table.rows]
-
-
-def assert_sane(table: Table) -> None:
-    assert table.rows, table.title
-    for row in table.rows:
-        assert len(row) == len(table.columns)
-        numbers = [cell for cell in row if not isinstance(cell, str | None)]
-        assert numbers, row
-        assert all(math.isfinite(n) and n >= 0 for n in numbers), row
-    lines = format_table(table).splitlines()
-    assert len(lines) == 2 + len(table.rows) + len(table.notes)
-
-
-def run(*flags: str, code: str = "") -> subprocess.CompletedProcess:
-    command = ["-c", code] if code else ["-m", "prunex_mpi.bench"]
-    return subprocess.run(
-        [sys.executable, *command, *flags], capture_output=True, text=True, timeout=120
-    )
 
 
 def test_kernels_time_every_step_against_a_copy_of_the_stated_bytes(alone):
@@ -462,7 +437,7 @@ def test_a_section_that_hangs_ends_the_job():
         "kernels.make_state = lambda *_: time.sleep(100)\n"
         "bench.main(['kernels', '--model=resnet8', '--threads=1', '--timeout=5'])\n"
     )
-    done = run(code=code)
+    done = run_bench(code=code)
     assert done.returncode == FAILURE
     assert "no progress for 5 s in phase kernels" in done.stderr
 
@@ -504,7 +479,7 @@ def test_sections_fit_the_number_of_ranks():
 
 def test_the_program_prints_the_machine_and_writes_the_same_tables(tmp_path):
     path = tmp_path / "bench.json"
-    done = run("kernels", "--model", "resnet8", "--repeat=1", "--threads=1", f"--json={path}")
+    done = run_bench("kernels", "--model", "resnet8", "--repeat=1", "--threads=1", f"--json={path}")
     assert done.returncode == 0, done.stderr
     written = json.loads(path.read_text())
     assert f"torch {torch.__version__}" in written["machine"]["machine"]

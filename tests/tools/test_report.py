@@ -12,12 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from compared import RAN, comparison
 from launch import environment
 from recorded import Delay, make_run, write_lines
 
@@ -25,7 +27,7 @@ from prunex_mpi import report as program
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.base.tables import as_json
 from prunex_mpi.research.compare.comparison_tables import tables_of
-from prunex_mpi.research.compare.outcomes import Comparison, Measured, Outcome, Point, to_dict
+from prunex_mpi.research.compare.outcomes import Outcome, Point, to_dict
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.tools import drawing
 from prunex_mpi.tools.report import one_run, read_runs, run_pictures, several_runs, write_report
@@ -502,27 +504,7 @@ def outcome(row: str, seed: int, accuracy: float | None) -> Outcome:
     if accuracy is None:
         return Outcome(row, seed, 0.1, None, "the loss is nan")
     curve = tuple(Point(k, 1000 * k, 0.5 * k, accuracy * k / 3) for k in (1, 2, 3))
-    counts = dict.fromkeys(("extra_samples", "metadata_bytes", "zeros", "line_zeros"), 0)
-    sizes = dict.fromkeys(("payload_bytes", "sent_bytes", "parameters", "parameters_left"), 3000)
-    seconds = dict.fromkeys(("sync_s", "own_s", "local_s", "train_s"), 1.5)
-    passes = dict.fromkeys(("forward_s", "dense_forward_s"), 0.1)
-    measured = Measured(
-        accuracy=accuracy,
-        loss=1.0,
-        samples=96,
-        epochs=3.0,
-        steps=6,
-        weights=100,
-        speakers=2,
-        ranks=4,
-        operations="Allreduce",
-        curve=curve,
-        **counts,
-        **sizes,
-        **seconds,
-        **passes,
-    )
-    return Outcome(row, seed, 0.1, measured)
+    return Outcome(row, seed, 0.1, replace(RAN, accuracy=accuracy, curve=curve))
 
 
 def test_a_comparison_is_its_tables_and_its_figure(
@@ -533,17 +515,8 @@ def test_a_comparison_is_its_tables_and_its_figure(
         for seed in (0, 1)
         for row, accuracy in (("dense", 0.9 + seed / 50), ("a $b", 0.8), ("wild", None))
     )
-    found = Comparison(
-        "Some methods",
-        {"processor": "a fast one"},
-        ("dense", "a $b", "wild"),
-        (0, 1),
-        (),
-        outcomes,
-        {},
-        {},
-        ("learning rates: given",),
-    )
+    made = comparison(list(outcomes))
+    found = replace(made, title="Some methods", machine={"processor": "a fast one"})
     file = tmp_path / "of methods.json"
     whole = as_json({}, tables_of(found)) | {"comparison": to_dict(found)}
     file.write_text(json.dumps(whole))
