@@ -6,10 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from prunex_mpi.base.errors import UserError, quote
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +30,6 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 MOST_CURVES = len(COLOURS) * len(DASHES)
 # Dark for much and light for little, alike to all eyes and in grey.
 SHADES = "cividis"
-KINDS = (".svg", ".png", ".pdf")
 DPI = 150
 # Letters of a path that is a curve, not a mark.
 LONG_PATH = 1000
@@ -120,23 +116,6 @@ def name_bars(panel: "Axes", names: Sequence[str]) -> None:
     panel.set_yticks(range(len(names)), [plain(name) for name in names], fontsize=7)
     panel.set_ylim(len(names) - 0.5, -0.5)
     panel.grid(False, axis="y")
-
-
-def save(figure: "Figure", path: str, flag: str) -> None:
-    """Write a figure to the file that a flag names; raise UserError."""
-    try:
-        figure.savefig(path, dpi=DPI)
-    except OSError as error:
-        raise UserError(f"{flag} {quote(path, 250)}: {error.strerror}; choose another") from None
-
-
-def refuse_other_kinds(flag: str, path: str) -> None:
-    """Raise UserError unless the name that a flag gives ends as a picture's does."""
-    if Path(path).suffix not in KINDS:
-        names = ", ".join(KINDS[:-1])
-        raise UserError(
-            f"{flag} {quote(path, 250)}: give a name that ends in {names} or {KINDS[-1]}"
-        )
 
 
 def as_svg(figure: "Figure", name: str, title: str) -> str:

@@ -414,9 +414,7 @@ def test_a_full_disk_is_one_line(
         ([], "RUN"),
         (["run", "--onxx"], "--onnx"),
         (["run", "--images", "-1"], "--images"),
-        (["run", "--repeat", "x"], "--repeat"),
         (["run", "--device", "gpu"], "--device"),
-        (["run", "more"], "'more'"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
 )

@@ -24,7 +24,7 @@ from launch import environment
 from recorded import Delay, make_run, write_lines
 
 from prunex_mpi import report as program
-from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
+from prunex_mpi.base.errors import UNREADABLE, USAGE
 from prunex_mpi.base.tables import as_json
 from prunex_mpi.research.compare.comparison_tables import tables_of
 from prunex_mpi.research.compare.outcomes import Outcome, Point, to_dict
@@ -636,8 +636,3 @@ def test_colours_are_told_apart_without_seeing_red_and_green(kind: str) -> None:
     distances = [np.linalg.norm(a - b) for i, a in enumerate(seen) for b in seen[:i]]
     # Two greys or colours five apart are told apart side by side.
     assert min(distances) > 10
-
-
-def test_a_picture_needs_a_name_that_says_its_kind() -> None:
-    with pytest.raises(UserError, match=r"\.svg, \.png or \.pdf"):
-        drawing.refuse_other_kinds("--output", "figure.gif")

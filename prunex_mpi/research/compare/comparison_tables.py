@@ -22,7 +22,8 @@ from prunex_mpi.research.compare.outcomes import (
     lies_inside,
     to_dict,
 )
-from prunex_mpi.tools.drawing import new_figure, save, styled
+from prunex_mpi.research.picture_files import save
+from prunex_mpi.tools.drawing import new_figure, styled
 from prunex_mpi.tools.report.comparisons import THIS_MACHINE, curves_of, draw_bytes, draw_seconds
 
 if TYPE_CHECKING:

@@ -30,10 +30,10 @@ from prunex_mpi.research.compare.compare_options import (
     settings_of,
 )
 from prunex_mpi.research.compare.outcomes import Outcome, outcome_from, to_dict
+from prunex_mpi.research.picture_files import refuse_other_kinds
 from prunex_mpi.run.beginning import TORCHVISION
 from prunex_mpi.settings.fields import Settings, key_of
 from prunex_mpi.settings.resolve import first_difference, from_table, to_toml
-from prunex_mpi.tools.drawing import refuse_other_kinds
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -31,6 +31,7 @@ from prunex_mpi.research.figures.run_figures import (
     value_of,
     write_below,
 )
+from prunex_mpi.research.picture_files import save
 from prunex_mpi.run.cost import Exchange, Link, exchange_s, kernels_of
 from prunex_mpi.settings.fields import FIELDS, OF_THE_JOB, PAYLOADS, key_of, methods_of
 from prunex_mpi.settings.methods import PER_STEP, REMOVING
@@ -41,7 +42,6 @@ from prunex_mpi.tools.drawing import (
     marker_of,
     new_figure,
     plain,
-    save,
     styled,
 )
 from prunex_mpi.tools.report.read_runs import Run, read_layers, read_runs, shown
