@@ -8,12 +8,19 @@ import sys
 from collections.abc import Sequence
 
 from prunex_mpi.base.alone import run_alone
-from prunex_mpi.tools.report.write_report import parse, write_report
+from prunex_mpi.tools.report.report_options import Options, parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page and return the exit code."""
-    return run_alone("prunex_mpi.report", parse, write_report, argv)
+    return run_alone("prunex_mpi.report", parse, report, argv)
+
+
+def report(options: Options) -> None:
+    """Read the runs, draw, write."""
+    from prunex_mpi.tools.report.write_report import write_report
+
+    write_report(options)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from prunex_mpi.settings.methods import METHODS
 from prunex_mpi.tools import evaluate_options as evaluate
 from prunex_mpi.tools import export_options as export
 from prunex_mpi.tools.doctor import options as doctor
-from prunex_mpi.tools.report import write_report as report
+from prunex_mpi.tools.report import report_options as report
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "prunex_mpi"

@@ -1,8 +1,7 @@
-"""Flags of `python -m prunex_mpi.report`; read what is to be shown, make the page, write it."""
+"""Read what is to be shown, make the page, write it."""
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,58 +9,11 @@ import numpy as np
 from prunex_mpi.base.alone import require_packages
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.units import KIB
-from prunex_mpi.settings.parser import Parser, program_parser
 from prunex_mpi.tools.drawing import MOST_CURVES, styled
 from prunex_mpi.tools.report import comparisons, one_run, several_runs
 from prunex_mpi.tools.report.page import Page, to_html, write_pngs
 from prunex_mpi.tools.report.read_runs import Run, read_runs, shown
-
-PAGE = "report.html"
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to show, and where to write it; "" for the page's usual place, or for none."""
-
-    sources: tuple[Path, ...]
-    output: str
-    png: str
-    csv: str
-
-
-def build_parser() -> Parser:
-    """Return the parser of the flags of report."""
-    parser = program_parser(
-        "report",
-        "Show what happened in runs: one HTML page with pictures and tables that needs no network. "
-        "Runs that are still going or ended badly are shown as well.",
-        "Of several runs the curves are drawn together.",
-    )
-    add = parser.add_argument
-    add(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        help="folder of a run, or a file that bench compare --json has written",
-    )
-    add(
-        "--output",
-        default="",
-        metavar="FILE",
-        help=f"where the page goes [{PAGE} in the folder of the one run, else in this folder]",
-    )
-    add("--png", default="", metavar="DIR", help="write the pictures into this folder as well")
-    add("--csv", default="", metavar="FILE", help="write metrics.jsonl of the runs as CSV as well")
-    return parser
-
-
-def parse(argv: Sequence[str]) -> Options:
-    """Return what `argv` (without the program's name) asks for.
-
-    Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
-    """
-    given = build_parser().parse_all(argv)
-    return Options(tuple(map(Path, given.runs)), given.output, given.png, given.csv)
+from prunex_mpi.tools.report.report_options import PAGE, Options
 
 
 def write_report(options: Options) -> None:
