@@ -78,7 +78,6 @@ def build_parser() -> Parser:
     add("--device", default="auto", metavar="NAME", help="auto, cpu or cuda [auto]")
     add("--threads", type=int, default=0, metavar="N", help="per rank, 0 for a fair share [0]")
     add("--ranks-per-node", type=int, default=0, metavar="N", help="virtual nodes, as in training")
-    add("--bucket-mib", type=float, default=32.0, metavar="X", help="size of a bucket [32]")
     add("--mpi-buffers", default="auto", metavar="NAME", help="auto, host or device [auto]")
     add("--dir", default=".", metavar="DIR", dest="folder", help="where checkpoints go [.]")
     add("--data-dir", default="", metavar="DIR", help="image folder that data decodes")
@@ -131,7 +130,6 @@ def parse(argv: Sequence[str]) -> Options:
         batch_size=given.batch_size,
         device=given.device,
         ranks_per_node=given.ranks_per_node,
-        bucket_mib=given.bucket_mib,
         mpi_buffers=given.mpi_buffers,
         timeout=convert_flag("timeout", given.timeout),
     )

@@ -257,7 +257,6 @@ def run_child(
         "model": settings.model,
         "device": bench.device.type,
         "threads": bench.threads,
-        "bucket-mib": settings.bucket_mib,
         "mpi-buffers": settings.mpi_buffers,
         "ranks-per-node": ranks_per_node,
         "timeout": settings.timeout,

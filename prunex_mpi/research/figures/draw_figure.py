@@ -51,6 +51,8 @@ ALONE = ("10", "11", "13")
 PAPER_SCALING = {"prunex": "6.75 on 8 times as many GPUs", "dense": "5.81", "topk": "3.71"}
 # The model goes on for so many times the most ranks that were measured.
 BEYOND = 16
+# What the model assumes of a message between nodes, and of the copies of one core.
+LATENCY_US, COPY_GBS = 50.0, 7.0
 # Of a value in a message.
 BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int8sum": 8, "int4": 4, "int2": 2}
 OTHERS = ("intra", "project", "dual", "setup")
@@ -107,7 +109,7 @@ def draw(options: Options, runs: Sequence[Run]) -> Drawn:
         case "8":
             return run_figures.split(runs)
         case "9":
-            return scaling(runs, options.link_gbit, options.latency_us, options.copy_gbs)
+            return scaling(runs, options.link_gbit)
         case "10":
             return run_figures.of_ranks(runs[0])
         case "11":
@@ -163,7 +165,7 @@ class Measured:
         return self.work / sum(self.seconds.values())
 
 
-def scaling(runs: Sequence[Run], link_gbit: float, latency_us: float, copy_gbs: float) -> Drawn:
+def scaling(runs: Sequence[Run], link_gbit: float) -> Drawn:
     """Draw figure 9 from runs with different numbers of ranks; with a link also the model."""
     points = {run.path: (scaling_series(run), None) for run in runs}
     found = {
@@ -204,8 +206,8 @@ def scaling(runs: Sequence[Run], link_gbit: float, latency_us: float, copy_gbs: 
         )
         if link_gbit:
             many = np.array([2**i for i in range(int(np.log2(x[-1] * BEYOND)) + 1)])
-            link = Link(link_gbit, latency_us)
-            times = [modelled_s(base, link, copy_gbs, int(k)) for k in many]
+            link = Link(link_gbit, LATENCY_US)
+            times = [modelled_s(base, link, int(k)) for k in many]
             speed = sum(base.seconds.values()) / np.array(times)
             panel.plot(
                 many,
@@ -229,10 +231,10 @@ def scaling(runs: Sequence[Run], link_gbit: float, latency_us: float, copy_gbs: 
     panel.set_xlabel("times as many ranks as the smallest run of the method")
     panel.set_ylabel("times as fast")
     legend_above(panel, 2)
-    return Drawn(figure, rows, scaling_notes(link_gbit, latency_us))
+    return Drawn(figure, rows, scaling_notes(link_gbit))
 
 
-def scaling_notes(link_gbit: float, latency_us: float) -> list[str]:
+def scaling_notes(link_gbit: float) -> list[str]:
     """Return what was measured and what was modelled."""
     text = ["Filled, measured: work per second of training, medians of outer iterations."]
     if not link_gbit:
@@ -240,7 +242,7 @@ def scaling_notes(link_gbit: float, latency_us: float) -> list[str]:
     return [
         *text,
         "Hollow, modelled: local steps shared out over the ranks, the other phases as in the "
-        f"smallest run, the exchange by run/cost.py for {link_gbit:g} Gbit/s and {latency_us:g} us "
+        f"smallest run, the exchange by run/cost.py for {link_gbit:g} Gbit/s and {LATENCY_US:g} us "
         "a message.",
     ]
 
@@ -284,7 +286,7 @@ def work_of(run: Run, ranks: int) -> float:
         raise lacking("9", run, "local-epochs or local-steps in its config.toml") from None
 
 
-def modelled_s(base: Measured, link: Link, copy_gbs: float, times: int) -> float:
+def modelled_s(base: Measured, link: Link, times: int) -> float:
     """Return the seconds of the same work on so many times as many ranks and nodes."""
     run, nodes = base.run, base.nodes * times
     payload = str(run.setting("payload", "fp32"))
@@ -307,7 +309,7 @@ def modelled_s(base: Measured, link: Link, copy_gbs: float, times: int) -> float
         pieces=0 if pieces is None else len(pieces.names),
     )
     others = sum(base.seconds[phase] for phase in OTHERS)
-    between = exchange_s(link, kernels_of(payload, copy_gbs), exchange) if nodes > 1 else 0.0
+    between = exchange_s(link, kernels_of(payload, COPY_GBS), exchange) if nodes > 1 else 0.0
     return base.seconds["local"] / times + others + between
 
 

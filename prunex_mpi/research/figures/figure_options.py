@@ -22,6 +22,9 @@ FIGURES = {
 }
 
 
+MAX_GBIT = 10**6
+
+
 @dataclass(frozen=True)
 class Options:
     """Which figure to draw of which runs, and the file it goes to.
@@ -35,8 +38,6 @@ class Options:
     output: str
     layers: tuple[str, ...]
     link_gbit: float
-    latency_us: float
-    copy_gbs: float
 
 
 def build_parser() -> Parser:
@@ -59,8 +60,6 @@ def build_parser() -> Parser:
         metavar="X",
         help="9: rate between nodes to model more ranks with, in Gbit/s, 0 for none [0]",
     )
-    add("--latency-us", type=float, default=50.0, metavar="X", help="9: of a message, in us [50]")
-    add("--copy-gbs", type=float, default=7.0, metavar="X", help="9: of one core, in GB/s [7]")
     return parser
 
 
@@ -75,10 +74,8 @@ def parse(argv: Sequence[str]) -> Options:
     for flag, number in (("layers", "13"), ("link_gbit", "9")):
         if getattr(given, flag) and given.number != number:
             raise UserError(f"--{flag.replace('_', '-')} is for figure {number}; leave it away")
-    limits = {"link_gbit": (0, 10**6), "latency_us": (0, 10**9), "copy_gbs": (0.001, 10**6)}
-    for flag, (low, high) in limits.items():
-        if not low <= getattr(given, flag) <= high:
-            raise UserError(f"--{flag.replace('_', '-')} must be from {low:g} to {high:,}")
+    if not 0 <= given.link_gbit <= MAX_GBIT:
+        raise UserError(f"--link-gbit must be from 0 to {MAX_GBIT:,}")
     output = given.output or f"figure-{given.number}.svg"
     refuse_other_kinds("--output", output)
     return Options(
@@ -87,6 +84,4 @@ def parse(argv: Sequence[str]) -> Options:
         output,
         tuple(given.layers),
         given.link_gbit,
-        given.latency_us,
-        given.copy_gbs,
     )
