@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prunex_mpi.base.alone import run_alone
+from prunex_mpi.research.bench import bench_options
+from prunex_mpi.research.compare import compare_options
+from prunex_mpi.research.figures import figure_options
 from prunex_mpi.run.program import run_program, watched
-from prunex_mpi.tools.bench import options as bench_options
-from prunex_mpi.tools.compare import options as compare_options
-from prunex_mpi.tools.figures import options as figure_options
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -33,21 +33,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def bench(world: "MPI.Comm", options: bench_options.Options) -> int:
     """Measure and print under the eyes of a watchdog. Collective on `world`."""
     with watched(world, options.settings.timeout) as watchdog:
-        from prunex_mpi.tools.bench.bench import bench
+        from prunex_mpi.research.bench.sections import run_sections
 
-        return bench(world, options, watchdog.heartbeat)
+        return run_sections(world, options, watchdog.heartbeat)
 
 
 def compare(world: "MPI.Comm", options: compare_options.Options) -> int:
     """Train with one method after the other. Collective on `world`."""
-    from prunex_mpi.tools.compare.compare import compare
+    from prunex_mpi.research.compare.compare_methods import compare
 
     return compare(world, options)
 
 
 def figure(options: figure_options.Options) -> None:
     """Draw one of the paper's figures."""
-    from prunex_mpi.tools.figures.figure import figure
+    from prunex_mpi.research.figures.draw_figure import figure
 
     figure(options)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prunex_mpi.run.program import run_program, watched
-from prunex_mpi.tools.evaluate.options import Options, parse
+from prunex_mpi.tools.evaluate_options import Options, parse
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def evaluate(world: "MPI.Comm", options: Options) -> int:
     """Test the network under the eyes of a watchdog. Collective on `world`."""
     with watched(world, options.timeout) as watchdog:
-        from prunex_mpi.tools.evaluate.evaluate import evaluate
+        from prunex_mpi.tools.evaluate_network import evaluate
 
         return evaluate(world, options, watchdog.heartbeat)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prunex_mpi.base.alone import run_alone
-from prunex_mpi.tools.export.options import Options, parse
+from prunex_mpi.tools.export_options import Options, parse
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -23,17 +23,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def export(options: Options) -> None:
     """Read the run, take out what can go, write and prove it."""
-    from prunex_mpi.tools.export.export import export
+    from prunex_mpi.tools.export_run import export
 
     export(options)
 
 
 def smaller(model: "nn.Module", images: "Tensor") -> "nn.Module":
-    """Return a copy of a masked model without what its masks removed, see tools/export/export.py.
+    """Return a copy of a masked model without what its masks removed, see tools/export_run.py.
 
     `images`, float [n, 3, S, S], are such as it is made for: what stays constant on them can go.
     """
-    from prunex_mpi.tools.export.export import smaller
+    from prunex_mpi.tools.export_run import smaller
 
     return smaller(model, images)
 

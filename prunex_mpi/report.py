@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from prunex_mpi.base.alone import run_alone
-from prunex_mpi.tools.report.options import Options, parse
+from prunex_mpi.tools.report.report_options import Options, parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,9 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(options: Options) -> None:
     """Read the runs, draw, write."""
-    from prunex_mpi.tools.report.report import report
+    from prunex_mpi.tools.report.write_report import write_report
 
-    report(options)
+    write_report(options)
 
 
 if __name__ == "__main__":

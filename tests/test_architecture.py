@@ -25,7 +25,10 @@ LAYERS = (
     ("methods", "diagnosis"),
     ("run",),
     ("tools",),
+    ("research",),
 )
+# What people run stands on all but this one; of the programs its own entry point alone knows it.
+RESEARCH, RESEARCH_PROGRAM = "research", "bench"
 LEVELS = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
 # Quick to import, so that --help and wrong flags answer at once.
 PLAIN = ("base", "settings")
@@ -179,6 +182,12 @@ def test_modules_import_from_below_alone(module: str) -> None:
     assert upwards(module, GRAPH[module]) == []
 
 
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_what_people_run_does_not_stand_on_research(module: str) -> None:
+    if module.split(".")[0] not in (RESEARCH, RESEARCH_PROGRAM):
+        assert not {target for target in GRAPH[module] if target.startswith(f"{RESEARCH}.")}
+
+
 @pytest.mark.parametrize("module", in_folders(PLAIN))
 def test_plain_modules_know_neither_torch_nor_mpi(module: str) -> None:
     assert not outside(TREES[module]) & HEAVY
@@ -304,7 +313,7 @@ def test_the_check_itself_knows_up_from_down() -> None:
     assert upwards("comm.wire", ["base.errors", "comm.topology", "models.layout"]) == []
     assert upwards("comm.wire", ["core.state", "train"]) == ["core.state", "train"]
     assert upwards("models.build", ["data.batches"]) == ["data.batches"]
-    assert upwards("train", ["run.job", "tools.bench.ddp"]) == []
+    assert upwards("train", ["run.job", "tools.report.page"]) == []
     assert upwards("train", ["doctor"]) == ["doctor"]
 
 
@@ -312,9 +321,9 @@ def test_what_the_trees_promise_is_what_python_loads() -> None:
     def loading(modules: Iterable[str]) -> str:
         return "".join(f"import {NAME}.{module}\n" for module in modules)
 
-    alone = [name for name in MODULES if name.startswith("tools.export.")]
+    alone = [name for name in MODULES if name.startswith("tools.export_")]
     # For these neither torch nor MPI needs to be there.
-    drawing = [n for n in MODULES if n.startswith(("tools.report.", "tools.figures."))]
+    drawing = [n for n in MODULES if n.startswith(("tools.report.", "research.figures."))]
     program = (
         f"import sys\n{loading([*in_folders(PLAIN), *EARLY])}"
         "assert not {'torch', 'mpi4py', 'numpy'} & set(sys.modules)\n"

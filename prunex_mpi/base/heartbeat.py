@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
+from prunex_mpi.base.records import RANK_PHASES
+
 # In the order in which a run comes to them.
-PHASES = (
-    *("start", "data", "model", "trial", "local", "intra", "project", "inter", "dual", "evaluate"),
-    *("record", "checkpoint", "finish"),
-)
+PHASES = ("start", "data", "model", "trial", *RANK_PHASES, "record", "checkpoint", "finish")
 # The name of the thread that the main one may wait for begins like this.
 HELPER = "exchange"
 

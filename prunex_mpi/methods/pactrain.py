@@ -18,12 +18,11 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.traffic import now
 from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.compress.quantise import integer_type, ternarise_
-from prunex_mpi.core.state import State, Work
+from prunex_mpi.core.state import PRUNED, State, Work
 from prunex_mpi.methods.pactrain_mask import prune_when_due_, score_of
 from prunex_mpi.methods.pactrain_support import (
     CHOICE,
     CLOCK,
-    PRUNED,
     SECONDS,
     STABLE,
     SUPPORT,

@@ -6,10 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from prunex_mpi.base.errors import UserError, quote
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,13 +14,22 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's, told apart by those who cannot see red and green; then other dashes.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Of the phases of an outer iteration.
+PHASE_COLOURS = {
+    "local": COLOURS[0],
+    "intra": COLOURS[5],
+    "project": COLOURS[2],
+    "inter": COLOURS[1],
+    "dual": COLOURS[3],
+    "evaluate": COLOURS[4],
+    "setup": COLOURS[6],
+}
 DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 # So many curves can be told apart.
 MOST_CURVES = len(COLOURS) * len(DASHES)
 # Dark for much and light for little, alike to all eyes and in grey.
 SHADES = "cividis"
-KINDS = (".svg", ".png", ".pdf")
 DPI = 150
 # Letters of a path that is a curve, not a mark.
 LONG_PATH = 1000
@@ -110,23 +116,6 @@ def name_bars(panel: "Axes", names: Sequence[str]) -> None:
     panel.set_yticks(range(len(names)), [plain(name) for name in names], fontsize=7)
     panel.set_ylim(len(names) - 0.5, -0.5)
     panel.grid(False, axis="y")
-
-
-def save(figure: "Figure", path: str, flag: str) -> None:
-    """Write a figure to the file that a flag names; raise UserError."""
-    try:
-        figure.savefig(path, dpi=DPI)
-    except OSError as error:
-        raise UserError(f"{flag} {quote(path, 250)}: {error.strerror}; choose another") from None
-
-
-def refuse_other_kinds(flag: str, path: str) -> None:
-    """Raise UserError unless the name that a flag gives ends as a picture's does."""
-    if Path(path).suffix not in KINDS:
-        names = ", ".join(KINDS[:-1])
-        raise UserError(
-            f"{flag} {quote(path, 250)}: give a name that ends in {names} or {KINDS[-1]}"
-        )
 
 
 def as_svg(figure: "Figure", name: str, title: str) -> str:

@@ -26,15 +26,14 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from prunex_mpi.base.units import MIB
-from prunex_mpi.tools.compare.figure import seconds_of
-from prunex_mpi.tools.compare.outcomes import (
+from prunex_mpi.research.compare.comparison_tables import ranks_of, seconds_of
+from prunex_mpi.research.compare.outcomes import (
     Comparison,
     Outcome,
     by_row,
     ended,
     read_comparison,
 )
-from prunex_mpi.tools.compare.tables import ranks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMENT = re.compile(r"<!--.*?(?:-->|$)", re.DOTALL)

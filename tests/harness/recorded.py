@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from prunex_mpi.base.records import RANK_PHASES
 from prunex_mpi.settings.resolve import make, to_toml
-from prunex_mpi.tools.report.blame import INSIDE, PHASES
+from prunex_mpi.tools.report.stragglers import INSIDE
 
 VERSIONS = {"prunex_mpi": "0.1.0", "torch": "2.15.0", "mpi": "Open MPI v5.0.11", "python": "3.11.7"}
 # Milliseconds of work: of any rank, and of one that leads its node.
@@ -45,7 +46,7 @@ def rank_lines(
         clock = np.zeros(len(node))
         work, exchange = {}, {}
         pace = rng.lognormal(0, 0.03, len(nodes))[node] * rng.lognormal(0, 0.02, len(node))
-        for phase in PHASES:
+        for phase in RANK_PHASES:
             ms = np.where(leads, LEADING_MS.get(phase, WORK_MS[phase]), WORK_MS[phase]) * pace
             ms = ms + (rng.random(len(node)) < 0.03) * rng.exponential(8, len(node))
             if delay is not None and delay.phase == phase and rng.random() < delay.share:
@@ -73,7 +74,7 @@ def metrics_lines(iterations: int, freeze: int, rng: np.random.Generator) -> Ite
         done = k / iterations
         density = max(0.5, 1 - 0.7 * done)
         residual = None if k >= freeze else float(np.exp(-5 * done))
-        seconds = {p: WORK_MS[p] / 1e3 * float(rng.lognormal(0, 0.1)) for p in PHASES}
+        seconds = {p: WORK_MS[p] / 1e3 * float(rng.lognormal(0, 0.1)) for p in RANK_PHASES}
         yield {
             "iteration": k,
             "seconds": {**seconds, "setup": 0.0, "total": sum(seconds.values())},

@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
+from prunex_mpi.core.state import PRUNED
 from prunex_mpi.methods.pactrain_support import (
     CLOCK,
     DIGESTS,
-    PRUNED,
     STABLE,
     SUPPORT,
     UNCHANGED,

@@ -15,7 +15,7 @@ from torch import nn
 from prunex_mpi.models import standalone
 from prunex_mpi.models.slim import SlimAttention, SlimSelfAttention, self_attention_parts
 from prunex_mpi.models.standalone import load, resize_
-from prunex_mpi.tools.export.files import loader_source
+from prunex_mpi.tools.export_run import loader_source
 
 RESNET8 = {"name": "resnet8", "num_classes": 10, "image_size": 8, "stem": ""}
 

@@ -11,7 +11,7 @@ import pytest
 import readme_tables
 
 from prunex_mpi.base.units import MIB
-from prunex_mpi.tools.compare.outcomes import Comparison, Measured, Outcome, to_dict
+from prunex_mpi.research.compare.outcomes import Comparison, Measured, Outcome, to_dict
 
 
 def ran(accuracy: float, mib: int, left: int) -> Measured:

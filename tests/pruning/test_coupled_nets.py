@@ -38,7 +38,7 @@ from prunex_mpi.pruning.shrink import (
     smaller_tensors,
     training_failure,
 )
-from prunex_mpi.tools.export.files import write_network
+from prunex_mpi.tools.export_run import write_network
 
 CLASSES = 5
 # As little as export's proof allows.

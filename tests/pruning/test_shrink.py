@@ -15,8 +15,8 @@ from prunex_mpi.models.build import describe
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.removable import judge
 from prunex_mpi.pruning.shrink import find_rules, shrink, smaller_sizes, smaller_tensors
-from prunex_mpi.tools.export.files import write_network
-from prunex_mpi.tools.export.proof import EXACT, ROUNDINGS
+from prunex_mpi.tools.export_proof import EXACT, ROUNDINGS
+from prunex_mpi.tools.export_run import write_network
 
 # What half of the groups at most can leave of the parameters.
 NETWORKS = {

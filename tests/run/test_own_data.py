@@ -17,8 +17,8 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.settings.cli import parse as resume
 from prunex_mpi.settings.resolve import make
-from prunex_mpi.tools.evaluate.evaluate import evaluate
-from prunex_mpi.tools.evaluate.options import parse
+from prunex_mpi.tools.evaluate_network import evaluate
+from prunex_mpi.tools.evaluate_options import parse
 
 pytestmark = pytest.mark.any_mpi
 SMALL: dict[str, Any] = {

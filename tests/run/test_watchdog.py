@@ -159,7 +159,7 @@ def test_a_record_that_cannot_be_read_is_none(content: bytes, tmp_path: Path) ->
     [
         ("run/job.py", False),
         ("comm/collectives.py", False),
-        ("tools/bench/ddp.py", False),
+        ("research/bench/beside_torch.py", False),
         ("train.py", False),
         ("../mine/comm/collectives.py", True),
         ("../torch/nn/functional.py", True),

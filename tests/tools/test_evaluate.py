@@ -18,9 +18,10 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.data import datasets, image_files
 from prunex_mpi.models.standalone import PLAN
 from prunex_mpi.settings.resolve import make
-from prunex_mpi.tools.evaluate.evaluate import describe, evaluate, outcome, read_network
-from prunex_mpi.tools.evaluate.options import Options, parse
-from prunex_mpi.tools.export import export, options
+from prunex_mpi.tools import export_options as options
+from prunex_mpi.tools import export_run as export
+from prunex_mpi.tools.evaluate_network import describe, evaluate, outcome, read_network
+from prunex_mpi.tools.evaluate_options import Options, parse
 
 NAMES = ("ant", "bee", "cat")
 

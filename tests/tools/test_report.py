@@ -12,26 +12,36 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from compared import RAN, comparison
 from launch import environment
 from recorded import Delay, make_run, write_lines
 
 from prunex_mpi import report as program
-from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
+from prunex_mpi.base.errors import UNREADABLE, USAGE
+from prunex_mpi.base.tables import as_json
+from prunex_mpi.research.compare.comparison_tables import tables_of
+from prunex_mpi.research.compare.outcomes import Outcome, Point, to_dict
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.tools import drawing
-from prunex_mpi.tools.compare.outcomes import Comparison, Measured, Outcome, Point, to_dict
-from prunex_mpi.tools.report import pictures, reading, several, single
-from prunex_mpi.tools.report import report as writing
+from prunex_mpi.tools.report import one_run, read_runs, run_pictures, several_runs, write_report
+from prunex_mpi.tools.report.one_run import duration_words, lead, size_words
 from prunex_mpi.tools.report.page import Page
-from prunex_mpi.tools.report.reading import read_layers, read_run
-from prunex_mpi.tools.report.thinning import COLUMNS, binned, means, thin
-from prunex_mpi.tools.report.words import duration_words, lead, size_words
+from prunex_mpi.tools.report.read_runs import (
+    COLUMNS,
+    Run,
+    binned,
+    means,
+    read_layers,
+    read_run,
+    thin,
+)
 
 pytestmark = pytest.mark.any_mpi
 
@@ -95,7 +105,7 @@ def refused(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Fabricate a run under a name that is hard on markup, paths and pictures."""
+    """Fabricate a run under a name that is hard on markup, paths and run_pictures."""
     path = tmp_path_factory.mktemp("runs") / ODD
     return make_run(path, delay=Delay(2, "dual", 40), groups=["coupled"], ranks_per_node=2)
 
@@ -105,14 +115,14 @@ def made(run: Path) -> tuple[Path, Page]:
     """Write the page, pictures and metrics of that run; its figures have been drawn."""
     pages: list[Page] = []
 
-    def page_of(run: reading.Run) -> Page:
+    def page_of(run: Run) -> Page:
         pages.append(own(run))
         return pages[0]
 
-    own = single.page_of
+    own = one_run.page_of
     flags = ["--png", str(run.parent / "pic tures"), "--csv", str(run.parent / "ü.csv")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(single, "page_of", page_of)
+        patch.setattr(one_run, "page_of", page_of)
         assert program.main([str(run), *flags]) == 0
     return run / "report.html", pages[0]
 
@@ -162,7 +172,7 @@ def test_the_first_paragraph_answers(written: Path) -> None:
         "test accuracy is 91.02 %",
         "66.6 % of the 80.00 MiB of a dense model",
         "% into the local steps",
-        "held up most by rank 2 on node01 in corrections and norms",
+        "waited most for rank 2 on node01 in corrections and norms",
         "Pruned were 480 of 960 prunable weights",
         "fixed since iteration 15",
     ):
@@ -239,7 +249,7 @@ def test_metrics_are_written_as_csv(written: Path, run: Path) -> None:
 def test_the_same_run_gives_the_same_picture(run: Path) -> None:
     found = read_run(run)
     with drawing.styled():
-        texts = [drawing.as_svg(pictures.duration(found), "p", "seconds") for _ in range(2)]
+        texts = [drawing.as_svg(run_pictures.duration(found), "p", "seconds") for _ in range(2)]
     assert texts[0] == texts[1]
 
 
@@ -267,7 +277,7 @@ def test_a_run_that_was_broken_off_says_so(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", status="")
     file = path / "metrics.jsonl"
     file.write_bytes(file.read_bytes()[:-30])
-    old = time.time() - 2 * reading.ALIVE_S
+    old = time.time() - 2 * read_runs.ALIVE_S
     os.utime(file, (old, old))
     found = read_run(path)
     assert (found.status, len(found.iterations)) == ("broken off", 19)
@@ -282,7 +292,7 @@ def test_a_run_that_is_going_says_so(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", status="")
     (path / "heartbeats").mkdir()
     (path / "heartbeats/0").write_text("")
-    old = time.time() - 2 * reading.ALIVE_S
+    old = time.time() - 2 * read_runs.ALIVE_S
     os.utime(path / "metrics.jsonl", (old, old))
     assert read_run(path).status == "running"
     assert "still going, or was broken off within the last minute" in words_of(path)
@@ -296,7 +306,7 @@ def test_a_row_of_a_comparison_that_still_trains_is_not_broken_off(tmp_path: Pat
     (begun / "metrics.jsonl").unlink()
     (begun / "heartbeats").mkdir()
     (begun / "heartbeats/0").write_text("")
-    assert reading.how_it_ended(begun, {}) == ("running", "")
+    assert read_runs.how_it_ended(begun, {}) == ("running", "")
     assert read_run(make_run(tmp_path / "run", status="")).status == "running"
 
 
@@ -313,17 +323,17 @@ def test_a_run_with_images_held_out_shows_what_it_reached_on_those(tmp_path: Pat
         line["test_loss"] = line["test_accuracy"] = None
     write_lines(path / "metrics.jsonl", lines)
     assert "Its held-out accuracy is 75.00 %" in words_of(path)
-    upper, lower = pictures.learning(read_run(path), "iterations").axes
+    upper, lower = run_pictures.learning(read_run(path), "iterations").axes
     assert lower.get_ylabel() == "held-out accuracy %"
     assert set(lower.lines[0].get_ydata()) == {75.0}
     assert len(upper.lines) > 1
     # Beside others: along the way what it was judged on, in the end the test images.
     other = make_run(tmp_path / "other")
     both = [read_run(path), read_run(other)]
-    _, lower = several.learned(both, "iterations").axes
+    _, lower = several_runs.learned(both, "iterations").axes
     assert lower.get_ylabel() == "test or held-out accuracy %"
     assert all(len(line.get_ydata()) for line in lower.lines)
-    table = several.table_of(both)
+    table = several_runs.table_of(both)
     assert table.rows[0][4] == table.rows[1][4] == 100 * both[1].final_accuracy
     assert "--val-share" in table.notes[1]
 
@@ -338,19 +348,9 @@ def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:
     assert not (path / "diverged.json").exists()
 
 
-def test_an_older_run_is_shown_without_what_it_lacks_and_without_torch(tmp_path: Path) -> None:
+def test_a_run_without_ranks_and_layers_is_shown_and_without_torch(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", iterations=4, ranks=False)
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        del line["bytes"]["sent"], line["seconds"]["setup"], line["mask_drift"]
-        line["train_loss"] = float("nan")
-    write_lines(path / "metrics.jsonl", lines)
     (path / "layers.jsonl").unlink()
-    summary = json.loads((path / "summary.json").read_text())
-    for key in ("sent", "mask", "setup"):
-        del summary["bytes"][key]
-    del summary["seconds_total"]
-    (path / "summary.json").write_text(json.dumps(summary))
     done = subprocess.run(
         [sys.executable, "-c", ALONE, str(path)],
         cwd=tmp_path,
@@ -368,7 +368,7 @@ def test_settings_of_another_version_are_all_shown(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", iterations=2)
     config = (path / "config.toml").read_text().replace('"recipe"', '"banquet"')
     (path / "config.toml").write_text("new-flag = 3\n" + config)
-    table = single.settings_table(read_run(path))
+    table = one_run.settings_table(read_run(path))
     assert ("new-flag", "3", None) in table.rows and len(table.rows) > 50
 
 
@@ -454,7 +454,7 @@ def test_a_page_that_cant_be_written_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_run(tmp_path / "run", iterations=2)
-    monkeypatch.setattr(writing, "page_of", lambda *_: Page("", "", (), ()))
+    monkeypatch.setattr(write_report, "page_of", lambda *_: Page("", "", (), ()))
     code, line = refused(capsys, path, "--output", tmp_path / "no/where.html")
     assert code == USAGE and "--output" in line
     assert "--png" in refused(capsys, path, "--png", path / "config.toml")[1]
@@ -469,7 +469,7 @@ def test_a_page_that_cant_be_written_is_one_line(
 def test_several_runs_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path / "x/run", iterations=6, delay=Delay(3, "local", 50))
     broken_off = make_run(tmp_path / "y/run", iterations=4, status="", ranks=False, method="dense")
-    old = time.time() - 2 * reading.ALIVE_S
+    old = time.time() - 2 * read_runs.ALIVE_S
     os.utime(broken_off / "metrics.jsonl", (old, old))
     monkeypatch.chdir(tmp_path)
     assert program.main(["x/run", "y/run", "--csv", "both.csv"]) == 0
@@ -504,27 +504,7 @@ def outcome(row: str, seed: int, accuracy: float | None) -> Outcome:
     if accuracy is None:
         return Outcome(row, seed, 0.1, None, "the loss is nan")
     curve = tuple(Point(k, 1000 * k, 0.5 * k, accuracy * k / 3) for k in (1, 2, 3))
-    counts = dict.fromkeys(("extra_samples", "metadata_bytes", "zeros", "line_zeros"), 0)
-    sizes = dict.fromkeys(("payload_bytes", "sent_bytes", "parameters", "parameters_left"), 3000)
-    seconds = dict.fromkeys(("sync_s", "own_s", "local_s", "train_s"), 1.5)
-    passes = dict.fromkeys(("forward_s", "dense_forward_s"), 0.1)
-    measured = Measured(
-        accuracy=accuracy,
-        loss=1.0,
-        samples=96,
-        epochs=3.0,
-        steps=6,
-        weights=100,
-        speakers=2,
-        ranks=4,
-        operations="Allreduce",
-        curve=curve,
-        **counts,
-        **sizes,
-        **seconds,
-        **passes,
-    )
-    return Outcome(row, seed, 0.1, measured)
+    return Outcome(row, seed, 0.1, replace(RAN, accuracy=accuracy, curve=curve))
 
 
 def test_a_comparison_is_its_tables_and_its_figure(
@@ -535,19 +515,11 @@ def test_a_comparison_is_its_tables_and_its_figure(
         for seed in (0, 1)
         for row, accuracy in (("dense", 0.9 + seed / 50), ("a $b", 0.8), ("wild", None))
     )
-    found = Comparison(
-        "Some methods",
-        {"processor": "a fast one"},
-        ("dense", "a $b", "wild"),
-        (0, 1),
-        (),
-        outcomes,
-        {},
-        {},
-        ("learning rates: given",),
-    )
+    made = comparison(list(outcomes))
+    found = replace(made, title="Some methods", machine={"processor": "a fast one"})
     file = tmp_path / "of methods.json"
-    file.write_text(json.dumps({"machine": {}, "tables": [], "comparison": to_dict(found)}))
+    whole = as_json({}, tables_of(found)) | {"comparison": to_dict(found)}
+    file.write_text(json.dumps(whole))
     monkeypatch.chdir(tmp_path)
     assert program.main([str(file)]) == 0
     page = read(tmp_path / "report.html")
@@ -599,8 +571,8 @@ def test_columns_of_long_runs_are_means() -> None:
 def test_layers_of_a_long_run_are_read_here_and_there(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", iterations=300)
     found = read_run(path)
-    wanted = single.wanted_iterations(found)
-    assert len(wanted) <= 2 * single.LAYER_COLUMNS and wanted[-1] == 300
+    wanted = one_run.wanted_iterations(found)
+    assert len(wanted) <= 2 * one_run.LAYER_COLUMNS and wanted[-1] == 300
     # What is passed over isn't even parsed.
     lines = (path / "layers.jsonl").read_text().splitlines()
     passed = next(k for k in range(2, 300) if k not in wanted)
@@ -664,8 +636,3 @@ def test_colours_are_told_apart_without_seeing_red_and_green(kind: str) -> None:
     distances = [np.linalg.norm(a - b) for i, a in enumerate(seen) for b in seen[:i]]
     # Two greys or colours five apart are told apart side by side.
     assert min(distances) > 10
-
-
-def test_a_picture_needs_a_name_that_says_its_kind() -> None:
-    with pytest.raises(UserError, match=r"\.svg, \.png or \.pdf"):
-        drawing.refuse_other_kinds("--output", "figure.gif")

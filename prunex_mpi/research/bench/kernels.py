@@ -1,0 +1,303 @@
+"""Time what phases 2 to 5 do to memory on one rank, and the codes that phase 4 may send.
+
+Each step is timed against copying the same bytes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prunex_mpi.base.tables import Table
+from prunex_mpi.base.units import MIB
+from prunex_mpi.compress.quantise import (
+    BLOCK,
+    PAYLOADS,
+    add_decoded_,
+    block_maxima_,
+    decode_,
+    decode_shared_,
+    encode_,
+    encode_shared_,
+    record_bytes,
+)
+from prunex_mpi.core.admm import find_residuals
+from prunex_mpi.core.mask_agreement import project_locally
+from prunex_mpi.core.schedule import Stage
+from prunex_mpi.core.state import State, Work, adopt_mask, freeze, wires_of
+from prunex_mpi.methods import hsadmm
+from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
+from prunex_mpi.pruning.masks import apply_factors_, build_factors
+from prunex_mpi.pruning.projection import group_energies, select
+from prunex_mpi.research.bench.workbench import Bench, make_state
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.tools.timing import Action
+
+AIM, AIM_IN_ALL, CODE_AIM = 3.0, 10.0, 4.0
+WITH_AIM = ("projection", "pack", "unpack", "dual update")
+PHASES = ("2 intra", "3 project", "4 inter", "5 dual")
+# Before the freeze: how far the keep ratio has moved from 1 to its target.
+STAGES = {"dense warm-up": 0.0, "ramp, half way": 0.5, "ramp, at its end": 1.0}
+# Of codes: float32 values of a vector, and workers that share the levels of int8sum.
+VALUES, WORKERS = 8 * 2**20, 2
+
+# A payload, its bits per value and the steps of its code.
+Steps = tuple[str, float, dict[str, Callable[[], object]]]
+
+
+def kernels(bench: Bench, values: int = VALUES) -> list[Table]:
+    """Return the tables of steps, of the parts of the projection, of whole phases and of codes.
+
+    In a job of one rank, where no phase waits for a network. Codes work on so many `values`.
+    """
+    state = make_state(bench.settings, bench.device)
+    adopt_mask(state, project_alone(state, bench.settings))
+    return [
+        _steps(bench, state),
+        _projection_parts(bench, state),
+        _stages(bench, state),
+        block_codes(bench, values),
+    ]
+
+
+def project_alone(state: State, settings: Settings) -> np.ndarray:
+    """Project `scratch` as a leader does in phase 3, without MPI, and return the mask."""
+    mask = project_locally(state.scratch, state, 1.0, settings.round_to)
+    factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
+    apply_factors_(state.scratch, state.layout, state.groups, factors)
+    return mask
+
+
+def _steps(bench: Bench, state: State) -> Table:
+    settings = bench.settings
+    theta, payload = state.theta, state.payload[: state.plan.numel]
+    target = torch.empty_like(theta)
+
+    def candidate() -> None:
+        torch.add(state.theta, state.u, out=state.scratch)
+
+    def fill_payload() -> None:
+        pack_(state.theta, state.plan, state.message)
+
+    node = wires_of(bench.topology, state, bench.transport).node
+
+    def duals() -> object:
+        moved = np.zeros(len(state.layout.segments))
+        norms = hsadmm.update_duals(state, moved, moved)
+        return find_residuals(bench.topology.world, state, settings, norms, 0.0)
+
+    steps: list[tuple[str, str, tuple[Tensor, ...], Action]] = [
+        (
+            "intra candidate",
+            "the model",
+            (theta,),
+            Action(lambda: hsadmm.intra_node_consensus(node, state, settings)),
+        ),
+        (
+            "projection",
+            "the model",
+            (theta,),
+            Action(lambda: project_alone(state, settings), candidate),
+        ),
+        (
+            "pack",
+            "the payload",
+            (payload,),
+            Action(lambda: pack_(state.theta, state.plan, state.message)),
+        ),
+        (
+            "unpack",
+            "the model",
+            (theta,),
+            Action(lambda: unpack_(state.message, state.plan, state.scratch), fill_payload),
+        ),
+        (
+            "dual update",
+            "both duals",
+            (state.u, state.v),
+            Action(lambda: hsadmm.update_duals(state, None, None)),
+        ),
+        ("dual update + norms", "both duals", (state.u, state.v), Action(duals)),
+    ]
+    actions = {}
+    for name, _, sources, action in steps:
+        actions[f"copy for {name}"] = Action(lambda sources=sources: _copy(sources, target))
+        actions[name] = action
+    best = bench.best(actions)
+    rows = []
+    for name, what, sources, _ in steps:
+        copy = best[f"copy for {name}"]
+        size = sum(s.numel() * s.element_size() for s in sources) / MIB
+        aim = AIM if name in WITH_AIM else None
+        rows.append((name, what, size, 1e3 * copy, 1e3 * best[name], best[name] / copy, aim))
+    kept = state.plan.numel / state.layout.numel
+    return Table(
+        f"Kernels on one rank: {settings.model}, {state.layout.numel:,} parameters, "
+        f"{'+'.join(settings.groups)} groups, payload {100 * kept:.1f} % of the model",
+        ("step", "bytes copied", "MiB", "copy ms", "step ms", "times copy", "aim"),
+        tuple(rows),
+        (
+            f"minimum of {bench.repeat} turns; each step takes turns with an out-of-place copy_ "
+            "of the bytes named",
+            "projection: group energies, selection, factors and masking, as on a leader",
+            "dual update + norms: all of phase 5 on one rank, with seven norms per layer",
+        ),
+    )
+
+
+def _copy(sources: tuple[Tensor, ...], target: Tensor) -> None:
+    for source in sources:
+        target[: source.numel()].copy_(source)
+
+
+def _stages(bench: Bench, state: State) -> Table:
+    """Time phases 2 to 5 as the driver runs them at each stage of a run; ends frozen."""
+    everything = np.ones_like(state.mask)
+    rows = []
+    for name, strict in STAGES.items():
+        for measured in (False, True):
+            adopt_mask(state, everything)
+            stage = Stage(strict, choose=strict > 0, vote=True, freeze=False, measured=measured)
+            times = _phases(bench, state, stage)
+            rows.append((name, *times))
+    freeze(state, True)
+    stage = Stage(1.0, choose=False, vote=True, freeze=False, measured=False)
+    times = _phases(bench, state, stage)
+    rows.append(("consensus SGD after the freeze", *times))
+    return Table(
+        "Phases 2 to 5 as the driver runs them on one rank: times a copy of the model",
+        ("stage", "residuals", "copy ms", *PHASES, "2 to 5 in all", "aim"),
+        tuple(rows),
+        (
+            f"minimum of {bench.repeat} outer iterations, each with an out-of-place copy_ of theta",
+            "ramp: a mask is voted at each of them",
+            "residuals: whether this outer iteration measures them",
+        ),
+    )
+
+
+def _phases(
+    bench: Bench, state: State, stage: Stage
+) -> tuple[str, float, float, float, float, float, float, float]:
+    """Return whether residuals are measured, a copy's ms, the phases in copies, the aim."""
+    settings, target = bench.settings, torch.empty_like(state.theta)
+    wires = wires_of(bench.topology, state, bench.transport)
+    leader, node = wires.workers, wires.node
+    # Phase 4 looks at no data.
+    work = Work(state, None, settings, bench.transport, bench.heartbeat)
+    seen: dict[str, Any] = {}
+
+    def intra() -> None:
+        seen["z_tilde"] = hsadmm.intra_node_consensus(node, state, settings)
+
+    def project() -> None:
+        z_tilde = seen["z_tilde"]
+        seen["node"] = hsadmm.project(leader, node, state, settings, z_tilde, stage)
+
+    def inter() -> None:
+        seen["z"] = hsadmm.inter_node_consensus(wires, work, stage, behind=False)
+
+    def dual() -> None:
+        norms = None
+        if not state.consensus_sgd:
+            norms = hsadmm.update_duals(state, seen["node"], seen["z"])
+        find_residuals(bench.topology.world, state, settings, norms, 0.0)
+
+    # In the order of the driver: each phase prepares what the next one reads.
+    actions = (intra, project, inter, dual)
+    best = bench.best(
+        {
+            "copy": Action(lambda: target.copy_(state.theta)),
+            **{name: Action(run) for name, run in zip(PHASES, actions, strict=True)},
+        }
+    )
+    copy = best.pop("copy")
+    times = [seconds / copy for seconds in best.values()]
+    return "measured" if stage.measured else "-", 1e3 * copy, *times, sum(times), AIM_IN_ALL
+
+
+def _projection_parts(bench: Bench, state: State) -> Table:
+    device, dtype = state.theta.device, state.theta.dtype
+    groups, layout = state.groups, state.layout
+    flat = state.scratch
+    energies = [group_energies(flat, layout, groups, kind).numpy() for kind in groups.kinds]
+    target = torch.empty_like(state.theta)
+
+    def choose() -> None:
+        for values, kind in zip(energies, groups.kinds, strict=True):
+            select(values, kind, 1.0, bench.settings.round_to)
+
+    best = bench.best(
+        {
+            "copy": Action(lambda: target.copy_(state.theta)),
+            "group energies": Action(
+                lambda: [group_energies(flat, layout, groups, kind) for kind in groups.kinds]
+            ),
+            "selection": Action(choose),
+            "factors": Action(lambda: build_factors(state.mask, groups, device, dtype)),
+            "masking": Action(lambda: apply_factors_(state.scratch, layout, groups, state.factors)),
+            "index sets (phase 3)": Action(lambda: build_plan(layout, groups, state.mask, device)),
+        }
+    )
+    copy = best.pop("copy")
+    return Table(
+        "Parts of the projection",
+        ("part", "ms", "times copy of the model"),
+        tuple((name, 1e3 * seconds, seconds / copy) for name, seconds in best.items()),
+    )
+
+
+def block_codes(bench: Bench, values: int) -> Table:
+    """Return the table of encoding and decoding so many float32 `values`, a multiple of 128."""
+    source = torch.randn(values, device=bench.device)
+    vector, target = torch.empty_like(source), torch.empty_like(source)
+    copy = Action(lambda: target.copy_(source))
+    rows = []
+    for name, size, steps in (
+        *(coding_steps(payload, vector, target) for payload in PAYLOADS),
+        shared_steps(vector, target, 127 // WORKERS),
+    ):
+        # What encoding leaves in the vector is smaller each time: it starts from the source.
+        actions = {"copy": copy}
+        for step, run in steps.items():
+            actions[step] = Action(run, lambda: vector.copy_(source))
+        best = bench.best(actions)
+        first = best.pop("copy")
+        for step, seconds in best.items():
+            rows.append((name, step, size, 1e3 * first, 1e3 * seconds, seconds / first, CODE_AIM))
+    return Table(
+        f"Codes by blocks of {BLOCK}: {values:,} float32 values, {values * 4 / MIB:.2f} MiB",
+        ("payload", "step", "bits per value", "copy ms", "step ms", "times copy", "aim"),
+        tuple(rows),
+        (
+            f"minimum of {bench.repeat} turns; the steps of a payload take turns with an "
+            "out-of-place copy_ of the vector",
+            "encode leaves the quantisation error in the vector; add: decode and add",
+        ),
+    )
+
+
+def coding_steps(payload: str, vector: Tensor, target: Tensor) -> Steps:
+    """Return payload, bits per value, and what codes `vector` and decodes that to `target`."""
+    blocks = vector.numel() // BLOCK
+    records = vector.new_empty(blocks, record_bytes(payload), dtype=torch.uint8)
+    steps = {
+        "encode": lambda: encode_(vector, records, payload),
+        "decode": lambda: decode_(records, target, payload),
+        "add": lambda: add_decoded_(records, target, payload),
+    }
+    return payload, 8 * record_bytes(payload) / BLOCK, steps
+
+
+def shared_steps(vector: Tensor, target: Tensor, levels: int) -> Steps:
+    """Return the same of int8sum, whose workers have so many `levels` each."""
+    maxima = vector.new_empty(vector.numel() // BLOCK)
+    integers = torch.empty_like(vector, dtype=torch.int8)
+    steps = {
+        "maxima": lambda: block_maxima_(vector, maxima),
+        "encode": lambda: encode_shared_(vector, maxima, levels, integers),
+        "decode": lambda: decode_shared_(integers, maxima, levels, target),
+    }
+    return "int8sum", 8 + 8 * vector.element_size() / BLOCK, steps

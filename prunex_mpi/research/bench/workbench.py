@@ -1,0 +1,81 @@
+"""What the sections of the benchmark share: where they measure, and what they measure with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.problem import make_groups, make_model
+from prunex_mpi.core.state import State, build_state
+from prunex_mpi.methods import hsadmm
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.run.start import set_up
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import with_overrides
+from prunex_mpi.tools.timing import Action, wall_times
+
+NUM_CLASSES = 10
+# Large enough for the ImageNet stem, and for every torchvision classifier.
+IMAGE_SIZE = 224
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where something is measured, and in how many turns.
+
+    `models` are those that are trained, a turn of training has so many `steps`, and checkpoints go
+    to `folder`.
+    """
+
+    topology: Topology
+    settings: Settings
+    transport: Transport
+    device: torch.device
+    heartbeat: Heartbeat
+    models: tuple[str, ...] = ()
+    steps: int = 1
+    repeat: int = 1
+    threads: int = 1
+    folder: str = "."
+
+    def best(self, actions: dict[str, Action]) -> dict[str, float]:
+        """Return the shortest time of each action on this rank, in seconds. No communication."""
+        times = wall_times(actions, self.repeat, self.device, self.heartbeat)
+        return {name: float(taken.min()) for name, taken in times.items()}
+
+    def slowest(
+        self, run: Callable[[], object], prepare: Callable[[], object] = lambda: None
+    ) -> float:
+        """Return the shortest time of `run` on the slowest rank. Collective on `world`."""
+        return self.slowest_in_turns({"": Action(run, prepare)})[""]
+
+    def slowest_in_turns(self, actions: dict[str, Action]) -> dict[str, float]:
+        """Return the shortest time of each action on the slowest rank. Collective on `world`."""
+        where = self.device, self.heartbeat, self.topology.world
+        times = wall_times(actions, self.repeat, *where)
+        return {name: float(taken.min()) for name, taken in times.items()}
+
+    def train(self, **changes: Any) -> list[dict[str, Any]]:
+        """Run H-SADMM's driver with the settings changed so; return its records. Collective."""
+        # No test of accuracy here: a small rate keeps any model finite.
+        settings = with_overrides(self.settings, lr=1e-3, **changes)
+        work = set_up(self.topology, settings, self.device, self.transport, self.heartbeat)
+        return list(hsadmm.outer_iterations(self.topology, work))
+
+
+def make_state(settings: Settings, device: torch.device) -> State:
+    """Build the model of `settings` with 10 classes and its H-SADMM variables on `device`.
+
+    The variables hold noise, so that no page is shared and no two groups tie.
+    """
+    model = make_model(settings, NUM_CLASSES, IMAGE_SIZE)
+    layout = build_layout(model)
+    groups = make_groups(settings, model, layout, IMAGE_SIZE)
+    state = build_state(model.to(device), layout, groups, settings)
+    for flat in (state.u, state.v, state.grad, state.scratch, state.payload):
+        flat.normal_(std=1e-3)
+    return state

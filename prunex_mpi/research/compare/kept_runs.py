@@ -1,0 +1,218 @@
+"""Where a comparison keeps its runs, so that an interrupted one goes on."""
+
+import json
+import shutil
+import sys
+from collections.abc import Container, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from mpi4py import MPI
+
+from prunex_mpi.base.alone import require_packages
+from prunex_mpi.base.errors import UNREADABLE, UserError, quote
+from prunex_mpi.base.files import (
+    STATE,
+    SUMMARY,
+    prepare_file,
+    telling_disk_errors,
+    write_json_durably,
+)
+from prunex_mpi.comm.agreement import broadcast_text, together
+from prunex_mpi.research.compare.compare_options import (
+    BY_SEED,
+    Options,
+    Row,
+    name_seed,
+    settings_of,
+)
+from prunex_mpi.research.compare.outcomes import Outcome, outcome_from, to_dict
+from prunex_mpi.research.picture_files import refuse_other_kinds
+from prunex_mpi.run.pretrained import TORCHVISION
+from prunex_mpi.settings.fields import Settings, key_of
+from prunex_mpi.settings.resolve import first_difference, from_table, to_toml
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+OUTCOMES = "outcomes"
+
+
+def run_name(row: Row, seed: int, equal: str = "") -> str:
+    """Return the name of a run's directory; `equal` is what it may spend no more of."""
+    return f"{row.folder}-{seed}" + (f"-equal-{equal}" if equal else "")
+
+
+def tuning_name(row: Row, lr: float, equal: str = "") -> str:
+    """Return the name under which a run that tunes is kept, for runs as far as `equal` goes."""
+    return f"{row.folder}-tune-{lr:g}" + (f"-equal-{equal}" if equal else "")
+
+
+def prepare(options: Options) -> None:
+    """Raise UserError unless all can be written that --json, --figure and --dir name.
+
+    Hours later would be late. Runs that are there already are taken over or refused.
+    """
+    _refuse_one_file_for_two(options.json_file, options.figure)
+    prepare_file("json", options.json_file)
+    if options.figure:
+        refuse_other_kinds("--figure", options.figure)
+        require_packages("--figure", "report", "matplotlib")
+    prepare_file("figure", options.figure)
+    if not options.folder:
+        return
+    folder = Path(options.folder)
+    try:
+        (folder / OUTCOMES).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--dir {quote(options.folder, 250)}: {error.strerror}") from None
+    if options.resume:
+        return
+    names = [run_name(row, seed) for row in options.rows for seed in options.seeds]
+    for place in (*(folder / name for name in names), *_files(folder)):
+        if place.exists():
+            raise UserError(
+                f"--dir {quote(options.folder, 250)}: {place.name} is there already; --resume "
+                "goes on with it, or choose another"
+            )
+
+
+def refuse_missing(options: Options) -> None:
+    """Raise UserError where a network is not there that a run begins with or learns from.
+
+    Hours later would be late. Runs that are kept need none, and what an earlier run leaves comes.
+    """
+    folder = Path(options.folder)
+    kept = {file.stem for file in _files(folder)} if options.folder else set()
+    for row in options.tuned:
+        tunes = tuning_name(row, 0).removesuffix("0")
+        if not any(name.startswith(tunes) for name in kept):
+            _refuse_missing(options, row, options.tune_seed, set())
+    to_come: set[Path] = set()
+    for seed, row in product(options.seeds, options.rows):
+        name = run_name(row, seed)
+        if name not in kept:
+            _refuse_missing(options, row, seed, to_come)
+        if options.folder:
+            to_come.add((folder / name).resolve())
+
+
+def _refuse_missing(options: Options, row: Row, seed: int, to_come: Container[Path]) -> None:
+    settings = name_seed(settings_of(options.common, row, seed))
+    for name in BY_SEED:
+        source = getattr(settings, name)
+        path = Path(source)
+        if source in ("", TORCHVISION) or path.resolve() in to_come:
+            continue
+        # What a run that ended well has.
+        parts = [path / STATE, path / SUMMARY] if path.is_dir() else [path]
+        if not all(part.exists() for part in parts):
+            raise UserError(
+                f"row {row.name}, seed {seed}: --{key_of(name)} {quote(source, 250)} is neither a "
+                "file nor the folder of a complete run; train it first, or correct the path",
+                UNREADABLE,
+            )
+
+
+def _refuse_one_file_for_two(json_file: str, figure: str) -> None:
+    """Raise UserError where one file would overwrite the other."""
+    # Devices and pipes take all that comes.
+    special = Path(figure).exists() and not Path(figure).is_file()
+    if json_file and figure and not special and Path(json_file).resolve() == Path(figure).resolve():
+        raise UserError("--json and --figure name one file; choose another for one of them")
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted((folder / OUTCOMES).glob("*.json"))
+
+
+def find_kept(
+    world: MPI.Comm, folder: str, name: str, settings: Settings, place: Mapping[str, str]
+) -> Outcome | None:
+    """Return the outcome that is kept under `name`; None where there is none, and room is made.
+
+    `place` says in a few words of each what runs of one comparison have in common beside their
+    settings. Raises UserError where it was another run, or one of another place, that has the name.
+    Collective on `world`.
+    """
+    file = Path(folder) / OUTCOMES / f"{name}.json"
+    found = together(world, lambda: _read(file, settings, place) if world.rank == 0 else None)
+    text = broadcast_text(world, json.dumps(found and to_dict(found)))
+    if json.loads(text):
+        return outcome_from(json.loads(text))
+    together(world, lambda: _forget(Path(folder) / name) if world.rank == 0 else None)
+    return None
+
+
+def keep(
+    world: MPI.Comm,
+    folder: str,
+    name: str,
+    settings: Settings,
+    place: Mapping[str, str],
+    outcome: Outcome,
+) -> None:
+    """Keep the outcome of a run under `name`; raise UserError. Collective on `world`."""
+    file = Path(folder) / OUTCOMES / f"{name}.json"
+    config = to_toml(settings, {})
+    whole = {"config": config, "place": dict(place), "outcome": to_dict(outcome)}
+
+    def write() -> None:
+        if world.rank == 0:
+            telling_disk_errors(f"the outcome of {name}", lambda: write_json_durably(file, whole))
+
+    together(world, write)
+
+
+def _read(file: Path, settings: Settings, place: Mapping[str, str]) -> Outcome | None:
+    if not file.exists():
+        return None
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        outcome = outcome_from(found["outcome"])
+        other = first_difference(from_table(tomllib.loads(found["config"]), str(file)), settings)
+        before = {key: str(value) for key, value in found["place"].items()}
+    except (AttributeError, OSError, ValueError, KeyError, TypeError, UserError):
+        raise UserError(
+            f"{file} can't be read; remove it to do its run again", UNREADABLE
+        ) from None
+    if other is not None:
+        raise UserError(
+            f"{file} is of a run with another {other}; remove it, or choose another --dir"
+        )
+    for key, value in before.items():
+        if value != place.get(key, value):
+            raise UserError(
+                f"{file} is of a run with other {key} ({quote(value, 250)}; here "
+                f"{quote(place[key], 250)}); remove it, or choose another --dir"
+            )
+    return outcome
+
+
+def _forget(run: Path) -> None:
+    """Remove what an interrupted run has left: it begins anew; raise UserError for another."""
+    if (run / SUMMARY).exists():
+        raise UserError(
+            f"{quote(str(run), 250)} holds a run that this comparison does not know; move it, or "
+            "choose another --dir"
+        )
+    if not (run / "config.toml").exists():
+        return
+    if any(run.glob("checkpoints/*")):
+        raise UserError(
+            f"{quote(str(run), 250)} holds a run with checkpoints, which no comparison writes; "
+            "move it, or choose another --dir"
+        )
+    try:
+        with FileLock(run / "lock", timeout=0):
+            shutil.rmtree(run)
+    except Timeout:
+        raise UserError(
+            f"{quote(str(run), 250)} is being trained by another job; wait for its end, or choose "
+            "another --dir"
+        ) from None

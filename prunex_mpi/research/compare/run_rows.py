@@ -1,0 +1,392 @@
+"""The runs of a comparison: each trains as one by itself does, is kept, and is measured."""
+
+import hashlib
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import Diverged, UserError
+from prunex_mpi.base.files import telling_disk_errors
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.logs import log
+from prunex_mpi.comm.agreement import broadcast_text, together, together_while
+from prunex_mpi.comm.async_exchange import exchanging_behind
+from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.comm.topology import Topology, nodes_of
+from prunex_mpi.core.evaluation import delivered
+from prunex_mpi.core.loading import load_dataset
+from prunex_mpi.core.problem import make_groups, make_model
+from prunex_mpi.core.schedule import steps_of, total_steps
+from prunex_mpi.core.state import State, Work, every_rank_sends, weights
+from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.diagnosis.facts import recorded_versions
+from prunex_mpi.methods.exchanges import metadata_bytes, operations_of
+from prunex_mpi.models.layout import Layout, build_layout
+from prunex_mpi.pruning.masks import apply_factors_, build_factors
+from prunex_mpi.research.compare import kept_runs
+from prunex_mpi.research.compare.compare_options import (
+    Options,
+    Row,
+    digest_of,
+    name_seed,
+    refuse_unequal,
+    settings_of,
+)
+from prunex_mpi.research.compare.outcomes import Measured, Outcome, Point
+from prunex_mpi.run import delivery
+from prunex_mpi.run.directory import RunDirectory
+from prunex_mpi.run.start import assemble, log_warnings
+from prunex_mpi.run.summary import add_up
+from prunex_mpi.run.supervision import (
+    goes_behind_steps,
+    progress_of,
+    recorded,
+    refuse_impossible_exchange,
+)
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.resolve import to_toml
+from prunex_mpi.tools.timing import Action, wall_times
+
+FORWARD_BATCH = 32
+FORWARD_TURNS = 5
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where the runs of a comparison take place."""
+
+    world: MPI.Comm
+    topology: Topology
+    options: Options
+    device: torch.device
+    transport: Transport
+    heartbeat: Heartbeat
+
+    def load(self, settings: Settings) -> Dataset:
+        """Load this rank's data. Collective on `world`."""
+        self.heartbeat.enter("data")
+        return load_dataset(self.topology, settings, self.heartbeat, self.device)
+
+
+def images_of(world: MPI.Comm, dataset: Dataset) -> str:
+    """Return what tells other images apart: their names or labels, and the first of them to test.
+
+    That is the same one for any seed and any number of ranks and of images to test. Collective on
+    `world`.
+    """
+    first = hashlib.blake2b(dataset.test.images[:1].numpy().tobytes(), digest_size=8).hexdigest()
+    return broadcast_text(world, f"{dataset.digest} {first}".strip())
+
+
+def run_row(
+    bench: Bench,
+    row: Row,
+    seed: int,
+    rates: Mapping[str, float | None],
+    dataset: Dataset,
+    share: Fraction = Fraction(1),
+    equal: str = "",
+) -> Outcome:
+    """Train a row with one seed at its learning rate, or a share of it as far as `equal` goes.
+
+    Collective on `world`.
+    """
+    options = bench.options
+    if row.name in rates and rates[row.name] is None:
+        lr = settings_of(options.common, row, seed).lr
+        return Outcome(row.name, seed, lr, None, "diverged at every learning rate of the search")
+    length = options.length * share
+    settings = settings_of(options.common, row, seed, rates.get(row.name), length)
+    return train(bench, row, settings, dataset, kept_runs.run_name(row, seed, equal))
+
+
+def train(
+    bench: Bench, row: Row, settings: Settings, dataset: Dataset, name: str, keep: bool = True
+) -> Outcome:
+    """Train, unless it has been done and kept under `name`. Collective on `world`."""
+    folder = bench.options.folder
+    path = Path(folder) / name if folder and keep else None
+    if not folder:
+        return run_one(bench, settings, dataset, row.name, path)
+    place = {
+        "ranks on nodes": " ".join(map(str, bench.topology.node_sizes)),
+        "versions": ", ".join(f"{key} {value}" for key, value in recorded_versions().items()),
+        "data": f"{dataset.train_total} and {dataset.test_total} images {dataset.digest}".strip(),
+    }
+    where = bench.world, folder, name, settings, place
+    outcome = kept_runs.find_kept(*where)
+    if outcome is None:
+        outcome = run_one(bench, settings, dataset, row.name, path)
+        kept_runs.keep(*where, outcome)
+    return outcome
+
+
+def run_one(
+    bench: Bench, settings: Settings, dataset: Dataset, row: str, path: Path | None
+) -> Outcome:
+    """Train a row as the settings say and return what came of it, with rank 0's times.
+
+    With `path` the run keeps its directory there. Collective on `world`.
+    """
+    topology = bench.topology
+    world = topology.world
+    # Without leaders every rank is a node of its own.
+    flat = settings.method.flat
+    nodes = nodes_of(world, 1) if flat else nullcontext(topology)
+    name = f"{row}, seed {settings.seed}, learning rate {settings.lr:g}"
+    log.info("%s", name)
+    digest = digest_of(settings)
+    settings = name_seed(settings)
+    with nodes as mine, ExitStack() as exits:
+        refuse_impossible_exchange(mine, settings)
+        work = assemble(mine, settings, dataset, bench.device, bench.transport, bench.heartbeat)
+        log_warnings(world, work)
+        state, problem, settings = work.state, work.problem, work.settings
+        files = exits.enter_context(directory(world, settings, path))
+        started = time.perf_counter()
+        try:
+            records = drive(mine, files, work)
+        except Diverged as error:
+            log.info("%s: diverged: %s", name, error)
+            if files is not None:
+                files.note_divergence(str(error))
+            return Outcome(row, settings.seed, settings.lr, None, str(error), digest)
+        bench.heartbeat.enter("finish")
+        exits.enter_context(delivered(work))
+        total_s = time.perf_counter() - started
+        forward_s, dense_forward_s = forward_seconds(mine, dataset, work)
+        sums = add_up(records)
+        seconds, counted = sums["seconds"], sums["bytes"]
+        stream = problem.train
+        batches = stream.epoch * stream.steps_per_epoch + stream.position
+        of_batch = stream.batch_size * world.size
+        steps = state.position.steps_done
+        elements, zeros, line_zeros = zeros_of(state)
+        found = Measured(
+            accuracy=records[-1]["test_accuracy"],
+            loss=records[-1]["test_loss"],
+            samples=steps * of_batch,
+            extra_samples=(batches - steps) * of_batch,
+            epochs=steps * of_batch / dataset.train_total,
+            steps=steps,
+            payload_bytes=counted["payload"] + counted["mask"],
+            sent_bytes=counted["sent"],
+            metadata_bytes=metadata_bytes(settings, state, counted, len(records)),
+            sync_s=seconds["intra"] + seconds["inter"],
+            own_s=seconds["project"] + seconds["dual"],
+            local_s=seconds["local"],
+            train_s=seconds["total"] - seconds["evaluate"],
+            parameters=state.whole.layout.numel,
+            parameters_left=int(torch.count_nonzero(state.z)),
+            weights=elements,
+            zeros=zeros,
+            line_zeros=line_zeros,
+            forward_s=forward_s,
+            dense_forward_s=dense_forward_s,
+            speakers=world.size if every_rank_sends(settings) else mine.num_nodes,
+            ranks=world.size,
+            operations=operations(settings),
+            curve=curve_of(records),
+        )
+        # Last of all: a run that has a summary is not begun anew.
+        names = dataset.class_names
+        done = partial(finish, files, mine, work, records, total_s, names)
+        together_while(world, done, bench.heartbeat.go_on)
+    log.info("%s: accuracy %.2f %%", name, 100 * found.accuracy)
+    return Outcome(row, settings.seed, settings.lr, found, settings=digest)
+
+
+def drive(topology: Topology, files: RunDirectory | None, work: Work) -> list[dict[str, Any]]:
+    """Run the driver of the method to its end and return its records. Collective on `world`.
+
+    Raises Diverged on every rank.
+    """
+    settings = work.settings
+    with (
+        closing(progress_of(topology, work)) as bar,
+        exchanging_behind(topology, goes_behind_steps(settings), work.transport) as behind,
+    ):
+        work = replace(work, behind=behind)
+        return [record for record, _ in recorded(topology, files, work, bar)]
+
+
+@contextmanager
+def directory(
+    world: MPI.Comm, settings: Settings, path: Path | None
+) -> Iterator[RunDirectory | None]:
+    """Hold the directory of one run on rank 0; all get None without a path.
+
+    The other ranks always do. Collective on `world`.
+    """
+    files = None
+    if path is not None:
+        config = to_toml(replace(settings, run_dir=str(path)), recorded_versions())
+        files = together(world, lambda: None if world.rank else RunDirectory(path, config))
+    try:
+        yield files
+    finally:
+        if files is not None:
+            files.close()
+
+
+def finish(
+    files: RunDirectory | None,
+    topology: Topology,
+    work: Work,
+    records: list[dict[str, Any]],
+    total_s: float,
+    class_names: Sequence[str],
+    going: Callable[[], None],
+) -> None:
+    """Leave in the run's directory what a run by itself leaves there."""
+    if files is None:
+        return
+
+    def write() -> None:
+        delivered = delivery.save_model(files.path, work.state, work.problem, going)
+        delivered["classes"] = list(class_names)
+        totals = delivery.summarise(work.settings, topology, work.state, records, "completed")
+        files.write_summary({**totals, "delivered": delivered, "seconds_total": total_s})
+
+    telling_disk_errors("the results", write)
+
+
+# --------------------------------------------------------------------------------------------------
+# What can not be compared, before any run
+# --------------------------------------------------------------------------------------------------
+
+
+def refuse_impossible(bench: Bench, rows: Sequence[Row], dataset: Dataset) -> None:
+    """Raise UserError for a row whose network or groups can't be, before any has been trained.
+
+    Collective on `world`.
+    """
+    options = bench.options
+
+    def build() -> None:
+        for row in rows:
+            settings = settings_of(options.common, row, options.seeds[0], length=options.length)
+            try:
+                model = make_model(settings, dataset.num_classes, dataset.image_size)
+                make_groups(settings, model, build_layout(model), dataset.image_size)
+            except UserError as error:
+                raise UserError(f"row {row.name}: {error}", error.exit_code) from None
+
+    together(bench.world, build)
+
+
+def refuse_unequal_work(bench: Bench) -> None:
+    """Raise UserError where rows with steps by --local-epochs train less long than others.
+
+    How many whole steps that makes is known with the data alone. Collective on `world`.
+    """
+    options = bench.options
+    found = {
+        row.name: settings_of(options.common, row, options.seeds[0], length=options.length)
+        for row in options.rows
+    }
+    known = (s.local_steps > 0 and not s.frozen_local_steps for s in found.values())
+    if len(found) == 1 or all(known):
+        return
+    images = len(bench.load(next(iter(found.values()))).train.labels)
+
+    def check() -> None:
+        trained = {}
+        for name, settings in found.items():
+            batch = min(settings.batch_size, images)
+            steps = steps_of(settings, max(1, images // batch))
+            trained[name] = total_steps(settings, steps) * batch
+        refuse_unequal(trained)
+
+    together(bench.world, check)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is measured in the end
+# --------------------------------------------------------------------------------------------------
+
+
+def forward_seconds(topology: Topology, dataset: Dataset, work: Work) -> tuple[float, float]:
+    """Return the seconds of a forward pass of the delivered network and of a dense one, in turns.
+
+    All ranks do the same at the same time, as in training. Collective on `world`.
+    """
+    state, problem, settings = work.state, work.problem, work.settings
+    dense = make_model(settings, dataset.num_classes, dataset.image_size).to(state.theta.device)
+    size = min(FORWARD_BATCH, len(dataset.train.labels))
+    images, _ = next(problem.batches(dataset.train, batch_size=size))
+    dense.eval()
+    problem.model.eval()
+    topology.world.Barrier()
+    with torch.no_grad(), weights(state, state.z):
+        times = wall_times(
+            {
+                "delivered": Action(lambda: problem.model(images)),
+                "dense": Action(lambda: dense(images)),
+            },
+            FORWARD_TURNS,
+            state.theta.device,
+            work.heartbeat,
+        )
+    return float(times["delivered"].min()), float(times["dense"].min())
+
+
+def curve_of(records: list[dict[str, Any]]) -> tuple[Point, ...]:
+    """Return where the run was whenever it was evaluated."""
+    sent, seconds, found = 0, 0.0, []
+    for record in records:
+        sent += record["bytes"]["sent"]
+        seconds += record["seconds"]["total"] - record["seconds"]["evaluate"]
+        if record["test_accuracy"] is not None:
+            found.append(Point(record["iteration"], sent, seconds, record["test_accuracy"]))
+    return tuple(found)
+
+
+def operations(settings: Settings) -> str:
+    """Return what a run calls to send between nodes, in the order of its messages."""
+    words = " ".join(operation for _, _, operation, _ in operations_of(settings))
+    return ", ".join(dict.fromkeys(re.findall(r"All\w+|Reduce|Bcast", words)))
+
+
+def zeros_of(state: State) -> tuple[int, int, int]:
+    """Return what `count_zeros` does of the delivered network at full size.
+
+    What has been taken out of it counts as zeros.
+    """
+    found = np.array(count_zeros(state.z, state.layout))
+    if state.layout.numel < state.whole.layout.numel:
+        layout, kept = state.whole.layout, torch.ones(state.whole.layout.numel)
+        factors = build_factors(state.mask, state.groups, kept.device, kept.dtype)
+        apply_factors_(kept, layout, state.groups, factors)
+        weights, *gone = count_zeros(kept, layout)
+        found = np.array([weights, *(found[1:] + gone)])
+    return tuple(map(int, found))
+
+
+def count_zeros(flat: Tensor, layout: Layout) -> tuple[int, int, int]:
+    """Return how many weights matrices and kernels have, how many are 0, how many in whole lines.
+
+    A line is a row or a column of a layer's C_out x (C_in kh kw).
+    """
+    elements = zeros = line_zeros = 0
+    for view in layout.views(flat):
+        if view.dim() < 2:
+            continue
+        zero = view.flatten(1) == 0
+        lines = zero.all(dim=1, keepdim=True) | zero.all(dim=0, keepdim=True)
+        elements += zero.numel()
+        zeros += int(zero.sum())
+        line_zeros += int(lines.sum())
+    return elements, zeros, line_zeros

@@ -1,0 +1,400 @@
+"""Draw one of the paper's figures from runs; here too those over settings, 9 and 12.
+
+Figure 9 is strong scaling: what was measured, and beyond it what the cost model says, apart. Figure
+12 is accuracy against the keep ratio, with the spread over seeds.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from statistics import mean, stdev
+
+import numpy as np
+
+from prunex_mpi.base.alone import require_packages
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.tables import format_table
+from prunex_mpi.base.units import KIB
+from prunex_mpi.research.figures import run_figures
+from prunex_mpi.research.figures.figure_options import FIGURES, Options
+from prunex_mpi.research.figures.run_figures import (
+    NONE,
+    Beside,
+    Drawn,
+    differing,
+    lacking,
+    ranks_of,
+    setup_words,
+    table_of,
+    unequal,
+    value_of,
+    write_below,
+)
+from prunex_mpi.research.picture_files import save
+from prunex_mpi.run.cost import Exchange, Link, exchange_s, kernels_of
+from prunex_mpi.settings.fields import OF_THE_JOB, PAYLOADS
+from prunex_mpi.settings.resolve import BY_NAME, FIELDS, toml_key
+from prunex_mpi.tools.drawing import (
+    MOST_CURVES,
+    legend_above,
+    look_of,
+    marker_of,
+    new_figure,
+    plain,
+    styled,
+)
+from prunex_mpi.tools.report.read_runs import Run, read_layers, read_runs, shown
+
+# Of one run each.
+ALONE = ("10", "11", "13")
+PAPER_SCALING = {"prunex": "6.75 on 8 times as many GPUs", "dense": "5.81", "topk": "3.71"}
+# The model goes on for so many times the most ranks that were measured.
+BEYOND = 16
+# What the model assumes of a message between nodes, and of the copies of one core.
+LATENCY_US, COPY_GBS = 50.0, 7.0
+# Of a value in a message.
+BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int8sum": 8, "int4": 4, "int2": 2}
+OTHERS = ("intra", "project", "dual", "setup")
+# What runs of one curve may differ in: how long they are, where their stages lie, what goes with
+# the number of ranks, and what changes no work.
+OF_ONE_CURVE = (
+    *OF_THE_JOB,
+    *("preset", "method", "model", "dataset", "seed", "init_from", "init_digest"),
+    *("teacher_digest", "outer_iterations", "local_epochs", "local_steps", "frozen_local_steps"),
+    *("comm_share", "batch_size", "accumulate", "lr", "lr_schedule", "lr_warmup", "lr_final"),
+    *("lr_scaling", "image_mean", "image_std", "normalise_samples", "test_samples"),
+    *("warmup_iterations", "keep_ramp_iterations", "freeze_iteration", "one_shot_prune_iteration"),
+    *("dgc_warmup_epochs", "prunetrain_reconfigure_every", "evaluate_every"),
+    *("ranks_per_node", "leaders_per_node"),
+)
+SCALING_APART = tuple(toml_key(name) for name in FIELDS if name not in OF_ONE_CURVE)
+PAPER_ACCURACY = {1.0: "85.96 %", 0.5: "81.39 %"}
+# What makes a curve of its own where runs of a method differ in it at one keep ratio: all but the
+# seed, and what follows from other settings.
+RATIOS_APART = tuple(
+    toml_key(name)
+    for name in FIELDS
+    if name not in (*OF_THE_JOB, "preset", "method", "groups", "keep_ratio", "seed")
+)
+
+
+def figure(options: Options) -> None:
+    """Write the figure and print the values beside the paper's; raise UserError."""
+    require_packages("bench figure", "report", "matplotlib")
+    if options.number in ALONE and len(options.runs) > 1:
+        raise UserError(f"figure {options.number} is of one run; give one")
+    if len(options.runs) > MOST_CURVES and options.number not in ("9", "12"):
+        raise UserError(f"at most {MOST_CURVES} runs can be told apart; give fewer")
+    runs = read_runs(options.runs)
+    with styled():
+        drawn = draw(options, runs)
+        write_below(drawn)
+        save(drawn.figure, options.output, "--output")
+    print(format_table(table_of(options.number, FIGURES[options.number], drawn)))
+    print(f"written to {shown(options.output)}", flush=True)
+
+
+def draw(options: Options, runs: Sequence[Run]) -> Drawn:
+    """Return the figure of a number; raise UserError where the runs lack what it needs."""
+    match options.number:
+        case "5":
+            return run_figures.accuracy(runs)
+        case "6a":
+            return run_figures.payload(runs)
+        case "6b":
+            return run_figures.volume(runs)
+        case "7":
+            return run_figures.waiting(runs)
+        case "8":
+            return run_figures.split(runs)
+        case "9":
+            return scaling(runs, options.link_gbit)
+        case "10":
+            return run_figures.of_ranks(runs[0])
+        case "11":
+            return run_figures.of_layers(runs[0])
+        case "12":
+            return ratios(runs)
+        case _:
+            return run_figures.patterns(runs[0], options.layers)
+
+
+def curves(
+    runs: Sequence[Run],
+    points: Mapping[Path, tuple[str, float | None]],
+    keys: Sequence[str],
+) -> dict[str, list[Run]]:
+    """Return the runs of each curve by its name.
+
+    `points` are the series and the point in it of each run, by its path. Where runs of one point
+    differ in one of the settings `keys`, each value has a curve of its own.
+    """
+    alike: dict[tuple[str, float | None], list[Run]] = {}
+    for run in runs:
+        alike.setdefault(points[run.path], []).append(run)
+    apart: dict[str, dict[str, None]] = {}
+    for (series, _), some in alike.items():
+        apart.setdefault(series, {}).update(dict.fromkeys(differing(some, keys)))
+    found: dict[str, list[Run]] = {}
+    for (series, _), some in alike.items():
+        for run in some:
+            own = [f"{key} {value_of(run, key)}" for key in apart[series]]
+            found.setdefault(", ".join([series, *own]), []).append(run)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# Figure 9
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run: its ranks and nodes, the work of an outer iteration, its median seconds by phase."""
+
+    run: Run
+    ranks: int
+    nodes: int
+    work: float
+    seconds: dict[str, float]
+
+    @property
+    def rate(self) -> float:
+        """Work per second of training."""
+        return self.work / sum(self.seconds.values())
+
+
+def scaling(runs: Sequence[Run], link_gbit: float) -> Drawn:
+    """Draw figure 9 from runs with different numbers of ranks; with a link also the model."""
+    points = {run.path: (scaling_series(run), None) for run in runs}
+    found = {
+        name: sorted(map(measure, some), key=lambda p: p.ranks)
+        for name, some in curves(runs, points, SCALING_APART).items()
+    }
+    series = {
+        name: points for name, points in found.items() if len({point.ranks for point in points}) > 1
+    }
+    if not series:
+        raise UserError(
+            "figure 9 needs runs of one method and of one work with different numbers of ranks; "
+            f"these are {'; '.join(found)}"
+        )
+    figure = new_figure(4.0)
+    panel = figure.subplots()
+    rows, farthest = [], 1.0
+    for number, (name, points) in enumerate(series.items()):
+        base = points[0]
+        # The best of runs with as many ranks.
+        best = {p.ranks: max(q.rate for q in points if q.ranks == p.ranks) for p in points}
+        unit = best[base.ranks]
+        x = np.array(sorted(best)) / base.ranks
+        y = np.array([best[ranks] / unit for ranks in sorted(best)])
+        look = look_of(number)
+        panel.plot(
+            x, y, marker=marker_of(number), label=plain(f"{name}, measured"), **look, markersize=6
+        )
+        farthest = max(farthest, x[-1])
+        method = str(base.run.setting("method"))
+        rows.append(
+            Beside(
+                name,
+                f"{y[-1]:.2f} on {x[-1]:g} times as many ranks ({base.ranks} to {max(best)})",
+                PAPER_SCALING.get(method, NONE),
+                "other machines and links, and fewer ranks" if method in PAPER_SCALING else "",
+            )
+        )
+        if link_gbit:
+            many = np.array([2**i for i in range(int(np.log2(x[-1] * BEYOND)) + 1)])
+            link = Link(link_gbit, LATENCY_US)
+            times = [modelled_s(base, link, int(k)) for k in many]
+            speed = sum(base.seconds.values()) / np.array(times)
+            panel.plot(
+                many,
+                speed,
+                color=look["color"],
+                linestyle=(0, (1, 2)),
+                marker=marker_of(number),
+                markerfacecolor="white",
+                markersize=4,
+                linewidth=1,
+                label=plain(f"{name}, modelled"),
+            )
+            rows.append(Beside(f"{name}, modelled", f"{speed[-1]:.2f} on {many[-1]} times as many"))
+            farthest = max(farthest, float(many[-1]))
+    ideal = np.array([1, farthest])
+    panel.plot(ideal, ideal, color="#888888", linewidth=0.8, label="ideal")
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log", base=2)
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+    panel.set_xlabel("times as many ranks as the smallest run of the method")
+    panel.set_ylabel("times as fast")
+    legend_above(panel, 2)
+    return Drawn(figure, rows, scaling_notes(link_gbit))
+
+
+def scaling_notes(link_gbit: float) -> list[str]:
+    """Return what was measured and what was modelled."""
+    text = ["Filled, measured: work per second of training, medians of outer iterations."]
+    if not link_gbit:
+        return [*text, "Nothing is modelled: --link-gbit gives the rate between nodes."]
+    return [
+        *text,
+        "Hollow, modelled: local steps shared out over the ranks, the other phases as in the "
+        f"smallest run, the exchange by run/cost.py for {link_gbit:g} Gbit/s and {LATENCY_US:g} us "
+        "a message.",
+    ]
+
+
+def scaling_series(run: Run) -> str:
+    """Return what runs of one curve have in common: their work is counted in the same unit."""
+    what = [str(run.setting(key, "")) for key in ("method", "model", "dataset")]
+    if run.setting("local-steps", 0):
+        what.append("by steps")
+    return " ".join(filter(None, what))
+
+
+def measure(run: Run) -> Measured:
+    """Return a run as a point of its curve; raise UserError where it lacks what that takes."""
+    ranks = ranks_of(run)
+    if not ranks:
+        raise lacking("9", run, "a number of ranks (it is not complete)")
+    if not run.has("seconds.local"):
+        raise lacking("9", run, "seconds by phase")
+    # The first outer iteration warms caches up.
+    rest = slice(1, None) if len(run.iterations) > 1 else slice(None)
+    seconds = {
+        phase: float(np.median(np.nan_to_num(run.column(f"seconds.{phase}"))[rest]))
+        for phase in ("local", "inter", *OTHERS)
+    }
+    nodes = len(run.sizes()) or 1
+    return Measured(run, ranks, nodes, work_of(run, ranks), seconds)
+
+
+def work_of(run: Run, ranks: int) -> float:
+    """Return the work of an outer iteration: epochs, or images where steps are counted.
+
+    Raises UserError where neither is known.
+    """
+    try:
+        steps = int(run.setting("local-steps", 0))
+        if steps > 0:
+            return float(steps * ranks * int(run.setting("batch-size")))
+        return float(Fraction(str(run.setting("local-epochs"))))
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise lacking("9", run, "local-epochs or local-steps in its config.toml") from None
+
+
+def modelled_s(base: Measured, link: Link, times: int) -> float:
+    """Return the seconds of the same work on so many times as many ranks and nodes."""
+    run, nodes = base.run, base.nodes * times
+    payload = str(run.setting("payload", "fp32"))
+    payload = payload if payload in PAYLOADS else "fp32"
+    message = float(np.nan_to_num(run.column("bytes.payload"))[-1])
+    model = float(np.nan_to_num(run.column("bytes.dense"))[-1])
+    if BY_NAME[str(run.setting("method"))].per_step:
+        # As many images in fewer steps, each of which sends as much.
+        message, model = message / times, model / times
+    pieces = read_layers(run.path, [int(run.iterations[-1])])
+    bucket = max(1.0, float(run.setting("piece-kib", 60) or 60) * KIB * nodes)
+    buckets = max(1, round(message / bucket))
+    exchange = Exchange(
+        nodes,
+        round(message),
+        buckets if payload == "fp32" else 0,
+        0 if payload == "fp32" else buckets,
+        values_bytes=round(message * BITS["fp32"] / BITS[payload]),
+        model_bytes=round(model),
+        pieces=0 if pieces is None else len(pieces.names),
+    )
+    others = sum(base.seconds[phase] for phase in OTHERS)
+    between = exchange_s(link, kernels_of(payload, COPY_GBS), exchange) if nodes > 1 else 0.0
+    return base.seconds["local"] / times + others + between
+
+
+# --------------------------------------------------------------------------------------------------
+# Figure 12
+# --------------------------------------------------------------------------------------------------
+
+
+def ratios(runs: Sequence[Run]) -> Drawn:
+    """Draw figure 12 from runs with different keep ratios."""
+    for run in runs:
+        if np.isnan(run.final_accuracy):
+            raise lacking("12", run, "an accuracy")
+        if not run.complete:
+            raise lacking("12", run, "an end: it is not complete")
+    points = {run.path: (ratio_series(run), ratio_of(run)) for run in runs}
+    found: dict[str, dict[float, list[Run]]] = {}
+    for name, some in curves(runs, points, RATIOS_APART).items():
+        for run in some:
+            found.setdefault(name, {}).setdefault(points[run.path][1], []).append(run)
+    known = {ratio for series in found.values() for ratio in series}
+    if len(known) < 2:
+        raise UserError("figure 12 needs runs with two or more keep ratios (--keep-ratio)")
+    figure = new_figure(3.6)
+    panel = figure.subplots()
+    rows = []
+    for number, (name, series) in enumerate(found.items()):
+        ordered = sorted(series)
+        seeds = {x: [100 * run.final_accuracy for run in series[x]] for x in ordered}
+        spread = [stdev(seeds[x]) if len(seeds[x]) > 1 else 0.0 for x in ordered]
+        look = look_of(number)
+        means = [mean(seeds[x]) for x in ordered]
+        panel.errorbar(
+            ordered,
+            means,
+            yerr=spread,
+            capsize=3,
+            marker=marker_of(number),
+            label=plain(name),
+            **look,
+        )
+        for x in ordered:
+            panel.plot([x] * len(seeds[x]), seeds[x], "_", color=look["color"], markersize=9)
+            many = f"{len(seeds[x])} run{'s' if len(seeds[x]) > 1 else ''}"
+            apart = f" ± {stdev(seeds[x]):.2f}" if len(seeds[x]) > 1 else ""
+            paper = PAPER_ACCURACY.get(x, "-")
+            first = series[x][0]
+            rows.append(
+                Beside(
+                    f"{name}, keep {x:g}",
+                    f"{mean(seeds[x]):.2f}{apart} % ({many})",
+                    paper,
+                    setup_words(first, ranks_of(first)) if paper != "-" else "",
+                )
+            )
+    panel.set_xlim(0, 1.05)
+    panel.set_xlabel("keep ratio: share of the groups that is kept")
+    panel.set_ylabel("test accuracy % at the end")
+    legend_above(panel, 3)
+    single = [x for series in found.values() for x in series if len(series[x]) == 1]
+    notes = ["Bars: standard deviation over seeds; dashes: each run."]
+    if single:
+        notes.append("Where there is one run there is no spread.")
+    return Drawn(figure, rows, [*notes, *unequal(runs)])
+
+
+def ratio_of(run: Run) -> float:
+    """Return the keep ratio of a run, 1 where it prunes nothing."""
+    method = run.setting("method")
+    if BY_NAME[method].removes:
+        raise lacking("12", run, f"a keep ratio: {method} has none")
+    if not BY_NAME[method].keeps_a_share:
+        return 1.0
+    ratio = run.setting("keep-ratio", [1.0])
+    try:
+        return float(np.prod([float(x) for x in (ratio if isinstance(ratio, list) else [ratio])]))
+    except (TypeError, ValueError):
+        raise lacking("12", run, "a keep ratio") from None
+
+
+def ratio_series(run: Run) -> str:
+    """Return what runs of one curve have in common."""
+    method = str(run.setting("method"))
+    if not BY_NAME[method].keeps_a_share:
+        return method
+    groups = run.setting("groups", [])
+    kinds = " ".join(map(str, groups)) if isinstance(groups, list) else str(groups)
+    return f"{method}, {kinds}" if kinds else method

@@ -1,0 +1,521 @@
+"""The paper's figures of runs as they are: 5 to 8, 10, 11 and 13, and its values beside ours.
+
+What training reaches and costs in bytes and time (5 to 8), residuals of each rank and layer (10,
+11), patterns of zeros (13). A few lines below each figure have the paper's values.
+"""
+
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from prunex_mpi.base.errors import UNREADABLE, UserError, listed, meant, quote
+from prunex_mpi.base.files import STATE
+from prunex_mpi.base.records import RESIDUALS
+from prunex_mpi.base.tables import Table
+from prunex_mpi.settings.resolve import BY_NAME
+from prunex_mpi.tools.drawing import (
+    COLOURS,
+    PHASE_COLOURS,
+    SHADES,
+    legend_above,
+    marker_of,
+    name_bars,
+    new_figure,
+    plain,
+)
+from prunex_mpi.tools.report import run_pictures, several_runs
+from prunex_mpi.tools.report.one_run import duration_words, size_words, wanted_iterations
+from prunex_mpi.tools.report.read_runs import RANKS, Run, read_layers, read_ranks, shown, starts_of
+from prunex_mpi.tools.report.run_pictures import (
+    RESIDUAL_WORDS,
+    along,
+    axis_unit,
+    plot,
+    trained_seconds,
+)
+from prunex_mpi.tools.report.several_runs import held_out, judged_on, label, last, look_and_label
+from prunex_mpi.tools.report.stragglers import roles_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NONE = "-"
+# Letters of the text below that fill an inch, and the inches of a line.
+LETTERS, LINE_INCHES = 17.0, 0.155
+PAYLOAD_WHY = (
+    "40 % is not what the paper's stated setting gives: half of the input channels of ResNet-152 "
+    "leave 50.3 %"
+)
+OF_METHOD = {
+    "prunex": {"5": "70 % in 8 min", "7": "0.10 s"},
+    "dense": {"5": "65 % in 14 min", "7": "0.50 s (DDP)"},
+    "topk": {"5": "50 % in 14 min"},
+    "prunex-flat": {"7": "spikes"},
+}
+VOLUMES = {
+    "resnet18": "2.53 → 1.01 GB",
+    "wide_resnet50_2": "14.88 → 5.97 GB",
+    "resnet152": "13.00 → 5.21 GB",
+}
+# Of the time of communication: words and the paper's shares, by phase; the broadcast is phase 4's.
+PARTS = {
+    "inter": ("between nodes", "68.4 %"),
+    "broadcast": ("broadcast in the node", "13.8 %"),
+    "intra": ("inside the node, gradients included", "17.8 %"),
+    "local": ("agreement in the local steps", NONE),
+    "project": ("mask agreement", NONE),
+    "dual": ("loss and norms", NONE),
+}
+PART_COLOURS = {**PHASE_COLOURS, "broadcast": COLOURS[4]}
+DECAY = "from 1e0 to 1e-2"
+DECAY_WHY = "norms grow with the network and with what local steps move"
+# Of figure 13.
+PATTERNS, MOST_PATTERNS = 4, 12
+# Cells of a pattern that a screen can show.
+CELLS = 480
+
+
+@dataclass(frozen=True)
+class Beside:
+    """One value of the runs and the paper's, "-" where there is none; `why` they differ."""
+
+    what: str
+    here: str
+    paper: str = NONE
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure and what stands below it."""
+
+    figure: "Figure"
+    rows: Sequence[Beside]
+    notes: Sequence[str] = ()
+
+
+def table_of(number: str, title: str, drawn: Drawn) -> Table:
+    """Return what is printed: the values side by side."""
+    rows = tuple((row.what, row.here, row.paper, row.why) for row in drawn.rows)
+    return Table(
+        f"Figure {number}: {title}",
+        ("what", "here", "paper", "why they differ"),
+        rows,
+        tuple(drawn.notes),
+    )
+
+
+def write_below(drawn: Drawn) -> None:
+    """Write the values below the figure, which becomes as much higher."""
+    width, height = drawn.figure.get_size_inches()
+    lines: list[str] = []
+    for row in drawn.rows:
+        text = f"{row.what}: {row.here}"
+        if row.paper != NONE:
+            text += f"; paper: {row.paper}"
+        if row.why:
+            text += f" ({row.why})"
+        lines += _wrapped(text, width)
+    for note in drawn.notes:
+        lines += _wrapped(note, width)
+    if not lines:
+        return
+    below = LINE_INCHES * len(lines) + 0.12
+    whole = height + below
+    drawn.figure.set_size_inches(width, whole)
+    engine = drawn.figure.get_layout_engine()
+    if engine is not None:
+        engine.set(rect=(0, below / whole, 1, 1 - below / whole))
+    text = "\n".join(lines)
+    drawn.figure.text(0.012, (below - 0.06) / whole, text, va="top", fontsize=7.5)
+
+
+def _wrapped(text: str, width: float) -> list[str]:
+    return textwrap.wrap(plain(text), int(LETTERS * width), subsequent_indent=" " * 4)
+
+
+def unequal(runs: Sequence[Run]) -> list[str]:
+    """Return a note on what runs differ in that should be alike where they are compared."""
+    keys = ("model", "dataset", "outer-iterations", "batch-size", "train-samples")
+    named = several_runs.differing(runs, keys)
+    return [f"The runs differ in {', '.join(named)} as well."] if named else []
+
+
+def setup_words(run: Run, ranks: int) -> str:
+    """Return what was trained here and what in the paper."""
+    model, dataset = run.setting("model", "?"), run.setting("dataset", "?")
+    many = f"{ranks} rank{'s' if ranks != 1 else ''}" if ranks else "unknown ranks"
+    return f"{model} on {dataset} with {many}, not ResNet-152 on CIFAR-10 with 64 GPUs"
+
+
+def differing(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
+    """Return in which settings runs differ; what a run of before does not know tells nothing."""
+    known = {key: [value_of(run, key) for run in runs if key in run.config] for key in keys}
+    return [key for key, values in known.items() if len(set(values)) > 1]
+
+
+def value_of(run: Run, key: str) -> str:
+    """Return a setting in words; in paths the run's seed, which stands for any, as {seed}."""
+    value = str(run.setting(key))
+    if key not in ("init-from", "teacher"):
+        return value
+    return re.sub(rf"(?<!\d){run.setting('seed')}(?!\d)", "{seed}", value)
+
+
+# --------------------------------------------------------------------------------------------------
+# Accuracy, bytes and time
+# --------------------------------------------------------------------------------------------------
+
+
+def ranks_of(run: Run) -> int:
+    """Return how many ranks a run had, 0 where its files do not say."""
+    for record in read_ranks(run.path):
+        return len(record.node)
+    return sum(run.sizes())
+
+
+def lacking(number: str, run: Run, what: str) -> UserError:
+    """Return the error of a run that lacks what a figure needs."""
+    where = quote(shown(run.path), 250)
+    return UserError(f"figure {number} needs {what}, which {where} does not have", UNREADABLE)
+
+
+def paper_of(run: Run, number: str) -> str:
+    """Return what the paper has for the method of a run."""
+    return OF_METHOD.get(str(run.setting("method")), {}).get(number, NONE)
+
+
+def accuracy(runs: Sequence[Run]) -> Drawn:
+    """Draw figure 5: accuracy against time and against bytes between nodes."""
+    for run in runs:
+        if not np.isfinite(run.accuracy).any():
+            raise lacking("5", run, "an accuracy (train with --evaluate-every)")
+    figure = new_figure(3.4, 7.6)
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, axis in zip(panels, ("seconds", "bytes"), strict=True):
+        size, word = axis_unit(runs, axis)
+        for number, run in enumerate(runs):
+            look = look_and_label(number, run)
+            x = along(run, axis) / size
+            plot(panel, x, 100 * run.accuracy, marker_of(number), **look)
+        panel.set_xlabel(word)
+    panels[0].set_ylabel(f"{judged_on(runs)} accuracy %")
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=3)
+    rows = [
+        Beside(
+            label(number, run),
+            f"{run.final_accuracy * 100:.1f} % in "
+            f"{duration_words(float(trained_seconds(run)[-1]))}",
+            paper_of(run, "5"),
+            setup_words(run, ranks_of(run)) if paper_of(run, "5") != NONE else "",
+        )
+        for number, run in enumerate(runs)
+    ]
+    return Drawn(figure, rows, [*held_out(runs), *unequal(runs)])
+
+
+def payload(runs: Sequence[Run]) -> Drawn:
+    """Draw figure 6a: what a leader hands over in each outer iteration, and if it were dense."""
+    for run in runs:
+        if not run.has("bytes.payload"):
+            raise lacking("6a", run, "bytes")
+    figure = new_figure(3.6)
+    panel = figure.subplots()
+    columns = [run.column("bytes.dense") for run in runs]
+    largest = max(float(np.nanmax(np.nan_to_num(c))) for c in columns)
+    size, unit = run_pictures.unit_of_bytes(largest)
+    rows = []
+    for number, run in enumerate(runs):
+        look = look_and_label(number, run)
+        plot(panel, run.iterations, run.column("bytes.payload") / size, marker_of(number), **look)
+        dense = {"color": look["color"], "linestyle": (0, (1, 3)), "linewidth": 1}
+        word = {"label": "if dense (dotted)"} if number == len(runs) - 1 else {}
+        plot(panel, run.iterations, run.column("bytes.dense") / size, **dense, **word)
+        first, end = run.column("bytes.dense")[0], last(run, "bytes.payload")
+        share = end / last(run, "bytes.dense")
+        pruned = str(run.setting("method")) == "prunex"
+        rows.append(
+            Beside(
+                label(number, run),
+                f"dense {size_words(first)}, at the end {size_words(end)}: {100 * share:.1f} %",
+                "221.9 MiB falling to about 40 %" if pruned else NONE,
+                PAYLOAD_WHY if pruned else "",
+            )
+        )
+    panel.set_ylim(bottom=0)
+    panel.set_ylabel(f"{unit} per leader,\nbetween nodes")
+    run_pictures.count_iterations(panel)
+    legend_above(panel, 3)
+    return Drawn(figure, rows)
+
+
+def volume(runs: Sequence[Run]) -> Drawn:
+    """Draw figure 6b: the bytes of whole runs, and if they were dense."""
+    for run in runs:
+        if not run.has("bytes.payload"):
+            raise lacking("6b", run, "bytes")
+    dense = np.array([np.nansum(run.column("bytes.dense")) for run in runs])
+    sent = np.array([np.nansum(run.column("bytes.payload")) for run in runs])
+    size, unit = run_pictures.unit_of_bytes(float(max(dense.max(), sent.max())))
+    figure = new_figure(1.5 + 0.55 * max(2, len(runs)))
+    panel = figure.subplots()
+    places = np.arange(len(runs))
+    at_each_step = np.array([BY_NAME[str(run.setting("method"))].per_step for run in runs])
+    light = {"facecolor": "#e4e4e4", "edgecolor": "#555555", "linewidth": 0.6}
+    kinds = (
+        (~at_each_step, "dense: one full model per OUTER iteration", ""),
+        (at_each_step, "dense: one full model per STEP", "////"),
+    )
+    for which, word, hatch in kinds:
+        if which.any():
+            bars = places[which] - 0.2
+            panel.barh(bars, dense[which] / size, 0.38, label=word, hatch=hatch, **light)
+    panel.barh(places + 0.2, sent / size, 0.38, color=COLOURS[1], label="sent")
+    name_bars(panel, [label(number, run) for number, run in enumerate(runs)])
+    panel.set_xlabel(f"{unit} per leader between nodes, whole run")
+    legend_above(panel, 2)
+    rows = []
+    for number, run in enumerate(runs):
+        paper = VOLUMES.get(str(run.setting("model")), NONE)
+        paper = paper if str(run.setting("method")) == "prunex" else NONE
+        rows.append(
+            Beside(
+                f"{label(number, run)}, {len(run.iterations)} outer iterations",
+                f"{size_words(dense[number])} → {size_words(sent[number])}",
+                f"{paper} in 60" if paper != NONE else NONE,
+                PAYLOAD_WHY if paper != NONE else "",
+            )
+        )
+    notes = [
+        "The paper's dense figure, and ours of methods that exchange once per outer iteration, is "
+        "one full model per outer iteration; DDP sends a full gradient at each step."
+    ]
+    return Drawn(figure, rows, notes)
+
+
+def waiting(runs: Sequence[Run]) -> Drawn:
+    """Draw figure 7: the seconds of synchronisation of each outer iteration."""
+    columns = []
+    for run in runs:
+        if not run.has("seconds.inter"):
+            raise lacking("7", run, "seconds by phase")
+        inside = np.nan_to_num(run.column("seconds.intra"))
+        columns.append(inside + np.nan_to_num(run.column("seconds.inter")))
+    figure = new_figure(3.6)
+    panel = figure.subplots()
+    size, unit = run_pictures.unit_of_seconds(max(float(column.max()) for column in columns))
+    for number, (run, column) in enumerate(zip(runs, columns, strict=True)):
+        look = look_and_label(number, run)
+        plot(panel, run.iterations, column / size, marker_of(number), **look)
+    run_pictures.widen(panel, columns)
+    panel.set_ylabel(f"{unit} of phases 2 and 4")
+    run_pictures.count_iterations(panel)
+    legend_above(panel, 3)
+    rows = [
+        Beside(
+            label(number, run),
+            f"median {duration_words(float(np.median(column)))}, "
+            f"most {duration_words(float(column.max()))}",
+            paper_of(run, "7"),
+            setup_words(run, ranks_of(run)) if paper_of(run, "7") != NONE else "",
+        )
+        for number, (run, column) in enumerate(zip(runs, columns, strict=True))
+    ]
+    notes = [
+        "Of an outer iteration, as rank 0 took it: with methods that exchange at each step, of all "
+        "its steps together."
+    ]
+    return Drawn(figure, rows, notes)
+
+
+def split(runs: Sequence[Run]) -> Drawn:
+    """Draw figure 8: how the time of communication is split."""
+    rows, shares = [], []
+    for number, run in enumerate(runs):
+        seconds = communication(run)
+        whole = sum(seconds.values())
+        if not whole:
+            raise lacking("8", run, f"any communication in {RANKS}")
+        shares.append({part: value / whole for part, value in seconds.items()})
+        rows += [
+            Beside(
+                f"{label(number, run)}, {word}",
+                f"{100 * shares[-1][part]:.1f} %",
+                paper,
+                setup_words(run, ranks_of(run)) if paper != NONE else "",
+            )
+            for part, (word, paper) in PARTS.items()
+            if shares[-1].get(part)
+        ]
+    figure = new_figure(1.6 + 0.4 * max(2, len(runs)))
+    panel = figure.subplots()
+    base = np.zeros(len(runs))
+    for part, (word, _) in PARTS.items():
+        width = np.array([100 * share.get(part, 0.0) for share in shares])
+        if width.any():
+            panel.barh(
+                range(len(runs)), width, left=base, height=0.7, color=PART_COLOURS[part], label=word
+            )
+            base += width
+    name_bars(panel, [label(number, run) for number, run in enumerate(runs)])
+    panel.set_xlim(0, 100)
+    panel.set_xlabel("% of the time of communication")
+    legend_above(panel, 2)
+    return Drawn(figure, rows, ["Of the leaders of the nodes, which the others wait for."])
+
+
+def communication(run: Run) -> dict[str, float]:
+    """Return the seconds that leaders spent in collectives by part.
+
+    What comes behind the local steps counts as far as it is waited for.
+    """
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for record in read_ranks(run.path):
+        leads = roles_of(record.node, run.leaders)
+        for part, taken in record.exchange.items():
+            if part in PARTS:
+                seconds[part] += float(np.nan_to_num(taken[leads]).mean())
+        handed = float(np.nan_to_num(record.broadcast[leads]).mean())
+        seconds["inter"] -= handed
+        seconds["broadcast"] += handed
+    return seconds
+
+
+# --------------------------------------------------------------------------------------------------
+# Residuals and zeros
+# --------------------------------------------------------------------------------------------------
+
+
+def of_ranks(run: Run) -> Drawn:
+    """Draw figure 10: the residuals of each rank."""
+    found = run_pictures.RankResiduals()
+    for _ in found.watch(read_ranks(run.path)):
+        pass
+    figure = run_pictures.rank_residuals(found)
+    if figure is None:
+        raise lacking("10", run, "residuals of each rank in ranks.jsonl (--residuals every)")
+    rows = []
+    for name in RESIDUALS:
+        known = [row for row in found.values.get(name, []) if np.isfinite(row).any()]
+        if known:
+            ends = f"{np.nanmax(known[0]):.1e} to {np.nanmax(known[-1]):.1e} on the worst rank"
+            rows.append(Beside(RESIDUAL_WORDS[name], f"from {ends}", DECAY, DECAY_WHY))
+    return Drawn(figure, rows)
+
+
+def of_layers(run: Run) -> Drawn:
+    """Draw figure 11: the residuals of each layer, coloured by depth."""
+    layers = read_layers(run.path, wanted_iterations(run))
+    there = [] if layers is None else [n for n in RESIDUALS if (layers.values[n] > 0).any()]
+    if layers is None or not there:
+        raise lacking("11", run, "residuals in layers.jsonl (--residuals every)")
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+    from matplotlib.ticker import MaxNLocator
+
+    figure = new_figure(1.4 + 1.6 * ((len(there) + 1) // 2))
+    panels = run_pictures.residual_panels(figure, there, "norm of the layer")
+    depth, shades = Normalize(1, max(2, len(layers.names))), colormaps[SHADES]
+    rows = []
+    for panel, name in zip(panels, there, strict=False):
+        block = np.where(layers.values[name] > 0, layers.values[name], np.nan)
+        for i in range(len(layers.names)):
+            look = {"color": shades(depth(i + 1)), "linewidth": 0.8}
+            plot(panel, layers.iterations, block[:, i], **look)
+        known = block[np.isfinite(block).any(axis=1)]
+        ends = f"{np.nanmedian(known[0]):.1e} to {np.nanmedian(known[-1]):.1e}"
+        what = f"{RESIDUAL_WORDS[name]}, median layer"
+        rows.append(Beside(what, f"from {ends}", DECAY, DECAY_WHY))
+    scale = ScalarMappable(depth, shades)
+    label = f"layer, of {len(layers.names)} from the input on"
+    bar = figure.colorbar(scale, ax=list(panels), label=label, fraction=0.04, pad=0.02)
+    bar.locator = MaxNLocator(nbins=6, integer=True)
+    return Drawn(figure, rows)
+
+
+def patterns(run: Run, wanted: Sequence[str]) -> Drawn:
+    """Draw figure 13: which weights of convolutions are zero, as C_out x (C_in kh kw)."""
+    weights = read_weights(run, wanted)
+    figure = new_figure(0.6 + 1.25 * len(weights))
+    panels = figure.subplots(len(weights), 1, squeeze=False)[:, 0]
+    rows = []
+    for panel, (name, weight) in zip(panels, weights.items(), strict=True):
+        kept = weight.reshape(len(weight), -1) != 0
+        panel.imshow(
+            shrunk(kept),
+            cmap="gray_r",
+            vmin=0,
+            vmax=1,
+            aspect="auto",
+            interpolation="nearest",
+            extent=(0, kept.shape[1], kept.shape[0], 0),
+        )
+        panel.grid(False)
+        panel.set_title(plain(name), loc="left", fontsize=8)
+        panel.set_ylabel("C_out", fontsize=8)
+        gone = (~kept.any(axis=1)).sum(), (~kept.any(axis=0)).sum()
+        rows.append(
+            Beside(
+                name,
+                f"{100 * kept.mean():.1f} % kept; whole rows of zeros {gone[0]} of {len(kept)}, "
+                f"columns {gone[1]} of {kept.shape[1]}",
+                "stripes",
+            )
+        )
+    panels[-1].set_xlabel("C_in x kernel places; black: kept, white: zero")
+    return Drawn(figure, rows)
+
+
+def read_weights(run: Run, wanted: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return the convolutions of a run that were asked for, or some that have zeros."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    path = run.path / STATE
+    where = quote(shown(path), 250)
+    if not path.exists():
+        raise lacking("13", run, f"{STATE} (a run writes it at its end)")
+    try:
+        tensors = load_file(path)
+    except OSError as error:
+        raise UserError(f"{where} can't be read: {error.strerror}", UNREADABLE) from None
+    except (SafetensorError, KeyError, TypeError, ValueError):
+        raise UserError(f"{where} is damaged or not of plain numbers", UNREADABLE) from None
+    found = {name: value for name, value in tensors.items() if value.ndim == 4}
+    if not found:
+        raise lacking("13", run, "a convolution")
+    if not wanted:
+        pruned = [name for name, value in found.items() if (value == 0).any()]
+        if not pruned:
+            raise lacking("13", run, "a convolution with zeros")
+        places = np.unique(np.linspace(0, len(pruned) - 1, PATTERNS).round().astype(int))
+        return {pruned[i]: found[pruned[i]] for i in places}
+    if len(wanted) > MOST_PATTERNS:
+        raise UserError(f"--layers: at most {MOST_PATTERNS} fit into a figure")
+    chosen = {}
+    for word in wanted:
+        name = word if word in found else f"{word}.weight"
+        if name not in found:
+            guess = meant(name, found, f"; there are {listed(found)}")
+            raise UserError(f"--layers: no convolution {quote(word)}{guess}")
+        chosen[name] = found[name]
+    return chosen
+
+
+def shrunk(kept: np.ndarray) -> np.ndarray:
+    """Return the share of kept weights in cells, so few that all can be shown; float64."""
+    values = kept.astype(np.float64)
+    for axis in (0, 1):
+        size = values.shape[axis]
+        if size > CELLS:
+            starts = starts_of(size, CELLS)
+            counts = np.diff(np.append(starts, size))
+            shape = (-1, 1) if axis == 0 else (1, -1)
+            values = np.add.reduceat(values, starts, axis=axis) / counts.reshape(shape)
+    return values

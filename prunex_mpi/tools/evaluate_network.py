@@ -1,0 +1,263 @@
+"""Test a run's or an exported network on images that the ranks share."""
+
+import json
+from collections.abc import Collection, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
+from prunex_mpi.base.files import prepare_file, read_text, write_json
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.logs import set_up_logging
+from prunex_mpi.base.named import refuse_unnamed
+from prunex_mpi.base.tables import Table, format_lines, format_table
+from prunex_mpi.comm.agreement import (
+    raise_together,
+    require_same,
+    sum_alike_,
+    together,
+    together_while,
+)
+from prunex_mpi.core.loading import share_contents
+from prunex_mpi.data.batches import Look, Shard, evaluation_batches
+from prunex_mpi.data.datasets import Dataset, Part, load
+from prunex_mpi.data.decoding import Access, decoding_threads
+from prunex_mpi.models import standalone
+from prunex_mpi.run.delivery import print_result
+from prunex_mpi.run.finished_run import read_run
+from prunex_mpi.run.start import refuse_lone_singleton, take_places
+from prunex_mpi.settings.fields import SHARED
+from prunex_mpi.tools.evaluate_options import Options
+
+# Settings of a run that say on what it was tested.
+DATA = ("dataset", "data_dir", "test_samples", "skip_corrupt")
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network on the CPU, what it expects of images, and which it was tested on before.
+
+    `classes` are the names of its classes, where they are known; `data` has dataset, data_dir,
+    test_samples and skip_corrupt, or is empty.
+    """
+
+    model: nn.Module
+    image_size: int
+    num_classes: int
+    classes: tuple[str, ...]
+    mean: Tensor
+    std: Tensor
+    data: dict[str, Any]
+
+
+def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
+    """Test, print, write; return the exit code. Collective on `world`."""
+    heartbeat.enter("start")
+    set_up_logging(world.rank, world.size)
+    refuse_lone_singleton(world)
+    require_same(world, "the flags", repr(options))
+    together(world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None)
+    network = together(world, lambda: read_network(options.network, (options.model,)))
+    with take_places(world, 0, options.device) as place:
+        heartbeat.enter("data")
+        topology = place.topology
+        threads = decoding_threads(topology.core_sharers)
+        data = together(world, lambda: data_of(network, options))
+        known = share_contents(world, data["dataset"], data["data_dir"], heartbeat)
+        part = Part(world.rank, world.size, topology.host_size, known=known)
+        dataset = together_while(
+            world,
+            lambda going: load_test(network, options, data, part._replace(going=going), threads),
+            heartbeat.go_on,
+        )
+        seen = repr((dataset.test_total, dataset.digest))
+        require_same(world, "the numbers or labels of the test images", seen)
+        heartbeat.enter("evaluate")
+        dtype = next(network.model.parameters()).dtype
+        look = Look(network.mean, network.std, place.device, dtype)
+        model = network.model.to(place.device)
+        model.eval()
+        with closing(dataset):
+            ways = network.num_classes, options.batch_size, heartbeat
+            sums = count(model, dataset.test, look, *ways)
+        # All ranks have a reader or none.
+        if dataset.reader is not None:
+            raise_together(world, dataset.reader.error)
+        sum_alike_(world, sums)
+    found = outcome(sums, network.classes or dataset.class_names)
+
+    def tell() -> None:
+        if world.rank == 0:
+            if options.json_file:
+                write_json(options.json_file, found)
+            print_result(describe(found, options))
+
+    together(world, tell)
+    return 0
+
+
+def read_network(path: Path, given: Collection[str] = ()) -> Network:
+    """Return the network of a complete run, or one that was exported. Raises UserError.
+
+    Modules are imported that the user has `given` alone, as package.module:function.
+    """
+    if (path / standalone.PLAN).exists():
+        return _read_exported(path, given)
+    run = read_run(path, with_data=False, given=given)
+    settings = run.settings
+    return Network(
+        model=run.model,
+        image_size=run.description["image_size"],
+        num_classes=run.description["num_classes"],
+        classes=tuple(run.summary["delivered"].get("classes", ())),
+        mean=run.mean,
+        std=run.std,
+        data={name: getattr(settings, name) for name in DATA},
+    )
+
+
+def _read_exported(path: Path, given: Collection[str]) -> Network:
+    try:
+        plan = json.loads(read_text(path / standalone.PLAN))
+        name = str(plan["model"]["name"])
+        refuse_unnamed("model", name, given, f"{path}/{standalone.PLAN}", path)
+        model = standalone.load(path)
+        look = plan["normalisation"]
+        return Network(
+            model=model,
+            image_size=int(plan["model"]["image_size"]),
+            num_classes=int(plan["model"]["num_classes"]),
+            classes=tuple(map(str, plan.get("classes", ()))),
+            mean=torch.tensor(look["mean"]),
+            std=torch.tensor(look["std"]),
+            data={},
+        )
+    except UserError:
+        raise
+    # A damaged file and a factory that is not there show as whatever they lead to.
+    except Exception as error:
+        raise UserError(
+            f"the exported network in {path} can't be loaded ({one_line(error)}): export its run "
+            "again",
+            UNREADABLE,
+        ) from None
+
+
+def data_of(network: Network, options: Options) -> dict[str, Any]:
+    """Return what says which images to look at, by field name; raise UserError where nothing does.
+
+    What is given counts, else what the network was trained on.
+    """
+    given = {"dataset": options.dataset, "data_dir": options.data_dir}
+    if options.dataset == network.data.get("dataset"):
+        del given["dataset"]
+    given = {key: value for key, value in given.items() if value}
+    data = {"data_dir": SHARED["data_dir"].default, **network.data, **given}
+    if "dataset" not in data:
+        raise UserError("an exported network does not say what it is for: give --dataset")
+    where = f"{options.network}/config.toml"
+    refuse_unnamed("dataset", data["dataset"], (options.dataset,), where, options.network)
+    if options.test_samples is not None or given:
+        data["test_samples"] = options.test_samples or 0
+    return data
+
+
+def load_test(
+    network: Network, options: Options, data: Mapping[str, Any], part: Part, threads: int
+) -> Dataset:
+    """Return a rank's share of the test images; raise UserError where they don't fit.
+
+    Files are not decoded yet; so many `threads` will do it.
+    """
+    dataset = load(
+        data["dataset"],
+        data_dir=data["data_dir"],
+        access=Access(
+            mode="once",
+            workers=threads,
+            skip_corrupt=options.skip_corrupt or data.get("skip_corrupt", False),
+        ),
+        train_samples=None,
+        test_samples=data.get("test_samples", 0),
+        image_size=network.image_size,
+        seed=0,
+        part=part,
+    )
+    if options.skip_corrupt and dataset.reader is None:
+        raise UserError("skip-corrupt is for images in files; leave it away")
+    names = dataset.class_names
+    odd = [pair for pair in zip(network.classes, names, strict=False) if pair[0] != pair[1]]
+    if dataset.num_classes != network.num_classes or odd:
+        first = f"; {odd[0][1]!r} stands where {odd[0][0]!r} was" if odd else ""
+        raise UserError(
+            f"the data have {dataset.num_classes} classes and the network {network.num_classes}"
+            f"{first}: give those that it was trained for",
+            UNREADABLE,
+        )
+    return dataset
+
+
+@torch.no_grad()
+def count(
+    model: nn.Module, shard: Shard, look: Look, classes: int, batch: int, heartbeat: Heartbeat
+) -> np.ndarray:
+    """Return what adds up over ranks, of each class: images, right answers, losses [3, classes]."""
+    sums = torch.zeros(3, classes, dtype=torch.float64)
+    for images, labels in evaluation_batches(shard, batch_size=batch, look=look):
+        heartbeat.beat(0)
+        outputs = model(images)
+        losses = F.cross_entropy(outputs.double(), labels, reduction="none")
+        right = (outputs.argmax(dim=1) == labels).double()
+        columns = torch.stack([torch.ones_like(right), right, losses]).cpu()
+        sums.index_add_(1, labels.cpu(), columns)
+    return sums.numpy()
+
+
+def outcome(sums: np.ndarray, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return loss and accuracy of all images and of each class (None where it has no image)."""
+    images, right, losses = sums
+    total = int(images.sum())
+    classes = []
+    for label, (count, good, loss) in enumerate(sums.T.tolist()):
+        classes.append(
+            {
+                "class": names[label] if names else str(label),
+                "images": int(count),
+                "accuracy": good / count if count else None,
+                "loss": loss / count if count else None,
+            }
+        )
+    return {
+        "images": total,
+        "loss": float(losses.sum()) / total,
+        "accuracy": float(right.sum()) / total,
+        "classes": classes,
+    }
+
+
+def describe(found: dict[str, Any], options: Options) -> str:
+    """Return what was found as text, with the classes of lowest accuracy."""
+    lines = [
+        ("network", str(options.network)),
+        ("images", f"{found['images']:,}"),
+        ("cross-entropy", f"{found['loss']:.4f}"),
+        ("accuracy", f"{100 * found['accuracy']:.2f} %"),
+    ]
+    judged = [one for one in found["classes"] if one["images"]]
+    shown = sorted(judged, key=lambda one: one["accuracy"])[: options.classes]
+    if not shown:
+        return format_lines(lines)
+    rows = tuple((c["class"], c["images"], 100 * c["accuracy"], c["loss"]) for c in shown)
+    title = "Classes" if len(shown) == len(judged) else f"Lowest {len(shown)} of {len(judged)}"
+    columns = ("class", "images", "accuracy %", "cross-entropy")
+    table = Table(f"{title}, by accuracy", columns, rows)
+    return f"{format_lines(lines)}\n\n{format_table(table)}"

@@ -1,0 +1,99 @@
+"""Flags of `python -m prunex_mpi.evaluate`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.settings.cli import convert_flag
+from prunex_mpi.settings.fields import SHARED
+from prunex_mpi.settings.parser import Parser, add_timeout, check_range, program_parser
+from prunex_mpi.settings.values import choices_shown
+
+BATCH, CLASSES, MAX_COUNT, TIMEOUT_S = 256, 20, 10**6, 1800
+OWN_MODEL = "repeat the run's own model, package.module:factory: importing it runs its code"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to test on which images; empty and None stand for what the run was tested on."""
+
+    network: Path
+    model: str
+    dataset: str
+    data_dir: str
+    test_samples: int | None
+    skip_corrupt: bool
+    batch_size: int
+    device: str
+    classes: int
+    json_file: str
+    timeout: float
+
+
+def build_parser() -> Parser:
+    """Return the parser of the flags of evaluate."""
+    parser = program_parser(
+        "evaluate",
+        "Tell loss and accuracy of a network on test images, of each class as well.",
+        "Under mpirun or srun the ranks share the images.",
+    )
+    add = parser.add_argument
+    datasets = choices_shown(SHARED["dataset"].metadata)
+    add("network", metavar="RUN|MODEL", help="folder of a complete run, or of an exported network")
+    add("--model", default="", metavar="NAME", help=OWN_MODEL)
+    add(
+        "--dataset",
+        default="",
+        metavar="{" + ",".join(datasets) + "}",
+        help="images to test on [those of the run]",
+    )
+    add("--data-dir", default="", metavar="DIR", help="folder of the data [that of the run]")
+    add(
+        "--test-samples",
+        metavar="N",
+        help="images to use, 0 for all [of its own data as many as the run, of others all]",
+    )
+    add(
+        "--skip-corrupt",
+        action="store_true",
+        help="replace damaged images, as in training [as the run did]",
+    )
+    add("--batch-size", type=int, default=BATCH, metavar="N", help=f"images at once [{BATCH}]")
+    add("--device", default="auto", help="where to compute: auto, cpu or cuda [auto]")
+    add(
+        "--classes",
+        type=int,
+        default=CLASSES,
+        metavar="N",
+        help=f"so many classes are shown, those of lowest accuracy first [{CLASSES}]",
+    )
+    add(
+        "--json",
+        default="",
+        metavar="FILE",
+        dest="json_file",
+        help="write what was found there, all classes too",
+    )
+    add_timeout(parser, TIMEOUT_S)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Return what `argv` (without the program's name) asks for; torch is not loaded.
+
+    Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
+    """
+    given = build_parser().parse_all(argv)
+    check_range(given, "classes", 0, MAX_COUNT)
+    if not 1 <= given.batch_size <= MAX_COUNT:
+        raise UserError(f"--batch-size must be from 1 to {MAX_COUNT}, not {given.batch_size}")
+    samples = given.test_samples
+    converted = {
+        "network": Path(given.network),
+        "dataset": convert_flag("dataset", given.dataset) if given.dataset else "",
+        "test_samples": None if samples is None else convert_flag("test_samples", samples),
+        "device": convert_flag("device", given.device),
+        "timeout": convert_flag("timeout", given.timeout),
+    }
+    return Options(**{**vars(given), **converted})

@@ -1,0 +1,214 @@
+"""Prove that a smaller network computes the same, and measure what it saves."""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from prunex_mpi.base.errors import FAILURE, UserError, one_line
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.tables import Cell, Table
+from prunex_mpi.base.units import MIB
+from prunex_mpi.tools.timing import Action, synchronize, wall_times
+
+# Of the largest output, in float64: what is left where two networks compute the same.
+EXACT = 1e-9
+# Times what float32 costs the masked network, which depends on the processor.
+ROUNDINGS = 8
+BATCH = 100
+EXACT_BATCHES = 2  # float64 is slow, and an error of the structure shows on any image
+BATCHES = (1, 128)  # images per call when timed
+SAMPLE_S = 0.02  # at least, or the clock and the first touch of memory count
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How two networks compare on `images` test images; counts are of right answers.
+
+    `difference` is the largest between their outputs, `exact` the same in float64, `rounding` what
+    float32 costs the masked network.
+    """
+
+    images: int
+    difference: float
+    exact: float
+    rounding: float
+    scale: float
+    masked_right: int
+    smaller_right: int
+    answers_differ: int
+
+    @property
+    def allowed(self) -> float:
+        """The difference that rounding explains."""
+        return ROUNDINGS * max(self.rounding, torch.finfo(torch.float32).eps * max(1.0, self.scale))
+
+    @property
+    def holds(self) -> bool:
+        """Whether the two networks are the same but for rounding."""
+        return self.exact <= EXACT * max(1.0, self.scale) and self.difference <= self.allowed
+
+    def line(self) -> str:
+        """Return what the proof found."""
+        shares = [f"{100 * n / self.images:.2f} %" for n in (self.masked_right, self.smaller_right)]
+        ties = f", {self.answers_differ} answers differ by ties" if self.answers_differ else ""
+        return (
+            f"on {self.images} test images the outputs differ by at most {self.difference:.2g} "
+            f"(of {self.scale:.2g}; {self.exact:.2g} in float64); "
+            f"accuracy {shares[0]} masked, {shares[1]} smaller "
+            f"({self.masked_right} and {self.smaller_right} right{ties})"
+        )
+
+
+@torch.no_grad()
+def prove(masked: nn.Module, smaller: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> Proof:
+    """Compare two networks on the CPU; raise UserError (FAILURE) unless they agree.
+
+    In float64, on the first EXACT_BATCHES batches, outputs may differ by EXACT of the largest one,
+    or of 1; in their own dtype, on all of them, by ROUNDINGS times what that dtype costs the masked
+    network. Then answers can differ only where two classes are that close.
+    """
+    doubles: list[nn.Module] = []
+    images = masked_right = smaller_right = answers_differ = 0
+    difference = exact = rounding = scale = 0.0
+    for number, (inputs, labels) in enumerate(batches):
+        wanted, found = masked(inputs), _outputs_of(smaller, inputs)
+        images += len(labels)
+        difference = max(difference, _apart(wanted, found))
+        scale = max(scale, float(wanted.abs().max()))
+        # Not before they have run without gradients: some keep a result, which can be copied then.
+        doubles = doubles or [copy.deepcopy(network).double() for network in (masked, smaller)]
+        if number < EXACT_BATCHES:
+            wanted_exactly, found_exactly = (_in_double(network, inputs) for network in doubles)
+            exact = max(exact, _apart(wanted_exactly, found_exactly))
+            rounding = max(rounding, _apart(wanted.double(), wanted_exactly))
+        answers = [outputs.argmax(dim=1) for outputs in (wanted, found)]
+        masked_right += int((answers[0] == labels).sum())
+        smaller_right += int((answers[1] == labels).sum())
+        answers_differ += int((answers[0] != answers[1]).sum())
+    proof = Proof(
+        images, difference, exact, rounding, scale, masked_right, smaller_right, answers_differ
+    )
+    if not proof.holds:
+        raise UserError(
+            f"the smaller network is not the same ({proof.line()}): nothing was written", FAILURE
+        )
+    return proof
+
+
+def _outputs_of(smaller: nn.Module, inputs: Tensor) -> Tensor:
+    try:
+        return smaller(inputs)
+    # The model's own code can meet anything at other sizes.
+    except Exception as error:
+        raise UserError(
+            f"the smaller network does not run ({one_line(error)}): nothing was written", FAILURE
+        ) from error
+
+
+def _apart(wanted: Tensor, found: Tensor) -> float:
+    """Return the largest difference, infinite where there is something that is not a number."""
+    apart = (wanted - found).abs()
+    return float(apart.max()) if apart.isfinite().all() else math.inf
+
+
+def _in_double(network: nn.Module, images: Tensor) -> Tensor:
+    try:
+        return network(images.double())
+    # Whatever a model's own code meets there.
+    except Exception as error:
+        raise UserError(
+            f"the network does not run in float64 ({one_line(error)}), so it can't be proven that "
+            "the smaller one is the same: nothing was written",
+            FAILURE,
+        ) from error
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of elements of all parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@torch.no_grad()
+def count_multiply_adds(model: nn.Module, images: Tensor) -> int:
+    """Return the multiply-adds of convolutions and matrix products for one image."""
+    counter = FlopCounterMode(display=False)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    # Fused attention would not be counted.
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with counter, sdpa_kernel(SDPBackend.MATH):
+            model(images[:1])
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    return counter.get_total_flops() // 2
+
+
+def compare(
+    networks: Mapping[str, nn.Module],
+    images: Tensor,
+    sizes: tuple[int, int],
+    devices: list[torch.device],
+    repeat: int,
+) -> Table:
+    """Return what two networks take, by their names; leaves them on the last device.
+
+    Times are medians of `repeat` turns, the two in turns; 0 measures none. `images` are normalised
+    and on the CPU, of any number; `sizes` are bytes of files.
+    """
+    larger, smaller = networks.values()
+    rows: list[tuple[Cell, ...]] = []
+
+    def add(name: str, before: float, after: float, gain: float) -> None:
+        rows.append((name, before, after, float(gain)))
+
+    counts = [count_parameters(m) for m in (larger, smaller)]
+    add("parameters", *counts, counts[0] / counts[1])
+    counts = [count_multiply_adds(m, images) for m in (larger, smaller)]
+    add("multiply-adds per image", *counts, counts[0] / counts[1])
+    mib = [size / MIB for size in sizes]
+    add("MiB of the file", *mib, mib[0] / mib[1])
+    for device in devices if repeat else ():
+        for size in BATCHES:
+            batch = images[torch.arange(size) % len(images)].to(device)
+            before, after = _seconds(larger.to(device), smaller.to(device), batch, repeat)
+            name = f"{device.type}, batch {size}:"
+            add(f"{name} ms", 1e3 * before, 1e3 * after, before / after)
+            add(f"{name} images/s", size / before, size / after, before / after)
+    return Table("Full size, and smaller", ("", *networks, "times"), tuple(rows))
+
+
+@torch.no_grad()
+def _seconds(
+    larger: nn.Module, smaller: nn.Module, batch: Tensor, repeat: int
+) -> tuple[float, float]:
+    """Return the median seconds of a batch for each network, taken in turns."""
+
+    def repeated(model: nn.Module) -> tuple[Callable[[], None], int]:
+        model(batch)
+        synchronize(batch.device)
+        start = time.perf_counter()
+        model(batch)
+        synchronize(batch.device)
+        calls = math.ceil(SAMPLE_S / (time.perf_counter() - start))
+
+        def run() -> None:
+            for _ in range(calls):
+                model(batch)
+
+        return run, calls
+
+    (run_larger, larger_calls), (run_smaller, smaller_calls) = repeated(larger), repeated(smaller)
+    actions = {"larger": Action(run_larger), "smaller": Action(run_smaller)}
+    times = wall_times(actions, repeat, batch.device, Heartbeat())
+    return (
+        float(np.median(times["larger"])) / larger_calls,
+        float(np.median(times["smaller"])) / smaller_calls,
+    )

@@ -1,0 +1,280 @@
+"""Take out of a run's network what its masks removed, write it, prove it and measure it.
+
+The files become valid all at once.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor, nn
+
+from prunex_mpi.base.alone import require_packages
+from prunex_mpi.base.errors import FAILURE, UserError, one_line
+from prunex_mpi.base.files import STATE, sync, touch, write_json_durably
+from prunex_mpi.base.tables import format_table
+from prunex_mpi.data.batches import Look, evaluation_batches, part_of
+from prunex_mpi.diagnosis.machine import describe_machine, package_versions
+from prunex_mpi.models import slim, standalone
+from prunex_mpi.pruning.coupling import Coupling
+from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
+from prunex_mpi.pruning.shrink import (
+    find_coupling_by,
+    find_rules,
+    shrink,
+    sizes_in_all,
+    smaller_tensors,
+)
+from prunex_mpi.run.finished_run import FinishedRun, read_run
+from prunex_mpi.run.tensor_file import save_tensors
+from prunex_mpi.tools.export_options import Options
+from prunex_mpi.tools.export_proof import BATCH, compare, count_parameters, prove
+
+# On so many images it is measured which channels are constant zero.
+JUDGED_IMAGES = 32
+FOLDER, LOADER = "model", "load_model.py"
+PARTIAL, REPLACED = "model.partial", "model.replaced"
+ONNX, TORCH_EXPORT = "model.onnx", "model.pt2"
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+# In `standalone`, whose functions find those names in the same file once it is written.
+OUR_IMPORTS = re.compile(r"^from prunex_mpi\S* import \(.*?\)\n", re.MULTILINE | re.DOTALL)
+# Of the largest output: another program in another order. Another network differs far more.
+TOLERANCE = 1e-4
+
+
+def export(options: Options) -> None:
+    """Read the run, take out what can go, write it, prove it and measure it."""
+    devices = choose_devices(options.device)
+    if options.onnx:
+        require_packages("--onnx", "onnx", *ONNX_PACKAGES)
+    run = read_run(options.run, options.data_dir, given=(options.model, options.dataset))
+    count = min(options.images or len(run.test.labels), len(run.test.labels))
+    chosen = part_of(run.test, slice(count))
+    look = Look(run.mean, run.std, "cpu", next(p.dtype for p in run.model.parameters()))
+    images, _ = next(evaluation_batches(chosen, batch_size=JUDGED_IMAGES, look=look))
+    run.refuse_unreadable()
+
+    # Take out what can go.
+    coupling, stays = find_channels(run.model, run.description["image_size"])
+    verdict = judge(run.model, coupling, images)
+    tensors = smaller_tensors(run.model, coupling, verdict.removed)
+    versions = package_versions()
+    delivered = run.summary["delivered"]
+    before = delivered.get("layers", {})
+    plan = {
+        "model": run.description,
+        "layers": sizes_in_all(run.model, before, coupling, verdict.removed),
+        "normalisation": {"mean": run.mean.tolist(), "std": run.std.tolist()},
+        "classes": delivered.get("classes", []),
+        "test_accuracy": run.summary["test_accuracy"],
+        "removed": describe_removed(coupling, verdict.removed),
+        "stays": [*verdict.stays, *stays, *zeros_that_stay(tensors)],
+        "versions": {name: versions[name] for name in ("prunex_mpi", "torch")},
+    }
+
+    # Write, load back, prove.
+    lines = []
+    with new_model_folder(options.run) as folder:
+        write_network(folder, tensors, plan)
+        smaller = standalone.load(folder)
+        batches = evaluation_batches(chosen, batch_size=BATCH, look=look)
+        proof = prove(run.model, smaller, batches)
+        run.refuse_unreadable()
+        lines.append(proof.line())
+        if options.onnx:
+            apart = write_onnx(folder, smaller, images, proof.allowed)
+            lines.append(f"{ONNX}: outputs differ by at most {apart:.2g}")
+        if options.torch_export:
+            apart = write_torch_export(folder, smaller, images, proof.allowed)
+            lines.append(f"{TORCH_EXPORT}: outputs differ by at most {apart:.2g}")
+        name, larger, size = full_size(run)
+        sizes = (size, (folder / standalone.MODEL).stat().st_size)
+        networks = {name: larger, "smaller": smaller}
+        table = compare(networks, images, sizes, devices, options.repeat)
+
+    for line in plan["stays"]:
+        print(f"stays: {line}")
+    gone = int(verdict.removed.sum())
+    if before:
+        at_first, left = count_parameters(larger), count_parameters(run.model)
+        print(f"removed in training: {at_first - left:,} of {at_first:,} parameters")
+    print(f"removed: {gone:,} of {coupling.total:,} groups of channels")
+    print("\n".join(lines))
+    print(f"\n{describe_machine(devices[-1])}\n{format_table(table)}")
+    print(f"\nwritten to {options.run / FOLDER}", flush=True)
+
+
+def full_size(run: FinishedRun) -> tuple[str, nn.Module, int]:
+    """Return what the network of full size is to be called, itself, and the bytes of its weights.
+
+    Where training has made it smaller, that is a fresh one: its weights are gone.
+    """
+    if not run.summary["delivered"].get("layers"):
+        return "masked", run.model, (run.path / STATE).stat().st_size
+    whole = standalone.build(run.description)
+    whole.eval()
+    whole.to(next(run.model.parameters()).dtype)
+    tensors = whole.state_dict().values()
+    return "at first", whole, sum(t.numel() * t.element_size() for t in tensors)
+
+
+def smaller(model: nn.Module, images: Tensor) -> nn.Module:
+    """Return a copy of a masked `model`, on the CPU, without what its masks removed.
+
+    `images` [n, 3, S, S] are normalised as those that it was trained on: channels that stay
+    constant on them are removed as well. Raises UserError where the copy computes something else.
+    """
+    coupling, stays = find_channels(model, images.shape[-1])
+    if stays:
+        raise UserError("; ".join(stays))
+    found = shrink(model, coupling, judge(model, coupling, images).removed)
+    prove(model, found, iter([(images, images.new_zeros(len(images), dtype=torch.int64))]))
+    return found
+
+
+def find_channels(model: nn.Module, image_size: int) -> tuple[Coupling, list[str]]:
+    """Return the channels that can be removed, and why there are none where there are none."""
+    try:
+        return find_coupling_by(model, image_size, find_rules(model, image_size)), []
+    except UserError as error:
+        return Coupling({}, {}, (), 0, {}, ()), [str(error)]
+
+
+def choose_devices(requested: str) -> list[torch.device]:
+    """Return where times are measured; raise UserError when CUDA is asked for and absent."""
+    cuda = torch.cuda.is_available()
+    if requested == "cuda" and not cuda:
+        raise UserError("--device cuda: torch sees no GPU on this machine; use --device cpu")
+    names = ["cpu"] if requested != "cuda" else []
+    names += ["cuda"] if cuda and requested != "cpu" else []
+    return [torch.device(name) for name in names]
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
+# --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def new_model_folder(run: Path) -> Iterator[Path]:
+    """Give a folder to write to, which becomes RUN/model at the end of the block.
+
+    An existing RUN/model stays as it is until then, and for good where the block raises. Raises
+    UserError where a job or another export works on the run and where nothing can be written.
+    """
+    partial, final, replaced = (run / name for name in (PARTIAL, FOLDER, REPLACED))
+    lock = FileLock(run / "lock", timeout=0)
+    try:
+        # FileLock takes any failure to make its file for a lock that is held.
+        touch(run / "lock")
+        with lock:
+            try:
+                _remove(partial)
+                partial.mkdir()
+                yield partial
+                for path in (*partial.iterdir(), partial):
+                    sync(path)
+                _remove(replaced)
+                if final.exists():
+                    final.rename(replaced)
+                try:
+                    partial.rename(final)
+                except OSError:
+                    if replaced.exists():
+                        replaced.rename(final)
+                    raise
+                sync(run)
+                _remove(replaced)
+            finally:
+                _remove(partial)
+    except Timeout:
+        raise UserError(f"{run} is in use by another job; wait for its end") from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{final} can't be written: {reason}; make room", FAILURE) from None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_network(folder: Path, tensors: dict[str, Tensor], plan: dict[str, Any]) -> None:
+    """Write weights, plan and the file that loads them; raise OSError."""
+    save_tensors({key: tensor.cpu() for key, tensor in tensors.items()}, folder / standalone.MODEL)
+    write_json_durably(folder / standalone.PLAN, {"format": standalone.FORMAT, **plan})
+    (folder / LOADER).write_text(loader_source(), encoding="utf-8")
+
+
+def loader_source() -> str:
+    """Return the source of the file that loads a network: `standalone` with what it imports."""
+    texts = [Path(module.__file__).read_text(encoding="utf-8") for module in (standalone, slim)]
+    return "\n\n".join([OUR_IMPORTS.sub("", texts[0]), texts[1]])
+
+
+def write_onnx(folder: Path, model: nn.Module, images: Tensor, allowed: float) -> float:
+    """Write model.onnx for batches of any size; return how far its outputs are from the model's.
+
+    `images` [n, 3, H, W], n > 1, are what both are tried on, on the CPU; `allowed` is what rounding
+    explains. Raises UserError where the model can't be written so or computes something else.
+    """
+    import onnxruntime
+
+    try:
+        program = _trace(model, images)
+        torch.onnx.export(
+            program,
+            (),
+            folder / ONNX,
+            dynamo=True,
+            external_data=False,
+            input_names=["images"],
+            output_names=["logits"],
+            verbose=False,
+        )
+        session = onnxruntime.InferenceSession(folder / ONNX, providers=["CPUExecutionProvider"])
+        (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    # Whatever the exporter meets in a model's code.
+    except Exception as error:
+        raise UserError(
+            f"the network can't be written as ONNX ({one_line(error)}): leave --onnx out", FAILURE
+        ) from error
+    return _distance(model, images, torch.from_numpy(found), allowed, "ONNX")
+
+
+def write_torch_export(folder: Path, model: nn.Module, images: Tensor, allowed: float) -> float:
+    """Write model.pt2 for torch.export.load; as `write_onnx` otherwise."""
+    try:
+        torch.export.save(_trace(model, images), folder / TORCH_EXPORT)
+        with torch.no_grad():
+            found = torch.export.load(folder / TORCH_EXPORT).module()(images)
+    # Whatever the exporter meets in a model's code.
+    except Exception as error:
+        raise UserError(
+            f"the network can't be written by torch.export ({one_line(error)}): leave "
+            "--torch-export out",
+            FAILURE,
+        ) from error
+    return _distance(model, images, found, allowed, "torch.export")
+
+
+def _trace(model: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
+    """Return the model's graph for batches of any size."""
+    batch = {0: torch.export.Dim("batch")}
+    return torch.export.export(model, (images[:2],), dynamic_shapes=(batch,))
+
+
+@torch.no_grad()
+def _distance(model: nn.Module, images: Tensor, found: Tensor, allowed: float, form: str) -> float:
+    wanted = model(images)
+    apart = float((found - wanted).abs().max())
+    if not apart <= max(allowed, TOLERANCE * max(1.0, float(wanted.abs().max()))):
+        raise UserError(f"the {form} network differs by {apart:.2g} from the one written", FAILURE)
+    return apart

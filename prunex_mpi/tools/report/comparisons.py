@@ -1,0 +1,255 @@
+"""The page of comparisons of methods: the tables and the curves of what `bench compare` wrote.
+
+Of the JSON the tables are read as they were printed, and of the runs what the curves need.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import TYPE_CHECKING, Any
+
+from prunex_mpi.base.errors import UNREADABLE, UserError, quote
+from prunex_mpi.base.tables import Table
+from prunex_mpi.base.units import MIB
+from prunex_mpi.tools.drawing import legend_above, look_of, marker_of, new_figure, plain
+from prunex_mpi.tools.report.one_run import listed
+from prunex_mpi.tools.report.page import Page, Picture, Section
+from prunex_mpi.tools.report.read_runs import shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Curves of more rows can't be told apart: their ends alone are drawn.
+MOST_CURVES_DRAWN = 8
+# From so many decades on, ticks at their ends are enough.
+WIDE_DECADES = 2.0
+THIS_MACHINE = "this machine"
+# Some weights of a whole network may happen to be 0; budgets are spent to a few weights.
+SAME_SIZE = 0.95
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Mean accuracies of a row's seeds, in percent, over MiB and over seconds of training.
+
+    `share` is that of `train_s` spent so far; `spread` the standard deviation at the end.
+    """
+
+    row: str
+    sent_mib: tuple[float, ...]
+    share: tuple[float, ...]
+    accuracy: tuple[float, ...]
+    train_s: float
+    spread: float
+    parameters_left: float
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a page shows of a comparison; `places` are those of the rows that have one."""
+
+    machine: Mapping[str, str]
+    tables: Sequence[Table]
+    rows: Sequence[str]
+    seeds: int
+    places: Mapping[str, int]
+    curves: Sequence[Curve]
+    diverged: Sequence[str]
+
+
+def read_comparison(path: Path) -> Compared:
+    """Return what `bench compare --json` wrote; raise UserError."""
+    where = quote(str(path), 250)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        tables = [
+            Table(t["title"], tuple(t["columns"]), tuple(map(tuple, t["rows"])), tuple(t["notes"]))
+            for t in found["tables"]
+        ]
+        place = tables[0].columns.index("place")
+        whole = found["comparison"]
+        return Compared(
+            machine=dict(whole["machine"]),
+            tables=tables,
+            rows=tuple(whole["rows"]),
+            seeds=len(whole["seeds"]),
+            places={row[0]: row[place] for row in tables[0].rows if row[place] is not None},
+            curves=curves_of(whole["outcomes"]),
+            diverged=[
+                f"{run['row']}, seed {run['seed']}, diverged: {run['problem']}"
+                for run in whole["outcomes"]
+                if run["measured"] is None
+            ],
+        )
+    except OSError as error:
+        raise UserError(f"{where}: {error.strerror}", UNREADABLE) from None
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        raise UserError(f"{where} is not what --json of a comparison writes", UNREADABLE) from None
+
+
+def curves_of(runs: Sequence[Mapping[str, Any]]) -> list[Curve]:
+    """Return the curve of every row of which a run was evaluated, the most accurate one first.
+
+    `runs` are the outcomes of a comparison as its JSON holds them.
+    """
+    found = []
+    for row in dict.fromkeys(run["row"] for run in runs):
+        measured = [run["measured"] for run in runs if run["row"] == row and run["measured"]]
+        measured = [m for m in measured if m["curve"]]
+        if not measured:
+            continue
+        # Where all seeds were evaluated: one may have ended sooner than the others.
+        by_iteration = [{point["iteration"]: point for point in m["curve"]} for m in measured]
+        shared = sorted(set.intersection(*map(set, by_iteration)))
+        if not shared:
+            continue
+        points = [[of[iteration] for of in by_iteration] for iteration in shared]
+        train_s = mean(m["train_s"] for m in measured)
+        ends = [100 * m["curve"][-1]["accuracy"] for m in measured]
+        found.append(
+            Curve(
+                row,
+                tuple(mean(p["sent_bytes"] for p in at) / MIB for at in points),
+                tuple(mean(p["train_s"] for p in at) / train_s for at in points),
+                tuple(mean(100 * p["accuracy"] for p in at) for at in points),
+                train_s,
+                stdev(ends) if len(ends) > 1 else 0.0,
+                mean(m["parameters_left"] for m in measured),
+            )
+        )
+    return sorted(found, key=lambda curve: -curve.accuracy[-1])
+
+
+def page_of(paths: Sequence[Path]) -> Page:
+    """Return the page of the comparisons in these files; raise UserError."""
+    sections, words, notices = [], [], []
+    for number, path in enumerate(paths, 1):
+        found = read_comparison(path)
+        name = shown(path.name)
+        words.append(f"{name}: {lead(found)}" if len(paths) > 1 else lead(found))
+        notices += [f"{name}: {line}" for line in found.diverged]
+        machine = Table("Machine", (), tuple(found.machine.items()))
+        title = name if len(paths) > 1 else "Results"
+        sections.append(Section(title, pictures_of(found.curves, number), found.tables[:1]))
+        sections.append(Section("", (), [*found.tables[1:], machine]))
+    title = "Comparison of methods" if len(paths) == 1 else "Comparisons of methods"
+    return Page(title, " · ".join(map(shown, paths)), words, sections, notices)
+
+
+def pictures_of(curves: Sequence[Curve], number: int) -> list[Picture]:
+    """Return accuracy over bytes and over time, nothing where no run was evaluated."""
+    if not curves:
+        return []
+    over_bytes, over_seconds = new_figure(4.2), new_figure(4.2)
+    draw_bytes(over_bytes.subplots(), curves)
+    draw_seconds(over_seconds.subplots(), curves, {c.row: c.train_s for c in curves})
+    for figure in (over_bytes, over_seconds):
+        figure.axes[0].set_ylabel("test accuracy %")
+        legend_above(figure.axes[0], 3)
+    return [
+        Picture(f"bytes-{number}", "Accuracy against bytes", over_bytes, SPREAD),
+        Picture(f"seconds-{number}", "Accuracy against time", over_seconds, SPREAD),
+    ]
+
+
+SPREAD = (
+    "The mark is the end of a row, hollow where a smaller network is left, its bar the standard "
+    "deviation over the seeds; the curve is the mean of its seeds. Of many rows the ends alone are "
+    "drawn, and a line joins those that no other surpasses for less."
+)
+
+
+def lead(found: Compared) -> str:
+    """Return in words what was compared and what came of it."""
+    seeds = f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"
+    text = f"{len(found.rows)} rows were trained with {seeds} each."
+    if not found.places:
+        return f"{text} None of them trained in all its seeds."
+    best = [row for row, place in found.places.items() if place == 1]
+    text += f" Most accurate on average was {listed(best)}."
+    left = [row for row in found.rows if row not in found.places]
+    if left:
+        text += f" No place has {listed(left)}, which diverged or did no better than guessing."
+    return text
+
+
+def draw_bytes(panel: "Axes", curves: Sequence[Curve]) -> None:
+    """Draw the rows over the bytes that left a node."""
+    _draw(panel, curves, [curve.sent_mib for curve in curves])
+    panel.set_xlabel("MiB that left a node")
+
+
+def draw_seconds(
+    panel: "Axes", curves: Sequence[Curve], pace: Mapping[str, float], name: str = THIS_MACHINE
+) -> None:
+    """Draw those rows over seconds whose whole run takes what `pace` says."""
+    scaled = (
+        [share * pace[curve.row] for share in curve.share] if curve.row in pace else None
+        for curve in curves
+    )
+    _draw(panel, curves, list(scaled))
+    panel.set_xlabel(f"seconds, {plain(name)}")
+
+
+def _spread_out(panel: "Axes") -> None:
+    """Make the horizontal axis logarithmic, with plain numbers at a few ticks."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    panel.set_xscale("log")
+    low, high = panel.get_xlim()
+    decades = math.log10(high / low)
+    ticks = (1.0, 2.0, 5.0) if decades < WIDE_DECADES else (1.0,)
+    panel.xaxis.set_major_locator(LogLocator(subs=ticks))
+    panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    panel.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _draw(panel: "Axes", curves: Sequence[Curve], places: Sequence[Sequence[float] | None]) -> None:
+    """Draw each row that has places on the horizontal axis; the spread of the seeds at its end.
+
+    Hollow ends are those of networks that are smaller than the largest one. Many rows are their
+    ends alone, numbered, and a line joins those that no other surpasses for less.
+    """
+    many = len(curves) > MOST_CURVES_DRAWN
+    whole = max(curve.parameters_left for curve in curves)
+    for number, (curve, x) in enumerate(zip(curves, places, strict=True)):
+        if x is None:
+            continue
+        look = look_of(number)
+        if not many:
+            panel.plot(x, curve.accuracy, linewidth=1.2, alpha=0.6, **look)
+        panel.errorbar(
+            x[-1:],
+            curve.accuracy[-1:],
+            yerr=[curve.spread],
+            fmt=marker_of(number),
+            color=look["color"],
+            markerfacecolor=look["color"] if curve.parameters_left > SAME_SIZE * whole else "white",
+            markersize=6,
+            capsize=3,
+            label=plain(f"{number + 1}  {curve.row}" if many else curve.row),
+        )
+        if many:
+            panel.annotate(
+                str(number + 1),
+                (x[-1], curve.accuracy[-1]),
+                xytext=(4, 4),
+                textcoords="offset points",
+                fontsize=7,
+            )
+    if many:
+        ends = [(x[-1], c.accuracy[-1]) for c, x in zip(curves, places, strict=True) if x]
+        panel.plot(*zip(*front(ends), strict=True), color="#999999", linewidth=1, zorder=1)
+    _spread_out(panel)
+
+
+def front(ends: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return those (cost, accuracy) that no other surpasses at the same cost or less."""
+    found: list[tuple[float, float]] = []
+    for cost, accuracy in sorted(ends, key=lambda end: (end[0], -end[1])):
+        if not found or accuracy > found[-1][1]:
+            found.append((cost, accuracy))
+    return found

@@ -1,0 +1,281 @@
+"""The page of several runs: their curves drawn together, and a table."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from prunex_mpi.base.records import LABELS
+from prunex_mpi.base.tables import Cell, Table
+from prunex_mpi.base.units import MIB
+from prunex_mpi.tools.drawing import (
+    PHASE_COLOURS,
+    legend_above,
+    look_of,
+    marker_of,
+    name_bars,
+    new_figure,
+    plain,
+)
+from prunex_mpi.tools.report import run_pictures
+from prunex_mpi.tools.report.one_run import duration_words, ending, listed, value_words
+from prunex_mpi.tools.report.page import Page, Section, pictures_of
+from prunex_mpi.tools.report.read_runs import Run, read_ranks, shown
+from prunex_mpi.tools.report.run_pictures import (
+    along,
+    axis_unit,
+    plot,
+    widen,
+)
+from prunex_mpi.tools.report.stragglers import RankTimes, find_stragglers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Column = Callable[[Run], np.ndarray]
+# Where a run lies is told elsewhere.
+UNTOLD = ("run-dir", "resume", "dry-run")
+
+
+def page_of(runs: Sequence[Run]) -> Page:
+    """Return the page of several runs; raise UserError."""
+    learning = [
+        (f"learning-{axis}", f"Loss and accuracy against {word}", learned(runs, axis), "")
+        for axis, word in (
+            ("iterations", "outer iterations"),
+            ("seconds", "time"),
+            ("bytes", "bytes"),
+        )
+    ]
+    cost = [
+        ("payload", "Bytes of each outer iteration", payload(runs), ""),
+        ("seconds", "Seconds of an outer iteration, by phase", durations(runs), MEAN),
+    ]
+    inside = [
+        ("density", "Density", curves(runs, "kept share of prunable weights", density), ""),
+        ("residuals", "Primal residual between nodes", residual(runs), ""),
+    ]
+    sections = [
+        Section("Side by side", (), [table_of(runs)]),
+        Section("Did they learn?", pictures_of(learning)),
+        Section("What they cost", pictures_of(cost)),
+        Section("What was pruned, and how far nodes agree", pictures_of(inside)),
+        Section("Settings", (), [settings_table(runs)]),
+    ]
+    # Who says well that a run ended badly: its number leads to its name.
+    bad = [f"{label(i, run)}: {ending(run)}" for i, run in enumerate(runs) if not run.complete]
+    notes = [f"{label(i, run)}: {note}" for i, run in enumerate(runs) for note in run.notes]
+    source = " · ".join(shown(run.path) for run in runs)
+    return Page(f"{len(runs)} runs", source, lead(runs), sections, [*bad, *notes])
+
+
+HELD_OUT = (
+    "Runs with held-out images (--val-share) were evaluated on those as they went; their accuracy "
+    "at the end is that of their best network on the test images."
+)
+MEAN = "Means over the outer iterations of a run, as rank 0 took them."
+
+
+def label(number: int, run: Run) -> str:
+    """Return how pictures call a run: a number, should its name not be drawn."""
+    return f"{number + 1}: {run.name}"
+
+
+def look_and_label(number: int, run: Run) -> dict[str, str]:
+    """Return how the curve of a run looks, and what it is called."""
+    return {**look_of(number), "label": plain(label(number, run))}
+
+
+def differing(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
+    """Return in which of these settings the runs differ."""
+    return [key for key in keys if len({str(run.setting(key)) for run in runs}) > 1]
+
+
+def lead(runs: Sequence[Run]) -> list[str]:
+    """Return the first paragraph: what was best, cheapest and fastest."""
+    whole = sum(run.complete for run in runs)
+    of_these = "; what follows is of these" if 0 < whole < len(runs) else ""
+    text = [f"{len(runs)} runs, {whole} of them complete{of_these}."]
+    # What was broken off early has cost little.
+    judged = [run for run in runs if run.complete] or runs
+    accuracy = {run.name: run.final_accuracy for run in judged}
+    sizes = {run.name: float(run_pictures.sent_bytes(run)[-1]) for run in judged}
+    seconds = {run.name: float(run_pictures.trained_seconds(run)[-1]) for run in judged}
+    known = {name: value for name, value in accuracy.items() if np.isfinite(value)}
+    if known:
+        best = max(known, key=lambda name: known[name])
+        text.append(f"The most accurate is {best} ({100 * known[best]:.2f} %).")
+    least, fastest = min(sizes, key=lambda n: sizes[n]), min(seconds, key=lambda n: seconds[n])
+    text.append(f"The fewest bytes went between nodes in {least} ({sizes[least] / MIB:.2f} MiB).")
+    text.append(f"The least time took {fastest} ({duration_words(seconds[fastest])}).")
+    unequal = differing(runs, ("model", "dataset", "outer-iterations", "seed"))
+    if unequal:
+        text.append(f"They differ in {listed(unequal)}, which a comparison has to allow for.")
+    return text
+
+
+def last(run: Run, name: str) -> float:
+    """Return the last number of a column, NaN where there is none."""
+    column = run.column(name)
+    known = column[np.isfinite(column)]
+    return float(known[-1]) if len(known) else float("nan")
+
+
+def judged_on(runs: Sequence[Run]) -> str:
+    """Return which images the accuracies of runs as they went are of, in words."""
+    return " or ".join(sorted({run.judged_on[1] for run in runs}, reverse=True))
+
+
+def held_out(runs: Sequence[Run]) -> list[str]:
+    """Return a note on accuracies where any run was judged on held-out images."""
+    return [HELD_OUT] if any(run.judged_on[0] == "val" for run in runs) else []
+
+
+def density(run: Run) -> np.ndarray:
+    """Return the density of a run."""
+    return run.column("density")
+
+
+def learned(runs: Sequence[Run], axis: str) -> "Figure | None":
+    """Draw loss and accuracy of all runs along one axis."""
+    if not any(run.has("train_loss") or np.isfinite(run.accuracy).any() for run in runs):
+        return None
+    figure = new_figure(4.6 + 0.18 * ((len(runs) + 2) // 3))
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    size, word = axis_unit(runs, axis)
+    for number, run in enumerate(runs):
+        look = look_and_label(number, run)
+        x = along(run, axis) / size
+        plot(upper, x, run.column("train_loss"), marker_of(number), **look)
+        plot(lower, x, 100 * run.accuracy, marker_of(number), **look)
+    widen(upper, [run.column("train_loss") for run in runs])
+    upper.set_ylabel("training loss")
+    lower.set_ylabel(f"{judged_on(runs)} accuracy %")
+    if axis == "iterations":
+        run_pictures.count_iterations(lower)
+    lower.set_xlabel(word)
+    legend_above(upper, 3)
+    return figure
+
+
+def curves(
+    runs: Sequence[Run], word: str, column: Column, scale: str = "linear"
+) -> "Figure | None":
+    """Draw a column of all runs along their outer iterations."""
+    if not any(np.isfinite(column(run)).any() for run in runs):
+        return None
+    figure = new_figure(3.2 + 0.18 * ((len(runs) + 2) // 3))
+    panel = figure.subplots()
+    for number, run in enumerate(runs):
+        look = look_and_label(number, run)
+        plot(panel, run.iterations, column(run), marker_of(number), **look)
+    panel.set_yscale(scale)
+    if scale == "linear":
+        panel.set_ylim(bottom=0)
+    panel.set_ylabel(word)
+    run_pictures.count_iterations(panel)
+    legend_above(panel, 3)
+    return figure
+
+
+def payload(runs: Sequence[Run]) -> "Figure | None":
+    """Draw what a leader hands over in each outer iteration."""
+    most = max(float(np.nanmax(np.nan_to_num(run.column("bytes.payload")))) for run in runs)
+    size, unit = run_pictures.unit_of_bytes(most)
+    word = f"{unit} per leader, between nodes"
+    return curves(runs, word, lambda run: run.column("bytes.payload") / size)
+
+
+def residual(runs: Sequence[Run]) -> "Figure | None":
+    """Draw how far the nodes are apart."""
+
+    def positive(run: Run) -> np.ndarray:
+        column = run.column("residuals.inter_primal")
+        return np.where(column > 0, column, np.nan)
+
+    return curves(runs, "norm over all layers", positive, "log")
+
+
+def durations(runs: Sequence[Run]) -> "Figure | None":
+    """Draw a bar of each run: the mean seconds of an outer iteration by phase."""
+    phases = [
+        p
+        for p in PHASE_COLOURS
+        if any(np.nan_to_num(run.column(f"seconds.{p}")).any() for run in runs)
+    ]
+    if not phases:
+        return None
+    rows = {
+        p: np.array([np.nan_to_num(run.column(f"seconds.{p}")).mean() for run in runs])
+        for p in phases
+    }
+    size, unit = run_pictures.unit_of_seconds(float(sum(rows.values()).max()))
+    figure = new_figure(1.5 + 0.3 * max(3, len(runs)))
+    panel = figure.subplots()
+    base = np.zeros(len(runs))
+    for phase, seconds in rows.items():
+        width = seconds / size
+        look = {"color": PHASE_COLOURS[phase], "label": LABELS[phase]}
+        panel.barh(range(len(runs)), width, left=base, height=0.8, **look)
+        base += width
+    name_bars(panel, [label(number, run) for number, run in enumerate(runs)])
+    panel.set_xlabel(unit)
+    legend_above(panel, 4)
+    return figure
+
+
+def table_of(runs: Sequence[Run]) -> Table:
+    """Return the figures of the runs, a row each."""
+    rows: list[tuple[Cell, ...]] = []
+    for number, run in enumerate(runs):
+        times = find_stragglers(read_ranks(run.path), run.leaders)
+        accuracy, dense = run.final_accuracy, np.nansum(run.column("bytes.dense"))
+        sent = np.nansum(run.column("bytes.payload"))
+        rows.append(
+            (
+                label(number, run),
+                run.status,
+                str(run.setting("method", "")),
+                len(run.iterations),
+                None if np.isnan(accuracy) else 100 * accuracy,
+                _cell(last(run, "density")),
+                float(sent / MIB),
+                float(100 * sent / dense) if dense else None,
+                float(np.nansum(run.column("seconds.total"))),
+                straggler(times),
+            )
+        )
+    columns = (
+        *("run", "status", "method", "iterations", "accuracy %", "density"),
+        *("payload MiB", "of dense %", "seconds", "waited for most"),
+    )
+    note = "accuracy and density: the last; payload: what a leader handed over between nodes"
+    return Table("", columns, tuple(rows), (note, *held_out(runs)))
+
+
+def _cell(number: float) -> float | None:
+    return None if np.isnan(number) else number
+
+
+def straggler(times: RankTimes | None) -> str | None:
+    """Return the rank that the others of a run waited for most."""
+    if times is None or not times.stragglers or times.ranks == 1:
+        return None
+    worst = times.stragglers[0]
+    return f"rank {worst.rank}, {worst.phase}, {duration_words(worst.seconds)}"
+
+
+def settings_table(runs: Sequence[Run]) -> Table:
+    """Return the settings and versions in which the runs differ, a column per run."""
+    tables = [
+        {**run.config, **{f"{k} (version)": v for k, v in run.versions.items()}} for run in runs
+    ]
+    keys = dict.fromkeys(key for table in tables for key in table if key not in UNTOLD)
+    rows = []
+    for key in keys:
+        cells = [value_words(table[key]) if key in table else "-" for table in tables]
+        if len(set(cells)) > 1:
+            rows.append((shown(key), *cells))
+    columns = ("setting", *(label(number, run) for number, run in enumerate(runs)))
+    notes = () if rows else ("None.",)
+    return Table("Settings and versions in which they differ", columns, tuple(rows), notes)

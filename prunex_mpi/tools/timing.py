@@ -1,0 +1,61 @@
+"""Time actions fairly, one after the other in turns, on one rank or on all of them together."""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from prunex_mpi.base.heartbeat import Heartbeat
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class Action(NamedTuple):
+    """What is timed, and what prepares it without being timed."""
+
+    run: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
+
+
+def wall_times(
+    actions: dict[str, Action],
+    repeat: int,
+    device: torch.device,
+    heartbeat: Heartbeat,
+    world: "MPI.Comm | None" = None,
+    alternate: bool = False,
+) -> dict[str, np.ndarray]:
+    """Return `repeat` wall times of each action, in seconds, float64 [repeat].
+
+    The actions take turns, so that whatever else the machine does hits all of them alike; the first
+    turn is not counted. `alternate` reverses every other turn, since an action finds in the caches
+    what the one before it has left there. With `world` its ranks start each action together, and
+    the time is that of the slowest rank: then collective on `world`.
+    """
+    times = {name: np.empty(repeat + 1) for name in actions}
+    for turn in range(repeat + 1):
+        for name in list(actions)[:: 1 if turn % 2 or not alternate else -1]:
+            heartbeat.go_on()
+            actions[name].prepare()
+            synchronize(device)
+            if world is not None:
+                world.Barrier()
+            start = time.perf_counter()
+            actions[name].run()
+            synchronize(device)
+            times[name][turn] = time.perf_counter() - start
+    if world is not None:
+        everyone = np.empty((world.size, repeat + 1))
+        for taken in times.values():
+            world.Allgather(taken, everyone)
+            taken[:] = everyone.max(axis=0)
+    return {name: taken[1:] for name, taken in times.items()}
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the kernels queued on `device`."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

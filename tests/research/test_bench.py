@@ -1,0 +1,502 @@
+"""The benchmark: its tables are complete and sane, its flags are checked, --help loads nothing."""
+
+import json
+import subprocess
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from compared import assert_sane, column, run_bench
+from image_folders import damage, write_folder
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import FAILURE, USAGE, UserError
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.comm.collectives import build_transport
+from prunex_mpi.comm.topology import Topology, build_topology, free_topology, nodes_of
+from prunex_mpi.core.schedule import Stage
+from prunex_mpi.core.state import wires_of
+from prunex_mpi.data.datasets import load
+from prunex_mpi.research.bench import overhead, sections, storage
+from prunex_mpi.research.bench.bench_options import choose_sections, parse
+from prunex_mpi.research.bench.beside_torch import average_parameters_, compare_with_ddp, intervals
+from prunex_mpi.research.bench.communication import collectives, cost_model, fit
+from prunex_mpi.research.bench.kernels import PHASES, block_codes, kernels, project_alone
+from prunex_mpi.research.bench.sections import run_sections
+from prunex_mpi.research.bench.workbench import Bench, make_state
+from prunex_mpi.settings import cli
+from prunex_mpi.settings.fields import PAYLOADS, Settings
+from prunex_mpi.settings.resolve import make
+from prunex_mpi.tools.timing import Action, wall_times
+
+CPU = torch.device("cpu")
+SMALL = make(model="resnet8", batch_size=4, device="cpu")
+
+
+def bench_on(topology: Topology, settings: Settings = SMALL, **more: object) -> Bench:
+    """Return where sections measure, in one turn unless told otherwise."""
+    more = {"models": ("resnet8",), **more}
+    return Bench(topology, settings, build_transport(CPU, 32.0, "host"), CPU, Heartbeat(), **more)
+
+
+@pytest.fixture
+def alone():
+    topology = build_topology(MPI.COMM_SELF)
+    yield bench_on(topology, repeat=2)
+    free_topology(topology)
+
+
+def test_kernels_time_every_step_against_a_copy_of_the_stated_bytes(alone):
+    steps, parts, stages, _ = kernels(alone, 128)
+    for table in (steps, parts, stages):
+        assert_sane(table)
+        assert all(
+            ms > 0 for name in table.columns if name.endswith("ms") for ms in column(table, name)
+        )
+    assert column(steps, "step") == [
+        "intra candidate",
+        "projection",
+        "pack",
+        "unpack",
+        "dual update",
+        "dual update + norms",
+    ]
+    size = dict(zip(column(steps, "step"), column(steps, "MiB"), strict=True))
+    assert size["dual update"] == 2 * size["projection"] == 2 * size["unpack"]
+    assert 0.4 < size["pack"] / size["projection"] < 0.7
+    for row in steps.rows:
+        named = dict(zip(steps.columns, row, strict=True))
+        assert named["times copy"] == pytest.approx(named["step ms"] / named["copy ms"])
+        promised = named["step"] in ("projection", "pack", "unpack", "dual update")
+        assert named["aim"] == (3.0 if promised else None)
+    assert len(set(column(stages, "stage"))) == 4
+    assert column(stages, "residuals") == ["-", "measured"] * 3 + ["-"]
+    for row in stages.rows:
+        named = dict(zip(stages.columns, row, strict=True))
+        assert named["2 to 5 in all"] == pytest.approx(sum(named[name] for name in PHASES))
+        assert named["aim"] == 10.0
+
+
+def test_codes_by_blocks_are_timed_against_a_copy_of_the_vector(alone):
+    table = block_codes(alone, 300 * 128)
+    assert_sane(table)
+    steps = list(zip(column(table, "payload"), column(table, "step"), strict=True))
+    assert steps[:3] == [("fp32", "encode"), ("fp32", "decode"), ("fp32", "add")]
+    assert steps[-3:] == [("int8sum", "maxima"), ("int8sum", "encode"), ("int8sum", "decode")]
+    bits = dict(zip(column(table, "payload"), column(table, "bits per value"), strict=True))
+    assert bits == {
+        "fp32": 32,
+        "fp16": 16,
+        "bf16": 16,
+        "int8": 8.125,
+        "int4": 4.125,
+        "int2": 2.125,
+        "int8sum": 8.25,
+    }
+    for row in table.rows:
+        named = dict(zip(table.columns, row, strict=True))
+        assert named["times copy"] == pytest.approx(named["step ms"] / named["copy ms"])
+        assert named["aim"] == 4.0
+
+
+def test_stand_alone_steps_do_what_the_driver_does(alone):
+    from prunex_mpi.methods import hsadmm
+
+    state, twin = make_state(SMALL, CPU), make_state(SMALL, CPU)
+    for name in ("u", "v", "scratch", "z_node", "z"):
+        values = torch.randn_like(state.theta)
+        getattr(state, name).copy_(values)
+        getattr(twin, name).copy_(values)
+    wires = wires_of(alone.topology, twin, alone.transport)
+    stage = Stage(strict=1.0, choose=True, vote=False, freeze=False, measured=False)
+    mask = project_alone(state, SMALL)
+    hsadmm.project(wires.workers, wires.node, twin, SMALL, twin.scratch, stage)
+    assert np.array_equal(mask, twin.mask)
+    assert torch.equal(state.scratch, twin.z_node)
+
+
+def test_overhead_trains_with_the_driver_before_and_after_the_freeze(alone):
+    records = overhead.train(alone, "resnet8")
+    half = 1 + overhead.MEASURED
+    assert [r["frozen"] for r in records] == [False] * half + [True] * half
+    (table,) = overhead.overhead(alone)
+    assert_sane(table)
+    assert column(table, "freeze") == ["before", "after"]
+    for row in table.rows:
+        named = dict(zip(table.columns, row, strict=True))
+        consensus = sum(named[f"{phase} ms"] for phase in overhead.CONSENSUS_PHASES) / 1e3
+        share = 100 * consensus / (named["local s"] + consensus)
+        assert named["share %"] == pytest.approx(share)
+        assert 0 < share < 100
+
+
+@pytest.mark.long
+def test_memory_subtracts_processes_of_their_own(alone, monkeypatch):
+    # Only the job of one rank: a launcher cannot start inside another.
+    monkeypatch.setattr("prunex_mpi.research.bench.overhead.shutil.which", lambda *_, **__: None)
+    # Large enough for a process's own ups and downs not to count.
+    (table,) = overhead.memory(replace(alone, settings=make(model="resnet18")))
+    assert_sane(table)
+    assert column(table, "preset") == ["recipe", "paper"]
+    for row in table.rows:
+        named = dict(zip(table.columns, row, strict=True))
+        assert named["beyond MiB"] == pytest.approx(named["H-SADMM MiB"] - named["SGD MiB"])
+        assert 4 < named["times the model"] < named["aim"]
+
+
+def test_memory_child_runs_the_driver_and_reports_its_peak(alone):
+    answer = json.loads(overhead.child(alone, "recipe"))
+    state = make_state(SMALL, CPU)
+    assert answer["model_bytes"] == 4 * state.layout.numel
+    assert answer["ranks"] == 1
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_collectives_are_timed_alike_on_every_rank(ranks_per_node):
+    world = MPI.COMM_WORLD
+    topology = build_topology(world, ranks_per_node)
+    tables = collectives(bench_on(topology))
+    transfers, agreement, rival = tables
+    many_nodes, big_nodes = topology.num_nodes > 1, max(topology.node_sizes) > 1
+    free_topology(topology)
+    for table in tables:
+        assert_sane(table)
+    assert len(rival.rows) == 2
+    measured = set(
+        zip(column(transfers, "operation"), column(transfers, "communicator"), strict=True)
+    )
+    assert {("Allreduce", "world"), ("Bcast", "world")} <= measured
+    assert (("Allreduce", "leader") in measured) == many_nodes
+    assert (("Bcast", "node") in measured) == big_nodes
+    assert (("Allreduce, Bcast", "leader, node") in measured) == (many_nodes and big_nodes)
+    titles = world.allgather([[row[:2] for row in t.rows] for t in tables])
+    assert all(other == titles[0] for other in titles)
+    if world.rank == 0:
+        sent = column(agreement, "bytes between nodes")
+        assert sent[1] > sent[0] > sent[2] == 0
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi(min_size=2)
+def test_phase_2_is_timed_with_parameters_to_send_and_without():
+    with nodes_of(MPI.COMM_WORLD) as topology:
+        (table,) = overhead.inside_nodes(bench_on(topology, repeat=2))
+    assert_sane(table)
+    assert column(table, "freeze") == ["before", "after"]
+    for row in table.rows:
+        named = dict(zip(table.columns, row, strict=True))
+        assert named["times"] == pytest.approx(named["outer ms"] / named["step ms"])
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi(min_size=2)
+def test_dense_and_ddp_take_the_same_steps():
+    settings = make(model="resnet8", batch_size=2, device="cpu")
+    with nodes_of(MPI.COMM_WORLD) as topology:
+        # In float64: the two add gradients in another order.
+        models = ("odd_models:resnet8_double",)
+        (table,) = compare_with_ddp(bench_on(topology, settings, models=models, steps=2, repeat=2))
+    assert_sane(table)
+    (row,) = table.rows
+    named = dict(zip(table.columns, row, strict=True))
+    # Of two turns the medians are means: between the two ratios lies that of the sums.
+    assert 0.1 < named["dense / DDP"] * named["DDP ms"] / named["dense ms"] < 10
+    assert 0.1 < named["dense / lean DDP"] * named["lean DDP ms"] / named["dense ms"] < 10
+    assert named["|difference|"] < 1e-12
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_intervals_are_timed_beside_those_of_torch(ranks_per_node: int):
+    settings = make(model="resnet8", batch_size=2, device="cpu", keep_ratio=[0.5])
+    with nodes_of(MPI.COMM_WORLD, ranks_per_node) as topology:
+        table = intervals(bench_on(topology, settings, steps=2, repeat=2))
+    rows = {row[1]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    ours = ["local-sgd", "local-sgd int4", "prunex", "prunex int4"]
+    assert list(rows) == ["no exchange", *ours, "gloo local SGD", "DDP", "DDP fp16"]
+    sent = {name: row["MiB a step"] for name, row in rows.items()}
+    assert sent["no exchange"] == 0
+    assert sent["DDP"] == 2 * sent["DDP fp16"] == 2 * sent["gloo local SGD"]
+    # BatchNorm statistics travel too.
+    assert sent["prunex"] < 0.3 * sent["gloo local SGD"] < sent["local-sgd"]
+    if topology.num_nodes > 1:
+        assert sent["prunex int4"] < 0.2 * sent["prunex"]
+    assert all(row["ms a step"] > 0 for row in rows.values())
+    assert rows["DDP fp16"]["times DDP fp16"] == 1
+
+
+def test_gloo_averages_parameters(monkeypatch):
+    model, start = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2).state_dict()
+    model.load_state_dict(start)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda flat: flat.mul_(6))
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    average_parameters_(model)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, 3 * start[name])
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi(min_size=2)
+def test_the_cost_model_is_calibrated_and_tried(monkeypatch):
+    module = "prunex_mpi.research.bench.communication"
+    monkeypatch.setattr(f"{module}.VECTORS", (2**17, 2**18))
+    monkeypatch.setattr(f"{module}.MESSAGES", (2**12, 2**20))
+    with nodes_of(MPI.COMM_WORLD, 1) as topology:
+        constants, predictions = cost_model(bench_on(topology))
+    assert_sane(constants)
+    assert_sane(predictions)
+    assert list(column(predictions, "payload")) == list(PAYLOADS)
+    steps = set(zip(column(constants, "payload"), column(constants, "step"), strict=True))
+    found = {step for payload, step in steps if payload == "int4"}
+    # The three small models may not tell bytes from pieces.
+    assert {"encode", "add", "decode"} <= found <= {"pack", "unpack", "encode", "add", "decode"}
+    assert not {("fp32", "encode"), ("fp32", "decode")} & steps
+    for row in predictions.rows:
+        named = dict(zip(predictions.columns, row, strict=True))
+        assert named["ratio"] == pytest.approx(named["predicted ms"] / named["measured ms"])
+        assert named["ratio"] > 0
+    flags = constants.notes[0].removeprefix("for train --dry-run: ").split()
+    settings = cli.parse(["--dry-run", *flags])
+    assert settings.link_gbit > 0 and settings.copy_gbs > 0
+    titles = MPI.COMM_WORLD.allgather([constants.notes, predictions.rows])
+    assert all(other == titles[0] for other in titles)
+
+
+def test_factors_are_fitted_and_never_below_zero():
+    columns = [(1.0, 2.0), (1.0, 5.0), (2.0, 1.0)]
+    assert fit(columns, [3 * a + 4 * b for a, b in columns]) == pytest.approx([3.0, 4.0])
+    # What would be negative is left out, and the others are fitted again.
+    assert fit([(1.0, 1.0), (1.0, 2.0)], [3.0, 2.0]) == pytest.approx([30 / 13, 0.0])
+
+
+def test_checkpoints_are_timed_against_dd_and_leave_nothing(alone, tmp_path):
+    (table,) = storage.checkpoints(replace(alone, folder=str(tmp_path)))
+    assert_sane(table)
+    # theta, u, momentum, v, z_node and z of resnet8, and little else.
+    assert column(table, "MiB in all")[0] == pytest.approx(6 * 4 * 75_290 / 2**20, rel=0.05)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "really", [False, pytest.param(True, marks=[pytest.mark.long, pytest.mark.any_mpi])]
+)
+@pytest.mark.parametrize("name", ["imagefolder", "own_data:from_files"])
+def test_data_is_decoded_as_torch_does_and_waited_for(alone, tmp_path, monkeypatch, really, name):
+    monkeypatch.setattr(storage, "BATCHES", 3)
+    monkeypatch.setattr(storage, "MEASURED", 1)
+    seen = []
+
+    def loader(pictures, size, **_):
+        seen.append(torch.stack([pictures[index] for index in range(len(pictures))]))
+        return seen[-1].split(size)
+
+    if not really:
+        # Processes that load torch take seconds to start.
+        monkeypatch.setattr(storage, "DataLoader", loader)
+    folder = str(write_folder(tmp_path / "p"))
+    settings = make(dataset=name, data_dir=folder, batch_size=4, device="cpu")
+    decoded, trained = storage.data(replace(alone, settings=settings))
+    for table in (decoded, trained):
+        assert_sane(table)
+    assert f"Decoding {name if ':' in name else folder}: images" in decoded.title
+    assert column(decoded, "workers")[:2] == [1, 2]
+    assert column(decoded, "times") == [stream / loader for _, stream, loader, _ in decoded.rows]
+    (row,) = trained.rows
+    assert row[0] == "resnet8"
+    assert min(row[1:3]) > 0 and 0 <= row[3] <= 100
+    if not really:
+        whole = load("imagefolder", data_dir=folder, **WHOLE)
+        assert all(torch.equal(images, whole.train.images[:12]) for images in seen)
+
+
+@pytest.mark.parametrize(("size", "words"), [(32, "1024 train images"), (1, "32 train images")])
+def test_folders_with_too_few_images_are_refused_before_anything_is_measured(tmp_path, size, words):
+    folder = str(write_folder(tmp_path / "p", train=10))
+    flags = ["all", "data", "--data-dir", folder, "--batch-size", str(size), "--threads=1"]
+    with pytest.raises(UserError) as caught:
+        run_sections(MPI.COMM_SELF, parse([*flags, "--model", "resnet8"]), Heartbeat())
+    assert f"data takes {words}, 32 x --batch-size, of {folder}, which has" in str(caught.value)
+    assert "lower --batch-size" in str(caught.value)
+
+
+def test_damaged_images_are_not_timed(alone, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "BATCHES", 3)
+    monkeypatch.setattr(storage, "DataLoader", lambda *_, **__: [])
+    folder = write_folder(tmp_path / "p")
+    for path in (folder / "train/bee").iterdir():
+        damage(path)
+    settings = make(dataset="imagefolder", data_dir=str(folder), batch_size=8, device="cpu")
+    with pytest.raises(UserError, match="cannot read image"):
+        storage.decoding(replace(alone, settings=settings), [1])
+
+
+WHOLE = {"train_samples": 0, "test_samples": 1, "image_size": 0, "seed": 0, "part": (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "culprits"),
+    [
+        (["data"], ["--data-dir"]),
+        (["kernels", "--data-dir", "x"], ["data-dir", "data"]),
+        (["kernels", "--dataset", "a:b"], ["dataset", "data"]),
+        (["data", "--dataset", "imagefolder"], ["--dataset", "'imagefolder'", "--data-dir"]),
+        (["--repaet", "3"], ["--repaet", "--repeat"]),
+        (["kernel"], ["'kernel'", "'kernels'"]),
+        (["--repeat", "0"], ["--repeat", "0"]),
+        (["--threads", "-1"], ["--threads", "-1"]),
+        (["--device", "tpu"], ["device", "'tpu'"]),
+        (["ddp", "compare"], ["compare"]),
+    ],
+)
+def test_bad_flags_are_refused(flags, culprits):
+    with pytest.raises(UserError) as caught:
+        parse(flags)
+    assert caught.value.exit_code == USAGE
+    assert "\n" not in str(caught.value)
+    assert all(culprit in str(caught.value) for culprit in culprits)
+
+
+@pytest.mark.parametrize(
+    ("flags", "culprit"),
+    [
+        (["kernels", "--model", "resnet21"], "resnet21"),
+        (["overhead", "--models", "resnet21"], "resnet21"),
+        (["kernels", "--model", "resnet8", "--json", "/nowhere/x.json"], "/nowhere/x.json"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(flags, culprit):
+    threads = torch.get_num_threads()
+    with pytest.raises(UserError) as caught:
+        run_sections(MPI.COMM_SELF, parse([*flags, f"--threads={threads}"]), Heartbeat())
+    assert caught.value.exit_code == USAGE
+    assert culprit in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "culprit"),
+    [
+        ("all --groups coupled", "give other --groups"),
+        ("kernels checkpoint --dir /nowhere", "--dir /nowhere: No such file"),
+        ("kernels overhead --models resnet8 resnet21", "resnet21"),
+        ("kernels data --data-dir PICTURES --batch-size 1 --models resnet8 resnet21", "resnet21"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is(
+    tmp_path, monkeypatch, flags, culprit
+):
+    monkeypatch.setattr("prunex_mpi.research.bench.sections.measure", pytest.fail)
+    folder = write_folder(tmp_path / "p", train=20)
+    words = [str(folder) if word == "PICTURES" else word for word in flags.split()]
+    with pytest.raises(UserError) as caught:
+        run_sections(MPI.COMM_SELF, parse([*words, "--model=resnet8", "--threads=1"]), Heartbeat())
+    assert caught.value.exit_code == USAGE
+    assert culprit in str(caught.value)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("flags", "culprit"),
+    [
+        ("all model --ranks-per-node RANKS", "--ranks-per-node 1"),
+        (
+            "collectives ddp --models odd_models:no_convolution",
+            "no_convolution: no coupled channels",
+        ),
+    ],
+)
+def test_every_rank_refuses_what_cannot_be_measured_before_anything_is(monkeypatch, flags, culprit):
+    monkeypatch.setattr("prunex_mpi.research.bench.sections.measure", pytest.fail)
+    threads = torch.get_num_threads()
+    words = flags.replace("RANKS", str(MPI.COMM_WORLD.size)).split()
+    options = parse([*words, "--model=resnet8", f"--threads={threads}"])
+    with pytest.raises(UserError, match=culprit):
+        run_sections(MPI.COMM_WORLD, options, Heartbeat())
+
+
+def test_gpus_are_not_measured_beside_gloo(alone):
+    with pytest.raises(UserError, match="--device cpu"):
+        sections.refuse("ddp", replace(alone, device=torch.device("cuda")))
+
+
+def test_a_section_that_hangs_ends_the_job():
+    code = (
+        "import time\n"
+        "from prunex_mpi import bench\n"
+        "from prunex_mpi.research.bench import kernels\n"
+        "kernels.make_state = lambda *_: time.sleep(100)\n"
+        "bench.main(['kernels', '--model=resnet8', '--threads=1', '--timeout=5'])\n"
+    )
+    done = run_bench(code=code)
+    assert done.returncode == FAILURE
+    assert "no progress for 5 s in phase kernels" in done.stderr
+
+
+def test_who_waits_for_a_child_is_alive(alone, monkeypatch):
+    module = "prunex_mpi.research.bench.overhead"
+    monkeypatch.setattr(f"{module}.BEAT_S", 0.01)
+    seen = []
+
+    def run_separately(command, *_):
+        seen.extend(command)
+        time.sleep(0.5)
+        return subprocess.CompletedProcess(command, 1, "", "why")
+
+    monkeypatch.setattr(f"{module}.run_separately", run_separately)
+    with pytest.raises(UserError, match="ended with code 1: why"):
+        overhead.memory(replace(alone, settings=replace(SMALL, timeout=7.0)))
+    assert alone.heartbeat.beats > 5
+    # The child watches itself.
+    assert "--timeout=7.0" in seen
+
+
+def test_sections_fit_the_number_of_ranks():
+    assert choose_sections((), 1) == ("kernels", "memory", "overhead", "checkpoint")
+    assert choose_sections((), 4) == ("collectives", "overhead", "checkpoint")
+    assert choose_sections(("checkpoint",), 3) == ("checkpoint",)
+    assert choose_sections(("memory",), 1) == ("memory",)
+    assert choose_sections(("model",), 2) == ("model",)
+    assert choose_sections(("all",), 4) == choose_sections((), 4)
+    assert choose_sections(("all", "ddp"), 4) == ("collectives", "overhead", "checkpoint", "ddp")
+    asked = parse(["data", "all", "--data-dir", "x"]).sections
+    assert choose_sections(asked, 1) == (*choose_sections((), 1), "data")
+    with pytest.raises(UserError, match="ddp needs 2 or more ranks"):
+        choose_sections(("all", "ddp"), 1)
+    for section, ranks in (("kernels", 2), ("model", 1), ("data", 2)):
+        with pytest.raises(UserError):
+            choose_sections((section,), ranks)
+
+
+def test_the_program_prints_the_machine_and_writes_the_same_tables(tmp_path):
+    path = tmp_path / "bench.json"
+    done = run_bench("kernels", "--model", "resnet8", "--repeat=1", "--threads=1", f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    written = json.loads(path.read_text())
+    assert f"torch {torch.__version__}" in written["machine"]["machine"]
+    assert "1 threads per rank" in written["machine"]["machine"]
+    for text in (*written["machine"].values(), *(t["title"] for t in written["tables"])):
+        assert text in done.stdout
+
+
+def test_actions_take_turns_and_the_first_turn_is_not_counted():
+    order = []
+    actions = {
+        "a": Action(lambda: order.append("a"), lambda: order.append("prepare")),
+        "b": Action(lambda: order.append("b")),
+    }
+    heartbeat = Heartbeat()
+    times = wall_times(actions, 2, CPU, heartbeat)
+    assert order == ["prepare", "a", "b"] * 3
+    # A long section is no rank that hangs.
+    assert heartbeat.beats == 6
+    assert all(len(taken) == 2 and (taken >= 0).all() for taken in times.values())
+    order.clear()
+    wall_times(actions, 2, CPU, heartbeat, alternate=True)
+    assert order == ["b", "prepare", "a", "prepare", "a", "b", "b", "prepare", "a"]

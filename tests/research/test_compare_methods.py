@@ -1,0 +1,679 @@
+"""The search of learning rates, and whole comparisons in one process per rank."""
+
+import json
+import math
+import shutil
+import sys
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from compared import assert_sane, cells, column, comparison, outcomes
+from filelock import FileLock
+from picture_files import write_folder
+from PIL import Image
+from safetensors.torch import load_file
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.progress import Length, Progress
+from prunex_mpi.base.tables import Table
+from prunex_mpi.comm.agreement import broadcast_text
+from prunex_mpi.comm.topology import nodes_of
+from prunex_mpi.compress.sparse import kept_per_layer
+from prunex_mpi.core import evaluation
+from prunex_mpi.core.loading import load_dataset
+from prunex_mpi.models.build import build_model
+from prunex_mpi.models.layout import Layout, Segment, build_layout
+from prunex_mpi.research.compare import compare_methods, kept_runs, run_rows
+from prunex_mpi.research.compare.compare_methods import (
+    MOST_RATES,
+    affordable,
+    at_chance,
+    compare,
+    hold_out,
+    next_rate,
+)
+from prunex_mpi.research.compare.compare_options import parse
+from prunex_mpi.research.compare.outcomes import (
+    NOTHING,
+    Point,
+    best_rate,
+    lies_inside,
+    to_dict,
+)
+from prunex_mpi.research.compare.run_rows import count_zeros, curve_of, images_of, operations
+from prunex_mpi.settings.resolve import BY_NAME as METHODS
+from prunex_mpi.settings.resolve import make
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+WORLD = MPI.COMM_WORLD
+
+
+# Two outer iterations of one step each, on images that cost next to nothing.
+TINY = [
+    *("--model=resnet8", "--dataset=synthetic", "--image-size=8", "--batch-size=4"),
+    *("--test-samples=16", "--outer-iterations=2", "--local-steps=1", "--ranks-per-node=1"),
+    "--progress=off",
+]
+
+
+PRUNED_AT_ONCE = [
+    "--warmup-iterations=0",
+    "--keep-ramp-iterations=0",
+    "--freeze-iteration=1",
+]
+
+
+def test_the_held_out_images_are_taken_from_those_that_train():
+    settings = make(method="dense", dataset="synthetic", train_samples=60, image_size=8)
+    with nodes_of(MPI.COMM_SELF) as alone:
+        whole = load_dataset(alone, settings).train
+        load = partial(load_dataset, alone)
+        held_out = hold_out(load, settings)
+        assert (len(held_out.train.labels), len(held_out.test.labels)) == (48, 12)
+        # A fifth of six images is 1.2: which classes give the odd two is carried over.
+        assert held_out.test.labels.bincount(minlength=10).sub(1.2).abs().max() < 1
+        both = torch.cat([held_out.train.images, held_out.test.images]).flatten(1)
+        assert sorted(both.tolist()) == sorted(whole.images.flatten(1).tolist())
+        assert (held_out.train_total, held_out.test_total) == (48, 12)
+        with pytest.raises(UserError, match="no class has enough"):
+            hold_out(load, replace(settings, train_samples=10))
+
+
+def test_zeros_in_whole_rows_and_columns_are_told_from_others():
+    kernel = torch.ones(3, 2, 2)
+    kernel[1] = 0  # a filter
+    kernel[:, 0, 1] = 0  # a column of the GEMM view
+    kernel[0, 1, 1] = 0  # an element
+    layout = Layout((Segment("w", (3, 2, 2), 0, 12), Segment("b", (4,), 12, 4)), 16)
+    flat = torch.cat([kernel.flatten(), torch.zeros(4)])
+    assert count_zeros(flat, layout) == (12, 7, 6)
+
+
+def searched(peak: float, start: tuple[float, ...]) -> dict[float, tuple[float, float]]:
+    """Search where accuracy falls with the distance to `peak` in factors of 2."""
+    scores: dict[float, tuple[float, float]] = {}
+    while (rate := next_rate(scores, start)) is not None:
+        assert rate not in scores
+        scores[rate] = (1 - abs(math.log2(rate / peak)) / 100, 0.0)
+    return scores
+
+
+@pytest.mark.parametrize("peak", [0.1, 0.05, 0.8, 6.4, 0.1 / 2**7])
+@pytest.mark.parametrize("start", [(0.1,), (0.1, 0.2), (0.05, 0.1, 0.2)])
+def test_the_search_goes_on_until_the_best_lies_inside(start, peak):
+    scores = searched(peak, start)
+    assert best_rate(scores) == pytest.approx(peak)
+    assert lies_inside(scores)
+    assert len(scores) <= MOST_RATES
+
+
+def test_the_search_ends_and_says_that_its_best_is_at_the_end():
+    scores = searched(1e9, (0.1,))
+    assert len(scores) == MOST_RATES and not lies_inside(scores)
+    # Where everything diverges lower rates are tried.
+    nothing = {0.1: NOTHING, 0.2: NOTHING}
+    assert next_rate(nothing, (0.1, 0.2)) == 0.05
+    assert best_rate(nothing) is None and not lies_inside(nothing)
+
+
+def test_an_accuracy_is_at_chance_within_three_standard_errors_of_guessing():
+    # Of 900 images guessing gets 90 of 10 classes right, give or take 9.
+    assert at_chance(117 / 900, 10, 900)
+    assert not at_chance(118 / 900, 10, 900)
+
+
+def test_a_curve_adds_up_what_was_sent_and_leaves_evaluations_out():
+    records = [
+        {
+            "iteration": k,
+            "bytes": {"sent": 10},
+            "seconds": {"total": 5.0, "evaluate": 1.0},
+            "test_accuracy": accuracy,
+        }
+        for k, accuracy in ((1, None), (2, 0.5), (3, 0.75))
+    ]
+    assert curve_of(records) == (Point(2, 20, 8.0, 0.5), Point(3, 30, 12.0, 0.75))
+
+
+def test_the_operations_of_every_method_are_named():
+    for method in METHODS:
+        assert "All" in operations(make(method=method))
+    assert operations(make(method="topk")) == "Allgatherv"
+    assert operations(make(method="powersgd")) == "Allreduce, Reduce, Bcast"
+    assert operations(make(method="local-sgd")) == "Allreduce"
+    assert operations(make(method="local-sgd", payload="int8sum")) == "Allreduce"
+    assert operations(make(method="local-sgd", payload="int4")) == "Alltoallv, Allgather"
+
+
+def test_what_no_figure_can_be_drawn_with_is_refused(monkeypatch):
+    flags = ["--methods", "dense", "--figure"]
+    with pytest.raises(UserError, match=r"ends in \.svg"):
+        kept_runs.prepare(parse([*flags, "figure.txt"]))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install .*\[report\]"):
+        kept_runs.prepare(parse([*flags, "figure.svg"]))
+
+
+@pytest.fixture
+def quiet(monkeypatch):
+    """Leave this process's threads, log and exception hook as they are; search briefly."""
+    monkeypatch.setattr("prunex_mpi.research.compare.compare_methods.MOST_RATES", 2)
+    monkeypatch.setattr("prunex_mpi.run.start.set_threads", lambda _: 1)
+    monkeypatch.setattr(compare_methods, "set_up_logging", lambda *_: None)
+    monkeypatch.setattr("prunex_mpi.run.program.abort_on_exceptions", lambda *_: None)
+
+
+def compared(flags: list[str], folder) -> tuple[dict[str, Table], str]:
+    """Run a comparison; return its tables by their first word, as written, and where it wrote."""
+    place = broadcast_text(WORLD, str(folder))
+    if WORLD.rank == 0:
+        Path(place).mkdir(exist_ok=True)
+    WORLD.Barrier()
+    files = [f"--dir={place}/runs", f"--json={place}/tables.json"]
+    assert compare(WORLD, parse([*TINY, f"--train-samples={8 * WORLD.size}", *flags, *files])) == 0
+    with open(f"{place}/tables.json", encoding="utf-8") as file:
+        written = json.load(file)["tables"]
+    tables = [
+        Table(t["title"], tuple(t["columns"]), tuple(map(tuple, t["rows"])), tuple(t["notes"]))
+        for t in written
+    ]
+    return {table.title.split()[0]: table for table in tables}, place
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("method", ["prunex", "one-shot"])
+def test_what_was_taken_out_counts_as_zeros(quiet, tmp_path, method):
+    stages = PRUNED_AT_ONCE if method == "prunex" else ["--one-shot-prune-iteration=1"]
+    found = []
+    for number, more in enumerate(([], ["--remove-dropped"])):
+        flags = ["--methods", method, *stages, "--groups", "coupled", *more]
+        place = compared(flags, tmp_path / str(number))[1]
+        whole = json.loads(Path(f"{place}/tables.json").read_text(encoding="utf-8"))
+        found.append(whole["comparison"]["outcomes"][0]["measured"])
+    masked, smaller = found
+    assert masked["zeros"] > 0.5 * masked["weights"]
+    for name in ("parameters", "parameters_left", "weights", "zeros", "line_zeros"):
+        assert masked[name] == smaller[name], name
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi(min_size=2)
+def test_methods_are_compared_on_the_same_samples(quiet, tmp_path, capsys):
+    flags = ["--methods", "dense", "topk", "prunex", *PRUNED_AT_ONCE]
+    flags += ["--tune-lr", "0.1", "--tune-length=1/2", "--lr", "topk=0.05"]
+    tables, place = compared(flags, tmp_path)
+    results, measured, tuned = tables["Comparison:"], tables["The"], tables["Learning"]
+    for table in (results, measured):
+        assert_sane(table)
+    assert column(results, "row") == ["dense", "topk", "prunex"]
+    assert set(column(results, "samples")) == {2 * 4 * WORLD.size}
+    assert set(column(results, "epochs")) == {1}
+    assert column(tuned, "row") == ["dense", "prunex"]
+    assert cells(results, "topk")["lr"] == 0.05
+    assert cells(results, "prunex")["lr"] == cells(tuned, "prunex")["chosen"]
+
+    model = build_model("resnet8", num_classes=10, image_size=8)
+    numel = build_layout(model).numel
+    statistics = sum(2 * m.num_features for m in model.modules() if hasattr(m, "running_var"))
+    message = 2 * 4 * (numel + statistics)
+    dense, topk, prunex = (cells(results, m) for m in ("dense", "topk", "prunex"))
+    ring = 2 * (WORLD.size - 1) / WORLD.size
+    assert dense["sent MiB"] * 2**20 == pytest.approx(message * ring, rel=1e-4)
+    assert prunex["sent MiB"] < 0.6 * dense["sent MiB"]
+    assert prunex["of dense %"] == pytest.approx(100 * prunex["sent MiB"] / dense["sent MiB"])
+    assert prunex["parameters left"] < 0.6 * numel
+    assert cells(measured, "dense")["bytes saved, times"] == 1
+    assert cells(measured, "dense")["metadata %"] == 0
+    assert cells(measured, "prunex")["in whole lines %"] == pytest.approx(100)
+    # Half of what topk sends, but for the statistics.
+    share = sum(kept_per_layer(build_layout(model).segments, 0.01))
+    share /= 2 * share + statistics
+    assert cells(measured, "topk")["metadata %"] == pytest.approx(100 * share, rel=1e-4)
+    assert topk["sent MiB"] < 0.2 * dense["sent MiB"]
+
+    printed = capsys.readouterr().out
+    if WORLD.rank:
+        assert printed == ""
+        return
+    for title in ("Comparison: ", "The same rows in the columns of", "Learning rates"):
+        assert f"\n\n{title}" in printed
+    for method in ("dense", "topk", "prunex"):
+        with open(f"{place}/runs/{method}-0/summary.json", encoding="utf-8") as file:
+            total = json.load(file)
+        assert total["status"] == "completed"
+        assert 100 * total["test_accuracy"] == pytest.approx(cells(results, method)["mean %"])
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi(min_size=2)
+def test_what_says_where_values_belong_is_told_from_the_values(quiet, tmp_path):
+    tables, _ = compared(["--methods", "dgc", "omnireduce", "--dgc-ratio=1"], tmp_path)
+    # All that dgc sends travels whole.
+    assert cells(tables["The"], "dgc")["metadata %"] == 0
+    # Statistics, and in a step three blocks of 256 elements, each with its number.
+    model = build_model("resnet8", num_classes=10, image_size=8)
+    statistics = sum(2 * m.num_features for m in model.modules() if hasattr(m, "running_var"))
+    share = 3 / (3 * 257 + statistics)
+    assert cells(tables["The"], "omnireduce")["metadata %"] == pytest.approx(100 * share)
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi(min_size=2)
+def test_a_method_that_diverges_is_a_row_that_says_so(quiet, tmp_path):
+    flags = ["--methods", "dense", "local-sgd", "prunex-flat", "--seeds", "0", "1"]
+    flags += ["--lr", "dense=1e18", "local-sgd=0.1", "--tune-lr", "1e18"]
+    tables, _ = compared([*flags, *PRUNED_AT_ONCE], tmp_path)
+    results = tables["Comparison:"]
+    for method, why in (("dense", "finite"), ("prunex-flat", "every learning rate")):
+        row = cells(results, method)
+        assert row["seed 0"] == row["seed 1"] == "diverged"
+        assert row["mean %"] is None
+        assert sum(n.startswith(f"{method}, seed") and why in n for n in results.notes) == 2
+    assert cells(results, "local-sgd")["mean %"] is not None
+    assert cells(tables["Learning"], "prunex-flat")["chosen"] is None
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_a_directory_that_is_there_is_refused_before_anything_runs(quiet, tmp_path):
+    place = broadcast_text(WORLD, str(tmp_path))
+    if WORLD.rank == 0:
+        (tmp_path / "topk-1").mkdir()
+    WORLD.Barrier()
+    flags = ["--methods", "dense", "topk", "--seeds", "0", "1", f"--dir={place}"]
+    with pytest.raises(UserError, match="topk-1 is there already"):
+        compare(WORLD, parse([*TINY, *flags]))
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("tuned", [[], ["--tune-lr", "0.1"]])
+def test_a_row_that_can_not_be_is_refused_before_anything_runs(quiet, monkeypatch, tuned):
+    monkeypatch.setattr(run_rows, "run_one", lambda *_, **__: pytest.fail("it was trained"))
+    flags = ["--methods", "dense", "prunex", "--groups=coupled", "--keep-by=parameters"]
+    with pytest.raises(UserError, match="row prunex: --keep-ratio 1e-05 of the parameters"):
+        compare(WORLD, parse([*TINY, *tuned, *flags, "--keep-ratio=0.00001"]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [
+        ("--methods dense local-sgd --init-from=RUNS/dense-{seed} --seeds 0 1", "dense, seed 1"),
+        ("--methods dense --teacher=RUNS/none-{seed} --init-from=RUNS/dense-0", "dense, seed 0"),
+        ("--methods dense --teacher=RUNS/none-{seed} --teacher-share=0.5", "/none-0'"),
+        # The seed that tunes, of a row that is tuned.
+        ("--methods dense --init-from=RUNS/dense-{seed} --tune-lr 0.1", "dense, seed 1"),
+        ("--methods dense --init-from=RUNS/dense-{seed} --lr 0.1", ""),
+        ("--methods dense --init-from=RUNS/half-{seed}", "nor the folder of a complete run"),
+        ("--methods dense --init-from=torchvision", ""),
+        # What is kept needs none.
+        ("--methods dense --init-from=RUNS/none-{seed} --dir=RUNS --resume", ""),
+    ],
+)
+def test_networks_to_begin_with_are_looked_for_before_anything_runs(tmp_path, flags, missing):
+    for name in ("dense-0", "half-0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.safetensors").touch()
+    (tmp_path / "dense-0" / "summary.json").touch()
+    (tmp_path / "outcomes").mkdir()
+    (tmp_path / "outcomes" / "dense-0.json").touch()
+    options = parse([*TINY, *flags.replace("RUNS", str(tmp_path)).split()])
+    if not missing:
+        kept_runs.refuse_missing(options)
+        return
+    with pytest.raises(UserError, match=missing) as caught:
+        kept_runs.refuse_missing(options)
+    assert "\n" not in str(caught.value)
+
+
+def test_networks_that_an_earlier_run_leaves_are_not_missed(tmp_path):
+    plan = tmp_path / "plan.toml"
+    later = f'[rows.later]\nmethod = "topk"\ninit-from = "{tmp_path}/runs/dense-{{seed}}"\n'
+    flags = [f"--plan={plan}", "--seeds", "0", "1", f"--dir={tmp_path}/runs"]
+    plan.write_text(f'[rows.dense]\nmethod = "dense"\n{later}')
+    options = parse(flags)
+    kept_runs.refuse_missing(options)
+    plan.write_text(f'{later}[rows.dense]\nmethod = "dense"\n')
+    options = parse(flags)
+    with pytest.raises(UserError, match="row later, seed 0: --init-from"):
+        kept_runs.refuse_missing(options)
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_a_network_that_is_not_there_is_missed_on_every_rank(quiet, monkeypatch, tmp_path):
+    monkeypatch.setattr(compare_methods, "take_places", pytest.fail)
+    place = broadcast_text(WORLD, str(tmp_path))
+    with pytest.raises(UserError, match=f"row dense, seed 3: --init-from '{place}/x-3' is neither"):
+        compare(
+            WORLD, parse([*TINY, "--methods=dense", "--seeds=3", f"--init-from={place}/x-{{seed}}"])
+        )
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_a_comparison_is_not_named_by_the_model_of_its_first_row(quiet, tmp_path):
+    plan = Path(broadcast_text(WORLD, str(tmp_path))) / "plan.toml"
+    if WORLD.rank == 0:
+        row = '[rows.{}]\nmethod = "dense"\n'
+        plan.write_text(row.format("narrow") + 'model = "resnet8-w4"\n' + row.format("wide"))
+    WORLD.Barrier()
+    tables, _ = compared([f"--plan={plan}", "--seeds=0"], tmp_path / "runs")
+    assert tables["Comparison:"].title.startswith("Comparison: resnet8, synthetic, ")
+
+
+@pytest.mark.mpi
+def test_rows_by_epochs_that_round_to_other_steps_are_refused_before_they_train(
+    quiet, tmp_path, monkeypatch
+):
+    plan = Path(broadcast_text(WORLD, str(tmp_path))) / "plan.toml"
+    rows = '[rows.{}]\nmethod = "dense"\nlocal-epochs = "{}"\nouter-iterations = {}\n'
+    if WORLD.rank == 0:
+        # 15 steps an epoch: a quarter is 4, a half 8.
+        plan.write_text(rows.format("often", "1/4", 8) + rows.format("whole", "1", 2))
+    WORLD.Barrier()
+    monkeypatch.setattr(run_rows, "run_one", pytest.fail)
+    flags = [*TINY[:5], f"--train-samples={60 * WORLD.size}", "--ranks-per-node=1"]
+    options = parse([f"--plan={plan}", *flags, "--seeds=0"])
+    with pytest.raises(UserError, match="whole has 120 and often 128"):
+        compare(WORLD, options)
+
+
+@pytest.mark.parametrize(
+    ("iterations", "spent", "allowed", "left"),
+    [(392, 1802, 23, 5), (392, 1802, 22, 4), (392, 1802, 1, 1), (3, 10, 9, 2)],
+)
+def test_a_row_at_equal_bytes_spends_no_more(iterations, spent, allowed, left):
+    assert affordable(iterations, spent, allowed) * iterations == left
+
+
+def rates_tried(tables: dict[str, Table], row: str) -> list[str]:
+    """Return the learning rates that a row was tried at."""
+    tried = cells(tables["Learning"], row)
+    others = ("row", "chosen", "inside", "at chance")
+    return [rate for rate, cell in tried.items() if rate not in others and cell is not None]
+
+
+def noting_methods(monkeypatch) -> list[str]:
+    """Return a list of the methods that are trained from now on, in their order."""
+    trained: list[str] = []
+    real = run_rows.run_one
+
+    def noted(bench, settings, *rest):
+        trained.append(settings.method)
+        return real(bench, settings, *rest)
+
+    monkeypatch.setattr(run_rows, "run_one", noted)
+    return trained
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi(min_size=2)
+def test_an_interrupted_comparison_goes_on_and_parts_come_together(
+    quiet, tmp_path, monkeypatch, capsys
+):
+    flags = ["--tune-lr", "0.1", "--seeds", "0", "1"]
+    flags += ["--outer-iterations=4", "--local-steps=2", "--evaluate-every=2"]
+    both = ["--methods", "dense", "local-sgd", *flags, "--equal-bytes=local-sgd"]
+    whole, _ = compared(both, tmp_path / "whole")
+    for method, more in (("dense", []), ("local-sgd", ["--resume"])):
+        compared(["--methods", method, *flags, *more], tmp_path / "parts")
+    trained = noting_methods(monkeypatch)
+    capsys.readouterr()
+    merged, place = compared([*both, "--resume"], tmp_path / "parts")
+    printed = capsys.readouterr().out
+    # Only what nobody has done yet: dense, as far as the bytes of local-sgd go: three learning
+    # rates, and two seeds.
+    assert set(trained) == {"dense"}
+    assert len(trained) == len(rates_tried(merged, "dense, equal bytes")) + 2
+    for title in ("Comparison:", "Learning", "With"):
+        for row in ("dense", "local-sgd"):
+            before, after = cells(whole[title], row), cells(merged[title], row)
+            timed = [key for key in before if key.endswith((" s", "ms/step", "own %"))]
+            assert {**before, **dict.fromkeys(timed)} == {**after, **dict.fromkeys(timed)}
+    assert (
+        cells(merged["With"], "dense")["epochs"] < cells(merged["Comparison:"], "dense")["epochs"]
+    )
+    # The file alone says as much.
+    assert compare(WORLD, parse([f"--from={place}/tables.json"])) == 0
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_other_images_of_the_same_names_are_told_apart(tmp_path):
+    folder = Path(broadcast_text(WORLD, str(tmp_path / "images")))
+    if WORLD.rank == 0:
+        write_folder(folder, train=8, test=4)
+    WORLD.Barrier()
+
+    def found(**changes):
+        settings = make(dataset="imagefolder", data_dir=str(folder), batch_size=2, **changes)
+        with nodes_of(WORLD) as topology, closing(load_dataset(topology, settings)) as dataset:
+            return images_of(WORLD, dataset)
+
+    first = found()
+    for changes in ({"seed": 3}, {"data_mode": "stream"}, {"test_samples": 8}):
+        assert found(**changes) == first
+    WORLD.Barrier()
+    if WORLD.rank == 0:
+        for path in folder.glob("test/*/*"):
+            Image.new("RGB", (8, 8)).save(path)
+    WORLD.Barrier()
+    assert found() != first
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_row_at_equal_bytes_has_the_rate_that_is_best_for_its_length(
+    quiet, tmp_path, monkeypatch
+):
+    flags = ["--methods", "dense", "local-sgd", "--tune-lr", "0.1", "--lr", "local-sgd=0.1"]
+    flags += ["--outer-iterations=4", "--local-steps=2", "--evaluate-every=2"]
+    monkeypatch.setattr("prunex_mpi.research.compare.compare_methods.MOST_RATES", MOST_RATES)
+    real, judged = run_rows.run_one, []
+
+    def choosy(bench, settings, dataset, *rest):
+        found = real(bench, settings, dataset, *rest)
+        best = 0.1 if settings.outer_iterations == 4 else 0.4
+        far = abs(math.log2(settings.lr / best))
+        judged.append((settings.outer_iterations, settings.seed, settings.lr, dataset.test_total))
+        return replace(found, measured=replace(found.measured, accuracy=1 - far / 8))
+
+    monkeypatch.setattr(run_rows, "run_one", choosy)
+    tables, _ = compared([*flags, "--equal-bytes=local-sgd", "--seeds", "0", "1"], tmp_path)
+    assert cells(tables["Comparison:"], "dense")["lr"] == 0.1
+    row = cells(tables["With"], "dense")
+    assert row["lr"] == 0.4
+    assert row["mean %"] == pytest.approx(100)
+    assert any(n == "learning rates: searched for this length" for n in tables["With"].notes)
+    assert cells(tables["Learning"], "dense, equal bytes")["chosen"] == 0.4
+    # On held-out images, not on those that the row is judged on.
+    shorter = [run for run in judged if run[0] < 4]
+    (tests,) = {images for _, seed, _, images in shorter if seed < 2}
+    (held_out,) = {images for _, seed, _, images in shorter if seed == 2}
+    assert held_out != tests
+    assert [lr for _, seed, lr, _ in shorter if seed == 2] == [0.1, 0.05, 0.2, 0.4, 0.8]
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi(min_size=2)
+def test_one_more_seed_changes_nothing_about_rows_of_equal_bytes(quiet, tmp_path, monkeypatch):
+    flags = ["--methods", "dense", "local-sgd", "--outer-iterations=4", "--local-steps=2"]
+    flags += ["--evaluate-every=2", "--equal-bytes=local-sgd"]
+    real = run_rows.run_one
+
+    def uneven(bench, settings, *rest):
+        found = real(bench, settings, *rest)
+        sent = found.measured.sent_bytes
+        if settings.method.name == "local-sgd":
+            sent //= 1 + settings.seed
+        return replace(found, measured=replace(found.measured, sent_bytes=sent))
+
+    monkeypatch.setattr(run_rows, "run_one", uneven)
+    before, _ = compared([*flags, "--seeds=0"], tmp_path)
+    after, _ = compared([*flags, "--seeds", "0", "1", "--resume"], tmp_path)
+    first, both = (cells(tables["With"], "dense") for tables in (before, after))
+    assert first["seed 0"] == both["seed 0"]
+    assert first["epochs"] > both["epochs"]
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_each_seed_of_a_row_can_begin_with_the_network_of_its_own(quiet, tmp_path):
+    _, first = compared(["--methods", "dense", "--seeds", "0", "1"], tmp_path / "first")
+    flags = ["--methods", "local-sgd", "--seeds", "0", "1", "--teacher-share=0.1"]
+    paths = [f"--{name}={first}/runs/dense-{{seed}}" for name in ("init-from", "teacher")]
+    _, second = compared([*flags, *paths], tmp_path / "second")
+    digests = {}
+    for seed in (0, 1):
+        with open(f"{second}/runs/local-sgd-{seed}/config.toml", "rb") as file:
+            found = tomllib.load(file)
+        assert found["init-from"] == found["teacher"] == f"{first}/runs/dense-{seed}"
+        digests[seed] = found["init-digest"]
+    assert digests[0] != digests[1]
+    # Both are of one row, as it stands in the file.
+    assert compare(WORLD, parse([f"--from={second}/tables.json"])) == 0
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_a_run_that_was_kept_is_not_taken_for_another(quiet, tmp_path):
+    flags = ["--methods", "local-sgd"]
+    compared(flags, tmp_path)
+    place = broadcast_text(WORLD, str(tmp_path))
+    again = [*TINY, f"--train-samples={8 * WORLD.size}", *flags, f"--dir={place}/runs", "--resume"]
+    with pytest.raises(UserError, match="another momentum"):
+        compare(WORLD, parse([*again, "--momentum=0.5"]))
+    outcome = Path(place) / "runs" / "outcomes" / "local-sgd-0.json"
+    if WORLD.rank == 0:
+        kept = outcome.read_text(encoding="utf-8")
+        wrong = {**json.loads(kept), "place": {"ranks on nodes": "9 9"}}
+        outcome.write_text(json.dumps(wrong), encoding="utf-8")
+    WORLD.Barrier()
+    with pytest.raises(UserError, match="other ranks on nodes \\('9 9'; here"):
+        compare(WORLD, parse(again))
+    if WORLD.rank == 0:
+        outcome.write_text(kept, encoding="utf-8")
+    WORLD.Barrier()
+    with pytest.raises(UserError, match="is there already; --resume"):
+        compare(WORLD, parse([word for word in again if word != "--resume"]))
+    if WORLD.rank == 0:
+        (tmp_path / "runs" / "outcomes" / "local-sgd-0.json").write_text("{", encoding="utf-8")
+    WORLD.Barrier()
+    with pytest.raises(UserError, match="can't be read"):
+        compare(WORLD, parse(again))
+    # Nor is a run of somebody's removed that has the name of one, as what an interrupted one left.
+    if WORLD.rank == 0:
+        (tmp_path / "runs" / "outcomes" / "local-sgd-0.json").unlink()
+    WORLD.Barrier()
+    with pytest.raises(UserError, match="does not know"):
+        compare(WORLD, parse(again))
+    run = Path(place) / "runs" / "local-sgd-0"
+    if WORLD.rank == 0:
+        (run / "summary.json").unlink()
+        (run / "checkpoints" / "000001").mkdir(parents=True)
+    WORLD.Barrier()
+    with pytest.raises(UserError, match="holds a run with checkpoints"):
+        compare(WORLD, parse(again))
+    held = FileLock(run / "lock")
+    if WORLD.rank == 0:
+        shutil.rmtree(run / "checkpoints")
+        held.acquire()
+    WORLD.Barrier()
+    with pytest.raises(UserError, match="is being trained by another job"):
+        compare(WORLD, parse(again))
+    held.release()
+    WORLD.Barrier()
+    assert compare(WORLD, parse(again)) == 0
+    assert (Path(place) / "runs" / "local-sgd-0" / "summary.json").exists()
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_what_is_kept_of_a_run_is_what_was_evaluated(quiet, tmp_path, monkeypatch):
+    judged = []
+    real = evaluation.judge
+
+    def judge(topology, work, shard):
+        judged.append(work.state.z.clone())
+        return real(topology, work, shard)
+
+    monkeypatch.setattr(evaluation, "judge", judge)
+    _, place = compared(["--methods", "dense", "--ema=0.75"], tmp_path)
+    tensors = load_file(f"{place}/runs/dense-0/state.safetensors")
+    names = [name for name in tensors if "running" not in name and "num_batches" not in name]
+    assert torch.equal(
+        torch.cat([tensors[n].flatten() for n in names]).sort()[0], judged[1].sort()[0]
+    )
+    assert len(judged) == 2
+    WORLD.Barrier()
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_an_outcome_that_can_not_be_kept_ends_every_rank_alike(quiet, tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("prunex_mpi.research.compare.kept_runs.write_json_durably", full)
+    with pytest.raises(UserError, match="local-sgd-0 can't be written: No space left"):
+        compared(["--methods", "local-sgd"], tmp_path)
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_progress_is_out_of_all_outer_iterations(quiet, tmp_path, monkeypatch):
+    totals: list[int] = []
+
+    def noted(length: Length, *rest: object) -> Progress:
+        totals.append(length.iterations)
+        return Progress(length, *rest)
+
+    monkeypatch.setattr("prunex_mpi.run.supervision.Progress", noted)
+    compared(["--methods", "qsr", "--outer-iterations=8"], tmp_path)
+    with open(f"{broadcast_text(WORLD, str(tmp_path))}/runs/qsr-0/summary.json") as file:
+        assert totals == [json.load(file)["iterations"]]
+    assert totals[0] > 2
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("content", ["", "{}", '{"comparison": {"title": 1}}', None])
+def test_a_file_that_holds_no_comparison_is_refused(tmp_path, content):
+    place = broadcast_text(WORLD, str(tmp_path))
+    if content is not None and WORLD.rank == 0:
+        (tmp_path / "tables.json").write_text(content, encoding="utf-8")
+    WORLD.Barrier()
+    with pytest.raises(UserError, match="--from"):
+        compare(WORLD, parse([f"--from={place}/tables.json"]))
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("file", ["json", "figure"])
+def test_what_can_not_be_written_is_refused_before_anything_runs(tmp_path, file):
+    place = broadcast_text(WORLD, str(tmp_path))
+    if file != "figure":
+        both = [f"--{file}={place}/x.svg", f"--figure={place}/../{Path(place).name}/x.svg"]
+        with pytest.raises(UserError, match=f"--{file} and --figure name one file"):
+            compare(WORLD, parse(["--methods=dense", *both]))
+    if WORLD.rank == 0:
+        whole = {"comparison": to_dict(comparison(outcomes("dense")))}
+        (tmp_path / "tables.json").write_text(json.dumps(whole), encoding="utf-8")
+    WORLD.Barrier()
+    nowhere = f"--{file}={place}/nowhere/x.svg"
+    for flags in (["--methods=dense"], [f"--from={place}/tables.json"]):
+        with pytest.raises(UserError, match=f"--{file} .*No such file"):
+            compare(WORLD, parse([*flags, nowhere]))

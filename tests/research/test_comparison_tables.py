@@ -1,0 +1,241 @@
+"""The tables and the figure of a comparison."""
+
+from dataclasses import replace
+
+import pytest
+from compared import RAN, cells, column, comparison, outcomes
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.research.compare.comparison_tables import (
+    draw,
+    equal_table,
+    make_figure,
+    measured_table,
+    results_table,
+    seconds_of,
+    tuning_table,
+)
+from prunex_mpi.research.compare.outcomes import (
+    Outcome,
+    Tuning,
+    join,
+    to_dict,
+)
+from prunex_mpi.tools.drawing import styled
+from prunex_mpi.tools.report.comparisons import MOST_CURVES_DRAWN, curves_of, front
+
+
+def test_a_tuning_table_shows_every_rate_that_was_tried():
+    def tuning(row: str, chance: bool, **accuracies: float | None) -> Tuning:
+        runs = [
+            Outcome(row, 1, float(lr[1:]), a and replace(RAN, accuracy=a))
+            for lr, a in accuracies.items()
+        ]
+        return Tuning(row, tuple(runs), chance)
+
+    tunings = (
+        tuning("dense", False, _1=0.5, _2=0.75, _4=0.25),
+        tuning("topk", True, _2=None, _8=0.125),
+    )
+    table = tuning_table(comparison(outcomes("dense", "topk"), tunings=tunings))
+    assert table.columns == ("row", "1", "2", "4", "8", "chosen", "inside", "at chance")
+    assert table.rows == (
+        ("dense", 50, 75, 25, None, 2, "yes", "no"),
+        ("topk", None, "diverged", None, 12.5, 8, "no", "yes"),
+    )
+
+
+def test_tables_hold_means_over_seeds_and_say_what_diverged():
+    runs = [
+        *outcomes("dense"),
+        Outcome("dense", 1, 0.1, replace(RAN, accuracy=0.7, sent_bytes=3 * 2**20)),
+        Outcome("topk", 0, 0.1, replace(RAN, sync_s=0.5, extra_samples=8, operations="Allgatherv")),
+        Outcome("topk", 1, 0.1, None, "the loss is not finite"),
+    ]
+    table = results_table(comparison(runs))
+    dense, topk = cells(table, "dense"), cells(table, "topk")
+    assert (dense["seed 0"], dense["seed 1"]) == (50, 70)
+    assert dense["mean %"] == pytest.approx(60)
+    assert dense["+-"] == pytest.approx(200**0.5)
+    assert (dense["sent MiB"], dense["of dense %"]) == (2, 100)
+    assert (topk["sent MiB"], topk["of dense %"]) == (1, 50)
+    assert (dense["sync ms/step"], dense["own ms/step"], dense["own %"]) == (200, 100, 25)
+    assert (topk["seed 1"], topk["mean %"], topk["+-"]) == ("diverged", None, None)
+    # Who diverged has no place.
+    assert (dense["place"], topk["place"]) == (1, None)
+    assert table.notes[-3] == "note"
+    assert table.notes[-2].startswith("topk: 8 samples more")
+    assert table.notes[-1] == "topk, seed 1: the loss is not finite"
+    measured = measured_table(runs)
+    assert cells(measured, "topk")["sync saved, times"] == 4
+    assert cells(measured, "topk")["in whole lines %"] == 75
+    assert cells(measured, "topk")["operations between nodes"] == "Allgatherv"
+    assert cells(measured, "topk")["bytes saved, times"] == 2
+    assert cells(measured, "dense")["bytes saved, times"] == 1
+    assert cells(measured, "dense")["inference, times"] == 2
+    assert cells(measured, "dense")["topology: who speaks"] == "2 of 4 ranks"
+    # Nothing to set it against.
+    assert column(measured_table(outcomes("topk")), "sync saved, times") == [None]
+    only_failures = [Outcome("topk", 0, 0.1, None, "why")]
+    assert column(results_table(comparison(only_failures)), "mean %") == [None]
+    assert measured_table(only_failures).rows[0][1:4] == (None, None, None)
+
+
+def test_rows_have_places_but_for_those_tuned_at_chance():
+    runs = [
+        o
+        for a, row in ((0.5, "a"), (0.6, "b"), (0.5, "c"), (0.7, "d"))
+        for o in outcomes(row, accuracy=a)
+    ]
+    tunings = (Tuning("d", (runs[-1],), chance=True), Tuning("a", (runs[0],), chance=False))
+    table = results_table(comparison(runs, tunings=tunings))
+    assert {row: cells(table, row)["place"] for row in "abcd"} == {
+        "a": 2,
+        "b": 1,
+        "c": 2,
+        "d": None,
+    }
+    assert any(note.startswith("d: no better than guessing") for note in table.notes)
+
+
+def test_a_row_that_did_better_in_the_short_run_that_tuned_it_is_named():
+    def noted(whole: float, short: float, samples: int) -> bool:
+        runs = [o for row in ("a", "b") for o in outcomes(row, accuracy=whole)]
+        trials = [
+            *outcomes("a", accuracy=short, samples=samples),
+            Outcome("a", 3, 0.2, None, "inf"),
+        ]
+        diverged = Tuning("b", (Outcome("b", 3, 0.1, None, "inf"),), chance=False)
+        tunings = (Tuning("a", tuple(trials), chance=False), diverged)
+        notes = results_table(comparison(runs, tunings=tunings)).notes
+        return any("a: 49.0 % after whole runs, 52.0 % after the shorter" in n for n in notes)
+
+    assert noted(0.49, 0.52, samples=50)
+    assert not noted(0.52, 0.49, samples=50) and not noted(0.49, 0.52, samples=100)
+
+
+def test_a_table_of_equal_bytes_shows_the_reference_and_names_who_is_cheaper():
+    runs = outcomes("dense", accuracy=0.8) + outcomes("prunex", accuracy=0.6) + outcomes("topk")
+    runs += outcomes("dgc", sent_bytes=3 * 2**20)
+    again = outcomes("dense", accuracy=0.55, epochs=0.5)
+    found = comparison(runs, equal={"bytes": tuple(again)}, reference={"bytes": "prunex"})
+    table = equal_table(found, "bytes", again)
+    assert table.title == "With the bytes of prunex"
+    assert column(table, "row") == ["prunex", "dense"]
+    assert column(table, "mean %") == pytest.approx([60, 55])
+    assert column(table, "at full length") == pytest.approx([60, 80])
+    assert column(table, "epochs") == [2, 0.5]
+    assert table.notes[1:] == (
+        "learning rates: those of the whole runs",
+        "at full length no dearer than prunex: topk",
+        "dearer, and not trained anew: dgc",
+    )
+    dear = [replace(run, measured=replace(RAN, sent_bytes=2**20 + 1)) for run in again]
+    notes = equal_table(replace(found, equal={"bytes": tuple(dear)}), "bytes", dear).notes
+    assert notes[-1] == "more than prunex nevertheless, by whole iterations: dense"
+
+
+def test_a_table_leaves_empty_what_a_seed_has_not_got():
+    first, second = (
+        [replace(run, seed=seed) for run in outcomes("dense", "topk")] for seed in (0, 1)
+    )
+    equal, reference = {"bytes": tuple(second[:1])}, {"bytes": "topk"}
+    joined = join([comparison(first), comparison(second, equal=equal, reference=reference)])
+    table = equal_table(joined, "bytes", joined.equal["bytes"])
+    assert [cells(table, row)["seed 0"] for row in ("topk", "dense")] == [50, None]
+    assert [cells(table, row)["seed 1"] for row in ("topk", "dense")] == [50, 50]
+    assert "of fewer seeds than topk: dense" in table.notes
+
+
+def test_a_course_is_the_mean_over_seeds_on_bytes_and_on_the_seconds_of_others():
+    first, second = RAN.curve
+    other = replace(RAN, curve=(first, replace(second, accuracy=0.7)))
+    runs = [Outcome("dense", 0, 0.1, RAN), Outcome("dense", 1, 0.1, other)]
+    found = [*runs, Outcome("topk", 0, 0.1, None, "why")]
+    (curve,) = curves_of(list(map(to_dict, found)))
+    assert (curve.row, curve.sent_mib, curve.share) == ("dense", (0.5, 1), (3 / 7, 1))
+    assert curve.accuracy == pytest.approx((25, 60))
+    assert curve.spread == pytest.approx(200**0.5)
+    # One was evaluated less often: what both have is drawn.
+    shorter = replace(runs[1], measured=replace(other, curve=other.curve[1:]))
+    (ends,) = curves_of([to_dict(runs[0]), to_dict(shorter)])
+    assert (ends.sent_mib, ends.accuracy) == ((1,), pytest.approx((60,)))
+    # Half as long, in half the steps, at a fifth of the pace.
+    slow = outcomes("dense", steps=5, sent_bytes=2**19, train_s=17.5)
+    assert seconds_of(comparison(runs), comparison(slow)) == {"dense": 35}
+    # What sends another number of bytes in a step has another pace.
+    slow = outcomes("dense", steps=5, sent_bytes=2**20, train_s=17.5)
+    assert seconds_of(comparison(runs), comparison(slow)) == {}
+
+
+def test_the_front_is_what_no_other_row_surpasses_for_less():
+    ends = [(3, 70.0), (1, 50.0), (2, 49.0), (3, 71.0), (9, 71.0), (4, 60.0)]
+    assert front(ends) == [(1, 50.0), (3, 71.0)]
+
+
+def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first():
+    ran = {f"row {n}": n / 100 for n in range(1, MOST_CURVES_DRAWN + 2)}
+    shares = {"row 1": 0.5, "row 2": 0.97}
+
+    def drawn(count: int) -> tuple[list[str], int]:
+        runs = [
+            Outcome(
+                row,
+                0,
+                0.1,
+                replace(
+                    RAN,
+                    curve=(RAN.curve[0], replace(RAN.curve[1], accuracy=accuracy)),
+                    parameters_left=round(RAN.parameters_left * shares.get(row, 1.0)),
+                ),
+            )
+            for row, accuracy in list(ran.items())[:count]
+        ]
+        with styled():
+            panel = make_figure(comparison(runs), {}).axes[0]
+        hollow = [c[0] for c in panel.containers if c[0].get_markerfacecolor() == "white"]
+        assert len(hollow) == 1
+        courses = sum(len(line.get_xdata()) == len(RAN.curve) for line in panel.lines)
+        return panel.get_legend_handles_labels()[1], courses
+
+    names, courses = drawn(MOST_CURVES_DRAWN)
+    assert courses == MOST_CURVES_DRAWN
+    assert names[0] == f"row {MOST_CURVES_DRAWN}"
+    names, courses = drawn(MOST_CURVES_DRAWN + 1)
+    assert courses == 0
+    assert names[:2] == [f"1 row {MOST_CURVES_DRAWN + 1}", f"2 row {MOST_CURVES_DRAWN}"]
+
+
+@pytest.mark.parametrize("rows", [2, 25, 60])
+def test_the_legend_of_a_figure_fits_into_it(rows):
+    with styled():
+        figure = make_figure(
+            comparison([Outcome(f"row {n}", 0, 0.1, RAN) for n in range(rows)]), {}
+        )
+        figure.draw_without_rendering()
+        legend = figure.legends[0].get_window_extent()
+    assert len(figure.legends[0].get_texts()) == rows
+    assert figure.bbox.y0 <= legend.y0 and legend.y1 <= figure.bbox.y1
+
+
+def test_a_figure_shows_every_row_once_per_panel(tmp_path):
+    found = comparison(outcomes("dense", "topk", accuracy=0.5))
+    draw(found, {"100 Mbit/s": found, "1 Gbit/s": found}, str(tmp_path / "figure.svg"))
+    text = (tmp_path / "figure.svg").read_text(encoding="utf-8")
+    for words in ("MiB that left a node", "seconds, 100 Mbit/s", "seconds, 1 Gbit/s", "topk"):
+        assert text.count(f"<!-- {words} -->") == 1, words
+    rates = {f"{number} Mbit/s": found for number in range(4)}
+    sizes = []
+    for panels in (3, 4, 5):
+        with styled():
+            figure = make_figure(found, dict(list(rates.items())[: panels - 1]))
+        sizes.append(tuple(figure.get_size_inches()))
+        names = [axes.get_xlabel() for axes in figure.axes]
+        assert names == ["MiB that left a node", *(f"seconds, {x}" for x in rates)][:panels]
+    # One row, then rows of two.
+    assert sizes[0][1] < sizes[1][1] < sizes[2][1]
+    assert sizes[0][0] > sizes[1][0] == sizes[2][0]
+    with pytest.raises(UserError, match="nothing to draw"):
+        draw(comparison(outcomes("dense", curve=())), {}, str(tmp_path / "none.svg"))
+    with pytest.raises(UserError, match="No such file"):
+        draw(found, {}, str(tmp_path / "nowhere" / "figure.svg"))

@@ -1,0 +1,302 @@
+"""The paper's figures: drawn from runs, with its values beside theirs, or refused in one line."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recorded import BROADCAST, make_run
+from safetensors.numpy import save_file
+
+from prunex_mpi import bench
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
+from prunex_mpi.research.figures import run_figures
+from prunex_mpi.research.figures.draw_figure import ratios, scaling
+from prunex_mpi.research.figures.figure_options import FIGURES, parse
+from prunex_mpi.research.figures.run_figures import Drawn, setup_words, write_below
+from prunex_mpi.tools.drawing import styled
+from prunex_mpi.tools.report.read_runs import read_run
+
+pytestmark = pytest.mark.any_mpi
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fabricate a complete run with a model of two convolutions."""
+    path = make_run(tmp_path_factory.mktemp("runs") / "run $1", iterations=8)
+    stripes = np.ones((4, 3, 2, 2), dtype=np.float32)
+    stripes[1] = 0
+    stripes[:, 2] = 0
+    dense = np.ones((2, 2, 3, 3), dtype=np.float32)
+    tensors = {"a.weight": stripes, "b.weight": dense, "fc.weight": np.zeros((2, 2), np.float32)}
+    save_file(tensors, path / "state.safetensors")
+    return path
+
+
+def draw(*arguments: object) -> int:
+    return bench.main(["figure", *map(str, arguments)])
+
+
+def refused(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str]:
+    """Return the exit code and the one line of a call that is refused."""
+    code = draw(*arguments)
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("prunex_mpi.bench: error: "), captured
+    return code, lines[0]
+
+
+def below(drawn: Drawn) -> dict[str, tuple[str, str]]:
+    """Return our value and the paper's by what they are of."""
+    return {row.what: (row.here, row.paper) for row in drawn.rows}
+
+
+@pytest.mark.parametrize("number", [n for n in FIGURES if n not in ("9", "12")])
+def test_each_figure_is_one_command(
+    number: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / f"figure {number}.png"
+    assert draw(number, run, "--output", file) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert f"Figure {number}: {FIGURES[number]}" in printed
+    assert "paper" in printed and str(file) in printed
+
+
+def test_values_of_the_paper_stand_below_the_picture(run: Path) -> None:
+    with styled():
+        drawn = run_figures.payload([read_run(run)])
+        height = drawn.figure.get_figheight()
+        write_below(drawn)
+        drawn.figure.draw_without_rendering()
+    text = drawn.figure.texts[-1]
+    assert "50.3 %" in text.get_text() and r"run \$1" in text.get_text()
+    assert drawn.figure.get_figheight() > height
+    box, whole = text.get_window_extent(), drawn.figure.bbox
+    assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0
+    assert not any(box.overlaps(axes.get_tightbbox()) for axes in drawn.figure.axes)
+
+
+def test_payload_is_told_beside_the_paper_s(run: Path) -> None:
+    with styled():
+        found = below(run_figures.payload([read_run(run)]))
+    assert found["1: run $1"] == (
+        "dense 4.00 MiB, at the end 2.00 MiB: 50.0 %",
+        "221.9 MiB falling to about 40 %",
+    )
+
+
+def test_dense_is_labelled_as_what_it_is(run: Path, tmp_path: Path) -> None:
+    dense = make_run(tmp_path / "dense", iterations=4, method="dense")
+    with styled():
+        drawn = run_figures.volume([read_run(run), read_run(dense)])
+    (panel,) = drawn.figure.axes
+    words = [text.get_text() for text in panel.get_legend().get_texts()]
+    assert "dense: one full model per OUTER iteration" in words
+    assert "dense: one full model per STEP" in words
+
+
+def test_volumes_of_the_paper_s_models_stand_beside_ours(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", iterations=4, model="resnet18")
+    with styled():
+        ((here, paper),) = below(run_figures.volume([read_run(path)])).values()
+    assert (here, paper) == ("16.00 MiB → 9.90 MiB", "2.53 → 1.01 GB in 60")
+
+
+def test_the_split_of_communication_is_that_of_the_leaders(run: Path) -> None:
+    shares = run_figures.communication(read_run(run))
+    lines = [json.loads(line) for line in (run / "ranks.jsonl").read_text().splitlines()]
+    node = np.array(lines[0]["node"])
+    leads = [list(node).index(place) for place in np.unique(node)]
+    inter = sum(np.mean(np.array(x["exchange"]["inter"])[leads]) for x in lines)
+    assert len(leads) < len(node)
+    assert shares["inter"] == pytest.approx((1 - BROADCAST) * inter)
+    assert shares["broadcast"] == pytest.approx(BROADCAST * inter)
+    with styled():
+        drawn = run_figures.split([read_run(run)])
+    (row,) = (row for row in drawn.rows if row.what.endswith("broadcast in the node"))
+    assert row.paper == "13.8 %"
+
+
+def scaled(path: Path, ranks: int, local_s: float, **settings: object) -> Path:
+    """Fabricate a run of so many ranks whose local steps take so long."""
+    make_run(path, iterations=5, nodes=(1,) * ranks, **settings)
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["seconds"] = {"local": local_s, "inter": 0.0, "evaluate": 9.0, "total": local_s + 9}
+    (path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    return path
+
+
+def test_scaling_is_measured_over_ranks(tmp_path: Path) -> None:
+    paths = [scaled(tmp_path / str(n), n, 6.0 / n**0.5) for n in (4, 1)]
+    with styled():
+        drawn = scaling([read_run(path) for path in paths], 0)
+    assert below(drawn)["prunex resnet20 digits"][0].startswith("2.00 on 4 times as many ranks")
+    (panel,) = drawn.figure.axes
+    assert len(panel.lines) == 2
+    assert panel.lines[0].get_xydata().tolist() == [[1, 1], [4, pytest.approx(2)]]
+
+
+def test_scaling_counts_images_where_steps_are_counted(tmp_path: Path) -> None:
+    # Twice the ranks do twice the work in the same time.
+    paths = [scaled(tmp_path / str(n), n, 6.0, local_steps=4, local_epochs=0) for n in (1, 2)]
+    with styled():
+        drawn = scaling([read_run(path) for path in paths], 0)
+    assert drawn.rows[0].here.startswith("2.00 on 2 times")
+
+
+def test_runs_of_other_work_are_no_points_of_one_curve(tmp_path: Path) -> None:
+    given = (
+        *((1, {}), (4, {"lr": 0.3, "batch_size": 8, "outer_iterations": 9}), (2, {"seed": 1})),
+        *((4, {"payload": "int4"}), (4, {"train_samples": 100})),
+    )
+    runs = [
+        read_run(scaled(tmp_path / str(number), ranks, 6.0 / ranks, **settings))
+        for number, (ranks, settings) in enumerate(given)
+    ]
+    with styled():
+        drawn = scaling(runs, 0)
+        alone = scaling(runs[:3], 0)
+    whole = "prunex resnet20 digits, train-samples 0, payload fp32"
+    assert list(below(drawn)) == [whole]
+    assert below(drawn)[whole][0].startswith("4.00 on 4 times")
+    assert list(below(alone)) == ["prunex resnet20 digits"]
+    with pytest.raises(UserError, match="payload fp32; prunex resnet20 digits, payload int4"):
+        scaling([runs[0], runs[3]], 0)
+
+
+def test_scaling_beyond_is_modelled_apart(tmp_path: Path) -> None:
+    paths = [scaled(tmp_path / str(n), n, 6.0 / n) for n in (1, 2)]
+    runs = [read_run(path) for path in paths]
+    with styled():
+        fast, slow = (scaling(runs, gbit) for gbit in (100, 0.01))
+    for drawn in (fast, slow):
+        measured, modelled, _ = drawn.figure.axes[0].lines
+        assert measured.get_linestyle() == "-" and modelled.get_linestyle() != "-"
+        assert modelled.get_markerfacecolor() == "white"
+        assert modelled.get_xdata()[-1] == 32
+    ends = [drawn.figure.axes[0].lines[1].get_ydata()[-1] for drawn in (fast, slow)]
+    assert 32 > ends[0] > ends[1] > 0
+    assert "Hollow, modelled" in " ".join(fast.notes)
+
+
+def test_ratios_have_the_spread_of_their_seeds(tmp_path: Path) -> None:
+    runs = []
+    for number, (ratio, last) in enumerate(((0.5, 0.8), (0.5, 0.9), (0.25, 0.7))):
+        path = make_run(tmp_path / str(number), iterations=4, keep_ratio=[ratio], seed=number)
+        summary = json.loads((path / "summary.json").read_text())
+        (path / "summary.json").write_text(json.dumps(summary | {"test_accuracy": last}))
+        runs.append(read_run(path))
+    dense = make_run(tmp_path / "dense", iterations=4, method="dense")
+    with styled():
+        found = below(ratios([*runs, read_run(dense)]))
+    assert found["prunex, channel, keep 0.5"] == ("85.00 ± 7.07 % (2 runs)", "81.39 %")
+    assert found["prunex, channel, keep 0.25"] == ("70.00 % (1 run)", "-")
+    assert found["dense, keep 1"][1] == "85.96 %"
+
+
+def test_runs_of_other_settings_are_curves_of_their_own(tmp_path: Path) -> None:
+    given = (
+        *({"payload": "int8"}, {"payload": "int4"}, {"payload": "int4", "keep_ratio": [0.25]}),
+        *({"method": "topk"}, {"method": "pactrain", "keep_ratio": [0.3]}),
+    )
+    runs = [
+        read_run(make_run(tmp_path / str(number), iterations=4, seed=number, **settings))
+        for number, settings in enumerate(given)
+    ]
+    with styled():
+        found = below(ratios(runs))
+    assert list(found) == [
+        "prunex, channel, payload int8, keep 0.5",
+        "prunex, channel, payload int4, keep 0.25",
+        "prunex, channel, payload int4, keep 0.5",
+        "topk, keep 1",
+        "pactrain, channel, keep 0.3",
+    ]
+    other = [
+        read_run(make_run(tmp_path / f"other{n}", iterations=4, seed=n, momentum=0.5 * n))
+        for n in (0, 1)
+    ]
+    pretrained = [
+        read_run(make_run(tmp_path / f"pre{n}", iterations=4, seed=n, init_from=f"runs/dense-{n}"))
+        for n in (0, 1)
+    ]
+    with styled():
+        assert len(below(ratios([*runs[2:3], *other]))) == 3
+        assert len(below(ratios([*runs[2:3], *pretrained]))) == 2
+    removing = read_run(make_run(tmp_path / "removing", iterations=8, method="prunetrain"))
+    with pytest.raises(UserError, match="keep ratio: prunetrain has none"):
+        ratios([*runs, removing])
+
+
+def test_patterns_are_those_of_the_weights(run: Path) -> None:
+    with styled():
+        drawn = run_figures.patterns(read_run(run), ("a", "b.weight"))
+    (stripes, dense) = (axes.images[0].get_array() for axes in drawn.figure.axes)
+    assert stripes.shape == (4, 12) and dense.shape == (2, 18)
+    assert stripes[1].max() == 0 and stripes[:, 8:].max() == 0 and stripes[0, :8].min() == 1
+    assert "whole rows of zeros 1 of 4, columns 4 of 12" in below(drawn)["a.weight"][0]
+    # Unasked, only what has zeros is shown.
+    assert list(run_figures.read_weights(read_run(run), ())) == ["a.weight"]
+
+
+def test_large_patterns_are_drawn_as_shares() -> None:
+    kept = np.zeros((3, 4 * run_figures.CELLS), dtype=bool)
+    kept[:, ::2] = True
+    cells = run_figures.shrunk(kept)
+    assert cells.shape == (3, run_figures.CELLS) and (cells == 0.5).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("9 RUN", "different numbers of ranks"),
+        ("12 RUN", "two or more keep ratios"),
+        ("8 OLD", "any communication in ranks.jsonl"),
+        ("10 OLD", "residuals of each rank"),
+        ("11 BARE", "residuals in layers.jsonl"),
+        ("13 OLD", "state.safetensors"),
+        ("13 RUN --layers aa", "did you mean 'a.weight'"),
+        ("13 RUN --layers fc", "no convolution 'fc'"),
+        ("13 DAMAGED", "is damaged"),
+        ("12 GOING RUN", "not complete"),
+        ("10 RUN OLD", "of one run"),
+        ("14 RUN", "no figure '14'"),
+        ("5 RUN --output x.txt", ".svg, .png or .pdf"),
+        ("5 RUN --layers a", "--layers is for figure 13"),
+        ("7 RUN --link-gbit 1", "--link-gbit is for figure 9"),
+        ("9 RUN --link-gbit -1", "--link-gbit must be from 0"),
+        ("5 NOWHERE", "there is no run"),
+        ("5", "required: RUN"),
+    ],
+)
+def test_what_cant_be_drawn_is_one_line(
+    arguments: str, words: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    places = {"RUN": str(run), "NOWHERE": str(tmp_path / "nowhere")}
+    for name in ("OLD", "BARE", "DAMAGED", "GOING"):
+        if name in arguments:
+            status = "" if name == "GOING" else "completed"
+            path = make_run(tmp_path / name, iterations=2, ranks=False, status=status)
+            (path / "layers.jsonl").unlink()
+            places[name] = str(path)
+            if name == "DAMAGED":
+                (path / "state.safetensors").write_bytes(b"\xff" * 40)
+    code, line = refused(capsys, *[places.get(word, word) for word in arguments.split()])
+    assert words in line
+    own = ("OLD", "BARE", "DAMAGED", "GOING", "NOWHERE")
+    assert code == (
+        UNREADABLE if any(n in arguments for n in own) and words != "of one run" else USAGE
+    )
+
+
+def test_flags_of_other_figures_are_refused_before_anything_is_read() -> None:
+    with pytest.raises(UserError, match="figure 13"):
+        parse(["5", "nowhere", "--layers", "a"])
+    assert parse(["6b", "a", "b"]).output == "figure-6b.svg"
+
+
+def test_what_differs_from_the_paper_is_named(run: Path) -> None:
+    words = setup_words(read_run(run), 4)
+    assert words == "resnet20 on digits with 4 ranks, not ResNet-152 on CIFAR-10 with 64 GPUs"

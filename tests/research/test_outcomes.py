@@ -1,0 +1,147 @@
+"""What runs of comparisons measured: read back, joined, or refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from compared import comparison, outcomes
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.research.compare.comparison_tables import (
+    results_table,
+    tuning_table,
+)
+from prunex_mpi.research.compare.outcomes import (
+    NOTHING,
+    Outcome,
+    Tuning,
+    best_rate,
+    comparison_from,
+    join,
+    require_same_work,
+    to_dict,
+)
+
+
+def test_the_best_rate_is_of_highest_accuracy_then_lowest_loss():
+    scores = {1.0: (0.5, -0.1), 2.0: (0.7, -0.9), 3.0: (0.7, -0.8), 4.0: NOTHING}
+    assert best_rate(scores) == 3
+
+
+def test_rows_that_saw_other_numbers_of_samples_are_not_compared():
+    require_same_work([*outcomes("dense", "topk"), Outcome("prunex", 0, 0.1, None, "diverged")])
+    with pytest.raises(RuntimeError, match="samples"):
+        require_same_work(outcomes("dense") + outcomes("topk", samples=99))
+    with pytest.raises(RuntimeError, match="fewer samples"):
+        require_same_work(outcomes("dense", extra_samples=-1))
+
+
+def test_a_comparison_is_the_same_when_it_is_read_back():
+    runs = [*outcomes("dense", "topk"), Outcome("topk", 1, 0.1, None, "why")]
+    tunings = (Tuning("topk", tuple(runs[1:]), chance=True),)
+    equal = {"bytes": tuple(runs[:1])}
+    found = comparison(runs, tunings=tunings, equal=equal, reference={"bytes": "topk"})
+    assert comparison_from(json.loads(json.dumps(to_dict(found)))) == found
+
+
+def test_comparisons_of_different_rows_are_joined():
+    runs = outcomes("dense", "topk", "prunex")
+    tunings = tuple(Tuning(run.row, (run,), chance=False) for run in runs)
+    equal, reference = {"bytes": tuple(outcomes("dense"))}, {"bytes": "prunex"}
+    whole = comparison(runs, tunings=tunings, equal=equal, reference=reference)
+    first = comparison(runs[:1], tunings=tunings[:1], notes=("note", "one more"))
+    second = comparison(runs[1:], tunings=tunings[1:], equal=equal, reference=reference)
+    assert join([first, second]) == replace(whole, notes=("note", "one more (of dense)"))
+    assert join([whole]) == whole
+
+
+def test_joined_notes_say_of_which_rows_they_are():
+    runs = outcomes("dense", "topk", "prunex")
+    rates = [f"learning rates: {way}" for way in ("given", "tuned")]
+    again = [replace(run, seed=1) for run in runs]
+    parts = [
+        comparison(runs[:2], notes=(rates[0], "1/4 of each")),
+        comparison(runs[2:], notes=(rates[1], "1/4 of each")),
+    ]
+    named = (f"{rates[0]} (of dense, topk)", "1/4 of each", f"{rates[1]} (of prunex)")
+    joined = join(parts)
+    assert joined.notes == named
+    # Once more: what says whose it is needs no more.
+    assert join([joined, comparison(again, notes=("other",))]).notes == (
+        named[0],
+        "1/4 of each (of dense, topk, prunex; seed 0)",
+        named[2],
+        "other (of dense, topk, prunex; seed 1)",
+    )
+    tuned = replace(joined, tunings=(Tuning("dense", tuple(runs[:1]), chance=False),))
+    assert tuning_table(tuned).notes[1:] == (named[0], named[2])
+
+
+def test_comparisons_of_other_seeds_are_joined():
+    first, second = (
+        [replace(run, seed=seed) for seed in seeds for run in outcomes("dense", "topk")]
+        for seeds in ((0, 1), (2,))
+    )
+    tunings = tuple(Tuning(run.row, (run,), chance=False) for run in outcomes("dense", "topk"))
+    parts = [
+        comparison(first[::2], tunings=tunings[:1]),
+        comparison(second, tunings=()),
+        comparison(first[1::2], tunings=tunings[1:]),
+    ]
+    joined = join(parts)
+    assert joined == comparison(first + second, tunings=tunings)
+    # Another job, on other hosts of the kind.
+    layouts = [f"2 nodes: node 0 = 1 ranks on {host} (cpu)" for host in "abc"]
+    apart = [
+        replace(part, machine={"ranks": text}) for part, text in zip(parts, layouts, strict=True)
+    ]
+    assert join(apart).machine == {"ranks": "2 nodes: node 0 = 1 ranks (cpu)"}
+    assert join(apart[:1]).machine == {"ranks": layouts[0]}
+    assert results_table(joined).columns[5:8] == ("seed 0", "seed 1", "seed 2")
+
+
+@pytest.mark.parametrize(
+    ("other", "word"),
+    [
+        (comparison(outcomes("topk"), title="of another model"), "differ in title"),
+        (
+            comparison([replace(run, seed=1) for run in outcomes("topk")]),
+            "'dense' has no run with seed 1, as others have",
+        ),
+        (
+            comparison([replace(run, seed=1, lr=0.2) for run in outcomes("dense")]),
+            "'dense' was trained at learning rates of 0.1 and 0.2",
+        ),
+        (
+            comparison([replace(run, seed=1, settings="b") for run in outcomes("dense")]),
+            "'dense' had other settings",
+        ),
+        (comparison(outcomes("topk"), machine={"mpi": "another"}), "differ in machine"),
+        (comparison(outcomes("dense")), "row 'dense' with seed 0 is in two"),
+        (comparison(outcomes("topk", samples=1)), "not trained on the same number of samples"),
+        (
+            comparison(outcomes("topk"), equal={"bytes": ()}, reference={"bytes": "topk"}),
+            "equal to different ones",
+        ),
+        (
+            comparison(
+                outcomes("topk"),
+                equal={"bytes": tuple(outcomes("half", "half"))},
+                reference={"bytes": "dense"},
+            ),
+            "row 'half' with seed 0 is in two",
+        ),
+    ],
+)
+def test_comparisons_that_differ_in_more_than_rows_are_not_joined(other, word):
+    equal = {"equal": {"bytes": ()}, "reference": {"bytes": "dense"}}
+    with pytest.raises(UserError, match=word):
+        mine = [replace(run, settings="a") for run in outcomes("dense")]
+        join([comparison(mine, **equal), other])
+
+
+def test_files_of_other_images_are_not_joined() -> None:
+    parts = [comparison(outcomes(row), data=data) for row, data in (("a", "x"), ("b", ""))]
+    assert join(parts).data == "x"
+    with pytest.raises(UserError, match="--from: the files are of other images"):
+        join([*parts, comparison(outcomes("c"), data="y")])

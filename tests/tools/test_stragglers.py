@@ -1,0 +1,150 @@
+"""Ranks that the others waited for are found in records of jobs with an injected delay."""
+
+import numpy as np
+import pytest
+from recorded import Delay, rank_lines
+
+from prunex_mpi.base.records import RANK_PHASES
+from prunex_mpi.tools.report import stragglers
+from prunex_mpi.tools.report.read_runs import rank_record
+from prunex_mpi.tools.report.stragglers import (
+    RankRecord,
+    find_stragglers,
+    ranges,
+    split_exchange,
+)
+
+LAYOUTS = [(2, 2), (1, 1), (4, 4), (2, 1), (2, 2, 2), (3, 3)]
+TRIALS, RIGHT = 50, 48
+
+
+def record(
+    iteration: int,
+    node: list[int],
+    work: dict[str, list[float]],
+    met: tuple[str, ...] = RANK_PHASES,
+) -> RankRecord:
+    """Return an outer iteration in which ranks meet in the phases of `met`."""
+    seconds = {phase: np.array(values, dtype=float) for phase, values in work.items()}
+    exchange = {phase: np.full(len(node), 0.001 * (phase in met)) for phase in RANK_PHASES}
+    hosts = ("alpha", "beta") if iteration == 1 else ()
+    return RankRecord(iteration, np.array(node), seconds, exchange, {}, np.zeros(len(node)), hosts)
+
+
+def charged(*records: RankRecord) -> dict[tuple[str, int], float]:
+    """Return what was charged, rounded to microseconds."""
+    found = find_stragglers(records)
+    assert found is not None
+    return {(s.phase, s.rank): round(s.seconds, 6) for s in found.stragglers}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_culprit_of_a_drawn_delay_is_the_first_or_second_suspect(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    missed = []
+    for _ in range(TRIALS):
+        nodes = LAYOUTS[rng.integers(len(LAYOUTS))]
+        delay = Delay(
+            int(rng.integers(sum(nodes))),
+            str(rng.choice(RANK_PHASES)),
+            float(rng.uniform(5, 50)),
+            float(rng.choice([1.0, 0.3])),
+        )
+        found = find_stragglers(map(rank_record, rank_lines(rng, nodes, 25, delay)))
+        assert found is not None
+        if (delay.phase, delay.rank) not in [(s.phase, s.rank) for s in found.stragglers[:2]]:
+            missed.append((nodes, delay))
+    assert len(missed) <= TRIALS - RIGHT, missed
+
+
+def test_a_job_without_a_delay_blames_nobody_for_much() -> None:
+    rng = np.random.default_rng(0)
+    found = find_stragglers(map(rank_record, rank_lines(rng, (2, 2), 40)))
+    delayed = find_stragglers(map(rank_record, rank_lines(rng, (2, 2), 40, Delay(1, "local", 30))))
+    assert found is not None and delayed is not None
+    assert delayed.stragglers[0].seconds > 0.9 * 40 * 0.03
+    assert found.stragglers[0].seconds < delayed.stragglers[0].seconds / 3
+
+
+def test_the_last_of_two_ranks_is_charged_with_what_it_took_longer() -> None:
+    assert charged(record(1, [0, 1], {"local": [1.0, 3.0]})) == {("local", 1): 2.0}
+
+
+def test_what_is_late_behind_something_later_costs_nothing() -> None:
+    # Node 1 is later in the local steps, so what rank 0 is late there delays nobody.
+    work = {"local": [1.5, 1.0, 4.0, 1.0]}
+    assert charged(record(1, [0, 0, 1, 1], work)) == {("local", 2): 3.0}
+
+
+def test_delays_between_meetings_add_up() -> None:
+    work = {"local": [3.0, 1.0], "project": [1.0, 1.0], "dual": [1.0, 2.0]}
+    assert charged(record(1, [0, 1], work)) == {("local", 0): 2.0, ("dual", 1): 1.0}
+
+
+def test_without_a_meeting_between_them_delays_of_two_ranks_do_not_add_up() -> None:
+    work = {"local": [3.0, 1.0], "dual": [1.0, 2.0]}
+    assert charged(record(1, [0, 1], work, met=("evaluate",))) == {("local", 0): 2.0}
+    work = {"local": [3.0, 1.0], "dual": [1.0, 4.0]}
+    assert charged(record(1, [0, 1], work, met=("evaluate",))) == {("dual", 1): 3.0}
+
+
+def test_leaders_are_held_against_leaders() -> None:
+    # All leaders pack, which is no fault of theirs; that rank 2 packs for longer is.
+    work = {"inter": [5.0, 1.0, 7.0, 1.0]}
+    assert charged(record(1, [0, 0, 1, 1], work)) == {("inter", 2): 2.0}
+
+
+def test_the_only_leader_is_held_against_its_usual_time() -> None:
+    records = [
+        record(k, [0, 0, 0], {"project": [9.0 if k == 4 else 5.0, 1, 1]}) for k in range(1, 8)
+    ]
+    found = find_stragglers(records)
+    assert found is not None
+    (straggler,) = found.stragglers
+    assert (straggler.rank, straggler.seconds, straggler.iterations) == (0, 4.0, (4,))
+
+
+def test_several_leaders_of_a_node_are_likes() -> None:
+    work = {"inter": [5.0, 5.0, 1.0, 5.0, 8.0, 1.0]}
+    found = find_stragglers([record(1, [0, 0, 0, 1, 1, 1], work)], leaders=2)
+    assert found is not None
+    assert [(s.rank, s.seconds) for s in found.stragglers] == [(4, 3.0)]
+
+
+def test_stragglers_name_host_and_iterations() -> None:
+    quick, slow = {"local": [1.0, 1.0]}, {"local": [1.0, 2.0]}
+    found = find_stragglers(
+        [record(k, [0, 1], slow if k in (2, 3) else quick) for k in range(1, 5)]
+    )
+    assert found is not None
+    (straggler,) = found.stragglers
+    assert (straggler.host, straggler.iterations, found.iterations) == ("beta", (2, 3), 4)
+
+
+def test_a_job_that_goes_on_with_other_ranks_is_walked_as_well(monkeypatch) -> None:
+    monkeypatch.setattr(stragglers, "BLOCK", 2)
+    few = [record(k, [0, 1], {"local": [1.0, 2.0]}) for k in (1, 2, 3)]
+    many = [record(k, [0, 0, 1], {"local": [1.0, 1.0, 4.0]}) for k in (4, 5)]
+    found = find_stragglers([*few, *many])
+    assert found is not None
+    assert (found.ranks, found.iterations, found.hosts) == (3, 5, ("alpha", "alpha", "beta"))
+    assert {(s.rank, round(s.seconds, 6)) for s in found.stragglers} == {(2, 6.0), (1, 3.0)}
+    assert found.work["local"].tolist() == [5.0, 8.0, 8.0]
+
+
+def test_nothing_is_said_of_no_records() -> None:
+    assert find_stragglers([]) is None
+
+
+def test_waiting_is_what_the_least_in_a_collective_is_exceeded_by() -> None:
+    waiting, transmitting = split_exchange(np.array([[0.5, 2.0, 0.75]]))
+    assert waiting.tolist() == [[0.0, 1.5, 0.25]]
+    assert transmitting.tolist() == [[0.5, 0.5, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [((), ""), ((4,), "4"), ((1, 2, 3, 7), "1-3, 7"), ((1, 3, 5, 7, 8), "1, 3 and 3 more")],
+)
+def test_iterations_are_said_as_ranges(numbers: tuple[int, ...], text: str) -> None:
+    assert ranges(numbers, most=4 if len(numbers) < 5 else 2) == text
