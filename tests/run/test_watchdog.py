@@ -258,5 +258,5 @@ def test_a_helper_with_nothing_to_do_has_no_place(behind: AsyncExchange) -> None
     behind.finish()
     behind.under_way = waited_for = Future()
     with watching(behind.finish) as dog:
-        assert not frame_like(dog, r"behind\.py:\d+ finish")
+        assert not frame_like(dog, r"async_exchange\.py:\d+ finish")
         waited_for.set_result(None)
