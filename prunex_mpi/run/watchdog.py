@@ -23,7 +23,7 @@ from prunex_mpi.base.heartbeat import HELPER, PHASES, Heartbeat
 
 PACKAGE = Path(__file__).parents[1]
 # From where the main thread waits for the helper, which exchanges behind the local steps.
-BEHIND = PACKAGE / "comm" / "behind.py"
+BEHIND = PACKAGE / "comm" / "async_exchange.py"
 RECORD_BYTES = 1024
 CHECKS_PER_TIMEOUT = 10
 LONGEST_PAUSE_S = 5.0

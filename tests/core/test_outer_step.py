@@ -13,7 +13,7 @@ from prunex_mpi.settings.resolve import make
 
 def step_towards(z, mean, memory, settings):
     """Return z after an outer step towards the mean of the ranks."""
-    state = SimpleNamespace(z=mean.clone(), scratch=z.clone(), memory=memory)
+    state = SimpleNamespace(z=mean.clone(), last_z=z.clone(), memory=memory)
     outer_step_(state, settings)
     return state.z
 

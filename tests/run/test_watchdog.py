@@ -234,7 +234,7 @@ def test_who_waits_for_the_helper_is_where_the_helper_is(
     lock.acquire()
     call = function_in("../mine/codes.py", "encode", lock.acquire) if outside else lock.acquire
     behind.begin(function_in("core/sums.py", "_sum_records_", call))
-    place = r"behind\.py:\d+ finish, waiting for the exchange: coded\.py:2 _sum_records_"
+    place = r"async_exchange\.py:\d+ finish, waiting for the exchange: sums\.py:2 _sum_records_"
     with watching(function_in("methods/hsadmm.py", "z_arrives", behind.finish)) as dog:
         assert frame_like(dog, place) == outside
         lock.release()
@@ -258,5 +258,5 @@ def test_a_helper_with_nothing_to_do_has_no_place(behind: AsyncExchange) -> None
     behind.finish()
     behind.under_way = waited_for = Future()
     with watching(behind.finish) as dog:
-        assert not frame_like(dog, r"behind\.py:\d+ finish")
+        assert not frame_like(dog, r"async_exchange\.py:\d+ finish")
         waited_for.set_result(None)
