@@ -119,8 +119,8 @@ def known_flags() -> set[str]:
     """Return the flags of all programs, of the tests and of the scripts of the harness."""
     built = [cli, bench, compare, doctor, evaluate, export, figures, report]
     flags = {flag for m in built for a in m.build_parser()._actions for flag in a.option_strings}
-    for path in (ROOT / "tests/conftest.py", ROOT / "tests/harness/cluster.py"):
-        flags |= set(re.findall(r'"(--[a-z][a-z0-9-]+)"', path.read_text()))
+    for name in ("conftest.py", "harness/cluster.py", "harness/golden.py"):
+        flags |= set(re.findall(r'"(--[a-z][a-z0-9-]+)"', (ROOT / "tests" / name).read_text()))
     return flags | FOREIGN
 
 
