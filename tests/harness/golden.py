@@ -92,32 +92,33 @@ CASES = {
     **{f"local-sgd-{p}": f"--method local-sgd --payload {p}" for p in PAYLOADS},
     "local-sgd-overlap": f"--method local-sgd {BEHIND} --payload int8sum",
     "diloco": "--method diloco",
-    "diloco-int4": "--method diloco --payload int4 --outer-momentum 0.5 --inner-momentum keep",
+    "diloco-int4": "--method diloco --payload int4 --diloco-outer-momentum 0.5 --inner-momentum keep",
     "qsr": "--method qsr --qsr-alpha 0.08",
-    "sparseloco": "--method sparseloco --compress-ratio 0.05",
-    "one-shot": "--method one-shot --prune-iteration 4",
-    "one-shot-removed": "--method one-shot --prune-iteration 4 --groups coupled --remove-dropped",
+    "sparseloco": "--method sparseloco --sparseloco-ratio 0.05",
+    "one-shot": "--method one-shot --one-shot-prune-iteration 4",
+    "one-shot-removed": "--method one-shot --one-shot-prune-iteration 4 --groups coupled --remove-dropped",
     **{
         f"{method}-{aggregation}": f"--method {method} {flags} --aggregation {aggregation}"
         for method, flags in (
             ("dense", ""),
-            ("topk", "--compress-ratio 0.05"),
+            ("topk", "--topk-ratio 0.05"),
             ("powersgd", ""),
-            ("omnireduce", "--block-size 16 --block-top 0.3"),
-            ("pactrain", "--stable-window 3"),
+            ("omnireduce", "--omnireduce-block-size 16 --omnireduce-block-ratio 0.3"),
+            ("pactrain", "--pactrain-stable-window 3"),
         )
         for aggregation in ("flat", "hierarchical")
     },
-    "dgc": "--method dgc --compress-ratio 0.05 --dgc-warmup-epochs 1",
+    "dgc": "--method dgc --dgc-ratio 0.05 --dgc-warmup-epochs 1",
     "fp16": "--method fp16",
     "bf16": "--method bf16 --aggregation hierarchical",
     "terngrad": "--method terngrad",
     "lion": "--method lion",
     "adacgd": "--method adacgd",
-    "prunetrain": "--method prunetrain --reconfigure-every 2 --prune-threshold 0.45",
-    "pactrain-grasp": "--method pactrain --prune-by grasp --grasp-samples 1 --stable-window 3",
-    "pactrain-magnitude-ternary": "--method pactrain --prune-by magnitude --ternary "
-    "--stable-window 2 --aggregation hierarchical",
+    "prunetrain": "--method prunetrain --prunetrain-reconfigure-every 2 --prunetrain-threshold 0.45",
+    "pactrain-grasp-of-ten": "--method pactrain --pactrain-score grasp --pactrain-stable-window 3 "
+    "--train-samples 256",
+    "pactrain-magnitude-ternary": "--method pactrain --pactrain-score magnitude --pactrain-ternary "
+    "--pactrain-stable-window 2 --aggregation hierarchical",
     "dense-adamw": "--method dense --optimizer adamw",
     "dense-mixup-cutmix": "--method dense --mixup 0.2 --cutmix 1 --label-smoothing 0.1",
     "dense-resized-crop": "--method dense --augment resized-crop --transforms random-erasing",
