@@ -92,11 +92,13 @@ CASES = {
     **{f"local-sgd-{p}": f"--method local-sgd --payload {p}" for p in PAYLOADS},
     "local-sgd-overlap": f"--method local-sgd {BEHIND} --payload int8sum",
     "diloco": "--method diloco",
-    "diloco-int4": "--method diloco --payload int4 --diloco-outer-momentum 0.5 --inner-momentum keep",
+    "diloco-int4": "--method diloco --payload int4 --diloco-outer-momentum 0.5 "
+    "--inner-momentum keep",
     "qsr": "--method qsr --qsr-alpha 0.08",
     "sparseloco": "--method sparseloco --sparseloco-ratio 0.05",
     "one-shot": "--method one-shot --one-shot-prune-iteration 4",
-    "one-shot-removed": "--method one-shot --one-shot-prune-iteration 4 --groups coupled --remove-dropped",
+    "one-shot-removed": "--method one-shot --one-shot-prune-iteration 4 --groups coupled "
+    "--remove-dropped",
     **{
         f"{method}-{aggregation}": f"--method {method} {flags} --aggregation {aggregation}"
         for method, flags in (
@@ -114,7 +116,8 @@ CASES = {
     "terngrad": "--method terngrad",
     "lion": "--method lion",
     "adacgd": "--method adacgd",
-    "prunetrain": "--method prunetrain --prunetrain-reconfigure-every 2 --prunetrain-threshold 0.45",
+    "prunetrain": "--method prunetrain --prunetrain-reconfigure-every 2 "
+    "--prunetrain-threshold 0.45",
     "pactrain-grasp-of-ten": "--method pactrain --pactrain-score grasp --pactrain-stable-window 3 "
     "--train-samples 256",
     "pactrain-magnitude-ternary": "--method pactrain --pactrain-score magnitude --pactrain-ternary "
