@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from prunex_mpi.base.named import refuse_foreign
+from prunex_mpi.config.cli import parse
 from prunex_mpi.run.program import run_program, watched
-from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.fields import Settings
 
 if TYPE_CHECKING:

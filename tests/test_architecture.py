@@ -22,7 +22,9 @@ LAYERS = (
     ("compress", "pruning"),
     ("comm",),
     ("core",),
-    ("methods", "diagnosis"),
+    ("methods",),
+    ("config",),
+    ("diagnosis",),
     ("run",),
     ("tools",),
     ("research",),
@@ -31,9 +33,15 @@ LAYERS = (
 RESEARCH, RESEARCH_PROGRAM = "research", "bench"
 LEVELS = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
 # Quick to import, so that --help and wrong flags answer at once.
-PLAIN = ("base", "settings")
+PLAIN = ("base", "settings", "config")
 # Of other folders: what programs import before they have read their flags.
-EARLY = ("diagnosis.launcher", "diagnosis.library", "diagnosis.options", "run.program")
+EARLY = (
+    "methods.declared",
+    "diagnosis.launcher",
+    "diagnosis.library",
+    "diagnosis.options",
+    "run.program",
+)
 WITHOUT_MPI = (*PLAIN, "data", "models", "compress", "pruning")
 # All that communication knows of mathematics: that a vector has segments.
 KNOWN_TO_COMM = "models.layout"

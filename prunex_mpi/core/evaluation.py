@@ -30,8 +30,8 @@ EMA, EMA_STATS, EMA_COUNT = f"{SHARED}ema_z", f"{SHARED}ema_statistics", f"{SHAR
 
 
 def memory_of_ema(settings: Settings, state: State) -> dict[str, Tensor]:
-    """Allocate the average of z, of none so far, where `--ema` asks for it."""
-    if not settings.ema:
+    """Allocate the average of z, of none so far, where `--model-ema-decay` asks for it."""
+    if not settings.model_ema_decay:
         return {}
     return {
         EMA: torch.zeros_like(state.z),
@@ -48,15 +48,16 @@ def begin_anew_(state: State) -> None:
 def add_z_(state: State, settings: Settings) -> None:
     """Set the average to D average + (1 - D) z, the first to z, and its statistics likewise.
 
-    Those that go with z are in `stats`, the same on all ranks. Does nothing without `--ema`.
+    Those that go with z are in `stats`, the same on all ranks. Does nothing without
+    `--model-ema-decay`.
     """
     if EMA not in state.memory:
         return
     average, of_statistics = state.memory[EMA], state.memory[EMA_STATS]
     statistics = batchnorm.as_plain(state.bn_modules, state.stats)
     if int(state.memory[EMA_COUNT]):
-        average.lerp_(state.z, 1 - settings.ema)
-        of_statistics.lerp_(statistics, 1 - settings.ema)
+        average.lerp_(state.z, 1 - settings.model_ema_decay)
+        of_statistics.lerp_(statistics, 1 - settings.model_ema_decay)
     else:
         average.copy_(state.z)
         of_statistics.copy_(statistics)
@@ -108,7 +109,7 @@ class Judged(NamedTuple):
 
 def memory_of_best(settings: Settings, state: State) -> dict[str, Tensor]:
     """Allocate the best z so far, where images are held out to tell which it is."""
-    if not settings.val_share:
+    if not settings.val_split:
         return {}
     return {
         BEST: torch.zeros_like(state.z),
@@ -201,9 +202,9 @@ EVALUATION_BATCH = 256
 def evaluate(topology: Topology, work: Work, estimate: bool = False) -> tuple[float, float]:
     """Return (test loss, test accuracy as a fraction) of z over the shares of all ranks.
 
-    With `--ema` the average takes the place of z. Where images are held out for it, those are what
-    it is tested on, and the best z by them is kept. With `estimate` the BatchNorm statistics are
-    estimated on z for as long as this takes. Training does not notice. Collective on `world`; every
+    With `--model-ema-decay` the average takes the place of z. Where images are held out for it,
+    those are what it is tested on, and the best z by them is kept. With `estimate` the BatchNorm
+    statistics are estimated on z for as long as this takes. Training does not notice. Collective on `world`; every
     rank receives the same numbers, or raises UserError where one could not read an image.
     """
     average_other_buffers_(topology, work)

@@ -97,7 +97,7 @@ def load_dataset(
             access=Access(
                 settings.download,
                 settings.data_mode,
-                decoding_threads(topology.core_sharers, settings.data_workers),
+                decoding_threads(topology.core_sharers, settings.workers),
                 settings.skip_corrupt,
             ),
             train_samples=settings.train_samples,
@@ -109,7 +109,7 @@ def load_dataset(
                 size=world.size,
                 here=topology.host_size,
                 going=going,
-                val_share=settings.val_share,
+                val_split=settings.val_split,
                 room=room,
                 known=known,
             ),

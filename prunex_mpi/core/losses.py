@@ -35,12 +35,12 @@ def refuse_several(outputs: object, loss: Loss) -> None:
 def find_losses(settings: Settings, classes: int, device: torch.device) -> tuple[Loss, Loss]:
     """Return what the test set is measured by, and what training minimises.
 
-    They differ in `--label-smoothing`. A function of the user's is tried once, on `device`. Raises
+    They differ in `--smoothing`. A function of the user's is tried once, on `device`. Raises
     UserError (USAGE) where it can't be imported or does not return a loss.
     """
     if settings.loss == CROSS_ENTROPY:
-        smoothed = partial(F.cross_entropy, label_smoothing=settings.label_smoothing)
-        return F.cross_entropy, smoothed if settings.label_smoothing else F.cross_entropy
+        smoothed = partial(F.cross_entropy, label_smoothing=settings.smoothing)
+        return F.cross_entropy, smoothed if settings.smoothing else F.cross_entropy
     loss = import_function("loss", settings.loss, "of outputs and labels")
     outputs = torch.zeros(TRIED_IMAGES, classes, device=device, requires_grad=True)
     labels = torch.zeros(TRIED_IMAGES, dtype=torch.int64, device=device)

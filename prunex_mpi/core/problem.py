@@ -214,14 +214,14 @@ def refuse_parts(settings: Settings, images: int, model: torch.nn.Module, image_
 
     Nor in parts of one image where BatchNorm would see a single value per channel.
     """
-    parts = settings.accumulate
+    parts = settings.grad_accum_steps
     if images % parts:
         raise UserError(
-            f"accumulate {parts} does not divide the {images} images of a step, which are all that "
-            "a rank has; give a number that does"
+            f"grad-accum-steps {parts} does not divide the {images} images of a step, which are all "
+            "that a rank has; give a number that does"
         )
     if images == parts and (name := batchnorm.find_single_valued(model, image_size)):
-        what = f"accumulate {parts} leaves parts" if parts > 1 else "batches are"
+        what = f"grad-accum-steps {parts} leaves parts" if parts > 1 else "batches are"
         raise UserError(
             f"{what} of one image, of which BatchNorm {name} sees one value per channel and no "
             f"variance; {'lower it' if parts > 1 else 'give --batch-size 2 or more'}"

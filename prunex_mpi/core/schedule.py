@@ -138,8 +138,8 @@ def rate_at(settings: Settings, step: int, total: int, rollbacks: int) -> float:
         total,
         base=settings.lr * ROLLBACK_FACTOR**rollbacks,
         schedule=settings.lr_schedule,
-        warmup=settings.lr_warmup,
-        final=settings.lr_final,
+        warmup=settings.warmup_ratio,
+        final=settings.min_lr_ratio,
     )
 
 
@@ -167,7 +167,7 @@ def quadratic_steps(settings: Settings, least: int, done: int, rollbacks: int = 
     last outer iteration ends with the run.
     """
     total = total_steps(settings, least)
-    warm = max(done, round(settings.lr_warmup * total))
+    warm = max(done, round(settings.warmup_ratio * total))
     rate = rate_at(settings, warm, total, rollbacks)
     return quadratic_interval(rate, settings.options.alpha, least, total - done)
 

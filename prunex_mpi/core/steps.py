@@ -61,7 +61,7 @@ def forward_backward(work: Work, averager: GradientAverager | None) -> Tensor:
 
 
 def next_batch(work: Work) -> Batch:
-    """Return images and labels of the next batch, in the `--accumulate` parts that it comes in.
+    """Return images and labels of the next batch, in `--grad-accum-steps` parts.
 
     Where images are mixed, the labels are shares of classes.
     """
@@ -72,7 +72,7 @@ def next_batch(work: Work) -> Batch:
         ask_to_stop_(work)
     if work.problem.mixing is not None:
         images, labels = mix(images, labels, work.problem.mixing, steps_taken(work))
-    parts = work.settings.accumulate
+    parts = work.settings.grad_accum_steps
     if parts == 1:
         return [(images, labels)]
     return list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
@@ -163,8 +163,8 @@ def step_optimizer_(work: Work, decayed: Pairs | None = None) -> None:
 
 
 def clip_(work: Work) -> None:
-    """Scale the unscaled gradient down to the norm `--clip-norm`, if it is longer."""
-    limit, grad = work.settings.clip_norm, work.state.grad
+    """Scale the unscaled gradient down to the norm `--clip-grad`, if it is longer."""
+    limit, grad = work.settings.clip_grad, work.state.grad
     if limit:
         # No value of a device is looked at, which would wait for it.
         grad.mul_((limit / (norm(grad) + CLIP_EPSILON)).clamp_max(1.0))

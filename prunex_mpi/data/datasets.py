@@ -33,7 +33,7 @@ class Part(NamedTuple):
     """Which part of the data a rank takes: number `rank` of `size`.
 
     `here` ranks share the memory of this machine. `going` is called as loading goes on. So much as
-    `val_share` of the training images is held out. Where the training images go to the rank's GPU
+    `val_split` of the training images is held out. Where the training images go to the rank's GPU
     as well, `room` bytes are free on it. `known` is what other ranks have read
     of class folders or tar files; all others are read.
     """
@@ -42,7 +42,7 @@ class Part(NamedTuple):
     size: int
     here: int = 1
     going: Callable[[], None] = lambda: None
-    val_share: float = 0.0
+    val_split: float = 0.0
     room: int | None = None
     known: Known = NOTHING_KNOWN
 
@@ -116,8 +116,8 @@ def load(
     train_order = _order("train", source.counts[0], train_samples, seed)
     test_order = _order("test", source.counts[1], test_samples, FIXED_SEED)
     held_out = train_order[:0]
-    if part.val_share:
-        train_order, held_out = hold_out(train_order, source.labels(), part.val_share)
+    if part.val_split:
+        train_order, held_out = hold_out(train_order, source.labels(), part.val_split)
         source = _apart(source, held_out)
     per_rank = len(train_order) // size
     if per_rank == 0 and train_samples is not None:
@@ -146,7 +146,7 @@ def load(
         pad=source.pad,
         found=source.found[0],
         left_out=source.found[1],
-        val=val if part.val_share else None,
+        val=val if part.val_split else None,
         val_total=len(held_out),
         class_names=source.class_names,
         reader=reader,
@@ -295,7 +295,7 @@ def hold_out(order: Tensor, labels: Tensor, share: float) -> tuple[Tensor, Tenso
         due = max(-0.5, min(0.5, due - count))
     if not held.any():
         raise UserError(
-            f"val-share {share}: no class has enough of the {len(order)} training images; raise it"
+            f"val-split {share}: no class has enough of the {len(order)} training images; raise it"
         )
     return order[~held], order[held]
 

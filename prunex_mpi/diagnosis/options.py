@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prunex_mpi.settings.cli import convert_flag
+from prunex_mpi.config.cli import convert_flag
+from prunex_mpi.config.parser import Parser, add_timeout, program_parser
+from prunex_mpi.config.resolve import make
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.parser import Parser, add_timeout, program_parser
-from prunex_mpi.settings.resolve import make
 
 # A probe of one operation may take a minute.
 TIMEOUT_S = 120.0

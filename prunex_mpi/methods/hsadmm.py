@@ -186,7 +186,7 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
         finish_average_(work, averager)
         state.scaler.unscale_(state.optimizer)
         watch_(work)
-        if state.frozen and settings.clip_norm:
+        if state.frozen and settings.clip_grad:
             mask_views_(masked, state.factors)
         clip_(work)
         if rho1 is not None:

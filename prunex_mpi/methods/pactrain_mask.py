@@ -15,6 +15,7 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import together
 from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core.state import State, Work, momentum_of
+from prunex_mpi.methods.declared import GRASP_BELOW
 from prunex_mpi.methods.pactrain_samples import batches_to_score
 from prunex_mpi.methods.pactrain_support import restart_
 from prunex_mpi.models.layout import matrices
@@ -24,7 +25,6 @@ from prunex_mpi.pruning.unstructured import (
     prune_by_gradient_flow,
     prune_by_magnitude,
 )
-from prunex_mpi.settings.declared import GRASP_BELOW
 from prunex_mpi.settings.fields import Settings
 
 # What logits are divided by for the score grasp (Wang et al. 2020).

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
 from prunex_mpi.base.files import STATE, SUMMARY, FileRecord, read_record
 from prunex_mpi.base.named import refuse_unnamed
+from prunex_mpi.config.cli import read_saved
+from prunex_mpi.config.resolve import resumed
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import Dataset, load
 from prunex_mpi.data.decoding import Access, Reader, decoding_threads
@@ -20,9 +22,7 @@ from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe
 from prunex_mpi.models.dummy_input import probe
 from prunex_mpi.run.directory import COMPLETE, read_summary
-from prunex_mpi.settings.cli import read_saved
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.resolve import resumed
 
 # Other processors and TF32 round differently; another network differs far more.
 PROBE_TOLERANCE = 2e-2

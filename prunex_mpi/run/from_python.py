@@ -17,6 +17,7 @@ from prunex_mpi.comm.agreement import require_same, together
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import gather_counts
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import delivered
 from prunex_mpi.core.losses import Loss
 from prunex_mpi.core.state import Work, weights
@@ -27,7 +28,6 @@ from prunex_mpi.run.start import assemble_around, find_transport, log_warnings, 
 from prunex_mpi.run.supervision import driver_of, goes_behind_steps, refuse_impossible_exchange
 from prunex_mpi.run.tuning import is_left_to_measure
 from prunex_mpi.settings.fields import CROSS_ENTROPY, OF_SECTION, SHARED, Settings, key_of
-from prunex_mpi.settings.resolve import to_toml
 
 # What the program takes from its own models and data, which it normalises and augments as here.
 OF_ITS_OWN = ("model", "stem", "init_from", "init_digest")
@@ -82,9 +82,9 @@ class Training:
     def delivered(self) -> nn.Module:
         """Return a copy of the model, on the CPU, with the weights that all ranks agree on.
 
-        With `--ema` their average. What is pruned is zero. Does not communicate; `export.smaller`
-        takes the zeros out. Meant for the end: while masks are being chosen, with `bn` recalibrate,
-        its BatchNorm statistics are those of the network before pruning.
+        With `--model-ema-decay` their average. What is pruned is zero. Does not communicate;
+        `export.smaller` takes the zeros out. Meant for the end: while masks are being chosen, with
+        `bn` recalibrate, its BatchNorm statistics are those of the network before pruning.
         """
         state, model = self.work.state, self.work.problem.model
         with delivered(self.work), weights(state, state.z):
@@ -145,7 +145,7 @@ def refuse_foreign(settings: Settings, loss: Loss | None, data: Data) -> None:
                 f"{key_of(name)} means nothing to a run from Python, which brings model and data "
                 "and writes no files; leave it away"
             )
-    if loss is not None and (settings.loss != CROSS_ENTROPY or settings.label_smoothing):
+    if loss is not None and (settings.loss != CROSS_ENTROPY or settings.smoothing):
         raise UserError("the loss is given twice, as a function and in the settings; keep one")
     if loss is not None and (settings.mixup or settings.cutmix):
         raise UserError("mixup and cutmix are for cross-entropy; leave them away or the loss")

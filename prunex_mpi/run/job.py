@@ -14,6 +14,7 @@ from prunex_mpi.base.files import SUMMARY, telling_disk_errors
 from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.comm.agreement import broadcast_text, together, together_while
 from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline
+from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.loading import load_dataset, share_contents
 from prunex_mpi.run import checkpoint, delivery, directory, start
 from prunex_mpi.run.directory import RunDirectory
@@ -21,7 +22,6 @@ from prunex_mpi.run.dry_run import dry_run
 from prunex_mpi.run.supervision import Checkpoints, train, write_last_checkpoint
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.resolve import to_toml
 
 
 def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: ReceivedSignal) -> int:

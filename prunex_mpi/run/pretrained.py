@@ -252,7 +252,7 @@ def with_teacher(
     network.to(parameter.device, parameter.dtype).requires_grad_(False)
     network.eval()
     broadcast_weights_(topology.world, network, transport)
-    share, temperature = settings.teacher_share, settings.teacher_temperature
+    share, temperature = settings.distillation_alpha, settings.distillation_tau
     found = Teacher(network, share, temperature)
     if look is not None:
         mean, std = (torch.tensor(values) for values in look)

@@ -31,6 +31,7 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
+from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import memory_of_best, memory_of_ema
 from prunex_mpi.core.loading import CPU, find_sizes, load_dataset
 from prunex_mpi.core.losses import find_losses
@@ -64,7 +65,6 @@ from prunex_mpi.run.pretrained import find_teacher, load_initial_, with_teacher
 from prunex_mpi.run.supervision import refuse_impossible_exchange
 from prunex_mpi.run.tuning import is_left_to_measure, trial_of, tuned
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.resolve import to_toml
 
 # Layers behind which weights of any size do, and learning rates of ResNets with them.
 STEADYING = (_BatchNorm, _InstanceNorm, nn.GroupNorm)

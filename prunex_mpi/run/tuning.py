@@ -16,11 +16,11 @@ from mpi4py import MPI
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import together
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.schedule import steps_of
 from prunex_mpi.core.state import Work
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.fields import Settings, key_of, known_freeze
-from prunex_mpi.settings.resolve import with_overrides
 from prunex_mpi.settings.values import AUTO
 
 # Of the trial: local steps per outer iteration, and its outer iterations. The first of a kind warms

@@ -80,7 +80,7 @@ class Settings:
     download: bool = setting(_S, "fetch cifar10 or cifar100 when missing", False)
     train_samples: int = setting(_S, "images of the training set to use, 0 for all", 0, low=0)
     test_samples: int = setting(_S, "images of the test set to use, 0 for all", 0, low=0)
-    val_share: float = setting(
+    val_split: float = setting(
         _S,
         "share of the training images of each class to hold out: the best network by them is "
         "delivered, and tested once",
@@ -107,7 +107,7 @@ class Settings:
         "auto",
         choices=("memory", "stream", "auto"),
     )
-    data_workers: int = setting(
+    workers: int = setting(
         _S, "threads that decode, 0 for the rank's share of the cores", 0, low=0, high=256
     )
     skip_corrupt: bool = setting(
@@ -162,8 +162,8 @@ class Settings:
     batch_size: int = setting(_S, "images per rank and step", low=1)
     lr: float = setting(_S, "peak learning rate (adamw: 0.001)", above=0)
     lr_schedule: str = setting(_S, "learning rate curve", choices=("constant", "cosine", "step"))
-    lr_warmup: float = setting(_S, "linear warm-up, as a fraction of all steps", low=0, below=1)
-    lr_final: float = setting(_S, "end of the cosine, as a fraction of lr", low=0, high=1)
+    warmup_ratio: float = setting(_S, "linear warm-up, as a fraction of all steps", low=0, below=1)
+    min_lr_ratio: float = setting(_S, "end of the cosine, as a fraction of lr", low=0, high=1)
     momentum: float = setting(_S, "momentum of SGD, beta 1 of AdamW", low=0, below=1, of="momentum")
     weight_decay: float = setting(_S, "L2 penalty lambda (adamw, decoupled: 0.05)", low=0)
     optimizer: str = setting(
@@ -206,13 +206,13 @@ class Settings:
         optional=True,
         found=True,
     )
-    teacher_share: float = setting(
+    distillation_alpha: float = setting(
         _S, "share of the loss that is the teacher's", 0.5, above=0, high=1
     )
-    teacher_temperature: float = setting(
+    distillation_tau: float = setting(
         _S, "what both networks' outputs are divided by to compare them", 4.0, above=0
     )
-    label_smoothing: float = setting(
+    smoothing: float = setting(
         _S, "share of each label that is spread over all classes", 0.0, low=0, below=1
     )
     mixup: float = setting(
@@ -227,14 +227,14 @@ class Settings:
         0.0,
         low=0,
     )
-    clip_norm: float = setting(
+    clip_grad: float = setting(
         _S,
         "norm to which a step's gradient is clipped, 0 for not",
         0.0,
         low=0,
         of="optimizer",
     )
-    ema: float = setting(
+    model_ema_decay: float = setting(
         _S,
         "decay per outer iteration of the average of z that is evaluated and delivered, 0 for z "
         "itself",
@@ -242,7 +242,7 @@ class Settings:
         low=0,
         below=1,
     )
-    accumulate: int = setting(
+    grad_accum_steps: int = setting(
         _S,
         "parts in which a step's batch goes through the network, for less memory",
         1,
@@ -522,7 +522,7 @@ class Estimate:
 
 
 # What means something to image files alone, and the data sets that are such files.
-OF_FILES = ("data_mode", "data_workers", "skip_corrupt")
+OF_FILES = ("data_mode", "workers", "skip_corrupt")
 FROM_FILES = ("imagefolder", "webdataset")
 # The data sets that --download fetches.
 FETCHED = ("cifar10", "cifar100")
@@ -539,7 +539,7 @@ OF_THE_JOB = (
     "data_dir",
     "download",
     "data_mode",
-    "data_workers",
+    "workers",
     "skip_corrupt",
     "device",
     "mpi_buffers",

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.settings.cli import convert_flag
+from prunex_mpi.config.cli import convert_flag
+from prunex_mpi.config.parser import Parser, add_timeout, check_range, program_parser
 from prunex_mpi.settings.fields import SHARED
-from prunex_mpi.settings.parser import Parser, add_timeout, check_range, program_parser
 from prunex_mpi.settings.values import choices_shown
 
 BATCH, CLASSES, MAX_COUNT, TIMEOUT_S = 256, 20, 10**6, 1800

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prunex_mpi.settings.parser import Parser, check_range, program_parser
+from prunex_mpi.config.parser import Parser, check_range, program_parser
 
 DEVICES = ("auto", "cpu", "cuda")
 PROOF_IMAGES, REPEAT = 2000, 7

@@ -18,13 +18,13 @@ from mpi4py import MPI
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import build_problem, make_groups
 from prunex_mpi.core.state import Work, build_state
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run.supervision import Checkpoints, run_to_end
-from prunex_mpi.settings.resolve import make
 
 WARM = 50
 GROWTH = 1.01

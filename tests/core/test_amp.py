@@ -6,7 +6,7 @@ from driving import COMMON, assert_alike_on_all_ranks, run_driver
 from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
 
-from prunex_mpi.settings.resolve import make
+from prunex_mpi.config.resolve import make
 
 pytestmark = pytest.mark.mpi
 # The largest number of float16 is 65,504.

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.loop import falls_due, rounds
 from prunex_mpi.core.schedule import (
     local_steps,
@@ -16,7 +17,6 @@ from prunex_mpi.core.schedule import (
     total_steps,
 )
 from prunex_mpi.core.state import Position
-from prunex_mpi.settings.resolve import make
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_rounds_grow_as_the_rate_falls_and_end_with_the_run():
 
 def test_the_warm_up_has_the_interval_that_follows_it():
     """A rate that still rises would ask for long rounds at first."""
-    settings = make(method="qsr", outer_iterations=10, lr=0.1, qsr_alpha=0.25, lr_warmup=0.5)
+    settings = make(method="qsr", outer_iterations=10, lr=0.1, qsr_alpha=0.25, warmup_ratio=0.5)
     assert lengths(settings, 2)[:2] == [6, 6]
 
 

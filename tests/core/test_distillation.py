@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.losses import Teacher, distilled
-from prunex_mpi.settings.resolve import make
 
 CLASSES, SIDE, BATCH = 5, 4, 6
 
@@ -69,7 +69,7 @@ def test_half_precision_is_compared_in_float32() -> None:
     assert loss.dtype == torch.float32
 
 
-@pytest.mark.parametrize("given", [{"teacher_share": 0.3}, {"teacher_temperature": 2.0}])
+@pytest.mark.parametrize("given", [{"distillation_alpha": 0.3}, {"distillation_tau": 2.0}])
 def test_settings_of_a_teacher_need_one(given: dict[str, float]) -> None:
     with pytest.raises(UserError, match="means nothing without --teacher"):
         make(**given)

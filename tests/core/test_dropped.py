@@ -6,7 +6,7 @@ from driving import by_name, element_masks, run_driver
 from nets import CoupledNet, RandomStream
 from nodes import WORLD, nodes_of
 
-from prunex_mpi.settings.resolve import make
+from prunex_mpi.config.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -17,7 +17,7 @@ RAMP = {
     "keep_ramp_iterations": 4,
     "freeze_iteration": 7,
     "lr_schedule": "constant",
-    "lr_warmup": 0.0,
+    "warmup_ratio": 0.0,
     "rho1": 0.02,
     "rho2": 0.005,
     "bn": "average",

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from small_runs import COMMON, PRUNING, small_run
 from torch import Tensor
 
+from prunex_mpi.config.cli import parse
+from prunex_mpi.config.resolve import BY_NAME, make
 from prunex_mpi.core import evaluation
 from prunex_mpi.core.evaluation import (
     BEST,
@@ -28,13 +30,17 @@ from prunex_mpi.core.evaluation import (
 )
 from prunex_mpi.core.state import PRUNED, Work, in_place_of_z
 from prunex_mpi.run.supervision import driver_of
-from prunex_mpi.settings.cli import parse
-from prunex_mpi.settings.resolve import BY_NAME, make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 DECAY = 0.7
-RUN = {"model": "resnet8-w4", "outer_iterations": 6, "local_steps": 3, "ema": DECAY, "lr": 0.05}
+RUN = {
+    "model": "resnet8-w4",
+    "outer_iterations": 6,
+    "local_steps": 3,
+    "model_ema_decay": DECAY,
+    "lr": 0.05,
+}
 # One of float32 beside one of float64.
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 FLAT = "flat consensus"
@@ -180,7 +186,7 @@ def test_the_average_is_that_of_every_z_since_the_mask_changed(
 def test_training_does_not_notice(scenario: str) -> None:
     found = []
     for decay in (0.0, DECAY):
-        changes = settings_of(scenario, ema=decay)
+        changes = settings_of(scenario, model_ema_decay=decay)
         base = BASES.get(scenario, scenario)
         with nodes_of(2) as topology, small_run(topology, base, **changes) as work:
             losses = [
@@ -246,7 +252,7 @@ def test_statistics_of_a_support_that_stays_are_estimated_on_the_average() -> No
 
 @pytest.mark.parametrize("scenario", ["dense", "recipe"])
 def test_the_best_is_the_best_average(scenario: str) -> None:
-    changes = settings_of(scenario, val_share=0.25, train_samples=80)
+    changes = settings_of(scenario, val_split=0.25, train_samples=80)
     averages: dict[int, Tensor] = {}
     with nodes_of(2) as topology, small_run(topology, scenario, **changes) as work:
         for record in driver_of(work.settings).outer_iterations(topology, work):

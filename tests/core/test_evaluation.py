@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from prunex_mpi.base.errors import USAGE, Diverged, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.evaluation import (
     EVALUATION_BATCH,
     RECALIBRATION_BATCHES,
@@ -28,7 +29,6 @@ from prunex_mpi.core.steps import finish_average_
 from prunex_mpi.data.batches import BatchStream, Look, Shard, evaluation_batches
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import Groups
-from prunex_mpi.settings.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 

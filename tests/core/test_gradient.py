@@ -11,11 +11,11 @@ from nodes import WORLD
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.problem import lr_scale_of
 from prunex_mpi.core.steps import averaging, clip_, forward_backward
 from prunex_mpi.data.transforms import Mixing, mix
-from prunex_mpi.settings.resolve import make
 
 BATCH, CLASSES, SIDE = 8, 5, 6
 
@@ -58,21 +58,21 @@ def test_a_batch_in_parts_has_the_same_gradient_on_all_ranks() -> None:
     streams = [Batches(rank) for rank in range(WORLD.size)]
     wanted = sum(gradient(stream)[0] for stream in streams) / WORLD.size
     for parts in (1, 2, 4):
-        found, loss = gradient(streams[WORLD.rank], wire_of(WORLD), accumulate=parts)
+        found, loss = gradient(streams[WORLD.rank], wire_of(WORLD), grad_accum_steps=parts)
         assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-14)
         assert loss == pytest.approx(gradient(streams[WORLD.rank])[1], abs=1e-12)
 
 
 def test_a_batch_that_parts_do_not_divide_is_refused() -> None:
-    with pytest.raises(UserError, match="accumulate 3 does not divide the 32 images"):
-        make(accumulate=3, batch_size=32)
-    with pytest.raises(UserError, match="accumulate means nothing to method prunetrain"):
-        make(method="prunetrain", accumulate=2)
+    with pytest.raises(UserError, match="grad-accum-steps 3 does not divide the 32 images"):
+        make(grad_accum_steps=3, batch_size=32)
+    with pytest.raises(UserError, match="grad-accum-steps means nothing to method prunetrain"):
+        make(method="prunetrain", grad_accum_steps=2)
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.01, 1e6])
 def test_clipping_is_that_of_torch(limit: float) -> None:
-    settings = make(method="dense", batch_size=BATCH, clip_norm=limit)
+    settings = make(method="dense", batch_size=BATCH, clip_grad=limit)
     work = make_work(settings, plain_net(), Batches(0))
     forward_backward(work, None)
     parameters = [p.detach().clone().requires_grad_() for p in work.problem.model.parameters()]
@@ -86,7 +86,7 @@ def test_clipping_is_that_of_torch(limit: float) -> None:
 
 
 def test_smoothed_labels_are_trained_on_and_not_measured_by() -> None:
-    loss, objective = find_losses(make(label_smoothing=0.2), CLASSES, CPU)
+    loss, objective = find_losses(make(smoothing=0.2), CLASSES, CPU)
     outputs, labels = torch.randn(4, CLASSES), torch.tensor([0, 1, 2, 3])
     shares = F.one_hot(labels, CLASSES) * 0.8 + 0.2 / CLASSES
     by_hand = -(shares * outputs.log_softmax(1)).sum(1).mean()

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.loop import Round, measures_residuals
 from prunex_mpi.core.state import Position
-from prunex_mpi.settings.resolve import make
 
 
 @pytest.mark.parametrize(

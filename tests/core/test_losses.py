@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from pretended import CPU, GPU, pretended_gpu
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.losses import find_losses, refuse_several
-from prunex_mpi.settings.resolve import make
 
 
 def scalar(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

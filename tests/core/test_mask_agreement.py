@@ -9,6 +9,7 @@ from driving import wires_of
 from nodes import NODE_SHAPES, WORLD, nodes_of
 from torch import nn
 
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.mask_agreement import (
     agree_by_or,
     agree_by_vote,
@@ -17,7 +18,6 @@ from prunex_mpi.core.mask_agreement import (
 from prunex_mpi.core.state import State, build_state
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import Selection, find_groups
-from prunex_mpi.settings.resolve import make
 
 ORDERS = [("filter",), ("channel",), ("shape",), ("channel", "filter"), ("filter", "shape")]
 

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.message import VELOCITY, outer_memory, outer_step_
 from prunex_mpi.core.state import build_optimizer, forget_momentum_, remembered
 from prunex_mpi.methods.local_sgd import FEWEST_KEPT, advice
-from prunex_mpi.settings.resolve import make
 
 
 def step_towards(z, mean, memory, settings):

@@ -7,10 +7,10 @@ from nodes import WORLD, nodes_of
 from torch import nn
 
 from prunex_mpi.comm.collectives import build_transport, mpi_buffer
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core import problem
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import build_problem
-from prunex_mpi.settings.resolve import make
 
 CPU = torch.device("cpu")
 

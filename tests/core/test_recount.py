@@ -2,9 +2,9 @@
 
 import pytest
 
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.schedule import quadratic_rounds, recount_steps_, total_steps
 from prunex_mpi.core.state import Position
-from prunex_mpi.settings.resolve import make
 
 COMMON = {"dataset": "synthetic", "train_samples": 64, "test_samples": 16, "lr": 0.05}
 

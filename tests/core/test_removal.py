@@ -16,6 +16,7 @@ from torchvision.models import VisionTransformer
 
 from prunex_mpi import export
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core import evaluation, schedule
 from prunex_mpi.core.problem import choose_rules
 from prunex_mpi.methods import hsadmm
@@ -25,7 +26,6 @@ from prunex_mpi.models.standalone import load
 from prunex_mpi.pruning.shrink import Rules, cut
 from prunex_mpi.run import supervision
 from prunex_mpi.run.finished_run import read_run
-from prunex_mpi.settings.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -34,7 +34,7 @@ COMMON = {
     "outer_iterations": 7,
     "lr": 0.05,
     "lr_schedule": "constant",
-    "lr_warmup": 0.0,
+    "warmup_ratio": 0.0,
     "bn": "average",
 }
 PRUNEX = {
@@ -44,7 +44,7 @@ PRUNEX = {
 ONE_SHOT = {"method": "one-shot", "one_shot_prune_iteration": 3}
 SCENARIOS = {
     "prunex": PRUNEX,
-    "outer": {**PRUNEX, "node_sync": "outer", "clip_norm": 0.5, "dropped": "shrink"},
+    "outer": {**PRUNEX, "node_sync": "outer", "clip_grad": 0.5, "dropped": "shrink"},
     "adamw int4": {**PRUNEX, "optimizer": "adamw", "lr": 0.002, "payload": "int4"},
     "behind": {**PRUNEX, "overlap_steps": 1, "evaluate_every": 7, "payload": "int4"},
     "one-shot": {**ONE_SHOT, "score": "gates", "payload": "bf16"},
@@ -114,7 +114,7 @@ RUN = {
     **RUN_COMMON,
     **{"model": "resnet8-w4", "groups": ("coupled",), "outer_iterations": 6, "local_steps": 3},
     **{"freeze_iteration": 3, "warmup_iterations": 0, "keep_ramp_iterations": 2, "lr": 0.05},
-    **{"progress": "off", "val_share": 0.25, "ema": 0.5},
+    **{"progress": "off", "val_split": 0.25, "model_ema_decay": 0.5},
 }
 
 

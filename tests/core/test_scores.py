@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from prunex_mpi.config.resolve import BY_NAME
 from prunex_mpi.core.scores import SENSITIVITY, watch_
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
-from prunex_mpi.settings.resolve import BY_NAME
 
 
 def totals(method: str, once: int = 0, warmup: int = 0) -> list[float]:

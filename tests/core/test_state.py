@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import State, adopt_mask, build_state, freeze, weights
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.projection import select
-from prunex_mpi.settings.resolve import make
 
 
 def make_state(**changes: object) -> State:

@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.admm import decay_of_layers, step_duals_, sum_candidate, weigh_candidate
 from prunex_mpi.core.state import State, build_state
 from prunex_mpi.models import layout as layouts
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import Groups
-from prunex_mpi.settings.resolve import make
 
 LENGTHS = (1, 7, 40, 10**6)
 EVEN, UNEVEN = np.full(4, 0.5), np.array([0.5, 0.25, 3.0, 0.5])

@@ -29,7 +29,7 @@ LOAD |= dict(image_size=0, seed=0)
 
 
 def load(name: str, rank: int = 0, size: int = 1, **changes: object) -> Dataset:
-    part = data.Part(rank, size, val_share=changes.pop("val_share", 0.0))
+    part = data.Part(rank, size, val_split=changes.pop("val_split", 0.0))
     return data.load(name, part=part, **(LOAD | changes))
 
 
@@ -79,9 +79,9 @@ def test_shards_are_disjoint_and_training_shards_equal(size: int) -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_images_held_out_are_the_same_for_any_number_of_ranks(size: int) -> None:
     whole = load("digits", seed=4)
-    parts = [load("digits", rank, size, seed=4, val_share=0.1) for rank in range(size)]
+    parts = [load("digits", rank, size, seed=4, val_split=0.1) for rank in range(size)]
     held = [image for part in parts for image in images_of(part.val)]
-    assert sorted(held) == sorted(images_of(load("digits", seed=4, val_share=0.1).val))
+    assert sorted(held) == sorted(images_of(load("digits", seed=4, val_split=0.1).val))
     counts = torch.cat([part.val.labels for part in parts]).bincount()
     classes = whole.train.labels.bincount()
     assert (counts - 0.1 * classes).abs().max() < 1
@@ -93,7 +93,7 @@ def test_the_images_held_out_are_the_same_for_any_number_of_ranks(size: int) -> 
     # Digits that look alike exist: how often each is there tells the two parts from each other.
     left = Counter(images_of(whole.train)) - Counter(held)
     assert not Counter(trained) - left
-    assert sorted(images_of(load("digits", seed=5, val_share=0.1).val)) != sorted(held)
+    assert sorted(images_of(load("digits", seed=5, val_split=0.1).val)) != sorted(held)
     assert whole.val is None and whole.val_total == 0
 
 
@@ -371,5 +371,5 @@ def test_the_same_share_of_each_class_is_held_out_in_the_order_there_was() -> No
     assert labels[held].bincount().tolist() == [0] * 900 + [10] + [0] * 49 + [2]
     labels = torch.arange(10).repeat(2)
     order = torch.arange(20)
-    with pytest.raises(UserError, match=r"val-share 0\.01"):
+    with pytest.raises(UserError, match=r"val-split 0\.01"):
         hold_out(order, labels, 0.01)

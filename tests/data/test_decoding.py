@@ -168,7 +168,7 @@ def test_the_next_image_of_its_class_stands_in_for_a_damaged_one(
 
 def test_images_held_out_and_those_to_train_on_never_stand_in_for_each_other(folder: Path) -> None:
     ways = {"train_samples": 0, "test_samples": 0, "image_size": 0, "seed": 3}
-    ways["part"] = data.Part(0, 1, val_share=0.4)
+    ways["part"] = data.Part(0, 1, val_split=0.4)
 
     def load_held(**access: object) -> Dataset:
         return data.load("imagefolder", data_dir=str(folder), access=Access(**access), **ways)

@@ -76,7 +76,7 @@ def items(count: int = 6, **attributes: Any) -> Own:
 
 
 @pytest.mark.parametrize("mode", ["memory", "stream"])
-@pytest.mark.parametrize("part", [WHOLE, Part(1, 3), Part(0, 2, val_share=0.2)])
+@pytest.mark.parametrize("part", [WHOLE, Part(1, 3), Part(0, 2, val_split=0.2)])
 def test_digits_by_a_function_are_those_built_in(mode: str, part: Part) -> None:
     assert_same(load("digits", part=part), load("digits_again", part=part, mode=mode))
 

@@ -28,10 +28,10 @@ from prunex_mpi.comm.collectives import (
     build_transport,
     reduce_,
 )
+from prunex_mpi.config.cli import parse
+from prunex_mpi.config.resolve import make
 from prunex_mpi.diagnosis import devices
 from prunex_mpi.models.layout import build_layout, flatten_
-from prunex_mpi.settings.cli import parse
-from prunex_mpi.settings.resolve import make
 
 pytestmark = [
     pytest.mark.mpi,

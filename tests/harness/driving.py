@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 SMALL_BUCKETS = build_transport(DEVICE, 2**-10, BUFFERS)
 STEPS = 3
 STEPS_PER_EPOCH = 2
-COMMON = {"outer_iterations": 2, "lr": 0.05, "lr_schedule": "constant", "lr_warmup": 0.0}
+COMMON = {"outer_iterations": 2, "lr": 0.05, "lr_schedule": "constant", "warmup_ratio": 0.0}
 # Aggregation and ranks per node; with 4 ranks: 2 + 2, 3 + 1.
 SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
 

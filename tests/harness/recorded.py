@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from prunex_mpi.base.records import RANK_PHASES
-from prunex_mpi.settings.resolve import make, to_toml
+from prunex_mpi.config.resolve import make, to_toml
 from prunex_mpi.tools.report.stragglers import INSIDE
 
 VERSIONS = {"prunex_mpi": "0.1.0", "torch": "2.15.0", "mpi": "Open MPI v5.0.11", "python": "3.11.7"}

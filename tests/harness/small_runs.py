@@ -13,11 +13,11 @@ from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.state import Work
 from prunex_mpi.run.start import assemble
 from prunex_mpi.run.supervision import goes_behind_steps
-from prunex_mpi.settings.resolve import make
 
 CPU = torch.device("cpu")
 # Buckets of 1 KiB: every message is cut.

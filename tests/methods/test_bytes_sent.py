@@ -12,9 +12,9 @@ from mpi4py import MPI
 
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wire
+from prunex_mpi.config.resolve import make
+from prunex_mpi.methods import declared
 from prunex_mpi.methods.exchanges import code_of, metadata_bytes
-from prunex_mpi.settings import declared
-from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.mpi
 

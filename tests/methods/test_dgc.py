@@ -9,9 +9,9 @@ from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
 from torch import float64
 
+from prunex_mpi.config.resolve import make
 from prunex_mpi.methods import dgc
 from prunex_mpi.methods.dgc import ratio_of, warmup_steps
-from prunex_mpi.settings.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 

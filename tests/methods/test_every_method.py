@@ -5,11 +5,11 @@ import torch
 from nets import new_net
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import EACH, OWN, SHARED
+from prunex_mpi.methods.declared import METHODS
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.settings.declared import METHODS
-from prunex_mpi.settings.resolve import make
 
 
 def remembered(method: str, **changes: object) -> dict[str, torch.Tensor]:

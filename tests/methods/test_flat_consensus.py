@@ -13,7 +13,7 @@ from nodes import WORLD, nodes_of
 from reference_flat import simulate_flat
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.settings.resolve import make
+from prunex_mpi.config.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -26,7 +26,7 @@ RECIPE = {
     "freeze_iteration": 4,
     "lr": 0.05,
     "lr_schedule": "constant",
-    "lr_warmup": 0.0,
+    "warmup_ratio": 0.0,
     "bn": "average",
     "rho1": 0.02,
 }

@@ -26,12 +26,12 @@ from mpi4py import MPI
 
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.topology import build_topology, free_topology
+from prunex_mpi.config.resolve import make, with_overrides
 from prunex_mpi.core.state import REST
 from prunex_mpi.methods.hsadmm import intra_node_consensus, outer_iterations
 from prunex_mpi.pruning.compaction import unpack_
 from prunex_mpi.pruning.masks import apply_factors_
 from prunex_mpi.settings.fields import PAYLOADS
-from prunex_mpi.settings.resolve import make, with_overrides
 
 CPU = torch.device("cpu")
 RESIDUALS = {"intra_primal": 0, "intra_dual": 1, "inter_primal": 2, "inter_dual": 3}
@@ -44,7 +44,7 @@ RECIPE = {
     "freeze_iteration": 4,
     "lr": 0.05,
     "lr_schedule": "constant",
-    "lr_warmup": 0.0,
+    "warmup_ratio": 0.0,
     "bn": "average",
     "rho1": 0.02,
     "rho2": 0.005,

@@ -6,9 +6,9 @@ from driving import COMMON, make_work, run_driver, wire_of
 from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
 
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import Work
 from prunex_mpi.methods import lion
-from prunex_mpi.settings.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 

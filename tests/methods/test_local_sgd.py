@@ -22,13 +22,13 @@ from reference_rivals import simulate_local
 from mpi4py import MPI
 
 from prunex_mpi.compress import chunks
-from prunex_mpi.settings.declared import METHODS
-from prunex_mpi.settings.resolve import make
+from prunex_mpi.config.resolve import make
+from prunex_mpi.methods.declared import METHODS
 
 pytestmark = pytest.mark.mpi
 
 STEPS, CHUNK = 2, 64
-COMMON = {"outer_iterations": 4, "lr": 0.05, "lr_schedule": "constant", "lr_warmup": 0.0}
+COMMON = {"outer_iterations": 4, "lr": 0.05, "lr_schedule": "constant", "warmup_ratio": 0.0}
 # Running averages: the streams of these tests have nothing to estimate statistics with.
 COMMON |= {"bn": "average"}
 SCENARIOS = {
@@ -54,7 +54,7 @@ SCENARIOS = {
         "method": "qsr",
         "outer_iterations": 7,
         "lr_schedule": "cosine",
-        "lr_warmup": 0.2,
+        "warmup_ratio": 0.2,
         "qsr_alpha": 0.06,
     },
     "sparseloco": {"method": "sparseloco", "sparseloco_ratio": 0.05},

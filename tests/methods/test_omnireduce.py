@@ -10,8 +10,8 @@ from nets import RandomStream
 from nodes import WORLD, nodes_of
 from torch import nn
 
+from prunex_mpi.config.resolve import make
 from prunex_mpi.methods import omnireduce
-from prunex_mpi.settings.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 

@@ -30,6 +30,7 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.agreement import require_same
 from prunex_mpi.comm.collectives import build_transport
+from prunex_mpi.config.resolve import make, to_toml
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.methods import pactrain_mask, pactrain_samples
 from prunex_mpi.methods.pactrain import (
@@ -55,7 +56,6 @@ from prunex_mpi.methods.pactrain_support import CHOICE, PRUNED, SECONDS, STABLE,
 from prunex_mpi.models.layout import build_layout, matrices
 from prunex_mpi.run import delivery
 from prunex_mpi.run.summary import closing_table
-from prunex_mpi.settings.resolve import make, to_toml
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -66,7 +66,7 @@ COMMON = {
     "outer_iterations": 3,
     "lr": 0.05,
     "lr_schedule": "constant",
-    "lr_warmup": 0.0,
+    "warmup_ratio": 0.0,
     "bucket_mib": 2**-10,
     "pactrain_stable_window": 2,
     "pactrain_score": "magnitude",

@@ -24,9 +24,8 @@ from nodes import WORLD, nodes_of
 from reference_rivals import CONSTANTS, simulate_per_step
 from torch import nn
 
-from prunex_mpi.methods import exchanges
-from prunex_mpi.settings import declared
-from prunex_mpi.settings.resolve import BY_NAME, make
+from prunex_mpi.config.resolve import BY_NAME, make
+from prunex_mpi.methods import declared, exchanges
 
 pytestmark = pytest.mark.mpi
 

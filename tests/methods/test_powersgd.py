@@ -10,11 +10,11 @@ from nodes import WORLD, nodes_of
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import Work
 from prunex_mpi.methods import powersgd
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.settings.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 

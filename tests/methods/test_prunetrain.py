@@ -15,6 +15,7 @@ from odd_models import randomise_
 from reference_prunetrain import simulate_prunetrain, without_dead
 from torchvision.models import VisionTransformer
 
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.problem import make_groups
 from prunex_mpi.core.removal import remove_
 from prunex_mpi.core.state import build_state
@@ -22,7 +23,6 @@ from prunex_mpi.models.build import build_model
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.models.slim import SlimAttention
 from prunex_mpi.pruning.coupling import PLAIN, find_coupling
-from prunex_mpi.settings.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -36,7 +36,7 @@ COMMON = {
     "prunetrain_threshold": 0.25,
     "lr": 0.05,
     "lr_schedule": "constant",
-    "lr_warmup": 0.0,
+    "warmup_ratio": 0.0,
 }
 # With 4 ranks: 2 + 2, 3 + 1.
 SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))

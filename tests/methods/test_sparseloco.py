@@ -6,8 +6,8 @@ from driving import assert_alike_on_all_ranks, run_driver
 from nets import RandomStream, new_net
 from nodes import NODE_SHAPES, WORLD, nodes_of
 
+from prunex_mpi.config.resolve import make
 from prunex_mpi.methods import sparseloco
-from prunex_mpi.settings.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 

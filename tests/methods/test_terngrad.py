@@ -6,8 +6,8 @@ from driving import COMMON, make_work, wire_of
 from nets import RandomStream, new_net
 from nodes import WORLD
 
+from prunex_mpi.config.resolve import make
 from prunex_mpi.methods import terngrad
-from prunex_mpi.settings.resolve import make
 
 
 def test_scales_by_hand() -> None:

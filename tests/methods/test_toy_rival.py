@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launch import run_job
 
-from prunex_mpi.settings.resolve import BY_NAME
+from prunex_mpi.config.resolve import BY_NAME
 
 PACKAGE = Path(__file__).resolve().parents[2] / "prunex_mpi"
 README = PACKAGE / "methods" / "README.md"

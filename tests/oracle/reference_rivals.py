@@ -387,18 +387,18 @@ def new_optimizer(model, s):
 
 def rate_at(step, total, s):
     """Return the learning rate of a step: a line up, then level or along a cosine."""
-    warm = round(s.lr_warmup * total)
+    warm = round(s.warmup_ratio * total)
     if step < warm:
         return s.lr * (step + 1) / warm
     if s.lr_schedule == "constant":
         return s.lr
-    low, part = s.lr * s.lr_final, (step - warm) / (total - warm)
+    low, part = s.lr * s.min_lr_ratio, (step - warm) / (total - warm)
     return low + 0.5 * (s.lr - low) * (1 + math.cos(math.pi * part))
 
 
 def interval(done, total, s):
     """Return the steps of a round, as the code of Gu et al. 2024 has it (LocalOptimizer)."""
-    if s.method.name != "qsr" or done < round(s.lr_warmup * total):
+    if s.method.name != "qsr" or done < round(s.warmup_ratio * total):
         return s.steps
     wanted = int((s.options.alpha / rate_at(done, total, s)) ** 2)
     return max(min(max(wanted, s.steps), total - done), 1)

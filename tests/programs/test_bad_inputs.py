@@ -35,9 +35,9 @@ from torch import nn
 
 from prunex_mpi import train
 from prunex_mpi.base.files import read_record
+from prunex_mpi.config.resolve import FIELDS, GIVEN
 from prunex_mpi.run import checkpoint_files, program
 from prunex_mpi.settings.fields import SHARED, key_of
-from prunex_mpi.settings.resolve import FIELDS, GIVEN
 
 FAILURE, USAGE, UNREADABLE = 1, 2, 3
 LIMIT_S = 20

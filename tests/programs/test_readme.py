@@ -13,12 +13,12 @@ from launch import environment, run_job, train
 
 from prunex_mpi.__main__ import PROGRAMS
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.config import cli
+from prunex_mpi.config.resolve import BY_NAME as METHODS
 from prunex_mpi.diagnosis import options as doctor
 from prunex_mpi.research.bench import bench_options as bench
 from prunex_mpi.research.compare import compare_options as compare
 from prunex_mpi.research.figures import figure_options as figures
-from prunex_mpi.settings import cli
-from prunex_mpi.settings.resolve import BY_NAME as METHODS
 from prunex_mpi.tools import evaluate_options as evaluate
 from prunex_mpi.tools import export_options as export
 from prunex_mpi.tools.report import report_options as report

@@ -63,7 +63,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
         for path in (CHECKOUT / "prunex_mpi").rglob("*.*")
         if path.is_file() and path.suffix not in (".pyc", ".md", ".png", ".json")
     }
-    read = {"prunex_mpi/settings/presets/paper.toml", "prunex_mpi/tools/report/page.html"}
+    read = {"prunex_mpi/config/presets/paper.toml", "prunex_mpi/tools/report/page.html"}
     assert {"prunex_mpi/train.py", *read} <= sources
     with zipfile.ZipFile(wheel) as archive:
         assert {name for name in archive.namelist() if name.startswith("prunex_mpi/")} == sources

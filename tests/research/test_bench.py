@@ -17,6 +17,8 @@ from prunex_mpi.base.errors import FAILURE, USAGE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.topology import Topology, build_topology, free_topology, nodes_of
+from prunex_mpi.config import cli
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import wires_of
 from prunex_mpi.data.datasets import load
@@ -27,9 +29,7 @@ from prunex_mpi.research.bench.communication import collectives, cost_model, fit
 from prunex_mpi.research.bench.kernels import PHASES, block_codes, kernels, project_alone
 from prunex_mpi.research.bench.sections import run_sections
 from prunex_mpi.research.bench.workbench import Bench, make_state
-from prunex_mpi.settings import cli
 from prunex_mpi.settings.fields import PAYLOADS, Settings
-from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.timing import Action, wall_times
 
 CPU = torch.device("cpu")

@@ -25,6 +25,8 @@ from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import nodes_of
 from prunex_mpi.compress.sparse import kept_per_layer
+from prunex_mpi.config.resolve import BY_NAME as METHODS
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core import evaluation
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.models.build import build_model
@@ -47,8 +49,6 @@ from prunex_mpi.research.compare.outcomes import (
     to_dict,
 )
 from prunex_mpi.research.compare.run_rows import count_zeros, curve_of, images_of, operations
-from prunex_mpi.settings.resolve import BY_NAME as METHODS
-from prunex_mpi.settings.resolve import make
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -312,7 +312,7 @@ def test_a_row_that_can_not_be_is_refused_before_anything_runs(quiet, monkeypatc
     [
         ("--methods dense local-sgd --init-from=RUNS/dense-{seed} --seeds 0 1", "dense, seed 1"),
         ("--methods dense --teacher=RUNS/none-{seed} --init-from=RUNS/dense-0", "dense, seed 0"),
-        ("--methods dense --teacher=RUNS/none-{seed} --teacher-share=0.5", "/none-0'"),
+        ("--methods dense --teacher=RUNS/none-{seed} --distillation-alpha=0.5", "/none-0'"),
         # The seed that tunes, of a row that is tuned.
         ("--methods dense --init-from=RUNS/dense-{seed} --tune-lr 0.1", "dense, seed 1"),
         ("--methods dense --init-from=RUNS/dense-{seed} --lr 0.1", ""),
@@ -533,7 +533,7 @@ def test_one_more_seed_changes_nothing_about_rows_of_equal_bytes(quiet, tmp_path
 @pytest.mark.mpi
 def test_each_seed_of_a_row_can_begin_with_the_network_of_its_own(quiet, tmp_path):
     _, first = compared(["--methods", "dense", "--seeds", "0", "1"], tmp_path / "first")
-    flags = ["--methods", "local-sgd", "--seeds", "0", "1", "--teacher-share=0.1"]
+    flags = ["--methods", "local-sgd", "--seeds", "0", "1", "--distillation-alpha=0.1"]
     paths = [f"--{name}={first}/runs/dense-{{seed}}" for name in ("init-from", "teacher")]
     _, second = compared([*flags, *paths], tmp_path / "second")
     digests = {}
@@ -611,7 +611,7 @@ def test_what_is_kept_of_a_run_is_what_was_evaluated(quiet, tmp_path, monkeypatc
         return real(topology, work, shard)
 
     monkeypatch.setattr(evaluation, "judge", judge)
-    _, place = compared(["--methods", "dense", "--ema=0.75"], tmp_path)
+    _, place = compared(["--methods", "dense", "--model-ema-decay=0.75"], tmp_path)
     tensors = load_file(f"{place}/runs/dense-0/state.safetensors")
     names = [name for name in tensors if "running" not in name and "num_batches" not in name]
     assert torch.equal(

@@ -8,9 +8,9 @@ import pytest
 from compared import run_bench
 
 from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.config.resolve import BY_NAME as METHODS
+from prunex_mpi.config.resolve import make
 from prunex_mpi.research.compare.compare_options import digest_of, parse, read_plan, settings_of
-from prunex_mpi.settings.resolve import BY_NAME as METHODS
-from prunex_mpi.settings.resolve import make
 from prunex_mpi.settings.values import AUTO
 
 PLAN = """

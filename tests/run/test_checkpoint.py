@@ -27,6 +27,7 @@ from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, StopAgreement, stop_agreement
 from prunex_mpi.comm.topology import Topology, free_topology
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.evaluation import memory_of_ema
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import build_problem, make_groups
@@ -42,6 +43,7 @@ from prunex_mpi.core.state import (
     build_state,
     remembered,
 )
+from prunex_mpi.methods.declared import METHODS
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.hsadmm import z_arrives
 from prunex_mpi.models.layout import build_layout
@@ -50,9 +52,7 @@ from prunex_mpi.run import checkpoint, checkpoint_files, tensor_file
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.snapshot import contents, misfit
 from prunex_mpi.run.supervision import Checkpoints, driver_of, write_checkpoint
-from prunex_mpi.settings.declared import METHODS
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -68,7 +68,7 @@ COMMON = {
 }
 RAMP = {"warmup_iterations": 1, "keep_ramp_iterations": 2}
 SCENARIOS = {
-    "recipe": {**RAMP, "freeze_iteration": 4, "ema": 0.75},
+    "recipe": {**RAMP, "freeze_iteration": 4, "model_ema_decay": 0.75},
     "paper": {
         **RAMP,
         "preset": "paper",
@@ -133,7 +133,7 @@ SCENARIOS = {
         "method": "prunetrain",
         "prunetrain_reconfigure_every": 3,
         "prunetrain_threshold": 0.27,
-        "ema": 0.5,
+        "model_ema_decay": 0.5,
     },
 }
 COVERED = {changes.get("method", "prunex") for changes in SCENARIOS.values()}
@@ -160,7 +160,7 @@ FEWER_BITS = {
         "remove_dropped": True,
         "payload": "int4",
         "score": "gates",
-        "ema": 0.75,
+        "model_ema_decay": 0.75,
     },
 }
 OVERLAPPED = {
@@ -170,7 +170,7 @@ OVERLAPPED = {
         **BEHIND,
         "freeze_iteration": 3,
         "overlap_steps": 2,
-        "ema": 0.75,
+        "model_ema_decay": 0.75,
     },
     "paper int8 behind": {
         **RAMP,

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from prunex_mpi.base.tables import format_table
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.sums import MOST_SUMMED
 from prunex_mpi.run.cost import (
     ENCODE_ADD_DECODE,
@@ -23,7 +24,6 @@ from prunex_mpi.run.cost import (
 )
 from prunex_mpi.run.dry_run import Travelling, cost_table, exchange_of
 from prunex_mpi.settings.fields import NODES, PAYLOADS
-from prunex_mpi.settings.resolve import make
 
 LINK = Link(gbit=1.0, latency_us=50.0)
 KERNELS = Kernels(pack=2.0, unpack=4.0, piece_us=10.0, encode=1.0, add=2.0, decode=4.0)

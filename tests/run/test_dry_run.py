@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.config.resolve import make, with_overrides
 from prunex_mpi.models.build import build_model
 from prunex_mpi.run.dry_run import dry_run
 from prunex_mpi.run.start import set_up
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.fields import PAYLOADS
-from prunex_mpi.settings.resolve import make, with_overrides
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 

@@ -11,9 +11,9 @@ from mpi4py import MPI
 
 from prunex_mpi import export, train
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.config.resolve import make
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.run.from_python import Data, find_classes
-from prunex_mpi.settings.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 SIDE, CLASSES, IMAGES = 8, 3, 16
@@ -48,7 +48,7 @@ def focal(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("loss", "ema"), [(None, 0.0), (focal, 0.0), (None, 0.75)])
 def test_an_own_model_is_pruned_by_an_own_loop(loss, ema) -> None:
     data = Data(shard(WORLD.rank), test=shard(100))
-    with train.training(WORLD, make(**SHORT, ema=ema), own_model(), data, loss) as run:
+    with train.training(WORLD, make(**SHORT, model_ema_decay=ema), own_model(), data, loss) as run:
         records = list(run.outer_iterations())
         assert [record["iteration"] for record in records] == [1, 2, 3, 4]
         assert records[-1]["frozen"] and records[-1]["density"] < 0.6
@@ -177,19 +177,19 @@ def test_ranks_that_would_wait_for_others_for_ever_are_refused(settings, test, w
 
 
 ONE_IMAGE = {"batch_size": 1}
-PARTS_OF_ONE = {"batch_size": 8, "accumulate": 8}
+PARTS_OF_ONE = {"batch_size": 8, "grad_accum_steps": 8}
 
 
 @pytest.mark.parametrize(
     ("settings", "model", "why"),
     [
         (
-            {"batch_size": 32, "accumulate": 32},
+            {"batch_size": 32, "grad_accum_steps": 32},
             own_model,
             "does not divide the 16 images of a step",
         ),
         (ONE_IMAGE, flat_model, "batches are of one image, of which BatchNorm 2 sees one value"),
-        (PARTS_OF_ONE, flat_model, "accumulate 8 leaves parts of one image, .*; lower it"),
+        (PARTS_OF_ONE, flat_model, "grad-accum-steps 8 leaves parts of one image, .*; lower it"),
     ],
 )
 def test_a_step_goes_through_the_network_in_equal_parts(settings, model, why) -> None:

@@ -26,13 +26,13 @@ from mpi4py import MPI
 from prunex_mpi.base import files
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import log
+from prunex_mpi.config.cli import parse
+from prunex_mpi.config.resolve import flat_values, make, resumed, with_overrides
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models import trained as weights_read
 from prunex_mpi.models.build import build_model
 from prunex_mpi.run import pretrained
 from prunex_mpi.run.pretrained import INITIAL, evaluate_initial
-from prunex_mpi.settings.cli import parse
-from prunex_mpi.settings.resolve import flat_values, make, resumed, with_overrides
 
 if sys.version_info >= (3, 11):
     import tomllib

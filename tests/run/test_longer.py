@@ -11,11 +11,11 @@ from nodes import WORLD
 from small_runs import COMMON, PRUNING
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.config.cli import parse
+from prunex_mpi.config.resolve import flat_values, make, resumed, to_toml
 from prunex_mpi.run import supervision
 from prunex_mpi.run.directory import RunDirectory, same_run
-from prunex_mpi.settings.cli import parse
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.resolve import flat_values, make, resumed, to_toml
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -66,7 +66,7 @@ def test_a_complete_run_becomes_the_one_that_was_longer_from_the_start(
 @pytest.mark.mpi
 def test_the_rest_has_the_learning_rate_of_the_longer_run_and_masks_stay() -> None:
     with run_folder() as folder:
-        changes = {**PRUNING, "lr_schedule": "cosine", "lr_warmup": 0.0}
+        changes = {**PRUNING, "lr_schedule": "cosine", "warmup_ratio": 0.0}
         assert run_job_here(settings_of(folder, "run", **changes)) == 0
         assert run_job_here(longer(folder, "run", 6)) == 0
         whole = settings_of(folder, "whole", **changes, outer_iterations=6)

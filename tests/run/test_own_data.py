@@ -14,9 +14,9 @@ from small_runs import PRUNING
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.config.cli import parse as resume
+from prunex_mpi.config.resolve import make
 from prunex_mpi.run.finished_run import read_run
-from prunex_mpi.settings.cli import parse as resume
-from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.evaluate_network import evaluate
 from prunex_mpi.tools.evaluate_options import parse
 
@@ -49,10 +49,10 @@ def assert_same(one: tuple, other: tuple) -> None:
 @pytest.mark.mpi
 def test_own_digits_train_what_the_built_in_ones_train() -> None:
     with run_folder() as folder:
-        plain = run(folder, "plain", dataset="digits", val_share=0.1)
-        again = {"dataset": "own_data:digits_again", "val_share": 0.1}
-        assert_same(plain, run(folder, "memory", **again, data_mode="memory", data_workers=1))
-        assert_same(plain, run(folder, "stream", **again, data_mode="stream", data_workers=3))
+        plain = run(folder, "plain", dataset="digits", val_split=0.1)
+        again = {"dataset": "own_data:digits_again", "val_split": 0.1}
+        assert_same(plain, run(folder, "memory", **again, data_mode="memory", workers=1))
+        assert_same(plain, run(folder, "stream", **again, data_mode="stream", workers=3))
         if WORLD.rank == 0:
             names = again["dataset"], "odd_models:small"
             built_in, own = (

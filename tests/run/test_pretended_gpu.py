@@ -21,10 +21,10 @@ pytestmark = [
 COUPLED = {**PRUNING, "groups": ("coupled",)}
 # What the scenarios of small runs leave out.
 MORE = {
-    "removal": {**COUPLED, "remove_dropped": True, "freeze_iteration": 2, "ema": 0.5},
-    "gates": {**COUPLED, "score": "gates", "payload": "int2", "val_share": 0.25},
+    "removal": {**COUPLED, "remove_dropped": True, "freeze_iteration": 2, "model_ema_decay": 0.5},
+    "gates": {**COUPLED, "score": "gates", "payload": "int2", "val_split": 0.25},
     "shrink": {**COUPLED, "dropped": "shrink", "optimizer": "adamw"},
-    "fp16": {**PRUNING, "amp": "fp16", "clip_norm": 1.0, "mask_agreement": "or"},
+    "fp16": {**PRUNING, "amp": "fp16", "clip_grad": 1.0, "mask_agreement": "or"},
     "changed": {**PRUNING, "augment": "resized-crop", "transforms": ("aug-mix",)},
     "diloco": {"method": "diloco"},
     "dgc": {"method": "dgc"},

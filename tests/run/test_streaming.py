@@ -67,7 +67,7 @@ def test_a_stream_trains_what_memory_trains(
     tmp_path: Path, run: Callable[..., int], method: str
 ) -> None:
     assert run("memory", "--method", method, "--data-mode", "memory") == 0
-    assert run("stream", "--method", method, "--data-mode", "stream", "--data-workers", "3") == 0
+    assert run("stream", "--method", method, "--data-mode", "stream", "--workers", "3") == 0
     assert_same(tmp_path / "memory", tmp_path / "stream")
     lines = (tmp_path / "stream/metrics.jsonl").read_text().splitlines()
     waited = [json.loads(line)["data_wait_seconds"] for line in lines]
@@ -84,7 +84,7 @@ def test_a_stream_that_was_left_goes_on_exactly(tmp_path: Path, run: Callable[..
     assert run("run", "--data-mode", "stream", "--time-limit", "1") == 75
     again = ["--resume", "--run-dir", str(tmp_path / "run"), *MODEL, "--time-limit", "0"]
     # With another number of threads, too.
-    assert train.main([*again, "--data-workers", "1"]) == 0
+    assert train.main([*again, "--workers", "1"]) == 0
     assert_same(tmp_path / "whole", tmp_path / "run")
 
 
@@ -134,7 +134,7 @@ def test_a_damaged_test_image_is_found_where_test_images_were_kept_back(
 ) -> None:
     """Nobody looks at test images before the end then."""
     victim = damage(sorted((pictures / "test/bee").iterdir())[2])
-    flags = ("--data-mode", "stream", "--normalise-samples", "1", "--val-share", "0.2")
+    flags = ("--data-mode", "stream", "--normalise-samples", "1", "--val-split", "0.2")
     assert run("run", *flags) == UNREADABLE
     assert f"cannot read image {victim}" in capfd.readouterr().err
     assert not (tmp_path / "run/summary.json").exists()

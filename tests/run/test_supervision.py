@@ -17,13 +17,13 @@ from mpi4py import MPI
 from prunex_mpi import train
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm import preemption
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core import evaluation
 from prunex_mpi.data import image_files
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.run import job, supervision
 from prunex_mpi.run.start import look_at_model
 from prunex_mpi.run.supervision import Checkpoints
-from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.usefixtures("failing_instead_of_aborting")
 MODEL = ("--model", "odd_models:small")
@@ -75,7 +75,7 @@ def test_a_divergence_ends_the_run(
 def test_a_divergence_goes_back_with_half_the_rate(
     tmp_path: Path, blows_up: list[int], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--lr-schedule", "constant", "--lr-warmup", "0", "--lr", "0.05"]
+    flags = ["--lr-schedule", "constant", "--warmup-ratio", "0", "--lr", "0.05"]
     flags += ["--on-divergence", "rollback", "--checkpoint-every", "2"]
     assert run(tmp_path / "run", *flags) == 0
     assert "going back to checkpoint 000002-iteration-3-step-0" in capfd.readouterr().err

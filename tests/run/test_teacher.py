@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from small_runs import COMMON, SCENARIOS, small_run
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.config.cli import parse
+from prunex_mpi.config.resolve import make, to_toml
 from prunex_mpi.core.steps import forward, next_batch
 from prunex_mpi.models.build import build_model
 from prunex_mpi.run import pretrained
-from prunex_mpi.settings.cli import parse
-from prunex_mpi.settings.resolve import make, to_toml
 
 pytestmark = pytest.mark.any_mpi
 MODEL = "resnet8-w4"
@@ -41,7 +41,7 @@ def test_every_rank_learns_from_the_network_of_a_file(scenario: str) -> None:
     with run_folder() as folder:
         path = WORLD.bcast(save(folder) if WORLD.rank == 0 else None)
         wanted = torch.load(path, weights_only=True)
-        common = {"model": MODEL, "teacher": path, "teacher_share": 1.0}
+        common = {"model": MODEL, "teacher": path, "distillation_alpha": 1.0}
         with nodes_of(2) as topology, small_run(topology, scenario, **common) as work:
             problem = work.problem
             assert len(work.settings.teacher_digest) == 64

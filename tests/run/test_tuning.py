@@ -7,6 +7,7 @@ import pytest
 from nodes import nodes_of
 from small_runs import small_run
 
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core import problem
 from prunex_mpi.core.schedule import quadratic_rounds, total_steps
 from prunex_mpi.run.supervision import goes_behind_steps
@@ -19,7 +20,6 @@ from prunex_mpi.run.tuning import (
     is_left_to_measure,
     trial_of,
 )
-from prunex_mpi.settings.resolve import make
 from prunex_mpi.settings.values import AUTO
 
 SLOW = Costs(step=0.01, exchange=0.2, rest=0.0)

@@ -11,13 +11,13 @@ from nodes import WORLD, nodes_of
 from safetensors.torch import load_file
 from small_runs import COMMON, PRUNING, small_run
 
+from prunex_mpi.config.cli import parse
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core import evaluation
 from prunex_mpi.core.evaluation import BEST, Judged, best_of, is_better, stage_of
 from prunex_mpi.core.metrics import density
 from prunex_mpi.core.state import Work
 from prunex_mpi.run.supervision import driver_of
-from prunex_mpi.settings.cli import parse
-from prunex_mpi.settings.resolve import make
 
 pytestmark = pytest.mark.any_mpi
 NEVER = {"freeze_iteration": 0, "freeze_drift": -1.0}
@@ -25,7 +25,7 @@ UNFROZEN = {
     "never frozen": NEVER,
     "budget": {**NEVER, "groups": ("coupled",), "keep_by": "multiply-adds", "lr": 0.3},
 }
-VAL = {"val_share": 0.25, "train_samples": 80, "test_samples": 16}
+VAL = {"val_split": 0.25, "train_samples": 80, "test_samples": 16}
 
 
 def settings_of(folder: Path, name: str, **changes: object) -> Any:

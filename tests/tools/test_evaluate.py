@@ -15,9 +15,9 @@ from small_runs import COMMON, PRUNING
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.config.resolve import make
 from prunex_mpi.data import datasets, image_files
 from prunex_mpi.models.standalone import PLAN
-from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools import export_options as options
 from prunex_mpi.tools import export_run as export
 from prunex_mpi.tools.evaluate_network import describe, evaluate, outcome, read_network

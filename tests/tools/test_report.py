@@ -335,7 +335,7 @@ def test_a_run_with_images_held_out_shows_what_it_reached_on_those(tmp_path: Pat
     assert all(len(line.get_ydata()) for line in lower.lines)
     table = several_runs.table_of(both)
     assert table.rows[0][4] == table.rows[1][4] == 100 * both[1].final_accuracy
-    assert "--val-share" in table.notes[1]
+    assert "--val-split" in table.notes[1]
 
 
 def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prunex_mpi.base.errors import UserError, meant, quote
-from prunex_mpi.settings.cli import convert_flag
+from prunex_mpi.config.cli import convert_flag
+from prunex_mpi.config.parser import Parser, add_timeout, check_range, program_parser
+from prunex_mpi.config.resolve import make
 from prunex_mpi.settings.fields import Settings, key_of
-from prunex_mpi.settings.parser import Parser, add_timeout, check_range, program_parser
-from prunex_mpi.settings.resolve import make
 
 ALONE = ("kernels", "memory")
 TOGETHER = ("collectives",)

@@ -25,6 +25,7 @@ from mpi4py import MPI
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.agreement import broadcast_text, together
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import build_problem, make_model
 from prunex_mpi.core.state import Problem, next_iteration, wires_of
@@ -34,7 +35,6 @@ from prunex_mpi.models.layout import build_layout
 from prunex_mpi.research.bench.workbench import Bench
 from prunex_mpi.run.start import set_up
 from prunex_mpi.run.supervision import driver_of
-from prunex_mpi.settings.resolve import make
 from prunex_mpi.tools.timing import Action, wall_times
 
 IMAGE_SIZE = 32
@@ -146,7 +146,7 @@ def steps_of(bench: Bench, model_name: str) -> Bench:
         # No test of accuracy: a small rate keeps any model finite and rounding errors small.
         lr=1e-3,
         lr_schedule="constant",
-        lr_warmup=0.0,
+        warmup_ratio=0.0,
     )
     return replace(bench, settings=settings)
 
@@ -300,7 +300,7 @@ def _ours(bench: Bench, changes: dict[str, Any], exits: ExitStack) -> Counted:
     # The last one evaluates, and is never reached.
     count = settings.outer_iterations + 1
     names = ("model", "dataset", "image_size", "train_samples", "test_samples")
-    names += ("batch_size", "local_steps", "lr", "lr_schedule", "lr_warmup")
+    names += ("batch_size", "local_steps", "lr", "lr_schedule", "warmup_ratio")
     given = {name: getattr(settings, name) for name in names}
     mine = make(**given, outer_iterations=count, evaluate_every=count, **changes)
     work = set_up(bench.topology, mine, bench.device, bench.transport, bench.heartbeat)

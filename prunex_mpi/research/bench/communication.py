@@ -28,6 +28,7 @@ from prunex_mpi.comm.collectives import (
     buckets,
 )
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_locally
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
 from prunex_mpi.core.state import State, adopt_mask, begin_iteration, freeze, wires_of
@@ -38,7 +39,6 @@ from prunex_mpi.research.bench.workbench import Bench, make_state
 from prunex_mpi.run.cost import Exchange, Kernels, Link, bound_s, exchange_s, latency_s
 from prunex_mpi.run.dry_run import exchange_of, nominal_mask, travelling_under
 from prunex_mpi.settings.fields import PAYLOADS
-from prunex_mpi.settings.resolve import with_overrides
 from prunex_mpi.tools.timing import Action
 
 SMALL_BYTES = 16 * MIB

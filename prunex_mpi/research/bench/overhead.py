@@ -28,6 +28,7 @@ from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.records import CONSENSUS_PHASES
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
+from prunex_mpi.config.resolve import make, with_overrides
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import build_problem, make_groups, make_model
 from prunex_mpi.core.state import Work, build_state, wires_of
@@ -36,7 +37,6 @@ from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.layout import build_layout, flatten_
 from prunex_mpi.research.bench.workbench import IMAGE_SIZE, NUM_CLASSES, Bench, make_state
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.resolve import make, with_overrides
 from prunex_mpi.tools.timing import Action
 
 AIM_PERCENT = 5.0
@@ -102,7 +102,7 @@ def overhead(bench: Bench) -> list[Table]:
 
 def train(bench: Bench, model_name: str) -> list[dict[str, Any]]:
     """Run the driver on synthetic images; return its metrics, one record per outer iteration."""
-    return bench.train(
+    return bench.run_training(
         model=model_name,
         dataset="synthetic",
         image_size=32,

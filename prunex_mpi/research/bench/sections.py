@@ -15,6 +15,7 @@ from prunex_mpi.base.files import prepare_file, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table, as_json, format_table
 from prunex_mpi.comm.agreement import together
+from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.research.bench import beside_torch, communication, kernels, overhead, storage
@@ -22,7 +23,6 @@ from prunex_mpi.research.bench.bench_options import Options, choose_sections
 from prunex_mpi.research.bench.workbench import IMAGE_SIZE, NUM_CLASSES, Bench
 from prunex_mpi.run.start import find_transport, refuse_lone_singleton, take_places
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.resolve import with_overrides
 
 # What is trained on, classes and pixels of a side, where nobody has chosen it.
 SMALL = NUM_CLASSES, beside_torch.IMAGE_SIZE

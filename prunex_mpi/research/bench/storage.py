@@ -23,6 +23,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.agreement import broadcast_text, together
+from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.state import momentum_of
 from prunex_mpi.data import user_datasets
 from prunex_mpi.data.datasets import Dataset, load
@@ -33,7 +34,6 @@ from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.start import set_up
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.resolve import with_overrides
 from prunex_mpi.tools.timing import Action, wall_times
 
 AIM_PERCENT = 2.0
@@ -193,7 +193,7 @@ def training(bench: Bench, name: str) -> tuple[str, float, float, float, float]:
     rates, waits = [], 0.0
     size = bench.settings.batch_size
     for mode in ("memory", "stream"):
-        records = bench.train(
+        records = bench.run_training(
             model=name,
             data_mode=mode,
             train_samples=BATCHES * size,

@@ -9,13 +9,13 @@ import torch
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.state import State, build_state
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run.start import set_up
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.resolve import with_overrides
 from prunex_mpi.tools.timing import Action, wall_times
 
 NUM_CLASSES = 10
@@ -59,7 +59,7 @@ class Bench:
         times = wall_times(actions, self.repeat, *where)
         return {name: float(taken.min()) for name, taken in times.items()}
 
-    def train(self, **changes: Any) -> list[dict[str, Any]]:
+    def run_training(self, **changes: Any) -> list[dict[str, Any]]:
         """Run H-SADMM's driver with the settings changed so; return its records. Collective."""
         # No test of accuracy here: a small rate keeps any model finite.
         settings = with_overrides(self.settings, lr=1e-3, **changes)

@@ -20,6 +20,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.comm.agreement import broadcast_text, require_same, together
+from prunex_mpi.config.resolve import FIELDS
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.research.compare import kept_runs
@@ -49,7 +50,6 @@ from prunex_mpi.research.compare.run_rows import (
 from prunex_mpi.run.program import watched
 from prunex_mpi.run.start import apply_findings, find_transport, refuse_lone_singleton, take_places
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.resolve import FIELDS
 
 STEP = 2.0
 # After so many rates the search ends, wherever the best is.
@@ -213,7 +213,7 @@ def hold_out(load: Callable[[Settings], Dataset], settings: Settings) -> Dataset
 
     Raises UserError where these are too few. Collective on `world`, as `load`.
     """
-    dataset = load(replace(settings, val_share=1 / HELD_OUT))
+    dataset = load(replace(settings, val_split=1 / HELD_OUT))
     return replace(dataset, test=dataset.val, test_total=dataset.val_total, val=None, val_total=0)
 
 

@@ -29,10 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from prunex_mpi.base.errors import UserError, meant, quote
-from prunex_mpi.settings.cli import add_settings, convert_flag, join_negative_numbers
-from prunex_mpi.settings.fields import OF_SECTION, OF_THE_JOB, Settings, key_of
-from prunex_mpi.settings.parser import Parser, program_parser
-from prunex_mpi.settings.resolve import (
+from prunex_mpi.config.cli import add_settings, convert_flag, join_negative_numbers
+from prunex_mpi.config.parser import Parser, program_parser
+from prunex_mpi.config.resolve import (
     BY_NAME,
     ESTIMATED,
     FIELDS,
@@ -43,6 +42,7 @@ from prunex_mpi.settings.resolve import (
     from_table,
     methods_of,
 )
+from prunex_mpi.settings.fields import OF_SECTION, OF_THE_JOB, Settings, key_of
 from prunex_mpi.settings.values import AUTO, convert
 
 if sys.version_info >= (3, 11):
@@ -305,9 +305,9 @@ def _check_rows(options: Options) -> None:
     trained = {}
     for row in options.rows:
         found = settings_of(options.common, row, options.seeds[0], length=options.length)
-        if found.val_share:
+        if found.val_split:
             raise UserError(
-                "val-share: a comparison holds images out for --tune-lr alone; leave it away"
+                "val-split: a comparison holds images out for --tune-lr alone; leave it away"
             )
         if found.local_steps == AUTO and len(options.rows) * len(options.seeds) > 1:
             raise UserError(

@@ -22,6 +22,7 @@ from prunex_mpi.base.files import (
     write_json_durably,
 )
 from prunex_mpi.comm.agreement import broadcast_text, together
+from prunex_mpi.config.resolve import first_difference, from_table, to_toml
 from prunex_mpi.research.compare.compare_options import (
     BY_SEED,
     Options,
@@ -33,7 +34,6 @@ from prunex_mpi.research.compare.outcomes import Outcome, outcome_from, to_dict
 from prunex_mpi.research.picture_files import refuse_other_kinds
 from prunex_mpi.run.pretrained import TORCHVISION
 from prunex_mpi.settings.fields import Settings, key_of
-from prunex_mpi.settings.resolve import first_difference, from_table, to_toml
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -25,6 +25,7 @@ from prunex_mpi.comm.agreement import broadcast_text, together, together_while
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology, nodes_of
+from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import delivered
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import make_groups, make_model
@@ -56,7 +57,6 @@ from prunex_mpi.run.supervision import (
     refuse_impossible_exchange,
 )
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.resolve import to_toml
 from prunex_mpi.tools.timing import Action, wall_times
 
 FORWARD_BATCH = 32

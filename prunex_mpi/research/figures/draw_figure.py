@@ -16,6 +16,7 @@ from prunex_mpi.base.alone import require_packages
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.tables import format_table
 from prunex_mpi.base.units import KIB
+from prunex_mpi.config.resolve import BY_NAME, FIELDS, toml_key
 from prunex_mpi.research.figures import run_figures
 from prunex_mpi.research.figures.figure_options import FIGURES, Options
 from prunex_mpi.research.figures.run_figures import (
@@ -34,7 +35,6 @@ from prunex_mpi.research.figures.run_figures import (
 from prunex_mpi.research.picture_files import save
 from prunex_mpi.run.cost import Exchange, Link, exchange_s, kernels_of
 from prunex_mpi.settings.fields import OF_THE_JOB, PAYLOADS
-from prunex_mpi.settings.resolve import BY_NAME, FIELDS, toml_key
 from prunex_mpi.tools.drawing import (
     MOST_CURVES,
     legend_above,
@@ -62,7 +62,15 @@ OF_ONE_CURVE = (
     *OF_THE_JOB,
     *("preset", "method", "model", "dataset", "seed", "init_from", "init_digest"),
     *("teacher_digest", "outer_iterations", "local_epochs", "local_steps", "frozen_local_steps"),
-    *("comm_share", "batch_size", "accumulate", "lr", "lr_schedule", "lr_warmup", "lr_final"),
+    *(
+        "comm_share",
+        "batch_size",
+        "grad_accum_steps",
+        "lr",
+        "lr_schedule",
+        "warmup_ratio",
+        "min_lr_ratio",
+    ),
     *("lr_scaling", "image_mean", "image_std", "normalise_samples", "test_samples"),
     *("warmup_iterations", "keep_ramp_iterations", "freeze_iteration", "one_shot_prune_iteration"),
     *("dgc_warmup_epochs", "prunetrain_reconfigure_every", "evaluate_every"),

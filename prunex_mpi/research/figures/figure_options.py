@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prunex_mpi.base.errors import UserError, quote
+from prunex_mpi.config.parser import Parser, program_parser
 from prunex_mpi.research.picture_files import refuse_other_kinds
-from prunex_mpi.settings.parser import Parser, program_parser
 
 FIGURES = {
     "5": "accuracy against time and against bytes between nodes",

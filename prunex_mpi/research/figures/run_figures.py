@@ -16,7 +16,7 @@ from prunex_mpi.base.errors import UNREADABLE, UserError, listed, meant, quote
 from prunex_mpi.base.files import STATE
 from prunex_mpi.base.records import RESIDUALS
 from prunex_mpi.base.tables import Table
-from prunex_mpi.settings.resolve import BY_NAME
+from prunex_mpi.config.resolve import BY_NAME
 from prunex_mpi.tools.drawing import (
     COLOURS,
     PHASE_COLOURS,

@@ -8,8 +8,8 @@ import numpy as np
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.records import IN_SENTENCES, RANK_PHASES, RESIDUALS
 from prunex_mpi.base.tables import Cell, Table
+from prunex_mpi.config.resolve import FIELDS, make, to_toml, toml_key
 from prunex_mpi.run.summary import closing_rows
-from prunex_mpi.settings.resolve import FIELDS, make, to_toml, toml_key
 from prunex_mpi.tools.report import run_pictures
 from prunex_mpi.tools.report.page import Page, Section, pictures_of
 from prunex_mpi.tools.report.read_runs import (

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prunex_mpi.settings.parser import Parser, program_parser
+from prunex_mpi.config.parser import Parser, program_parser
 
 PAGE = "report.html"
 

@@ -70,7 +70,7 @@ def page_of(runs: Sequence[Run]) -> Page:
 
 
 HELD_OUT = (
-    "Runs with held-out images (--val-share) were evaluated on those as they went; their accuracy "
+    "Runs with held-out images (--val-split) were evaluated on those as they went; their accuracy "
     "at the end is that of their best network on the test images."
 )
 MEAN = "Means over the outer iterations of a run, as rank 0 took them."

@@ -95,7 +95,7 @@ def check_given(settings: Settings, usual: Mapping[str, Any]) -> None:
     """Refuse values, other than the `usual` ones, that another setting makes meaningless."""
     s = settings
     means_nothing = (
-        ("lr_final", "lr_schedule", s.lr_schedule != "cosine"),
+        ("min_lr_ratio", "lr_schedule", s.lr_schedule != "cosine"),
         ("freeze_window", "freeze_drift", s.freeze_drift < 0),
         *((name, "penalty", s.penalty == "fixed") for name in ("rho_factor", "rho_min", "rho_max")),
     )
@@ -181,12 +181,12 @@ def _check_estimate(settings: Settings, estimate: Mapping[str, Any]) -> None:
 def _check_batch(settings: Settings) -> None:
     """Refuse what the batch of a step or its loss can't be."""
     s = settings
-    if s.batch_size % s.accumulate:
+    if s.batch_size % s.grad_accum_steps:
         raise UserError(
-            f"accumulate {s.accumulate} does not divide the {s.batch_size} images of batch-size; "
-            "give a number that does"
+            f"grad-accum-steps {s.grad_accum_steps} does not divide the {s.batch_size} images of "
+            "batch-size; give a number that does"
         )
-    for name in ("label_smoothing", "mixup", "cutmix"):
+    for name in ("smoothing", "mixup", "cutmix"):
         if s.loss != CROSS_ENTROPY and getattr(s, name):
             raise UserError(
                 f"{key_of(name)} is for cross-entropy; with --loss {s.loss} leave it away, and do "
@@ -199,7 +199,7 @@ def _check_beginning(settings: Settings) -> None:
     s = settings
     if s.init_digest and not s.init_from:
         raise UserError("init-digest means nothing without --init-from; give it as well")
-    for name in ("teacher_digest", "teacher_share", "teacher_temperature"):
+    for name in ("teacher_digest", "distillation_alpha", "distillation_tau"):
         if not s.teacher and getattr(s, name) != SHARED[name].default:
             raise UserError(f"{key_of(name)} means nothing without --teacher; give it as well")
     if len(s.image_mean) != len(s.image_std) or len(s.image_mean) not in (0, 3):

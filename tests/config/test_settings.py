@@ -11,16 +11,12 @@ import tomli_w
 
 from prunex_mpi import __version__
 from prunex_mpi.base.errors import USAGE, UserError
-from prunex_mpi.core.schedule import strictness
-from prunex_mpi.settings.cli import parse
-from prunex_mpi.settings.declared import METHODS
-from prunex_mpi.settings.fields import PRESETS, SHARED, key_of, layer_keep_ratios
-from prunex_mpi.settings.method import Method
-from prunex_mpi.settings.resolve import (
+from prunex_mpi.base.files import FORMAT
+from prunex_mpi.config.cli import parse
+from prunex_mpi.config.resolve import (
     BY_NAME,
     ESTIMATED,
     FIELDS,
-    FORMAT,
     OWNER,
     concerns,
     defaults,
@@ -33,6 +29,10 @@ from prunex_mpi.settings.resolve import (
     toml_key,
     with_overrides,
 )
+from prunex_mpi.core.schedule import strictness
+from prunex_mpi.methods.declared import METHODS
+from prunex_mpi.settings.fields import PRESETS, SHARED, key_of, layer_keep_ratios
+from prunex_mpi.settings.method import Method
 from prunex_mpi.settings.values import AUTO
 
 if sys.version_info >= (3, 11):
@@ -70,7 +70,7 @@ def test_every_setting_has_its_default_in_the_class_or_in_the_recipe_and_never_i
 
 @pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "recipe"])
 def test_presets_name_what_differs_from_the_recipe_alone(preset):
-    text = resources.files("prunex_mpi.settings").joinpath("presets", f"{preset}.toml")
+    text = resources.files("prunex_mpi.config").joinpath("presets", f"{preset}.toml")
     named = from_table(tomllib.loads(text.read_text("utf-8")), preset)
     recipe = preset_values("recipe")
     assert named
@@ -96,7 +96,7 @@ def test_recipe_is_the_default_and_shares_become_iterations():
 def test_paper_preset_has_the_numbers_of_the_paper():
     s = parse(["--preset", "paper"])
     assert (s.outer_iterations, s.local_epochs, s.batch_size) == (60, 5, 128)
-    assert (s.lr, s.lr_schedule, s.lr_warmup, s.momentum) == (1e-3, "constant", 0.0, 0.9)
+    assert (s.lr, s.lr_schedule, s.warmup_ratio, s.momentum) == (1e-3, "constant", 0.0, 0.9)
     assert (s.weight_decay, s.weight_decay_in, s.weight_decay_on) == (1e-4, "z", "weights")
     assert (s.penalty, s.rho1, s.rho2, s.rho_max) == ("balance", 1.5e-3, 1.5e-4, 10.0)
     assert (s.groups, s.keep_ratio, s.mask_agreement) == (("channel",), (0.5,), "or")
@@ -462,8 +462,8 @@ BAD_FLAGS = [
     ("--momentum -0.1", "--momentum"),
     ("--weight-decay -1e-4", "--weight-decay"),
     ("--weight-decay nan", "--weight-decay"),
-    ("--lr-warmup 1", "--lr-warmup"),
-    ("--lr-final 1.5", "--lr-final"),
+    ("--warmup-ratio 1", "--warmup-ratio"),
+    ("--min-lr-ratio 1.5", "--min-lr-ratio"),
     ("--batch-size 0", "--batch-size must be at least 1"),
     ("--batch-size 1.5", "--batch-size must be a whole number"),
     ("--batch-size -4", "--batch-size"),
@@ -503,7 +503,10 @@ BAD_FLAGS = [
     ("--dropped shrink --penalty balance", "leave penalty balance"),
     ("--groups coupled --remove-dropped --freeze-iteration 0", "masks that are final"),
     ("--method one-shot --dropped shrink", "dropped means nothing to method one-shot"),
-    ("--lr-schedule constant --lr-final 0.1", "lr-final means nothing with lr-schedule constant"),
+    (
+        "--lr-schedule constant --min-lr-ratio 0.1",
+        "min-lr-ratio means nothing with lr-schedule constant",
+    ),
     ("--freeze-window 2", "freeze-window means nothing with freeze-drift -1.0"),
     ("--rho-factor 3", "rho-factor means nothing with penalty fixed"),
     ("--rho-min 1e-9", "rho-min means nothing with penalty fixed"),
@@ -716,7 +719,7 @@ def test_a_file_that_is_not_text_is_refused(tmp_path):
 def test_help_starts_neither_torch_nor_mpi():
     code = (
         "import sys\n"
-        "from prunex_mpi.settings.cli import parse\n"
+        "from prunex_mpi.config.cli import parse\n"
         "try:\n"
         "    parse(['--help'])\n"
         "except SystemExit as end:\n"

@@ -14,8 +14,9 @@ from typing import Any
 import tomli_w
 
 from prunex_mpi.base.errors import UserError, meant, quote
-from prunex_mpi.settings.checks import check_given, check_together, first_at_target
-from prunex_mpi.settings.declared import METHODS, OPTIMIZER_DEFAULTS
+from prunex_mpi.base.files import FORMAT
+from prunex_mpi.config.checks import check_given, check_together, first_at_target
+from prunex_mpi.methods.declared import METHODS, OPTIMIZER_DEFAULTS
 from prunex_mpi.settings.fields import OF_THE_JOB, SHARED, Estimate, Settings, key_of
 from prunex_mpi.settings.method import Method
 from prunex_mpi.settings.values import AUTO, convert, left_open, setting, to_be_found
@@ -49,8 +50,6 @@ FIELDS = {
     **{name: field for method in METHODS for name, field in method.option_fields().items()},
     **ESTIMATED,
 }
-# The number of the form of a run's files: those of another one are refused.
-FORMAT = 1
 
 
 def concerns(name: str, method: Method) -> bool:
@@ -88,7 +87,7 @@ def preset_comment(preset: str) -> str:
 
 
 def _preset_text(preset: str) -> str:
-    folder = resources.files("prunex_mpi.settings").joinpath("presets")
+    folder = resources.files("prunex_mpi.config").joinpath("presets")
     return folder.joinpath(f"{preset}.toml").read_text("utf-8")
 
 

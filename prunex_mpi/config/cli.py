@@ -12,9 +12,8 @@ from typing import Any, get_args
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, meant, quote
 from prunex_mpi.base.files import plain_only
-from prunex_mpi.settings.fields import PRESETS, Settings, key_of
-from prunex_mpi.settings.parser import Parser, program_parser
-from prunex_mpi.settings.resolve import (
+from prunex_mpi.config.parser import Parser, program_parser
+from prunex_mpi.config.resolve import (
     BY_NAME,
     FIELDS,
     OWNER,
@@ -27,6 +26,7 @@ from prunex_mpi.settings.resolve import (
     preset_values,
     resumed,
 )
+from prunex_mpi.settings.fields import PRESETS, Settings, key_of
 from prunex_mpi.settings.values import AUTO, choices_shown, convert, left_open
 
 if sys.version_info >= (3, 11):
