@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from prunex_mpi.base.alone import run_alone
+from prunex_mpi.base.single_process import run_single_process
 from prunex_mpi.research.bench import bench_options
 from prunex_mpi.research.compare import compare_options
 from prunex_mpi.research.figures import figure_options
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["compare"]:
         return run_program("prunex_mpi.bench", compare_options.parse, compare, words[1:])
     if words[:1] == ["figure"]:
-        return run_alone("prunex_mpi.bench", figure_options.parse, figure, words[1:])
+        return run_single_process("prunex_mpi.bench", figure_options.parse, figure, words[1:])
     return run_program("prunex_mpi.bench", bench_options.parse, bench, words)
 
 

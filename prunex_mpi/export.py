@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from prunex_mpi.base.alone import run_alone
+from prunex_mpi.base.single_process import run_single_process
 from prunex_mpi.tools.export_options import Options, parse
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export a run and return the exit code."""
-    return run_alone("prunex_mpi.export", parse, export, argv)
+    return run_single_process("prunex_mpi.export", parse, export, argv)
 
 
 def export(options: Options) -> None:

@@ -7,13 +7,13 @@ torch is not loaded; matplotlib and jinja2 are loaded after the flags are parsed
 import sys
 from collections.abc import Sequence
 
-from prunex_mpi.base.alone import run_alone
+from prunex_mpi.base.single_process import run_single_process
 from prunex_mpi.tools.report.report_options import Options, parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page and return the exit code."""
-    return run_alone("prunex_mpi.report", parse, report, argv)
+    return run_single_process("prunex_mpi.report", parse, report, argv)
 
 
 def report(options: Options) -> None:

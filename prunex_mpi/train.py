@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from prunex_mpi.base.named import refuse_foreign
+from prunex_mpi.base.imports import check_foreign
 from prunex_mpi.config.cli import parse
 from prunex_mpi.run.program import run_program, watched
 from prunex_mpi.settings.fields import Settings
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code, the same on every rank."""
     lines: list[str] = []
-    read, work = partial(read_flags, lines=lines), partial(train, lines=lines)
-    return run_program("prunex_mpi.train", read, work, argv)
+    read, context = partial(read_flags, lines=lines), partial(train, lines=lines)
+    return run_program("prunex_mpi.train", read, context, argv)
 
 
 def read_flags(argv: Sequence[str], lines: list[str]) -> Settings:
     """Return the settings; raise UserError for modules to import that a file alone names."""
     settings = parse(argv, tell=lines.append)
     names = {what: getattr(settings, what) for what in ("model", "dataset", "loss")}
-    refuse_foreign(names, argv, settings.run_dir if settings.resume else "")
+    check_foreign(names, argv, settings.run_dir if settings.resume else "")
     return settings
 
 

@@ -82,7 +82,7 @@ def raise_together(world: MPI.Comm, error: UserError | None) -> None:
     raise UserError(message, int(code[0]))
 
 
-def together(world: MPI.Comm, action: Callable[[], T]) -> T:
+def run_collectively(world: MPI.Comm, action: Callable[[], T]) -> T:
     """Return `action()` or raise the first rank's UserError everywhere. Collective on `world`."""
     result, error = None, None
     try:
@@ -93,7 +93,7 @@ def together(world: MPI.Comm, action: Callable[[], T]) -> T:
     return result
 
 
-def together_while(
+def run_collectively_while(
     world: MPI.Comm, action: Callable[[Callable[[], None]], T], beat: Callable[[], None]
 ) -> T:
     """Return `action(going)` or raise the first rank's UserError everywhere. Collective on `world`.

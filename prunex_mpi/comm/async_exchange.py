@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import HELPER
-from prunex_mpi.comm.agreement import together
+from prunex_mpi.comm.agreement import run_collectively
 from prunex_mpi.comm.collectives import Transport, between_nodes, for_another_thread
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock
@@ -72,7 +72,7 @@ def exchanging_behind(
     if not wanted:
         yield None
         return
-    together(topology.world, refuse_single_thread)
+    run_collectively(topology.world, check_thread_support)
     leads = topology.lane != MPI.COMM_NULL
     behind = AsyncExchange(
         topology.lane.Dup() if leads else MPI.COMM_NULL,
@@ -87,7 +87,7 @@ def exchanging_behind(
     _free(behind)
 
 
-def refuse_single_thread() -> None:
+def check_thread_support() -> None:
     """Raise UserError where MPI was not started with MPI_THREAD_MULTIPLE."""
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise UserError(

@@ -54,7 +54,7 @@ class Wire:
     inside: int = 1
 
     @property
-    def speaks(self) -> bool:
+    def is_member(self) -> bool:
         return self.comm != MPI.COMM_NULL
 
     def reduce_(self, flat: Tensor, op: MPI.Op = MPI.SUM, kind: str = "") -> None:

@@ -19,7 +19,15 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import reduce_between_nodes_
 from prunex_mpi.core.metrics import density
 from prunex_mpi.core.schedule import strictness
-from prunex_mpi.core.state import SHARED, State, Work, agreeing, in_place_of_z, weights, wires_of
+from prunex_mpi.core.state import (
+    SHARED,
+    RunContext,
+    State,
+    agreeing,
+    in_place_of_z,
+    weights,
+    wires_of,
+)
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.models import batchnorm
 from prunex_mpi.settings.fields import Settings
@@ -118,12 +126,12 @@ def memory_of_best(settings: Settings, state: State) -> dict[str, Tensor]:
     }
 
 
-def keep_best_(work: Work, loss: float, accuracy: float) -> None:
+def keep_best_(context: RunContext, loss: float, accuracy: float) -> None:
     """Keep z and its statistics in the memory where they are the best of the run so far.
 
     Every rank decides alike.
     """
-    state, settings, k = work.state, work.settings, work.state.position.iteration
+    state, settings, k = context.state, context.settings, context.state.position.iteration
     here = Judged(k, stage_of(settings, k, state.frozen), density(state), accuracy, loss)
     best = Judged(*state.position.best) if state.position.best else None
     if best is None or is_better(here, best, by_size=not votes(settings)):
@@ -163,12 +171,12 @@ def is_better(here: Judged, best: Judged, by_size: bool) -> bool:
 
 
 @contextmanager
-def best_of(work: Work) -> Iterator[None]:
+def best_of(context: RunContext) -> Iterator[None]:
     """Have the best z that was kept, its statistics and mask in place of the last for the block.
 
     Without one nothing changes.
     """
-    state = work.state
+    state = context.state
     if not _is_kept(state):
         yield
         return
@@ -181,9 +189,9 @@ def best_of(work: Work) -> Iterator[None]:
 
 
 @contextmanager
-def delivered(work: Work) -> Iterator[None]:
+def delivered(context: RunContext) -> Iterator[None]:
     """Have what is delivered in place of z: the best that was kept, else the average, else z."""
-    with best_of(work) if _is_kept(work.state) else ema_of(work.state):
+    with best_of(context) if _is_kept(context.state) else ema_of(context.state):
         yield
 
 
@@ -199,32 +207,35 @@ EVALUATION_BATCH = 256
 
 
 @torch.no_grad()
-def evaluate(topology: Topology, work: Work, estimate: bool = False) -> tuple[float, float]:
+def evaluate(
+    topology: Topology, context: RunContext, estimate: bool = False
+) -> tuple[float, float]:
     """Return (test loss, test accuracy as a fraction) of z over the shares of all ranks.
 
     With `--model-ema-decay` the average takes the place of z. Where images are held out for it,
     those are what it is tested on, and the best z by them is kept. With `estimate` the BatchNorm
-    statistics are estimated on z for as long as this takes. Training does not notice. Collective on `world`; every
-    rank receives the same numbers, or raises UserError where one could not read an image.
+    statistics are estimated on z for as long as this takes. Training does not notice. Collective on
+    `world`; every rank receives the same numbers, or raises UserError where one could not read an
+    image.
     """
-    average_other_buffers_(topology, work)
-    judged = statistics_of_z(topology, work) if estimate else nullcontext()
+    average_other_buffers_(topology, context)
+    judged = statistics_of_z(topology, context) if estimate else nullcontext()
     # Statistics are estimated on what is judged.
-    with ema_of(work.state), judged:
-        loss, accuracy = judge(topology, work, work.problem.test)
-        if BEST in work.state.memory:
-            keep_best_(work, loss, accuracy)
+    with ema_of(context.state), judged:
+        loss, accuracy = judge(topology, context, context.problem.test)
+        if BEST in context.state.memory:
+            keep_best_(context, loss, accuracy)
     return loss, accuracy
 
 
-def average_other_buffers_(topology: Topology, work: Work) -> None:
+def average_other_buffers_(topology: Topology, context: RunContext) -> None:
     """Average what floating-point buffers, BatchNorm's apart, are not the same on all ranks.
 
     Norms of other kinds keep running statistics as well, each rank of its own images; the network
     that is delivered has those of one rank. Collective on `world`.
     """
-    state, world = work.state, topology.world
-    model = work.problem.model
+    state, world = context.state, topology.world
+    model = context.problem.model
     ours = {id(b) for m in state.bn_modules for b in m.buffers()}
     for buffer in model.buffers():
         if id(buffer) in ours or not buffer.is_floating_point() or not buffer.numel():
@@ -235,28 +246,28 @@ def average_other_buffers_(topology: Topology, work: Work) -> None:
         if alike:
             continue
         flat = buffer.detach().to(state.theta.dtype, copy=True).view(-1)
-        _average_(topology, work, flat)
+        _average_(topology, context, flat)
         buffer.copy_(flat.view(buffer.shape))
 
 
-def _average_(topology: Topology, work: Work, flat: Tensor) -> None:
+def _average_(topology: Topology, context: RunContext, flat: Tensor) -> None:
     """Set `flat` to its mean over all ranks, as a part of evaluation. Collective on `world`."""
-    wires = wires_of(topology, work.state, work.transport)
+    wires = wires_of(topology, context.state, context.transport)
     wires.node.reduce_(flat)
     flat.div_(topology.world_size)
     reduce_between_nodes_(wires.workers, wires.node, flat, kind="evaluate")
 
 
 @torch.no_grad()
-def judge(topology: Topology, work: Work, shard: Shard) -> tuple[float, float]:
+def judge(topology: Topology, context: RunContext, shard: Shard) -> tuple[float, float]:
     """Return (loss, accuracy as a fraction) of z over the `shard`s of all ranks, as `evaluate`."""
-    state, problem = work.state, work.problem
+    state, problem = context.state, context.problem
     sums = np.zeros(3)
     problem.model.eval()
     with weights(state, state.z):
         for images, labels in problem.batches(shard, batch_size=EVALUATION_BATCH):
             # Without the batch's number: who has fewer of them must not look late.
-            work.heartbeat.beat(0)
+            context.heartbeat.beat(0)
             outputs = problem.model(images)
             sums[0] += float(problem.loss(outputs, labels)) * len(labels)
             sums[1] += int((outputs.argmax(dim=1) == labels).sum())
@@ -265,7 +276,7 @@ def judge(topology: Topology, work: Work, shard: Shard) -> tuple[float, float]:
     with state.position.clock.agreeing(state.theta.device, "sum over all ranks", counted):
         hierarchical_sum_(topology.leader, topology.node, sums)
     state.position.traffic.evaluate += sums.nbytes
-    refuse_unreadable(topology.world, work)
+    check_readable(topology.world, context)
     if not np.isfinite(sums[0]):
         # Every rank holds the same sums, so every rank raises.
         what = "the loss on the test set is not finite"
@@ -274,14 +285,14 @@ def judge(topology: Topology, work: Work, shard: Shard) -> tuple[float, float]:
 
 
 @contextmanager
-def statistics_of_z(topology: Topology, work: Work) -> Iterator[None]:
+def statistics_of_z(topology: Topology, context: RunContext) -> Iterator[None]:
     """Estimate the BatchNorm statistics on z for the time of the block.
 
     Collective on `world`.
     """
-    modules = work.state.bn_modules
+    modules = context.state.bn_modules
     kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
-    estimate_statistics(topology, work)
+    estimate_statistics(topology, context)
     try:
         yield
     finally:
@@ -289,14 +300,14 @@ def statistics_of_z(topology: Topology, work: Work) -> Iterator[None]:
             buffer.copy_(value)
 
 
-def estimate_statistics(topology: Topology, work: Work) -> None:
+def estimate_statistics(topology: Topology, context: RunContext) -> None:
     """Estimate the BatchNorm statistics again on z and average them over all ranks.
 
     Pruning moves z away from the theta whose statistics were averaged. Each rank runs a few batches
     of its own shard, of equal weight. Raises UserError on every rank where one could not read an
     image. Collective on `world`.
     """
-    state, problem = work.state, work.problem
+    state, problem = context.state, context.problem
     if not state.bn_modules:
         return
     batches = problem.batches(problem.train_shard, batch_size=problem.train.batch_size)
@@ -305,56 +316,56 @@ def estimate_statistics(topology: Topology, work: Work) -> None:
     images = (images for images, _ in islice(batches, count))
     with weights(state, state.z):
         batchnorm.estimate(problem.model, state.bn_modules, images)
-    refuse_unreadable(topology.world, work)
+    check_readable(topology.world, context)
     batchnorm.read_(state.bn_modules, state.stats)
-    _average_(topology, work, state.stats)
+    _average_(topology, context, state.stats)
     batchnorm.write(state.bn_modules, state.stats)
 
 
-def refuse_unreadable(world: MPI.Comm, work: Work) -> None:
+def check_readable(world: MPI.Comm, context: RunContext) -> None:
     """Raise UserError on every rank if any could not read an image. Collective on `world`.
 
     Where images are no files it returns at once.
     """
-    reader = work.problem.reader
+    reader = context.problem.reader
     if reader is not None:
-        with agreeing(work.state, "Allreduce of what went wrong", VERDICT_BYTES):
+        with agreeing(context.state, "Allreduce of what went wrong", VERDICT_BYTES):
             raise_together(world, reader.error)
 
 
-def refuse_divergence(topology: Topology, work: Work, loss: float) -> None:
+def check_divergence(topology: Topology, context: RunContext, loss: float) -> None:
     """Raise Diverged on every rank if any rank's loss or weights say that training went wrong.
 
     Not finite, or a mean loss of many times the first outer iteration's; where that is less than
     what guessing costs, as with a network that was trained before, of many times the latter. A loss
     of the user's own that begins at 0 or below has no such bound. Comes before phase 2, so that
     nothing of it enters a consensus, nor of images that could not be read; that, and what a rank
-    has noted in `work.failures`, is raised as it is. Collective on `world`.
+    has noted in `context.failures`, is raised as it is. Collective on `world`.
     """
-    factor, first = work.settings.divergence_factor, work.state.position.first_loss
-    normal = max(first or 0.0, work.problem.guess_loss)
-    problem = _not_finite(work, loss)
+    factor, first = context.settings.divergence_factor, context.state.position.first_loss
+    normal = max(first or 0.0, context.problem.guess_loss)
+    problem = _not_finite(context, loss)
     if not problem and first is not None and factor and 0 < factor * normal < loss:
         whose = "the first iteration's" if normal == first else "that of guessing"
         problem = f"the loss {loss:.3g} is {factor:g} times {whose} or more (--divergence-factor)"
-    _refuse_together(topology, work, problem)
+    _refuse_together(topology, context, problem)
 
 
-def refuse_what_went_wrong(topology: Topology, work: Work) -> None:
-    """Raise on every rank what `refuse_divergence` would, where phase 1 was left before its end.
+def check_errors(topology: Topology, context: RunContext) -> None:
+    """Raise on every rank what `check_divergence` would, where phase 1 was left before its end.
 
     A part of its steps says nothing of the size of the mean loss. Collective on `world`.
     """
-    _refuse_together(topology, work, _not_finite(work, work.state.position.loss_sum))
+    _refuse_together(topology, context, _not_finite(context, context.state.position.loss_sum))
 
 
-def refuse_not_finite(topology: Topology, work: Work) -> None:
+def check_finite(topology: Topology, context: RunContext) -> None:
     """Raise Diverged on every rank where what any holds would spoil a checkpoint.
 
     An exchange can make z infinite, as a sum in fewer bits; an iteration that is not evaluated
     does not tell. Collective on `world`.
     """
-    state = work.state
+    state = context.state
     held = [state.theta, state.z] + ([state.payload] if state.position.under_way else [])
     problem = None
     if not all(bool(torch.isfinite(tensor).all()) for tensor in held):
@@ -362,23 +373,23 @@ def refuse_not_finite(topology: Topology, work: Work) -> None:
         problem = UserError(f"{text}; lower --lr or check the data", FAILURE)
     try:
         raise_together(topology.world, problem)
-    except UserError as together:
-        raise Diverged(str(together), together.exit_code) from None
+    except UserError as run_collectively:
+        raise Diverged(str(run_collectively), run_collectively.exit_code) from None
 
 
-def _not_finite(work: Work, loss: float) -> str:
-    norm = torch.linalg.vector_norm(work.state.theta)
+def _not_finite(context: RunContext, loss: float) -> str:
+    norm = torch.linalg.vector_norm(context.state.theta)
     finite = np.isfinite(loss) and bool(torch.isfinite(norm))
     return "" if finite else "the loss or the weights are not finite"
 
 
-def _detached_gradient(work: Work) -> UserError | None:
+def _detached_gradient(context: RunContext) -> UserError | None:
     """Return what is wrong where a parameter no longer has its gradient in the flat vector.
 
     The optimizer would move it no more, and nothing would tell.
     """
-    whole = work.state.grad.untyped_storage().data_ptr()
-    for name, parameter in work.problem.model.named_parameters():
+    whole = context.state.grad.untyped_storage().data_ptr()
+    for name, parameter in context.problem.model.named_parameters():
         grad = parameter.grad
         if parameter.requires_grad and (grad is None or grad.untyped_storage().data_ptr() != whole):
             return UserError(
@@ -388,14 +399,14 @@ def _detached_gradient(work: Work) -> UserError | None:
     return None
 
 
-def _refuse_together(topology: Topology, work: Work, problem: str) -> None:
+def _refuse_together(topology: Topology, context: RunContext, problem: str) -> None:
     """Raise on all what one has met: a `problem` as Diverged, what it could not do as it is.
 
     Collective on `world`.
     """
-    state, reader = work.state, work.problem.reader
+    state, reader = context.state, context.problem.reader
     failure = reader.error if reader is not None else None
-    failure = failure or next(iter(work.failures), None) or _detached_gradient(work)
+    failure = failure or next(iter(context.failures), None) or _detached_gradient(context)
     if problem and failure is None:
         failure = UserError(
             f"{problem} in phase local of outer iteration {state.position.iteration}; "
@@ -405,7 +416,7 @@ def _refuse_together(topology: Topology, work: Work, problem: str) -> None:
     try:
         with agreeing(state, "Allreduce of what went wrong", VERDICT_BYTES):
             raise_together(topology.world, failure)
-    except UserError as together:
-        if together.exit_code != FAILURE:
+    except UserError as run_collectively:
+        if run_collectively.exit_code != FAILURE:
             raise
-        raise Diverged(str(together), together.exit_code) from None
+        raise Diverged(str(run_collectively), run_collectively.exit_code) from None

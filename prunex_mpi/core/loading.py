@@ -14,7 +14,7 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import broadcast_text, require_same, together_while
+from prunex_mpi.comm.agreement import broadcast_text, require_same, run_collectively_while
 from prunex_mpi.comm.collectives import hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.data.batches import channel_moments, normalisation
@@ -36,7 +36,7 @@ def share_contents(world: MPI.Comm, name: str, data_dir: str, heartbeat: Heartbe
     """
     if name not in CONTENTS:
         return {}
-    mine = together_while(
+    mine = run_collectively_while(
         world,
         lambda going: read_share(name, data_dir, world.rank, world.size, going),
         heartbeat.go_on,
@@ -89,7 +89,7 @@ def load_dataset(
     room = free_room(topology, device)
     if known is None:
         known = share_contents(world, settings.dataset, settings.data_dir, heartbeat)
-    dataset = together_while(
+    dataset = run_collectively_while(
         world,
         lambda going: load(
             settings.dataset,
@@ -176,6 +176,6 @@ def measure_colours(
             dataset.reader.raise_error()
         return moments
 
-    moments = together_while(topology.world, measure, heartbeat.go_on).numpy()
+    moments = run_collectively_while(topology.world, measure, heartbeat.go_on).numpy()
     hierarchical_sum_(topology.leader, topology.node, moments)
     return normalisation(torch.from_numpy(moments))

@@ -28,7 +28,7 @@ from prunex_mpi.core.evaluation import (
 )
 from prunex_mpi.core.metrics import iteration_record, layer_records, quality, rank_record
 from prunex_mpi.core.schedule import Stage, local_steps, rounds_left
-from prunex_mpi.core.state import Work, next_iteration
+from prunex_mpi.core.state import RunContext, next_iteration
 from prunex_mpi.pruning.masks import mask_drift
 
 
@@ -49,33 +49,33 @@ class Round:
     residuals: dict[str, float] = field(default_factory=dict)
 
 
-def rounds(work: Work) -> Iterator[Round]:
+def rounds(context: RunContext) -> Iterator[Round]:
     """Go through the outer iterations that are left, from `position` on."""
-    while (left := rounds_left(work, most=2)) > 0:
-        k = work.state.position.iteration
-        work.heartbeat.iteration = k
-        yield Round(k, left == 1, time.perf_counter(), work.state.mask)
+    while (left := rounds_left(context, most=2)) > 0:
+        k = context.state.position.iteration
+        context.heartbeat.iteration = k
+        yield Round(k, left == 1, time.perf_counter(), context.state.mask)
 
 
 @contextmanager
-def phase(work: Work, this: Round, name: str) -> Iterator[None]:
+def phase(context: RunContext, this: Round, name: str) -> Iterator[None]:
     """Add to the seconds of a phase, and tell the watchdog of it."""
-    work.heartbeat.enter(name)
-    clock = work.state.position.clock
+    context.heartbeat.enter(name)
+    clock = context.state.position.clock
     started, messages = time.perf_counter(), clock.messages
     yield
-    this.seconds[name] = this.seconds.get(name, 0.0) + now(work.state.theta.device) - started
+    this.seconds[name] = this.seconds.get(name, 0.0) + now(context.state.theta.device) - started
     clock.note("phase", name, started)
     this.exchange[name] = this.exchange.get(name, 0.0) + clock.messages - messages
 
 
-def split_local(work: Work, this: Round, waiting: str) -> None:
+def split_local(context: RunContext, this: Round, waiting: str) -> None:
     """Take out of the phase `local` what was the method's own and what was `waiting`.
 
     The former is a part of the phase `project`, the latter of the one so named, and what the last
     exchange took of it a part of `inter`. What a method does once to begin is `setup`.
     """
-    clock, seconds = work.state.position.clock, this.seconds
+    clock, seconds = context.state.position.clock, this.seconds
     seconds["local"] += clock.earlier - clock.method - clock.exchange - clock.behind - clock.setup
     seconds["setup"] = clock.setup
     seconds["inter"] = clock.behind
@@ -86,45 +86,45 @@ def split_local(work: Work, this: Round, waiting: str) -> None:
     this.exchange[waiting] = this.exchange.get(waiting, 0.0) + clock.exchange
 
 
-def evaluates(work: Work, this: Round, ends: bool = False) -> bool:
+def evaluates(context: RunContext, this: Round, ends: bool = False) -> bool:
     """Return whether z is evaluated in this outer iteration; where the run `ends` it is."""
-    due = ends or this.last or falls_due(work, this.k)
-    return due and work.problem.test is not None
+    due = ends or this.last or falls_due(context, this.k)
+    return due and context.problem.test is not None
 
 
-def falls_due(work: Work, k: int) -> bool:
+def falls_due(context: RunContext, k: int) -> bool:
     """Return whether outer iteration `k` completes as many as there are between two evaluations.
 
     Where they are of several lengths their steps count, so that all methods see as many samples.
     """
-    every = work.settings.evaluate_every
-    if work.settings.method.fixed_interval:
+    every = context.settings.evaluate_every
+    if context.settings.method.fixed_interval:
         return k % every == 0
-    done, every = work.state.position.steps_done, every * work.problem.steps
-    return (done + local_steps(work)) // every > done // every
+    done, every = context.state.position.steps_done, every * context.problem.steps
+    return (done + local_steps(context)) // every > done // every
 
 
-def measures_residuals(work: Work, this: Round) -> bool:
+def measures_residuals(context: RunContext, this: Round) -> bool:
     """Return whether this outer iteration's residuals are computed: as asked, and with duals."""
-    wanted, state = work.settings.residuals, work.state
+    wanted, state = context.settings.residuals, context.state
     # A vote that follows a union lets the run stop only if it is measured itself.
-    due = state.position.vote_next or evaluates(work, this)
+    due = state.position.vote_next or evaluates(context, this)
     asked = wanted == "every" or (wanted == "evaluate" and due)
     return asked and not state.consensus_sgd
 
 
-def goes_behind(work: Work, this: Round, stage: Stage) -> bool:
+def goes_behind(context: RunContext, this: Round, stage: Stage) -> bool:
     """Return whether this outer iteration's exchange runs behind the next one's local steps.
 
     Not where z is looked at before: to be evaluated or delivered, to measure residuals, to freeze.
     """
-    waited_for = this.last or stage.freeze or stage.measured or evaluates(work, this)
-    return work.behind is not None and not waited_for
+    waited_for = this.last or stage.freeze or stage.measured or evaluates(context, this)
+    return context.behind is not None and not waited_for
 
 
 def finish_round(
     topology: Topology,
-    work: Work,
+    context: RunContext,
     this: Round,
     loss: float,
     *,
@@ -139,39 +139,39 @@ def finish_round(
     they are estimated for the evaluation and put back after it (PASSING), or for good (LASTING).
     Collective on `world`.
     """
-    state = work.state
+    state = context.state
     position = state.position
     drift = mask_drift(state.mask, this.mask) if drift is None else drift
     loss_of_z = accuracy_of_z = None
-    with phase(work, this, "evaluate"):
+    with phase(context, this, "evaluate"):
         if estimate == LASTING:
-            estimate_statistics(topology, work)
-        average_z_(topology, work, changed=drift > 0, estimated=estimate == LASTING)
-        if evaluates(work, this, converged):
-            loss_of_z, accuracy_of_z = evaluate(topology, work, estimate == PASSING)
+            estimate_statistics(topology, context)
+        average_z_(topology, context, changed=drift > 0, estimated=estimate == LASTING)
+        if evaluates(context, this, converged):
+            loss_of_z, accuracy_of_z = evaluate(topology, context, estimate == PASSING)
     position.clock.note("iteration", f"outer iteration {this.k}", this.started)
     this.seconds["total"] = time.perf_counter() - this.started + position.clock.earlier
     record = {
-        **iteration_record(work, this.k, this.seconds, residuals),
+        **iteration_record(context, this.k, this.seconds, residuals),
         "mask_drift": drift,
         "train_loss": loss,
-        **quality(work, loss_of_z, accuracy_of_z),
-        "layers": layer_records(work, this.k, residuals) if topology.world.rank == 0 else [],
+        **quality(context, loss_of_z, accuracy_of_z),
+        "layers": layer_records(context, this.k, residuals) if topology.world.rank == 0 else [],
         "rank": rank_record(this.seconds, this.exchange, position.clock.broadcast, this.residuals),
         "status": "converged" if converged else "completed" if this.last else "running",
     }
-    position.converged_of = work.settings.outer_iterations if converged else 0
+    position.converged_of = context.settings.outer_iterations if converged else 0
     next_iteration(position, loss)
     return record
 
 
-def average_z_(topology: Topology, work: Work, changed: bool, estimated: bool) -> None:
+def average_z_(topology: Topology, context: RunContext, changed: bool, estimated: bool) -> None:
     """Let the average of z take in what z has become; anew where the mask has `changed`.
 
     Where statistics were `estimated` on z for good they are on the average as well. Collective on
     `world`.
     """
-    state = work.state
+    state = context.state
     if EMA not in state.memory:
         return
     if changed:
@@ -179,8 +179,8 @@ def average_z_(topology: Topology, work: Work, changed: bool, estimated: bool) -
     if state.position.under_way:
         # It is taken in when it arrives; what z still is has been already.
         return
-    add_z_(state, work.settings)
+    add_z_(state, context.settings)
     if estimated and is_mean_of_several(state):
         with ema_of(state):
-            estimate_statistics(topology, work)
+            estimate_statistics(topology, context)
             keep_statistics_(state)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import USAGE, UserError, one_line
-from prunex_mpi.base.named import import_function
+from prunex_mpi.base.imports import import_function
 from prunex_mpi.settings.fields import CROSS_ENTROPY, Settings
 
 # A loss of a batch: of outputs [b, classes] and labels [b], or class shares [b, classes].
@@ -17,7 +17,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 TRIED_IMAGES = 2
 
 
-def refuse_several(outputs: object, loss: Loss) -> None:
+def check_single_output(outputs: object, loss: Loss) -> None:
     """Raise UserError where cross-entropy would get more than one tensor of outputs.
 
     Some models return others while they train (deep supervision), of which a function of the user's

@@ -49,7 +49,7 @@ def fill_message_(lane: Wire, node: Wire, lanes: int, state: State, payload: str
     # Retired duals are zero.
     dual = None if state.consensus_sgd else state.v
     if not state.plan_agreed:
-        if lane.speaks:
+        if lane.is_member:
             with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
                 alike = digests_agree(lane.comm, state.plan.digest)
             if not alike:
@@ -57,7 +57,7 @@ def fill_message_(lane: Wire, node: Wire, lanes: int, state: State, payload: str
         if coded and lanes > 1:
             _share_rest_(lane, node, state)
         state.plan_agreed = True
-    if lane.speaks:
+    if lane.is_member:
         if coded:
             _offer_difference_(lane, state, dual)
         else:
@@ -104,7 +104,7 @@ def _share_rest_(lane: Wire, node: Wire, state: State) -> None:
     """
     rest = state.memory[REST]
     node.reduce_(rest)
-    if not lane.speaks:
+    if not lane.is_member:
         rest.zero_()
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from prunex_mpi.base.records import KINDS, PHASES, RANK_PHASES, RESIDUALS
 from prunex_mpi.core.admm import Residuals
-from prunex_mpi.core.state import PRUNED, State, Work
+from prunex_mpi.core.state import PRUNED, RunContext, State
 from prunex_mpi.pruning.masks import kept_numel
 
 
@@ -34,14 +34,16 @@ def density(state: State) -> float:
     return kept / prunable if prunable else 1.0
 
 
-def layer_records(work: Work, iteration: int, residuals: Residuals | None) -> list[dict[str, Any]]:
+def layer_records(
+    context: RunContext, iteration: int, residuals: Residuals | None
+) -> list[dict[str, Any]]:
     """Return one row of layers.jsonl per parameter tensor; null for what there is not.
 
     Methods without dual variables have no penalties, and residuals are not always computed.
     """
-    state = work.state
+    state = context.state
     density = {i: kept / numel for i, (kept, numel) in kept_by_segment(state).items()}
-    penalties = work.settings.method.consensus
+    penalties = context.settings.method.consensus
     rows = []
     for i, segment in enumerate(state.layout.segments):
         rows.append(
@@ -61,15 +63,15 @@ def layer_records(work: Work, iteration: int, residuals: Residuals | None) -> li
 
 
 def iteration_record(
-    work: Work, iteration: int, seconds: dict[str, float], residuals: Residuals | None
+    context: RunContext, iteration: int, seconds: dict[str, float], residuals: Residuals | None
 ) -> dict[str, Any]:
     """Return the part of a metrics.jsonl object that follows from the state.
 
     Null where there is nothing, as in `layer_records`.
     """
-    state = work.state
+    state = context.state
     traffic = state.position.traffic
-    penalties = work.settings.method.consensus
+    penalties = context.settings.method.consensus
     return {
         "iteration": iteration,
         "seconds": {phase: seconds.get(phase, 0.0) for phase in PHASES},
@@ -84,12 +86,14 @@ def iteration_record(
     }
 
 
-def quality(work: Work, loss: float | None, accuracy: float | None) -> dict[str, float | None]:
+def quality(
+    context: RunContext, loss: float | None, accuracy: float | None
+) -> dict[str, float | None]:
     """Return what an evaluation came to, by the names of the images that it was made on.
 
     Where images are held out for it the test set is kept back: of it nothing is known yet.
     """
-    if work.problem.kept_back is None:
+    if context.problem.kept_back is None:
         return {"test_loss": loss, "test_accuracy": accuracy}
     unknown = dict.fromkeys(("test_loss", "test_accuracy"))
     return {**unknown, "val_loss": loss, "val_accuracy": accuracy}
@@ -107,5 +111,5 @@ def rank_record(
     `broadcast` what of that of phase 4 was the broadcast in the node.
     """
     messages = {phase: exchange.get(phase, 0.0) for phase in RANK_PHASES}
-    work = {phase: seconds.get(phase, 0.0) - messages[phase] for phase in RANK_PHASES}
-    return {"work": work, "exchange": messages, "broadcast": broadcast, "residuals": residuals}
+    context = {phase: seconds.get(phase, 0.0) - messages[phase] for phase in RANK_PHASES}
+    return {"work": context, "exchange": messages, "broadcast": broadcast, "residuals": residuals}

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.comm.agreement import digests_agree, together
+from prunex_mpi.comm.agreement import digests_agree, run_collectively
 from prunex_mpi.comm.collectives import Transport, bcast_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.loading import measure_colours
@@ -146,10 +146,12 @@ def build_problem(
         changes=Augmentation(resized_crop, settings.transforms),
     )
     side = stream.images.shape[-1]
-    together(topology.world, lambda: refuse_parts(settings, stream.batch_size, model, side))
+    run_collectively(
+        topology.world, lambda: check_batch_parts(settings, stream.batch_size, model, side)
+    )
     if settings.compile:
-        together(topology.world, lambda: _try_compiler(device))
-    loss, objective = together(
+        run_collectively(topology.world, lambda: _try_compiler(device))
+    loss, objective = run_collectively(
         topology.world, lambda: find_losses(settings, dataset.num_classes, device)
     )
     draws = settings.seed, topology.world.rank
@@ -209,7 +211,9 @@ def broadcast_tensor_(world: MPI.Comm, tensor: torch.Tensor, transport: Transpor
     tensor.copy_(flat.view(tensor.shape))
 
 
-def refuse_parts(settings: Settings, images: int, model: torch.nn.Module, image_size: int) -> None:
+def check_batch_parts(
+    settings: Settings, images: int, model: torch.nn.Module, image_size: int
+) -> None:
     """Raise UserError where the `images` of a step can't go through `model` in equal parts.
 
     Nor in parts of one image where BatchNorm would see a single value per channel.
@@ -217,8 +221,8 @@ def refuse_parts(settings: Settings, images: int, model: torch.nn.Module, image_
     parts = settings.grad_accum_steps
     if images % parts:
         raise UserError(
-            f"grad-accum-steps {parts} does not divide the {images} images of a step, which are all "
-            "that a rank has; give a number that does"
+            f"grad-accum-steps {parts} does not divide the {images} images of a step, which are "
+            "all that a rank has; give a number that does"
         )
     if images == parts and (name := batchnorm.find_single_valued(model, image_size)):
         what = f"grad-accum-steps {parts} leaves parts" if parts > 1 else "batches are"

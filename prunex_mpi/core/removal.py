@@ -26,33 +26,33 @@ from prunex_mpi.core.evaluation import (
     memory_of_ema,
 )
 from prunex_mpi.core.scores import memory_of_scores
-from prunex_mpi.core.state import KNOWN, REST, State, Work, build_state, remembered
+from prunex_mpi.core.state import KNOWN, REST, RunContext, State, build_state, remembered
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.models.standalone import Sizes, fill_, resize_
 from prunex_mpi.pruning.shrink import cut, smaller_sizes, smaller_tensors
 from prunex_mpi.settings.fields import Settings
 
 
-def remove_dropped_(work: Work, averager: GradientAverager | None) -> None:
+def remove_dropped_(context: RunContext, averager: GradientAverager | None) -> None:
     """Take what frozen masks have dropped out of the network, once, if `--remove-dropped` is given.
 
     Before the local steps of an outer iteration. The averager, if there is one, listens to the
     smaller network then. Does not communicate.
     """
-    state, settings = work.state, work.settings
+    state, settings = context.state, context.settings
     if not settings.remove_dropped or not state.frozen or state.removes:
         return
     mask, best = state.mask, state.position.best
     staying = _staying(state, mask)
     state.mask = np.ones_like(mask)
-    remove_(state, work.problem.model, ~mask, settings)
+    remove_(state, context.problem.model, ~mask, settings)
     if BEST in staying:
         state.position.best = best
     for name, values in staying.items():
         into = state.memory[name] if name in state.memory else getattr(state, name)
         into[: values.numel()].copy_(values)
     if averager is not None:
-        averager.listen_to(work.problem.model, state.layout, state.grad)
+        averager.listen_to(context.problem.model, state.layout, state.grad)
 
 
 def remove_(state: State, model: nn.Module, removed: np.ndarray, settings: Settings) -> None:

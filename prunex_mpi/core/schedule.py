@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from prunex_mpi.core.state import Position, Work
+from prunex_mpi.core.state import Position, RunContext
 from prunex_mpi.settings.fields import Settings
 
 # Each milestone divides the rate of the `step` schedule by ten.
@@ -118,11 +118,11 @@ def steps_of(settings: Settings, steps_per_epoch: int) -> int:
     return max(1, round(settings.local_epochs * steps_per_epoch))
 
 
-def rate_now(work: Work) -> float:
+def rate_now(context: RunContext) -> float:
     """Return the learning rate of the local step that comes next."""
-    settings, problem, step = work.settings, work.problem, steps_taken(work)
+    settings, problem, step = context.settings, context.problem, steps_taken(context)
     total = total_steps(settings, problem.steps)
-    return rate_at(settings, step, total, work.state.position.rollbacks) * problem.lr_scale
+    return rate_at(settings, step, total, context.state.position.rollbacks) * problem.lr_scale
 
 
 def pruning_ends(settings: Settings) -> int:
@@ -143,21 +143,21 @@ def rate_at(settings: Settings, step: int, total: int, rollbacks: int) -> float:
     )
 
 
-def steps_taken(work: Work) -> int:
+def steps_taken(context: RunContext) -> int:
     """Return how many local steps of the run lie behind."""
-    position = work.state.position
+    position = context.state.position
     return position.steps_done + position.step
 
 
-def local_steps(work: Work) -> int:
+def local_steps(context: RunContext) -> int:
     """Return the number of local steps of the outer iteration under way."""
-    settings, position = work.settings, work.state.position
+    settings, position = context.settings, context.state.position
     if settings.method.quadratic_interval:
         return quadratic_steps(
-            settings, work.problem.steps, position.steps_done, position.rollbacks
+            settings, context.problem.steps, position.steps_done, position.rollbacks
         )
-    frozen = settings.frozen_local_steps if work.state.frozen else 0
-    return frozen or work.problem.steps
+    frozen = settings.frozen_local_steps if context.state.frozen else 0
+    return frozen or context.problem.steps
 
 
 def quadratic_steps(settings: Settings, least: int, done: int, rollbacks: int = 0) -> int:
@@ -186,16 +186,16 @@ def quadratic_rounds(
     return count
 
 
-def rounds_left(work: Work, most: int = 0) -> int:
+def rounds_left(context: RunContext, most: int = 0) -> int:
     """Return the outer iterations that are left, with the one under way.
 
     Where they have to be counted, that is up to `most`, if it is given.
     """
-    settings, position = work.settings, work.state.position
+    settings, position = context.settings, context.state.position
     if not settings.method.quadratic_interval:
         return settings.outer_iterations + 1 - position.iteration
     places = position.steps_done, position.rollbacks
-    return quadratic_rounds(settings, work.problem.steps, *places, most)
+    return quadratic_rounds(settings, context.problem.steps, *places, most)
 
 
 def total_steps(settings: Settings, steps: int) -> int:
@@ -220,11 +220,11 @@ def recount_steps_(position: Position, settings: Settings, before: int, now: int
     position.steps_done = round(by_epochs * now / before) + done - by_epochs
 
 
-def steps_behind(work: Work) -> int:
+def steps_behind(context: RunContext) -> int:
     """Return the local steps that an exchange runs behind, the same share of all at any stage.
 
     Where the interval grows with time, and an exchange takes as long as ever, they are as many.
     """
-    if work.settings.method.quadratic_interval:
-        return work.settings.overlap_steps
-    return -(-work.settings.overlap_steps * local_steps(work) // work.problem.steps)
+    if context.settings.method.quadratic_interval:
+        return context.settings.overlap_steps
+    return -(-context.settings.overlap_steps * local_steps(context) // context.problem.steps)

@@ -15,7 +15,7 @@ of the ranks' sums.
 from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.state import EACH, State, Work
+from prunex_mpi.core.state import EACH, RunContext, State
 from prunex_mpi.pruning.projection import gate_gradients
 from prunex_mpi.settings.fields import Settings
 
@@ -30,19 +30,21 @@ def memory_of_scores(settings: Settings, state: State) -> dict[str, Tensor]:
     return {SENSITIVITY: state.theta.new_zeros(state.groups.total)}
 
 
-def watch_(work: Work) -> None:
+def watch_(context: RunContext) -> None:
     """Add the squared gate gradients of the unscaled `grad`, in outer iterations that choose masks.
 
     Methods that prune once sum over the epoch before they do.
     """
-    state, settings, position = work.state, work.settings, work.state.position
+    state, settings, position = context.state, context.settings, context.state.position
     if SENSITIVITY not in state.memory or state.frozen:
         return
     k, first, last = position.iteration, settings.warmup_iterations + 1, position.iteration
     begins = position.step == 0
     if settings.method.prunes_once:
         last = settings.options.prune_iteration
-        first = max(1, last + 1 - -(-work.problem.train.steps_per_epoch // work.problem.steps))
+        first = max(
+            1, last + 1 - -(-context.problem.train.steps_per_epoch // context.problem.steps)
+        )
         begins = begins and k == first
     if not first <= k <= last:
         return
@@ -65,4 +67,4 @@ def scored(leader: Wire, node: Wire, state: State, settings: Settings, candidate
     if settings.node_sync == "outer":
         node.reduce_(total)
         total.div_(node.comm.size)
-    return total if leader.speaks else candidate
+    return total if leader.is_member else candidate

@@ -290,7 +290,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Work:
+class RunContext:
     """What a rank works on and with; the communicators are handed down beside it.
 
     What it could not do in local steps is in `failures`; all ranks raise the first after phase 1.

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from prunex_mpi.comm.gradients import GradientAverager, several_passes
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.losses import distilled, refuse_several
+from prunex_mpi.core.losses import check_single_output, distilled
 from prunex_mpi.core.schedule import rate_now, steps_taken
-from prunex_mpi.core.state import State, Work
+from prunex_mpi.core.state import RunContext, State
 from prunex_mpi.data.transforms import mix
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import matrices, norm, pieces_of
@@ -26,7 +26,7 @@ CLIP_EPSILON = 1e-6
 
 
 @contextmanager
-def averaging(wire: Wire | None, work: Work) -> Iterator[GradientAverager | None]:
+def averaging(wire: Wire | None, context: RunContext) -> Iterator[GradientAverager | None]:
     """Average gradients over `wire` during the backward pass, for the time of the block.
 
     Without a wire there is nothing to average: None.
@@ -34,8 +34,8 @@ def averaging(wire: Wire | None, work: Work) -> Iterator[GradientAverager | None
     if wire is None:
         yield None
         return
-    state = work.state
-    averager = GradientAverager(wire, work.problem.model, state.layout, state.grad)
+    state = context.state
+    averager = GradientAverager(wire, context.problem.model, state.layout, state.grad)
     try:
         yield averager
     finally:
@@ -48,51 +48,53 @@ def remember_statistics_(state: State) -> None:
         batchnorm.read_plain_(state.bn_modules, state.sound)
 
 
-def forward_backward(work: Work, averager: GradientAverager | None) -> Tensor:
+def forward_backward(context: RunContext, averager: GradientAverager | None) -> Tensor:
     """Leave the (scaled) gradient of the next batch in `grad`; return the loss, detached.
 
     The averager, if there is one, has begun then to send the gradient.
     """
-    batch = next_batch(work)
-    remember_statistics_(work.state)
-    loss = forward(work, batch[0])
-    work.state.grad.zero_()
-    return backward(work, averager, batch, loss)
+    batch = next_batch(context)
+    remember_statistics_(context.state)
+    loss = forward(context, batch[0])
+    context.state.grad.zero_()
+    return backward(context, averager, batch, loss)
 
 
-def next_batch(work: Work) -> Batch:
+def next_batch(context: RunContext) -> Batch:
     """Return images and labels of the next batch, in `--grad-accum-steps` parts.
 
     Where images are mixed, the labels are shares of classes.
     """
-    problem = work.problem
+    problem = context.problem
     images, labels = problem.train.next()
-    work.state.position.clock.data += problem.train.waited
+    context.state.position.clock.data += problem.train.waited
     if problem.reader is not None and problem.reader.error is not None:
-        ask_to_stop_(work)
-    if work.problem.mixing is not None:
-        images, labels = mix(images, labels, work.problem.mixing, steps_taken(work))
-    parts = work.settings.grad_accum_steps
+        ask_to_stop_(context)
+    if context.problem.mixing is not None:
+        images, labels = mix(images, labels, context.problem.mixing, steps_taken(context))
+    parts = context.settings.grad_accum_steps
     if parts == 1:
         return [(images, labels)]
     return list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
 
 
-def forward(work: Work, part: tuple[Tensor, Tensor]) -> Tensor:
+def forward(context: RunContext, part: tuple[Tensor, Tensor]) -> Tensor:
     """Return the loss of a part of a batch."""
-    problem, amp = work.problem, work.settings.amp
-    device_type = work.state.theta.device.type
+    problem, amp = context.problem, context.settings.amp
+    device_type = context.state.theta.device.type
     amp_dtype = torch.float16 if amp == "fp16" else torch.bfloat16
     images, labels = part
     with torch.autocast(device_type, amp_dtype, enabled=amp != "off"):
         outputs = problem.forward(images)
         objective = problem.objective or problem.loss
-        refuse_several(outputs, objective)
+        check_single_output(outputs, objective)
         loss = objective(outputs, labels)
         return distilled(problem.teacher, images, outputs, loss) if problem.teacher else loss
 
 
-def backward(work: Work, averager: GradientAverager | None, batch: Batch, loss: Tensor) -> Tensor:
+def backward(
+    context: RunContext, averager: GradientAverager | None, batch: Batch, loss: Tensor
+) -> Tensor:
     """Add the (scaled) gradient of a batch to `grad`; return its loss, detached.
 
     `loss` is that of its first part. The averager listens while the last part goes back.
@@ -100,17 +102,17 @@ def backward(work: Work, averager: GradientAverager | None, batch: Batch, loss: 
     total = None
     for number, part in enumerate(batch):
         if number:
-            loss = forward(work, part)
+            loss = forward(context, part)
         if len(batch) > 1:
             loss = loss / len(batch)
         if averager is not None and number == len(batch) - 1:
             averager.begin()
-        work.state.scaler.scale(loss).backward()
+        context.state.scaler.scale(loss).backward()
         total = loss.detach() if total is None else total + loss.detach()
     return total
 
 
-def finish_average_(work: Work, averager: GradientAverager | None) -> None:
+def finish_average_(context: RunContext, averager: GradientAverager | None) -> None:
     """Leave the averager's mean in `grad`, if there is one; note a failure. Collective on its wire.
 
     A rank that raised it would leave the other nodes alone, and who is not late in its node.
@@ -118,26 +120,26 @@ def finish_average_(work: Work, averager: GradientAverager | None) -> None:
     if averager is None:
         return
     averager.finish_()
-    if averager.late and not work.failures:
-        work.failures.append(several_passes())
-        ask_to_stop_(work)
+    if averager.late and not context.failures:
+        context.failures.append(several_passes())
+        ask_to_stop_(context)
 
 
-def ask_to_stop_(work: Work) -> None:
+def ask_to_stop_(context: RunContext) -> None:
     """Have the others learn where they agree on going on that this rank can't."""
-    if work.stop is not None:
-        work.stop.failed = True
+    if context.stop is not None:
+        context.stop.failed = True
 
 
-def share_decay_(work: Work, decay: float) -> Pairs | None:
+def share_decay_(context: RunContext, decay: float) -> Pairs | None:
     """Let the optimizer's one pass shrink all parameters by `decay`, and return None.
 
     With `--weight-decay-on weights` it shrinks none; what `step_optimizer_` has to shrink is
     returned. The views are good for as long as theta and its gradient stay where they are.
     """
-    alone = decay > 0 and work.settings.weight_decay_on == "weights"
-    work.state.optimizer.param_groups[0]["weight_decay"] = 0.0 if alone else decay
-    return weight_pairs(work.state) if alone else None
+    alone = decay > 0 and context.settings.weight_decay_on == "weights"
+    context.state.optimizer.param_groups[0]["weight_decay"] = 0.0 if alone else decay
+    return weight_pairs(context.state) if alone else None
 
 
 def weight_pairs(state: State) -> Pairs:
@@ -146,13 +148,13 @@ def weight_pairs(state: State) -> Pairs:
     return pieces_of(state.grad, segments), pieces_of(state.theta, segments)
 
 
-def step_optimizer_(work: Work, decayed: Pairs | None = None) -> None:
+def step_optimizer_(context: RunContext, decayed: Pairs | None = None) -> None:
     """Move theta along the unscaled gradient, at the learning rate of this step of the run.
 
     `decayed` is what `share_decay_` has returned. A step that overflowed in float16 is left out;
     BatchNorm statistics that it has left infinite or no numbers are undone.
     """
-    state, settings, rate = work.state, work.settings, rate_now(work)
+    state, settings, rate = context.state, context.settings, rate_now(context)
     state.optimizer.param_groups[0]["lr"] = rate
     if decayed and decayed[0]:
         shrink_(settings, rate, decayed)
@@ -162,9 +164,9 @@ def step_optimizer_(work: Work, decayed: Pairs | None = None) -> None:
         batchnorm.mend_(state.bn_modules, state.sound)
 
 
-def clip_(work: Work) -> None:
+def clip_(context: RunContext) -> None:
     """Scale the unscaled gradient down to the norm `--clip-grad`, if it is longer."""
-    limit, grad = work.settings.clip_grad, work.state.grad
+    limit, grad = context.settings.clip_grad, context.state.grad
     if limit:
         # No value of a device is looked at, which would wait for it.
         grad.mul_((limit / (norm(grad) + CLIP_EPSILON)).clamp_max(1.0))
@@ -179,17 +181,17 @@ def shrink_(settings: Settings, rate: float, decayed: Pairs) -> None:
         torch._foreach_add_(gradients, values, alpha=settings.weight_decay)
 
 
-def loss_sums(work: Work) -> Tensor:
+def loss_sums(context: RunContext) -> Tensor:
     """Return the sum of this outer iteration's losses so far and their count, on theta's device."""
-    position = work.state.position
+    position = context.state.position
     sums = torch.tensor([position.loss_sum, position.loss_count], dtype=torch.float64)
-    return sums.to(work.state.theta.device)
+    return sums.to(context.state.theta.device)
 
 
-def add_loss_(sums: Tensor, loss: Tensor, work: Work) -> None:
+def add_loss_(sums: Tensor, loss: Tensor, context: RunContext) -> None:
     """Add one loss to `sums`."""
     total, counted = sums
-    if work.settings.amp == "fp16":
+    if context.settings.amp == "fp16":
         # The scaler skips steps that overflow; their loss says nothing.
         finite = torch.isfinite(loss)
         total += torch.where(finite, loss, 0.0)
@@ -199,18 +201,18 @@ def add_loss_(sums: Tensor, loss: Tensor, work: Work) -> None:
         counted += 1
 
 
-def stops_here(work: Work, losses: Tensor, started: float) -> bool:
+def stops_here(context: RunContext, losses: Tensor, started: float) -> bool:
     """Return whether all ranks leave before the next step; note then where phase 1 stands.
 
     `started` is when this job's part of the phase began. Collective where the run can be stopped.
     """
-    if work.stop is None:
+    if context.stop is None:
         return False
-    position = work.state.position
+    position = context.state.position
     asked = time.perf_counter()
-    reached = work.stop.reached()
+    reached = context.stop.reached()
     position.clock.agreed += time.perf_counter() - asked
-    if work.stop.calls == 0:
+    if context.stop.calls == 0:
         # At one of the steps at which the ranks agree; it has no device to wait for.
         position.clock.note("message", "Iallreduce of who has to stop", asked)
     if not reached:

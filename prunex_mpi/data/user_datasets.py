@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
+from prunex_mpi.base.imports import import_function
 from prunex_mpi.base.logs import log
-from prunex_mpi.base.named import import_function
 from prunex_mpi.data.decoding import MOST_LABEL, Files, side_of_first
 from prunex_mpi.data.images import load_rgb, to_side
 from prunex_mpi.data.sources import Source

@@ -20,7 +20,7 @@ from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.files import prepare_file, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table, format_table
-from prunex_mpi.comm.agreement import broadcast_text, gather_text, together
+from prunex_mpi.comm.agreement import broadcast_text, gather_text, run_collectively
 from prunex_mpi.comm.preemption import UNSET, ended_before
 from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.diagnosis.devices import choose_device, claimed_cuda_support, probe, set_threads
@@ -58,7 +58,9 @@ def examine(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     if errors(findings):
         return report_singleton(findings, options)
     settings = options.settings
-    together(world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None)
+    run_collectively(
+        world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None
+    )
     with nodes_of(world, settings.ranks_per_node) as topology:
         heartbeat.enter("ranks")
         device, problem = find_device(settings.device, topology.host_rank)

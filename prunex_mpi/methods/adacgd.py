@@ -19,7 +19,7 @@ from torch import Tensor
 from prunex_mpi.comm.wire import COUNT_BYTES, Wire
 from prunex_mpi.compress.sparse import POSITION_BYTES, check_positions, choose_count, share_of
 from prunex_mpi.core.schedule import steps_taken
-from prunex_mpi.core.state import OWN, SHARED, State, Work
+from prunex_mpi.core.state import OWN, SHARED, RunContext, State
 from prunex_mpi.core.sums import add_sparse_parts_, allocate_sparse
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
@@ -47,11 +47,11 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
     return {key: torch.zeros_like(theta) for key in (ESTIMATE, LAST, SUM)}
 
 
-def allocate(wire: Wire, work: Work) -> dict[str, Any]:
+def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for the most that this worker sends, and for one bucket of what all do."""
-    if not wire.speaks:
+    if not wire.is_member:
         return {}
-    theta = work.state.theta
+    theta = context.state.theta
     most = counts_of(theta.numel())[-1]
     return {
         **allocate_sparse(wire, theta, most),
@@ -61,19 +61,19 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     }
 
 
-def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
+def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     """Set `grad` to the sum of the workers' mended estimates. Collective on `wire.comm`."""
-    state = work.state
+    state = context.state
     grad, total = state.grad, state.memory[SUM]
     estimate, last = state.memory[ESTIMATE], state.memory[LAST]
-    if steps_taken(work) == 0:
+    if steps_taken(context) == 0:
         estimate.copy_(grad)
         last.copy_(grad)
         wire.reduce_(grad)
         total.copy_(grad)
         return
-    if work.settings.options.average < 1:
-        grad.lerp_(last, 1 - work.settings.options.average)
+    if context.settings.options.average < 1:
+        grad.lerp_(last, 1 - context.settings.options.average)
     change = torch.linalg.vector_norm(last.sub_(grad), dtype=torch.float64).square()
     last.copy_(grad)
     difference = torch.sub(grad, estimate, out=state.scratch)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.state import Work
+from prunex_mpi.core.state import RunContext
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
@@ -21,7 +21,7 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
     return {}
 
 
-def allocate(wire: Wire, work: Work) -> dict[str, Any]:
+def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return what each step writes anew: nothing."""
     return {}
 

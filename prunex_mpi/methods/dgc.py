@@ -23,7 +23,7 @@ from prunex_mpi.compress.threshold import (
     select_above_,
 )
 from prunex_mpi.core.schedule import steps_taken, total_steps
-from prunex_mpi.core.state import OWN, SHARED, State, Work
+from prunex_mpi.core.state import OWN, SHARED, RunContext, State
 from prunex_mpi.core.sums import add_sparse_parts_, allocate_sparse
 from prunex_mpi.models.layout import Layout, pieces_of
 from prunex_mpi.settings.fields import Settings
@@ -53,12 +53,12 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
     return {key: torch.zeros_like(theta) for key in (MOMENTUM, RESIDUAL, COMMON)}
 
 
-def allocate(wire: Wire, work: Work) -> dict[str, Any]:
+def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for the most that this worker sends, and for one bucket of what all do."""
-    if not wire.speaks:
+    if not wire.is_member:
         return {}
-    theta, settings = work.state.theta, work.settings
-    compressed, whole = divide(work.state.layout, settings.options.ratio)
+    theta, settings = context.state.theta, context.settings
+    compressed, whole = divide(context.state.layout, settings.options.ratio)
     largest = ratio_in(0, warmup_parts(settings), settings.options.ratio)
     return {
         **allocate_sparse(wire, theta, sum(kept_per_layer(compressed, largest))),
@@ -67,12 +67,12 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     }
 
 
-def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
+def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     """Send what is largest of the accumulated momentum, and set `grad` to everyone's sum.
 
     Collective on `wire.comm`.
     """
-    state, settings, grad = work.state, work.settings, work.state.grad
+    state, settings, grad = context.state, context.settings, context.state.grad
     momentum, residual = state.memory[MOMENTUM], state.memory[RESIDUAL]
     compressed, whole = divide(state.layout, settings.options.ratio)
     move_whole_(grad, whole, space["whole"])
@@ -80,27 +80,27 @@ def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
     if compressed:
         accumulate_(momentum, residual, grad, settings.momentum)
         spare, sent = (state.scratch, space["chosen"]), (space["values"], space["positions"])
-        ratio, step = ratio_of(work), steps_taken(work)
+        ratio, step = ratio_of(context), steps_taken(context)
         count = select_above_(residual, compressed, ratio, SAMPLE, step, spare, sent)
         forget_sent_(momentum, residual, space["positions"][:count])
         grad.zero_()
         add_sparse_parts_(wire, space, count, grad)
-    add_common_(space, work)
+    add_common_(space, context)
 
 
-def ratio_of(work: Work) -> float:
+def ratio_of(context: RunContext) -> float:
     """Return the share of a layer that travels in this step."""
-    settings, step = work.settings, steps_taken(work)
-    steps, final = warmup_steps(work), settings.options.ratio
+    settings, step = context.settings, steps_taken(context)
+    steps, final = warmup_steps(context), settings.options.ratio
     if step >= steps:
         return final
     parts = warmup_parts(settings)
     return ratio_in(step * parts // steps, parts, final)
 
 
-def warmup_steps(work: Work) -> int:
+def warmup_steps(context: RunContext) -> int:
     """Return how many steps the warm-up takes."""
-    settings, problem = work.settings, work.problem
+    settings, problem = context.settings, context.problem
     per_epoch = problem.train.steps_per_epoch
     if settings.options.warmup_epochs != AUTO:
         return round(settings.options.warmup_epochs * per_epoch)
@@ -114,9 +114,9 @@ def warmup_parts(settings: Settings) -> int:
     return parts_of(WARMUP_EPOCHS if epochs == AUTO else epochs)
 
 
-def add_common_(space: dict[str, Any], work: Work) -> None:
+def add_common_(space: dict[str, Any], context: RunContext) -> None:
     """Add weight decay and the tensors that travelled whole to `grad`, by their own momentum."""
-    state, settings = work.state, work.settings
+    state, settings = context.state, context.settings
     _, whole = divide(state.layout, settings.options.ratio)
     fresh = torch.mul(state.theta, settings.weight_decay, out=state.scratch)
     spared = [s for s in state.layout.segments if len(s.shape) < 2]

@@ -3,9 +3,9 @@
 A method's own code is a module with one face. One that communicates at each step has
 
 - `memory(settings, layout, theta)`: what one step hands to the next; checkpoints hold it;
-- `allocate(wire, work)`: what each step writes anew (`space`), so that no step allocates; called
+- `allocate(wire, context)`: what each step writes anew (`space`), so that no step allocates; called
   on every rank, also on those that do not speak: their wire has no communicator;
-- `exchange_(wire, space, work)`: replaces a worker's weighted gradient in `grad` by the sum over
+- `exchange_(wire, space, context)`: replaces a worker's weighted gradient in `grad` by the sum over
   all workers, the same bits on each; what it leaves out of the sum stays in the memory; a method
   with the trait `plain_mean` has none, the driver adds up its gradients;
 - `payload(settings, layout, size, workers)`: bytes that a worker hands over in a step, or the most
@@ -15,15 +15,15 @@ A method's own code is a module with one face. One that communicates at each ste
 and, where it needs them,
 
 - `metadata_bytes(settings, state, payload, rounds)`: bytes of a run that say where values belong;
-- `start_gradient_(wires, space, work, loss)`: lets `grad` start from what the method adds to it;
-- `follow_(wires, space, work)`: looks at the gradient that all ranks have received;
-- `prune_(wires, work, done)`: prunes after `done` outer iterations, if that is when; returns the
+- `start_gradient_(wires, space, context, loss)`: lets `grad` start from what the method adds to it;
+- `follow_(wires, space, context)`: looks at the gradient that all ranks have received;
+- `prune_(wires, context, done)`: prunes after `done` outer iterations, if that is when; returns the
   drift of the mask of weights;
-- `reshape_(wires, space, work, done)`: takes out of the network what is of no use; returns whether
+- `reshape_(wires, space, context, done)`: takes out of the network what is of no use; returns whether
   any was, and `space` is allocated anew.
 
 One that exchanges once per outer iteration in a format of its own (`own_format`) has `memory`,
-`payload`, `OPERATIONS`, `allocate(nodes, work)` and `exchange_(wires, space, work)`, which moves z.
+`payload`, `OPERATIONS`, `allocate(nodes, context)` and `exchange_(wires, space, context)`, which moves z.
 """
 
 import importlib

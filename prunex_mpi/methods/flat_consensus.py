@@ -30,12 +30,12 @@ from prunex_mpi.core.admm import (
     own_residuals,
     sum_candidate,
 )
-from prunex_mpi.core.evaluation import refuse_divergence
+from prunex_mpi.core.evaluation import check_divergence
 from prunex_mpi.core.loop import measures_residuals, phase, rounds, split_local
 from prunex_mpi.core.mask_agreement import project_locally
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
 from prunex_mpi.core.schedule import Stage, find_stage, may_stop
-from prunex_mpi.core.state import State, Work, change_mask, freeze, wires_of
+from prunex_mpi.core.state import RunContext, State, change_mask, freeze, wires_of
 from prunex_mpi.methods.hsadmm import end_iteration, local_computation, update_duals
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import scale_, squared_distances
@@ -43,37 +43,37 @@ from prunex_mpi.pruning.masks import Factors, apply_factors_
 from prunex_mpi.settings.fields import Settings
 
 
-def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]:
+def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[str, Any]]:
     """Train from `position` on; yield each outer iteration's metrics (metrics.jsonl).
 
     As `hsadmm.outer_iterations`. The residuals between nodes are zero. Collective on
     `topology.world`. Raises Diverged on every rank.
     """
-    state, settings, position = work.state, work.settings, work.state.position
-    wires = wires_of(topology, state, work.transport)
-    for this in rounds(work):
-        measured = measures_residuals(work, this)
+    state, settings, position = context.state, context.settings, context.state.position
+    wires = wires_of(topology, state, context.transport)
+    for this in rounds(context):
+        measured = measures_residuals(context, this)
         stage = find_stage(this.k, settings, state.frozen, position, measured)
-        with phase(work, this, "local"):
-            loss = local_computation(None, work)
+        with phase(context, this, "local"):
+            loss = local_computation(None, context)
             if loss is None:
                 return
-            refuse_divergence(topology, work, loss)
-        split_local(work, this, waiting="intra")
-        with phase(work, this, "inter"):
+            check_divergence(topology, context, loss)
+        split_local(context, this, waiting="intra")
+        with phase(context, this, "inter"):
             sum_candidates_(wires, state, settings)
-        with phase(work, this, "project"):
+        with phase(context, this, "project"):
             moved = project_(wires, state, settings, stage)
             if stage.freeze:
                 freeze(state, settings.after_freeze == "local-sgd")
-        with phase(work, this, "dual"):
+        with phase(context, this, "dual"):
             still = None if moved is None else np.zeros_like(moved)
             norms = None if state.consensus_sgd else update_duals(state, moved, still)
             this.residuals.update(own_residuals(norms, state))
             residuals, loss = find_residuals(topology.world, state, settings, norms, loss)
 
         converged = may_stop(stage, settings, state.frozen) and converges(residuals)
-        yield end_iteration(topology, work, this, stage, loss, residuals, converged)
+        yield end_iteration(topology, context, this, stage, loss, residuals, converged)
         if converged:
             return
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.state import Work
+from prunex_mpi.core.state import RunContext
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
@@ -28,22 +28,22 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
     return {}
 
 
-def allocate(wire: Wire, work: Work) -> dict[str, Any]:
+def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for the gradient in 16 bits."""
-    if not wire.speaks:
+    if not wire.is_member:
         return {}
-    theta = work.state.theta
-    return {"rounded": torch.empty_like(theta, dtype=TYPES[work.settings.method.name])}
+    theta = context.state.theta
+    return {"rounded": torch.empty_like(theta, dtype=TYPES[context.settings.method.name])}
 
 
-def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
+def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     """Set `grad` to the sum of the workers' rounded gradients, rounded. Collective on `wire.comm`.
 
     The gradient has been multiplied by its share in the mean already.
     """
-    rounded = space["rounded"].copy_(work.state.grad)
+    rounded = space["rounded"].copy_(context.state.grad)
     wire.reduce_halves_(rounded)
-    work.state.grad.copy_(rounded)
+    context.state.grad.copy_(rounded)
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:

@@ -45,7 +45,7 @@ from prunex_mpi.core.admm import (
     update_rho2,
     weigh_candidate,
 )
-from prunex_mpi.core.evaluation import LASTING, PASSING, refuse_divergence
+from prunex_mpi.core.evaluation import LASTING, PASSING, check_divergence
 from prunex_mpi.core.loop import (
     Round,
     finish_round,
@@ -68,8 +68,8 @@ from prunex_mpi.core.schedule import (
 )
 from prunex_mpi.core.scores import scored, watch_
 from prunex_mpi.core.state import (
+    RunContext,
     State,
-    Work,
     agreeing,
     change_mask,
     forget_momentum_,
@@ -100,7 +100,7 @@ from prunex_mpi.pruning.masks import (
 from prunex_mpi.settings.fields import Settings
 
 
-def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]:
+def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[str, Any]]:
     """Run H-SADMM from `position` on; yield each outer iteration's metrics (metrics.jsonl).
 
     Collective on `topology.world`: every rank must exhaust the iterator, which ends early, between
@@ -109,29 +109,29 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
     waiting for the node's gradients as well. Between two records the state is all there is to know.
     Raises Diverged on every rank.
     """
-    state, settings, position = work.state, work.settings, work.state.position
-    wires = wires_of(topology, state, work.transport)
+    state, settings, position = context.state, context.settings, context.state.position
+    wires = wires_of(topology, state, context.transport)
     leader, node = wires.workers, wires.node
-    with averaging(node if settings.node_sync == "step" else None, work) as averager:
-        for this in rounds(work):
-            measured = measures_residuals(work, this)
+    with averaging(node if settings.node_sync == "step" else None, context) as averager:
+        for this in rounds(context):
+            measured = measures_residuals(context, this)
             stage = find_stage(this.k, settings, state.frozen, position, measured)
-            with phase(work, this, "local"):
-                loss = local_computation(averager, work)
+            with phase(context, this, "local"):
+                loss = local_computation(averager, context)
                 if loss is None:
                     return
-                refuse_divergence(topology, work, loss)
-            split_local(work, this, waiting="intra")
-            with phase(work, this, "intra"):
+                check_divergence(topology, context, loss)
+            split_local(context, this, waiting="intra")
+            with phase(context, this, "intra"):
                 z_tilde = intra_node_consensus(node, state, settings)
-            with phase(work, this, "project"):
+            with phase(context, this, "project"):
                 moved_node = project(leader, node, state, settings, z_tilde, stage)
                 if stage.freeze:
                     freeze(state, settings.after_freeze == "local-sgd")
-            with phase(work, this, "inter"):
-                behind = goes_behind(work, this, stage)
-                moved = inter_node_consensus(wires, work, stage, behind)
-            with phase(work, this, "dual"):
+            with phase(context, this, "inter"):
+                behind = goes_behind(context, this, stage)
+                moved = inter_node_consensus(wires, context, stage, behind)
+            with phase(context, this, "dual"):
                 norms = None if state.consensus_sgd else update_duals(state, moved_node, moved)
                 forget_duals_(state, settings)
                 this.residuals.update(own_residuals(norms, state))
@@ -140,7 +140,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
             settles = may_stop(stage, settings, state.frozen) and converges(residuals)
             # A union may hold more groups than allowed: vote once more before stopping.
             position.vote_next, converged = settles and stage.union, settles and not stage.union
-            yield end_iteration(topology, work, this, stage, loss, residuals, converged)
+            yield end_iteration(topology, context, this, stage, loss, residuals, converged)
             if converged:
                 return
 
@@ -150,7 +150,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
 # --------------------------------------------------------------------------------------------------
 
 
-def local_computation(averager: GradientAverager | None, work: Work) -> float | None:
+def local_computation(averager: GradientAverager | None, context: RunContext) -> float | None:
     """Take T steps on f_ij(theta) + rho1/2 |theta - z_i + u|^2; return the mean loss.
 
     Eq. 8, by the inner optimizer. No communication, unless `averager` averages each step's gradient
@@ -159,46 +159,46 @@ def local_computation(averager: GradientAverager | None, work: Work) -> float | 
     after some of the steps. Returns None where the ranks agree to stop, before all that belongs to
     the step at which `position` then is.
     """
-    state, settings, position = work.state, work.settings, work.state.position
-    losses, started = loss_sums(work), time.perf_counter()
+    state, settings, position = context.state, context.settings, context.state.position
+    losses, started = loss_sums(context), time.perf_counter()
     if position.step == 0:
-        if stops_here(work, losses, started):
+        if stops_here(context, losses, started):
             return None
-        remove_dropped_(work, averager)
+        remove_dropped_(context, averager)
         if starts_from_z(state, settings):
             start_from_(state, settings, state.z_node if position.under_way else state.z)
         if settings.inner_momentum == "reset":
             forget_momentum_(state)
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
-    decayed = share_decay_(work, settings.weight_decay if in_theta else 0.0)
+    decayed = share_decay_(context, settings.weight_decay if in_theta else 0.0)
     rho1 = None if state.consensus_sgd else share_pull_(state, settings)
     masked = factor_views(state.grad, state.layout, state.groups, state.factors)
-    work.problem.model.train()
-    steps, arrival = local_steps(work), steps_behind(work)
+    context.problem.model.train()
+    steps, arrival = local_steps(context), steps_behind(context)
     while position.step < steps:
-        if position.step and stops_here(work, losses, started):
+        if position.step and stops_here(context, losses, started):
             return None
-        work.heartbeat.beat(position.step)
+        context.heartbeat.beat(position.step)
         stepped = time.perf_counter()
         if position.under_way and position.step >= arrival:
-            z_arrives(work)
-        loss = forward_backward(work, averager)
-        finish_average_(work, averager)
+            z_arrives(context)
+        loss = forward_backward(context, averager)
+        finish_average_(context, averager)
         state.scaler.unscale_(state.optimizer)
-        watch_(work)
+        watch_(context)
         if state.frozen and settings.clip_grad:
             mask_views_(masked, state.factors)
-        clip_(work)
+        clip_(context)
         if rho1 is not None:
             add_pull_(state, rho1)
         if state.frozen:
             mask_views_(masked, state.factors)
-        step_optimizer_(work, decayed)
-        add_loss_(losses, loss, work)
+        step_optimizer_(context, decayed)
+        add_loss_(losses, loss, context)
         position.step += 1
         position.clock.note("step", f"step {position.step}", stepped)
     if position.under_way:
-        z_arrives(work)
+        z_arrives(context)
     return float(losses[0] / losses[1])
 
 
@@ -278,9 +278,9 @@ def project(
     if stage.choose:
         mask = state.mask
         weighed = scored(leader, node, state, settings, z_tilde)
-        if leader.speaks and stage.vote:
+        if leader.is_member and stage.vote:
             mask = agree_by_vote(leader, weighed, state, stage.strict, round_to, node.comm.size)
-        elif leader.speaks:
+        elif leader.is_member:
             mask = project_locally(weighed, state, stage.strict, round_to)
         mask = node.broadcast_bits(mask)
         if stage.vote:
@@ -300,7 +300,9 @@ def project(
 # --------------------------------------------------------------------------------------------------
 
 
-def inter_node_consensus(wires: Wires, work: Work, stage: Stage, behind: bool) -> np.ndarray | None:
+def inter_node_consensus(
+    wires: Wires, context: RunContext, stage: Stage, behind: bool
+) -> np.ndarray | None:
     """Set z = sum_i P_i (z_i + v_i) / N on the mask, zero elsewhere (Eq. 11).
 
     The only phase whose bytes cross nodes in bulk: leaders agree on the mask (BOR of packed bits,
@@ -310,13 +312,13 @@ def inter_node_consensus(wires: Wires, work: Work, stage: Stage, behind: bool) -
     helper thread, and z is what it was until `z_arrives`. Returns |z^{k+1} - z^k|^2 per layer where
     it is measured. Collective on the communicators of the workers, the lane and the node.
     """
-    state, leader, node, lane = work.state, wires.workers, wires.node, wires.lane
+    state, leader, node, lane = context.state, wires.workers, wires.node, wires.lane
     if stage.union:
-        mask = agree_by_or(leader, state.mask) if leader.speaks else state.mask
+        mask = agree_by_or(leader, state.mask) if leader.is_member else state.mask
         change_mask(state, node.broadcast_bits(mask))
-    counted = fill_message_(lane, node, wires.lanes, state, work.settings.payload)
+    counted = fill_message_(lane, node, wires.lanes, state, context.settings.payload)
     if behind:
-        helper = work.behind
+        helper = context.behind
         ways = helper.between, helper.node, wires.lanes, state, helper.transport, helper.clock
         state.position.under_way = way_of(state)
         helper.begin(lambda: exchange_message_(*ways, counted))
@@ -327,23 +329,23 @@ def inter_node_consensus(wires: Wires, work: Work, stage: Stage, behind: bool) -
     return squared_distances(state.z, state.last_z, state.layout) if stage.measured else None
 
 
-def z_arrives(work: Work) -> None:
+def z_arrives(context: RunContext) -> None:
     """Finish what phase 4 of the last outer iteration has begun: theta += z - z_i, v += z_i - z.
 
     Waits for the helper thread.
     """
-    state, clock = work.state, work.state.position.clock
+    state, clock = context.state, context.state.position.clock
     started = now(state.theta.device)
-    if work.behind is not None:
-        work.behind.finish()
+    if context.behind is not None:
+        context.behind.finish()
         clock.late += time.perf_counter() - started
         clock.note("message", "wait for the helper", started)
-    arrive_(state, work.settings, state.position.under_way, behind=True)
-    if starts_from_z(state, work.settings):
+    arrive_(state, context.settings, state.position.under_way, behind=True)
+    if starts_from_z(state, context.settings):
         state.theta.add_(state.z).sub_(state.z_node)
     if not state.consensus_sgd:
         state.v.add_(state.z_node).sub_(state.z)
-        update_rho2(state, work.settings)
+        update_rho2(state, context.settings)
         set_anchor_(state)
     state.position.under_way = ""
     clock.behind += now(state.theta.device) - started
@@ -371,7 +373,7 @@ def update_duals(
 
 def end_iteration(
     topology: Topology,
-    work: Work,
+    context: RunContext,
     this: Round,
     stage: Stage,
     loss: float,
@@ -379,14 +381,14 @@ def end_iteration(
     converged: bool,
 ) -> dict[str, Any]:
     """Note the drift, evaluate, update penalties; return the record. Collective on `world`."""
-    state, settings = work.state, work.settings
+    state, settings = context.state, context.settings
     note_drift_(state.position, stage, settings, mask_drift(state.mask, this.mask))
     # On the support that theta was trained on, averaged statistics fit z.
     estimate = PASSING if settings.bn == "recalibrate" and stage.choose else ""
     if estimate and (stage.freeze or this.last or converged):
         estimate = LASTING
     ended = {"residuals": residuals, "estimate": estimate, "converged": converged}
-    record = finish_round(topology, work, this, loss, **ended)
+    record = finish_round(topology, context, this, loss, **ended)
     if not state.consensus_sgd:
         update_penalties(state, settings, residuals)
     return record

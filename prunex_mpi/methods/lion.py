@@ -17,7 +17,7 @@ from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.schedule import steps_taken
-from prunex_mpi.core.state import OWN, Work
+from prunex_mpi.core.state import OWN, RunContext
 from prunex_mpi.core.sums import allocate_counts, bytes_handed_over, spread_, sum_numbers_
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
@@ -43,23 +43,23 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
     return {MOMENTUM: torch.zeros_like(theta)}
 
 
-def allocate(wire: Wire, work: Work) -> dict[str, Any]:
+def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for votes and what comes of them."""
-    if not wire.speaks:
+    if not wire.is_member:
         return {}
-    return allocate_counts(wire, work.state.theta, UP, bits_down(wire.comm.size))
+    return allocate_counts(wire, context.state.theta, UP, bits_down(wire.comm.size))
 
 
-def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
+def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     """Set `grad` to the outcome of the vote: -1, 1, or 0 for a tie. Collective on `wire.comm`.
 
     A worker's weight changes no sign. The weight decay is the optimizer's, outside of the vote.
     """
-    state, workers = work.state, wire.comm.size
+    state, workers = context.state, wire.comm.size
     grad, momentum = state.grad, state.memory[MOMENTUM]
     update = torch.lerp(grad, momentum, BETA1, out=state.scratch)
     momentum.lerp_(grad, 1 - BETA2)
-    cast_votes_(wire, space, update, steps_taken(work))
+    cast_votes_(wire, space, update, steps_taken(context))
     votes = sum_numbers_(wire, space, UP)
     if space["to_all"]:
         grad.copy_(votes.view(-1)[: grad.numel()]).mul_(2).sub_(workers).sign_()

@@ -17,11 +17,11 @@ from typing import Any
 
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.admm import mean_loss
-from prunex_mpi.core.evaluation import LASTING, PASSING, refuse_divergence
+from prunex_mpi.core.evaluation import LASTING, PASSING, check_divergence
 from prunex_mpi.core.loop import finish_round, goes_behind, phase, rounds, split_local
 from prunex_mpi.core.message import outer_step_
 from prunex_mpi.core.schedule import Stage
-from prunex_mpi.core.state import Work, freeze, wires_of
+from prunex_mpi.core.state import RunContext, freeze, wires_of
 from prunex_mpi.core.steps import averaging
 from prunex_mpi.methods.exchanges import code_of
 from prunex_mpi.methods.hsadmm import (
@@ -40,44 +40,44 @@ HIGH_ADAMW_RATE = 0.02
 HIGH_UNSTEADY_RATE = 0.05
 
 
-def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]:
+def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[str, Any]]:
     """Train from `position` on; yield each outer iteration's metrics (metrics.jsonl).
 
     As `hsadmm.outer_iterations`; `dual` counts diloco's outer step, unless it waits for an exchange
     that goes on behind local steps. Collective on `topology.world`. Raises Diverged on every rank.
     """
-    state, settings = work.state, work.settings
-    wires = wires_of(topology, state, work.transport)
+    state, settings = context.state, context.settings
+    wires = wires_of(topology, state, context.transport)
     leader, node = wires.workers, wires.node
     method = settings.method
     code = code_of(method) if method.own_format else None
-    space = code.allocate(topology.num_nodes, work) if code else None
+    space = code.allocate(topology.num_nodes, context) if code else None
     recalibrates = settings.bn == "recalibrate"
-    with averaging(node if settings.node_sync == "step" else None, work) as averager:
-        for this in rounds(work):
+    with averaging(node if settings.node_sync == "step" else None, context) as averager:
+        for this in rounds(context):
             prune = method.prunes_once and this.k == settings.options.prune_iteration
             stage = Stage(strict=1.0, choose=prune, vote=True, freeze=prune, measured=False)
 
-            with phase(work, this, "local"):
-                loss = local_computation(averager, work)
+            with phase(context, this, "local"):
+                loss = local_computation(averager, context)
                 if loss is None:
                     return
-                refuse_divergence(topology, work, loss)
-            split_local(work, this, waiting="intra")
-            with phase(work, this, "intra"):
+                check_divergence(topology, context, loss)
+            split_local(context, this, waiting="intra")
+            with phase(context, this, "intra"):
                 mean = intra_node_consensus(node, state, settings)
-            with phase(work, this, "project"):
+            with phase(context, this, "project"):
                 project(leader, node, state, settings, mean, stage)
                 if stage.freeze:
                     freeze(state, True)
-            with phase(work, this, "inter"):
-                behind = goes_behind(work, this, stage)
+            with phase(context, this, "inter"):
+                behind = goes_behind(context, this, stage)
                 if code is not None:
-                    code.exchange_(wires, space, work)
+                    code.exchange_(wires, space, context)
                 else:
-                    inter_node_consensus(wires, work, stage, behind)
+                    inter_node_consensus(wires, context, stage, behind)
                 loss = mean_loss(topology.world, state, loss)
-            with phase(work, this, "dual"):
+            with phase(context, this, "dual"):
                 if not behind:
                     outer_step_(state, settings)
 
@@ -87,7 +87,7 @@ def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]
                 estimate = LASTING
             elif recalibrates and not method.prunes_once:
                 estimate = PASSING
-            yield finish_round(topology, work, this, loss, estimate=estimate)
+            yield finish_round(topology, context, this, loss, estimate=estimate)
 
 
 def advice(

@@ -25,7 +25,7 @@ from prunex_mpi.compress.sparse import (
     share_of,
     take_blocks_,
 )
-from prunex_mpi.core.state import OWN, State, Work
+from prunex_mpi.core.state import OWN, RunContext, State
 from prunex_mpi.core.sums import allocate_equal, sum_sparse_
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
@@ -47,13 +47,15 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
     return {RESIDUAL: theta.new_zeros(blocks * settings.options.block_size)}
 
 
-def allocate(wire: Wire, work: Work) -> dict[str, Any]:
+def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for what travels: the largest blocks, or bits for all and as many blocks."""
-    if not wire.speaks:
+    if not wire.is_member:
         return {}
-    state, size = work.state, work.settings.options.block_size
-    if work.settings.options.block_ratio < 1:
-        count = share_of(block_count(state.layout.numel, size), work.settings.options.block_ratio)
+    state, size = context.state, context.settings.options.block_size
+    if context.settings.options.block_ratio < 1:
+        count = share_of(
+            block_count(state.layout.numel, size), context.settings.options.block_ratio
+        )
         blocks = state.theta.new_empty(count, size)
         numbers = torch.empty(count, dtype=torch.int32, device=blocks.device)
         total = torch.empty_like(state.memory[RESIDUAL]).view(-1, size)
@@ -66,31 +68,31 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     }
 
 
-def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
+def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     """Set `grad` to the sum of what the workers send. Collective on `wire.comm`."""
-    if work.settings.options.block_ratio < 1:
-        send_top_(wire, space, work)
+    if context.settings.options.block_ratio < 1:
+        send_top_(wire, space, context)
     else:
-        send_nonzero_(wire, space, work)
+        send_nonzero_(wire, space, context)
 
 
-def send_top_(wire: Wire, space: dict[str, Any], work: Work) -> None:
+def send_top_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     """Send the blocks of largest norm of residual + gradient; the others are the new residual.
 
     A worker's blocks are its own: others may send others. Of the whole gradient, not per layer, as
     blocks are larger than many layers. Collective on `wire.comm`.
     """
-    grad, residual = work.state.grad, work.state.memory[RESIDUAL]
+    grad, residual = context.state.grad, context.state.memory[RESIDUAL]
     residual[: grad.numel()].add_(grad)
-    rows = residual.view(-1, work.settings.options.block_size)
+    rows = residual.view(-1, context.settings.options.block_size)
     move_top_blocks_(rows, space["values"], space["positions"])
     sum_sparse_(wire, space, space["sum"])
     grad.copy_(space["sum"].view(-1)[: grad.numel()])
 
 
-def send_nonzero_(wire: Wire, space: dict[str, Any], work: Work) -> None:
+def send_nonzero_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     """Set `grad` to the sum over the workers. Collective on `wire.comm`."""
-    grad, size = work.state.grad, work.settings.options.block_size
+    grad, size = context.state.grad, context.settings.options.block_size
     bits, packed = space["bits"], space["packed"]
     row = bits.view(torch.uint8).view(1, -1)
     find_nonzero_(grad, size, bits)

@@ -18,7 +18,7 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.traffic import now
 from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.compress.quantise import integer_type, ternarise_
-from prunex_mpi.core.state import PRUNED, State, Work
+from prunex_mpi.core.state import PRUNED, RunContext, State
 from prunex_mpi.methods.pactrain_mask import prune_when_due_, score_of
 from prunex_mpi.methods.pactrain_support import (
     CHOICE,
@@ -70,14 +70,14 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
     return build_tracker(theta, bucket_numel(settings.bucket_mib, theta))
 
 
-def allocate(wire: Wire, work: Work) -> dict[str, Any]:
+def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for one step; on workers also for what stable buckets send."""
-    state = work.state
+    state = context.state
     space = {"fresh": torch.empty_like(state.memory[PRUNED]), "seconds": torch.zeros(1)}
-    if wire.speaks:
+    if wire.is_member:
         space["kept"] = torch.empty_like(state.theta)
         torch.logical_not(state.memory[PRUNED], out=space["kept"])
-        refresh_(wire, space, state, work.settings)
+        refresh_(wire, space, state, context.settings)
     return space
 
 
@@ -110,16 +110,16 @@ def ways(settings: Settings) -> int:
 
 
 def on_trial(tracked: dict[str, Tensor], settings: Settings) -> bool:
-    """Say whether this step's exchange is one of those that are measured."""
+    """Return whether this step's exchange is one of those that are measured."""
     return settings.options.adaptive and bool(tracked[CHOICE] < 0) and bool(tracked[STABLE].any())
 
 
-def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
+def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     """Replace this worker's weighted gradient by the sum of the masked ones of all workers.
 
     Collective on `wire.comm`.
     """
-    state, settings = work.state, work.settings
+    state, settings = context.state, context.settings
     tracked, grad = state.memory, state.grad
     trial = on_trial(tracked, settings)
     if trial:
@@ -207,12 +207,12 @@ def dense_pieces(state: State, settings: Settings, raised: list[bool]) -> list[T
 # --------------------------------------------------------------------------------------------------
 
 
-def follow_(wires: Wires, space: dict[str, Any], work: Work) -> None:
+def follow_(wires: Wires, space: dict[str, Any], context: RunContext) -> None:
     """Track the supports in the gradient of all ranks; settle what is due after this step.
 
     Collective on `world`.
     """
-    state, settings = work.state, work.settings
+    state, settings = context.state, context.settings
     if not state.frozen:
         return
     if settings.amp == "fp16" and not torch.isfinite(state.grad).all():
@@ -228,7 +228,7 @@ def follow_(wires: Wires, space: dict[str, Any], work: Work) -> None:
     stable = agree_on_stable(wires.everyone, tracked[UNCHANGED].numpy(), digests, window)
     if not torch.equal(stable, tracked[STABLE]):
         tracked[STABLE].copy_(stable)
-        if wires.workers.speaks:
+        if wires.workers.is_member:
             refresh_(wires.workers, space, state, settings)
 
 

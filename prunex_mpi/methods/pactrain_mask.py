@@ -12,9 +12,9 @@ from torch import Tensor
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import together
+from prunex_mpi.comm.agreement import run_collectively
 from prunex_mpi.comm.wire import Wire, Wires
-from prunex_mpi.core.state import State, Work, momentum_of
+from prunex_mpi.core.state import RunContext, State, momentum_of
 from prunex_mpi.methods.declared import GRASP_BELOW
 from prunex_mpi.methods.pactrain_samples import batches_to_score
 from prunex_mpi.methods.pactrain_support import restart_
@@ -38,18 +38,18 @@ def score_of(settings: Settings) -> str:
     return "magnitude" if settings.keep_ratio[0] >= GRASP_BELOW else "grasp"
 
 
-def prune_when_due_(wires: Wires, work: Work, done: int) -> float:
+def prune_when_due_(wires: Wires, context: RunContext, done: int) -> float:
     """Prune if `done` outer iterations are those of the option; return the mask's drift.
 
     The option is `--pactrain-prune-iteration`. The mask is decided on world rank 0. What this
     takes, seconds and bytes, is counted as set-up.
     Collective on `world`.
     """
-    state, settings = work.state, work.settings
+    state, settings = context.state, context.settings
     if state.frozen or done != settings.options.prune_iteration:
         return 0.0
     with state.position.clock.setting_up(state.theta.device):
-        pruned = choose_pruned(wires, work)
+        pruned = choose_pruned(wires, context)
         mask = wires.everyone.broadcast_bits(pruned.cpu().numpy(), kind="setup")
         pruned.copy_(torch.from_numpy(mask))
         adopt_pruned_(state, pruned)
@@ -60,32 +60,32 @@ def prune_when_due_(wires: Wires, work: Work, done: int) -> float:
     return (total - kept) / max(1, kept)
 
 
-def choose_pruned(wires: Wires, work: Work) -> Tensor:
+def choose_pruned(wires: Wires, context: RunContext) -> Tensor:
     """Return which weights go, bool [layout.numel]; only what world rank 0 returns counts.
 
     Collective on `world`. Raises UserError on every rank.
     """
-    state, settings = work.state, work.settings
+    state, settings = context.state, context.settings
     everyone, layout, (ratio,) = wires.everyone, state.layout, settings.keep_ratio
     if not matrices(layout):
         raise UserError("the model has no weight of two or more dimensions to prune")
     if score_of(settings) == "magnitude":
         return prune_by_magnitude(state.theta, layout, ratio)
-    product = hessian_gradient_product(everyone, work)
+    product = hessian_gradient_product(everyone, context)
     prune = partial(prune_by_gradient_flow, state.theta, product, layout, ratio)
-    return together(everyone.comm, prune)
+    return run_collectively(everyone.comm, prune)
 
 
-def hessian_gradient_product(everyone: Wire, work: Work) -> Tensor:
+def hessian_gradient_product(everyone: Wire, context: RunContext) -> Tensor:
     """Return H g over the weights, both summed over the batches of all ranks.
 
     Of the loss at logits divided by `GRASP_TEMPERATURE`. As in the authors' code g and H are
     those of the weights that may be pruned alone. Leaves the model's statistics as they were.
     Collective on `world`. Raises UserError on every rank.
     """
-    state, problem = work.state, work.problem
+    state, problem = context.state, context.problem
     layout, model, temperature = state.layout, problem.model, GRASP_TEMPERATURE
-    batches = batches_to_score(everyone, work)
+    batches = batches_to_score(everyone, context)
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         return problem.loss(logits / temperature, labels)
@@ -99,7 +99,7 @@ def hessian_gradient_product(everyone: Wire, work: Work) -> Tensor:
         (product, partial(add_hessian_products_, product, slope, layout, model, loss, batches)),
     )
     for flat, add in passes:
-        together(everyone.comm, add)
+        run_collectively(everyone.comm, add)
         everyone.reduce_(flat, kind="setup")
         for segment in layout.segments:
             if len(segment.shape) < 2:

@@ -13,8 +13,8 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.evaluation import refuse_unreadable
-from prunex_mpi.core.state import Work
+from prunex_mpi.core.evaluation import check_readable
+from prunex_mpi.core.state import RunContext
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import class_counts, places_in_draws
 
@@ -26,15 +26,15 @@ SAMPLES = 10
 Batches = list[tuple[Tensor, Tensor]]
 
 
-def batches_to_score(everyone: Wire, work: Work) -> Batches:
+def batches_to_score(everyone: Wire, context: RunContext) -> Batches:
     """Return this rank's batches for the score grasp; it may have none.
 
     Collective on `world`. Raises UserError on every rank where a class has too few images, or one
     can't be read.
     """
-    problem = work.problem
+    problem = context.problem
     drawn = draw_balanced(everyone, problem.train_shard, SAMPLES)
-    refuse_unreadable(everyone.comm, work)
+    check_readable(everyone.comm, context)
     most = max(1, BATCH_PIXELS // drawn.images[0, 0].numel())
     size = len(drawn.labels)
     pieces = []

@@ -22,9 +22,9 @@ from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wire, Wires, reduce_between_nodes_
 from prunex_mpi.core.admm import mean_loss
-from prunex_mpi.core.evaluation import refuse_divergence
+from prunex_mpi.core.evaluation import check_divergence
 from prunex_mpi.core.loop import finish_round, phase, rounds, split_local
-from prunex_mpi.core.state import Work, wires_of
+from prunex_mpi.core.state import RunContext, wires_of
 from prunex_mpi.core.steps import (
     add_loss_,
     averaging,
@@ -44,41 +44,41 @@ from prunex_mpi.models import batchnorm
 from prunex_mpi.settings.fields import Settings
 
 
-def outer_iterations(topology: Topology, work: Work) -> Iterator[dict[str, Any]]:
+def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[str, Any]]:
     """Train from `position` on; yield each outer iteration's metrics (metrics.jsonl).
 
     As `hsadmm.outer_iterations`. Of `seconds`, `local` is the forward and backward pass and the
     step, `project` what the method computes, `inter` waiting for gradients and statistics.
     Collective on `topology.world`. Raises Diverged on every rank.
     """
-    state, settings, position = work.state, work.settings, work.state.position
+    state, settings, position = context.state, context.settings, context.state.position
     flat = settings.aggregation == "flat"
-    wires = wires_of(topology, state, work.transport, flat)
+    wires = wires_of(topology, state, context.transport, flat)
     code = code_of(settings.method)
-    space = code.allocate(wires.workers, work)
-    with averaging(wire_during_backward(wires, settings), work) as averager:
-        for this in rounds(work):
-            with phase(work, this, "local"):
-                loss = train_steps(code, wires, averager, space, work)
+    space = code.allocate(wires.workers, context)
+    with averaging(wire_during_backward(wires, settings), context) as averager:
+        for this in rounds(context):
+            with phase(context, this, "local"):
+                loss = train_steps(code, wires, averager, space, context)
                 if loss is None:
                     return
-                refuse_divergence(topology, work, loss)
-                drift = prune_(code, wires, work, done=this.k)
-            split_local(work, this, waiting="inter")
-            with phase(work, this, "inter"):
-                average_statistics(wires, work)
+                check_divergence(topology, context, loss)
+                drift = prune_(code, wires, context, done=this.k)
+            split_local(context, this, waiting="inter")
+            with phase(context, this, "inter"):
+                average_statistics(wires, context)
                 loss = mean_loss(topology.world, state, loss)
             if settings.method.removes:
-                with phase(work, this, "project"):
-                    if code.reshape_(wires, space, work, done=this.k):
-                        space = code.allocate(wires.workers, work)
+                with phase(context, this, "project"):
+                    if code.reshape_(wires, space, context, done=this.k):
+                        space = code.allocate(wires.workers, context)
                         if averager is not None:
-                            averager.listen_to(work.problem.model, state.layout, state.grad)
+                            averager.listen_to(context.problem.model, state.layout, state.grad)
             state.z.copy_(state.theta)
             state.z_node.copy_(state.theta)
-            dense = work.problem.steps * state.whole.layout.numel + state.whole.stats
+            dense = context.problem.steps * state.whole.layout.numel + state.whole.stats
             position.traffic.dense += dense * state.theta.element_size()
-            yield finish_round(topology, work, this, loss, drift=drift)
+            yield finish_round(topology, context, this, loss, drift=drift)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -96,12 +96,12 @@ def wire_during_backward(wires: Wires, settings: Settings) -> Wire | None:
     return wires.workers if settings.method.plain_mean else None
 
 
-def prune_(code: ModuleType, wires: Wires, work: Work, done: int) -> float | None:
+def prune_(code: ModuleType, wires: Wires, context: RunContext, done: int) -> float | None:
     """Prune after `done` outer iterations, if that is when; return the drift of a mask of weights.
 
     None where the drift is that of the groups. Collective on `world`, or on `node` and `leader`.
     """
-    return code.prune_(wires, work, done) if hasattr(code, "prune_") else None
+    return code.prune_(wires, context, done) if hasattr(code, "prune_") else None
 
 
 def train_steps(
@@ -109,72 +109,74 @@ def train_steps(
     wires: Wires,
     averager: GradientAverager | None,
     space: dict[str, Any],
-    work: Work,
+    context: RunContext,
 ) -> float | None:
     """Take T steps of SGD on the mean gradient of all ranks; return this rank's mean loss.
 
     Returns None where the ranks agree to stop: `position` then says which step comes next.
     Collective on `world`.
     """
-    state, settings, position = work.state, work.settings, work.state.position
+    state, settings, position = context.state, context.settings, context.state.position
     # Lion's is decoupled: its momentum is on the workers, and the optimizer has none.
-    decayed = share_decay_(work, 0.0 if settings.method.own_decay else settings.weight_decay)
-    losses = loss_sums(work)
+    decayed = share_decay_(context, 0.0 if settings.method.own_decay else settings.weight_decay)
+    losses = loss_sums(context)
     started = time.perf_counter()
-    prune_(code, wires, work, done=position.iteration - 1)
-    work.problem.model.train()
-    while position.step < work.problem.steps:
-        if stops_here(work, losses, started):
+    prune_(code, wires, context, done=position.iteration - 1)
+    context.problem.model.train()
+    while position.step < context.problem.steps:
+        if stops_here(context, losses, started):
             return None
-        work.heartbeat.beat(position.step)
+        context.heartbeat.beat(position.step)
         stepped = time.perf_counter()
-        batch = next_batch(work)
+        batch = next_batch(context)
         remember_statistics_(state)
-        loss = forward(work, batch[0])
+        loss = forward(context, batch[0])
         if hasattr(code, "start_gradient_"):
-            code.start_gradient_(wires, space, work, loss)
+            code.start_gradient_(wires, space, context, loss)
         else:
             state.grad.zero_()
-        loss = backward(work, averager, batch, loss)
-        finish_average_(work, averager)
+        loss = backward(context, averager, batch, loss)
+        finish_average_(context, averager)
         with position.clock.computing(state.theta.device):
-            average_gradient_(code, wires, space, work)
+            average_gradient_(code, wires, space, context)
         state.scaler.unscale_(state.optimizer)
-        clip_(work)
-        step_optimizer_(work, decayed)
-        add_loss_(losses, loss, work)
+        clip_(context)
+        step_optimizer_(context, decayed)
+        add_loss_(losses, loss, context)
         position.step += 1
         position.clock.note("step", f"step {position.step}", stepped)
     return float(losses[0] / losses[1])
 
 
-def average_gradient_(code: ModuleType, wires: Wires, space: dict[str, Any], work: Work) -> None:
+def average_gradient_(
+    code: ModuleType, wires: Wires, space: dict[str, Any], context: RunContext
+) -> None:
     """Turn this worker's gradient in `grad` into the mean over all ranks, as the method has it.
 
     Collective on `workers` and, with hierarchical aggregation, on `node`.
     """
-    workers, grad = wires.workers, work.state.grad
-    if work.settings.method.plain_mean:
+    workers, grad = wires.workers, context.state.grad
+    if context.settings.method.plain_mean:
         # Flat, it is the mean over all ranks already.
         if not wires.flat:
             grad.mul_(workers.weight)
             reduce_between_nodes_(workers, wires.node, grad)
         return
-    if workers.speaks:
+    if workers.is_member:
         grad.mul_(workers.weight)
-        code.exchange_(workers, space, work)
+        code.exchange_(workers, space, context)
     if not wires.flat:
         wires.node.broadcast_(grad)
     if hasattr(code, "follow_"):
-        code.follow_(wires, space, work)
+        code.follow_(wires, space, context)
 
 
-def average_statistics(wires: Wires, work: Work) -> None:
+def average_statistics(wires: Wires, context: RunContext) -> None:
     """Average the BatchNorm statistics over all ranks, by second moments.
 
     Collective on `world`, or on `node` and `leader`.
     """
-    state = work.state
+    state = context.state
     batchnorm.read_(state.bn_modules, state.stats)
     wires.sum_(state.stats)
     state.stats.div_(wires.everyone.comm.size)

@@ -19,7 +19,7 @@ from prunex_mpi.compress.low_rank import (
     split_layout,
 )
 from prunex_mpi.compress.sparse import move_whole_, put_whole_
-from prunex_mpi.core.state import OWN, SHARED, Work
+from prunex_mpi.core.state import OWN, SHARED, RunContext
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
@@ -38,11 +38,14 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
     return {RESIDUAL: torch.zeros_like(theta), RIGHT_FACTORS: right}
 
 
-def allocate(wire: Wire, work: Work) -> dict[str, Any]:
+def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Say what travels how; return memory for left factors and for tensors that travel whole."""
-    if not wire.speaks:
+    if not wire.is_member:
         return {}
-    split, theta = split_layout(work.state.layout, work.settings.options.rank), work.state.theta
+    split, theta = (
+        split_layout(context.state.layout, context.settings.options.rank),
+        context.state.theta,
+    )
     return {
         "split": split,
         "left_factors": theta.new_empty(split.left_numel),
@@ -50,13 +53,13 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     }
 
 
-def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
+def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     """Set `grad` to the low-rank part of the sum of residual + gradient over the workers.
 
     A worker's new residual is its own part without the projection on the common left factors.
     Collective on `wire.comm`.
     """
-    state, split, left, whole = work.state, space["split"], space["left_factors"], space["whole"]
+    state, split, left, whole = context.state, space["split"], space["left_factors"], space["whole"]
     right = state.memory[RIGHT_FACTORS]
     residual = state.memory[RESIDUAL].add_(state.grad)
     move_whole_(residual, split.whole, whole)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core.removal import remove_
-from prunex_mpi.core.state import SHARED, Work
+from prunex_mpi.core.state import SHARED, RunContext
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.lasso import (
     build_lasso,
@@ -38,33 +38,33 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
     return {COEFFICIENT: torch.zeros(1, dtype=torch.float64, device=theta.device)}
 
 
-def allocate(wire: Wire, work: Work) -> dict[str, Any]:
+def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Prepare the penalty of the network as it is now."""
-    state = work.state
+    state = context.state
     coupling = state.groups.coupling.left(state.mask)
     channels = build_lasso(state.layout, coupling, state.theta.device)
     # A channel's outputs and inputs are groups of their own in each layer.
     return {"channels": channels, "lasso": one_group_per_layer(channels)}
 
 
-def start_gradient_(wires: Wires, space: dict[str, Any], work: Work, loss: Tensor) -> None:
+def start_gradient_(wires: Wires, space: dict[str, Any], context: RunContext, loss: Tensor) -> None:
     """Let `grad` start from the (scaled) gradient of the penalty.
 
     The first step of a run fixes the coefficient by the `loss` of world rank 0's first batch.
     Collective on `world` in that step.
     """
-    state, lasso = work.state, space["lasso"]
+    state, lasso = context.state, space["lasso"]
     coefficient, position = state.memory[COEFFICIENT], state.position
     with position.clock.computing(state.theta.device):
         norms = group_norms(state.theta, lasso, state.scratch)
         if (position.iteration, position.step) == (1, 0):
-            ratio = work.settings.options.lasso_ratio
+            ratio = context.settings.options.lasso_ratio
             coefficient.copy_(coefficient_for(ratio, loss.detach(), norms))
             wires.everyone.broadcast_(coefficient)
         write_subgradient_(state.theta, lasso, norms, state.scaler.scale(coefficient), state.grad)
 
 
-def reshape_(wires: Wires, space: dict[str, Any], work: Work, done: int) -> bool:
+def reshape_(wires: Wires, space: dict[str, Any], context: RunContext, done: int) -> bool:
     """Take the groups that the lasso has emptied out of the network; return whether there were any.
 
     When `done` outer iterations are a multiple of --prunetrain-reconfigure-every.
@@ -72,7 +72,7 @@ def reshape_(wires: Wires, space: dict[str, Any], work: Work, done: int) -> bool
     Afterwards `state` and the model have other parameters, and what was built on the old ones (the
     space, an averager) is of no use any more. Collective on `world`.
     """
-    state, settings = work.state, work.settings
+    state, settings = context.state, context.settings
     if done % settings.options.reconfigure_every:
         return False
     removed = np.zeros(state.mask.size, dtype=bool)
@@ -82,7 +82,7 @@ def reshape_(wires: Wires, space: dict[str, Any], work: Work, done: int) -> bool
     removed = wires.everyone.broadcast_bits(removed, kind="mask")
     if not removed.any():
         return False
-    remove_(state, work.problem.model, removed, settings)
+    remove_(state, context.problem.model, removed, settings)
     return True
 
 

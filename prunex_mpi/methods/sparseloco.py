@@ -24,7 +24,7 @@ from prunex_mpi.compress.chunks import (
     message_bytes,
     position_bytes,
 )
-from prunex_mpi.core.state import KNOWN, OWN, State, Work
+from prunex_mpi.core.state import KNOWN, OWN, RunContext, State
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
@@ -54,27 +54,27 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
     return {NOT_SENT: torch.zeros_like(theta)}
 
 
-def allocate(nodes: int, work: Work) -> Space:
+def allocate(nodes: int, context: RunContext) -> Space:
     """Plan messages between so many nodes and allocate them."""
-    state = work.state
+    state = context.state
     extra = state.stats.numel() * STATISTICS.itemsize
-    chunks = build_chunks(state.layout, work.settings.options.ratio, state.theta, extra)
+    chunks = build_chunks(state.layout, context.settings.options.ratio, state.theta, extra)
     everyone = torch.zeros(nodes, chunks.nbytes, dtype=torch.uint8, device=state.theta.device)
     return Space(chunks, everyone)
 
 
-def exchange_(wires: Wires, space: Space, work: Work) -> None:
+def exchange_(wires: Wires, space: Space, context: RunContext) -> None:
     """Move z, and the statistics, by what all leaders send; z_i must be the node's mean.
 
     The leaders gather all messages (Allgather) and hand them to their nodes as they are: every rank
     decodes the same bytes in the same order, so all hold the same bits. Collective on
     `workers.comm`, where it speaks, then on `node.comm`.
     """
-    state, settings = work.state, work.settings
+    state, settings = context.state, context.settings
     chunks, everyone = space.chunks, space.everyone
     known = state.memory[KNOWN]
-    if wires.workers.speaks:
-        wires.workers.gather_(_fill(wires.workers.weight, space, work), everyone)
+    if wires.workers.is_member:
+        wires.workers.gather_(_fill(wires.workers.weight, space, context), everyone)
     wires.node.broadcast_(everyone.view(-1))
     for message in everyone:
         add_decoded_(message, chunks, state.z, -settings.options.outer_lr)
@@ -85,11 +85,11 @@ def exchange_(wires: Wires, space: Space, work: Work) -> None:
     state.position.traffic.dense += dense * state.theta.element_size()
 
 
-def _fill(weight: float, space: Space, work: Work) -> Tensor:
+def _fill(weight: float, space: Space, context: RunContext) -> Tensor:
     """Return this node's message; what it leaves out stays to be sent."""
-    state, chunks = work.state, space.chunks
+    state, chunks = context.state, space.chunks
     message = space.everyone.new_zeros(chunks.nbytes)
-    left = state.memory[NOT_SENT].mul_(work.settings.options.error_decay)
+    left = state.memory[NOT_SENT].mul_(context.settings.options.error_decay)
     torch.sub(state.z, state.z_node, out=state.scratch)
     left.add_(state.scratch, alpha=weight)
     encode_(left, chunks, message)

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress.quantise import ternarise_
 from prunex_mpi.core.schedule import steps_taken
-from prunex_mpi.core.state import Work
+from prunex_mpi.core.state import RunContext
 from prunex_mpi.core.sums import allocate_counts, bytes_handed_over, spread_, sum_numbers_
 from prunex_mpi.models.layout import Layout, pieces_of
 from prunex_mpi.settings.fields import Settings
@@ -44,11 +44,11 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
     return {}
 
 
-def allocate(wire: Wire, work: Work) -> dict[str, Any]:
+def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for whole numbers, scales and random numbers."""
-    if not wire.speaks:
+    if not wire.is_member:
         return {}
-    state = work.state
+    state = context.state
     return {
         **allocate_counts(wire, state.theta, UP, bits_down(wire.comm.size)),
         "scales": state.theta.new_empty(len(state.layout.segments)),
@@ -59,12 +59,12 @@ def allocate(wire: Wire, work: Work) -> dict[str, Any]:
     }
 
 
-def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
+def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     """Set `grad` to the sum of the workers' ternary gradients. Collective on `wire.comm`."""
-    grad, scales, segments = work.state.grad, space["scales"], work.state.layout.segments
+    grad, scales, segments = context.state.grad, space["scales"], context.state.layout.segments
     find_scales_(pieces_of(grad, segments), CLIP_SIGMA, scales)
     wire.reduce_(scales, MPI.MAX)
-    draw_numbers_(wire, space, work)
+    draw_numbers_(wire, space, context)
     sums = sum_numbers_(wire, space, UP)
     if not space["to_all"]:
         sums = spread_(wire, space, sums, bits_down(wire.comm.size))
@@ -87,10 +87,10 @@ def find_scales_(pieces: list[Tensor], sigmas: float, scales: Tensor) -> None:
     scales.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
-def draw_numbers_(wire: Wire, space: dict[str, Any], work: Work) -> None:
+def draw_numbers_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     """Set the first elements of `numbers` to 0, 1 or 2 for the signs of `grad`, at random."""
-    state, generator = work.state, space["generator"]
-    seeds = np.random.SeedSequence([work.settings.seed, steps_taken(work), wire.comm.rank])
+    state, generator = context.state, space["generator"]
+    seeds = np.random.SeedSequence([context.settings.seed, steps_taken(context), wire.comm.rank])
     generator.manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> 1))
     signs = space["numbers"].view(torch.int8).view(-1)[: state.grad.numel()]
     kinds = (state.grad, space["draws"], space["up"], space["down"], signs)

@@ -12,7 +12,7 @@ from prunex_mpi.compress.sparse import (
     kept_per_layer,
     select_top_,
 )
-from prunex_mpi.core.state import OWN, State, Work
+from prunex_mpi.core.state import OWN, RunContext, State
 from prunex_mpi.core.sums import allocate_equal, sum_sparse_
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
@@ -30,25 +30,25 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
     return {RESIDUAL: torch.zeros_like(theta)}
 
 
-def allocate(wire: Wire, work: Work) -> dict[str, Any]:
+def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for one worker's values and positions, and for a bucket of those of all."""
-    if not wire.speaks:
+    if not wire.is_member:
         return {}
-    count = sum(kept_per_layer(work.state.layout.segments, work.settings.options.ratio))
-    values = work.state.theta.new_empty(count)
+    count = sum(kept_per_layer(context.state.layout.segments, context.settings.options.ratio))
+    values = context.state.theta.new_empty(count)
     positions = torch.empty(count, dtype=torch.int32, device=values.device)
     return allocate_equal(wire, values, positions)
 
 
-def exchange_(wire: Wire, space: dict[str, Any], work: Work) -> None:
+def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     """Send the elements of largest magnitude of residual + gradient; the rest is the new residual.
 
     Top-k sparsification with error feedback (Stich et al. 2018), per layer. Collective on
     `wire.comm`.
     """
-    state = work.state
+    state = context.state
     residual = state.memory[RESIDUAL].add_(state.grad)
-    counts = kept_per_layer(state.layout.segments, work.settings.options.ratio)
+    counts = kept_per_layer(state.layout.segments, context.settings.options.ratio)
     select_top_(residual, state.layout, counts, space["values"], space["positions"])
     sum_sparse_(wire, space, state.grad)
 

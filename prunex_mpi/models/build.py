@@ -6,7 +6,7 @@ import torchvision
 from torch import nn
 
 from prunex_mpi.base.errors import USAGE, UserError, meant, one_line
-from prunex_mpi.base.named import import_function
+from prunex_mpi.base.imports import import_function
 from prunex_mpi.models.dummy_input import try_forward
 from prunex_mpi.models.standalone import CIFAR_FAMILY, SMALL_VGG, SMALL_VIT, build
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 KINDS = (".svg", ".png", ".pdf")
 
 
-def refuse_other_kinds(flag: str, path: str) -> None:
+def check_file_kind(flag: str, path: str) -> None:
     """Raise UserError unless the name that a flag gives ends as a picture's does."""
     if Path(path).suffix not in KINDS:
         names = ", ".join(KINDS[:-1])

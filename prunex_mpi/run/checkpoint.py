@@ -21,11 +21,16 @@ from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError
 from prunex_mpi.base.files import FORMAT, FileRecord, telling_disk_errors
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.units import MIB
-from prunex_mpi.comm.agreement import broadcast_text, gather_text, together, together_while
+from prunex_mpi.comm.agreement import (
+    broadcast_text,
+    gather_text,
+    run_collectively,
+    run_collectively_while,
+)
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.removal import resize_to_
 from prunex_mpi.core.schedule import rate_now
-from prunex_mpi.core.state import OWN, Work
+from prunex_mpi.core.state import OWN, RunContext
 from prunex_mpi.run import checkpoint_files
 from prunex_mpi.run.checkpoint_files import leaders_in, read_rank_file
 from prunex_mpi.run.directory import RunDirectory, same_run
@@ -77,13 +82,13 @@ class Restored:
         return [*(f"refused checkpoint {line}" for line in self.refused), place]
 
 
-def save(topology: Topology, run: RunDirectory | None, work: Work) -> None:
+def save(topology: Topology, run: RunDirectory | None, context: RunContext) -> None:
     """Write a checkpoint of the state as it stands.
 
     `run` is None on all ranks but world rank 0. Raises UserError on every rank when any of them
     can't write. Collective on `world`.
     """
-    world, state, position = topology.world, work.state, work.state.position
+    world, state, position = topology.world, context.state, context.state.position
 
     def begin(going: Callable[[], None]) -> str:
         def make() -> str:
@@ -96,11 +101,11 @@ def save(topology: Topology, run: RunDirectory | None, work: Work) -> None:
         action = partial(checkpoint_files.write_rank_file, folder, world.rank, *mine, going)
         return telling_disk_errors(what, action)
 
-    what, beat = "the checkpoint", work.heartbeat.go_on
+    what, beat = "the checkpoint", context.heartbeat.go_on
     # On a slow file system that takes longer than a rank may stand still, on one for all to wait.
-    folder = Path(broadcast_text(world, together_while(world, begin, beat)))
-    mine = without_copies(topology, *contents(topology, state, work.problem), beat)
-    record = together_while(world, write, beat)
+    folder = Path(broadcast_text(world, run_collectively_while(world, begin, beat)))
+    mine = without_copies(topology, *contents(topology, state, context.problem), beat)
+    record = run_collectively_while(world, write, beat)
     records = np.empty((world.size, 3), dtype=np.int64)
     row = record.size, record.crc32, topology.node_index
     world.Gather(np.array(row, dtype=np.int64), records, root=0)
@@ -115,15 +120,15 @@ def save(topology: Topology, run: RunDirectory | None, work: Work) -> None:
                 "ranks": records[:, :2].tolist(),
                 "config": run.config,
                 "model": model_digest(state),
-                "data": work.problem.digest,
-                "colours": [work.problem.mean.tolist(), work.problem.std.tolist()],
+                "data": context.problem.digest,
+                "colours": [context.problem.mean.tolist(), context.problem.std.tolist()],
                 # What is left of a network that becomes smaller, to build it before it is filled.
                 "left": np.packbits(state.mask).tobytes().hex() if state.removes else "",
                 "files": run.sizes(),
             }
             run.remove_later(checkpoint_files.publish(folder, manifest))
 
-    together(world, lambda: telling_disk_errors(what, publish))
+    run_collectively(world, lambda: telling_disk_errors(what, publish))
 
 
 def find_newest(world: MPI.Comm, settings: Settings) -> tuple[Settings, bool]:
@@ -154,22 +159,22 @@ def _first_colours(run: Path, names: Sequence[str]) -> list[list[float]]:
 
 
 def resume(
-    topology: Topology, run: RunDirectory | None, work: Work, versions: dict[str, str]
+    topology: Topology, run: RunDirectory | None, context: RunContext, versions: dict[str, str]
 ) -> None:
     """Restore the run as `restore` does and log from where it goes on. Collective on `world`."""
-    for line in restore(topology, run, work).describe():
+    for line in restore(topology, run, context).describe():
         log.info("%s", line)
     if run is not None and run.versions() != versions:
         log.info("the versions of the software are not those in %s/config.toml", run.path)
-    together(topology.world, lambda: make_longer(run, work))
+    run_collectively(topology.world, lambda: make_longer(run, context))
 
 
-def make_longer(files: RunDirectory | None, work: Work) -> None:
+def make_longer(files: RunDirectory | None, context: RunContext) -> None:
     """Keep the length of a run that has become longer, and log what its learning rate does."""
     if files is None or not files.former_length:
         return
     telling_disk_errors("config.toml", files.keep_length)
-    settings, rate = work.settings, rate_now(work)
+    settings, rate = context.settings, rate_now(context)
     records = files.read_lines("metrics.jsonl")
     after = f" (last: {records[-1]['lr']:.3g})" if records else ""
     log.info(
@@ -182,14 +187,14 @@ def make_longer(files: RunDirectory | None, work: Work) -> None:
     )
 
 
-def restore(topology: Topology, run: RunDirectory | None, work: Work) -> Restored:
+def restore(topology: Topology, run: RunDirectory | None, context: RunContext) -> Restored:
     """Put the newest usable checkpoint of the run into the state and the problem.
 
     One that is not whole, or is of another model, is refused and the one before it is tried.
     Without any checkpoint nothing changes; raises UserError on every rank when there are some and
     none can be used. Collective on `world`.
     """
-    world, state = topology.world, work.state
+    world, state = topology.world, context.state
 
     def list_names() -> str:
         try:
@@ -206,34 +211,34 @@ def restore(topology: Topology, run: RunDirectory | None, work: Work) -> Restore
 
     nodes = np.empty(world.size, dtype=np.int64)
     world.Allgather(np.array([topology.node_index], dtype=np.int64), nodes)
-    listed = together(world, list_names)
+    listed = run_collectively(world, list_names)
     refused: list[str] = []
     for name in filter(None, broadcast_text(world, listed).split("/")):
-        digests = {"model": model_digest(state), "data": work.problem.digest}
+        digests = {"model": model_digest(state), "data": context.problem.digest}
         path, manifest, reason = _read_manifest(world, run, name, digests)
         if not reason:
-            reason = together(world, partial(_fit_network, manifest["left"], work))
+            reason = run_collectively(world, partial(_fit_network, manifest["left"], context))
         if not reason:
             other = manifest["nodes"] != nodes.tolist()
-            parts = partial(_read_parts, topology, path, name, manifest, other, work)
+            parts = partial(_read_parts, topology, path, name, manifest, other, context)
             look = partial(_last_part, parts)
-            part, mine = together_while(world, look, work.heartbeat.go_on)
+            part, mine = run_collectively_while(world, look, context.heartbeat.go_on)
             reason = _first_reason(world, mine)
         if reason:
             refused.append(f"{name}: {reason}")
             continue
-        together(world, partial(rewind, manifest["files"], refused))
+        run_collectively(world, partial(rewind, manifest["files"], refused))
         if other:
             old_size = sum(manifest["node_sizes"])
-            put_common(topology, parts, old_size, work)
+            put_common(topology, parts, old_size, context)
         else:
-            put_all(topology, *part, work)
+            put_all(topology, *part, context)
         dealt_out = other and any(key.startswith(OWN) for key in state.memory)
         duals = other and not state.consensus_sgd
         return Restored(name, tuple(refused), other, duals, dealt_out)
     if refused:
         raise UserError("no checkpoint can be used: " + "; ".join(refused), UNREADABLE)
-    together(world, lambda: rewind({}))
+    run_collectively(world, lambda: rewind({}))
     return Restored("", ())
 
 
@@ -261,12 +266,12 @@ def _read_manifest(
     return Path(path), json.loads(text) if text else {}, reason
 
 
-def _fit_network(left: str, work: Work) -> str:
+def _fit_network(left: str, context: RunContext) -> str:
     """Give a network that becomes smaller the sizes it had; return why that can't be, or ""."""
-    state = work.state
+    state = context.state
     if not (state.removes or left):
         return ""
-    if not left and not work.settings.method.removes:
+    if not left and not context.settings.method.removes:
         left = np.packbits(np.ones_like(state.mask)).tobytes().hex()
     bits = np.frombuffer(bytes.fromhex(left), dtype=np.uint8)
     if bits.size != np.packbits(state.mask).size:
@@ -274,7 +279,7 @@ def _fit_network(left: str, work: Work) -> str:
     mask = np.unpackbits(bits, count=state.mask.size).astype(bool)
     as_it_is = np.array_equal(mask, state.mask) if state.removes else mask.all()
     if not as_it_is:
-        resize_to_(state, work.problem.model, mask, work.settings)
+        resize_to_(state, context.problem.model, mask, context.settings)
     return ""
 
 
@@ -284,7 +289,7 @@ def _read_parts(
     name: str,
     manifest: dict[str, Any],
     other_nodes: bool,
-    work: Work,
+    context: RunContext,
     going: Callable[[], None],
 ) -> Iterator[tuple[Tensors, Numbers]]:
     """Read this rank's file, or on other nodes its share of all files."""
@@ -296,8 +301,8 @@ def _read_parts(
         reason = misfit(
             tensors,
             numbers,
-            work.state,
-            work.problem,
+            context.state,
+            context.problem,
             leader=rank == leaders[rank],
             first=rank == 0,
             same_nodes=not other_nodes,

@@ -9,11 +9,11 @@ from typing import Any
 
 from prunex_mpi.base.files import STATE, telling_disk_errors
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import together_while
+from prunex_mpi.comm.agreement import run_collectively_while
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.evaluation import Judged, best_of, delivered, judge
 from prunex_mpi.core.metrics import density, prunable_and_kept
-from prunex_mpi.core.state import Problem, State, Work, weights
+from prunex_mpi.core.state import Problem, RunContext, State, weights
 from prunex_mpi.models.dummy_input import probe
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.pretrained import read_initial
@@ -25,7 +25,7 @@ from prunex_mpi.settings.fields import Settings
 def deliver(
     topology: Topology,
     files: RunDirectory | None,
-    work: Work,
+    context: RunContext,
     status: str,
     class_names: Sequence[str],
 ) -> dict[str, Any]:
@@ -33,32 +33,32 @@ def deliver(
 
     Rank 0 has `files`; the others get None and return {}. Collective on `world`.
     """
-    results = judge_best(topology, work)
+    results = judge_best(topology, context)
 
     def write(going: Callable[[], None]) -> dict[str, Any]:
         if files is None:
             return {}
-        with delivered(work):
+        with delivered(context):
             records = files.read_lines("metrics.jsonl")
-            totals = summarise(work.settings, topology, work.state, records, status)
-            model = save_model(files.path, work.state, work.problem, going)
+            totals = summarise(context.settings, topology, context.state, records, status)
+            model = save_model(files.path, context.state, context.problem, going)
         model["classes"] = list(class_names)
         return {**totals, **results, "delivered": model, "initial": read_initial(files.path)}
 
     action = lambda going: telling_disk_errors("the results", partial(write, going))  # noqa: E731
-    return together_while(topology.world, action, work.heartbeat.go_on)
+    return run_collectively_while(topology.world, action, context.heartbeat.go_on)
 
 
-def judge_best(topology: Topology, work: Work) -> dict[str, Any]:
+def judge_best(topology: Topology, context: RunContext) -> dict[str, Any]:
     """Test the best network where the test images were kept back for it; {} elsewhere.
 
     Collective on `world`.
     """
-    best = work.state.position.best
-    if work.problem.kept_back is None or not best:
+    best = context.state.position.best
+    if context.problem.kept_back is None or not best:
         return {}
-    with best_of(work):
-        loss, accuracy = judge(topology, work, work.problem.kept_back)
+    with best_of(context):
+        loss, accuracy = judge(topology, context, context.problem.kept_back)
     found = Judged(*best)
     held_out = {"iteration": found.iteration, "accuracy": found.accuracy, "loss": found.loss}
     return {"test_loss": loss, "test_accuracy": accuracy, "validation": held_out}

@@ -46,7 +46,7 @@ FOLDER = "tensorboard"
 FLUSH_S = 30
 
 
-def refuse_early(path: Path, resume: bool) -> None:
+def check_run_dir(path: Path, resume: bool) -> None:
     """Raise UserError for what would be refused once the data are loaded; nothing is made."""
     try:
         if not resume and (path / "config.toml").exists():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
 from prunex_mpi.base.files import STATE, SUMMARY, FileRecord, read_record
-from prunex_mpi.base.named import refuse_unnamed
+from prunex_mpi.base.imports import check_named
 from prunex_mpi.config.cli import read_saved
 from prunex_mpi.config.resolve import resumed
 from prunex_mpi.data.batches import Shard
@@ -47,7 +47,7 @@ class FinishedRun:
     std: Tensor
     reader: Reader | None
 
-    def refuse_unreadable(self) -> None:
+    def check_readable(self) -> None:
         """Raise UserError where a test image could not be read so far."""
         if self.reader is not None:
             self.reader.raise_error()
@@ -74,9 +74,9 @@ def read_run(
         raise UserError(f"{path} is not the folder of a run: it has no config.toml", UNREADABLE)
     settings = resumed(read_saved(str(path)), {"data_dir": data_dir} if data_dir else {})
     config = f"{path}/config.toml"
-    refuse_unnamed("model", settings.model, given, config, path)
+    check_named("model", settings.model, given, config, path)
     if with_data:
-        refuse_unnamed("dataset", settings.dataset, given, config, path)
+        check_named("dataset", settings.dataset, given, config, path)
     summary = read_summary(path)
     go_on = f"go on with it: python -m prunex_mpi.train --resume --run-dir {path}"
     if not summary:

@@ -13,19 +13,19 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.comm.agreement import require_same, together
+from prunex_mpi.comm.agreement import require_same, run_collectively
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import gather_counts
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import delivered
 from prunex_mpi.core.losses import Loss
-from prunex_mpi.core.state import Work, weights
+from prunex_mpi.core.state import RunContext, weights
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models.dummy_input import dummy_input, evaluating, settle
 from prunex_mpi.run.start import assemble_around, find_transport, log_warnings, places_of
-from prunex_mpi.run.supervision import driver_of, goes_behind_steps, refuse_impossible_exchange
+from prunex_mpi.run.supervision import check_exchange, driver_of, goes_behind_steps
 from prunex_mpi.run.tuning import is_left_to_measure
 from prunex_mpi.settings.fields import CROSS_ENTROPY, OF_SECTION, SHARED, Settings, key_of
 
@@ -61,7 +61,7 @@ class Training:
     """A run under way."""
 
     topology: Topology
-    work: Work
+    context: RunContext
 
     def outer_iterations(self) -> Iterator[dict[str, Any]]:
         """Train; yield what metrics.jsonl would hold of each outer iteration.
@@ -69,11 +69,11 @@ class Training:
         Collective on the communicator of the run: every rank must exhaust the iterator. Raises
         Diverged on every rank.
         """
-        yield from driver_of(self.work.settings).outer_iterations(self.topology, self.work)
+        yield from driver_of(self.context.settings).outer_iterations(self.topology, self.context)
 
     def normalised(self, images: Tensor) -> Tensor:
         """Return uint8 images [n, 3, S, S] as the model sees them, of its dtype, on the CPU."""
-        problem = self.work.problem
+        problem = self.context.problem
         dtype = next(p.dtype for p in problem.model.parameters())
         look = Look(problem.mean, problem.std, "cpu", dtype)
         shard = Shard(images, torch.zeros(len(images), dtype=torch.int64))
@@ -86,10 +86,10 @@ class Training:
         `export.smaller` takes the zeros out. Meant for the end: while masks are being chosen, with
         `bn` recalibrate, its BatchNorm statistics are those of the network before pruning.
         """
-        state, model = self.work.state, self.work.problem.model
-        with delivered(self.work), weights(state, state.z):
+        state, model = self.context.state, self.context.problem.model
+        with delivered(self.context), weights(state, state.z):
             tensors = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
-        side = self.work.problem.train_shard.images.shape[-1]
+        side = self.context.problem.train_shard.images.shape[-1]
         # Some modules keep a result of the last batch, which has no copy with its gradient.
         settle(model, side)
         copy = deepcopy(model).cpu()
@@ -110,7 +110,7 @@ def training(
     outputs [b, classes] and labels [b] and returns their mean loss; without it it is cross-entropy.
     Raises UserError on every rank. Collective on `world`, at both ends.
     """
-    together(world, lambda: refuse_foreign(settings, loss, data))
+    run_collectively(world, lambda: check_foreign(settings, loss, data))
     shape = tuple(data.train.images.shape[1:])
     same = f"{len(data.train.labels)} images {shape}, flip {data.flip}, pad {data.pad}"
     require_same(world, "the numbers or sizes of the images to train on", same)
@@ -122,22 +122,22 @@ def training(
     with places_of(world, settings) as place:
         topology, device = place.topology, place.device
         transport = find_transport(place, settings)
-        refuse_impossible_exchange(topology, settings)
+        check_exchange(topology, settings)
         tests = sum(gather_counts(world, len(data.test.labels) if data.test is not None else 0))
-        dataset = together(world, lambda: as_dataset(model, data, world.size, tests))
+        dataset = run_collectively(world, lambda: as_dataset(model, data, world.size, tests))
         around = (topology, settings, dataset, model, device, transport)
-        work = assemble_around(*around, Heartbeat())
-        log_warnings(world, work)
-        problem = work.problem
+        context = assemble_around(*around, Heartbeat())
+        log_warnings(world, context)
+        problem = context.problem
         if loss is not None:
             problem = replace(problem, loss=loss, objective=loss, guess_loss=0.0)
         if data.test is None:
             problem = replace(problem, test=None)
         with exchanging_behind(topology, goes_behind_steps(settings), transport) as behind:
-            yield Training(topology, replace(work, problem=problem, behind=behind))
+            yield Training(topology, replace(context, problem=problem, behind=behind))
 
 
-def refuse_foreign(settings: Settings, loss: Loss | None, data: Data) -> None:
+def check_foreign(settings: Settings, loss: Loss | None, data: Data) -> None:
     """Raise UserError for settings of what is given here, or done by the program alone."""
     for name in OF_THE_PROGRAM:
         if getattr(settings, name) != SHARED[name].default:
@@ -153,10 +153,10 @@ def refuse_foreign(settings: Settings, loss: Loss | None, data: Data) -> None:
         raise UserError("local-steps auto takes a trial, which the program makes; give a number")
     for shard in (data.train, data.test):
         if shard is not None:
-            refuse_odd(shard)
+            check_images(shard)
 
 
-def refuse_odd(shard: Shard) -> None:
+def check_images(shard: Shard) -> None:
     """Raise UserError for images or labels that are not as they have to be."""
     images, labels = shard.images, shard.labels
     square = images.dim() == 4 and images.shape[1] == 3 and images.shape[2] == images.shape[3]

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import PREEMPTED
 from prunex_mpi.base.files import SUMMARY, telling_disk_errors
 from prunex_mpi.base.logs import log, set_up_logging
-from prunex_mpi.comm.agreement import broadcast_text, together, together_while
+from prunex_mpi.comm.agreement import broadcast_text, run_collectively, run_collectively_while
 from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.loading import load_dataset, share_contents
@@ -41,45 +41,45 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
         read_contents = partial(share_contents, world, settings.dataset, settings.data_dir)
         if settings.dry_run:
             known = read_contents(heartbeat)
-            text = together(world, lambda: dry_run(settings, topology, known))
+            text = run_collectively(world, lambda: dry_run(settings, topology, known))
             if world.rank == 0:
                 print(text, flush=True)
             return 0
 
-        deadline = together(world, lambda: find_deadline(settings.time_limit, started))
+        deadline = run_collectively(world, lambda: find_deadline(settings.time_limit, started))
         transport = start.prepare(place, settings)
         if settings.run_dir:
-            early = partial(directory.refuse_early, Path(settings.run_dir), settings.resume)
-            together(world, lambda: None if world.rank else early())
+            early = partial(directory.check_run_dir, Path(settings.run_dir), settings.resume)
+            run_collectively(world, lambda: None if world.rank else early())
         heartbeat.enter("data")
         known = read_contents(heartbeat)
         start.look_at_model(world, settings, known, heartbeat)
         dataset = load_dataset(topology, settings, heartbeat, place.device, known)
         wanted, restores = checkpoint.find_newest(world, settings)
         around = topology, wanted, dataset, place.device, transport, heartbeat
-        work = start.assemble(*around, reads=not restores)
-        log.info("%s", start.describe_training(work, dataset, world.size))
-        start.log_warnings(world, work)
+        context = start.assemble(*around, reads=not restores)
+        log.info("%s", start.describe_training(context, dataset, world.size))
+        start.log_warnings(world, context)
         heartbeat.beat(3)
 
-        config = to_toml(work.settings, versions, wanted)
-        with closing(dataset), open_run(world, work.settings, config) as (path, files):
-            together(world, lambda: watchdog.share(path / "heartbeats", world.size))
+        config = to_toml(context.settings, versions, wanted)
+        with closing(dataset), open_run(world, context.settings, config) as (path, files):
+            run_collectively(world, lambda: watchdog.share(path / "heartbeats", world.size))
             if settings.resume:
                 if is_complete(world, files):
                     log.info("%s is complete: there is nothing left to do", path)
                     return 0
                 heartbeat.enter("checkpoint")
-                checkpoint.resume(topology, files, work, versions)
+                checkpoint.resume(topology, files, context, versions)
             checkpoints = Checkpoints(settings.checkpoint_every)
-            status, reason = train(topology, files, work, checkpoints, received, deadline)
+            status, reason = train(topology, files, context, checkpoints, received, deadline)
 
             heartbeat.enter("finish")
             if status == "preempted":
                 totals = {"status": status, "reason": reason}
             else:
-                totals = delivery.deliver(topology, files, work, status, dataset.class_names)
-                write_last_checkpoint(topology, files, work, checkpoints)
+                totals = delivery.deliver(topology, files, context, status, dataset.class_names)
+                write_last_checkpoint(topology, files, context, checkpoints)
                 heartbeat.enter("finish")
                 totals |= {"seconds_total": time.time() - started, "resumed": restores}
                 totals["checkpoints"] = {"count": checkpoints.count, "seconds": checkpoints.seconds}
@@ -89,7 +89,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                     files.write_summary(totals)
 
             # Last of all: a run that has a summary needs nothing more.
-            together(world, lambda: telling_disk_errors(SUMMARY, end))
+            run_collectively(world, lambda: telling_disk_errors(SUMMARY, end))
             if status == "preempted":
                 log.info("stopped by %s: go on with --resume --run-dir %s", reason, path)
             elif world.rank == 0:
@@ -100,7 +100,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                     files.finish_removals(going)
 
             # Nobody leaves while another may still need the job.
-            together_while(world, wait, heartbeat.go_on)
+            run_collectively_while(world, wait, heartbeat.go_on)
             return PREEMPTED if status == "preempted" else 0
 
 
@@ -127,10 +127,10 @@ def open_run(
             files.make_folder("heartbeats")
             return files
 
-        yield path, together(world, take)
+        yield path, run_collectively(world, take)
 
 
 def is_complete(world: MPI.Comm, files: RunDirectory | None) -> bool:
     """Return whether the run has come to its end. Collective on `world`."""
-    complete = together(world, lambda: files is not None and files.complete())
+    complete = run_collectively(world, lambda: files is not None and files.complete())
     return broadcast_text(world, "complete" if complete else "") != ""

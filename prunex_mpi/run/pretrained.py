@@ -17,14 +17,14 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.files import STATE, SUMMARY, read_text, telling_disk_errors, write_json_durably
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import broadcast_text, together, together_while
+from prunex_mpi.comm.agreement import broadcast_text, run_collectively, run_collectively_while
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.evaluation import evaluate
 from prunex_mpi.core.losses import Teacher
 from prunex_mpi.core.metrics import quality
 from prunex_mpi.core.problem import broadcast_weights_
-from prunex_mpi.core.state import Problem, Work, begin_iteration
+from prunex_mpi.core.state import Problem, RunContext, begin_iteration
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models import standalone
 from prunex_mpi.models.dummy_input import try_forward
@@ -69,7 +69,7 @@ def load_initial_(
         path, look = locate(settings, going)
         # It reads the whole file, which the system then has in its memory.
         digest = digest_of(path, going)
-        refuse_other_file(path, digest, settings.init_digest, "--init-digest")
+        check_same_file(path, digest, settings.init_digest, "--init-digest")
         log.info("weights of %s, SHA-256 %s...", path, digest[:SHOWN_DIGITS])
         if replaced := _fit_file_(settings, model, path, side, _knows_others(settings, classes)):
             log.info("%s", replaced)
@@ -78,7 +78,7 @@ def load_initial_(
             found |= {"image_mean": look[0], "image_std": look[1]}
         return json.dumps(found)
 
-    found = json.loads(broadcast_text(world, together_while(world, read, beat)))
+    found = json.loads(broadcast_text(world, run_collectively_while(world, read, beat)))
     return replace(settings, **{k: tuple(v) if type(v) is list else v for k, v in found.items()})
 
 
@@ -89,7 +89,7 @@ def check_initial(settings: Settings, model: nn.Module, side: int) -> None:
     """
     if settings.init_from != TORCHVISION:
         path, _ = locate(settings)
-        refuse_other_file(path, digest_of(path), settings.init_digest, "--init-digest")
+        check_same_file(path, digest_of(path), settings.init_digest, "--init-digest")
         _fit_file_(settings, model, path, side, others=False)
 
 
@@ -109,7 +109,7 @@ def _knows_others(settings: Settings, classes: Sequence[str]) -> bool:
     return bool(known and classes) and known != list(classes)
 
 
-def refuse_other_file(path: Path, digest: str, wanted: str, flag: str) -> None:
+def check_same_file(path: Path, digest: str, wanted: str, flag: str) -> None:
     """Raise UserError where a file is not the one whose digest is `wanted`, "" for any."""
     if wanted not in ("", digest):
         raise UserError(
@@ -119,7 +119,7 @@ def refuse_other_file(path: Path, digest: str, wanted: str, flag: str) -> None:
         )
 
 
-def refuse_exported(path: Path, flag: str) -> None:
+def check_not_exported(path: Path, flag: str) -> None:
     """Raise UserError where a folder holds an exported network, not a run."""
     if os.path.exists(path / PLAN):
         raise UserError(
@@ -140,17 +140,17 @@ def _refuse_smaller(settings: Settings) -> None:
         )
 
 
-def evaluate_initial(topology: Topology, files: RunDirectory | None, work: Work) -> None:
+def evaluate_initial(topology: Topology, files: RunDirectory | None, context: RunContext) -> None:
     """Evaluate the weights of `--init-from` before training; log it and write initial.json.
 
     Nothing is judged where the run has begun already. Collective on `world`.
     """
-    settings, position = work.settings, work.state.position
+    settings, position = context.settings, context.state.position
     begins = (position.iteration, position.step) == (1, 0)
-    if not settings.init_from or not begins or work.problem.test is None:
+    if not settings.init_from or not begins or context.problem.test is None:
         return
-    work.heartbeat.enter("evaluate")
-    loss, accuracy = evaluate(topology, work)
+    context.heartbeat.enter("evaluate")
+    loss, accuracy = evaluate(topology, context)
     # It is no part of the first outer iteration, and no network that the run has made.
     position.best = []
     begin_iteration(position)
@@ -158,14 +158,14 @@ def evaluate_initial(topology: Topology, files: RunDirectory | None, work: Work)
     record = {
         "from": settings.init_from,
         "sha256": settings.init_digest,
-        **quality(work, loss, accuracy),
+        **quality(context, loss, accuracy),
     }
 
     def write() -> None:
         if files is not None:
             write_json_durably(files.path / INITIAL, record)
 
-    together(topology.world, lambda: telling_disk_errors(INITIAL, write))
+    run_collectively(topology.world, lambda: telling_disk_errors(INITIAL, write))
 
 
 def read_initial(run: Path) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def locate(
     path = Path(source)
     if not os.path.isdir(path):
         return path, None
-    refuse_exported(path, "--init-from")
+    check_not_exported(path, "--init-from")
     try:
         delivered = read_summary(path)["delivered"]
         mean, std = (tuple(map(float, delivered[key])) for key in ("mean", "std"))
@@ -222,7 +222,7 @@ def find_teacher(
             return None, ""
         return _read(settings, model, dataset.image_size, going)
 
-    network, text = together_while(world, read, beat)
+    network, text = run_collectively_while(world, read, beat)
     found = json.loads(broadcast_text(world, text))
 
     def build() -> nn.Module:
@@ -231,7 +231,7 @@ def find_teacher(
         _try_outputs(built, dataset, settings.teacher)
         return built
 
-    network = together(world, build)
+    network = run_collectively(world, build)
     look = found["look"] and tuple(map(tuple, found["look"]))
     return replace(settings, teacher_digest=found["digest"]), network, look
 
@@ -274,7 +274,7 @@ def _read(
     path = Path(settings.teacher)
     found: dict[str, Any] = {"description": None, "layers": {}, "look": None, "classes": []}
     if path.is_dir():
-        refuse_exported(path, "--teacher")
+        check_not_exported(path, "--teacher")
         run = read_run(path, with_data=False, going=going, given=(settings.model, settings.loss))
         network, name = run.model, run.settings.model
         found |= {"description": run.description, "look": (run.mean.tolist(), run.std.tolist())}
@@ -290,7 +290,7 @@ def _read(
         if replaced:
             reason = replaced.partition(":")[0]
             raise UserError(f"--teacher: {reason}; it must know those of the data", UNREADABLE)
-    refuse_other_file(path, digest, settings.teacher_digest, "--teacher-digest")
+    check_same_file(path, digest, settings.teacher_digest, "--teacher-digest")
     log.info("teacher: %s of %s, SHA-256 %s...", name, path, digest[:SHOWN_DIGITS])
     return network, json.dumps({**found, "digest": digest})
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from prunex_mpi.base.alone import say_error
 from prunex_mpi.base.errors import FAILURE, UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.single_process import say_error
 from prunex_mpi.diagnosis.launcher import launcher_rank
 from prunex_mpi.diagnosis.library import REDUCTIONS
 from prunex_mpi.run.watchdog import Watchdog
@@ -32,7 +32,7 @@ FLUSH_S = 0.5
 def run_program(
     name: str,
     parse: Callable[[Sequence[str]], Options],
-    work: Callable[["MPI.Comm", Options], int],
+    context: Callable[["MPI.Comm", Options], int],
     argv: Sequence[str] | None,
 ) -> int:
     """Parse the flags, start MPI, do `work(world, options)`; return the exit code on every rank.
@@ -59,7 +59,7 @@ def run_program(
 
     try:
         raise_together(world, error)
-        return work(world, options)
+        return context(world, options)
     except UserError as caught:
         if world.rank == 0:
             say_error(name, caught)

@@ -14,9 +14,9 @@ from prunex_mpi.base.errors import Diverged
 from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.records import RANK_PHASES, RESIDUALS
 from prunex_mpi.base.trace import HELPER, Trace, TraceFile, label
-from prunex_mpi.comm.agreement import gather_text, seconds_ahead, together
+from prunex_mpi.comm.agreement import gather_text, run_collectively, seconds_ahead
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.state import Work
+from prunex_mpi.core.state import RunContext
 from prunex_mpi.run.directory import RunDirectory
 
 PARTS = ("work", "exchange")
@@ -84,22 +84,22 @@ def rounded(seconds: np.ndarray) -> list[float]:
 
 
 @contextmanager
-def tracing(topology: Topology, files: RunDirectory | None, work: Work) -> Iterator[None]:
+def tracing(topology: Topology, files: RunDirectory | None, context: RunContext) -> Iterator[None]:
     """Have both threads of each rank note what they do for the time of the block, with --trace.
 
     `files` is None on all ranks but world rank 0, and has the file of the trace meanwhile. Raises
     UserError on every rank. Collective on `world`, at both ends: it ends the same on every rank, or
     the job is ended anyway.
     """
-    if not work.settings.trace:
+    if not context.settings.trace:
         yield
         return
-    world, clock = topology.world, work.state.position.clock
+    world, clock = topology.world, context.state.position.clock
 
     def open_file() -> TraceFile | None:
-        return None if files is None else TraceFile(files.path / NAME, work.settings.resume)
+        return None if files is None else TraceFile(files.path / NAME, context.settings.resume)
 
-    file = together(world, lambda: telling_disk_errors(NAME, open_file))
+    file = run_collectively(world, lambda: telling_disk_errors(NAME, open_file))
     if files is not None:
         files.trace = file
     # What rank 0's clock says at the zero of the file.
@@ -107,17 +107,17 @@ def tracing(topology: Topology, files: RunDirectory | None, work: Work) -> Itera
     world.Bcast(zero, root=0)
     base = float(zero[0]) + seconds_ahead(world)
     clock.trace = Trace(world.rank, base=base)
-    if work.behind is not None:
-        work.behind.clock.trace = Trace(world.rank, HELPER, base)
+    if context.behind is not None:
+        context.behind.clock.trace = Trace(world.rank, HELPER, base)
     name = f"rank {world.rank}, node {topology.node_index} ({socket.gethostname()})"
     _gather(world, file, label(world.rank, name))
     ended = False
     try:
         yield
-        write_trace(world, files, work)
+        write_trace(world, files, context)
         ended = True
     except Diverged:
-        write_trace(world, files, work)
+        write_trace(world, files, context)
         raise
     finally:
         clock.trace = None
@@ -127,15 +127,15 @@ def tracing(topology: Topology, files: RunDirectory | None, work: Work) -> Itera
             file.close(ended)
 
 
-def write_trace(world: MPI.Comm, files: RunDirectory | None, work: Work) -> None:
+def write_trace(world: MPI.Comm, files: RunDirectory | None, context: RunContext) -> None:
     """Write what all ranks have noted, where they do. Collective on `world`."""
-    clock = work.state.position.clock
+    clock = context.state.position.clock
     if clock.trace is None:
         return
     events = clock.trace.take()
     # Of an exchange under way parts are there already: it is written as a whole, later.
-    if work.behind is not None and work.behind.at_rest:
-        events += work.behind.clock.trace.take()
+    if context.behind is not None and context.behind.at_rest:
+        events += context.behind.clock.trace.take()
     _gather(world, None if files is None else files.trace, events)
 
 

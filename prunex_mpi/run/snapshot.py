@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.base.errors import one_line
-from prunex_mpi.comm.agreement import broadcast_text, together_while
+from prunex_mpi.comm.agreement import broadcast_text, run_collectively_while
 from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_, reduce_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import worker_weight
@@ -37,8 +37,8 @@ from prunex_mpi.core.state import (
     REST,
     Position,
     Problem,
+    RunContext,
     State,
-    Work,
     begin_iteration,
     every_rank_sends,
     put_mask_back,
@@ -245,9 +245,9 @@ def _expected(
 # --------------------------------------------------------------------------------------------------
 
 
-def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, work: Work) -> None:
+def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, context: RunContext) -> None:
     """Restore this rank exactly. Collective on `world` and `node`."""
-    state, problem, transport = work.state, work.problem, work.transport
+    state, problem, transport = context.state, context.problem, context.transport
     frozen, retired = numbers["stage"]
     _put_shared(topology, tensors, frozen, retired, state, transport)
     _put_fixed(topology, tensors, problem, transport)
@@ -292,10 +292,10 @@ def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, work: Work) 
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
 
 
-def put_common(topology: Topology, parts: Parts, old_size: int, work: Work) -> None:
+def put_common(topology: Topology, parts: Parts, old_size: int, context: RunContext) -> None:
     """Restore what ranks on other nodes have in common. Collective on `world` and `node`."""
-    world, settings, transport = topology.world, work.settings, work.transport
-    state, problem = work.state, work.problem
+    world, settings, transport = topology.world, context.settings, context.transport
+    state, problem = context.state, context.problem
     means = remembered(state.optimizer, state.theta)
     means |= {key: tensor for key, tensor in state.memory.items() if key.startswith(EACH)}
     stats = torch.zeros_like(state.stats)
@@ -320,7 +320,7 @@ def put_common(topology: Topology, parts: Parts, old_size: int, work: Work) -> N
                 state.memory[key].add_(tensors[key].to(state.theta.device))
         return first
 
-    first = together_while(world, add_up, work.heartbeat.go_on)
+    first = run_collectively_while(world, add_up, context.heartbeat.go_on)
     for mean in means.values():
         allreduce_(world, mean.view(-1), transport)
         mean.div_(old_size)

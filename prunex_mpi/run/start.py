@@ -1,6 +1,6 @@
 """The start of a job: nodes, devices and transport, then data, model, groups, problem and state.
 
-Training, the benchmark and the comparison start alike, in this order: refuse_lone_singleton,
+Training, the benchmark and the comparison start alike, in this order: check_launched_together,
 take_places, apply_findings where a run is to be written, find_transport, set_up or assemble.
 """
 
@@ -18,16 +18,16 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from mpi4py import MPI
 
-from prunex_mpi.base.alone import require_packages
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
+from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.comm.agreement import (
     broadcast_text,
     raise_together,
     require_same,
-    together,
-    together_while,
+    run_collectively,
+    run_collectively_while,
 )
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
@@ -39,7 +39,7 @@ from prunex_mpi.core.metrics import prunable_and_kept
 from prunex_mpi.core.problem import build_problem, choose_rules, make_groups, make_model
 from prunex_mpi.core.schedule import total_steps
 from prunex_mpi.core.scores import memory_of_scores
-from prunex_mpi.core.state import Work, build_state
+from prunex_mpi.core.state import RunContext, build_state
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.image_files import Known
 from prunex_mpi.diagnosis.devices import (
@@ -62,7 +62,7 @@ from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import out_of_reach
 from prunex_mpi.pruning.shrink import rules_of
 from prunex_mpi.run.pretrained import find_teacher, load_initial_, with_teacher
-from prunex_mpi.run.supervision import refuse_impossible_exchange
+from prunex_mpi.run.supervision import check_exchange
 from prunex_mpi.run.tuning import is_left_to_measure, trial_of, tuned
 from prunex_mpi.settings.fields import Settings
 
@@ -90,7 +90,7 @@ class Place:
         }
 
 
-def refuse_lone_singleton(world: MPI.Comm) -> None:
+def check_launched_together(world: MPI.Comm) -> None:
     """Raise UserError where a job of several ranks fell apart. Collective on `world`."""
     singleton = lone_singleton(world)
     raise_together(world, UserError(singleton) if singleton else None)
@@ -101,7 +101,7 @@ def check_alike(world: MPI.Comm, settings: Settings) -> dict[str, str]:
 
     Raises UserError on every rank where they differ. Collective on `world`.
     """
-    refuse_lone_singleton(world)
+    check_launched_together(world)
     versions = recorded_versions()
     asked = to_toml(settings, versions)
     require_same(world, "the settings or the versions of the software", asked)
@@ -118,7 +118,7 @@ def take_places(
     fair share. Collective on `world`.
     """
     with nodes_of(world, ranks_per_node, lanes) as topology:
-        chosen = together(world, lambda: choose_device(device, topology.host_rank))
+        chosen = run_collectively(world, lambda: choose_device(device, topology.host_rank))
         require_same(world, "the kinds of device (some ranks found no GPU)", chosen.type)
         if chosen.type == "cpu":
             keep_freed_memory()
@@ -143,10 +143,10 @@ def prepare(place: Place, settings: Settings) -> Transport:
     """
     world = place.topology.world
     if settings.tensorboard:
-        together(world, lambda: require_packages("--tensorboard", "report", "tensorboard"))
+        run_collectively(world, lambda: require_packages("--tensorboard", "report", "tensorboard"))
     apply_findings(place, settings)
     transport = find_transport(place, settings)
-    refuse_impossible_exchange(place.topology, settings)
+    check_exchange(place.topology, settings)
     return transport
 
 
@@ -175,9 +175,9 @@ def find_transport(place: Place, settings: Settings) -> Transport:
     return build_transport(place.device, settings.bucket_mib, buffers, settings.piece_kib)
 
 
-def describe_training(work: Work, dataset: Dataset, ranks: int) -> str:
+def describe_training(context: RunContext, dataset: Dataset, ranks: int) -> str:
     """Return one line: the images, the steps, the parameters and what of them can be pruned."""
-    settings, problem = work.settings, work.problem
+    settings, problem = context.settings, context.problem
     steps = f"{problem.steps:,} steps"
     if settings.method.quadratic_interval:
         steps += " or more"
@@ -191,29 +191,29 @@ def describe_training(work: Work, dataset: Dataset, ranks: int) -> str:
             f"on, {dataset.num_classes:,} classes",
             f"{problem.train.batch_size * ranks:,} images per step, {steps}, "
             f"{total_steps(settings, problem.steps):,} in all",
-            f"{work.state.layout.numel:,} parameters, {_prunable(work)}",
+            f"{context.state.layout.numel:,} parameters, {_prunable(context)}",
         )
     )
 
 
-def log_warnings(world: MPI.Comm, work: Work) -> None:
+def log_warnings(world: MPI.Comm, context: RunContext) -> None:
     """Log on rank 0 what is not pruned, and warn of settings that are likely mistakes."""
     if world.rank:
         return
-    for excluded in work.state.groups.excluded:
+    for excluded in context.state.groups.excluded:
         log.info("not pruned: %s", excluded)
-    if line := out_of_reach(work.state.groups, work.state.layout.numel):
+    if line := out_of_reach(context.state.groups, context.state.layout.numel):
         log.warning("%s", line)
-    problem = work.problem
+    problem = context.problem
     steady = any(isinstance(module, STEADYING) for module in problem.model.modules())
-    for line in advice(work.settings, problem.steps, problem.lr_scale, steady=steady):
+    for line in advice(context.settings, problem.steps, problem.lr_scale, steady=steady):
         log.warning("%s", line)
-    _warn_of_smaller_batches(work)
+    _warn_of_smaller_batches(context)
 
 
-def _warn_of_smaller_batches(work: Work) -> None:
+def _warn_of_smaller_batches(context: RunContext) -> None:
     """Warn that steps have fewer images than --batch-size, since a rank has no more."""
-    wanted, images = work.settings.batch_size, work.problem.train.batch_size
+    wanted, images = context.settings.batch_size, context.problem.train.batch_size
     if images < wanted:
         log.warning(
             "batch-size %d: a rank has %d images, which make a step; lower it, start fewer "
@@ -223,8 +223,8 @@ def _warn_of_smaller_batches(work: Work) -> None:
         )
 
 
-def _prunable(work: Work) -> str:
-    weights, groups = prunable_and_kept(work.state)[0], work.state.groups
+def _prunable(context: RunContext) -> str:
+    weights, groups = prunable_and_kept(context.state)[0], context.state.groups
     if not weights:
         return "none of which are pruned"
     if not groups.total:
@@ -258,7 +258,7 @@ def look_at_model(world: MPI.Comm, settings: Settings, known: Known, heartbeat: 
             make_model(settings, classes, side)
             find_losses(settings, classes, CPU)
 
-    together_while(world, look, heartbeat.go_on)
+    run_collectively_while(world, look, heartbeat.go_on)
 
 
 @contextmanager
@@ -279,7 +279,7 @@ def set_up(
     device: torch.device,
     transport: Transport,
     heartbeat: Heartbeat,
-) -> Work:
+) -> RunContext:
     """Load the data, build the model, find what can be pruned. Collective on `world`."""
     heartbeat.enter("data")
     dataset = load_dataset(topology, settings, heartbeat, device)
@@ -294,7 +294,7 @@ def assemble(
     transport: Transport,
     heartbeat: Heartbeat,
     reads: bool = True,
-) -> Work:
+) -> RunContext:
     """Do the rest of `set_up` with data that is loaded already. Collective on `world`.
 
     What the settings leave to be measured is measured first, by a trial; the result's have it. Only
@@ -304,7 +304,7 @@ def assemble(
         settings = try_out(topology, settings, dataset, device, transport, heartbeat)
     heartbeat.enter("model")
     sizes = dataset.num_classes, dataset.image_size
-    model = together(topology.world, lambda: make_model(settings, *sizes))
+    model = run_collectively(topology.world, lambda: make_model(settings, *sizes))
     return assemble_around(topology, settings, dataset, model, device, transport, heartbeat, reads)
 
 
@@ -334,25 +334,29 @@ def assemble_around(
     transport: Transport,
     heartbeat: Heartbeat,
     reads: bool = False,
-) -> Work:
+) -> RunContext:
     """Do the rest of `assemble` with a model, which is on the CPU. Collective on `world`."""
     world, side, first = topology.world, dataset.image_size, topology.world.rank == 0
-    together(world, lambda: refuse_odd_state(model))
+    run_collectively(world, lambda: check_state_dict(model))
     if ":" in settings.model:
         sizes = dataset.num_classes, side
-        together(world, lambda: refuse_drawn(settings, model, *sizes) if first else None)
-    layout = together(world, lambda: build_layout(model))
+        run_collectively(
+            world, lambda: check_repeatable(settings, model, *sizes) if first else None
+        )
+    layout = run_collectively(world, lambda: build_layout(model))
     tensors = [(name, t.shape, t.dtype) for name, t in model.state_dict().items()]
     require_same(world, "the parameters of the model", repr((layout, tensors)))
     # One rank tries what the others then go by.
-    tried = together(world, lambda: choose_rules(settings, model, side).text() if first else "")
+    tried = run_collectively(
+        world, lambda: choose_rules(settings, model, side).text() if first else ""
+    )
     rules = rules_of(broadcast_text(world, tried))
     if settings.init_from and reads:
         settings = load_initial_(world, settings, model, side, dataset.class_names, heartbeat.go_on)
     teacher = None
     if settings.teacher:
         settings, *teacher = find_teacher(world, settings, model, dataset, heartbeat.go_on)
-    groups = together(world, lambda: make_groups(settings, model, layout, side, rules))
+    groups = run_collectively(world, lambda: make_groups(settings, model, layout, side, rules))
     problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
     if teacher is not None:
         problem = with_teacher(topology, settings, problem, teacher, transport)
@@ -362,10 +366,10 @@ def assemble_around(
     state.memory |= memory_of_best(settings, state) | memory_of_ema(settings, state)
     state.memory |= memory_of_scores(settings, state)
     heartbeat.beat(2)
-    return Work(state, problem, settings, transport, heartbeat)
+    return RunContext(state, problem, settings, transport, heartbeat)
 
 
-def refuse_odd_state(model: torch.nn.Module) -> None:
+def check_state_dict(model: torch.nn.Module) -> None:
     """Raise UserError where a model keeps what no file of a run can hold."""
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
@@ -380,7 +384,9 @@ def refuse_odd_state(model: torch.nn.Module) -> None:
             )
 
 
-def refuse_drawn(settings: Settings, model: torch.nn.Module, classes: int, image_size: int) -> None:
+def check_repeatable(
+    settings: Settings, model: torch.nn.Module, classes: int, image_size: int
+) -> None:
     """Raise UserError where a model of the user's computes with numbers that no file keeps.
 
     It is built once more, by other random numbers, and given the same state.

@@ -16,13 +16,13 @@ from prunex_mpi.base.errors import Diverged, UserError
 from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.progress import Length, Progress
-from prunex_mpi.comm.agreement import together
-from prunex_mpi.comm.async_exchange import exchanging_behind, refuse_single_thread
+from prunex_mpi.comm.agreement import run_collectively
+from prunex_mpi.comm.async_exchange import check_thread_support, exchanging_behind
 from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.evaluation import refuse_not_finite, refuse_what_went_wrong
+from prunex_mpi.core.evaluation import check_errors, check_finite
 from prunex_mpi.core.schedule import ROLLBACK_FACTOR, local_steps, rounds_left, total_steps
-from prunex_mpi.core.state import Work
+from prunex_mpi.core.state import RunContext
 from prunex_mpi.core.sums import MOST_SUMMED, SUMMED
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory
@@ -66,7 +66,7 @@ class Checkpoints:
 def train(
     topology: Topology,
     files: RunDirectory | None,
-    work: Work,
+    context: RunContext,
     checkpoints: Checkpoints,
     received: ReceivedSignal,
     deadline: float | None,
@@ -75,22 +75,22 @@ def train(
 
     Collective on `world`.
     """
-    world, settings = topology.world, work.settings
+    world, settings = topology.world, context.settings
 
     def open_tensorboard() -> None:
         if settings.tensorboard and files is not None:
-            files.open_tensorboard(work.state.position.iteration)
+            files.open_tensorboard(context.state.position.iteration)
 
-    together(world, lambda: telling_disk_errors("the folder tensorboard", open_tensorboard))
+    run_collectively(world, lambda: telling_disk_errors("the folder tensorboard", open_tensorboard))
     with (
         stop_agreement(world, received, deadline) as stop,
-        exchanging_behind(topology, goes_behind_steps(settings), work.transport) as behind,
+        exchanging_behind(topology, goes_behind_steps(settings), context.transport) as behind,
     ):
-        work = replace(work, stop=stop, behind=behind)
+        context = replace(context, stop=stop, behind=behind)
         received.training = True
-        evaluate_initial(topology, files, work)
-        with tracing(topology, files, work):
-            status = run_to_end(topology, files, work, checkpoints)
+        evaluate_initial(topology, files, context)
+        with tracing(topology, files, context):
+            status = run_to_end(topology, files, context, checkpoints)
     return status, stop.reason
 
 
@@ -99,7 +99,7 @@ def goes_behind_steps(settings: Settings) -> bool:
     return settings.method.averages and settings.overlap_steps > 0
 
 
-def refuse_impossible_exchange(topology: Topology, settings: Settings) -> None:
+def check_exchange(topology: Topology, settings: Settings) -> None:
     """Raise UserError on every rank where nodes or MPI do not allow what is asked for.
 
     Collective on `world`.
@@ -112,39 +112,39 @@ def refuse_impossible_exchange(topology: Topology, settings: Settings) -> None:
             "sum must fit into 8 bits; use int8 or int4"
         )
     if settings.overlap_steps:
-        together(topology.world, refuse_single_thread)
+        run_collectively(topology.world, check_thread_support)
 
 
 def run_to_end(
-    topology: Topology, files: RunDirectory | None, work: Work, checkpoints: Checkpoints
+    topology: Topology, files: RunDirectory | None, context: RunContext, checkpoints: Checkpoints
 ) -> str:
     """Iterate from where the state stands; return "completed", "converged" or "preempted".
 
     `files` is None on all ranks but world rank 0. Raises Diverged on every rank. Collective on
     `world`.
     """
-    settings, position = work.settings, work.state.position
-    with closing(progress_of(topology, work)) as bar:
+    settings, position = context.settings, context.state.position
+    with closing(progress_of(topology, context)) as bar:
         if settings.on_divergence == "rollback" and position.iteration == 1:
-            write_checkpoint(topology, files, work, checkpoints)
+            write_checkpoint(topology, files, context, checkpoints)
         while True:
             try:
-                return iterate(topology, files, work, checkpoints, bar)
+                return iterate(topology, files, context, checkpoints, bar)
             except Diverged as error:
                 rollbacks = position.rollbacks
                 if settings.on_divergence == "stop" or rollbacks == MAX_ROLLBACKS:
                     if files is not None:
                         files.note_divergence(str(error))
                     raise
-                if work.behind is not None:
+                if context.behind is not None:
                     # What is under way reads and writes what is about to be replaced.
-                    work.behind.finish()
-                if work.stop is not None:
+                    context.behind.finish()
+                if context.stop is not None:
                     # Who was asked to stop does so once there is something to keep.
-                    work.stop.reason = ""
-                restored = checkpoint.restore(topology, files, work)
+                    context.stop.reason = ""
+                restored = checkpoint.restore(topology, files, context)
                 position.rollbacks = rollbacks + 1
-                begin_(bar, work)
+                begin_(bar, context)
                 if files is not None and files.tensorboard is not None:
                     files.tensorboard.rewind(position.iteration)
                 factor = ROLLBACK_FACTOR**position.rollbacks
@@ -152,59 +152,59 @@ def run_to_end(
                 log.info(text, error, restored.name, factor)
 
 
-def progress_of(topology: Topology, work: Work) -> Progress:
+def progress_of(topology: Topology, context: RunContext) -> Progress:
     """Show a run from where it stands."""
-    settings, problem = work.settings, work.problem
+    settings, problem = context.settings, context.problem
     length = Length(
-        work.state.position.iteration - 1 + rounds_left(work),
+        context.state.position.iteration - 1 + rounds_left(context),
         total_steps(settings, problem.steps),
         problem.train.batch_size * topology.world_size,
     )
-    progress = Progress(length, settings.progress, topology.world.rank, work.heartbeat)
-    begin_(progress, work)
+    progress = Progress(length, settings.progress, topology.world.rank, context.heartbeat)
+    begin_(progress, context)
     return progress
 
 
-def begin_(progress: Progress, work: Work) -> None:
+def begin_(progress: Progress, context: RunContext) -> None:
     """Set the progress to where the run stands."""
-    position = work.state.position
-    steps = local_steps(work)
+    position = context.state.position
+    steps = local_steps(context)
     progress.start(position.iteration - 1, position.steps_done, steps)
 
 
 def iterate(
     topology: Topology,
     files: RunDirectory | None,
-    work: Work,
+    context: RunContext,
     checkpoints: Checkpoints,
     progress: Progress,
 ) -> str:
     """Run the driver until it ends, stops or diverges; return the status. Collective."""
     # Nothing is left where a job ended between its last checkpoint and its summary.
-    if work.state.position.converged_of == work.settings.outer_iterations:
+    if context.state.position.converged_of == context.settings.outer_iterations:
         return "converged"
-    status = "running" if rounds_left(work, most=1) > 0 else "completed"
-    for record, status in recorded(topology, files, work, progress):
+    status = "running" if rounds_left(context, most=1) > 0 else "completed"
+    for record, status in recorded(topology, files, context, progress):
         if status == "running" and checkpoints.due(topology.world, record["iteration"]):
-            write_checkpoint(topology, files, work, checkpoints)
-    if work.stop is not None and work.stop.reason:
+            write_checkpoint(topology, files, context, checkpoints)
+    if context.stop is not None and context.stop.reason:
         # The run could not go on from there.
-        refuse_what_went_wrong(topology, work)
-        write_checkpoint(topology, files, work, checkpoints)
+        check_errors(topology, context)
+        write_checkpoint(topology, files, context, checkpoints)
         return "preempted"
     return status
 
 
 def recorded(
-    topology: Topology, files: RunDirectory | None, work: Work, progress: Progress
+    topology: Topology, files: RunDirectory | None, context: RunContext, progress: Progress
 ) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the record and the status of each outer iteration, once it is in the run's files.
 
     Collective on `world`.
     """
     ranks = RankRecords(topology)
-    for record in driver_of(work.settings).outer_iterations(topology, work):
-        work.heartbeat.enter("record")
+    for record in driver_of(context.settings).outer_iterations(topology, context):
+        context.heartbeat.enter("record")
         layers = record.pop("layers")
         status = record.pop("status")
         row = ranks.gather(record["iteration"], record.pop("rank"))
@@ -214,8 +214,8 @@ def recorded(
             files.append("ranks.jsonl", [row] if row else [])
             if files.tensorboard is not None:
                 files.tensorboard.add(record)
-        write_trace(topology.world, files, work)
-        progress.update(record, work.state.position.steps_done, local_steps(work))
+        write_trace(topology.world, files, context)
+        progress.update(record, context.state.position.steps_done, local_steps(context))
         yield record, status
 
 
@@ -225,7 +225,7 @@ def driver_of(settings: Settings) -> ModuleType:
 
 
 def write_last_checkpoint(
-    topology: Topology, files: RunDirectory | None, work: Work, checkpoints: Checkpoints
+    topology: Topology, files: RunDirectory | None, context: RunContext, checkpoints: Checkpoints
 ) -> None:
     """Write the one from which a complete run can become longer, unless there are to be none.
 
@@ -235,10 +235,10 @@ def write_last_checkpoint(
     """
     if checkpoints.every == "off":
         return
-    work.heartbeat.enter("checkpoint")
+    context.heartbeat.enter("checkpoint")
     started = time.monotonic()
     try:
-        checkpoint.save(topology, files, work)
+        checkpoint.save(topology, files, context)
         checkpoints.note(time.monotonic() - started)
     except UserError as error:
         log.warning("the run is complete, but its last checkpoint is missing: %s", error)
@@ -249,20 +249,20 @@ def write_last_checkpoint(
 
 
 def write_checkpoint(
-    topology: Topology, files: RunDirectory | None, work: Work, checkpoints: Checkpoints
+    topology: Topology, files: RunDirectory | None, context: RunContext, checkpoints: Checkpoints
 ) -> None:
     """Write a checkpoint and note what it took; raise Diverged where it would be of no use.
 
     Collective on `world`.
     """
-    work.heartbeat.enter("checkpoint")
+    context.heartbeat.enter("checkpoint")
     began, started = time.perf_counter(), time.monotonic()
-    if work.behind is not None:
+    if context.behind is not None:
         # What has arrived is written with the rest, and waits for its step in both runs.
-        work.behind.finish()
-    refuse_not_finite(topology, work)
-    checkpoint.save(topology, files, work)
+        context.behind.finish()
+    check_finite(topology, context)
+    checkpoint.save(topology, files, context)
     checkpoints.note(time.monotonic() - started)
-    work.state.position.clock.note("phase", "checkpoint", began)
-    if work.stop is not None:
-        work.stop.reserve_s = RESERVE * checkpoints.last_s
+    context.state.position.clock.note("phase", "checkpoint", began)
+    if context.stop is not None:
+        context.stop.reserve_s = RESERVE * checkpoints.last_s

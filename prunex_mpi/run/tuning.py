@@ -14,11 +14,11 @@ import numpy as np
 from mpi4py import MPI
 
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import together
+from prunex_mpi.comm.agreement import run_collectively
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.schedule import steps_of
-from prunex_mpi.core.state import Work
+from prunex_mpi.core.state import RunContext
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.fields import Settings, key_of, known_freeze
 from prunex_mpi.settings.values import AUTO
@@ -51,14 +51,14 @@ def is_left_to_measure(settings: Settings) -> bool:
     return overlaps or (settings.method.by_iteration and settings.local_steps == AUTO)
 
 
-def tuned(topology: Topology, trial: Work, settings: Settings) -> Settings:
+def tuned(topology: Topology, trial: RunContext, settings: Settings) -> Settings:
     """Return the settings with what they leave to be measured, by a trial of them.
 
     The trial's state is of no use afterwards. Collective on `world`.
     """
     before, after = measure(topology, trial)
     nominal = steps_of(settings, trial.problem.train.steps_per_epoch)
-    chosen = together(topology.world, lambda: chosen_by(settings, nominal, before, after))
+    chosen = run_collectively(topology.world, lambda: chosen_by(settings, nominal, before, after))
     log.info("%s", describe_choice(chosen, before, after))
     return chosen
 
@@ -185,10 +185,10 @@ def trial_of(settings: Settings) -> Settings:
     return with_overrides(settings, **changes)
 
 
-def measure(topology: Topology, work: Work) -> tuple[Costs, Costs]:
+def measure(topology: Topology, context: RunContext) -> tuple[Costs, Costs]:
     """Run the trial; return what things cost before and after the freeze. Collective on `world`."""
-    work = replace(work, problem=replace(work.problem, test=None))
-    records = list(driver_of(work.settings).outer_iterations(topology, work))
+    context = replace(context, problem=replace(context.problem, test=None))
+    records = list(driver_of(context.settings).outer_iterations(topology, context))
     rows = []
     for record in (records[MEASURED - 1], records[-1]):
         seconds = record["seconds"]

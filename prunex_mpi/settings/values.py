@@ -37,12 +37,12 @@ def option(text: str, default: Any, **rules: Any) -> Any:
 
 
 def left_open(field: dataclasses.Field, value: object) -> bool:
-    """Say whether `value`, converted, leaves the field to the run, to measure or to compute."""
+    """Return whether `value`, converted, leaves the field to the run, to measure or to compute."""
     return bool(field.metadata.get("auto")) and value == AUTO
 
 
 def to_be_found(field: dataclasses.Field, value: object) -> bool:
-    """Say whether `value`, converted, leaves the field to the run: to measure or to fill in."""
+    """Return whether `value`, converted, leaves the field to the run: to measure or to fill in."""
     return left_open(field, value) or (bool(field.metadata.get("found")) and not value)
 
 

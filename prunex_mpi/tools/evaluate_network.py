@@ -17,15 +17,15 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
 from prunex_mpi.base.files import prepare_file, read_text, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.imports import check_named
 from prunex_mpi.base.logs import set_up_logging
-from prunex_mpi.base.named import refuse_unnamed
 from prunex_mpi.base.tables import Table, format_lines, format_table
 from prunex_mpi.comm.agreement import (
     raise_together,
     require_same,
+    run_collectively,
+    run_collectively_while,
     sum_alike_,
-    together,
-    together_while,
 )
 from prunex_mpi.core.loading import share_contents
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
@@ -34,7 +34,7 @@ from prunex_mpi.data.decoding import Access, decoding_threads
 from prunex_mpi.models import standalone
 from prunex_mpi.run.delivery import print_result
 from prunex_mpi.run.finished_run import read_run
-from prunex_mpi.run.start import refuse_lone_singleton, take_places
+from prunex_mpi.run.start import check_launched_together, take_places
 from prunex_mpi.settings.fields import SHARED
 from prunex_mpi.tools.evaluate_options import Options
 
@@ -63,18 +63,20 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     """Test, print, write; return the exit code. Collective on `world`."""
     heartbeat.enter("start")
     set_up_logging(world.rank, world.size)
-    refuse_lone_singleton(world)
+    check_launched_together(world)
     require_same(world, "the flags", repr(options))
-    together(world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None)
-    network = together(world, lambda: read_network(options.network, (options.model,)))
+    run_collectively(
+        world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None
+    )
+    network = run_collectively(world, lambda: read_network(options.network, (options.model,)))
     with take_places(world, 0, options.device) as place:
         heartbeat.enter("data")
         topology = place.topology
         threads = decoding_threads(topology.core_sharers)
-        data = together(world, lambda: data_of(network, options))
+        data = run_collectively(world, lambda: data_of(network, options))
         known = share_contents(world, data["dataset"], data["data_dir"], heartbeat)
         part = Part(world.rank, world.size, topology.host_size, known=known)
-        dataset = together_while(
+        dataset = run_collectively_while(
             world,
             lambda going: load_test(network, options, data, part._replace(going=going), threads),
             heartbeat.go_on,
@@ -101,7 +103,7 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
                 write_json(options.json_file, found)
             print_result(describe(found, options))
 
-    together(world, tell)
+    run_collectively(world, tell)
     return 0
 
 
@@ -129,7 +131,7 @@ def _read_exported(path: Path, given: Collection[str]) -> Network:
     try:
         plan = json.loads(read_text(path / standalone.PLAN))
         name = str(plan["model"]["name"])
-        refuse_unnamed("model", name, given, f"{path}/{standalone.PLAN}", path)
+        check_named("model", name, given, f"{path}/{standalone.PLAN}", path)
         model = standalone.load(path)
         look = plan["normalisation"]
         return Network(
@@ -165,7 +167,7 @@ def data_of(network: Network, options: Options) -> dict[str, Any]:
     if "dataset" not in data:
         raise UserError("an exported network does not say what it is for: give --dataset")
     where = f"{options.network}/config.toml"
-    refuse_unnamed("dataset", data["dataset"], (options.dataset,), where, options.network)
+    check_named("dataset", data["dataset"], (options.dataset,), where, options.network)
     if options.test_samples is not None or given:
         data["test_samples"] = options.test_samples or 0
     return data

@@ -14,9 +14,9 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
-from prunex_mpi.base.alone import require_packages
 from prunex_mpi.base.errors import FAILURE, UserError, one_line
 from prunex_mpi.base.files import STATE, sync, touch, write_json_durably
+from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.tables import format_table
 from prunex_mpi.data.batches import Look, evaluation_batches, part_of
 from prunex_mpi.diagnosis.machine import describe_machine, package_versions
@@ -57,7 +57,7 @@ def export(options: Options) -> None:
     chosen = part_of(run.test, slice(count))
     look = Look(run.mean, run.std, "cpu", next(p.dtype for p in run.model.parameters()))
     images, _ = next(evaluation_batches(chosen, batch_size=JUDGED_IMAGES, look=look))
-    run.refuse_unreadable()
+    run.check_readable()
 
     # Take out what can go.
     coupling, stays = find_channels(run.model, run.description["image_size"])
@@ -84,7 +84,7 @@ def export(options: Options) -> None:
         smaller = standalone.load(folder)
         batches = evaluation_batches(chosen, batch_size=BATCH, look=look)
         proof = prove(run.model, smaller, batches)
-        run.refuse_unreadable()
+        run.check_readable()
         lines.append(proof.line())
         if options.onnx:
             apart = write_onnx(folder, smaller, images, proof.allowed)

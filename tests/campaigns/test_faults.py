@@ -266,7 +266,7 @@ class Job:
 
 
 def is_open_mpi() -> bool:
-    """Say whether Open MPI starts the jobs."""
+    """Return whether Open MPI starts the jobs."""
     version = subprocess.run([launcher()[0], "--version"], capture_output=True, text=True)
     return "Open MPI" in version.stdout
 

@@ -21,7 +21,7 @@ from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import build_problem, make_groups
-from prunex_mpi.core.state import Work, build_state
+from prunex_mpi.core.state import RunContext, build_state
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run.supervision import Checkpoints, run_to_end
@@ -111,8 +111,8 @@ def test_a_long_run_leaves_nothing_behind(
         groups = make_groups(settings, model, layout, dataset.image_size)
         state = build_state(model, layout, groups, settings)
         with stop_agreement(topology.world, ReceivedSignal(), None) as stop:
-            work = Work(state, problem, settings, transport, Heartbeat(), stop)
-            status = run_to_end(topology, files, work, Checkpoints("10"))
+            context = RunContext(state, problem, settings, transport, Heartbeat(), stop)
+            status = run_to_end(topology, files, context, Checkpoints("10"))
     assert status == "completed"
     (early, held_early), (late, held_late) = samples
     assert held_late == held_early

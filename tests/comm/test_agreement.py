@@ -7,14 +7,14 @@ import pytest
 from nodes import WORLD
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.comm.agreement import together_while
+from prunex_mpi.comm.agreement import run_collectively_while
 
 pytestmark = pytest.mark.mpi
 STEPS, STEP_S = 20, 0.01
 LAST = WORLD.size - 1
 
 
-def work(going, steps: int = STEPS, pause_s: float = 0.0) -> int:
+def context(going, steps: int = STEPS, pause_s: float = 0.0) -> int:
     """Take long on the last rank: many steps, and a pause in which it says nothing."""
     WORLD.Barrier()
     if WORLD.rank == LAST:
@@ -27,7 +27,7 @@ def work(going, steps: int = STEPS, pause_s: float = 0.0) -> int:
 
 def test_who_is_done_goes_on_while_the_others_do() -> None:
     beats = []
-    found = together_while(WORLD, work, lambda: beats.append(time.monotonic()))
+    found = run_collectively_while(WORLD, context, lambda: beats.append(time.monotonic()))
     assert found == WORLD.rank
     # A round takes several steps, between which nobody looks idle for long.
     assert len(beats) >= STEPS / 5
@@ -40,21 +40,21 @@ def test_who_is_done_stands_still_while_another_does() -> None:
     beats = [time.monotonic()]
 
     def stalls(going) -> int:
-        return work(going, 2, pause_s)
+        return context(going, 2, pause_s)
 
-    together_while(WORLD, stalls, lambda: beats.append(time.monotonic()))
+    run_collectively_while(WORLD, stalls, lambda: beats.append(time.monotonic()))
     beats.append(time.monotonic())
     assert max(b - a for a, b in itertools.pairwise(beats)) > 0.5 * pause_s
 
 
 def test_what_goes_wrong_on_one_rank_ends_all() -> None:
     def fails(going) -> int:
-        if work(going, 3) == LAST:
+        if context(going, 3) == LAST:
             raise UserError("no such file", 3)
         return 0
 
     with pytest.raises(UserError, match="no such file") as caught:
-        together_while(WORLD, fails, lambda: None)
+        run_collectively_while(WORLD, fails, lambda: None)
     assert caught.value.exit_code == 3
 
 
@@ -73,10 +73,10 @@ def test_the_others_are_stopped_where_one_fails() -> None:
                 raise UserError("damaged", 3)
 
     with pytest.raises(UserError, match="damaged"):
-        together_while(WORLD, fails, lambda: None)
+        run_collectively_while(WORLD, fails, lambda: None)
     assert len(steps) < 250
     # Nothing is left of it that what comes next could meet.
-    assert together_while(WORLD, work, lambda: None) == WORLD.rank
+    assert run_collectively_while(WORLD, context, lambda: None) == WORLD.rank
 
 
 def test_all_may_fail_at_once() -> None:
@@ -85,4 +85,4 @@ def test_all_may_fail_at_once() -> None:
         raise UserError("damaged", 3)
 
     with pytest.raises(UserError, match="damaged"):
-        together_while(WORLD, fails, lambda: None)
+        run_collectively_while(WORLD, fails, lambda: None)

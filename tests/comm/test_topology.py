@@ -15,7 +15,7 @@ from prunex_mpi.comm.agreement import (
     gather_text,
     raise_together,
     require_same,
-    together,
+    run_collectively,
 )
 from prunex_mpi.comm.topology import build_topology, describe, library_name
 
@@ -136,7 +136,7 @@ def test_text_of_any_root_reaches_every_rank(text: str) -> None:
 @pytest.mark.mpi
 def test_without_an_error_nothing_is_raised() -> None:
     raise_together(WORLD, None)
-    assert together(WORLD, lambda: WORLD.rank + 1) == WORLD.rank + 1
+    assert run_collectively(WORLD, lambda: WORLD.rank + 1) == WORLD.rank + 1
 
 
 @pytest.mark.mpi
@@ -178,7 +178,7 @@ def test_together_turns_the_failure_of_one_rank_into_that_of_all() -> None:
         return WORLD.rank
 
     with pytest.raises(UserError, match="no such file") as caught:
-        together(WORLD, action)
+        run_collectively(WORLD, action)
     assert caught.value.exit_code == UNREADABLE
     # Nobody was left behind in a collective.
     assert gathered([WORLD.rank]).ravel().tolist() == list(range(WORLD.size))

@@ -33,12 +33,12 @@ def test_weights_add_up_to_one_over_those_who_speak(ranks_per_node: int, flat: b
     with nodes_of(ranks_per_node) as topology:
         workers = wires_of(topology, flat=flat).workers
         count = WORLD.size if flat else topology.num_nodes
-        sums = torch.tensor([workers.speaks, workers.weight], dtype=torch.float64).numpy()
+        sums = torch.tensor([workers.is_member, workers.weight], dtype=torch.float64).numpy()
         WORLD.Allreduce(MPI.IN_PLACE, sums)
         assert sums[0] == count
         assert sums[1] == pytest.approx(1)
-        assert workers.speaks == (workers.weight > 0)
-        if not flat and workers.speaks:
+        assert workers.is_member == (workers.weight > 0)
+        if not flat and workers.is_member:
             assert workers.weight == topology.node_size / WORLD.size
             assert workers.comm.size == count
         several = topology.num_nodes > 1
@@ -97,9 +97,9 @@ def test_gathers_count_what_everyone_contributes() -> None:
     sent += ring_bytes(WORLD.size, WORLD.size * 8, passes=1)
     assert wire.traffic == Traffic(payload=size + 8, sent=sent)
 
-    together = torch.empty(sum(counts), dtype=torch.float64)
-    wire.gather_parts_(ours()[: counts[WORLD.rank]], counts, together)
-    assert torch.equal(together, torch.cat([ours(r)[:c] for r, c in enumerate(counts)]))
+    run_collectively = torch.empty(sum(counts), dtype=torch.float64)
+    wire.gather_parts_(ours()[: counts[WORLD.rank]], counts, run_collectively)
+    assert torch.equal(run_collectively, torch.cat([ours(r)[:c] for r, c in enumerate(counts)]))
     sent += ring_bytes(WORLD.size, 8 * sum(counts), passes=1)
     assert wire.traffic == Traffic(payload=size + 8 + 8 * counts[WORLD.rank], sent=sent)
 

@@ -312,12 +312,12 @@ def test_threads_do_not_disturb_each_other(payload) -> None:
     wanted = [decode(records, payload) for records in many]
     wrong = []
 
-    def work(index: int) -> None:
+    def context(index: int) -> None:
         for _ in range(20):
             if not torch.equal(decode(many[index], payload), wanted[index]):
                 wrong.append(index)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    threads = [threading.Thread(target=context, args=(index,)) for index in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

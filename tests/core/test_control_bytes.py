@@ -14,9 +14,9 @@ pytestmark = pytest.mark.mpi
 
 @pytest.mark.parametrize("scenario", ["recipe", "int4", "local sgd", "sparseloco"])
 def test_losses_norms_and_digests_are_counted_apart(scenario: str) -> None:
-    with nodes_of(1) as topology, small_run(topology, scenario) as work:
+    with nodes_of(1) as topology, small_run(topology, scenario) as context:
         world, lane = Counting(topology.world), Counting(topology.lane)
         counted = replace(topology, world=world, lane=lane)
-        records = driver_of(work.settings).outer_iterations(counted, replace(work, stop=None))
+        records = driver_of(context.settings).outer_iterations(counted, replace(context, stop=None))
         control = sum(record["bytes"]["control"] for record in records)
     assert control == world.operands + lane.digests > 0

@@ -49,12 +49,12 @@ def work_of(settings, steps, done=0, iteration=1):
 
 def lengths(settings, steps):
     """Return the steps of all rounds, as the driver goes through them."""
-    work, found = work_of(settings, steps), []
-    for this in rounds(work):
-        found.append(local_steps(work))
-        assert rounds_left(work) == quadratic_rounds(settings, steps, sum(found[:-1]))
-        work.state.position.iteration += 1
-        work.state.position.steps_done += found[-1]
+    context, found = work_of(settings, steps), []
+    for this in rounds(context):
+        found.append(local_steps(context))
+        assert rounds_left(context) == quadratic_rounds(settings, steps, sum(found[:-1]))
+        context.state.position.iteration += 1
+        context.state.position.steps_done += found[-1]
         assert this.k == len(found)
         assert this.last == (sum(found) == total_steps(settings, steps))
     return found
@@ -92,11 +92,11 @@ def test_other_methods_have_rounds_of_one_length():
 
 
 def lengths_of_others(settings):
-    work, found = work_of(settings, 5), []
-    for this in rounds(work):
-        found.append(local_steps(work))
+    context, found = work_of(settings, 5), []
+    for this in rounds(context):
+        found.append(local_steps(context))
         assert this.last == (this.k == 3)
-        work.state.position.iteration += 1
+        context.state.position.iteration += 1
     return found
 
 
@@ -124,5 +124,5 @@ def test_an_exchange_runs_behind_as_many_steps_of_a_round_of_any_length():
         qsr_alpha=0.301,
         lr_schedule="constant",
     )
-    work = work_of(settings, 4)
-    assert (local_steps(work), steps_behind(work)) == (36, 1)
+    context = work_of(settings, 4)
+    assert (local_steps(context), steps_behind(context)) == (36, 1)

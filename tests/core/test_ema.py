@@ -28,7 +28,7 @@ from prunex_mpi.core.evaluation import (
     judge,
     statistics_of_z,
 )
-from prunex_mpi.core.state import PRUNED, Work, in_place_of_z
+from prunex_mpi.core.state import PRUNED, RunContext, in_place_of_z
 from prunex_mpi.run.supervision import driver_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
@@ -81,11 +81,11 @@ class Watching:
 
     calls = 1
 
-    def __init__(self, work: Work) -> None:
-        self.work, self.seen, self.last = work, [], work.state.z.clone()
+    def __init__(self, context: RunContext) -> None:
+        self.context, self.seen, self.last = context, [], context.state.z.clone()
 
     def reached(self) -> bool:
-        state = self.work.state
+        state = self.context.state
         if not same(state.z, self.last):
             # It has just arrived: those of the model have gone on.
             flat, plain = state.stats.double(), []
@@ -97,11 +97,11 @@ class Watching:
         return False
 
     def note_record(self) -> None:
-        if not same(self.work.state.z, self.last):
-            self.note(statistics_now(self.work))
+        if not same(self.context.state.z, self.last):
+            self.note(statistics_now(self.context))
 
     def note(self, statistics: Tensor) -> None:
-        state = self.work.state
+        state = self.context.state
         weights = state.memory.get(PRUNED, torch.zeros(0))
         mask = torch.cat([torch.from_numpy(state.mask), weights.bool()])
         self.last = state.z.clone()
@@ -112,8 +112,8 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a, b)
 
 
-def statistics_now(work: Work) -> Tensor:
-    modules = work.state.bn_modules
+def statistics_now(context: RunContext) -> Tensor:
+    modules = context.state.bn_modules
     return torch.cat([b for m in modules for b in (m.running_mean, m.running_var)]).clone()
 
 
@@ -156,24 +156,24 @@ def test_the_average_is_that_of_every_z_since_the_mask_changed(
     changes = settings_of(scenario, **average)
     with (
         nodes_of(ranks_per_node) as topology,
-        small_run(topology, BASES.get(scenario, scenario), **changes) as work,
+        small_run(topology, BASES.get(scenario, scenario), **changes) as context,
     ):
-        watching = Watching(work)
-        work = replace(work, stop=watching)
+        watching = Watching(context)
+        context = replace(context, stop=watching)
         changed, different = 0, False
-        for record in driver_of(work.settings).outer_iterations(topology, work):
+        for record in driver_of(context.settings).outer_iterations(topology, context):
             watching.note_record()
             changed += record["iteration"] > 1 and record["mask_drift"] > 0
-            memory = work.state.memory
+            memory = context.state.memory
             if int(memory[EMA_COUNT]) == 0:
                 # The mask has changed, and the first z that lies on it is under way.
-                assert work.state.position.under_way
+                assert context.state.position.under_way
                 continue
             z, statistics, begins = oracle(watching.seen, DECAY)
             torch.testing.assert_close(memory[EMA].double(), z, **CLOSE)
             gone = watching.seen[-1].z == 0
             assert not memory[EMA][gone].any()
-            different |= not torch.equal(memory[EMA], work.state.z)
+            different |= not torch.equal(memory[EMA], context.state.z)
             torch.testing.assert_close(memory[EMA_STATS].double(), statistics, **CLOSE)
             for tensor in (memory[EMA], memory[EMA_STATS]):
                 assert_alike_on_all_ranks(tensor)
@@ -188,14 +188,14 @@ def test_training_does_not_notice(scenario: str) -> None:
     for decay in (0.0, DECAY):
         changes = settings_of(scenario, model_ema_decay=decay)
         base = BASES.get(scenario, scenario)
-        with nodes_of(2) as topology, small_run(topology, base, **changes) as work:
+        with nodes_of(2) as topology, small_run(topology, base, **changes) as context:
             losses = [
                 [record["train_loss"], record["density"]]
-                for record in driver_of(work.settings).outer_iterations(topology, work)
+                for record in driver_of(context.settings).outer_iterations(topology, context)
             ]
-            state = work.state
+            state = context.state
             vectors = (state.theta, state.z, state.z_node, state.u, state.v)
-            buffers = work.problem.model.buffers()
+            buffers = context.problem.model.buffers()
             found.append((losses, [t.clone() for t in (*vectors, *buffers)]))
             assert (EMA in state.memory) == bool(decay)
     (losses, tensors), (others, also) = found
@@ -206,47 +206,47 @@ def test_training_does_not_notice(scenario: str) -> None:
 @pytest.mark.parametrize("scenario", ["recipe", "dense", "diloco", "sparseloco", "local sgd"])
 def test_what_is_judged_and_delivered_is_the_average(scenario: str) -> None:
     base, changes = BASES.get(scenario, scenario), settings_of(scenario)
-    with nodes_of(1) as topology, small_run(topology, base, **changes) as work:
-        state, test = work.state, work.problem.test
+    with nodes_of(1) as topology, small_run(topology, base, **changes) as context:
+        state, test = context.state, context.problem.test
         # Before the first outer iteration there is nothing but the weights that it begins with.
-        assert evaluate(topology, work) == judge(topology, work, test)
+        assert evaluate(topology, context) == judge(topology, context, test)
         recalibrates = scenario in ("recipe", "diloco", "sparseloco")
-        for record in driver_of(work.settings).outer_iterations(topology, work):
+        for record in driver_of(context.settings).outer_iterations(topology, context):
             average, statistics = state.memory[EMA].clone(), state.memory[EMA_STATS].clone()
-            last = [t.clone() for t in (state.z, *work.problem.model.buffers())]
-            of_z = judge(topology, work, test)
+            last = [t.clone() for t in (state.z, *context.problem.model.buffers())]
+            of_z = judge(topology, context, test)
             estimated = recalibrates and not record["frozen"]
             with in_place_of_z(state, average, statistics):
                 if estimated and scenario != "recipe":
                     # Also those that are delivered.
-                    with statistics_of_z(topology, work):
-                        of_average = judge(topology, work, test)
+                    with statistics_of_z(topology, context):
+                        of_average = judge(topology, context, test)
                         if record["status"] != "running":
-                            assert torch.equal(statistics_now(work), statistics)
+                            assert torch.equal(statistics_now(context), statistics)
                 elif estimated:
                     continue
                 else:
-                    of_average = judge(topology, work, test)
+                    of_average = judge(topology, context, test)
             assert (record["test_loss"], record["test_accuracy"]) == of_average
             if record["iteration"] in (2, 6) and scenario != "recipe":
                 assert of_average[0] != of_z[0]
-        with delivered(work):
+        with delivered(context):
             assert torch.equal(state.z, average)
-            assert torch.equal(statistics_now(work), statistics)
+            assert torch.equal(statistics_now(context), statistics)
         assert not torch.equal(state.z, average)
-        now = [state.z, *work.problem.model.buffers()]
+        now = [state.z, *context.problem.model.buffers()]
         assert all(torch.equal(a, b) for a, b in zip(last, now, strict=True))
 
 
 def test_statistics_of_a_support_that_stays_are_estimated_on_the_average() -> None:
     """Where z's are for good at the freeze, on a mask that was the same before."""
     changes = settings_of("recipe", freeze_iteration=6, keep_ratio=(1.0,))
-    with nodes_of(1) as topology, small_run(topology, "recipe", **changes) as work:
-        records = list(driver_of(work.settings).outer_iterations(topology, work))
+    with nodes_of(1) as topology, small_run(topology, "recipe", **changes) as context:
+        records = list(driver_of(context.settings).outer_iterations(topology, context))
         assert records[-1]["frozen"] and records[-1]["mask_drift"] == 0
-        with ema_of(work.state), statistics_of_z(topology, work):
-            assert torch.equal(statistics_now(work), work.state.memory[EMA_STATS])
-            found = judge(topology, work, work.problem.test)
+        with ema_of(context.state), statistics_of_z(topology, context):
+            assert torch.equal(statistics_now(context), context.state.memory[EMA_STATS])
+            found = judge(topology, context, context.problem.test)
         assert (records[-1]["test_loss"], records[-1]["test_accuracy"]) == found
 
 
@@ -254,13 +254,13 @@ def test_statistics_of_a_support_that_stays_are_estimated_on_the_average() -> No
 def test_the_best_is_the_best_average(scenario: str) -> None:
     changes = settings_of(scenario, val_split=0.25, train_samples=80)
     averages: dict[int, Tensor] = {}
-    with nodes_of(2) as topology, small_run(topology, scenario, **changes) as work:
-        for record in driver_of(work.settings).outer_iterations(topology, work):
-            averages[record["iteration"]] = work.state.memory[EMA].clone()
-        best = int(work.state.position.best[0])
-        assert torch.equal(work.state.memory[BEST], averages[best])
-        with delivered(work):
-            assert torch.equal(work.state.z, averages[best])
+    with nodes_of(2) as topology, small_run(topology, scenario, **changes) as context:
+        for record in driver_of(context.settings).outer_iterations(topology, context):
+            averages[record["iteration"]] = context.state.memory[EMA].clone()
+        best = int(context.state.position.best[0])
+        assert torch.equal(context.state.memory[BEST], averages[best])
+        with delivered(context):
+            assert torch.equal(context.state.z, averages[best])
 
 
 def test_a_run_writes_the_average_also_where_it_was_interrupted(
@@ -269,9 +269,9 @@ def test_a_run_writes_the_average_also_where_it_was_interrupted(
     judged = []
     real = evaluation.judge
 
-    def spy(topology: Any, work: Work, shard: Any) -> tuple[float, float]:
-        judged.append((work.state.z.clone(), statistics_now(work)))
-        return real(topology, work, shard)
+    def spy(topology: Any, context: RunContext, shard: Any) -> tuple[float, float]:
+        judged.append((context.state.z.clone(), statistics_now(context)))
+        return real(topology, context, shard)
 
     monkeypatch.setattr(evaluation, "judge", spy)
     with run_folder() as folder:
@@ -303,10 +303,10 @@ def test_a_run_writes_the_average_also_where_it_was_interrupted(
 
 
 def test_an_average_of_what_is_not_finite_is_forgotten_with_it() -> None:
-    with nodes_of(1) as topology, small_run(topology, "dense", **RUN) as work:
-        iterations = driver_of(work.settings).outer_iterations(topology, work)
+    with nodes_of(1) as topology, small_run(topology, "dense", **RUN) as context:
+        iterations = driver_of(context.settings).outer_iterations(topology, context)
         next(iterations)
-        work.state.memory[EMA].fill_(np.nan)
-        work.state.memory[EMA_COUNT].zero_()
+        context.state.memory[EMA].fill_(np.nan)
+        context.state.memory[EMA_COUNT].zero_()
         next(iterations)
-        assert torch.equal(work.state.memory[EMA], work.state.z)
+        assert torch.equal(context.state.memory[EMA], context.state.z)

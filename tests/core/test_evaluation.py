@@ -19,12 +19,12 @@ from prunex_mpi.config.resolve import make
 from prunex_mpi.core.evaluation import (
     EVALUATION_BATCH,
     RECALIBRATION_BATCHES,
+    check_divergence,
+    check_errors,
     estimate_statistics,
     evaluate,
-    refuse_divergence,
-    refuse_what_went_wrong,
 )
-from prunex_mpi.core.state import Problem, State, Work, build_state
+from prunex_mpi.core.state import Problem, RunContext, State, build_state
 from prunex_mpi.core.steps import finish_average_
 from prunex_mpi.data.batches import BatchStream, Look, Shard, evaluation_batches
 from prunex_mpi.models.layout import build_layout
@@ -73,7 +73,7 @@ def images_of(rank: int, batches: int) -> Tensor:
 
 def statistics_left(topology: Topology, state: State, problem: Problem) -> list[tuple]:
     """Estimate; return (mean, variance) of each BatchNorm that this leaves."""
-    estimate_statistics(topology, Work(state, problem, make(), SMALL_BUCKETS, Heartbeat()))
+    estimate_statistics(topology, RunContext(state, problem, make(), SMALL_BUCKETS, Heartbeat()))
     return [(m.running_mean, m.running_var) for m in state.bn_modules]
 
 
@@ -134,7 +134,7 @@ def test_statistics_of_other_norms_are_averaged(ranks_per_node: int) -> None:
     batches_of = partial(evaluation_batches, look=Look(MEAN, STD, CPU, torch.float64))
     problem = Problem(model, model, F.cross_entropy, None, shard, shard, batches_of, 1, MEAN, STD)
     with nodes_of(ranks_per_node) as topology:
-        evaluate(topology, Work(state, problem, make(), SMALL_BUCKETS, Heartbeat()))
+        evaluate(topology, RunContext(state, problem, make(), SMALL_BUCKETS, Heartbeat()))
     assert float(model[0].mean) == pytest.approx(sum(r**2 for r in range(WORLD.size)) / WORLD.size)
     assert_alike_on_all_ranks(model[0].mean.double().view(1))
     # Not even rounded where all hold the same.
@@ -151,11 +151,11 @@ def test_every_batch_of_an_evaluation_is_progress() -> None:
     problem = Problem(model, model, F.cross_entropy, None, shard, shard, batches_of, 1, MEAN, STD)
     heartbeat = Heartbeat()
     with nodes_of(1) as topology:
-        evaluate(topology, Work(state, problem, make(), SMALL_BUCKETS, heartbeat))
+        evaluate(topology, RunContext(state, problem, make(), SMALL_BUCKETS, heartbeat))
         # Weights that are finite may be too large for a test, as after a high learning rate.
         state.z.fill_(torch.finfo(state.z.dtype).max)
         with pytest.raises(Diverged, match="test set is not finite; lower --lr"):
-            evaluate(topology, Work(state, problem, make(), SMALL_BUCKETS, Heartbeat()))
+            evaluate(topology, RunContext(state, problem, make(), SMALL_BUCKETS, Heartbeat()))
     assert (heartbeat.beats, heartbeat.step) == (3, 0)
 
 
@@ -168,39 +168,39 @@ class AverageOf:
         pass
 
 
-@pytest.mark.parametrize("refuse", [lambda *a: refuse_divergence(*a, 1.0), refuse_what_went_wrong])
+@pytest.mark.parametrize("refuse", [lambda *a: check_divergence(*a, 1.0), check_errors])
 def test_all_ranks_raise_what_one_has_met_in_its_local_steps(refuse) -> None:
     """A node of one rank averages nothing, and so notices nothing."""
-    with nodes_of(1) as topology, small_run(topology, "local sgd") as work:
-        finish_average_(work, None)
-        refuse(topology, work)
-        finish_average_(work, AverageOf())
-        assert work.stop.failed == AverageOf.late
+    with nodes_of(1) as topology, small_run(topology, "local sgd") as context:
+        finish_average_(context, None)
+        refuse(topology, context)
+        finish_average_(context, AverageOf())
+        assert context.stop.failed == AverageOf.late
         with pytest.raises(UserError, match="use_reentrant=False") as caught:
-            refuse(topology, work)
+            refuse(topology, context)
         assert not isinstance(caught.value, Diverged) and caught.value.exit_code == USAGE
 
 
 @pytest.mark.parametrize("what", ["loss", "weights"])
 def test_no_rank_leaves_with_what_diverged_on_one(what: str) -> None:
-    with nodes_of(1) as topology, small_run(topology, "local sgd") as work:
+    with nodes_of(1) as topology, small_run(topology, "local sgd") as context:
         # Of the size of a mean loss a part of the steps says nothing.
-        work.state.position.loss_sum, work.state.position.first_loss = 1e9, 1.0
-        refuse_what_went_wrong(topology, work)
+        context.state.position.loss_sum, context.state.position.first_loss = 1e9, 1.0
+        check_errors(topology, context)
         if WORLD.rank == WORLD.size - 1 and what == "loss":
-            work.state.position.loss_sum = float("nan")
+            context.state.position.loss_sum = float("nan")
         elif WORLD.rank == WORLD.size - 1:
-            work.state.theta[0] = float("inf")
+            context.state.theta[0] = float("inf")
         with pytest.raises(Diverged, match="not finite in phase local of outer iteration 1"):
-            refuse_what_went_wrong(topology, work)
+            check_errors(topology, context)
 
 
-@pytest.mark.parametrize("refuse", [lambda *a: refuse_divergence(*a, 1.0), refuse_what_went_wrong])
+@pytest.mark.parametrize("refuse", [lambda *a: check_divergence(*a, 1.0), check_errors])
 def test_gradients_that_the_model_itself_has_detached_are_noticed(refuse) -> None:
     """They would be in no message and in no step, and training would stand still in silence."""
-    with nodes_of(1) as topology, small_run(topology, "local sgd") as work:
-        refuse(topology, work)
+    with nodes_of(1) as topology, small_run(topology, "local sgd") as context:
+        refuse(topology, context)
         if WORLD.rank == WORLD.size - 1:
-            work.problem.model.zero_grad(set_to_none=True)
+            context.problem.model.zero_grad(set_to_none=True)
         with pytest.raises(UserError, match=r"the gradient of .* was replaced, as by zero_grad"):
-            refuse(topology, work)
+            refuse(topology, context)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from driving import CPU, make_work, wire_of
+from driving import CPU, make_context, wire_of
 from nodes import WORLD
 from torch import nn
 
@@ -43,13 +43,13 @@ def plain_net() -> nn.Module:
 
 def gradient(stream: Batches, wire=None, **settings) -> tuple[torch.Tensor, float]:
     """Return the gradient of one step, averaged over `wire`, and the loss."""
-    work = make_work(make(method="dense", batch_size=BATCH, **settings), plain_net(), stream)
-    with averaging(wire, work) as averager:
+    context = make_context(make(method="dense", batch_size=BATCH, **settings), plain_net(), stream)
+    with averaging(wire, context) as averager:
         for _ in range(2):
-            loss = forward_backward(work, averager)
+            loss = forward_backward(context, averager)
             if averager is not None:
                 averager.finish_()
-    return work.state.grad, float(loss)
+    return context.state.grad, float(loss)
 
 
 @pytest.mark.any_mpi
@@ -73,15 +73,15 @@ def test_a_batch_that_parts_do_not_divide_is_refused() -> None:
 @pytest.mark.parametrize("limit", [0.0, 0.01, 1e6])
 def test_clipping_is_that_of_torch(limit: float) -> None:
     settings = make(method="dense", batch_size=BATCH, clip_grad=limit)
-    work = make_work(settings, plain_net(), Batches(0))
-    forward_backward(work, None)
-    parameters = [p.detach().clone().requires_grad_() for p in work.problem.model.parameters()]
-    for copy, parameter in zip(parameters, work.problem.model.parameters(), strict=True):
+    context = make_context(settings, plain_net(), Batches(0))
+    forward_backward(context, None)
+    parameters = [p.detach().clone().requires_grad_() for p in context.problem.model.parameters()]
+    for copy, parameter in zip(parameters, context.problem.model.parameters(), strict=True):
         copy.grad = parameter.grad.clone()
     if limit:
         nn.utils.clip_grad_norm_(parameters, limit)
-    clip_(work)
-    for copy, parameter in zip(parameters, work.problem.model.parameters(), strict=True):
+    clip_(context)
+    for copy, parameter in zip(parameters, context.problem.model.parameters(), strict=True):
         assert torch.allclose(copy.grad, parameter.grad, rtol=1e-12, atol=0)
 
 
@@ -116,10 +116,10 @@ def test_mixed_images_have_as_much_of_each_label(mixup: float, cutmix: float) ->
 
 
 def test_mixed_images_are_trained_on() -> None:
-    work = make_work(make(method="dense", batch_size=BATCH), plain_net(), Batches(0))
-    before = forward_backward(work, None)
-    problem = replace(work.problem, mixing=Mixing(0.0, 1.0, CLASSES, (0, 0)))
-    assert float(forward_backward(replace(work, problem=problem), None)) != float(before)
+    context = make_context(make(method="dense", batch_size=BATCH), plain_net(), Batches(0))
+    before = forward_backward(context, None)
+    problem = replace(context.problem, mixing=Mixing(0.0, 1.0, CLASSES, (0, 0)))
+    assert float(forward_backward(replace(context, problem=problem), None)) != float(before)
 
 
 @pytest.mark.parametrize(

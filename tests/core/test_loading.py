@@ -160,7 +160,7 @@ def test_colours_that_are_given_are_not_measured(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(loading, "channel_moments", moments)
     given = {"image_mean": (0.1, 0.2, 0.3), "image_std": (0.4, 0.5, 0.6)}
     for changes in ({}, given):
-        with nodes_of(2) as topology, small_run(topology, "dense", **changes) as work:
+        with nodes_of(2) as topology, small_run(topology, "dense", **changes) as context:
             assert measured == [1]
-            mean, std = work.problem.mean.tolist(), work.problem.std.tolist()
+            mean, std = context.problem.mean.tolist(), context.problem.std.tolist()
     assert mean == pytest.approx(given["image_mean"]) and std == pytest.approx(given["image_std"])

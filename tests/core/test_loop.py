@@ -28,5 +28,5 @@ def test_residuals_are_computed_when_asked_and_before_a_stop(
     this = Round(iteration, False, 0.0, np.ones(0, dtype=bool))
     for duals in (True, False):
         state = SimpleNamespace(position=Position(vote_next=vote_next), consensus_sgd=not duals)
-        work = SimpleNamespace(state=state, settings=settings, problem=SimpleNamespace(test=()))
-        assert measures_residuals(work, this) == (measured and duals)
+        context = SimpleNamespace(state=state, settings=settings, problem=SimpleNamespace(test=()))
+        assert measures_residuals(context, this) == (measured and duals)

@@ -9,7 +9,7 @@ from pretended import CPU, GPU, pretended_gpu
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.losses import find_losses, refuse_several
+from prunex_mpi.core.losses import check_single_output, find_losses
 
 
 def scalar(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ def test_several_outputs_are_for_a_loss_of_one_s_own() -> None:
     outputs = torch.zeros(2, 3), torch.zeros(2, 3)
     smoothed = partial(F.cross_entropy, label_smoothing=0.1)
     for loss in (F.cross_entropy, smoothed):
-        refuse_several(outputs[0], loss)
+        check_single_output(outputs[0], loss)
         with pytest.raises(UserError, match="returns tuple while it trains"):
-            refuse_several(outputs, loss)
-    refuse_several(outputs, lambda pair, labels: F.cross_entropy(pair[0], labels))
+            check_single_output(outputs, loss)
+    check_single_output(outputs, lambda pair, labels: F.cross_entropy(pair[0], labels))

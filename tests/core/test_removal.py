@@ -157,16 +157,16 @@ def test_what_is_delivered_is_the_smaller_network(model):
 def test_a_divergence_goes_back_to_before_the_removal(model, monkeypatch):
     changes = {"model": model, "image_size": 16, "remove_dropped": True, "overlap_steps": 0}
     changes |= {"on_divergence": "rollback", "checkpoint_every": "3"}
-    real, removed = evaluation.refuse_divergence, []
+    real, removed = evaluation.check_divergence, []
 
-    def refuse(topology, work, loss):
-        state = work.state
+    def refuse(topology, context, loss):
+        state = context.state
         if state.position.iteration == 5 and not removed:
             removed.append(state.removes and state.theta.numel() < state.whole.layout.numel)
             # Nothing is left that the way back could be computed from.
             state.theta.fill_(float("nan"))
             loss = float("nan")
-        real(topology, work, loss)
+        real(topology, context, loss)
 
     # What comes after is what was to come.
     for module in (schedule, supervision):
@@ -175,7 +175,7 @@ def test_a_divergence_goes_back_to_before_the_removal(model, monkeypatch):
     with run_folder() as folder:
         for diverges in (False, True):
             if diverges:
-                monkeypatch.setattr(hsadmm, "refuse_divergence", refuse)
+                monkeypatch.setattr(hsadmm, "check_divergence", refuse)
             run = folder / str(diverges)
             assert run_job_here(make(**{**RUN, **changes}, run_dir=str(run))) == 0
             WORLD.Barrier()

@@ -25,7 +25,7 @@ def totals(method: str, once: int = 0, warmup: int = 0) -> list[float]:
     state = SimpleNamespace(memory={SENSITIVITY: torch.zeros(2)}, frozen=False, groups=groups)
     state.grad, state.theta, state.layout = ones, ones, layout
     state.position = SimpleNamespace(iteration=0, step=0)
-    work = SimpleNamespace(
+    context = SimpleNamespace(
         state=state,
         settings=SimpleNamespace(
             method=BY_NAME[method],
@@ -38,7 +38,7 @@ def totals(method: str, once: int = 0, warmup: int = 0) -> list[float]:
     found = []
     for state.position.iteration in range(1, 9):
         for state.position.step in range(2):
-            watch_(work)
+            watch_(context)
         first, second = (state.memory[SENSITIVITY] / 9).tolist()
         assert first == second
         found.append(first)

@@ -130,11 +130,11 @@ def test_cifar_is_downloaded_once_by_whoever_comes_first(
 ) -> None:
     downloads = fake_cifar(monkeypatch, name)
 
-    def work(rank: int) -> Dataset:
+    def context(rank: int) -> Dataset:
         return load(tmp_path / "new", name, (rank, 3), download=True)
 
     with ThreadPoolExecutor(3) as pool:
-        parts = list(pool.map(work, range(3)))
+        parts = list(pool.map(context, range(3)))
     assert len(downloads) == 1
     for part in parts:
         for shard, count in ((part.train, 6), (part.test, 2)):
@@ -173,10 +173,10 @@ def test_who_waits_for_a_download_goes_on_as_it_grows(
     monkeypatch.setattr(files, "LOOK_S", 0.01)
     calls: list[int] = []
 
-    def work(rank: int) -> Dataset:
+    def context(rank: int) -> Dataset:
         part = data.Part(rank, 2, going=lambda: calls.append(rank))
         return load(tmp_path, part=part, download=True)
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(work, range(2)))
+        list(pool.map(context, range(2)))
     assert min(calls.count(0), calls.count(1)) >= 5

@@ -225,17 +225,17 @@ def test_images_are_mirrored_unless_their_data_set_says_no(made: Callable[..., D
 @pytest.mark.parametrize("workers", [1, 4])
 def test_items_are_asked_for_by_so_many_threads(made: Callable[..., Dataset], workers: int) -> None:
     """With one worker no two items are asked for at a time."""
-    together, most, lock = 0, 0, threading.Lock()
+    run_collectively, most, lock = 0, 0, threading.Lock()
 
     class Counting(Own):
         def __getitem__(self, index: int) -> tuple[Any, Any]:
-            nonlocal together, most
+            nonlocal run_collectively, most
             with lock:
-                together += 1
-                most = max(most, together)
+                run_collectively += 1
+                most = max(most, run_collectively)
             pause.wait(0.002)
             with lock:
-                together -= 1
+                run_collectively -= 1
             return super().__getitem__(index)
 
     pause = threading.Event()

@@ -245,10 +245,10 @@ def test_cuda_buffers_are_used_only_if_rank_zero_saw_them_work(
     monkeypatch.setattr(devices, "claimed_cuda_support", lambda: claim)
     monkeypatch.setattr(devices, "probe", probe)
     topology = build_topology(WORLD)
-    works = claim is not False and not probed
+    contexts = claim is not False and not probed
     kind, reason = devices.resolve_mpi_buffers(topology, "auto", CUDA)
-    assert kind == ("device" if works else "host")
-    if works:
+    assert kind == ("device" if contexts else "host")
+    if contexts:
         assert devices.resolve_mpi_buffers(topology, "device", CUDA)[0] == "device"
     else:
         with pytest.raises(UserError, match="--mpi-buffers device") as caught:

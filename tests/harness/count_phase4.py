@@ -27,7 +27,7 @@ def counted(wires, *arguments):
     moved = real(wires, *arguments)
     MPI.COMM_WORLD.Barrier()
     sent.append(int(COUNTER.read_text()) - before)
-    nodes[:] = [wires.workers.comm.rank] if wires.workers.speaks else []
+    nodes[:] = [wires.workers.comm.rank] if wires.workers.is_member else []
     return moved
 
 

@@ -17,7 +17,7 @@ from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wire, find_wires
 from prunex_mpi.core.problem import make_groups
 from prunex_mpi.core.scores import memory_of_scores
-from prunex_mpi.core.state import Problem, Work, build_state
+from prunex_mpi.core.state import Problem, RunContext, build_state
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout
@@ -37,12 +37,12 @@ def run_driver(topology, settings, model, stream, steps=STEPS):
     """Yield (record, state) after each outer iteration of the driver of the method."""
     stream.steps_per_epoch = STEPS_PER_EPOCH
     with exchanging_behind(topology, settings.overlap_steps != 0, SMALL_BUCKETS) as behind:
-        work = replace(make_work(settings, model, stream, steps=steps), behind=behind)
-        for record in driver_of(settings).outer_iterations(topology, work):
-            yield record, work.state
+        context = replace(make_context(settings, model, stream, steps=steps), behind=behind)
+        for record in driver_of(settings).outer_iterations(topology, context):
+            yield record, context.state
 
 
-def make_work(settings, model, stream, steps=STEPS, loss=F.cross_entropy, side=6):
+def make_context(settings, model, stream, steps=STEPS, loss=F.cross_entropy, side=6):
     """Return what a rank works on with `model`, whose images have `side` pixels; nothing is tested.
 
     Buckets of 1 KiB: every message is cut.
@@ -57,7 +57,7 @@ def make_work(settings, model, stream, steps=STEPS, loss=F.cross_entropy, side=6
     # Without code in C++, which takes its time: what is seen is whether it follows the model.
     forward = torch.compile(model, backend="aot_eager") if settings.compile else model
     problem = Problem(model, forward, loss, stream, nothing, None, iter, steps, *torch.zeros(2, 3))
-    return Work(state, problem, settings, SMALL_BUCKETS, Heartbeat())
+    return RunContext(state, problem, settings, SMALL_BUCKETS, Heartbeat())
 
 
 def wires_of(topology, transport=SMALL_BUCKETS, flat=False):

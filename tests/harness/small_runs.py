@@ -15,7 +15,7 @@ from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.loading import load_dataset
-from prunex_mpi.core.state import Work
+from prunex_mpi.core.state import RunContext
 from prunex_mpi.run.start import assemble
 from prunex_mpi.run.supervision import goes_behind_steps
 
@@ -63,13 +63,13 @@ def small_run(
     heartbeat: Heartbeat | None = None,
     place: tuple[torch.device, Transport] = (CPU, TRANSPORT),
     **changes: Any,
-) -> Iterator[Work]:
+) -> Iterator[RunContext]:
     """Have what a rank works on in a run of `scenario`; `place` is its device, and how it sends."""
     settings = make(**{**COMMON, **SCENARIOS[scenario], **changes})
     dataset = load_dataset(topology, settings, device=place[0])
-    work = assemble(topology, settings, dataset, *place, heartbeat or Heartbeat())
+    context = assemble(topology, settings, dataset, *place, heartbeat or Heartbeat())
     with (
         stop_agreement(WORLD, ReceivedSignal(), None) as stop,
         exchanging_behind(topology, goes_behind_steps(settings), place[1]) as behind,
     ):
-        yield replace(work, stop=stop, behind=behind)
+        yield replace(context, stop=stop, behind=behind)

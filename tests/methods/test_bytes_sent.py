@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from counting import Counting
-from driving import COMMON, SMALL_BUCKETS, make_work
+from driving import COMMON, SMALL_BUCKETS, make_context
 from nets import RandomStream, new_net
 from nodes import WORLD
 
@@ -34,18 +34,20 @@ AT_MOST = ("dgc", "adacgd")
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_counted_is_what_is_sent(method: str) -> None:
     settings = make(method=method, **COMMON, **METHODS[method])
-    work = make_work(settings, new_net(torch.float32), RandomStream(0, torch.float32))
-    work.problem.train.steps_per_epoch = 2
+    context = make_context(settings, new_net(torch.float32), RandomStream(0, torch.float32))
+    context.problem.train.steps_per_epoch = 2
     wire = Wire(Counting(WORLD), 1 / SIZE, SIZE, SMALL_BUCKETS, Traffic(), Clock())
     module = code_of(settings.method)
-    space = module.allocate(wire, work)
-    foretold, _ = module.payload(settings, work.state.layout, 4, SIZE)
+    space = module.allocate(wire, context)
+    foretold, _ = module.payload(settings, context.state.layout, 4, SIZE)
     for step in range(3):
-        work.state.position.step = step
+        context.state.position.step = step
         generator = torch.Generator().manual_seed(10 * step + WORLD.rank)
-        work.state.grad.copy_(torch.randn(work.state.grad.numel(), generator=generator) / SIZE)
+        context.state.grad.copy_(
+            torch.randn(context.state.grad.numel(), generator=generator) / SIZE
+        )
         before = wire.traffic.payload
-        module.exchange_(wire, space, work)
+        module.exchange_(wire, space, context)
         handed_over = wire.traffic.payload - before
         if method not in AT_MOST:
             assert handed_over == foretold
@@ -54,9 +56,9 @@ def test_what_is_counted_is_what_is_sent(method: str) -> None:
     if SIZE == 1:
         # One rank sends nothing.
         return
-    work.state.position.steps_done = 3
+    context.state.position.steps_done = 3
     counted = {"payload": wire.traffic.payload, "mask": wire.traffic.mask}
-    assert metadata_bytes(settings, work.state, counted, rounds=0) == wire.comm.positions
+    assert metadata_bytes(settings, context.state, counted, rounds=0) == wire.comm.positions
     # What a rank sends of elements that not all have as many of is counted as their mean.
     totals = np.array([wire.comm.sent, wire.traffic.sent])
     WORLD.Allreduce(MPI.IN_PLACE, totals)

@@ -13,7 +13,7 @@ from driving import (
     by_name,
     difference,
     element_masks,
-    make_work,
+    make_context,
     node_sizes_of,
     wires_of,
 )
@@ -176,9 +176,9 @@ def run_driver(world, ranks_per_node, model, stream, settings, loss=F.cross_entr
     """Yield (record, state, topology) after each outer iteration of the real driver."""
     topology = build_topology(world, ranks_per_node, settings.leaders_per_node)
     with exchanging_behind(topology, settings.overlap_steps != 0, SMALL_BUCKETS) as behind:
-        work = replace(make_work(settings, model, stream, steps, loss), behind=behind)
-        for record in outer_iterations(topology, work):
-            yield record, work.state, topology
+        context = replace(make_context(settings, model, stream, steps, loss), behind=behind)
+        for record in outer_iterations(topology, context):
+            yield record, context.state, topology
     free_topology(topology)
 
 
@@ -518,8 +518,8 @@ def test_ranks_of_a_node_that_differ_go_on_from_their_leaders_variables():
     world = MPI.COMM_WORLD
     settings = make(**{**RECIPE, "node_sync": "step"})
     torch.manual_seed(3)
-    work = make_work(settings, Net().double(), RandomStream(world.rank, torch.float64))
-    state = work.state
+    context = make_context(settings, Net().double(), RandomStream(world.rank, torch.float64))
+    state = context.state
     state.u.normal_()
     with nodes_of(3) as topology:
         node = wires_of(topology).node

@@ -2,36 +2,36 @@
 
 import pytest
 import torch
-from driving import COMMON, make_work, run_driver, wire_of
+from driving import COMMON, make_context, run_driver, wire_of
 from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
 
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.state import Work
+from prunex_mpi.core.state import RunContext
 from prunex_mpi.methods import lion
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 
-def work_of(**changes: object) -> Work:
+def work_of(**changes: object) -> RunContext:
     settings = make(method="lion", **{**COMMON, **changes})
-    return make_work(settings, new_net(), RandomStream(0, torch.float64))
+    return make_context(settings, new_net(), RandomStream(0, torch.float64))
 
 
 def test_votes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients and momenta of halves; beta1 1/2 and beta2 3/4 are exact."""
     monkeypatch.setattr(lion, "BETA1", 0.5)
     monkeypatch.setattr(lion, "BETA2", 0.75)
-    work, wire = work_of(), wire_of(WORLD)
-    space = lion.allocate(wire, work)
-    grad, momentum = work.state.grad, work.state.memory["own.momentum"]
+    context, wire = work_of(), wire_of(WORLD)
+    space = lion.allocate(wire, context)
+    grad, momentum = context.state.grad, context.state.memory["own.momentum"]
     momentum.zero_()
     grad.zero_()
     # All for, the first against all others, the momentum against the gradient, half of them.
     momentum[2] = -4.0
     half = WORLD.rank < WORLD.size / 2
     grad[:4] = torch.tensor([2.0, -2.0 if WORLD.rank == 0 else 2.0, 2.0, 2.0 if half else -2.0])
-    lion.exchange_(wire, space, work)
+    lion.exchange_(wire, space, context)
     second = {1: -1, 2: 0, 3: 1, 4: 1}[WORLD.size]
     fourth = 1 if WORLD.size % 2 else 0
     assert grad[:4].tolist() == [1, second, -1, fourth]
@@ -40,13 +40,13 @@ def test_votes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parameters_without_a_gradient_go_nowhere_in_two_steps() -> None:
-    work, wire = work_of(), wire_of(WORLD)
-    space, total = lion.allocate(wire, work), 0
+    context, wire = work_of(), wire_of(WORLD)
+    space, total = lion.allocate(wire, context), 0
     for step in range(2):
-        work.state.position.step = step
-        work.state.grad.zero_()
-        lion.exchange_(wire, space, work)
-        total = total + work.state.grad
+        context.state.position.step = step
+        context.state.grad.zero_()
+        lion.exchange_(wire, space, context)
+        total = total + context.state.grad
     assert not total.any()
 
 
@@ -56,14 +56,14 @@ def test_one_worker_alone_is_lion() -> None:
     settings = make(method="lion", **{**COMMON, **flags})
     model = new_net()
     with nodes_of(WORLD.size) as topology:
-        start = make_work(settings, model, RandomStream(WORLD.rank, torch.float64)).state.theta
+        start = make_context(settings, model, RandomStream(WORLD.rank, torch.float64)).state.theta
         theta, momentum = start.clone(), torch.zeros_like(start)
         given = []
         real = lion.exchange_
 
-        def watched(wire, space, work):
-            given.append(work.state.grad.clone())
-            real(wire, space, work)
+        def watched(wire, space, context):
+            given.append(context.state.grad.clone())
+            real(wire, space, context)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(lion, "exchange_", watched)

@@ -5,7 +5,15 @@ import copy
 import numpy as np
 import pytest
 import torch
-from driving import COMMON, SHAPES, STEPS, assert_alike_on_all_ranks, make_work, run_driver, wire_of
+from driving import (
+    COMMON,
+    SHAPES,
+    STEPS,
+    assert_alike_on_all_ranks,
+    make_context,
+    run_driver,
+    wire_of,
+)
 from nets import RandomStream
 from nodes import WORLD, nodes_of
 from torch import nn
@@ -36,9 +44,9 @@ def test_only_blocks_that_hold_anything_travel(aggregation, ranks_per_node, monk
     touched, found, records = [], {}, {}
     real = omnireduce.exchange_
 
-    def watched(wire, space, work):
-        touched.append((work.state.grad != 0).numpy())
-        real(wire, space, work)
+    def watched(wire, space, context):
+        touched.append((context.state.grad != 0).numpy())
+        real(wire, space, context)
 
     monkeypatch.setattr(omnireduce, "exchange_", watched)
     with nodes_of(ranks_per_node) as topology:
@@ -51,13 +59,13 @@ def test_only_blocks_that_hold_anything_travel(aggregation, ranks_per_node, monk
             runs = list(run_driver(topology, settings, copy.deepcopy(model), stream))
             found[method], records[method] = runs[-1][1].z, [record for record, _ in runs]
             assert_alike_on_all_ranks(runs[-1][1].theta)
-        speaks = aggregation == "flat" or topology.is_leader
+        is_member = aggregation == "flat" or topology.is_leader
     torch.testing.assert_close(found["omnireduce"], found["dense"], rtol=1e-13, atol=1e-15)
 
-    mine = np.array(touched if speaks else np.zeros((2 * STEPS, 320)), dtype=np.int64)
+    mine = np.array(touched if is_member else np.zeros((2 * STEPS, 320)), dtype=np.int64)
     union = np.empty_like(mine)
     WORLD.Allreduce(mine, union)
-    if not speaks:
+    if not is_member:
         return
     payload = []
     for step in union:
@@ -105,16 +113,16 @@ def test_block_top_k_by_hand() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(14, dtype=torch.float64))
 
-    work = make_work(settings, Four(), RandomStream(0, torch.float64))
+    context = make_context(settings, Four(), RandomStream(0, torch.float64))
     wire = wire_of(WORLD)
-    space, grad = omnireduce.allocate(wire, work), work.state.grad
+    space, grad = omnireduce.allocate(wire, context), context.state.grad
     first = torch.tensor([1.0, -1, 1, 1, 0, 0, 0, 0, 0, -3, 0, 0, 0, 1], dtype=torch.float64)
     sent = []
     for gradient in (first, torch.zeros(14), torch.zeros(14)):
         grad.copy_(gradient)
-        omnireduce.exchange_(wire, space, work)
+        omnireduce.exchange_(wire, space, context)
         sent.append(grad / WORLD.size)
     blocks = [[0] * 8 + [0, -3, 0, 0, 0, 0], [1, -1, 1, 1] + [0] * 10, [0] * 13 + [1]]
     assert [s.tolist() for s in sent] == blocks
-    assert not work.state.memory["own.residual"].any()
+    assert not context.state.memory["own.residual"].any()
     assert wire.traffic.payload == 3 * (4 * 8 + 4)

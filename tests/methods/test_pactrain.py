@@ -14,7 +14,7 @@ from driving import (
     assert_alike_on_all_ranks,
     by_name,
     difference,
-    make_work,
+    make_context,
     node_sizes_of,
     run_driver,
     wire_of,
@@ -175,7 +175,7 @@ def test_the_mask_of_grasp_is_that_of_all_ranks_batches(monkeypatch):
     monkeypatch.setattr(pactrain_mask, "GRASP_TEMPERATURE", 3.0)
     own = RandomStream(WORLD.rank, torch.float64)
     drawn = [own.next() for _ in range(2)]
-    monkeypatch.setattr(pactrain_mask, "batches_to_score", lambda everyone, work: drawn)
+    monkeypatch.setattr(pactrain_mask, "batches_to_score", lambda everyone, context: drawn)
     changes = {"pactrain_score": "grasp", "outer_iterations": 1, "lr": 1e-12}
     settings = make(aggregation="hierarchical", **{**COMMON, **changes})
     with nodes_of(3) as topology:
@@ -270,16 +270,16 @@ def test_grasp_is_that_of_its_authors_on_any_number_of_ranks(monkeypatch):
     assert (score_of(settings), GRASP_TEMPERATURE) == ("grasp", 200.0)
     mine = slice(32 // WORLD.size * WORLD.rank, 32 // WORLD.size * (WORLD.rank + 1))
     with nodes_of(2) as topology:
-        work = make_work(settings, model, RandomStream(WORLD.rank, torch.float64), steps=1)
+        context = make_context(settings, model, RandomStream(WORLD.rank, torch.float64), steps=1)
         problem = replace(
-            work.problem,
+            context.problem,
             train_shard=Shard(images[mine], labels[mine]),
             batches=lambda shard, batch_size: [(normalised(shard.images), shard.labels)],
         )
         wires = wires_of(topology)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        prune_when_due_(wires, replace(work, problem=problem), 0)
-        state = work.state
+        prune_when_due_(wires, replace(context, problem=problem), 0)
+        state = context.state
     pruned = by_name(state.memory[PRUNED], state)
     for name, p in alone.named_parameters():
         expected = wanted.get(id(p), torch.ones_like(p, dtype=torch.bool))
@@ -302,16 +302,16 @@ def test_large_halves_are_cut_into_batches_of_the_same_size(monkeypatch):
     monkeypatch.setattr(pactrain_samples, "SAMPLES", 4)
     monkeypatch.setattr(pactrain_samples, "BATCH_PIXELS", 5 * 2 * 2)
     settings = make(**{**COMMON, "pactrain_score": "grasp"})
-    work = make_work(settings, new_net(), RandomStream(WORLD.rank, torch.float64))
+    context = make_context(settings, new_net(), RandomStream(WORLD.rank, torch.float64))
     shard = Shard(torch.zeros(24, 3, 2, 2, dtype=torch.uint8), torch.arange(24) % 3)
     problem = replace(
-        work.problem,
+        context.problem,
         train_shard=shard,
         batches=lambda piece, batch_size: [(piece.images, piece.labels)],
     )
     with nodes_of(2) as topology:
         everyone = wires_of(topology).everyone
-        found = pactrain_samples.batches_to_score(everyone, replace(work, problem=problem))
+        found = pactrain_samples.batches_to_score(everyone, replace(context, problem=problem))
     sizes = WORLD.allgather([len(labels) for _, labels in found])
     assert list(itertools.chain(*sizes)) == [3] * 4
 
@@ -355,12 +355,12 @@ class Exchanger:
     def __init__(self, topology, **changes):
         self.settings = make(**{**COMMON, "pactrain_stable_window": 3, **changes})
         stream = RandomStream(WORLD.rank, torch.float64)
-        self.work = make_work(self.settings, Net().double(), stream, side=8)
-        self.state = self.work.state
+        self.context = make_context(self.settings, Net().double(), stream, side=8)
+        self.state = self.context.state
         self.topology = topology
         self.wires = wires_of(topology, flat=self.settings.aggregation == "flat")
         self.workers, self.traffic = self.wires.workers, self.wires.workers.traffic
-        self.space = allocate(self.workers, self.work)
+        self.space = allocate(self.workers, self.context)
         self.generator = torch.Generator().manual_seed(WORLD.rank)
 
     def step(self, extra=()):
@@ -379,13 +379,13 @@ class Exchanger:
         wanted.masked_fill_(state.memory[PRUNED], 0.0)
         self.exchange()
         self.topology.node.Bcast(grad.numpy(), root=0)
-        follow_(self.wires, self.space, self.work)
+        follow_(self.wires, self.space, self.context)
         return grad.clone(), wanted
 
     def exchange(self):
         self.traffic.payload = 0
-        if self.workers.speaks:
-            exchange_(self.workers, self.space, self.work)
+        if self.workers.is_member:
+            exchange_(self.workers, self.space, self.context)
 
     @property
     def stable(self):
@@ -420,7 +420,7 @@ def test_buckets_become_stable_and_unstable_and_stable_again(aggregation, ranks_
         assert job.stable == [True] * 7
         supports = int(state.memory[SUPPORT].sum())
         compact = 8 * (supports + 7)
-        if job.workers.speaks:
+        if job.workers.is_member:
             assert first == [dense] * 3
             assert step() == compact
         else:
@@ -429,11 +429,11 @@ def test_buckets_become_stable_and_unstable_and_stable_again(aggregation, ranks_
         alone = [1] if WORLD.rank == 0 else []
         payload = step(*alone)
         assert job.stable == [True] * 7
-        if job.workers.speaks:
+        if job.workers.is_member:
             assert payload == compact + 8 * 128
         payload = step()
         assert job.stable == [False] + [True] * 6
-        if job.workers.speaks:
+        if job.workers.is_member:
             assert payload == compact
         # Bucket 0 in full, until its support stands still for a whole window again.
         step(*alone)
@@ -445,13 +445,13 @@ def test_buckets_become_stable_and_unstable_and_stable_again(aggregation, ranks_
             step(*alone)
         assert job.stable == [True] * 7
         payload = step(*alone)
-        if job.workers.speaks:
+        if job.workers.is_member:
             assert payload == compact + 8
         # A mask of its own for all: nothing is known about its supports.
         adopt_pruned_(state, ~every_third(state))
         assert job.stable == [False] * 7
         payload = step()
-        if job.workers.speaks:
+        if job.workers.is_member:
             assert payload == dense
         step()
         step()
@@ -470,7 +470,7 @@ def test_a_step_that_overflows_in_fp16_says_nothing_of_supports():
         # Zero times infinity is NaN, where weights are pruned as well.
         job.state.grad.fill_(torch.inf)
         job.exchange()
-        follow_(job.wires, job.space, job.work)
+        follow_(job.wires, job.space, job.context)
         assert not torch.isfinite(job.state.grad).any()
         for name, tensor in job.state.memory.items():
             assert torch.equal(tensor, before[name]), name
@@ -524,7 +524,7 @@ def test_ternary_sums_are_conserved_and_right_on_average(aggregation, ranks_per_
         found = state.grad.clone()
         mean = total / repetitions
         counts = (state.memory[SUPPORT] & (wanted != 0)).sum()
-        if workers.speaks:
+        if workers.is_member:
             assert not mean[state.memory[PRUNED]].any()
             integers = job.space["integers"]
             assert integers.dtype == torch.int8

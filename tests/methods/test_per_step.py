@@ -165,10 +165,10 @@ def test_what_is_sent_and_what_is_kept_are_the_gradients(
     module = exchanges.code_of(settings.method)
     real = module.exchange_
 
-    def watched(wire, space, work):
-        given.append(work.state.grad.clone())
-        real(wire, space, work)
-        arrived.append(work.state.grad.clone())
+    def watched(wire, space, context):
+        given.append(context.state.grad.clone())
+        real(wire, space, context)
+        arrived.append(context.state.grad.clone())
 
     monkeypatch.setattr(module, "exchange_", watched)
     with nodes_of(ranks_per_node) as topology:
@@ -176,14 +176,14 @@ def test_what_is_sent_and_what_is_kept_are_the_gradients(
         for _, state in run_driver(topology, settings, new_net(), stream):
             # Blocks fill up the last one.
             kept = state.memory[module.RESIDUAL][: state.theta.numel()]
-        speaks = aggregation == "flat" or topology.is_leader
-    assert len(given) == (2 * STEPS if speaks else 0)
-    assert bool(kept.any()) == speaks
-    total = (sum(given) if speaks else torch.zeros_like(kept)).numpy()
+        is_member = aggregation == "flat" or topology.is_leader
+    assert len(given) == (2 * STEPS if is_member else 0)
+    assert bool(kept.any()) == is_member
+    total = (sum(given) if is_member else torch.zeros_like(kept)).numpy()
     WORLD.Allreduce(total.copy(), total)
     left = kept.numpy().copy()
     WORLD.Allreduce(left.copy(), left)
-    if speaks:
+    if is_member:
         assert np.abs(total - left - sum(arrived).numpy()).max() < 1e-13 * np.abs(total).max()
         assert np.abs(left).max() > 0.01 * np.abs(total).max()
 

@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from driving import COMMON, SHAPES, assert_alike_on_all_ranks, make_work, run_driver, wire_of
+from driving import COMMON, SHAPES, assert_alike_on_all_ranks, make_context, run_driver, wire_of
 from nets import RandomStream
 from nodes import WORLD, nodes_of
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.state import Work
+from prunex_mpi.core.state import RunContext
 from prunex_mpi.methods import powersgd
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout
@@ -66,11 +66,11 @@ def test_a_rank_larger_than_the_matrices_is_refused_on_every_rank() -> None:
         memory_of(settings, layout, torch.zeros(layout.numel))
 
 
-def three_by_three(rank: int) -> Work:
+def three_by_three(rank: int) -> RunContext:
     """Return a worker's work on a matrix of 3 x 3 and three biases."""
     settings = make(method="powersgd", powersgd_rank=rank, **COMMON)
     model = nn.Sequential(nn.Linear(3, 3)).double()
-    return make_work(settings, model, RandomStream(0, torch.float64))
+    return make_context(settings, model, RandomStream(0, torch.float64))
 
 
 def test_two_steps_by_hand() -> None:
@@ -79,8 +79,8 @@ def test_two_steps_by_hand() -> None:
     From q = (1 0 0): p = (3 0 4), orthonormalised (0.6 0 0.8), q = (5 0 4). The second gradients
     are 0: what is left of the first, whose only column is the third, is found by the q of before.
     """
-    work, wire = three_by_three(1), wire_of(WORLD)
-    space, state = powersgd.allocate(wire, work), work.state
+    context, wire = three_by_three(1), wire_of(WORLD)
+    space, state = powersgd.allocate(wire, context), context.state
     state.memory["shared.right_factors"].copy_(torch.tensor([1.0, 0, 0]))
     matrix, biases = torch.tensor([3.0, 0, 0, 0, 0, 0, 4, 0, 5]), torch.tensor([1.0, 2, 3])
     # The workers' parts of it differ.
@@ -88,7 +88,7 @@ def test_two_steps_by_hand() -> None:
     found = []
     for factor in (part, 0.0):
         state.grad.copy_(torch.cat([matrix, biases]).double() * factor)
-        powersgd.exchange_(wire, space, work)
+        powersgd.exchange_(wire, space, context)
         found.append((state.grad.clone(), state.memory["own.residual"].clone()))
     (first, left), (second, nothing) = found
     exact = {"rtol": 0, "atol": 1e-14}
@@ -116,15 +116,15 @@ def test_the_authors_reducer_takes_the_same_steps() -> None:
     All is linear in the sum of the memories, so that what arrives is the same. The newer package
     and Algorithm 2 subtract a worker's own part, as here.
     """
-    work, wire = three_by_three(1), wire_of(WORLD)
-    space, state = powersgd.allocate(wire, work), work.state
+    context, wire = three_by_three(1), wire_of(WORLD)
+    space, state = powersgd.allocate(wire, context), context.state
     generator = torch.Generator().manual_seed(4)
     query = state.memory["shared.right_factors"].view(3, 1).clone()
     memories = [torch.zeros(3, 3, dtype=torch.float64) for _ in range(WORLD.size)]
     for _ in range(4):
         gradients = torch.randn(WORLD.size, 12, generator=generator, dtype=torch.float64)
         state.grad.copy_(gradients[WORLD.rank] / WORLD.size)
-        powersgd.exchange_(wire, space, work)
+        powersgd.exchange_(wire, space, context)
         sent = [g[:9].view(3, 3) + m for g, m in zip(gradients, memories, strict=True)]
         left = orthogonalised(sum(m @ query for m in sent))
         query = sum(m.T @ left for m in sent) / WORLD.size

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from driving import COMMON, make_work, wire_of
+from driving import COMMON, make_context, wire_of
 from nets import RandomStream, new_net
 from nodes import WORLD
 
@@ -28,10 +28,10 @@ def test_scales_by_hand() -> None:
 def test_a_gradient_is_right_on_average_and_draws_depend_on_the_step() -> None:
     """Of many steps with the same gradients, the mean is that of the workers, clipped."""
     settings = make(method="terngrad", **COMMON)
-    work = make_work(settings, new_net(), RandomStream(0, torch.float64))
+    context = make_context(settings, new_net(), RandomStream(0, torch.float64))
     wire = wire_of(WORLD)
-    space = terngrad.allocate(wire, work)
-    state, segment = work.state, work.state.layout.segments[0]
+    space = terngrad.allocate(wire, context)
+    state, segment = context.state, context.state.layout.segments[0]
     place = slice(segment.offset, segment.offset + segment.numel)
     every = [
         torch.randn(state.grad.numel(), generator=torch.Generator().manual_seed(r)).double()
@@ -43,7 +43,7 @@ def test_a_gradient_is_right_on_average_and_draws_depend_on_the_step() -> None:
     for step in range(steps):
         state.position.step = step % 599
         state.grad.copy_(every[WORLD.rank])
-        terngrad.exchange_(wire, space, work)
+        terngrad.exchange_(wire, space, context)
         levels = state.grad[place] / scale
         torch.testing.assert_close(levels, levels.round(), rtol=0, atol=1e-9)
         total += state.grad[place]

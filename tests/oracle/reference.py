@@ -154,7 +154,7 @@ def parameters(model):
 
 
 def decays(p, s):
-    """Say whether the weight decay shrinks a parameter."""
+    """Return whether the weight decay shrinks a parameter."""
     return s.weight_decay_on == "all" or p.dim() > 1
 
 

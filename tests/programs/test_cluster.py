@@ -140,7 +140,7 @@ def test_a_job_on_hosts_is_stopped_and_goes_on_exactly(
 
 
 def complete(run: Path, nodes: int) -> bool:
-    """Say whether `run` has all its files and was one of two ranks on each of `nodes` hosts."""
+    """Return whether `run` has all its files and was one of two ranks on each of `nodes` hosts."""
     found = summary(run)
     names = ("config.toml", "metrics.jsonl", "layers.jsonl", "state.safetensors")
     return (

@@ -134,7 +134,7 @@ def anchors(path: Path) -> set[str]:
 
 
 def is_there(name: str, folder: Path) -> bool:
-    """Say whether a file is there, seen from the README's folder, the project or the package."""
+    """Return whether a file is there, seen from the README's folder, the project or the package."""
     made = name.split("/")[0] in MADE
     return made or any((place / name).exists() for place in (folder, ROOT, PACKAGE))
 

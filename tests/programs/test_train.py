@@ -92,11 +92,11 @@ def test_ranks_are_told_apart(finished):
         assert set(row) == {"iteration", "node", "work", "exchange", "broadcast", "residuals"}
         assert row["node"] == [0, 0, 1, 1]
         assert set(row["work"]) == set(row["exchange"]) == PHASES - {"setup", "total"}
-        for phase, work in row["work"].items():
+        for phase, context in row["work"].items():
             exchange = row["exchange"][phase]
-            assert len(work) == len(exchange) == 4
-            assert work[0] + exchange[0] == pytest.approx(record["seconds"][phase], abs=2e-6)
-            assert min(*work, *exchange) >= 0
+            assert len(context) == len(exchange) == 4
+            assert context[0] + exchange[0] == pytest.approx(record["seconds"][phase], abs=2e-6)
+            assert min(*context, *exchange) >= 0
         if record["residuals"]["intra_primal"] is None:
             assert row["residuals"] is None
         for name, norms in (row["residuals"] or {}).items():

@@ -331,10 +331,10 @@ def test_networks_to_begin_with_are_looked_for_before_anything_runs(tmp_path, fl
     (tmp_path / "outcomes" / "dense-0.json").touch()
     options = parse([*TINY, *flags.replace("RUNS", str(tmp_path)).split()])
     if not missing:
-        kept_runs.refuse_missing(options)
+        kept_runs.check_networks(options)
         return
     with pytest.raises(UserError, match=missing) as caught:
-        kept_runs.refuse_missing(options)
+        kept_runs.check_networks(options)
     assert "\n" not in str(caught.value)
 
 
@@ -344,11 +344,11 @@ def test_networks_that_an_earlier_run_leaves_are_not_missed(tmp_path):
     flags = [f"--plan={plan}", "--seeds", "0", "1", f"--dir={tmp_path}/runs"]
     plan.write_text(f'[rows.dense]\nmethod = "dense"\n{later}')
     options = parse(flags)
-    kept_runs.refuse_missing(options)
+    kept_runs.check_networks(options)
     plan.write_text(f'{later}[rows.dense]\nmethod = "dense"\n')
     options = parse(flags)
     with pytest.raises(UserError, match="row later, seed 0: --init-from"):
-        kept_runs.refuse_missing(options)
+        kept_runs.check_networks(options)
 
 
 @pytest.mark.any_mpi
@@ -606,9 +606,9 @@ def test_what_is_kept_of_a_run_is_what_was_evaluated(quiet, tmp_path, monkeypatc
     judged = []
     real = evaluation.judge
 
-    def judge(topology, work, shard):
-        judged.append(work.state.z.clone())
-        return real(topology, work, shard)
+    def judge(topology, context, shard):
+        judged.append(context.state.z.clone())
+        return real(topology, context, shard)
 
     monkeypatch.setattr(evaluation, "judge", judge)
     _, place = compared(["--methods", "dense", "--model-ema-decay=0.75"], tmp_path)

@@ -38,8 +38,8 @@ from prunex_mpi.core.state import (
     PLAIN,
     REST,
     Problem,
+    RunContext,
     State,
-    Work,
     build_state,
     remembered,
 )
@@ -204,32 +204,32 @@ class Run:
     """What one job holds."""
 
     topology: Topology
-    work: Work
+    context: RunContext
 
     @property
     def settings(self) -> Settings:
-        return self.work.settings
+        return self.context.settings
 
     @property
     def state(self) -> State:
-        return self.work.state
+        return self.context.state
 
     @property
     def problem(self) -> Problem:
-        return self.work.problem
+        return self.context.problem
 
     def iterate(self, stop: StopAgreement | None = None) -> Iterator[dict]:
-        work = replace(self.work, stop=stop)
-        for record in driver_of(self.settings).outer_iterations(self.topology, work):
+        context = replace(self.context, stop=stop)
+        for record in driver_of(self.settings).outer_iterations(self.topology, context):
             yield {key: value for key, value in record.items() if key not in ("seconds", "rank")}
 
     def save(self, files: RunDirectory | None) -> None:
-        write_checkpoint(self.topology, files, self.work, Checkpoints("off"))
+        write_checkpoint(self.topology, files, self.context, Checkpoints("off"))
 
     def restore(self, files: RunDirectory | None) -> checkpoint.Restored:
-        if self.work.behind is not None:
-            self.work.behind.finish()
-        return checkpoint.restore(self.topology, files, self.work)
+        if self.context.behind is not None:
+            self.context.behind.finish()
+        return checkpoint.restore(self.topology, files, self.context)
 
 
 # The helper threads of a test's runs, which end with it.
@@ -266,8 +266,8 @@ def new_run(
     state.memory |= memory_of_scores(settings, state)
     wanted = settings.overlap_steps != 0
     behind = HELPERS.enter_context(exchanging_behind(topology, wanted, transport))
-    work = Work(state, problem, settings, transport, Heartbeat(), behind=behind)
-    return Run(topology, work)
+    context = RunContext(state, problem, settings, transport, Heartbeat(), behind=behind)
+    return Run(topology, context)
 
 
 def vectors(run: Run) -> dict[str, torch.Tensor]:
@@ -483,7 +483,7 @@ def test_a_checkpoint_without_what_is_under_way_is_refused() -> None:
     with nodes_of(1) as topology:
         run = new_run(topology, "int4 behind")
         list(run.iterate(StopsAt(3)))
-        run.work.behind.finish()
+        run.context.behind.finish()
         first = WORLD.rank == 0
         whose = {"leader": True, "first": first, "same_nodes": True}
         tensors, numbers = contents(topology, run.state, run.problem)
@@ -579,7 +579,7 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
             list(first.iterate(StopsAt(call)))
             first.save(files)
             if first.state.position.under_way:
-                z_arrives(first.work)
+                z_arrives(first.context)
             old, sizes = vectors(first), topology.node_sizes
         with nodes_of(after) as topology:
             if topology.node_sizes == sizes:
@@ -896,13 +896,13 @@ def test_a_slow_disk_of_one_rank_is_no_standstill(
     heartbeat = Noted()
     with nodes_of(1) as topology, run_directory() as files:
         run = new_run(topology, "recipe")
-        run.work = replace(run.work, heartbeat=heartbeat)
+        run.context = replace(run.context, heartbeat=heartbeat)
         monkeypatch.setattr(os, "fsync", slow_sync)
         heartbeat.check(lambda: run.save(files))
         monkeypatch.setattr(os, "fsync", fsync)
         with nodes_of(ranks_per_node) as mine:
             second = new_run(mine, "recipe")
-            second.work = replace(second.work, heartbeat=heartbeat)
+            second.context = replace(second.context, heartbeat=heartbeat)
             monkeypatch.setattr(checkpoint_files, "read_record", slow_record)
             heartbeat.check(lambda: second.restore(files))
 
@@ -924,7 +924,7 @@ def test_removing_what_is_old_and_comparing_copies_is_no_standstill(
     heartbeat = Noted()
     with nodes_of(4) as topology, run_directory() as files:
         run = new_run(topology, "recipe")
-        run.work = replace(run.work, heartbeat=heartbeat)
+        run.context = replace(run.context, heartbeat=heartbeat)
         if files is not None:
             left = files.path / "checkpoints/old.partial"
             left.mkdir(parents=True)

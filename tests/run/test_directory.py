@@ -13,7 +13,7 @@ import pytest
 from prunex_mpi.base import files
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.run import directory
-from prunex_mpi.run.directory import RunDirectory, new_folder, refuse_early
+from prunex_mpi.run.directory import RunDirectory, check_run_dir, new_folder
 
 
 def test_run_directory_is_made_with_its_configuration_and_grows_by_lines(tmp_path: Path) -> None:
@@ -47,13 +47,13 @@ def test_an_existing_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
 def test_what_would_be_refused_after_the_data_is_refused_before_and_makes_nothing(
     tmp_path: Path,
 ) -> None:
-    refuse_early(tmp_path / "deep" / "run", False)
-    refuse_early(tmp_path, False)
+    check_run_dir(tmp_path / "deep" / "run", False)
+    check_run_dir(tmp_path, False)
     assert not list(tmp_path.iterdir())
     RunDirectory(tmp_path, "seed = 1\n").close()
-    refuse_early(tmp_path, True)
+    check_run_dir(tmp_path, True)
     with pytest.raises(UserError, match="already holds a run"):
-        refuse_early(tmp_path, False)
+        check_run_dir(tmp_path, False)
 
 
 def test_a_file_system_without_locks_is_said_and_used(
@@ -69,7 +69,7 @@ def test_a_file_system_without_locks_is_said_and_used(
 
 
 @pytest.mark.parametrize(
-    "make", [lambda path: refuse_early(path, True), lambda path: RunDirectory(path, "")]
+    "make", [lambda path: check_run_dir(path, True), lambda path: RunDirectory(path, "")]
 )
 @pytest.mark.parametrize("tail", ["file", "file/run", "x" * 300])
 def test_a_path_that_cannot_be_a_directory_is_a_user_error(

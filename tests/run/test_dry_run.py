@@ -127,8 +127,8 @@ def test_bytes_are_those_that_a_run_counts(changes: dict) -> None:
     settings = make(**SHORT, **changes)
     with nodes_of(1) as topology:
         text = dry_run(settings, topology)
-        work = set_up(topology, settings, CPU, SMALL_BUCKETS, Heartbeat())
-        records = list(driver_of(settings).outer_iterations(topology, work))
+        context = set_up(topology, settings, CPU, SMALL_BUCKETS, Heartbeat())
+        records = list(driver_of(settings).outer_iterations(topology, context))
     if WORLD.size == 1:
         # One node has nobody to save bytes for.
         return

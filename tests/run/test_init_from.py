@@ -79,21 +79,21 @@ def test_every_rank_and_every_variable_begins_with_the_weights(
     wanted = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     with run_directory() as files, nodes_of(2) as topology, read_by_rank_0(monkeypatch):
         path = WORLD.bcast(save(files.path) if files else None)
-        with small_run(topology, scenario, model=MODEL, init_from=path) as work:
-            state = work.state
+        with small_run(topology, scenario, model=MODEL, init_from=path) as context:
+            state = context.state
             for flat in (state.theta, state.z, state.z_node):
                 assert torch.equal(flat, wanted)
             assert not state.u.any() and not state.v.any()
             stats = torch.empty_like(state.stats)
             batchnorm.read_(batchnorm.find(model), stats)
             assert torch.equal(state.stats, stats)
-            counters = [b for n, b in work.problem.model.named_buffers() if "num_batches" in n]
+            counters = [b for n, b in context.problem.model.named_buffers() if "num_batches" in n]
             assert counters and all(int(b) == 1 for b in counters)
-            assert len(work.settings.init_digest) == 64
-            evaluate_initial(topology, files, work)
+            assert len(context.settings.init_digest) == 64
+            evaluate_initial(topology, files, context)
             if files is not None:
                 found = json.loads((files.path / INITIAL).read_text())
-                assert found["sha256"] == work.settings.init_digest
+                assert found["sha256"] == context.settings.init_digest
                 assert 0 <= found["test_accuracy"] <= 1
 
 

@@ -46,15 +46,15 @@ def run_there(scenario: str, changes: dict) -> dict[str, int]:
     """Train on the GPU, one rank per node, keep and restore it all; return what was waited for."""
     with pretended_gpu() as waits, nodes_of(1) as topology:
         place = GPU, build_transport(GPU, 2**-10, "host")
-        with small_run(topology, scenario, place=place, **changes) as work:
-            records = list(driver_of(work.settings).outer_iterations(topology, work))
-            assert len(records) == work.settings.outer_iterations
+        with small_run(topology, scenario, place=place, **changes) as context:
+            records = list(driver_of(context.settings).outer_iterations(topology, context))
+            assert len(records) == context.settings.outer_iterations
             trained = dict(waits)
-            kept = contents(topology, work.state, work.problem)
-            put_all(topology, *kept, work)
-            put_common(topology, lambda going: iter([kept]), WORLD.size, work)
+            kept = contents(topology, context.state, context.problem)
+            put_all(topology, *kept, context)
+            put_common(topology, lambda going: iter([kept]), WORLD.size, context)
             with TemporaryDirectory() as folder:
-                save_model(Path(folder), work.state, work.problem, lambda: None)
+                save_model(Path(folder), context.state, context.problem, lambda: None)
     return trained
 
 

@@ -43,8 +43,8 @@ def drive(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
     """Yield the driver's record and the row of ranks.jsonl of each outer iteration."""
     rows = RankRecords(topology)
-    with small_run(topology, scenario, heartbeat, **changes) as work:
-        for record in driver_of(work.settings).outer_iterations(topology, work):
+    with small_run(topology, scenario, heartbeat, **changes) as context:
+        for record in driver_of(context.settings).outer_iterations(topology, context):
             yield record, rows.gather(record["iteration"], record["rank"])
 
 
@@ -146,9 +146,9 @@ def test_who_works_long_does_not_seem_to_wait(monkeypatch: pytest.MonkeyPatch) -
         _, row = next(drive(topology, "recipe"))
         if row is None:
             return
-        work, dual = row["work"]["inter"], row["exchange"]["dual"]
-        assert int(np.argmax(work)) == slow
-        assert work[slow] > DELAY_S
+        context, dual = row["work"]["inter"], row["exchange"]["dual"]
+        assert int(np.argmax(context)) == slow
+        assert context[slow] > DELAY_S
         assert int(np.argmin(dual)) == slow
         assert all(s > LEAST_WAIT_S for s in dual[:slow])
 

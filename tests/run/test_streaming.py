@@ -182,17 +182,17 @@ def test_an_image_that_one_rank_cannot_read_ends_all(shared: Path, scenario: str
     with (
         nodes_of(each) as topology,
         pytest.raises(UserError) as caught,
-        small_run(topology, scenario, **files) as work,
+        small_run(topology, scenario, **files) as context,
     ):
-        images = work.problem.train_shard.images
+        images = context.problem.train_shard.images
         if WORLD.rank == WORLD.size - 1:
             # Of its second batch, in the middle of an outer iteration.
-            place = int(images.places[work.problem.train.order[5]])
+            place = int(images.places[context.problem.train.order[5]])
             damage(Path(images.files.name(place)))
-        list(driver_of(work.settings).outer_iterations(topology, work))
+        list(driver_of(context.settings).outer_iterations(topology, context))
     assert caught.value.exit_code == UNREADABLE
     assert "cannot read image" in str(caught.value)
-    assert work.state.position.iteration == 1
+    assert context.state.position.iteration == 1
 
 
 @pytest.mark.any_mpi
@@ -202,17 +202,20 @@ def test_ranks_do_not_wait_for_the_end_of_a_long_phase(
 ) -> None:
     files: dict[str, Any] = {"dataset": "imagefolder", "data_dir": str(shared)}
     files |= {"data_mode": "stream", "train_samples": 0, "test_samples": 0, "image_size": 0}
-    with nodes_of(2) as topology, small_run(topology, "recipe", local_steps=10**6, **files) as work:
+    with (
+        nodes_of(2) as topology,
+        small_run(topology, "recipe", local_steps=10**6, **files) as context,
+    ):
         real = steps.forward
 
-        def forward(work: Any, part: Any) -> torch.Tensor:
-            if WORLD.rank == 0 and work.state.position.step == 3:
-                work.problem.reader.error = UserError("an image", UNREADABLE)
-            return real(work, part)
+        def forward(context: Any, part: Any) -> torch.Tensor:
+            if WORLD.rank == 0 and context.state.position.step == 3:
+                context.problem.reader.error = UserError("an image", UNREADABLE)
+            return real(context, part)
 
         monkeypatch.setattr(steps, "forward", forward)
-        assert list(driver_of(work.settings).outer_iterations(topology, work)) == []
-        assert work.stop.reason == "an error on some rank"
+        assert list(driver_of(context.settings).outer_iterations(topology, context)) == []
+        assert context.stop.reason == "an error on some rank"
 
 
 @pytest.mark.any_mpi
@@ -221,12 +224,12 @@ def test_statistics_of_damaged_images_are_refused_by_all_ranks(shared: Path) -> 
     files: dict[str, Any] = {"dataset": "imagefolder", "data_dir": str(shared)}
     files |= {"data_mode": "stream", "train_samples": 0, "test_samples": 0, "image_size": 0}
     files |= {"model": "resnet8-w4"}
-    with nodes_of(2) as topology, small_run(topology, "recipe", **files) as work:
-        images = work.problem.train_shard.images
+    with nodes_of(2) as topology, small_run(topology, "recipe", **files) as context:
+        images = context.problem.train_shard.images
         if WORLD.rank == WORLD.size - 1:
             damage(Path(images.files.name(int(images.places[1]))))
         with pytest.raises(UserError, match="cannot read image") as caught:
-            estimate_statistics(topology, work)
+            estimate_statistics(topology, context)
     assert caught.value.exit_code == UNREADABLE
 
 
@@ -244,16 +247,16 @@ def test_a_stream_is_scored_as_memory_is_and_never_by_damaged_images(
     found = []
     for mode in ("memory", "stream"):
         changes = {**files, **GRASP, "grasp_samples": samples, "data_mode": mode}
-        with nodes_of(2) as topology, small_run(topology, "pactrain", **changes) as work:
-            list(driver_of(work.settings).outer_iterations(topology, work))
-            found.append(work.state.z.clone())
+        with nodes_of(2) as topology, small_run(topology, "pactrain", **changes) as context:
+            list(driver_of(context.settings).outer_iterations(topology, context))
+            found.append(context.state.z.clone())
     assert torch.equal(*found)
-    with nodes_of(2) as topology, small_run(topology, "pactrain", **changes) as work:
-        images = work.problem.train_shard.images
+    with nodes_of(2) as topology, small_run(topology, "pactrain", **changes) as context:
+        images = context.problem.train_shard.images
         if WORLD.rank == 0:
             # In the first batch, and the first of its class.
-            for place in {int(work.problem.train.order[0]), 0}:
+            for place in {int(context.problem.train.order[0]), 0}:
                 damage(Path(images.files.name(int(images.places[place]))))
         with pytest.raises(UserError, match="cannot read image") as caught:
-            batches_to_score(wires_of(topology).everyone, work)
+            batches_to_score(wires_of(topology).everyone, context)
     assert caught.value.exit_code == UNREADABLE

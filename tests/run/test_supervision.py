@@ -51,15 +51,15 @@ def status(path: Path) -> str:
 def blows_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Make the loss of outer iteration 4 not finite, as often as the list says."""
     left = [1]
-    real = evaluation.refuse_divergence
+    real = evaluation.check_divergence
 
-    def refuse(topology, work, loss: float) -> None:
-        if work.state.position.iteration == 4 and left[0]:
+    def refuse(topology, context, loss: float) -> None:
+        if context.state.position.iteration == 4 and left[0]:
             left[0] -= 1
             loss = float("nan")
-        real(topology, work, loss)
+        real(topology, context, loss)
 
-    monkeypatch.setattr(hsadmm, "refuse_divergence", refuse)
+    monkeypatch.setattr(hsadmm, "check_divergence", refuse)
     return left
 
 
@@ -107,16 +107,16 @@ def test_a_consensus_that_is_not_finite_enters_no_checkpoint(
 
     def overflow(self, world, iteration: int) -> bool:
         if iteration == 3 and not spoilt:
-            spoilt.append(works[0].state.z)
-            works[0].state.z[0] = torch.inf
+            spoilt.append(contexts[0].state.z)
+            contexts[0].state.z[0] = torch.inf
         return due(self, world, iteration)
 
-    def save(topology, files, work) -> None:
-        assert torch.isfinite(work.state.z).all()
-        works.append(work)
-        real(topology, files, work)
+    def save(topology, files, context) -> None:
+        assert torch.isfinite(context.state.z).all()
+        contexts.append(context)
+        real(topology, files, context)
 
-    works: list = []
+    contexts: list = []
     monkeypatch.setattr(supervision.checkpoint, "save", save)
     monkeypatch.setattr(Checkpoints, "due", overflow)
     flags = ["--checkpoint-every", "1", "--evaluate-every", "6", "--on-divergence", answer]
@@ -148,16 +148,16 @@ def test_what_was_trained_before_may_lose_more_than_at_first(
     method: str,
     driver: str,
 ) -> None:
-    real, losses = evaluation.refuse_divergence, []
+    real, losses = evaluation.check_divergence, []
 
-    def refuse(topology, work, loss: float) -> None:
+    def refuse(topology, context, loss: float) -> None:
         if losses:
-            work.state.position.first_loss = 0.002
+            context.state.position.first_loss = 0.002
         losses.append(loss)
-        real(topology, work, loss)
+        real(topology, context, loss)
 
     module = importlib.import_module(f"prunex_mpi.methods.{driver}")
-    monkeypatch.setattr(module, "refuse_divergence", refuse)
+    monkeypatch.setattr(module, "check_divergence", refuse)
     flags = ["--method", method, "--outer-iterations", "3"]
     assert run(tmp_path / "run", *flags) == 0
     assert min(losses) > 10 * 0.002
@@ -171,14 +171,14 @@ def test_what_was_trained_before_may_lose_more_than_at_first(
 def test_ctrl_c_leaves_with_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    real = evaluation.refuse_divergence
+    real = evaluation.check_divergence
 
-    def interrupt(topology, work, loss: float) -> None:
-        if work.state.position.iteration == 3:
+    def interrupt(topology, context, loss: float) -> None:
+        if context.state.position.iteration == 3:
             os.kill(os.getpid(), signal.SIGINT)
-        real(topology, work, loss)
+        real(topology, context, loss)
 
-    monkeypatch.setattr(hsadmm, "refuse_divergence", interrupt)
+    monkeypatch.setattr(hsadmm, "check_divergence", interrupt)
     before = signal.getsignal(signal.SIGINT)
     assert run(tmp_path / "run", "--outer-iterations", "60") == 75
     assert signal.getsignal(signal.SIGINT) == before
@@ -198,12 +198,12 @@ def test_a_run_is_not_left_with_what_has_diverged(
     """Asked to leave in the steps that diverge, it goes back first, or ends as it would have."""
     real, left = hsadmm.step_optimizer_, [1]
 
-    def step(work, decayed=None) -> None:
-        real(work, decayed)
-        position = work.state.position
+    def step(context, decayed=None) -> None:
+        real(context, decayed)
+        position = context.state.position
         if left[0] and (position.iteration, position.step) == (3, 0):
             left[0] = 0
-            work.state.theta.fill_(float("nan"))
+            context.state.theta.fill_(float("nan"))
             os.kill(os.getpid(), signal.SIGUSR1)
 
     monkeypatch.setattr(hsadmm, "step_optimizer_", step)

@@ -42,18 +42,18 @@ def test_every_rank_learns_from_the_network_of_a_file(scenario: str) -> None:
         path = WORLD.bcast(save(folder) if WORLD.rank == 0 else None)
         wanted = torch.load(path, weights_only=True)
         common = {"model": MODEL, "teacher": path, "distillation_alpha": 1.0}
-        with nodes_of(2) as topology, small_run(topology, scenario, **common) as work:
-            problem = work.problem
-            assert len(work.settings.teacher_digest) == 64
+        with nodes_of(2) as topology, small_run(topology, scenario, **common) as context:
+            problem = context.problem
+            assert len(context.settings.teacher_digest) == 64
             found = problem.teacher.model.state_dict()
             assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
             assert not problem.teacher.model.training
             assert not any(p.requires_grad for p in problem.teacher.model.parameters())
             # A network learns nothing from one that is as itself.
-            batch = next_batch(work)
+            batch = next_batch(context)
             problem.model.load_state_dict(wanted)
             problem.model.eval()
-            assert float(forward(work, batch[0]).detach()) == pytest.approx(0, abs=1e-5)
+            assert float(forward(context, batch[0]).detach()) == pytest.approx(0, abs=1e-5)
         WORLD.Barrier()
 
 
@@ -63,8 +63,8 @@ def test_a_run_teaches_one_of_another_model_as_it_saw_images() -> None:
         assert run_job_here(make(**run_settings(folder / "teacher", **PAINTED))) == 0
         weights = load_file(folder / "teacher/state.safetensors")
         common = {"model": "odd_models:small", "teacher": str(folder / "teacher")}
-        with nodes_of(2) as topology, small_run(topology, "recipe", **common) as work:
-            problem, teacher = work.problem, work.problem.teacher
+        with nodes_of(2) as topology, small_run(topology, "recipe", **common) as context:
+            problem, teacher = context.problem, context.problem.teacher
             found = teacher.model.state_dict()
             assert all(torch.equal(tensor, weights[name]) for name, tensor in found.items())
             images = torch.randn(2, 3, 8, 8)

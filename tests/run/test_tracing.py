@@ -32,11 +32,11 @@ def traced(
     """Run a scenario with a trace; return this rank's metrics."""
     with (
         nodes_of(ranks_per_node) as topology,
-        small_run(topology, scenario, trace=True, progress="off", **changes) as work,
-        tracing(topology, files, work),
-        closing(progress_of(topology, work)) as progress,
+        small_run(topology, scenario, trace=True, progress="off", **changes) as context,
+        tracing(topology, files, context),
+        closing(progress_of(topology, context)) as progress,
     ):
-        return [record for record, _ in recorded(topology, files, work, progress)]
+        return [record for record, _ in recorded(topology, files, context, progress)]
 
 
 def everyones(numbers: list[int]) -> list[list[int]]:
@@ -158,12 +158,12 @@ def test_a_run_that_diverges_leaves_what_there_was() -> None:
     with run_directory() as files, nodes_of(2) as topology:
         with (
             pytest.raises(Diverged),
-            small_run(topology, "recipe", trace=True) as work,
-            tracing(topology, files, work),
+            small_run(topology, "recipe", trace=True) as context,
+            tracing(topology, files, context),
         ):
-            work.state.position.clock.note("phase", "the last", time.perf_counter())
+            context.state.position.clock.note("phase", "the last", time.perf_counter())
             raise Diverged("on all ranks", FAILURE)
-        assert work.state.position.clock.trace is None
+        assert context.state.position.clock.trace is None
         if files is not None:
             text = (files.path / "trace.json").read_text()
             found = [e for e in json.loads(text + "]") if e["name"] == "the last"]
@@ -172,6 +172,6 @@ def test_a_run_that_diverges_leaves_what_there_was() -> None:
 
 def test_without_it_there_is_nothing() -> None:
     with run_directory() as files, nodes_of(2) as topology:
-        with small_run(topology, "recipe") as work, tracing(topology, files, work):
-            assert work.state.position.clock.trace is None
+        with small_run(topology, "recipe") as context, tracing(topology, files, context):
+            assert context.state.position.clock.trace is None
         assert files is None or not (files.path / "trace.json").exists()

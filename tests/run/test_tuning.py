@@ -146,6 +146,6 @@ def test_nothing_of_the_trial_is_left_when_the_run_begins(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(problem, "BatchStream", build)
     changes = {"local_steps": "auto", "preset": "thin"}
-    with nodes_of(1) as topology, small_run(topology, "recipe", **changes) as work:
-        assert work.settings.local_steps != AUTO
+    with nodes_of(1) as topology, small_run(topology, "recipe", **changes) as context:
+        assert context.settings.local_steps != AUTO
     assert left == [0, 0]

@@ -16,7 +16,7 @@ from prunex_mpi.config.resolve import make
 from prunex_mpi.core import evaluation
 from prunex_mpi.core.evaluation import BEST, Judged, best_of, is_better, stage_of
 from prunex_mpi.core.metrics import density
-from prunex_mpi.core.state import Work
+from prunex_mpi.core.state import RunContext
 from prunex_mpi.run.supervision import driver_of
 
 pytestmark = pytest.mark.any_mpi
@@ -44,35 +44,35 @@ def test_the_best_of_what_has_been_evaluated_is_kept(scenario: str) -> None:
     changes |= {"outer_iterations": 4, "model": "resnet8-w4", **VAL}
     seen: list[tuple[Judged, torch.Tensor]] = []
     name = "recipe" if scenario in UNFROZEN else scenario
-    with nodes_of(2) as topology, small_run(topology, name, **changes) as work:
-        settings = work.settings
-        for record in driver_of(work.settings).outer_iterations(topology, work):
+    with nodes_of(2) as topology, small_run(topology, name, **changes) as context:
+        settings = context.settings
+        for record in driver_of(context.settings).outer_iterations(topology, context):
             assert record["test_accuracy"] is None
             if record["val_accuracy"] is not None:
-                stage = stage_of(settings, record["iteration"], work.state.frozen)
+                stage = stage_of(settings, record["iteration"], context.state.frozen)
                 names = ("density", "val_accuracy", "val_loss")
                 found = Judged(record["iteration"], stage, *(record[n] for n in names))
-                seen.append((found, work.state.z.clone()))
+                seen.append((found, context.state.z.clone()))
         # Masks of resnet8-w4 by multiply-adds differ in size, which says nothing.
         by_size = scenario not in ("recipe", "behind", *UNFROZEN)
         best = seen[0]
         for one in seen[1:]:
             best = one if is_better(one[0], best[0], by_size) else best
-        assert work.state.position.best == list(best[0])
-        assert torch.equal(work.state.memory[BEST], best[1])
+        assert context.state.position.best == list(best[0])
+        assert torch.equal(context.state.memory[BEST], best[1])
         assert best[0].stage == max(found.stage for found, _ in seen)
         if by_size:
             assert best[0].density == min(found.density for found, _ in seen)
-        last = [t.clone() for t in (work.state.z, *work.problem.model.buffers())]
-        mask = work.state.mask
-        with best_of(work):
-            assert density(work.state) == pytest.approx(best[0].density)
-            assert torch.equal(work.state.z, best[1])
-            found = evaluation.judge(topology, work, work.problem.test)
+        last = [t.clone() for t in (context.state.z, *context.problem.model.buffers())]
+        mask = context.state.mask
+        with best_of(context):
+            assert density(context.state) == pytest.approx(best[0].density)
+            assert torch.equal(context.state.z, best[1])
+            found = evaluation.judge(topology, context, context.problem.test)
             # With the statistics that it was evaluated with.
             assert found == pytest.approx((best[0].loss, best[0].accuracy), rel=1e-6)
-        assert work.state.mask is mask
-        now = [work.state.z, *work.problem.model.buffers()]
+        assert context.state.mask is mask
+        now = [context.state.z, *context.problem.model.buffers()]
         assert all(torch.equal(a, b) for a, b in zip(last, now, strict=True))
 
 
@@ -102,12 +102,12 @@ def test_a_run_delivers_its_best_and_tests_it_once(monkeypatch: pytest.MonkeyPat
     tested = []
     real = evaluation.judge
 
-    def judge(topology: Any, work: Work, shard: Any) -> tuple[float, float]:
-        if shard is work.problem.kept_back:
-            tested.append(work.state.position.iteration)
+    def judge(topology: Any, context: RunContext, shard: Any) -> tuple[float, float]:
+        if shard is context.problem.kept_back:
+            tested.append(context.state.position.iteration)
         # The fourth outer iteration is the best.
-        found = real(topology, work, shard)
-        return (found[0], {3: 0.5, 4: 0.9}.get(work.state.position.iteration, 0.25))
+        found = real(topology, context, shard)
+        return (found[0], {3: 0.5, 4: 0.9}.get(context.state.position.iteration, 0.25))
 
     monkeypatch.setattr(evaluation, "judge", judge)
     monkeypatch.setattr("prunex_mpi.run.delivery.judge", judge)

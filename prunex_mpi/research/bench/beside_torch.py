@@ -24,7 +24,7 @@ from mpi4py import MPI
 
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
-from prunex_mpi.comm.agreement import broadcast_text, together
+from prunex_mpi.comm.agreement import broadcast_text, run_collectively
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import build_problem, make_model
@@ -159,15 +159,15 @@ def dense_turn(
     Until `exits` close. Collective on `world`, as the first of them is, unless there is no
     `exchange`.
     """
-    work = set_up(bench.topology, bench.settings, bench.device, bench.transport, bench.heartbeat)
-    wires = wires_of(bench.topology, work.state, bench.transport, flat=True)
-    averager = exits.enter_context(averaging(wires.workers if exchange else None, work))
+    context = set_up(bench.topology, bench.settings, bench.device, bench.transport, bench.heartbeat)
+    wires = wires_of(bench.topology, context.state, bench.transport, flat=True)
+    averager = exits.enter_context(averaging(wires.workers if exchange else None, context))
 
     def turn() -> None:
-        loss = per_step.train_steps(wires, averager, {}, work)
-        next_iteration(work.state.position, loss)
+        loss = per_step.train_steps(wires, averager, {}, context)
+        next_iteration(context.state.position, loss)
 
-    return turn, lambda: work.state.theta
+    return turn, lambda: context.state.theta
 
 
 def ddp_turn(
@@ -303,8 +303,8 @@ def _ours(bench: Bench, changes: dict[str, Any], exits: ExitStack) -> Counted:
     names += ("batch_size", "local_steps", "lr", "lr_schedule", "warmup_ratio")
     given = {name: getattr(settings, name) for name in names}
     mine = make(**given, outer_iterations=count, evaluate_every=count, **changes)
-    work = set_up(bench.topology, mine, bench.device, bench.transport, bench.heartbeat)
-    iterations = driver_of(mine).outer_iterations(bench.topology, work)
+    context = set_up(bench.topology, mine, bench.device, bench.transport, bench.heartbeat)
+    iterations = driver_of(mine).outer_iterations(bench.topology, context)
     exits.callback(iterations.close)
     sent = [0.0]
 
@@ -329,7 +329,7 @@ def gloo_group(world: MPI.Comm) -> Iterator[None]:
             return f"tcp://{socket.gethostname()}:{free.getsockname()[1]}"
 
     where = broadcast_text(world, place())
-    together(
+    run_collectively(
         world,
         lambda: dist.init_process_group(
             "gloo",

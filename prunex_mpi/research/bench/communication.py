@@ -153,14 +153,14 @@ def _mask_agreement(bench: Bench, state: State) -> Table:
     def vote() -> None:
         begin_iteration(state.position)
         chosen = mask
-        if leader.speaks:
+        if leader.is_member:
             ranks = node.comm.size
             chosen = agree_by_vote(leader, candidate, state, 1.0, settings.round_to, ranks)
         node.broadcast_bits(chosen)
 
     def union() -> None:
         begin_iteration(state.position)
-        chosen = agree_by_or(leader, mask) if leader.speaks else mask
+        chosen = agree_by_or(leader, mask) if leader.is_member else mask
         node.broadcast_bits(chosen)
 
     def alone() -> None:
@@ -195,9 +195,9 @@ def _beside_gloo(bench: Bench, state: State) -> Table:
 
     def gloo() -> None:
         of_ddp = buckets(flat, Transport(DDP_BUCKET_BYTES))
-        works = [dist.all_reduce(bucket, async_op=True) for bucket in of_ddp]
-        for work in works:
-            work.wait()
+        contexts = [dist.all_reduce(bucket, async_op=True) for bucket in of_ddp]
+        for context in contexts:
+            context.wait()
 
     seconds = {"leaders, then nodes, over MPI": bench.slowest(ours)}
     with gloo_group(topology.world):

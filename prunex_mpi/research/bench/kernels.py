@@ -26,7 +26,7 @@ from prunex_mpi.compress.quantise import (
 from prunex_mpi.core.admm import find_residuals
 from prunex_mpi.core.mask_agreement import project_locally
 from prunex_mpi.core.schedule import Stage
-from prunex_mpi.core.state import State, Work, adopt_mask, freeze, wires_of
+from prunex_mpi.core.state import RunContext, State, adopt_mask, freeze, wires_of
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
@@ -186,7 +186,7 @@ def _phases(
     wires = wires_of(bench.topology, state, bench.transport)
     leader, node = wires.workers, wires.node
     # Phase 4 looks at no data.
-    work = Work(state, None, settings, bench.transport, bench.heartbeat)
+    context = RunContext(state, None, settings, bench.transport, bench.heartbeat)
     seen: dict[str, Any] = {}
 
     def intra() -> None:
@@ -197,7 +197,7 @@ def _phases(
         seen["node"] = hsadmm.project(leader, node, state, settings, z_tilde, stage)
 
     def inter() -> None:
-        seen["z"] = hsadmm.inter_node_consensus(wires, work, stage, behind=False)
+        seen["z"] = hsadmm.inter_node_consensus(wires, context, stage, behind=False)
 
     def dual() -> None:
         norms = None

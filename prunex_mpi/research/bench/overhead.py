@@ -31,7 +31,7 @@ from prunex_mpi.base.units import MIB
 from prunex_mpi.config.resolve import make, with_overrides
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import build_problem, make_groups, make_model
-from prunex_mpi.core.state import Work, build_state, wires_of
+from prunex_mpi.core.state import RunContext, build_state, wires_of
 from prunex_mpi.diagnosis.devices import run_separately
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.layout import build_layout, flatten_
@@ -331,8 +331,8 @@ def child(bench: Bench, kind: str) -> str:
         element_size = theta.element_size()
     else:
         state = build_state(model, layout, groups, settings)
-        work = Work(state, problem, settings, bench.transport, bench.heartbeat)
-        for _ in hsadmm.outer_iterations(topology, work):
+        context = RunContext(state, problem, settings, bench.transport, bench.heartbeat)
+        for _ in hsadmm.outer_iterations(topology, context):
             pass
         element_size = state.theta.element_size()
     largest = np.array([peak_bytes(device)], dtype=np.int64)

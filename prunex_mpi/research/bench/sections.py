@@ -14,14 +14,14 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import prepare_file, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table, as_json, format_table
-from prunex_mpi.comm.agreement import together
+from prunex_mpi.comm.agreement import run_collectively
 from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.research.bench import beside_torch, communication, kernels, overhead, storage
 from prunex_mpi.research.bench.bench_options import Options, choose_sections
 from prunex_mpi.research.bench.workbench import IMAGE_SIZE, NUM_CLASSES, Bench
-from prunex_mpi.run.start import find_transport, refuse_lone_singleton, take_places
+from prunex_mpi.run.start import check_launched_together, find_transport, take_places
 from prunex_mpi.settings.fields import Settings
 
 # What is trained on, classes and pixels of a side, where nobody has chosen it.
@@ -33,7 +33,7 @@ def run_sections(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int
 
     Collective on `world`.
     """
-    refuse_lone_singleton(world)
+    check_launched_together(world)
     settings = options.settings
     sections = choose_sections(options.sections, world.size) if not options.child else ()
     with take_places(world, settings.ranks_per_node, settings.device, options.threads) as place:
@@ -51,15 +51,15 @@ def run_sections(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int
         )
         if options.child:
             # One of the jobs that `memory` starts.
-            answer = together(world, lambda: overhead.child(bench, options.child))
+            answer = run_collectively(world, lambda: overhead.child(bench, options.child))
             if world.rank == 0:
                 print(answer, flush=True)
             return 0
-        together(
+        run_collectively(
             world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None
         )
         heartbeat.enter("model")
-        refuse_impossible(bench, sections)
+        check_possible(bench, sections)
 
         machine = place.describe()
         if world.rank == 0:
@@ -98,7 +98,7 @@ def measure(section: str, bench: Bench) -> list[Table]:
             return [*beside_torch.compare_with_ddp(bench), beside_torch.intervals(bench)]
 
 
-def refuse_impossible(bench: Bench, sections: Sequence[str]) -> None:
+def check_possible(bench: Bench, sections: Sequence[str]) -> None:
     """Raise UserError unless all `sections` can be measured. Collective on `world`.
 
     That is: their networks can be built and divided into groups, and what each of them needs is
@@ -117,7 +117,7 @@ def refuse_impossible(bench: Bench, sections: Sequence[str]) -> None:
             except UserError as error:
                 raise UserError(f"model {settings.model}: {error}", error.exit_code) from None
 
-    together(bench.topology.world, look)
+    run_collectively(bench.topology.world, look)
 
 
 def refuse(section: str, bench: Bench) -> None:

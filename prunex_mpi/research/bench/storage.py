@@ -22,7 +22,7 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
-from prunex_mpi.comm.agreement import broadcast_text, together
+from prunex_mpi.comm.agreement import broadcast_text, run_collectively
 from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.state import momentum_of
 from prunex_mpi.data import user_datasets
@@ -220,7 +220,7 @@ def training(bench: Bench, name: str) -> tuple[str, float, float, float, float]:
 def checkpoints(bench: Bench) -> list[Table]:
     """Write and read checkpoints of a fresh run in `bench.folder`. Collective on `world`."""
     topology, world = bench.topology, bench.topology.world
-    made = together(world, lambda: "" if world.rank else make_folder(bench.folder))
+    made = run_collectively(world, lambda: "" if world.rank else make_folder(bench.folder))
     path = Path(broadcast_text(world, made))
     files = RunDirectory(path, "bench") if world.rank == 0 else None
     settings = with_overrides(
@@ -230,18 +230,18 @@ def checkpoints(bench: Bench) -> list[Table]:
         train_samples=bench.settings.batch_size * world.size,
         test_samples=world.size,
     )
-    work = set_up(topology, settings, bench.device, bench.transport, bench.heartbeat)
-    state = work.state
+    context = set_up(topology, settings, bench.device, bench.transport, bench.heartbeat)
+    state = context.state
     # No disk shall gain from zeros; ranks of a node hold the same, as they do with node-sync step.
     torch.manual_seed(topology.node_index)
     for flat in (state.u, state.v, momentum_of(state.optimizer, state.theta)):
         flat.normal_()
 
     def save() -> None:
-        checkpoint.save(topology, files, work)
+        checkpoint.save(topology, files, context)
 
     def read() -> None:
-        checkpoint.restore(topology, files, work)
+        checkpoint.restore(topology, files, context)
 
     def settle() -> None:
         if files is not None:

@@ -63,8 +63,8 @@ class Bench:
         """Run H-SADMM's driver with the settings changed so; return its records. Collective."""
         # No test of accuracy here: a small rate keeps any model finite.
         settings = with_overrides(self.settings, lr=1e-3, **changes)
-        work = set_up(self.topology, settings, self.device, self.transport, self.heartbeat)
-        return list(hsadmm.outer_iterations(self.topology, work))
+        context = set_up(self.topology, settings, self.device, self.transport, self.heartbeat)
+        return list(hsadmm.outer_iterations(self.topology, context))
 
 
 def make_state(settings: Settings, device: torch.device) -> State:

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log, set_up_logging
-from prunex_mpi.comm.agreement import broadcast_text, require_same, together
+from prunex_mpi.comm.agreement import broadcast_text, require_same, run_collectively
 from prunex_mpi.config.resolve import FIELDS
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.diagnosis.facts import recorded_versions
@@ -41,14 +41,19 @@ from prunex_mpi.research.compare.outcomes import (
 )
 from prunex_mpi.research.compare.run_rows import (
     Bench,
+    check_equal_work,
+    check_possible,
     images_of,
-    refuse_impossible,
-    refuse_unequal_work,
     run_row,
     train,
 )
 from prunex_mpi.run.program import watched
-from prunex_mpi.run.start import apply_findings, find_transport, refuse_lone_singleton, take_places
+from prunex_mpi.run.start import (
+    apply_findings,
+    check_launched_together,
+    find_transport,
+    take_places,
+)
 from prunex_mpi.settings.fields import Settings
 
 STEP = 2.0
@@ -65,12 +70,12 @@ Shares = dict[str, dict[int, Fraction]]
 def compare(world: MPI.Comm, options: Options) -> int:
     """Compare under the eyes of a watchdog; world rank 0 prints and writes. Collective."""
     if options.sources:
-        together(world, lambda: show_again(options) if world.rank == 0 else None)
+        run_collectively(world, lambda: show_again(options) if world.rank == 0 else None)
         return 0
     timeout_s = settings_of(options.common, options.rows[0], options.seeds[0]).timeout
     with watched(world, timeout_s) as watchdog:
         found = run_all(world, options, watchdog.heartbeat)
-        together(world, lambda: show(options, found, {}) if world.rank == 0 else None)
+        run_collectively(world, lambda: show(options, found, {}) if world.rank == 0 else None)
         # Nobody leaves while another may still need the job.
         world.Barrier()
     return 0
@@ -86,12 +91,12 @@ def show_again(options: Options) -> None:
 def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparison:
     """Tune and run all rows of this job's part. Collective."""
     set_up_logging(world.rank, world.size)
-    refuse_lone_singleton(world)
+    check_launched_together(world)
     agreed = repr((options, recorded_versions()))
     require_same(world, "the flags or the versions of the software", agreed)
-    together(world, lambda: kept_runs.prepare(options) if world.rank == 0 else None)
+    run_collectively(world, lambda: kept_runs.prepare(options) if world.rank == 0 else None)
     rows = options.rows
-    together(world, lambda: kept_runs.refuse_missing(options) if world.rank == 0 else None)
+    run_collectively(world, lambda: kept_runs.check_networks(options) if world.rank == 0 else None)
     first = settings_of(options.common, rows[0], options.seeds[0])
     ranks_per_node = options.common.get("ranks_per_node", 0)
     lanes = options.common.get("leaders_per_node", 1)
@@ -102,14 +107,14 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
         apply_findings(place, first)
         transport = find_transport(place, first)
         bench = Bench(world, topology, options, place.device, transport, heartbeat)
-        refuse_unequal_work(bench)
+        check_equal_work(bench)
         tunings = tune_all(bench, rows)
         rates = {t.row: t.lr for t in tunings}
         outcomes: list[Outcome] = []
         for seed in options.seeds:
             dataset = bench.load(settings_of(options.common, rows[0], seed))
             if not outcomes and not tunings:
-                refuse_impossible(bench, rows, dataset)
+                check_possible(bench, rows, dataset)
             for row in rows:
                 outcomes.append(run_row(bench, row, seed, rates, dataset))
                 require_same_work(outcomes)
@@ -181,7 +186,7 @@ def tune_all(bench: Bench, rows: Sequence[Row]) -> list[Tuning]:
         return []
     settings = settings_of(options.common, rows[0], options.tune_seed)
     held_out = hold_out(bench.load, settings)
-    refuse_impossible(bench, rows, held_out)
+    check_possible(bench, rows, held_out)
     return [tune(bench, row, held_out) for row in wanted]
 
 

@@ -245,8 +245,8 @@ def parse(argv: Sequence[str]) -> Options:
         raise UserError("--resume takes over the runs of --dir; give it")
     if rows:
         # What the plan gives may be for a row that is not wanted now.
-        refuse_unused([x for x in planned if x not in given], options.common, every)
-        refuse_unused(given, options.common, rows)
+        check_used([x for x in planned if x not in given], options.common, every)
+        check_used(given, options.common, rows)
         _check_rows(options)
     return options
 
@@ -285,7 +285,7 @@ def _rows(given: dict[str, Any], rates: Sequence[str]) -> tuple[dict[str, Any], 
         return read_plan(given["plan"])
     methods = given.pop("methods", [])
     for word in methods:
-        refuse_unknown(word, "--methods")
+        check_method_name(word, "--methods")
     _refuse_repeated("methods", methods)
     return {}, rows_of(methods, _learning_rates(rates, methods))
 
@@ -317,7 +317,7 @@ def _check_rows(options: Options) -> None:
         steps = found.outer_iterations * found.local_steps
         if found.local_steps > 0 and not found.frozen_local_steps:
             trained[row.name] = steps * found.batch_size
-    refuse_unequal(trained)
+    check_equal_length(trained)
     for row in options.tuned:
         try:
             length = options.tuning_length
@@ -326,7 +326,7 @@ def _check_rows(options: Options) -> None:
             raise UserError(f"with --tune-length {options.tune_length}: {error}") from None
 
 
-def refuse_unequal(trained: Mapping[str, int]) -> None:
+def check_equal_length(trained: Mapping[str, int]) -> None:
     """Raise UserError unless all rows are `trained` on as many samples per rank."""
     if len(set(trained.values())) > 1:
         least, most = min(trained, key=trained.get), max(trained, key=trained.get)
@@ -348,7 +348,7 @@ def _learning_rates(items: Sequence[str], methods: Sequence[str]) -> dict[str, f
     for item in items:
         method, equals, text = item.rpartition("=")
         if equals:
-            refuse_unknown(method, f"--lr {quote(item)}")
+            check_method_name(method, f"--lr {quote(item)}")
             if method not in methods:
                 raise UserError(f"--lr {quote(item)}: {method} is not among --methods")
         if method in rates:
@@ -514,7 +514,7 @@ def meant_for(name: str, row: Row, common: Mapping[str, Any]) -> bool:
     return concerns(name, method)
 
 
-def refuse_unused(names: Iterable[str], common: Mapping[str, Any], rows: Sequence[Row]) -> None:
+def check_used(names: Iterable[str], common: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Raise UserError for one of `names`, settings in `common`, that means nothing to any row."""
     methods = list(dict.fromkeys(row.method for row in rows))
     for name in names:
@@ -526,7 +526,7 @@ def refuse_unused(names: Iterable[str], common: Mapping[str, Any], rows: Sequenc
             )
 
 
-def refuse_unknown(method: str, where: str) -> None:
+def check_method_name(method: str, where: str) -> None:
     """Raise UserError unless there is such a method."""
     if method not in BY_NAME:
         guess = meant(method, BY_NAME, f"; there are {', '.join(BY_NAME)}")

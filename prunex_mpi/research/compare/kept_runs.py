@@ -12,7 +12,6 @@ from filelock import FileLock, Timeout
 
 from mpi4py import MPI
 
-from prunex_mpi.base.alone import require_packages
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.files import (
     STATE,
@@ -21,7 +20,8 @@ from prunex_mpi.base.files import (
     telling_disk_errors,
     write_json_durably,
 )
-from prunex_mpi.comm.agreement import broadcast_text, together
+from prunex_mpi.base.single_process import require_packages
+from prunex_mpi.comm.agreement import broadcast_text, run_collectively
 from prunex_mpi.config.resolve import first_difference, from_table, to_toml
 from prunex_mpi.research.compare.compare_options import (
     BY_SEED,
@@ -31,7 +31,7 @@ from prunex_mpi.research.compare.compare_options import (
     settings_of,
 )
 from prunex_mpi.research.compare.outcomes import Outcome, outcome_from, to_dict
-from prunex_mpi.research.picture_files import refuse_other_kinds
+from prunex_mpi.research.picture_files import check_file_kind
 from prunex_mpi.run.pretrained import TORCHVISION
 from prunex_mpi.settings.fields import Settings, key_of
 
@@ -61,7 +61,7 @@ def prepare(options: Options) -> None:
     _refuse_one_file_for_two(options.json_file, options.figure)
     prepare_file("json", options.json_file)
     if options.figure:
-        refuse_other_kinds("--figure", options.figure)
+        check_file_kind("--figure", options.figure)
         require_packages("--figure", "report", "matplotlib")
     prepare_file("figure", options.figure)
     if not options.folder:
@@ -82,7 +82,7 @@ def prepare(options: Options) -> None:
             )
 
 
-def refuse_missing(options: Options) -> None:
+def check_networks(options: Options) -> None:
     """Raise UserError where a network is not there that a run begins with or learns from.
 
     Hours later would be late. Runs that are kept need none, and what an earlier run leaves comes.
@@ -141,11 +141,13 @@ def find_kept(
     Collective on `world`.
     """
     file = Path(folder) / OUTCOMES / f"{name}.json"
-    found = together(world, lambda: _read(file, settings, place) if world.rank == 0 else None)
+    found = run_collectively(
+        world, lambda: _read(file, settings, place) if world.rank == 0 else None
+    )
     text = broadcast_text(world, json.dumps(found and to_dict(found)))
     if json.loads(text):
         return outcome_from(json.loads(text))
-    together(world, lambda: _forget(Path(folder) / name) if world.rank == 0 else None)
+    run_collectively(world, lambda: _forget(Path(folder) / name) if world.rank == 0 else None)
     return None
 
 
@@ -166,7 +168,7 @@ def keep(
         if world.rank == 0:
             telling_disk_errors(f"the outcome of {name}", lambda: write_json_durably(file, whole))
 
-    together(world, write)
+    run_collectively(world, write)
 
 
 def _read(file: Path, settings: Settings, place: Mapping[str, str]) -> Outcome | None:

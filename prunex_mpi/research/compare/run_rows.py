@@ -21,7 +21,7 @@ from prunex_mpi.base.errors import Diverged, UserError
 from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import broadcast_text, together, together_while
+from prunex_mpi.comm.agreement import broadcast_text, run_collectively, run_collectively_while
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology, nodes_of
@@ -30,7 +30,7 @@ from prunex_mpi.core.evaluation import delivered
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.schedule import steps_of, total_steps
-from prunex_mpi.core.state import State, Work, every_rank_sends, weights
+from prunex_mpi.core.state import RunContext, State, every_rank_sends, weights
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.methods.exchanges import metadata_bytes, operations_of
@@ -40,9 +40,9 @@ from prunex_mpi.research.compare import kept_runs
 from prunex_mpi.research.compare.compare_options import (
     Options,
     Row,
+    check_equal_length,
     digest_of,
     name_seed,
-    refuse_unequal,
     settings_of,
 )
 from prunex_mpi.research.compare.outcomes import Measured, Outcome, Point
@@ -51,10 +51,10 @@ from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.start import assemble, log_warnings
 from prunex_mpi.run.summary import add_up
 from prunex_mpi.run.supervision import (
+    check_exchange,
     goes_behind_steps,
     progress_of,
     recorded,
-    refuse_impossible_exchange,
 )
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.timing import Action, wall_times
@@ -150,23 +150,23 @@ def run_one(
     digest = digest_of(settings)
     settings = name_seed(settings)
     with nodes as mine, ExitStack() as exits:
-        refuse_impossible_exchange(mine, settings)
-        work = assemble(mine, settings, dataset, bench.device, bench.transport, bench.heartbeat)
-        log_warnings(world, work)
-        state, problem, settings = work.state, work.problem, work.settings
+        check_exchange(mine, settings)
+        context = assemble(mine, settings, dataset, bench.device, bench.transport, bench.heartbeat)
+        log_warnings(world, context)
+        state, problem, settings = context.state, context.problem, context.settings
         files = exits.enter_context(directory(world, settings, path))
         started = time.perf_counter()
         try:
-            records = drive(mine, files, work)
+            records = drive(mine, files, context)
         except Diverged as error:
             log.info("%s: diverged: %s", name, error)
             if files is not None:
                 files.note_divergence(str(error))
             return Outcome(row, settings.seed, settings.lr, None, str(error), digest)
         bench.heartbeat.enter("finish")
-        exits.enter_context(delivered(work))
+        exits.enter_context(delivered(context))
         total_s = time.perf_counter() - started
-        forward_s, dense_forward_s = forward_seconds(mine, dataset, work)
+        forward_s, dense_forward_s = forward_seconds(mine, dataset, context)
         sums = add_up(records)
         seconds, counted = sums["seconds"], sums["bytes"]
         stream = problem.train
@@ -202,24 +202,26 @@ def run_one(
         )
         # Last of all: a run that has a summary is not begun anew.
         names = dataset.class_names
-        done = partial(finish, files, mine, work, records, total_s, names)
-        together_while(world, done, bench.heartbeat.go_on)
+        done = partial(finish, files, mine, context, records, total_s, names)
+        run_collectively_while(world, done, bench.heartbeat.go_on)
     log.info("%s: accuracy %.2f %%", name, 100 * found.accuracy)
     return Outcome(row, settings.seed, settings.lr, found, settings=digest)
 
 
-def drive(topology: Topology, files: RunDirectory | None, work: Work) -> list[dict[str, Any]]:
+def drive(
+    topology: Topology, files: RunDirectory | None, context: RunContext
+) -> list[dict[str, Any]]:
     """Run the driver of the method to its end and return its records. Collective on `world`.
 
     Raises Diverged on every rank.
     """
-    settings = work.settings
+    settings = context.settings
     with (
-        closing(progress_of(topology, work)) as bar,
-        exchanging_behind(topology, goes_behind_steps(settings), work.transport) as behind,
+        closing(progress_of(topology, context)) as bar,
+        exchanging_behind(topology, goes_behind_steps(settings), context.transport) as behind,
     ):
-        work = replace(work, behind=behind)
-        return [record for record, _ in recorded(topology, files, work, bar)]
+        context = replace(context, behind=behind)
+        return [record for record, _ in recorded(topology, files, context, bar)]
 
 
 @contextmanager
@@ -233,7 +235,7 @@ def directory(
     files = None
     if path is not None:
         config = to_toml(replace(settings, run_dir=str(path)), recorded_versions())
-        files = together(world, lambda: None if world.rank else RunDirectory(path, config))
+        files = run_collectively(world, lambda: None if world.rank else RunDirectory(path, config))
     try:
         yield files
     finally:
@@ -244,7 +246,7 @@ def directory(
 def finish(
     files: RunDirectory | None,
     topology: Topology,
-    work: Work,
+    context: RunContext,
     records: list[dict[str, Any]],
     total_s: float,
     class_names: Sequence[str],
@@ -255,9 +257,9 @@ def finish(
         return
 
     def write() -> None:
-        delivered = delivery.save_model(files.path, work.state, work.problem, going)
+        delivered = delivery.save_model(files.path, context.state, context.problem, going)
         delivered["classes"] = list(class_names)
-        totals = delivery.summarise(work.settings, topology, work.state, records, "completed")
+        totals = delivery.summarise(context.settings, topology, context.state, records, "completed")
         files.write_summary({**totals, "delivered": delivered, "seconds_total": total_s})
 
     telling_disk_errors("the results", write)
@@ -268,7 +270,7 @@ def finish(
 # --------------------------------------------------------------------------------------------------
 
 
-def refuse_impossible(bench: Bench, rows: Sequence[Row], dataset: Dataset) -> None:
+def check_possible(bench: Bench, rows: Sequence[Row], dataset: Dataset) -> None:
     """Raise UserError for a row whose network or groups can't be, before any has been trained.
 
     Collective on `world`.
@@ -284,10 +286,10 @@ def refuse_impossible(bench: Bench, rows: Sequence[Row], dataset: Dataset) -> No
             except UserError as error:
                 raise UserError(f"row {row.name}: {error}", error.exit_code) from None
 
-    together(bench.world, build)
+    run_collectively(bench.world, build)
 
 
-def refuse_unequal_work(bench: Bench) -> None:
+def check_equal_work(bench: Bench) -> None:
     """Raise UserError where rows with steps by --local-epochs train less long than others.
 
     How many whole steps that makes is known with the data alone. Collective on `world`.
@@ -308,9 +310,9 @@ def refuse_unequal_work(bench: Bench) -> None:
             batch = min(settings.batch_size, images)
             steps = steps_of(settings, max(1, images // batch))
             trained[name] = total_steps(settings, steps) * batch
-        refuse_unequal(trained)
+        check_equal_length(trained)
 
-    together(bench.world, check)
+    run_collectively(bench.world, check)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -318,12 +320,14 @@ def refuse_unequal_work(bench: Bench) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def forward_seconds(topology: Topology, dataset: Dataset, work: Work) -> tuple[float, float]:
+def forward_seconds(
+    topology: Topology, dataset: Dataset, context: RunContext
+) -> tuple[float, float]:
     """Return the seconds of a forward pass of the delivered network and of a dense one, in turns.
 
     All ranks do the same at the same time, as in training. Collective on `world`.
     """
-    state, problem, settings = work.state, work.problem, work.settings
+    state, problem, settings = context.state, context.problem, context.settings
     dense = make_model(settings, dataset.num_classes, dataset.image_size).to(state.theta.device)
     size = min(FORWARD_BATCH, len(dataset.train.labels))
     images, _ = next(problem.batches(dataset.train, batch_size=size))
@@ -338,7 +342,7 @@ def forward_seconds(topology: Topology, dataset: Dataset, work: Work) -> tuple[f
             },
             FORWARD_TURNS,
             state.theta.device,
-            work.heartbeat,
+            context.heartbeat,
         )
     return float(times["delivered"].min()), float(times["dense"].min())
 

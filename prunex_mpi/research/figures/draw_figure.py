@@ -12,8 +12,8 @@ from statistics import mean, stdev
 
 import numpy as np
 
-from prunex_mpi.base.alone import require_packages
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.tables import format_table
 from prunex_mpi.base.units import KIB
 from prunex_mpi.config.resolve import BY_NAME, FIELDS, toml_key
@@ -164,13 +164,13 @@ class Measured:
     run: Run
     ranks: int
     nodes: int
-    work: float
+    context: float
     seconds: dict[str, float]
 
     @property
     def rate(self) -> float:
         """Work per second of training."""
-        return self.work / sum(self.seconds.values())
+        return self.context / sum(self.seconds.values())
 
 
 def scaling(runs: Sequence[Run], link_gbit: float) -> Drawn:

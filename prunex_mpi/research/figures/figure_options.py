@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prunex_mpi.base.errors import UserError, quote
 from prunex_mpi.config.parser import Parser, program_parser
-from prunex_mpi.research.picture_files import refuse_other_kinds
+from prunex_mpi.research.picture_files import check_file_kind
 
 FIGURES = {
     "5": "accuracy against time and against bytes between nodes",
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str]) -> Options:
     if not 0 <= given.link_gbit <= MAX_GBIT:
         raise UserError(f"--link-gbit must be from 0 to {MAX_GBIT:,}")
     output = given.output or f"figure-{given.number}.svg"
-    refuse_other_kinds("--output", output)
+    check_file_kind("--output", output)
     return Options(
         given.number,
         tuple(map(Path, given.runs)),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from prunex_mpi.base.alone import require_packages
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.files import no_links
+from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.units import KIB
 from prunex_mpi.tools.drawing import MOST_CURVES, styled
 from prunex_mpi.tools.report import comparisons, one_run, several_runs

@@ -40,7 +40,7 @@ def find_own_modules() -> None:
         sys.path.append("")
 
 
-def refuse_unnamed(
+def check_named(
     what: str, name: str, given: Iterable[str], where: str, folder: Path | None = None
 ) -> None:
     """Raise UserError unless the user has named the module of `name`, which comes from a file.
@@ -78,7 +78,7 @@ def _is_inside(module: str, folder: Path) -> bool:
     return any(Path(path).resolve().is_relative_to(folder.resolve()) for path in found if path)
 
 
-def refuse_foreign(names: Mapping[str, str], argv: Iterable[str], run_dir: str) -> None:
+def check_foreign(names: Mapping[str, str], argv: Iterable[str], run_dir: str) -> None:
     """Raise UserError for functions, by setting, that files alone name and the flags do not.
 
     `run_dir` is the folder of a run that goes on, or "".
@@ -86,4 +86,4 @@ def refuse_foreign(names: Mapping[str, str], argv: Iterable[str], run_dir: str) 
     given = {word.partition("=")[2] if word.startswith("--") else word for word in argv}
     for what, name in names.items():
         folder = Path(run_dir) if run_dir else None
-        refuse_unnamed(what, name, given, "the file of --config or of the run", folder)
+        check_named(what, name, given, "the file of --config or of the run", folder)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.named import import_function, refuse_foreign, refuse_unnamed
+from prunex_mpi.base.imports import check_foreign, check_named, import_function
 
 TRAP = "raise SystemExit('this was executed')\n"
 
@@ -15,10 +15,10 @@ def test_what_a_file_alone_names_is_not_imported(tmp_path: Path, monkeypatch) ->
     (tmp_path / "trap.py").write_text(TRAP)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="repeat it as --model trap:f"):
-        refuse_unnamed("model", "trap:f", ["other:f"], "plan.json")
+        check_named("model", "trap:f", ["other:f"], "plan.json")
     assert "trap" not in sys.modules
-    refuse_unnamed("model", "trap:f", ["trap:f"], "plan.json")
-    refuse_unnamed("model", "resnet8", [], "plan.json")
+    check_named("model", "trap:f", ["trap:f"], "plan.json")
+    check_named("model", "resnet8", [], "plan.json")
 
 
 @pytest.mark.parametrize("name", ["trap:f", "parts.trap:f"])
@@ -31,17 +31,17 @@ def test_a_module_inside_the_folder_that_is_read_is_refused(
     monkeypatch.chdir(tmp_path / "run")
     monkeypatch.syspath_prepend(str(tmp_path / "run"))
     with pytest.raises(UserError, match="is a module inside"):
-        refuse_unnamed("model", name, [name], "config.toml", tmp_path / "run")
+        check_named("model", name, [name], "config.toml", tmp_path / "run")
 
 
 @pytest.mark.parametrize("flags", [["--model", "nets:small"], ["--model=nets:small"]])
 def test_flags_name_what_may_be_imported(flags: list[str]) -> None:
     names = {"model": "nets:small", "loss": "cross-entropy"}
-    refuse_foreign(names, flags, "")
+    check_foreign(names, flags, "")
     with pytest.raises(UserError, match="--model nets:small"):
-        refuse_foreign(names, ["--model"], "")
+        check_foreign(names, ["--model"], "")
     with pytest.raises(UserError, match="--dataset data:own"):
-        refuse_foreign({**names, "dataset": "data:own"}, flags, "")
+        check_foreign({**names, "dataset": "data:own"}, flags, "")
 
 
 def test_a_name_that_is_no_function_is_refused() -> None:

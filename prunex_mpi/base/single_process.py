@@ -10,15 +10,15 @@ from prunex_mpi.base.errors import UserError, printable
 Options = TypeVar("Options")
 
 
-def run_alone(
+def run_single_process(
     name: str,
     parse: Callable[[Sequence[str]], Options],
-    work: Callable[[Options], None],
+    context: Callable[[Options], None],
     argv: Sequence[str] | None,
 ) -> int:
     """Parse the flags, do `work(options)`; return the exit code, having said in a line why."""
     try:
-        work(parse(sys.argv[1:] if argv is None else argv))
+        context(parse(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         say_error(name, error)
         return error.exit_code
