@@ -4,7 +4,7 @@ A method's own code is a module with one face. One that communicates at each ste
 
 - `memory(settings, layout, theta)`: what one step hands to the next; checkpoints hold it;
 - `allocate(wire, context)`: what each step writes anew (`space`), so that no step allocates; called
-  on every rank, also on those that do not speak: their wire has no communicator;
+  on every rank, also on those that are no member: their wire has no communicator;
 - `exchange_(wire, space, context)`: replaces a worker's weighted gradient in `grad` by the sum over
   all workers, the same bits on each; what it leaves out of the sum stays in the memory; a method
   with the trait `plain_mean` has none, the driver adds up its gradients;
@@ -19,11 +19,12 @@ and, where it needs them,
 - `follow_(wires, space, context)`: looks at the gradient that all ranks have received;
 - `prune_(wires, context, done)`: prunes after `done` outer iterations, if that is when; returns the
   drift of the mask of weights;
-- `reshape_(wires, space, context, done)`: takes out of the network what is of no use; returns whether
-  any was, and `space` is allocated anew.
+- `reshape_(wires, space, context, done)`: takes out of the network what is of no use; returns
+  whether any was, and `space` is allocated anew.
 
 One that exchanges once per outer iteration in a format of its own (`own_format`) has `memory`,
-`payload`, `OPERATIONS`, `allocate(nodes, context)` and `exchange_(wires, space, context)`, which moves z.
+`payload`, `OPERATIONS`, `allocate(nodes, context)` and `exchange_(wires, space, context)`, which
+moves z.
 """
 
 import importlib
