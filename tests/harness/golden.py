@@ -12,6 +12,7 @@ import argparse
 import json
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -268,11 +269,15 @@ def record_layout(layout: str, names: Sequence[str]) -> dict[str, Any]:
                     stdin=subprocess.DEVNULL,
                     cwd=folder,
                 )
+                code: int | str
                 try:
                     code = job.wait(JOB_LIMIT_S)
                 except subprocess.TimeoutExpired:
+                    code = "its time limit"
+                finally:
+                    # No job outlives this program, even where it is ended from outside.
                     job.terminate()
-                    code = job.wait()
+                    job.wait()
                 output.seek(0)
                 errors = [line for line in output if "error:" in line]
             lines = Path(folder) / "done.jsonl"
@@ -339,6 +344,7 @@ def main() -> int:
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if options.command == "record":
         return record(options.file, options.cases, options.layouts)
     return compare(options.before, options.after)
