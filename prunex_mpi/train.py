@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code, the same on every rank."""
     lines: list[str] = []
-    read, context = partial(read_flags, lines=lines), partial(train, lines=lines)
-    return run_program("prunex_mpi.train", read, context, argv)
+    read, run = partial(read_flags, lines=lines), partial(train, lines=lines)
+    return run_program("prunex_mpi.train", read, run, argv)
 
 
 def read_flags(argv: Sequence[str], lines: list[str]) -> Settings:

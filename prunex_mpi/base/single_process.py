@@ -13,12 +13,12 @@ Options = TypeVar("Options")
 def run_single_process(
     name: str,
     parse: Callable[[Sequence[str]], Options],
-    context: Callable[[Options], None],
+    run: Callable[[Options], None],
     argv: Sequence[str] | None,
 ) -> int:
     """Parse the flags, do `work(options)`; return the exit code, having said in a line why."""
     try:
-        context(parse(sys.argv[1:] if argv is None else argv))
+        run(parse(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         say_error(name, error)
         return error.exit_code

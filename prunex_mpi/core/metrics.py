@@ -111,5 +111,5 @@ def rank_record(
     `broadcast` what of that of phase 4 was the broadcast in the node.
     """
     messages = {phase: exchange.get(phase, 0.0) for phase in RANK_PHASES}
-    context = {phase: seconds.get(phase, 0.0) - messages[phase] for phase in RANK_PHASES}
-    return {"work": context, "exchange": messages, "broadcast": broadcast, "residuals": residuals}
+    computing = {phase: seconds.get(phase, 0.0) - messages[phase] for phase in RANK_PHASES}
+    return {"work": computing, "exchange": messages, "broadcast": broadcast, "residuals": residuals}

@@ -82,13 +82,13 @@ class Look:
 
 def _normaliser(look: Look) -> Callable[[Tensor], Tensor]:
     """Return what turns uint8 images into normalised ones, computed in float32 or 64."""
-    context = torch.promote_types(look.dtype, torch.float32)
-    scale = (1 / (255 * look.std.to(context))).to(look.device)[:, None, None]
-    shift = (-look.mean.to(context) / look.std.to(context)).to(look.device)[:, None, None]
+    dtype = torch.promote_types(look.dtype, torch.float32)
+    scale = (1 / (255 * look.std.to(dtype))).to(look.device)[:, None, None]
+    shift = (-look.mean.to(dtype) / look.std.to(dtype)).to(look.device)[:, None, None]
     layout = torch.channels_last if look.channels_last else torch.contiguous_format
 
     def normalise(images: Tensor) -> Tensor:
-        floats = images.to(context).mul_(scale).add_(shift)
+        floats = images.to(dtype).mul_(scale).add_(shift)
         return floats.to(look.dtype).contiguous(memory_format=layout)
 
     return normalise

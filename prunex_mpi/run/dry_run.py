@@ -9,6 +9,7 @@ from prunex_mpi.base.tables import Cell, Table, format_lines, format_table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.collectives import between_nodes, build_transport
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.config.resolve import ESTIMATED, flat_values, make, toml_key
 from prunex_mpi.core.loading import CPU, find_sizes
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.message import STATISTICS, message_bytes
@@ -40,14 +41,36 @@ from prunex_mpi.run.tuning import LATEST
 from prunex_mpi.settings.fields import PAYLOADS, Estimate, Settings
 from prunex_mpi.settings.values import AUTO
 
+# GB/s of copies where --copy-gbs does not say it: one core of a CPU, a GPU's memory.
+COPY_GBS = {"cpu": 7.0, "cuda": 1000.0}
+
 
 def dry_run(settings: Settings, topology: Topology, known: Known = NOTHING_KNOWN) -> str:
-    """Return the payload per outer iteration, or per step, and over the run, without training.
+    """Return the settings and the payload per outer iteration, or per step, without training.
 
     Exact for one kind of group under `vote`; for compositions and before the freeze under `or` the
     masks decide, and the text says so. `known` is what ranks have read of the data set already. No
     communication.
     """
+    return f"{forecast(settings, topology, known)}\n\n{differing_settings(settings)}"
+
+
+def differing_settings(settings: Settings) -> str:
+    """Return the resolved settings that differ from those of the preset, one per line."""
+    preset, method = settings.preset, settings.method
+    usual = flat_values(make(preset, method=method.name))
+    values = flat_values(settings)
+    table = [
+        (toml_key(name), str(value))
+        for name, value in values.items()
+        if value != usual[name] and name not in (*ESTIMATED, "dry_run")
+    ]
+    title = f"Settings beside those of preset {preset} for method {method.name}"
+    return f"{title}:\n{format_lines(table)}" if table else f"{title}: none."
+
+
+def forecast(settings: Settings, topology: Topology, known: Known) -> str:
+    """Return the payload per outer iteration, or per step, and over the run."""
     num_classes, image_size = find_sizes(settings, known)
     model = make_model(settings, num_classes, image_size)
     find_losses(settings, num_classes, CPU)
@@ -289,6 +312,10 @@ def exchange_of(payload: str, what: Travelling, nodes: int, bucket_bytes: int) -
 def cost_table(settings: Settings, asked: Estimate, what: Travelling) -> Table:
     """Return what each payload costs at the keep ratio, with each number of nodes."""
     link = Link(asked.link_gbit, asked.latency_us)
+    kind = settings.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    copy_gbs = asked.copy_gbs or COPY_GBS[kind]
     step_s, steps = asked.step_ms / 1e3, settings.local_steps
     # `auto` takes the fewest steps that hide the exchange, at most these.
     behind = steps // LATEST if settings.overlap_steps == AUTO else settings.overlap_steps
@@ -304,7 +331,7 @@ def cost_table(settings: Settings, asked: Estimate, what: Travelling) -> Table:
                 continue
             pieces = between_nodes(transport, nodes).bucket_bytes
             exchange = exchange_of(payload, what, nodes, pieces)
-            kernels = kernels_of(payload, asked.copy_gbs)
+            kernels = kernels_of(payload, copy_gbs)
             shared = {count: replace(exchange, leaders=count) for count in leaders}
             row = (payload, nodes, round(sent_bytes(exchange)), bound_s(link, exchange))
             row += (packing_s(kernels, exchange),)
@@ -335,7 +362,7 @@ def cost_table(settings: Settings, asked: Estimate, what: Travelling) -> Table:
     pruned = " at the keep ratio" if settings.method.prunes_groups else ""
     return Table(
         f"Exchange{pruned}: {asked.link_gbit:g} Gbit/s, {asked.latency_us:g} us a message, "
-        f"copies of {asked.copy_gbs:g} GB/s, pieces of {settings.piece_kib} KiB for each node",
+        f"copies of {copy_gbs:g} GB/s ({kind}), pieces of {settings.piece_kib} KiB for each node",
         columns,
         tuple(rows),
         tuple(notes),

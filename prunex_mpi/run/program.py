@@ -32,10 +32,10 @@ FLUSH_S = 0.5
 def run_program(
     name: str,
     parse: Callable[[Sequence[str]], Options],
-    context: Callable[["MPI.Comm", Options], int],
+    run: Callable[["MPI.Comm", Options], int],
     argv: Sequence[str] | None,
 ) -> int:
-    """Parse the flags, start MPI, do `work(world, options)`; return the exit code on every rank.
+    """Parse the flags, start MPI, do `run(world, options)`; return the exit code on every rank.
 
     MPI starts only after parsing, so that --help needs none; a mistake in the flags is still
     reported through it, by one rank. A UserError must reach this point on every rank alike.
@@ -59,7 +59,7 @@ def run_program(
 
     try:
         raise_together(world, error)
-        return context(world, options)
+        return run(world, options)
     except UserError as caught:
         if world.rank == 0:
             say_error(name, caught)

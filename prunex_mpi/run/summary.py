@@ -5,6 +5,7 @@ from typing import Any
 
 from prunex_mpi.base.tables import format_lines
 from prunex_mpi.base.units import MIB
+from prunex_mpi.config.resolve import BY_NAME
 
 NAMES = {"test": "test", "val": "held-out"}
 
@@ -42,8 +43,9 @@ def closing_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what stands in the table that ends a run: names and values."""
     accuracy = summary["test_accuracy"]
     sent, seconds = summary["bytes"], summary["seconds"]
-    dense = sent["dense"]
-    share = f"{100 * sent['payload'] / dense:.1f} % of dense"
+    each_step = BY_NAME[summary["method"]].per_step
+    whole = f"{sent['dense'] / MIB:.2f} MiB, {'each step' if each_step else 'each outer iteration'}"
+    share = f"{100 * sent['payload'] / sent['dense']:.1f} % of that"
     if len(summary["nodes"]) == 1:
         share += "; one node: none of it leaves the machine"
     pruned = [("parameters", f"{summary['parameters']:,}")]
@@ -75,13 +77,14 @@ def closing_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             "not evaluated" if accuracy is None else f"{100 * accuracy:.2f} %",
         ),
         *pruned,
-        ("bytes between nodes per leader, dense", f"{dense / MIB:.2f} MiB"),
-        ("bytes between nodes per leader, sent", f"{sent['payload'] / MIB:.2f} MiB ({share})"),
-        ("  leaving a node, by ring algorithms", f"{sent['sent'] / MIB:.2f} MiB"),
-        ("  and for mask agreement", f"{sent['mask'] / MIB:.2f} MiB"),
-        ("  and for evaluation", f"{sent['evaluate'] / MIB:.2f} MiB"),
+        ("payload of a leader, whole network", whole),
+        ("payload of a leader", f"{sent['payload'] / MIB:.2f} MiB ({share})"),
+        ("  mask agreement", f"{sent['mask'] / MIB:.2f} MiB"),
+        ("  loss, norms, digests", f"{sent['control'] / MIB:.2f} MiB"),
+        ("  evaluation", f"{sent['evaluate'] / MIB:.2f} MiB"),
         *_setup_row(seconds, sent),
-        ("bytes inside a node per leader", f"{sent['intra'] / MIB:.2f} MiB"),
+        ("sent by a node, by ring algorithms", f"{sent['sent'] / MIB:.2f} MiB"),
+        ("inside a node, per leader", f"{sent['intra'] / MIB:.2f} MiB"),
         ("seconds per phase", phases),
         ("seconds in all", _in_all(summary)),
     ]

@@ -513,7 +513,9 @@ class Estimate:
         _S, "estimate exchanges on links of so many Gbit/s, 0 for not", 0.0, low=0, of="averages"
     )
     latency_us: float = setting(_S, "us per message", 50.0, low=0, of="averages")
-    copy_gbs: float = setting(_S, "GB/s of copies", 7.0, above=0, of="averages")
+    copy_gbs: float = setting(
+        _S, "GB/s of copies on the device, 0 for what is usual", 0.0, low=0, of="averages"
+    )
     nodes: tuple[int, ...] = setting(_S, "numbers of nodes", NODES, low=1, of="averages")
     step_ms: float = setting(
         _S, "ms of a local step, to tell the share of the time", 0.0, low=0, of="averages"

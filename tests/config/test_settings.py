@@ -628,7 +628,7 @@ BAD_FLAGS = [
     ("--nodes 2 4", "nodes means something with --dry-run alone"),
     ("--dry-run --latency-us 5", "latency-us means nothing without --link-gbit"),
     ("--dry-run --link-gbit -1", "--link-gbit must be at least 0"),
-    ("--dry-run --link-gbit 1 --copy-gbs 0", "--copy-gbs must be above 0"),
+    ("--dry-run --link-gbit 1 --copy-gbs -1", "--copy-gbs must be at least 0"),
     ("--dry-run --link-gbit 1 --nodes 0", "--nodes must be at least 1"),
     ("--dry-run --link-gbit 1 --step-ms 5", "give --local-steps as a number"),
     ("--dry-run --link-gbit 1 --step-ms 5 --local-steps auto", "give --local-steps as a number"),

@@ -44,7 +44,7 @@ def rank_lines(
     leads = np.concatenate([np.arange(size) == 0 for size in nodes])
     for k in range(1, iterations + 1):
         clock = np.zeros(len(node))
-        context, exchange = {}, {}
+        busy, exchange = {}, {}
         pace = rng.lognormal(0, 0.03, len(nodes))[node] * rng.lognormal(0, 0.02, len(node))
         for phase in RANK_PHASES:
             ms = np.where(leads, LEADING_MS.get(phase, WORK_MS[phase]), WORK_MS[phase]) * pace
@@ -55,14 +55,14 @@ def rank_lines(
             places = node if phase in INSIDE else np.zeros_like(node)
             last = np.array([arrived[places == place].max() for place in places])
             clock = last + WIRE_MS[phase] * rng.lognormal(0, 0.1)
-            context[phase] = (ms / 1e3).tolist()
+            busy[phase] = (ms / 1e3).tolist()
             exchange[phase] = ((clock - arrived) / 1e3).tolist()
         apart = np.exp(-k / iterations * 4)
         residuals = {
             name: (apart * rng.lognormal(0, 0.1, len(node))).tolist()
             for name in ("intra_primal", "intra_dual", "inter_primal", "inter_dual")
         }
-        line = {"iteration": k, "node": node.tolist(), "work": context, "exchange": exchange}
+        line = {"iteration": k, "node": node.tolist(), "work": busy, "exchange": exchange}
         line["broadcast"] = [BROADCAST * seconds for seconds in exchange["inter"]]
         hosts = {"hosts": [f"node{i:02d}" for i in range(len(nodes))]} if k == 1 else {}
         yield {**line, "residuals": residuals, **hosts}
@@ -84,6 +84,7 @@ def metrics_lines(iterations: int, freeze: int, rng: np.random.Generator) -> Ite
                 "sent": int(4 * MIB * density) + 1000,
                 "mask": 0 if k >= freeze else 1000,
                 "intra": 40 * MIB,
+                "control": 500,
                 "evaluate": 24,
                 "setup": 0,
             },

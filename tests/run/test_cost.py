@@ -145,3 +145,15 @@ def test_the_share_is_of_what_is_not_hidden():
     for exposed, hidden in zip(whole.rows, behind.rows, strict=True):
         assert hidden[:-1] == exposed[:-1]
         assert hidden[-1] is None or hidden[-1] < exposed[-1] / 10
+
+
+def test_copies_are_as_fast_as_the_device_unless_told():
+    given = {"dry_run": True, "link_gbit": 10.0}
+    titles = {}
+    for device, more in (("cpu", {}), ("cuda", {}), ("cpu", {"copy_gbs": 20.0})):
+        settings = make(device=device, **given, **more)
+        table = cost_table(settings, settings.estimate, WHAT)
+        titles[(device, *more)] = table.title
+    assert "copies of 7 GB/s (cpu)" in titles[("cpu",)]
+    assert "copies of 1000 GB/s (cuda)" in titles[("cuda",)]
+    assert "copies of 20 GB/s (cpu)" in titles["cpu", "copy_gbs"]

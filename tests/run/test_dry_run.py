@@ -15,7 +15,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.config.resolve import make, with_overrides
 from prunex_mpi.models.build import build_model
-from prunex_mpi.run.dry_run import dry_run
+from prunex_mpi.run.dry_run import differing_settings, dry_run
 from prunex_mpi.run.start import set_up
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.fields import PAYLOADS
@@ -177,3 +177,14 @@ def test_first_weights_and_loss_are_looked_at(
         refused = WORLD.rank == 0 or "loss" in changes
         with pytest.raises(UserError, match=words) if refused else nullcontext():
             dry_run(with_overrides(settings, **changes), topology)
+
+
+def test_what_differs_from_the_preset_is_told_as_resolved():
+    text = differing_settings(make("thin", epochs=8, keep_ratio=0.25, dry_run=True))
+    title, *lines = text.splitlines()
+    assert title == "Settings beside those of preset thin for method prunex:"
+    found = dict(line.split(maxsplit=1) for line in lines)
+    assert found["outer-iterations"] == "32" and found["freeze-iteration"] == "14"
+    assert "payload" not in found and "dry-run" not in found
+    assert differing_settings(make(method="dgc")).endswith("for method dgc: none.")
+    assert "dgc.ratio" in differing_settings(make(method="dgc", dgc_ratio=0.01))
