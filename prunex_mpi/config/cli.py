@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
@@ -43,11 +44,16 @@ FIRST = (
     *("init_from", "device", "amp", "ranks_per_node", "run_dir", "resume", "seed", "dry_run"),
 )
 HELP_EPILOG = """\
---help presets tells what each preset sets, --help all names every flag, --help GROUP those of one
-group ({groups}),
---help METHOD the options of one method ({methods}).
-A run has epochs / local-epochs outer iterations: local steps, then one exchange between nodes.
---dry-run prints the settings and the bytes of every message, and trains nothing."""
+theta are a rank's local parameters, z_i those that its node has agreed on, z the global ones.
+A run has epochs / local-epochs outer iterations: local steps (phase 1), then agreement in the node,
+pruning, exchange between nodes and dual updates (phases 2 to 5).
+--dry-run prints the settings and the bytes of every message, and trains nothing.
+
+more:  --help presets   what each preset sets
+       --help all       every flag
+       --help GROUP     {groups}
+       --help METHOD    the options of one method:
+{methods}"""
 _METAVARS = {int: "N", float: "X", Fraction: "N|P/Q", str: "NAME"}
 
 
@@ -171,6 +177,7 @@ def print_help(about: str, preset: str, method: str) -> None:
     usual = defaults(preset, BY_NAME[method])
     groups = list(dict.fromkeys(field.metadata["section"] for field in FIELDS.values()))
     groups = [group for group in groups if group]
+    methods = textwrap.fill(", ".join(BY_NAME), 98)
     if about == "presets":
         print(describe_presets())
         return
@@ -178,7 +185,7 @@ def print_help(about: str, preset: str, method: str) -> None:
         prog="python -m prunex_mpi.train",
         description="Train a network on several MPI ranks and prune it while it trains.",
         usage="srun %(prog)s [--preset NAME] [--FLAG VALUE ...]",
-        epilog=HELP_EPILOG.format(groups=", ".join(groups), methods=", ".join(BY_NAME)),
+        epilog=HELP_EPILOG.format(groups=", ".join(groups), methods=methods),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
@@ -206,9 +213,17 @@ def describe_presets() -> str:
     for preset in PRESETS:
         about = " ".join(preset_comment(preset).split())
         differing = {n: v for n, v in preset_values(preset).items() if recipe.get(n) != v}
-        lines = [f"  --{key_of(name)} {_show(value)}" for name, value in differing.items()]
+        lines = [f"  {_as_flag(name, value)}" for name, value in differing.items()]
         blocks.append("\n".join([f"{preset}: {about}", *lines]))
     return "\n\n".join(blocks)
+
+
+def _as_flag(name: str, value: Any) -> str:
+    """Return a setting as it is given on the command line."""
+    if isinstance(value, bool):
+        return f"--{'' if value else 'no-'}{key_of(name)}"
+    shown = "auto" if left_open(FIELDS[name], value) else _show(value)
+    return f"--{key_of(name)} {shown}"
 
 
 def add_settings(
@@ -246,6 +261,7 @@ def _action(kind: Any, rules: Mapping[str, Any], text: str) -> dict[str, Any]:
     metavar = "N|P/Q" if rules.get("share") else metavar
     metavar = "|".join(["N", *rules["words"]]) if "words" in rules else metavar
     metavar = f"{metavar}|auto" if rules.get("auto") else metavar
+    metavar = rules.get("metavar", metavar)
     many = {"nargs": "+", "action": "extend"} if get_args(kind) else {}
     return {"metavar": metavar, "help": text, **many}
 

@@ -38,7 +38,9 @@ class Settings:
     """
 
     _S = "model"
-    preset: str = setting(_S, "file of settings to start from", "recipe", choices=PRESETS)
+    preset: str = setting(
+        _S, "named set of defaults, see --help presets", "recipe", choices=PRESETS
+    )
     method: Method = dataclasses.field(metadata=NOT_A_SETTING)
     model: str = setting(
         _S,
@@ -48,20 +50,21 @@ class Settings:
     )
     stem: str = setting(
         _S,
-        "first layers of the torchvision ResNets; auto: cifar up to 64 pixels",
+        "first layers of torchvision's ResNets; auto: cifar for images of up to 64 pixels",
         "auto",
         choices=("auto", "cifar", "imagenet"),
     )
-    seed: int = setting(_S, "seed of weights, shuffles and augmentation", 0, low=0)
+    seed: int = setting(_S, "seed of initial weights, shuffles and augmentation", 0, low=0)
     init_from: str = setting(
         _S,
-        "trained weights to begin with: a file, the folder of a run, or torchvision for its own",
+        "trained weights to start from: a file, the folder of a run, or torchvision for its own",
         "",
         optional=True,
+        metavar="FILE|DIR|torchvision",
     )
     init_digest: str = setting(
         _S,
-        "SHA-256 that the file of --init-from must have; the run fills it in",
+        "SHA-256 that the file of --init-from must have; filled in by the run",
         "",
         optional=True,
         found=True,
@@ -70,119 +73,132 @@ class Settings:
     _S = "data"
     dataset: str = setting(
         _S,
-        "images to train on; digits needs no files, a function of yours makes what torch calls a "
-        "map-style data set",
+        "data set; digits is embedded, a function returns a map-style torch Dataset",
         "digits",
         choices=("digits", "cifar10", "cifar100", "imagefolder", "webdataset", "synthetic"),
         named="package.module:factory",
     )
-    data_dir: str = setting(_S, "folder of the data", "data")
-    download: bool = setting(_S, "fetch cifar10 or cifar100 when missing", False)
-    train_samples: int = setting(_S, "images of the training set to use, 0 for all", 0, low=0)
-    test_samples: int = setting(_S, "images of the test set to use, 0 for all", 0, low=0)
+    data_dir: str = setting(_S, "folder of the data", "data", metavar="DIR")
+    download: bool = setting(_S, "fetch cifar10 or cifar100 where it is missing", False)
+    train_samples: int = setting(_S, "number of training images to use, 0 for all", 0, low=0)
+    test_samples: int = setting(_S, "number of test images to use, 0 for all", 0, low=0)
     val_split: float = setting(
         _S,
-        "share of the training images of each class to hold out: the best network by them is "
-        "delivered, and tested once",
+        "fraction of the training images of each class held out for validation: the best "
+        "network on them is delivered, and tested once",
         0.0,
         low=0,
         below=1,
     )
-    image_size: int = setting(_S, "side in pixels, 0 for the data's own", 0, low=0, high=4096)
+    image_size: int = setting(_S, "image side in pixels, 0 for the data's own", 0, low=0, high=4096)
     image_mean: tuple[float, ...] = setting(
         _S,
-        "mean of red, green and blue, in 0..1, to normalise images by; none: that of --init-from, "
-        "where a run or torchvision has trained it, else that of the data",
+        "mean of red, green and blue in 0..1 for normalisation; none: that of --init-from, else "
+        "of the data",
         (),
         optional=True,
         found=True,
     )
     image_std: tuple[float, ...] = setting(
-        _S, "standard deviation to go with it", (), optional=True, above=0, found=True
+        _S,
+        "standard deviation for normalisation, with --image-mean",
+        (),
+        optional=True,
+        above=0,
+        found=True,
     )
     data_mode: str = setting(
         _S,
-        "decode image files into memory at the start, or while training; auto: while training "
-        "where they would not fit into memory",
+        "decode image files into memory at the start, or while training (stream); auto: stream "
+        "where they do not fit",
         "auto",
         choices=("memory", "stream", "auto"),
     )
     workers: int = setting(
-        _S, "threads that decode, 0 for the rank's share of the cores", 0, low=0, high=256
+        _S, "decoding threads per rank, 0 for the rank's share of the cores", 0, low=0, high=256
     )
     skip_corrupt: bool = setting(
         _S,
-        "replace a damaged image file by the next one of its class, and count it in a warning",
+        "replace a damaged image by the next one of its class, with a warning",
         False,
     )
     normalise_samples: int = setting(
         _S,
-        "images of each rank that mean and deviation of the colours are taken from, 0 for all",
+        "images per rank from which mean and deviation are estimated, 0 for all",
         16384,
         low=0,
     )
     augment: str = setting(
         _S,
-        "auto: crops of padded images, and flips; resized-crop: crops of any size, and flips",
+        "auto: padded random crops and flips; resized-crop: random resized crops and flips",
         "auto",
         choices=("auto", "off", "resized-crop"),
     )
     transforms: tuple[str, ...] = setting(
         _S,
-        "transforms of torchvision v2 for training images, in this order",
+        "torchvision v2 transforms of training images, in this order",
         (),
         optional=True,
         choices=TRANSFORMS,
     )
 
     _S = "training"
-    outer_iterations: int = setting(_S, "number of consensus rounds", low=1, high=10**6)
+    outer_iterations: int = setting(
+        _S,
+        "length of the run in outer iterations: local steps, then one exchange",
+        low=1,
+        high=10**6,
+    )
     local_epochs: Fraction = setting(_S, "epochs per outer iteration, such as 5 or 1/4", low=0)
     local_steps: int = setting(
         _S,
-        "steps per outer iteration instead of epochs, 0 for off; auto: as --comm-share allows, "
-        "where nodes exchange once per outer iteration (else epochs count)",
+        "local steps per outer iteration, in place of --local-epochs (0: off); auto: as few as "
+        "--comm-share allows",
         low=0,
         auto=True,
     )
     frozen_local_steps: int = setting(
         _S,
-        "steps per outer iteration once pruning is done, 0 for as many as before",
+        "local steps per outer iteration after the masks are frozen, 0 for the same",
         low=0,
         of="shrinks",
         off=0,
     )
     comm_share: float = setting(
         _S,
-        "share of the time that phases 2 to 5 may take, for --local-steps auto",
+        "fraction of the time that the exchange may take, for --local-steps auto",
         above=0,
         below=1,
         of="by_iteration",
     )
-    batch_size: int = setting(_S, "images per rank and step", low=1)
+    batch_size: int = setting(_S, "images per rank and local step", low=1)
     lr: float = setting(_S, "peak learning rate (adamw: 0.001)", above=0)
-    lr_schedule: str = setting(_S, "learning rate curve", choices=("constant", "cosine", "step"))
-    warmup_ratio: float = setting(_S, "linear warm-up, as a fraction of all steps", low=0, below=1)
-    min_lr_ratio: float = setting(_S, "end of the cosine, as a fraction of lr", low=0, high=1)
+    lr_schedule: str = setting(_S, "learning rate schedule", choices=("constant", "cosine", "step"))
+    warmup_ratio: float = setting(
+        _S, "linear warm-up of the learning rate, as a fraction of all steps", low=0, below=1
+    )
+    min_lr_ratio: float = setting(
+        _S, "final learning rate of the cosine schedule, as a fraction of --lr", low=0, high=1
+    )
     momentum: float = setting(_S, "momentum of SGD, beta 1 of AdamW", low=0, below=1, of="momentum")
-    weight_decay: float = setting(_S, "L2 penalty lambda (adamw, decoupled: 0.05)", low=0)
+    weight_decay: float = setting(_S, "weight decay lambda (adamw, decoupled: 0.05)", low=0)
     optimizer: str = setting(
         _S,
-        "what takes the local steps, or those of the mean gradient",
+        "optimizer of the local steps, or of the step on the mean gradient",
         "sgd",
         choices=("sgd", "adamw"),
         of="optimizer",
     )
     inner_momentum: str = setting(
         _S,
-        "what becomes of its momentum at an exchange (diloco: reset)",
+        "keep or reset the optimizer's momentum at each exchange (diloco: reset)",
         "keep",
         choices=("keep", "reset"),
         of="local_sgd",
     )
     lr_scaling: str = setting(
         _S,
-        "multiply lr by the number of ranks, or by its root",
+        "scale --lr by the number of ranks (linear) or its square root",
         "off",
         choices=("off", "linear", "sqrt"),
         of="fixed_interval",
@@ -194,183 +210,187 @@ class Settings:
     )
     teacher: str = setting(
         _S,
-        "trained network whose outputs are learned beside the labels: the folder of a run, or a "
-        "file of weights of --model",
+        "trained network for distillation: the folder of a run, or a weights file of --model",
         "",
         optional=True,
+        metavar="FILE|DIR",
     )
     teacher_digest: str = setting(
         _S,
-        "SHA-256 that the file of --teacher must have; the run fills it in",
+        "SHA-256 that the file of --teacher must have; filled in by the run",
         "",
         optional=True,
         found=True,
     )
-    distillation_alpha: float = setting(
-        _S, "share of the loss that is the teacher's", 0.5, above=0, high=1
-    )
-    distillation_tau: float = setting(
-        _S, "what both networks' outputs are divided by to compare them", 4.0, above=0
-    )
-    smoothing: float = setting(
-        _S, "share of each label that is spread over all classes", 0.0, low=0, below=1
-    )
+    distillation_alpha: float = setting(_S, "weight of the distillation loss", 0.5, above=0, high=1)
+    distillation_tau: float = setting(_S, "temperature of the distillation loss", 4.0, above=0)
+    smoothing: float = setting(_S, "label smoothing", 0.0, low=0, below=1)
     mixup: float = setting(
         _S,
-        "mix images: alpha of the Beta distribution of shares, 0 for not",
+        "mixup alpha, 0 for off",
         0.0,
         low=0,
     )
     cutmix: float = setting(
         _S,
-        "the same with a window of another image; with both a coin decides",
+        "cutmix alpha, 0 for off; with both, one of them is drawn per batch",
         0.0,
         low=0,
     )
     clip_grad: float = setting(
         _S,
-        "norm to which a step's gradient is clipped, 0 for not",
+        "clip the gradient norm of each step to this value, 0 for off",
         0.0,
         low=0,
         of="optimizer",
     )
     model_ema_decay: float = setting(
         _S,
-        "decay per outer iteration of the average of z that is evaluated and delivered, 0 for z "
-        "itself",
+        "decay per outer iteration of the moving average of z that is evaluated and delivered, "
+        "0 for off",
         0.0,
         low=0,
         below=1,
     )
     grad_accum_steps: int = setting(
         _S,
-        "parts in which a step's batch goes through the network, for less memory",
+        "parts in which a step's batch is processed, to save memory",
         1,
         low=1,
         of="fixed_network",
     )
     weight_decay_on: str = setting(
         _S,
-        "what it shrinks: all parameters, or weights without biases and BatchNorm, as in the paper",
+        "parameters that decay: all, or weights without biases and BatchNorm (the paper)",
         choices=("all", "weights"),
     )
 
     _S = "sparsity"
     groups: tuple[str, ...] = setting(
         _S,
-        "what is removed whole, composed in this order",
+        "structured groups to prune: filters, input channels, GEMM columns (shape), or coupled "
+        "channels, which can be removed; several are composed in this order",
         choices=("filter", "channel", "shape", "coupled"),
         of="prunes_groups",
     )
     keep_ratio: tuple[float, ...] = setting(
         _S,
-        "fraction of the groups to keep, one for all or one per group",
+        "fraction to keep (see --keep-by), one for all groups or one per kind",
         above=0,
         high=1,
         of="keeps_a_share",
     )
     layer_keep_ratio: tuple[str, ...] = setting(
         _S,
-        "PATTERN=RATIO for matching parameter names, for all groups; the last match wins",
+        "PATTERN=RATIO for parameters whose name matches; the last match wins",
         optional=True,
         of="prunes_groups",
+        metavar="PATTERN=RATIO",
     )
     round_to: int = setting(
-        _S, "round kept groups up to a multiple of this", low=1, of="prunes_groups"
+        _S, "round the number of kept groups up to a multiple of this", low=1, of="prunes_groups"
     )
     mask_agreement: str = setting(
         _S,
-        "how nodes agree on a mask",
+        "vote: keep the groups with the largest summed energy; or: union of the nodes' masks "
+        "(the paper)",
         choices=("or", "vote"),
         of="consensus nodes",
     )
     keep_by: str = setting(
         _S,
-        "what --keep-ratio is a fraction of: the groups of each layer or set, or, of coupled "
-        "groups, all parameters or multiply-adds of the model",
+        "what --keep-ratio counts: groups of each layer, or (coupled groups) parameters or "
+        "multiply-adds of the model",
         choices=("groups", "parameters", "multiply-adds"),
         of="prunes_groups",
     )
     keep_floor: float = setting(
         _S,
-        "least fraction of the groups of each layer or set that a ratio of the model leaves",
+        "minimum fraction of groups kept in each layer, with a budget over the model",
         low=0,
         high=1,
         of="prunes_groups",
     )
     score: str = setting(
         _S,
-        "score by which groups are kept: their magnitude, or the squared gradient of a factor on "
-        "each channel, summed over the local steps (gates)",
+        "importance score of groups: magnitude, or squared gradients of a gate on each coupled "
+        "channel",
         choices=("magnitude", "gates"),
         of="prunes_groups nodes",
         off="magnitude",
     )
     dropped: str = setting(
         _S,
-        "groups that z drops before the masks freeze: cut from theta at once, or shrunk in it to "
-        "nothing by the freeze, so that they may come back",
+        "groups dropped before the freeze: cut from theta at once, or shrunk to zero until the "
+        "freeze, so that they may return",
         "cut",
         choices=("cut", "shrink"),
         of="consensus nodes",
     )
     warmup_iterations: int = setting(
         _S,
-        "dense outer iterations at first, a count or a share such as 7/16",
+        "dense outer iterations at the start, a count or a fraction such as 7/16",
         share=True,
         of="consensus",
     )
     keep_ramp_iterations: int = setting(
         _S,
-        "outer iterations to reach the keep ratio, a count or a share",
+        "outer iterations in which the keep ratio falls to its target, a count or a fraction",
         share=True,
         of="consensus",
     )
     freeze_iteration: int = setting(
         _S,
-        "outer iteration that freezes the masks, a count or a share, 0 for never",
+        "outer iteration that freezes the masks, a count or a fraction, 0 for never",
         share=True,
         of="consensus",
     )
     freeze_drift: float = setting(
         _S,
-        "freeze once the fraction of changed groups is at most this; negative for never",
+        "freeze early once the fraction of changed groups is at most this; negative: off",
         of="consensus",
     )
     freeze_window: int = setting(
-        _S, "outer iterations in a row for --freeze-drift", low=1, of="consensus"
+        _S, "consecutive outer iterations for --freeze-drift", low=1, of="consensus"
     )
     after_freeze: str = setting(
-        _S, "training on the fixed support", choices=("local-sgd", "admm"), of="consensus"
+        _S,
+        "training on the frozen masks: averaging (local-sgd) or with duals (admm)",
+        choices=("local-sgd", "admm"),
+        of="consensus",
     )
     remove_dropped: bool = setting(
         _S,
-        "take what is dropped out of the network itself once masks are final, so that steps cost "
-        "less from then on (coupled groups)",
+        "remove dropped coupled channels from the network after the freeze, for faster steps",
         of="shrinks",
         off=False,
     )
 
     _S = "consensus"
     theta_start: str = setting(
-        _S, "start of each local phase", choices=("z", "theta"), of="consensus"
+        _S,
+        "where local parameters theta start each outer iteration: from the consensus z, or from "
+        "theta (the paper)",
+        choices=("z", "theta"),
+        of="consensus",
     )
     node_sync: str = setting(
         _S,
-        "average inside the node at each step or once per iteration",
+        "average inside a node: gradients at each step, or parameters once per outer iteration "
+        "(the paper)",
         choices=("step", "outer"),
         of="by_iteration nodes",
     )
     weight_decay_in: str = setting(
         _S,
-        "weight decay in the local gradient or in the consensus (after a local-sgd freeze: theta)",
+        "apply weight decay to the local gradient (theta) or in the consensus (z)",
         choices=("theta", "z"),
         of="consensus",
     )
     bn: str = setting(
         _S,
-        "BatchNorm statistics of z: averages, or estimated again: while pruning, and where nothing "
-        "is pruned for each evaluation and in the end (local-sgd: average)",
+        "BatchNorm statistics of z: averaged over ranks, or estimated anew while pruning and "
+        "for evaluation (local-sgd: average)",
         choices=("average", "recalibrate"),
         of="by_iteration",
     )
@@ -378,14 +398,15 @@ class Settings:
     _S = "exchange"
     payload: str = setting(
         _S,
-        "format of what leaders exchange; other than fp32: differences, with error feedback",
+        "format of the exchange between nodes; below fp32: quantised differences with error "
+        "feedback",
         choices=PAYLOADS,
         of="averages",
         off="fp32",
     )
     overlap_steps: int = setting(
         _S,
-        "local steps that the exchange runs behind, 0 for none",
+        "local steps that overlap with the exchange between nodes, 0 for none",
         low=0,
         auto=True,
         of="averages nodes",
@@ -394,18 +415,21 @@ class Settings:
 
     _S = "penalties"
     penalty: str = setting(
-        _S, "course of rho", choices=("fixed", "ramp", "balance"), of="consensus"
+        _S,
+        "schedule of the penalties rho1 and rho2",
+        choices=("fixed", "ramp", "balance"),
+        of="consensus",
     )
-    rho1: float = setting(_S, "penalty inside a node at the start", above=0, of="consensus")
-    rho2: float = setting(_S, "penalty between nodes at the start", above=0, of="consensus nodes")
-    rho_max: float = setting(_S, "largest penalty", above=0, of="consensus")
-    rho_min: float = setting(_S, "smallest penalty", above=0, of="consensus")
+    rho1: float = setting(_S, "initial penalty inside a node", above=0, of="consensus")
+    rho2: float = setting(_S, "initial penalty between nodes", above=0, of="consensus nodes")
+    rho_max: float = setting(_S, "upper bound of the penalties", above=0, of="consensus")
+    rho_min: float = setting(_S, "lower bound of the penalties", above=0, of="consensus")
     rho_factor: float = setting(_S, "factor of one change of a penalty", above=1, of="consensus")
     eps_abs: float = setting(_S, "absolute tolerance of the residuals", low=0, of="consensus")
     eps_rel: float = setting(_S, "relative tolerance of the residuals", low=0, of="consensus")
     residuals: str = setting(
         _S,
-        "when residuals are computed, as long as there are duals",
+        "when residuals are computed",
         choices=("every", "evaluate", "off"),
         of="consensus",
     )
@@ -413,34 +437,34 @@ class Settings:
     _S = "exchange"
     aggregation: str = setting(
         _S,
-        "who sends gradients between nodes: all ranks, or each node the sum of its ranks",
+        "gradients between nodes are sent by all ranks (flat) or by one leader per node",
         "flat",
         choices=("flat", "hierarchical"),
         of="per_step",
     )
 
     _S = "machine"
-    device: str = setting(_S, "where to compute", "auto", choices=("auto", "cpu", "cuda"))
+    device: str = setting(_S, "device to train on", "auto", choices=("auto", "cpu", "cuda"))
     amp: str = setting(_S, "mixed precision", "off", choices=("off", "bf16", "fp16"))
-    channels_last: bool = setting(_S, "keep images in NHWC order", False)
+    channels_last: bool = setting(_S, "use NHWC memory format", False)
     compile: bool = setting(_S, "compile the model with torch.compile", False)
-    bucket_mib: float = setting(_S, "size of a message buffer in MiB", 32.0, low=1e-4, high=2048)
+    bucket_mib: float = setting(_S, "bucket size of messages in MiB", 32.0, low=1e-4, high=2048)
     piece_kib: int = setting(
         _S,
-        "KiB for each node in a message between nodes, 0 for whole buckets",
+        "piece size of messages between nodes, KiB per node, 0 for whole buckets",
         60,
         low=0,
         high=2**21,
     )
     mpi_buffers: str = setting(
-        _S, "memory handed to MPI", "auto", choices=("auto", "host", "device")
+        _S, "memory that MPI reads and writes", "auto", choices=("auto", "host", "device")
     )
     ranks_per_node: int = setting(
-        _S, "make virtual nodes of this many ranks, 0 for the real nodes", 0, low=0
+        _S, "make virtual nodes of this many consecutive ranks, 0 for the real nodes", 0, low=0
     )
     leaders_per_node: int = setting(
         _S,
-        "ranks of each node that share what it sends between nodes, each over links of its own",
+        "leaders per node, which share its messages to other nodes",
         1,
         low=1,
         of="averages",
@@ -448,45 +472,46 @@ class Settings:
     )
 
     _S = "safety"
-    resume: bool = setting(_S, "go on with the run in --run-dir, or begin it", False)
+    resume: bool = setting(_S, "continue the run in --run-dir where there is one", False)
     checkpoint_every: str = setting(
         _S,
-        "outer iterations between checkpoints; auto: below 2 % of the time; off: when preempted",
+        "outer iterations between checkpoints; auto: below 2 % of the time; off: only on "
+        "preemption",
         "auto",
         words=("auto", "off"),
     )
     timeout: float = setting(
-        _S, "seconds without progress on any rank before the job is ended", 1800.0, low=1
+        _S, "seconds without progress on any rank after which the job is aborted", 1800.0, low=1
     )
     time_limit: float = setting(
         _S,
-        "seconds after which to have left with a checkpoint, 0 for the end of the Slurm job",
+        "seconds until the job checkpoints and exits, 0 for the end of the Slurm job",
         0.0,
         low=0,
     )
     preempt_signals: tuple[str, ...] = setting(
         _S,
-        "signals to leave on with a checkpoint (INT: Ctrl-C)",
+        "signals on which the job checkpoints and exits (INT: Ctrl-C)",
         ("TERM", "USR1", "INT"),
         choices=("TERM", "USR1", "USR2", "INT", "HUP", "XCPU"),
     )
     on_divergence: str = setting(
         _S,
-        "end the run, or go back to the last checkpoint with half the learning rate",
+        "stop, or return to the last checkpoint with half the learning rate (rollback)",
         "stop",
         choices=("stop", "rollback"),
     )
     divergence_factor: float = setting(
         _S,
-        "a loss of so many times the first iteration's, or that of guessing if it is more, counts "
-        "as a divergence; 0: only one that is not finite",
+        "a loss above this many times the first one counts as divergence; 0: only one that is "
+        "not finite",
         10.0,
         low=0,
     )
 
     _S = "output"
     run_dir: str = setting(
-        _S, "folder of the results; empty: a new one in runs/", "", optional=True
+        _S, "folder of the results; empty: a new one in runs/", "", optional=True, metavar="DIR"
     )
     progress: str = setting(
         _S,
@@ -495,9 +520,11 @@ class Settings:
         choices=("auto", "on", "off"),
     )
     evaluate_every: int = setting(_S, "outer iterations between evaluations", low=1)
-    tensorboard: bool = setting(_S, "write the metrics for TensorBoard as well", False)
-    trace: bool = setting(_S, "write trace.json: what all ranks do when, for Perfetto", False)
-    dry_run: bool = setting(_S, "print sizes and bytes, then stop without training", False)
+    tensorboard: bool = setting(_S, "also write the metrics for TensorBoard", False)
+    trace: bool = setting(_S, "write trace.json, a timeline of all ranks for Perfetto", False)
+    dry_run: bool = setting(
+        _S, "print settings and message sizes, then exit without training", False
+    )
 
     del _S
     options: Any = dataclasses.field(default=None, metadata=NOT_A_SETTING)
@@ -510,15 +537,29 @@ class Estimate:
 
     _S = "dry-run"
     link_gbit: float = setting(
-        _S, "estimate exchanges on links of so many Gbit/s, 0 for not", 0.0, low=0, of="averages"
+        _S,
+        "estimate exchange times for links of this many Gbit/s, 0 for off",
+        0.0,
+        low=0,
+        of="averages",
     )
-    latency_us: float = setting(_S, "us per message", 50.0, low=0, of="averages")
+    latency_us: float = setting(_S, "latency per message in us", 50.0, low=0, of="averages")
     copy_gbs: float = setting(
-        _S, "GB/s of copies on the device, 0 for what is usual", 0.0, low=0, of="averages"
+        _S,
+        "memory bandwidth of copies in GB/s, 0 for a default by device",
+        0.0,
+        low=0,
+        of="averages",
     )
-    nodes: tuple[int, ...] = setting(_S, "numbers of nodes", NODES, low=1, of="averages")
+    nodes: tuple[int, ...] = setting(
+        _S, "numbers of nodes to estimate for", NODES, low=1, of="averages"
+    )
     step_ms: float = setting(
-        _S, "ms of a local step, to tell the share of the time", 0.0, low=0, of="averages"
+        _S,
+        "duration of a local step in ms, to estimate the communication share",
+        0.0,
+        low=0,
+        of="averages",
     )
     del _S
 
