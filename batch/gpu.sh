@@ -11,7 +11,11 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
 LIMIT_S=${LIMIT_S:-570}
-OUT=$(mkdir -p "${1:-gpu}" && cd "${1:-gpu}" && pwd)
+OUT=$(mkdir -p "${1:-gpu}" && cd "${1:-gpu}" && pwd) || OUT=
+if [[ -z $OUT ]]; then
+    echo "error: the folder ${1:-gpu} can't be made: name another one" >&2
+    exit 2
+fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PRUNEX_TEST_DEVICE=cuda OMP_NUM_THREADS=1
 # Open MPI refuses to start as root otherwise, and root is the ordinary user of a container.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

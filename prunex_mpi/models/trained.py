@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
-from prunex_mpi.base.files import CHUNK_BYTES, while_growing
+from prunex_mpi.base.files import CHUNK_BYTES, open_regular, while_growing
 from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.standalone import WITH_AUXILIARY_HEADS, fill_
 
@@ -44,7 +44,7 @@ def digest_of(path: Path, going: Callable[[], None] = lambda: None) -> str:
     """
     digest = hashlib.sha256()
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             while chunk := file.read(CHUNK_BYTES):
                 digest.update(chunk)
                 going()
@@ -59,7 +59,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     Raises UserError (UNREADABLE) for a file that can't be read or holds something else.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             # A safetensors file begins with the length of its header, which is JSON.
             is_safe = file.read(9)[8:] == b"{"
         if is_safe:

@@ -89,7 +89,7 @@ def _convert_item(field: dataclasses.Field, kind: type, value: object, where: st
     if rules.get("auto") and value == "auto":
         return AUTO
     if rules.get("share") or kind is Fraction:
-        return _check_share(_to_fraction(value, where), bool(rules.get("share")), where)
+        return _check_share(to_fraction(value, where), bool(rules.get("share")), where)
     if "words" in rules:
         return _to_count_or_word(value, rules["words"], where)
     number = kind in (int, float)
@@ -115,7 +115,7 @@ def _to_count_or_word(value: object, words: tuple[str, ...], where: str) -> str:
     )
 
 
-def _to_fraction(value: object, where: str) -> Fraction:
+def to_fraction(value: object, where: str) -> Fraction:
     """Convert 3, 0.25, "0.25" or "1/4"; a float counts as the decimal it is written as."""
     try:
         if isinstance(value, bool) or not isinstance(value, int | float | str | Fraction):

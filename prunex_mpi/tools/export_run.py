@@ -252,7 +252,11 @@ def write_onnx(folder: Path, model: nn.Module, images: Tensor, allowed: float) -
 def write_torch_export(folder: Path, model: nn.Module, images: Tensor, allowed: float) -> float:
     """Write model.pt2 for torch.export.load; as `write_onnx` otherwise."""
     try:
-        torch.export.save(_trace(model, images), folder / TORCH_EXPORT)
+        program = _trace(model, images)
+        # Where each operation was called from: paths of this machine.
+        for node in program.graph.nodes:
+            node.meta.pop("stack_trace", None)
+        torch.export.save(program, folder / TORCH_EXPORT)
         with torch.no_grad():
             found = torch.export.load(folder / TORCH_EXPORT).module()(images)
     # Whatever the exporter meets in a model's code.

@@ -62,6 +62,13 @@ def test_torch_files_of_every_kind_give_the_same_weights(wrap, tmp_path: Path) -
     assert same(model.state_dict(), state)
 
 
+@pytest.mark.parametrize("read", [digest_of, read_tensors])
+def test_a_pipe_is_no_file_of_weights(read, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="cannot read weights"):
+        read(tmp_path / "pipe")
+
+
 def test_safetensors_of_half_precision_and_without_counters(tmp_path: Path) -> None:
     state = trained().state_dict()
     halves = {k: t.half() for k, t in state.items() if "num_batches" not in k}

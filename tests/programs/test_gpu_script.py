@@ -11,6 +11,19 @@ import torch
 SCRIPT = Path(__file__).resolve().parents[2] / "batch/gpu.sh"
 
 
+def test_a_folder_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = subprocess.run(
+        ["bash", str(SCRIPT), str(tmp_path / "file/out")],
+        env={**os.environ, "PYTHON": "false"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    assert "can't be made: name another one" in result.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_it_says_that_there_is_no_gpu(tmp_path: Path) -> None:
     result = subprocess.run(

@@ -55,6 +55,7 @@ tune-lr = [0.01]
         ("--methods dense --tune-length 1/2", ["--tune-length", "--tune-lr"]),
         ("--methods dense --tune-lr 0.2 --tune-length 0", ["--tune-length", "'0'"]),
         ("--methods dense --length x", ["--length", "'x'"]),
+        ("--methods dense --length 1e999999999", ["--length"]),
         ("--methods dense --plan x.toml", ["--methods", "--plan"]),
         ("--plan /nowhere/x.toml", ["--plan", "/nowhere/x.toml"]),
         ("--methods dense --equal-bytes dens", ["--equal-bytes", "'dens'", "'dense'"]),

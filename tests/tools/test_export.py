@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -293,12 +294,20 @@ def test_what_is_not_equal_is_not_written(
     assert (own_run / "model/old").exists()
 
 
+def unzipped(path: Path) -> bytes:
+    with zipfile.ZipFile(path) as file:
+        return b"".join(file.read(name) for name in file.namelist())
+
+
 @torch.no_grad()
 def test_other_formats_compute_the_same(own_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exported(own_run, "--onnx", "--torch-export")
     said = capsys.readouterr().out
     assert "model.onnx: outputs differ by at most" in said
     assert "model.pt2: outputs differ by at most" in said
+    assert str(Path(standalone.__file__).parents[1]).encode() not in unzipped(
+        own_run / "model/model.pt2"
+    )
     loaded = torch.export.load(own_run / "model/model.pt2").module()
     images = torch.rand(7, 3, 8, 8)
     model = standalone.load(own_run / "model")

@@ -246,6 +246,14 @@ def test_metrics_are_written_as_csv(written: Path, run: Path) -> None:
         assert row["residuals.intra_dual"] == str(record["residuals"]["intra_dual"] or "")
 
 
+def test_no_name_in_a_csv_is_a_formula(run: Path, tmp_path: Path) -> None:
+    evil = [replace(read_run(run), name=name) for name in ("=1+1", "@x", "plain")]
+    write_report.write_csv(str(tmp_path / "x.csv"), evil)
+    with open(tmp_path / "x.csv", encoding="utf-8", newline="") as file:
+        names = {row["run"] for row in csv.DictReader(file)}
+    assert names == {"'=1+1", "'@x", "plain"}
+
+
 def test_the_same_run_gives_the_same_picture(run: Path) -> None:
     found = read_run(run)
     with drawing.styled():

@@ -43,7 +43,7 @@ from prunex_mpi.config.resolve import (
     methods_of,
 )
 from prunex_mpi.settings.fields import OF_SECTION, OF_THE_JOB, Settings, key_of
-from prunex_mpi.settings.values import AUTO, convert
+from prunex_mpi.settings.values import AUTO, convert, to_fraction
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -375,10 +375,7 @@ def _seed(flag: str, text: str) -> int:
 
 
 def _share(flag: str, text: str) -> Fraction:
-    try:
-        share = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        share = Fraction(0)
+    share = to_fraction(text, f"--{flag}")
     if not 0 < share <= 1:
         raise UserError(f"--{flag} {quote(text)}: give a share above 0 and up to 1, such as 1/8")
     return share

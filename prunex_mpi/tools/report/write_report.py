@@ -69,7 +69,7 @@ def write_csv(path: str, runs: Sequence[Run]) -> None:
     try:
         with open(path, "w", encoding="utf-8", errors="replace", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow([*(["run"] if many else []), *names])
+            writer.writerow([*(["run"] if many else []), *map(_as_text, names)])
             for run in runs:
                 columns = [run.column(name) for name in names]
                 for i in range(len(run.iterations)):
@@ -77,10 +77,15 @@ def write_csv(path: str, runs: Sequence[Run]) -> None:
                         _cell(column[i], name in whole)
                         for name, column in zip(names, columns, strict=True)
                     ]
-                    writer.writerow([*([run.name] if many else []), *cells])
+                    writer.writerow([*([_as_text(run.name)] if many else []), *cells])
     except OSError as error:
         where = quote(path, 250)
         raise UserError(f"--csv {where}: {error.strerror}; choose another", UNREADABLE) from None
+
+
+def _as_text(name: str) -> str:
+    """Return a name so that no spreadsheet takes it for a formula."""
+    return f"'{name}" if name[:1] in tuple("=+-@\t\r") else name
 
 
 def _cell(number: float, whole: bool) -> str:
