@@ -206,7 +206,7 @@ def describe_presets() -> str:
     for preset in PRESETS:
         about = " ".join(preset_comment(preset).split())
         differing = {n: v for n, v in preset_values(preset).items() if recipe.get(n) != v}
-        lines = [f"  --{key_of(name)} {_show(value)}" for name, value in differing.items()]
+        lines = [f"  --{key_of(name)} {shown(name, value)}" for name, value in differing.items()]
         blocks.append("\n".join([f"{preset}: {about}", *lines]))
     return "\n\n".join(blocks)
 
@@ -227,9 +227,7 @@ def add_settings(
         section = section if grouped else "the flags that matter first"
         group = sections.get(section) or parser.add_argument_group(section)
         sections[section] = group
-        default = usual.get(name, field.default)
-        shown = "auto" if left_open(field, default) else _show(default)
-        text = f"{field.metadata['help']} [{shown}]"
+        text = f"{field.metadata['help']} [{shown(name, usual.get(name, field.default))}]"
         options = _action(field.type, field.metadata, text)
         group.add_argument(f"--{key_of(name)}", dest=name, **options)
 
@@ -250,7 +248,10 @@ def _action(kind: Any, rules: Mapping[str, Any], text: str) -> dict[str, Any]:
     return {"metavar": metavar, "help": text, **many}
 
 
-def _show(value: object) -> str:
+def shown(name: str, value: object) -> str:
+    """Return a value of a setting as help and tables show it."""
+    if left_open(FIELDS[name], value):
+        return "auto"
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or "none"
     if isinstance(value, bool):
