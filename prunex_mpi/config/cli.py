@@ -222,8 +222,7 @@ def _as_flag(name: str, value: Any) -> str:
     """Return a setting as it is given on the command line."""
     if isinstance(value, bool):
         return f"--{'' if value else 'no-'}{key_of(name)}"
-    shown = "auto" if left_open(FIELDS[name], value) else _show(value)
-    return f"--{key_of(name)} {shown}"
+    return f"--{key_of(name)} {shown(name, value)}"
 
 
 def add_settings(
@@ -242,9 +241,7 @@ def add_settings(
         section = section if grouped else "the flags that matter first"
         group = sections.get(section) or parser.add_argument_group(section)
         sections[section] = group
-        default = usual.get(name, field.default)
-        shown = "auto" if left_open(field, default) else _show(default)
-        text = f"{field.metadata['help']} [{shown}]"
+        text = f"{field.metadata['help']} [{shown(name, usual.get(name, field.default))}]"
         options = _action(field.type, field.metadata, text)
         group.add_argument(f"--{key_of(name)}", dest=name, **options)
 
@@ -266,7 +263,10 @@ def _action(kind: Any, rules: Mapping[str, Any], text: str) -> dict[str, Any]:
     return {"metavar": metavar, "help": text, **many}
 
 
-def _show(value: object) -> str:
+def shown(name: str, value: object) -> str:
+    """Return a value of a setting as help and tables show it."""
+    if left_open(FIELDS[name], value):
+        return "auto"
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or "none"
     if isinstance(value, bool):

@@ -9,16 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import settings_table
 from launch import environment, run_job, train
 
 from prunex_mpi.__main__ import PROGRAMS
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.records import KINDS, PHASES, RESIDUALS
 from prunex_mpi.config import cli
 from prunex_mpi.config.resolve import BY_NAME as METHODS
+from prunex_mpi.config.resolve import flat_values
 from prunex_mpi.diagnosis import options as doctor
 from prunex_mpi.research.bench import bench_options as bench
 from prunex_mpi.research.compare import compare_options as compare
+from prunex_mpi.research.compare.outcomes import by_row, read_comparison
 from prunex_mpi.research.figures import figure_options as figures
+from prunex_mpi.settings.fields import OF_THE_JOB
 from prunex_mpi.tools import evaluate_options as evaluate
 from prunex_mpi.tools import export_options as export
 from prunex_mpi.tools.report import report_options as report
@@ -26,10 +31,12 @@ from prunex_mpi.tools.report import report_options as report
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "prunex_mpi"
 FOLDERS = (".", "batch", "tests", "prunex_mpi")
-FOLDERS += tuple(f"prunex_mpi/{name}" for name in ("data", "methods", "models", "run", "tools"))
+FOLDERS += tuple(f"prunex_mpi/{name}" for name in ("data", "methods", "run", "settings"))
 FOLDERS += ("prunex_mpi/methods/results",)
 READMES = [ROOT / folder / "README.md" for folder in FOLDERS]
-LONGEST, MOST_WORDS = 150, 2000
+# Of the first page; and of all pages together, generated tables apart.
+LONGEST, MOST_WORDS, MOST_IN_ALL = 165, 1700, 15000
+GENERATED = re.compile(r"<!-- \S+\.json: (?!figures)\S+ -->.*?<!-- end -->", re.DOTALL)
 
 STARTS = ("python -m prunex_mpi", "python tests/", "mpirun ", "srun ", "sbatch ", "bash batch/")
 PARSERS = {"train": cli, "bench": bench, "doctor": doctor, "export": export, "report": report}
@@ -92,15 +99,15 @@ def program_of(words: list[str]) -> list[str]:
 def refused(words: list[str]) -> str:
     """Say why the program that a command starts would not take its arguments; empty if it would."""
     program, *arguments = program_of(words) or [""]
+    # Plans and files of settings are named as seen from the project.
+    arguments = [str(ROOT / w) if w.endswith(".toml") else w for w in arguments]
     if not program:
         return ""
     if program not in PROGRAMS:
         return f"there is no program {program}"
     parser = PARSERS[program]
     if program == "bench" and arguments[:1] == ["compare"]:
-        # Plans are named as seen from the project.
-        plans = [str(ROOT / word) if word.startswith("batch/") else word for word in arguments]
-        parser, arguments = compare, plans[1:]
+        parser, arguments = compare, arguments[1:]
     if program == "bench" and arguments[:1] == ["figure"]:
         parser, arguments = figures, arguments[1:]
     if not arguments:
@@ -178,6 +185,74 @@ def test_the_first_one_is_one_page() -> None:
     text = READMES[0].read_text()
     assert len(text.splitlines()) <= LONGEST
     assert len(text.split()) <= MOST_WORDS
+
+
+def test_all_pages_are_short() -> None:
+    pages = [path for path in READMES if path.parent.name != "settings"]
+    text = "".join(path.read_text() for path in [*pages, ROOT / "CHANGELOG.md"])
+    assert len(GENERATED.sub("", text).split()) <= MOST_IN_ALL
+
+
+def test_the_table_of_settings_is_what_the_code_says() -> None:
+    words = [sys.executable, settings_table.__file__, "--check"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_key_of_a_record_has_a_row() -> None:
+    text = (PACKAGE / "run" / "README.md").read_text()
+    table = text.partition("\n## Keys of metrics.jsonl\n")[2].partition("\n## ")[0]
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    named = {name for row in rows for name in spans(row)}
+    keys = {f"seconds.{phase}" for phase in PHASES} | {f"bytes.{kind}" for kind in KINDS}
+    sources = "".join((PACKAGE / "core" / f"{name}.py").read_text() for name in ("metrics", "loop"))
+    for function in ("iteration_record", "quality", "finish_round"):
+        body = re.search(rf"^def {function}\b.*?(?=^def |\Z)", sources, re.M | re.S)[0]
+        keys |= set(re.findall(r'"(\w+)": ', body)) | set(re.findall(r'"(test_\w+)"', body))
+    keys -= {"seconds", "bytes", "residuals", "layers", "rank", "status", "converged", "estimate"}
+    keys |= {f"residuals.{name}" for name in RESIDUALS}
+    assert keys - named == set()
+
+
+def test_calls_that_leave_a_node_are_where_they_are_said_to_be() -> None:
+    text = (PACKAGE / "README.md").read_text()
+    table = text.partition("\n## Where bytes leave the node\n")[2].partition("\n## ")[0]
+    rows = [row.split("|")[1:-1] for row in table.splitlines() if row.endswith(".py` |")]
+    assert len(rows) > 4
+    for _, calls, _, files in rows:
+        source = "".join((PACKAGE / name).read_text() for name in spans(files))
+        for call in spans(calls):
+            assert re.search(rf"\.{call}\(", source), f"{call} is not called in {files}"
+
+
+# Commands of the first page that say which row of which plan they train.
+SHOWN_ROW = re.compile(r"^    # (\S+\.toml): (.+)\n    (mpirun .+)$", re.M)
+RESULTS = {"compare_cifar10": "cifar10_16_epochs", "pruned_cifar10": "pruned_30_epochs"}
+RESULTS_OF = {"full width": "pruned_30_epochs_half"}
+ROWS_SHOWN = SHOWN_ROW.findall(READMES[0].read_text())
+
+
+@pytest.mark.parametrize(("plan", "name", "command"), ROWS_SHOWN)
+def test_a_command_of_the_first_page_trains_its_row(
+    plan: str, name: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    settings = cli.parse(program_of(shlex.split(command))[1:])
+    options = compare.parse(["--plan", plan, "--rows", name])
+    (row,) = options.rows
+    given = flat_values(settings)
+    wanted = flat_values(compare.settings_of({**options.common, **row.own}, row, 0, settings.lr))
+    apart = (*OF_THE_JOB, "preset")
+    differ = {n: (x, wanted[n]) for n, x in given.items() if n not in apart and x != wanted[n]}
+    assert set(differ) <= {"data_dir"}
+    file = RESULTS_OF.get(name, RESULTS[Path(plan).stem])
+    results = PACKAGE / "methods" / "results" / f"{file}.json"
+    runs = by_row(read_comparison("", str(results)).outcomes)[name]
+    assert {run.lr for run in runs} == {settings.lr}
+
+
+def test_the_first_page_shows_rows() -> None:
+    assert len(ROWS_SHOWN) > 5
 
 
 def test_every_method_has_a_row_and_is_counted() -> None:
@@ -309,7 +384,7 @@ DROPPED = {*SHORT, "--local-epochs", "--data-dir", "--download", "--init-from"}
 def shortened(arguments: list[str]) -> list[str]:
     """Return the arguments of a training that takes a second."""
     kept, dropping = [], False
-    for word in arguments:
+    for word in [str(ROOT / w) if w.endswith(".toml") else w for w in arguments]:
         if word.startswith("--"):
             dropping = word in DROPPED
         if not dropping:
