@@ -9,6 +9,7 @@ from prunex_mpi.base.tables import Cell, Table, format_lines, format_table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.collectives import between_nodes, build_transport
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.config.cli import shown
 from prunex_mpi.config.resolve import ESTIMATED, flat_values, make, toml_key
 from prunex_mpi.core.loading import CPU, find_sizes
 from prunex_mpi.core.losses import find_losses
@@ -61,7 +62,7 @@ def differing_settings(settings: Settings) -> str:
     usual = flat_values(make(preset, method=method.name))
     values = flat_values(settings)
     table = [
-        (toml_key(name), str(value))
+        (toml_key(name), shown(name, value))
         for name, value in values.items()
         if value != usual[name] and name not in (*ESTIMATED, "dry_run")
     ]
