@@ -16,7 +16,7 @@ FOLDER = Path(prunex_mpi.__file__).parent
 WORDS = {
     "train": "--keep-ratio",
     "doctor": "--mpi-buffers",
-    "bench": "kernels, memory, collectives, overhead, checkpoint, ddp, model, data or all",
+    "bench": "kernels, collectives, overhead, ddp, model or all",
     "export": "--torch-export",
     "evaluate": "--classes",
     "report": "--csv",
