@@ -206,8 +206,8 @@ def test_the_cost_model_is_calibrated_and_tried(monkeypatch):
         assert named["ratio"] == pytest.approx(named["predicted ms"] / named["measured ms"])
         assert named["ratio"] > 0
     flags = constants.notes[0].removeprefix("for train --dry-run: ").split()
-    settings = cli.parse(["--dry-run", *flags])
-    assert settings.link_gbit > 0 and settings.copy_gbs > 0
+    asked = cli.parse(["--dry-run", *flags]).estimate
+    assert asked.link_gbit > 0 and asked.copy_gbs > 0
     titles = MPI.COMM_WORLD.allgather([constants.notes, predictions.rows])
     assert all(other == titles[0] for other in titles)
 
