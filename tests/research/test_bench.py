@@ -46,8 +46,8 @@ def alone():
 
 
 def test_kernels_time_every_step_against_a_copy_of_the_stated_bytes(alone):
-    steps, parts, stages, _ = kernels(alone, 128)
-    for table in (steps, parts, stages):
+    steps, stages, _ = kernels(alone, 128)
+    for table in (steps, stages):
         assert_sane(table)
         assert all(
             ms > 0 for name in table.columns if name.endswith("ms") for ms in column(table, name)
@@ -136,7 +136,7 @@ def test_collectives_are_timed_alike_on_every_rank(ranks_per_node):
     world = MPI.COMM_WORLD
     topology = build_topology(world, ranks_per_node)
     tables = collectives(bench_on(topology))
-    transfers, agreement, rival = tables
+    transfers, rival = tables
     many_nodes, big_nodes = topology.num_nodes > 1, max(topology.node_sizes) > 1
     free_topology(topology)
     for table in tables:
@@ -151,9 +151,6 @@ def test_collectives_are_timed_alike_on_every_rank(ranks_per_node):
     assert (("Allreduce, Bcast", "leader, node") in measured) == (many_nodes and big_nodes)
     titles = world.allgather([[row[:2] for row in t.rows] for t in tables])
     assert all(other == titles[0] for other in titles)
-    if world.rank == 0:
-        sent = column(agreement, "bytes between nodes")
-        assert sent[1] > sent[0] > sent[2] == 0
 
 
 @pytest.mark.any_mpi
