@@ -19,7 +19,7 @@ WORDS = {
     "bench": "kernels, collectives, overhead, ddp, model or all",
     "export": "--torch-export",
     "evaluate": "--classes",
-    "report": "--csv",
+    "report": "--png",
 }
 NOTHING_LOADED = "sys.exit(3 if {'torch', 'mpi4py', 'numpy'} & set(sys.modules) else 0)"
 

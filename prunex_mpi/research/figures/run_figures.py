@@ -26,6 +26,7 @@ from prunex_mpi.tools.drawing import (
     name_bars,
     new_figure,
     plain,
+    stack_bars,
 )
 from prunex_mpi.tools.report import run_pictures, several_runs
 from prunex_mpi.tools.report.one_run import duration_words, size_words, wanted_iterations
@@ -150,12 +151,6 @@ def setup_words(run: Run, ranks: int) -> str:
     model, dataset = run.setting("model", "?"), run.setting("dataset", "?")
     many = f"{ranks} rank{'s' if ranks != 1 else ''}" if ranks else "unknown ranks"
     return f"{model} on {dataset} with {many}, not ResNet-152 on CIFAR-10 with 64 GPUs"
-
-
-def differing(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
-    """Return in which settings runs differ; what a run of before does not know tells nothing."""
-    known = {key: [value_of(run, key) for run in runs if key in run.config] for key in keys}
-    return [key for key, values in known.items() if len(set(values)) > 1]
 
 
 def value_of(run: Run, key: str) -> str:
@@ -350,19 +345,14 @@ def split(runs: Sequence[Run]) -> Drawn:
                 setup_words(run, ranks_of(run)) if paper != NONE else "",
             )
             for part, (word, paper) in PARTS.items()
-            if shares[-1].get(part)
+            if shares[-1][part]
         ]
     figure = new_figure(1.6 + 0.4 * max(2, len(runs)))
     panel = figure.subplots()
-    base = np.zeros(len(runs))
-    for part, (word, _) in PARTS.items():
-        width = np.array([100 * share.get(part, 0.0) for share in shares])
-        if width.any():
-            panel.barh(
-                range(len(runs)), width, left=base, height=0.7, color=PART_COLOURS[part], label=word
-            )
-            base += width
-    name_bars(panel, [label(number, run) for number, run in enumerate(runs)])
+    widths = {part: np.array([100 * share[part] for share in shares]) for part in PARTS}
+    names = [label(number, run) for number, run in enumerate(runs)]
+    bars = [(PARTS[p][0], w, {"color": PART_COLOURS[p]}) for p, w in widths.items() if w.any()]
+    stack_bars(panel, names, bars)
     panel.set_xlim(0, 100)
     panel.set_xlabel("% of the time of communication")
     legend_above(panel, 2)
