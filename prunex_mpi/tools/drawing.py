@@ -77,6 +77,12 @@ def new_figure(height: float, width: float = WIDTH) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def new_panel(height: float) -> "tuple[Figure, Axes]":
+    """Return a figure of so many inches with one panel, and the panel."""
+    figure = new_figure(height)
+    return figure, figure.subplots()
+
+
 def look_of(number: int) -> dict[str, str]:
     """Return colour and dash of the curve of this number."""
     dash = DASHES[number // len(COLOURS) % len(DASHES)]

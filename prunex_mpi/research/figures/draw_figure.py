@@ -21,9 +21,9 @@ from prunex_mpi.research.figures.run_figures import (
     NONE,
     Beside,
     Drawn,
+    beside,
     lacking,
     ranks_of,
-    setup_words,
     table_of,
     unequal,
     value_of,
@@ -36,7 +36,7 @@ from prunex_mpi.tools.drawing import (
     legend_above,
     look_of,
     marker_of,
-    new_figure,
+    new_panel,
     plain,
     styled,
 )
@@ -172,8 +172,7 @@ def scaling(runs: Sequence[Run]) -> Drawn:
             "figure 9 needs runs of one method and of one work with different numbers of ranks; "
             f"these are {'; '.join(found)}"
         )
-    figure = new_figure(4.0)
-    panel = figure.subplots()
+    figure, panel = new_panel(4.0)
     rows, farthest = [], 1.0
     for number, (name, points) in enumerate(series.items()):
         base = points[0]
@@ -265,8 +264,7 @@ def ratios(runs: Sequence[Run]) -> Drawn:
     known = {ratio for series in found.values() for ratio in series}
     if len(known) < 2:
         raise UserError("figure 12 needs runs with two or more keep ratios (--keep-ratio)")
-    figure = new_figure(3.6)
-    panel = figure.subplots()
+    figure, panel = new_panel(3.6)
     rows = []
     for number, (name, series) in enumerate(found.items()):
         ordered = sorted(series)
@@ -287,16 +285,9 @@ def ratios(runs: Sequence[Run]) -> Drawn:
             panel.plot([x] * len(seeds[x]), seeds[x], "_", color=look["color"], markersize=9)
             many = f"{len(seeds[x])} run{'s' if len(seeds[x]) > 1 else ''}"
             apart = f" ± {stdev(seeds[x]):.2f}" if len(seeds[x]) > 1 else ""
-            paper = PAPER_ACCURACY.get(x, "-")
-            first = series[x][0]
-            rows.append(
-                Beside(
-                    f"{name}, keep {x:g}",
-                    f"{mean(seeds[x]):.2f}{apart} % ({many})",
-                    paper,
-                    setup_words(first, ranks_of(first)) if paper != "-" else "",
-                )
-            )
+            here = f"{mean(seeds[x]):.2f}{apart} % ({many})"
+            paper = PAPER_ACCURACY.get(x, NONE)
+            rows.append(beside(series[x][0], f"{name}, keep {x:g}", here, paper))
     panel.set_xlim(0, 1.05)
     panel.set_xlabel("keep ratio: share of the groups that is kept")
     panel.set_ylabel("test accuracy % at the end")

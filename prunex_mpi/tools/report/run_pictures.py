@@ -18,6 +18,7 @@ from prunex_mpi.tools.drawing import (
     look_of,
     marker_of,
     new_figure,
+    new_panel,
     plain,
     stack_bars,
 )
@@ -262,8 +263,7 @@ def duration(run: Run) -> "Figure | None":
     phases = phases_of(run)
     if not phases:
         return None
-    figure = new_figure(3.4)
-    panel = figure.subplots()
+    figure, panel = new_panel(3.4)
     look = {f"seconds.{p}": (PHASE_COLOURS[p], LABELS[p]) for p in phases}
     totals = sum(np.nan_to_num(run.column(name)) for name in look)
     size, unit = unit_of_seconds(float(np.max(totals)))
@@ -301,8 +301,7 @@ def residuals(run: Run) -> "Figure | None":
     there = [name for name in RESIDUALS if run.has(f"residuals.{name}")]
     if not there:
         return None
-    figure = new_figure(3.4)
-    panel = figure.subplots()
+    figure, panel = new_panel(3.4)
     columns = {name: run.column(f"residuals.{name}") for name in there}
     lines = {RESIDUAL_WORDS[n]: np.where(c > 0, c, np.nan) for n, c in columns.items()}
     plot_each(panel, run.iterations, lines)
@@ -380,8 +379,7 @@ def layer_density(layers: Layers) -> "Figure | None":
         return None
     from matplotlib import colormaps
 
-    figure = new_figure(_height(len(pruned)))
-    panel = figure.subplots()
+    figure, panel = new_panel(_height(len(pruned)))
     shades = colormaps[SHADES].with_extremes(bad="#ffffff")
     mesh = panel.pcolormesh(
         edges_of(list(layers.iterations)),
@@ -500,8 +498,7 @@ def rank_name(times: RankTimes, rank: int) -> str:
 def rank_seconds(times: RankTimes) -> "Figure":
     """Draw where the time of each rank went: work by phase, waiting, transmitting."""
     ranks = shown_ranks(times)
-    figure = new_figure(1.3 + 0.24 * max(3, len(ranks)))
-    panel = figure.subplots()
+    figure, panel = new_panel(1.3 + 0.24 * max(3, len(ranks)))
     parts = [
         (LABELS[p], times.context[p], {"color": PHASE_COLOURS[p]})
         for p in RANK_PHASES
@@ -534,8 +531,7 @@ def lost_seconds(times: RankTimes) -> "Figure | None":
         rows[row, delay.iteration - numbers[0]] += delay.seconds
     edges, starts = binned(iterations)
     size, unit = unit_of_seconds(float(rows.sum(axis=0).max()))
-    figure = new_figure(3.0)
-    panel = figure.subplots()
+    figure, panel = new_panel(3.0)
     words = [f"rank {s.rank}, {LABELS[s.phase]}" for s in named] + ["all others"]
     colours = (COLOURS[1], COLOURS[0], REST)
     heights = [means(row, starts) / size for row in rows]

@@ -14,6 +14,7 @@ from prunex_mpi.tools.drawing import (
     look_of,
     marker_of,
     new_figure,
+    new_panel,
     plain,
     stack_bars,
 )
@@ -168,8 +169,7 @@ def curves(
     """Draw a column of all runs along their outer iterations."""
     if not any(np.isfinite(column(run)).any() for run in runs):
         return None
-    figure = new_figure(3.2 + 0.18 * ((len(runs) + 2) // 3))
-    panel = figure.subplots()
+    figure, panel = new_panel(3.2 + 0.18 * ((len(runs) + 2) // 3))
     for number, run in enumerate(runs):
         look = look_and_label(number, run)
         plot(panel, run.iterations, column(run), marker_of(number), **look)
@@ -211,8 +211,7 @@ def durations(runs: Sequence[Run]) -> "Figure | None":
         for p in phases
     }
     size, unit = run_pictures.unit_of_seconds(float(sum(rows.values()).max()))
-    figure = new_figure(1.5 + 0.3 * max(3, len(runs)))
-    panel = figure.subplots()
+    figure, panel = new_panel(1.5 + 0.3 * max(3, len(runs)))
     bars = [(LABELS[p], rows[p] / size, {"color": PHASE_COLOURS[p]}) for p in rows]
     stack_bars(panel, [label(number, run) for number, run in enumerate(runs)], bars)
     panel.set_xlabel(unit)
