@@ -1,9 +1,8 @@
 """Measure what training costs: `python -m prunex_mpi.bench`, also under mpirun.
 
-One rank measures kernels, overhead and memory, two or more the collectives and the steps of dense
-SGD beside torch's, any number the writing of checkpoints. `compare` trains with one method after
-the other; `figure` draws one of the paper's figures from runs, without MPI. The tables name the
-machine, the versions and the rank layout, since figures mean nothing without.
+One rank measures kernels and overhead, two or more the collectives and the steps of dense SGD
+beside torch's. `compare` trains with one method after the other; `figure` draws one of the paper's
+figures from runs, without MPI. The tables name the machine, the versions and the rank layout.
 """
 
 import sys

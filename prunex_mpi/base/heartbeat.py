@@ -32,12 +32,12 @@ class Heartbeat:
         self.beats += 1
 
     def go_on(self) -> None:
-        """Note progress in a phase that has no steps of its own to count.
+        """Note progress that is no step: ranks may make more or less of it in the same phase.
 
         Call it only where something was done that brings the end nearer: a loop that reads the same
         again and again must look like one that hangs.
         """
-        self.beat(self.step + 1)
+        self.beats += 1
 
     def describe(self) -> str:
         """Return where the rank is, in words."""

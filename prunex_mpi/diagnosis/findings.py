@@ -66,6 +66,15 @@ def errors(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.severity == "error"]
 
 
+def differences(facts: Sequence[RankFacts], value: Callable[[RankFacts], str]) -> str:
+    """Return which hosts have which value, "" where all ranks have the same."""
+    hosts: dict[str, list[str]] = {}
+    for rank in facts:
+        hosts.setdefault(value(rank), []).append(rank.host)
+    text = ", ".join(f"{found} on {listed(names)}" for found, names in hosts.items())
+    return text if len(hosts) > 1 else ""
+
+
 def by_host(facts: Iterable[RankFacts]) -> dict[str, list[RankFacts]]:
     """Sort the ranks by the machine that they are on."""
     hosts: dict[str, list[RankFacts]] = {}

@@ -6,7 +6,7 @@ What the environment has set is not told again. Figures were measured with Open 
 from collections.abc import Sequence
 
 from prunex_mpi.base.errors import listed
-from prunex_mpi.diagnosis.findings import Finding, RankFacts, by_host
+from prunex_mpi.diagnosis.findings import Finding, RankFacts, by_host, differences
 
 # From the least on, as MPI names them.
 THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
@@ -105,11 +105,8 @@ def check_agreement(facts: Sequence[RankFacts]) -> list[Finding]:
         return []
     findings = []
     for variable in (REDUCTIONS, HAN_SEGMENTS) if len(by_host(facts)) > 1 else (REDUCTIONS,):
-        hosts: dict[str, list[str]] = {}
-        for rank in facts:
-            hosts.setdefault(rank.mpi_settings.get(variable, "unset"), []).append(rank.host)
-        if len(hosts) > 1:
-            where = ", ".join(f"{value} on {listed(names)}" for value, names in hosts.items())
+        where = differences(facts, lambda rank, name=variable: rank.mpi_settings.get(name, "unset"))
+        if where:
             findings.append(
                 Finding(
                     "error",

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from prunex_mpi.base.errors import listed
 from prunex_mpi.base.units import GIB, MIB
-from prunex_mpi.diagnosis.findings import Finding, RankFacts, by_host, per_machine
+from prunex_mpi.diagnosis.findings import Finding, RankFacts, by_host, differences, per_machine
 
 CLOCK_NOTE_S = 1.0
 CLOCK_WARNING_S = 60.0
@@ -36,20 +36,17 @@ def check_versions(facts: Sequence[RankFacts]) -> list[Finding]:
     """Find software that is not the same on every rank."""
     findings = []
     for name in facts[0].versions:
-        hosts: dict[str, list[str]] = {}
-        for rank in facts:
-            hosts.setdefault(rank.versions.get(name, "none"), []).append(rank.host)
-        if len(hosts) == 1:
-            continue
-        where = ", ".join(f"{version} on {listed(names)}" for version, names in hosts.items())
-        findings.append(
-            Finding(
-                "error" if name in MUST_AGREE else "warning",
-                "versions",
-                f"{name} is {where}",
-                "start every rank in the same environment, on a file system that all nodes share",
+        where = differences(facts, lambda rank, name=name: rank.versions.get(name, "none"))
+        if where:
+            findings.append(
+                Finding(
+                    "error" if name in MUST_AGREE else "warning",
+                    "versions",
+                    f"{name} is {where}",
+                    "start every rank in the same environment, on a file system that all nodes "
+                    "share",
+                )
             )
-        )
     return findings or [Finding("ok", "versions", "the same software on every rank")]
 
 
@@ -231,11 +228,8 @@ def check_devices(facts: Sequence[RankFacts]) -> list[Finding]:
             Finding("error", "device", f"rank {rank.rank} on {rank.host}: {problem}")
             for problem, rank in problems.items()
         ]
-    kinds: dict[str, list[str]] = {}
-    for rank in facts:
-        kinds.setdefault(rank.device.partition(":")[0], []).append(rank.host)
-    if len(kinds) > 1:
-        where = ", ".join(f"{kind} on {listed(hosts)}" for kind, hosts in kinds.items())
+    where = differences(facts, lambda rank: rank.device.partition(":")[0])
+    if where:
         return [
             Finding(
                 "error",
@@ -244,7 +238,7 @@ def check_devices(facts: Sequence[RankFacts]) -> list[Finding]:
                 "ask for GPUs on every node, or give --device cpu",
             )
         ]
-    kind = next(iter(kinds))
+    kind = facts[0].device.partition(":")[0]
     unused = kind == "cpu" and any(rank.gpus for rank in facts)
     text = "every rank computes on the CPU" + (", beside GPUs" if unused else "")
     return [Finding("ok", "device", text if kind == "cpu" else "every rank has a GPU")]

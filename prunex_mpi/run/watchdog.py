@@ -146,7 +146,7 @@ class Watchdog:
         if not found:
             return self._own_reason(seconds)
         alive_since = max(record.at for record in found) - self.timeout_s / 2
-        late = blame(found, alive_since)
+        late = find_hung_rank(found, alive_since)
         state = "is stopped or gone" if late.at < alive_since else "hangs"
         return (
             f"rank {late.rank} on {late.host} (process {late.pid}) {state} in {late.place()}: no "
@@ -236,11 +236,11 @@ class _Idle:
         return self.seconds
 
 
-def blame(records: list[Record], alive_since: float) -> Record:
-    """Return the rank that the others wait for.
+def find_hung_rank(records: list[Record], alive_since: float) -> Record:
+    """Return the record of the rank that the others wait for.
 
-    One whose thread is silent; else the one that has come least far, and of several the one that is
-    not inside this package, where it would wait for others.
+    One whose thread is silent; else the one with the least progress (outer iteration, phase, step),
+    and of several the one that is not inside this package, where it would wait for others.
     """
 
     def key(record: Record) -> tuple:

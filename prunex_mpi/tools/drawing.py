@@ -3,12 +3,13 @@
 import io
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -76,6 +77,12 @@ def new_figure(height: float, width: float = WIDTH) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def new_panel(height: float) -> "tuple[Figure, Axes]":
+    """Return a figure of so many inches with one panel, and the panel."""
+    figure = new_figure(height)
+    return figure, figure.subplots()
+
+
 def look_of(number: int) -> dict[str, str]:
     """Return colour and dash of the curve of this number."""
     dash = DASHES[number // len(COLOURS) % len(DASHES)]
@@ -116,6 +123,19 @@ def name_bars(panel: "Axes", names: Sequence[str]) -> None:
     panel.set_yticks(range(len(names)), [plain(name) for name in names], fontsize=7)
     panel.set_ylim(len(names) - 0.5, -0.5)
     panel.grid(False, axis="y")
+
+
+def stack_bars(
+    panel: "Axes",
+    names: Sequence[str],
+    parts: Iterable[tuple[str, "np.ndarray", Mapping[str, object]]],
+) -> None:
+    """Draw a horizontal bar for each name; its parts are label, widths and look, one per name."""
+    base = 0.0
+    for label, widths, look in parts:
+        panel.barh(range(len(names)), widths, left=base, height=0.8, label=label, **look)
+        base = base + widths
+    name_bars(panel, names)
 
 
 def as_svg(figure: "Figure", name: str, title: str) -> str:

@@ -31,6 +31,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.agreement import require_same
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.config.resolve import make, to_toml
+from prunex_mpi.core.state import PRUNED
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.methods import pactrain_mask, pactrain_samples
 from prunex_mpi.methods.pactrain import (
@@ -52,7 +53,7 @@ from prunex_mpi.methods.pactrain_mask import (
     score_of,
 )
 from prunex_mpi.methods.pactrain_samples import draw_balanced
-from prunex_mpi.methods.pactrain_support import CHOICE, PRUNED, SECONDS, STABLE, SUPPORT, UNCHANGED
+from prunex_mpi.methods.pactrain_support import CHOICE, SECONDS, STABLE, SUPPORT, UNCHANGED
 from prunex_mpi.models.layout import build_layout, matrices
 from prunex_mpi.run import delivery
 from prunex_mpi.run.summary import closing_table

@@ -16,10 +16,10 @@ FOLDER = Path(prunex_mpi.__file__).parent
 WORDS = {
     "train": "--keep-ratio",
     "doctor": "--mpi-buffers",
-    "bench": "kernels, memory, collectives, overhead, checkpoint, ddp, model, data or all",
+    "bench": "kernels, collectives, overhead, ddp, model or all",
     "export": "--torch-export",
     "evaluate": "--classes",
-    "report": "--csv",
+    "report": "--png",
 }
 NOTHING_LOADED = "sys.exit(3 if {'torch', 'mpi4py', 'numpy'} & set(sys.modules) else 0)"
 

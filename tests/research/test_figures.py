@@ -131,7 +131,7 @@ def scaled(path: Path, ranks: int, local_s: float, **settings: object) -> Path:
 def test_scaling_is_measured_over_ranks(tmp_path: Path) -> None:
     paths = [scaled(tmp_path / str(n), n, 6.0 / n**0.5) for n in (4, 1)]
     with styled():
-        drawn = scaling([read_run(path) for path in paths], 0)
+        drawn = scaling([read_run(path) for path in paths])
     assert below(drawn)["prunex resnet20 digits"][0].startswith("2.00 on 4 times as many ranks")
     (panel,) = drawn.figure.axes
     assert len(panel.lines) == 2
@@ -142,7 +142,7 @@ def test_scaling_counts_images_where_steps_are_counted(tmp_path: Path) -> None:
     # Twice the ranks do twice the work in the same time.
     paths = [scaled(tmp_path / str(n), n, 6.0, local_steps=4, local_epochs=0) for n in (1, 2)]
     with styled():
-        drawn = scaling([read_run(path) for path in paths], 0)
+        drawn = scaling([read_run(path) for path in paths])
     assert drawn.rows[0].here.startswith("2.00 on 2 times")
 
 
@@ -156,29 +156,14 @@ def test_runs_of_other_work_are_no_points_of_one_curve(tmp_path: Path) -> None:
         for number, (ranks, settings) in enumerate(given)
     ]
     with styled():
-        drawn = scaling(runs, 0)
-        alone = scaling(runs[:3], 0)
+        drawn = scaling(runs)
+        alone = scaling(runs[:3])
     whole = "prunex resnet20 digits, train-samples 0, payload fp32"
     assert list(below(drawn)) == [whole]
     assert below(drawn)[whole][0].startswith("4.00 on 4 times")
     assert list(below(alone)) == ["prunex resnet20 digits"]
     with pytest.raises(UserError, match="payload fp32; prunex resnet20 digits, payload int4"):
-        scaling([runs[0], runs[3]], 0)
-
-
-def test_scaling_beyond_is_modelled_apart(tmp_path: Path) -> None:
-    paths = [scaled(tmp_path / str(n), n, 6.0 / n) for n in (1, 2)]
-    runs = [read_run(path) for path in paths]
-    with styled():
-        fast, slow = (scaling(runs, gbit) for gbit in (100, 0.01))
-    for drawn in (fast, slow):
-        measured, modelled, _ = drawn.figure.axes[0].lines
-        assert measured.get_linestyle() == "-" and modelled.get_linestyle() != "-"
-        assert modelled.get_markerfacecolor() == "white"
-        assert modelled.get_xdata()[-1] == 32
-    ends = [drawn.figure.axes[0].lines[1].get_ydata()[-1] for drawn in (fast, slow)]
-    assert 32 > ends[0] > ends[1] > 0
-    assert "Hollow, modelled" in " ".join(fast.notes)
+        scaling([runs[0], runs[3]])
 
 
 def test_ratios_have_the_spread_of_their_seeds(tmp_path: Path) -> None:
@@ -265,8 +250,6 @@ def test_large_patterns_are_drawn_as_shares() -> None:
         ("14 RUN", "no figure '14'"),
         ("5 RUN --output x.txt", ".svg, .png or .pdf"),
         ("5 RUN --layers a", "--layers is for figure 13"),
-        ("7 RUN --link-gbit 1", "--link-gbit is for figure 9"),
-        ("9 RUN --link-gbit -1", "--link-gbit must be from 0"),
         ("5 NOWHERE", "there is no run"),
         ("5", "required: RUN"),
     ],

@@ -1,4 +1,4 @@
-"""The watchdog: who is blamed, when it stays silent, what it leaves behind."""
+"""The watchdog: which rank it names, when it stays silent, what it leaves behind."""
 
 import re
 import sys
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.async_exchange import AsyncExchange
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.run import watchdog
-from prunex_mpi.run.watchdog import Record, Watchdog, blame, read_heartbeat
+from prunex_mpi.run.watchdog import Record, Watchdog, find_hung_rank, read_heartbeat
 
 LIMIT_S = 20
 
@@ -39,19 +40,34 @@ def record(rank: int, **changes: object) -> Record:
     return Record(rank=rank, **{**fields, **changes})
 
 
-def test_the_silent_one_is_blamed_before_the_one_behind() -> None:
+def test_a_silent_rank_is_named_before_one_with_less_progress() -> None:
     records = [record(0, phase="local"), record(1), record(2, at=50.0)]
-    assert blame(records, alive_since=97.0).rank == 2
+    assert find_hung_rank(records, alive_since=97.0).rank == 2
 
 
-def test_the_one_that_has_come_least_far_is_blamed() -> None:
-    assert blame([record(0), record(1, phase="local", step=9), record(2)], 97.0).rank == 1
-    assert blame([record(0), record(1, phase="dual"), record(2, iteration=2)], 97.0).rank == 2
+def test_the_rank_with_the_least_progress_is_named() -> None:
+    assert find_hung_rank([record(0), record(1, phase="local", step=9), record(2)], 97.0).rank == 1
+    assert (
+        find_hung_rank([record(0), record(1, phase="dual"), record(2, iteration=2)], 97.0).rank == 2
+    )
 
 
-def test_of_equals_the_one_that_computes_is_blamed() -> None:
+def test_of_equals_the_rank_that_computes_is_named() -> None:
     records = [record(0), record(1), record(2, computing=True, frame="mine.py:3 forward")]
-    assert blame(records, 97.0).rank == 2
+    assert find_hung_rank(records, 97.0).rank == 2
+
+
+def test_the_rank_that_hangs_is_named_whatever_others_got_done_in_its_phase() -> None:
+    """Ranks that wait go on with the rounds of the others, which write files of other sizes."""
+    beats = [Heartbeat() for _ in range(3)]
+    for number, heartbeat in enumerate(beats):
+        heartbeat.enter("checkpoint", 3)
+        for _ in range(9 - number):
+            heartbeat.go_on()
+    assert [heartbeat.beats for heartbeat in beats] == [10, 9, 8]
+    records = [record(rank, **vars(heartbeat)) for rank, heartbeat in enumerate(beats)]
+    records[0] = replace(records[0], computing=True)
+    assert find_hung_rank(records, 97.0).rank == 0
 
 
 class Job:

@@ -4,7 +4,6 @@ Directories are fabricated: no job is started.
 """
 
 import contextlib
-import csv
 import json
 import os
 import re
@@ -112,7 +111,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(run: Path) -> tuple[Path, Page]:
-    """Write the page, pictures and metrics of that run; its figures have been drawn."""
+    """Write the page and the pictures of that run; its figures have been drawn."""
     pages: list[Page] = []
 
     def page_of(run: Run) -> Page:
@@ -120,10 +119,9 @@ def made(run: Path) -> tuple[Path, Page]:
         return pages[0]
 
     own = one_run.page_of
-    flags = ["--png", str(run.parent / "pic tures"), "--csv", str(run.parent / "ü.csv")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one_run, "page_of", page_of)
-        assert program.main([str(run), *flags]) == 0
+        assert program.main([str(run), "--png", str(run.parent / "pic tures")]) == 0
     return run / "report.html", pages[0]
 
 
@@ -232,26 +230,6 @@ def test_pictures_are_written_apart_on_request(written: Path, page: Page) -> Non
     files = {path.stem: path for path in (written.parents[1] / "pic tures").iterdir()}
     assert set(files) == {p.name for section in page.sections for p in section.pictures}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files.values())
-
-
-def test_metrics_are_written_as_csv(written: Path, run: Path) -> None:
-    with open(run.parent / "ü.csv", encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
-    assert len(rows) == len(records)
-    for row, record in zip(rows, records, strict=True):
-        assert row["bytes.payload"] == str(record["bytes"]["payload"])
-        assert float(row["seconds.local"]) == record["seconds"]["local"]
-        assert row["residuals.intra_dual"] == str(record["residuals"]["intra_dual"] or "")
-
-
-def test_no_name_in_a_csv_is_a_formula(run: Path, tmp_path: Path) -> None:
-    evil = [replace(read_run(run), name=name) for name in ("=1+1", "@x", "plain")]
-    write_report.write_csv(str(tmp_path / "x.csv"), evil)
-    with open(tmp_path / "x.csv", encoding="utf-8", newline="") as file:
-        names = {row["run"] for row in csv.DictReader(file)}
-    assert names == {"'=1+1", "'@x", "plain"}
 
 
 def test_the_same_run_gives_the_same_picture(run: Path) -> None:
@@ -453,7 +431,6 @@ def test_what_does_not_fit_on_a_page_is_one_line(
     assert "fit on one page" in refused(capsys, run, tmp_path / "c.json")[1]
     assert "given twice" in refused(capsys, run, run / ".." / run.name)[1]
     assert "at most 28" in refused(capsys, *[run] * 29)[1]
-    assert "--csv is for runs" in refused(capsys, tmp_path / "c.json", "--csv", "x")[1]
     code, line = refused(capsys, run, "--outptu", "x")
     assert code == USAGE and "--output" in line
 
@@ -466,7 +443,6 @@ def test_a_page_that_cant_be_written_is_one_line(
     code, line = refused(capsys, path, "--output", tmp_path / "no/where.html")
     assert code == USAGE and "--output" in line
     assert "--png" in refused(capsys, path, "--png", path / "config.toml")[1]
-    assert "--csv" in refused(capsys, path, "--csv", tmp_path)[1]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -480,14 +456,11 @@ def test_several_runs_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.Mon
     old = time.time() - 2 * read_runs.ALIVE_S
     os.utime(broken_off / "metrics.jsonl", (old, old))
     monkeypatch.chdir(tmp_path)
-    assert program.main(["x/run", "y/run", "--csv", "both.csv"]) == 0
+    assert program.main(["x/run", "y/run"]) == 0
     text = text_of(tmp_path / "report.html")
     assert "1: x/run completed prunex" in text and "2: y/run broken off dense" in text
     assert "rank 3, local" in text and "They differ in outer-iterations" in text
     assert "2: y/run: The run ended badly" in text
-    with open("both.csv", encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["run"] for row in rows] == ["x/run"] * 6 + ["y/run"] * 4
 
 
 def test_of_several_runs_those_with_nothing_to_show_are_left_out(

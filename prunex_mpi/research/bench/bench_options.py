@@ -1,6 +1,5 @@
 """Flags of `python -m prunex_mpi.bench`, and what is measured on how many ranks."""
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,16 +7,14 @@ from prunex_mpi.base.errors import UserError, meant, quote
 from prunex_mpi.config.cli import convert_flag
 from prunex_mpi.config.parser import Parser, add_timeout, check_range, program_parser
 from prunex_mpi.config.resolve import make
-from prunex_mpi.settings.fields import Settings, key_of
+from prunex_mpi.settings.fields import Settings
 
-ALONE = ("kernels", "memory")
+ALONE = ("kernels",)
 TOGETHER = ("collectives",)
-ANYWHERE = ("overhead", "checkpoint")
+ANYWHERE = ("overhead",)
 # They take minutes: only for who asks, on two or more ranks.
 ASKED = ("ddp", "model")
-# Needs a folder of images, or a data set of the user's.
-OF_DATA, FOLDERS = "data", "imagefolder"
-SECTIONS = (*ALONE, *TOGETHER, *ANYWHERE, *ASKED, OF_DATA)
+SECTIONS = (*ALONE, *TOGETHER, *ANYWHERE, *ASKED)
 # They come first, and have flags of their own.
 APART = ("compare", "figure")
 # What fits the number of ranks, beside what is named.
@@ -37,20 +34,17 @@ class Options:
     steps: int
     repeat: int
     threads: int
-    folder: str
     json_file: str
-    child: str
 
 
 def build_parser() -> Parser:
     """Return the parser of the benchmark's flags."""
     parser = program_parser(
         "bench",
-        "Measure kernels and memory on one rank, collectives and ddp (dense SGD beside torch's) on "
-        "several, overhead and checkpoints on any number; data decodes --data-dir beside torch's "
-        "DataLoader; model calibrates what train --dry-run --link-gbit estimates.",
+        "Measure kernels on one rank, collectives and ddp (dense SGD beside torch's) on several, "
+        "overhead on any number; model calibrates what train --dry-run --link-gbit estimates.",
         "Without WHAT, and with all: everything that makes sense for the number of ranks, but "
-        "ddp, model and data where they aren't named. "
+        "ddp and model where they aren't named. "
         "`compare --help` tells how to compare methods of training, `figure --help` how to draw "
         "the paper's figures.",
     )
@@ -68,7 +62,7 @@ def build_parser() -> Parser:
         default=["resnet20", "resnet18"],
         metavar="NAME",
         dest="train_models",
-        help="models that overhead, ddp and data train and model predicts [resnet20 resnet18]",
+        help="models that overhead and ddp train and model predicts [resnet20 resnet18]",
     )
     add("--groups", nargs="+", default=["channel"], metavar="KIND", help="groups [channel]")
     add("--keep-ratio", nargs="+", type=float, default=[0.5], metavar="X", help="[0.5]")
@@ -79,19 +73,8 @@ def build_parser() -> Parser:
     add("--threads", type=int, default=0, metavar="N", help="per rank, 0 for a fair share [0]")
     add("--ranks-per-node", type=int, default=0, metavar="N", help="virtual nodes, as in training")
     add("--mpi-buffers", default="auto", metavar="NAME", help="auto, host or device [auto]")
-    add("--dir", default=".", metavar="DIR", dest="folder", help="where checkpoints go [.]")
-    add("--data-dir", default="", metavar="DIR", help="image folder that data decodes")
-    add(
-        "--dataset",
-        default="",
-        metavar="package.module:factory",
-        help="a function that makes the data set that data decodes, in place of image folders",
-    )
-    add("--image-size", type=int, default=0, metavar="N", help="to which size, 0 for its own [0]")
     add("--json", default="", metavar="FILE", dest="json_file", help="write the tables there too")
     add_timeout(parser, TIMEOUT_S)
-    # What memory starts: one measured job.
-    add("--child", default="", help=argparse.SUPPRESS)
     return parser
 
 
@@ -111,19 +94,7 @@ def parse(argv: Sequence[str]) -> Options:
     check_range(given, "steps", 1, MAX_COUNT)
     check_range(given, "repeat", 1, MAX_COUNT)
     check_range(given, "threads", 0, MAX_THREADS)
-    if given.dataset and ":" not in given.dataset:
-        raise UserError(
-            f"--dataset {quote(given.dataset)} is not package.module:factory; data decodes such a "
-            "data set, or the image folder of --data-dir"
-        )
-    if OF_DATA in given.what and not (given.data_dir or given.dataset):
-        raise UserError("data decodes an image folder: give it by --data-dir")
-    files = {"data_dir": given.data_dir} if given.data_dir else {}
-    if files or given.dataset:
-        files["dataset"] = given.dataset or FOLDERS
     settings = make(
-        **files,
-        image_size=given.image_size,
         model=given.model,
         groups=given.groups,
         keep_ratio=given.keep_ratio,
@@ -133,9 +104,6 @@ def parse(argv: Sequence[str]) -> Options:
         mpi_buffers=given.mpi_buffers,
         timeout=convert_flag("timeout", given.timeout),
     )
-    for name in ("data_dir", "dataset"):
-        if getattr(given, name) and OF_DATA not in given.what:
-            raise UserError(f"{key_of(name)} is what data decodes; leave it away, or add data")
     wanted = tuple(s for s in (ALL, *SECTIONS) if s in given.what)
     return Options(
         wanted,
@@ -144,16 +112,14 @@ def parse(argv: Sequence[str]) -> Options:
         given.steps,
         given.repeat,
         given.threads,
-        given.folder,
         given.json_file,
-        given.child,
     )
 
 
 def choose_sections(asked: tuple[str, ...], ranks: int) -> tuple[str, ...]:
     """Return what to measure on `ranks` ranks; raise UserError for what does not fit them."""
     for section in asked:
-        if section in (*ALONE, OF_DATA) and ranks > 1:
+        if section in ALONE and ranks > 1:
             raise UserError(
                 f"{section} is measured on one rank, not {ranks}; start it without mpirun"
             )

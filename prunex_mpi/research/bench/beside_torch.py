@@ -1,10 +1,4 @@
-"""Time training beside torch's over gloo, on the same ranks and the same link.
-
-First steps of `dense` beside those of DistributedDataParallel; then training with an exchange every
-few steps: this package averages as `local-sgd` and `prunex` do, torch by an all_reduce of the
-parameters, and DistributedDataParallel exchanges gradients at each step, as float32 and by its fp16
-hook. All programs run in turns in one job.
-"""
+"""Time steps of `dense` beside those of torch's DistributedDataParallel over gloo, in turns."""
 
 import socket
 import warnings
@@ -12,29 +6,25 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from mpi4py import MPI
 
 from prunex_mpi.base.tables import Table
-from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.agreement import broadcast_text, run_collectively
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import build_problem, make_model
 from prunex_mpi.core.state import Problem, next_iteration, wires_of
 from prunex_mpi.core.steps import averaging
-from prunex_mpi.methods import per_step
+from prunex_mpi.methods import dense, per_step
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.research.bench.workbench import Bench
 from prunex_mpi.run.start import set_up
-from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.tools.timing import Action, wall_times
 
 IMAGE_SIZE = 32
@@ -44,23 +34,6 @@ PLAIN = {"broadcast_buffers": False}
 LEAN = {**PLAIN, "gradient_as_bucket_view": True, "static_graph": True}
 AIM = 1.0
 GLOO_TIMEOUT_S = 60
-# What this package runs, by the name of a row: the network of prunex is pruned from the start.
-OURS = {
-    "local-sgd": {"method": "local-sgd"},
-    "local-sgd int4": {"method": "local-sgd", "payload": "int4"},
-    "prunex": {"method": "prunex"},
-    "prunex int4": {"method": "prunex", "payload": "int4"},
-}
-PRUNED = {
-    "groups": ("coupled",),
-    "warmup_iterations": 0,
-    "keep_ramp_iterations": 0,
-    "freeze_iteration": 1,
-    "residuals": "off",
-    "bn": "average",
-}
-
-
 Turn = Callable[[], None]
 
 
@@ -119,16 +92,11 @@ def measure(bench: Bench, model_name: str) -> tuple[dict[str, np.ndarray], float
         plain, _ = ddp_turn(training, PLAIN)
         lean, theirs = ddp_turn(training, LEAN)
         turns = {"dense": ours, "DDP": plain, "lean DDP": lean, "no exchange": alone}
-        times = slowest_turns(bench, turns)
+        actions = {name: Action(turn) for name, turn in turns.items()}
+        where = bench.device, bench.heartbeat, bench.topology.world
+        times = wall_times(actions, bench.repeat, *where, alternate=True)
         difference = float((weights() - theirs()).abs().max())
     return {name: taken / bench.steps for name, taken in times.items()}, difference
-
-
-def slowest_turns(bench: Bench, turns: dict[str, Turn]) -> dict[str, np.ndarray]:
-    """Return seconds [turns] of each program on the slowest rank. Collective on `world`."""
-    actions = {name: Action(turn) for name, turn in turns.items()}
-    where = bench.device, bench.heartbeat, bench.topology.world
-    return wall_times(actions, bench.repeat, *where, alternate=True)
 
 
 def steps_of(bench: Bench, model_name: str) -> Bench:
@@ -164,20 +132,14 @@ def dense_turn(
     averager = exits.enter_context(averaging(wires.workers if exchange else None, context))
 
     def turn() -> None:
-        loss = per_step.train_steps(wires, averager, {}, context)
+        loss = per_step.train_steps(dense, wires, averager, {}, context)
         next_iteration(context.state.position, loss)
 
     return turn, lambda: context.state.theta
 
 
-def ddp_turn(
-    bench: Bench, options: dict[str, bool] | None, fp16: bool = False
-) -> tuple[Turn, Callable[[], torch.Tensor]]:
-    """Return the same for DistributedDataParallel in the process group there is. Collective.
-
-    With `fp16` gradients travel by its hook for that. Without `options` nothing does, until an
-    all_reduce averages the parameters after the last step: local SGD.
-    """
+def ddp_turn(bench: Bench, options: dict[str, bool]) -> tuple[Turn, Callable[[], torch.Tensor]]:
+    """Return the same for DistributedDataParallel in the process group there is. Collective."""
     topology, settings, device = bench.topology, bench.settings, bench.device
     heartbeat = bench.heartbeat
     dataset = load_dataset(topology, settings, heartbeat, device)
@@ -186,14 +148,10 @@ def ddp_turn(
     problem: Problem = build_problem(
         topology, settings, dataset, model, device, bench.transport, heartbeat
     )
-    ddp = model
-    if options is not None:
-        with warnings.catch_warnings():
-            # Newer versions have another name for broadcast_buffers as well; all know this one.
-            warnings.simplefilter("ignore", FutureWarning)
-            ddp = DistributedDataParallel(model, **options)
-    if fp16:
-        ddp.register_comm_hook(None, fp16_compress_hook)
+    with warnings.catch_warnings():
+        # Newer versions have another name for broadcast_buffers as well; all know this one.
+        warnings.simplefilter("ignore", FutureWarning)
+        ddp = DistributedDataParallel(model, **options)
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=settings.lr,
@@ -213,8 +171,6 @@ def ddp_turn(
             loss.backward()
             optimizer.step()
             losses += loss.detach()
-        if options is None:
-            average_parameters_(model)
         # As the driver does for its mean loss.
         losses.item()
 
@@ -223,95 +179,6 @@ def ddp_turn(
         return torch.cat([values[s.name].detach().reshape(-1) for s in layout.segments])
 
     return turn, weights
-
-
-def average_parameters_(model: torch.nn.Module) -> None:
-    """Average the parameters over the process group by one all_reduce. Collective on the group."""
-    parameters = [p.detach() for p in model.parameters()]
-    flat = torch.cat([p.reshape(-1) for p in parameters])
-    dist.all_reduce(flat)
-    flat.div_(dist.get_world_size())
-    for own, mean in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        own.copy_(mean.view_as(own))
-
-
-def intervals(bench: Bench) -> Table:
-    """Return the table of seconds per step, the same on every rank. Collective on `world`."""
-    topology, settings, steps = bench.topology, bench.settings, bench.steps
-    rows: list[tuple[str, str, float, float, float, float]] = []
-    for name in bench.models:
-        with ExitStack() as exits:
-            turns = _programs(steps_of(bench, name), settings.keep_ratio, exits)
-            taken = slowest_turns(bench, {program: turn for program, (turn, _) in turns.items()})
-            sent = {program: tell() for program, (_, tell) in turns.items()}
-        alone, rival = taken["no exchange"], taken["DDP fp16"]
-        for program, times in taken.items():
-            step_ms = 1e3 * float(np.median(times)) / steps
-            exposed = 100 * float(np.median(1 - alone / times))
-            faster = float(np.median(rival / times))
-            rows.append((name, program, sent[program] / MIB / steps, step_ms, exposed, faster))
-    ratios = " ".join(f"{ratio:g}" for ratio in settings.keep_ratio)
-    return Table(
-        f"A step where nodes exchange every {steps} steps: {topology.num_nodes} nodes, "
-        f"{topology.world_size} ranks, {IMAGE_SIZE}x{IMAGE_SIZE} images, batch "
-        f"{settings.batch_size} per rank",
-        ("model", "program", "MiB a step", "ms a step", "waiting %", "times DDP fp16"),
-        tuple(rows),
-        (
-            f"medians of {bench.repeat} turns of {steps} steps, one program after the other in "
-            "changing order, each until the last rank has finished; one turn before is not counted",
-            "gloo local SGD: an all_reduce of all parameters after these steps; DDP, fp16 by its "
-            "hook: gradients at each step; the others are methods of this package",
-            f"prunex: coupled groups, keep {ratios}, masks frozen; MiB: what a leader hands "
-            "over, of gloo a rank",
-            "waiting: of a turn, what `no exchange` does not take; times: how many times as fast "
-            "as DDP with its fp16 hook, the median of the ratios within a turn",
-        ),
-    )
-
-
-# What takes a turn, and what returns the bytes that it has handed over.
-Counted = tuple[Turn, Callable[[], float]]
-
-
-def _programs(bench: Bench, keep_ratio: tuple[float, ...], exits: ExitStack) -> dict[str, Counted]:
-    """Return what takes one turn of each program, and what tells the bytes it hands over."""
-    alone, _ = dense_turn(bench, exits, exchange=False)
-    turns: dict[str, Counted] = {"no exchange": (alone, lambda: 0.0)}
-    for name, changes in OURS.items():
-        if changes["method"] == "prunex":
-            changes = {**PRUNED, "keep_ratio": keep_ratio, **changes}
-        turns[name] = _ours(bench, changes, exits)
-    exits.enter_context(gloo_group(bench.topology.world))
-    plain, weights = ddp_turn(bench, LEAN)
-    halved, _ = ddp_turn(bench, LEAN, fp16=True)
-    local, _ = ddp_turn(bench, None)
-    nbytes = weights().nbytes
-    steps = bench.settings.local_steps
-    turns["gloo local SGD"] = local, lambda: float(nbytes)
-    turns["DDP"] = plain, lambda: float(steps * nbytes)
-    turns["DDP fp16"] = halved, lambda: float(steps * nbytes / 2)
-    return turns
-
-
-def _ours(bench: Bench, changes: dict[str, Any], exits: ExitStack) -> Counted:
-    """Return what takes one outer iteration of a method that exchanges once in each."""
-    settings = bench.settings
-    # The last one evaluates, and is never reached.
-    count = settings.outer_iterations + 1
-    names = ("model", "dataset", "image_size", "train_samples", "test_samples")
-    names += ("batch_size", "local_steps", "lr", "lr_schedule", "warmup_ratio")
-    given = {name: getattr(settings, name) for name in names}
-    mine = make(**given, outer_iterations=count, evaluate_every=count, **changes)
-    context = set_up(bench.topology, mine, bench.device, bench.transport, bench.heartbeat)
-    iterations = driver_of(mine).outer_iterations(bench.topology, context)
-    exits.callback(iterations.close)
-    sent = [0.0]
-
-    def turn() -> None:
-        sent[0] = float(next(iterations)["bytes"]["payload"])
-
-    return turn, lambda: sent[0]
 
 
 @contextmanager

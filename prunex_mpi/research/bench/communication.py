@@ -1,4 +1,4 @@
-"""Time communication: collectives and mask agreement of the driver, and phase 4's exchange.
+"""Time communication: collectives of the driver, and phase 4's exchange.
 
 The cost model of `train --dry-run` is calibrated on the machines at hand and tried. Link and
 kernels are measured apart: on vectors of a few sizes, and packing on three models. What they
@@ -29,9 +29,8 @@ from prunex_mpi.comm.collectives import (
 )
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import with_overrides
-from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_locally
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
-from prunex_mpi.core.state import State, adopt_mask, begin_iteration, freeze, wires_of
+from prunex_mpi.core.state import State, adopt_mask, freeze, wires_of
 from prunex_mpi.core.sums import MOST_SUMMED, SUMMED
 from prunex_mpi.research.bench.beside_torch import gloo_group
 from prunex_mpi.research.bench.kernels import coding_steps, shared_steps
@@ -53,13 +52,13 @@ SMALL = ("resnet8", "resnet20")
 
 
 def collectives(bench: Bench) -> list[Table]:
-    """Return the tables of collectives and of mask agreement, the same on every rank.
+    """Return the tables of collectives, the same on every rank.
 
     Collective on `world`, `node` and `leader`: every rank walks the same list in the same order.
     Whether an entry is left out depends only on the node sizes, which all ranks know.
     """
     state = make_state(bench.settings, bench.device)
-    tables = [_transfers(bench, state), _mask_agreement(bench, state)]
+    tables = [_transfers(bench, state)]
     if bench.device.type == "cpu":
         tables.append(_beside_gloo(bench, state))
     return tables
@@ -71,117 +70,53 @@ def _transfers(bench: Bench, state: State) -> Table:
     element_size = state.theta.element_size()
     one_host = _all_ranks_share_a_host(topology)
     layout = f"{topology.num_nodes} nodes of {'+'.join(map(str, topology.node_sizes))} ranks"
-    many_nodes, big_nodes = topology.num_nodes > 1, max(topology.node_sizes) > 1
+    comms = {"world": world}
+    if max(topology.node_sizes) > 1:
+        comms["node"] = node
+    if topology.num_nodes > 1:
+        comms["leader"] = leader
 
-    def on_leaders(run: Callable[[], object]) -> Callable[[], object]:
-        return run if leader != MPI.COMM_NULL else lambda: None
+    def slowest(comm: MPI.Comm, run: Callable[..., object], *args: object) -> float:
+        member = comm != MPI.COMM_NULL
+        return bench.slowest(partial(run, *args) if member else lambda: None)
 
     rows = []
     for count in (SMALL_BYTES // element_size, state.layout.numel):
         flat = torch.empty(count, dtype=state.theta.dtype, device=device).zero_()
         other = torch.empty_like(flat).zero_()
-        candidates = [
-            ("Allreduce", "world", True, lambda f=flat: allreduce_(world, f, transport)),
-            ("Allreduce", "node", big_nodes, lambda f=flat: allreduce_(node, f, transport)),
-            (
-                "Allreduce",
-                "leader",
-                many_nodes,
-                on_leaders(lambda f=flat: allreduce_(leader, f, transport)),
-            ),
-            (
-                "Allreduce, Bcast",
-                "leader, node",
-                many_nodes and big_nodes,
-                lambda f=flat: allreduce_then_bcast_(leader, node, f, transport),
-            ),
-            ("Bcast", "world", True, lambda f=flat: bcast_(world, f, transport)),
-            ("Bcast", "node", big_nodes, lambda f=flat: bcast_(node, f, transport)),
-            (
-                "Bcast",
-                "leader",
-                many_nodes,
-                on_leaders(lambda f=flat: bcast_(leader, f, transport)),
-            ),
-        ]
         size = count * element_size
-
-        def copy(f: Tensor = flat, o: Tensor = other) -> None:
-            o.copy_(f)
-
         # Ranks that copy at once share the memory's bandwidth: leaders alone have more of it each.
-        bounds = {"all": bench.slowest(copy), "leader": bench.slowest(on_leaders(copy))}
-        for who, bound in bounds.items():
-            rows.append((f"copy ({who})", "none", size / MIB, 1e3 * bound, size / bound / 1e6, 1.0))
-        for name, where, wanted, run in candidates:
-            if not wanted:
-                continue
-            seconds = bench.slowest(run)
-            bound = bounds.get(where, bounds["all"]) if one_host or where == "node" else None
-            rows.append(
-                (
-                    name,
-                    where,
-                    size / MIB,
-                    1e3 * seconds,
-                    size / seconds / 1e6,
-                    seconds / bound if bound else None,
-                )
-            )
+        copies = {
+            who: slowest(comm, other.copy_, flat)
+            for who, comm in (("all", world), ("leader", leader))
+        }
+        for who, seconds in copies.items():
+            rows.append((f"copy ({who})", "none", size, seconds, 1.0))
+        found = [
+            (name, where, slowest(comm, call, comm, flat, transport))
+            for name, call in (("Allreduce", allreduce_), ("Bcast", bcast_))
+            for where, comm in comms.items()
+        ]
+        if len(comms) == 3:
+            both = slowest(world, allreduce_then_bcast_, leader, node, flat, transport)
+            found.append(("Allreduce, Bcast", "leader, node", both))
+        for name, where, seconds in found:
+            copy = copies.get(where, copies["all"]) if one_host or where == "node" else None
+            rows.append((name, where, size, seconds, seconds / copy if copy else None))
     buffers = "staged in host memory" if transport.staging is not None else "handed to MPI as is"
     return Table(
         f"Collectives: {layout}, float32 SUM, buckets of {transport.bucket_bytes / MIB:g} MiB, "
         f"tensors {buffers}",
         ("operation", "communicator", "MiB", "ms", "MB/s", "times copy"),
-        tuple(rows),
+        tuple(
+            (name, where, size / MIB, 1e3 * seconds, size / seconds / 1e6, times)
+            for name, where, size, seconds, times in rows
+        ),
         (
             f"until the last rank has finished, minimum of {bench.repeat}; MB/s: operand over time",
             "times copy: against the same ranks copying the operand in their own memory at once; "
             "- between machines",
         ),
-    )
-
-
-def _mask_agreement(bench: Bench, state: State) -> Table:
-    topology, settings, candidate = bench.topology, bench.settings, state.theta
-    mask = np.zeros(state.groups.total, dtype=bool)
-    mask[:: 2 + topology.node_index] = True
-    traffic = state.position.traffic
-    wires = wires_of(topology, state, bench.transport)
-    leader, node = wires.workers, wires.node
-
-    def vote() -> None:
-        begin_iteration(state.position)
-        chosen = mask
-        if leader.is_member:
-            ranks = node.comm.size
-            chosen = agree_by_vote(leader, candidate, state, 1.0, settings.round_to, ranks)
-        node.broadcast_bits(chosen)
-
-    def union() -> None:
-        begin_iteration(state.position)
-        chosen = agree_by_or(leader, mask) if leader.is_member else mask
-        node.broadcast_bits(chosen)
-
-    def alone() -> None:
-        if topology.is_leader:
-            project_locally(candidate, state, 1.0, settings.round_to)
-
-    rows = []
-    for name, run in (
-        ("or: Allreduce BOR of bits, Bcast", union),
-        ("vote: energies, Reduce SUM, selection, Bcast", vote),
-        ("energies and selection alone, for comparison", alone),
-    ):
-        begin_iteration(state.position)
-        seconds = bench.slowest(run)
-        # Rank 0 is a leader: what it counted is what one leader hands to MPI.
-        rows.append((name, 1e3 * seconds, traffic.mask, traffic.intra))
-    return Table(
-        f"Mask agreement: {settings.model}, {state.groups.total:,} groups",
-        ("operation", "ms", "bytes between nodes", "bytes inside a node"),
-        tuple(rows),
-        (f"minimum of {bench.repeat}; operands of one leader in each call",),
     )
 
 

@@ -28,9 +28,8 @@ from prunex_mpi.core.mask_agreement import project_locally
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import RunContext, State, adopt_mask, freeze, wires_of
 from prunex_mpi.methods import hsadmm
-from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
+from prunex_mpi.pruning.compaction import pack_, unpack_
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
-from prunex_mpi.pruning.projection import group_energies, select
 from prunex_mpi.research.bench.workbench import Bench, make_state
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.timing import Action
@@ -48,7 +47,7 @@ Steps = tuple[str, float, dict[str, Callable[[], object]]]
 
 
 def kernels(bench: Bench, values: int = VALUES) -> list[Table]:
-    """Return the tables of steps, of the parts of the projection, of whole phases and of codes.
+    """Return the tables of steps, of whole phases and of codes.
 
     In a job of one rank, where no phase waits for a network. Codes work on so many `values`.
     """
@@ -56,7 +55,6 @@ def kernels(bench: Bench, values: int = VALUES) -> list[Table]:
     adopt_mask(state, project_alone(state, bench.settings))
     return [
         _steps(bench, state),
-        _projection_parts(bench, state),
         _stages(bench, state),
         block_codes(bench, values),
     ]
@@ -216,37 +214,6 @@ def _phases(
     copy = best.pop("copy")
     times = [seconds / copy for seconds in best.values()]
     return "measured" if stage.measured else "-", 1e3 * copy, *times, sum(times), AIM_IN_ALL
-
-
-def _projection_parts(bench: Bench, state: State) -> Table:
-    device, dtype = state.theta.device, state.theta.dtype
-    groups, layout = state.groups, state.layout
-    flat = state.scratch
-    energies = [group_energies(flat, layout, groups, kind).numpy() for kind in groups.kinds]
-    target = torch.empty_like(state.theta)
-
-    def choose() -> None:
-        for values, kind in zip(energies, groups.kinds, strict=True):
-            select(values, kind, 1.0, bench.settings.round_to)
-
-    best = bench.best(
-        {
-            "copy": Action(lambda: target.copy_(state.theta)),
-            "group energies": Action(
-                lambda: [group_energies(flat, layout, groups, kind) for kind in groups.kinds]
-            ),
-            "selection": Action(choose),
-            "factors": Action(lambda: build_factors(state.mask, groups, device, dtype)),
-            "masking": Action(lambda: apply_factors_(state.scratch, layout, groups, state.factors)),
-            "index sets (phase 3)": Action(lambda: build_plan(layout, groups, state.mask, device)),
-        }
-    )
-    copy = best.pop("copy")
-    return Table(
-        "Parts of the projection",
-        ("part", "ms", "times copy of the model"),
-        tuple((name, 1e3 * seconds, seconds / copy) for name, seconds in best.items()),
-    )
 
 
 def block_codes(bench: Bench, values: int) -> Table:

@@ -2,19 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.state import State, build_state
-from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.run.start import set_up
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.timing import Action, wall_times
 
@@ -27,8 +23,7 @@ IMAGE_SIZE = 224
 class Bench:
     """Where something is measured, and in how many turns.
 
-    `models` are those that are trained, a turn of training has so many `steps`, and checkpoints go
-    to `folder`.
+    `models` are those that are trained; a turn of training has so many `steps`.
     """
 
     topology: Topology
@@ -39,8 +34,6 @@ class Bench:
     models: tuple[str, ...] = ()
     steps: int = 1
     repeat: int = 1
-    threads: int = 1
-    folder: str = "."
 
     def best(self, actions: dict[str, Action]) -> dict[str, float]:
         """Return the shortest time of each action on this rank, in seconds. No communication."""
@@ -58,13 +51,6 @@ class Bench:
         where = self.device, self.heartbeat, self.topology.world
         times = wall_times(actions, self.repeat, *where)
         return {name: float(taken.min()) for name, taken in times.items()}
-
-    def run_training(self, **changes: Any) -> list[dict[str, Any]]:
-        """Run H-SADMM's driver with the settings changed so; return its records. Collective."""
-        # No test of accuracy here: a small rate keeps any model finite.
-        settings = with_overrides(self.settings, lr=1e-3, **changes)
-        context = set_up(self.topology, settings, self.device, self.transport, self.heartbeat)
-        return list(hsadmm.outer_iterations(self.topology, context))
 
 
 def make_state(settings: Settings, device: torch.device) -> State:

@@ -58,7 +58,6 @@ def prepare(options: Options) -> None:
 
     Hours later would be late. Runs that are there already are taken over or refused.
     """
-    _refuse_one_file_for_two(options.json_file, options.figure)
     prepare_file("json", options.json_file)
     if options.figure:
         check_file_kind("--figure", options.figure)
@@ -117,14 +116,6 @@ def _refuse_missing(options: Options, row: Row, seed: int, to_come: Container[Pa
                 "file nor the folder of a complete run; train it first, or correct the path",
                 UNREADABLE,
             )
-
-
-def _refuse_one_file_for_two(json_file: str, figure: str) -> None:
-    """Raise UserError where one file would overwrite the other."""
-    # Devices and pipes take all that comes.
-    special = Path(figure).exists() and not Path(figure).is_file()
-    if json_file and figure and not special and Path(json_file).resolve() == Path(figure).resolve():
-        raise UserError("--json and --figure name one file; choose another for one of them")
 
 
 def _files(folder: Path) -> list[Path]:
@@ -198,18 +189,13 @@ def _read(file: Path, settings: Settings, place: Mapping[str, str]) -> Outcome |
 
 def _forget(run: Path) -> None:
     """Remove what an interrupted run has left: it begins anew; raise UserError for another."""
-    if (run / SUMMARY).exists():
+    if (run / SUMMARY).exists() or any(run.glob("checkpoints/*")):
         raise UserError(
             f"{quote(str(run), 250)} holds a run that this comparison does not know; move it, or "
             "choose another --dir"
         )
     if not (run / "config.toml").exists():
         return
-    if any(run.glob("checkpoints/*")):
-        raise UserError(
-            f"{quote(str(run), 250)} holds a run with checkpoints, which no comparison writes; "
-            "move it, or choose another --dir"
-        )
     try:
         with FileLock(run / "lock", timeout=0):
             shutil.rmtree(run)

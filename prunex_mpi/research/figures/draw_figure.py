@@ -1,7 +1,6 @@
 """Draw one of the paper's figures from runs; here too those over settings, 9 and 12.
 
-Figure 9 is strong scaling: what was measured, and beyond it what the cost model says, apart. Figure
-12 is accuracy against the keep ratio, with the spread over seeds.
+Figure 9 is strong scaling, figure 12 accuracy against the keep ratio, with the spread over seeds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,6 @@ import numpy as np
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.tables import format_table
-from prunex_mpi.base.units import KIB
 from prunex_mpi.config.resolve import BY_NAME, FIELDS, toml_key
 from prunex_mpi.research.figures import run_figures
 from prunex_mpi.research.figures.figure_options import FIGURES, Options
@@ -23,39 +21,32 @@ from prunex_mpi.research.figures.run_figures import (
     NONE,
     Beside,
     Drawn,
-    differing,
+    beside,
     lacking,
     ranks_of,
-    setup_words,
     table_of,
     unequal,
     value_of,
     write_below,
 )
 from prunex_mpi.research.picture_files import save
-from prunex_mpi.run.cost import Exchange, Link, exchange_s, kernels_of
-from prunex_mpi.settings.fields import OF_THE_JOB, PAYLOADS
+from prunex_mpi.settings.fields import OF_THE_JOB
 from prunex_mpi.tools.drawing import (
     MOST_CURVES,
     legend_above,
     look_of,
     marker_of,
-    new_figure,
+    new_panel,
     plain,
     styled,
 )
-from prunex_mpi.tools.report.read_runs import Run, read_layers, read_runs, shown
+from prunex_mpi.tools.report.read_runs import Run, read_runs, shown
+from prunex_mpi.tools.report.several_runs import differing
 
 # Of one run each.
 ALONE = ("10", "11", "13")
 PAPER_SCALING = {"prunex": "6.75 on 8 times as many GPUs", "dense": "5.81", "topk": "3.71"}
-# The model goes on for so many times the most ranks that were measured.
-BEYOND = 16
-# What the model assumes of a message between nodes, and of the copies of one core.
-LATENCY_US, COPY_GBS = 50.0, 7.0
-# Of a value in a message.
-BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int8sum": 8, "int4": 4, "int2": 2}
-OTHERS = ("intra", "project", "dual", "setup")
+MEASURED_PHASES = ("local", "inter", "intra", "project", "dual", "setup")
 # What runs of one curve may differ in: how long they are, where their stages lie, what goes with
 # the number of ranks, and what changes no work.
 OF_ONE_CURVE = (
@@ -117,7 +108,7 @@ def draw(options: Options, runs: Sequence[Run]) -> Drawn:
         case "8":
             return run_figures.split(runs)
         case "9":
-            return scaling(runs, options.link_gbit)
+            return scaling(runs)
         case "10":
             return run_figures.of_ranks(runs[0])
         case "11":
@@ -143,7 +134,7 @@ def curves(
         alike.setdefault(points[run.path], []).append(run)
     apart: dict[str, dict[str, None]] = {}
     for (series, _), some in alike.items():
-        apart.setdefault(series, {}).update(dict.fromkeys(differing(some, keys)))
+        apart.setdefault(series, {}).update(dict.fromkeys(differing(some, keys, value_of)))
     found: dict[str, list[Run]] = {}
     for (series, _), some in alike.items():
         for run in some:
@@ -159,22 +150,15 @@ def curves(
 
 @dataclass(frozen=True)
 class Measured:
-    """A run: its ranks and nodes, the work of an outer iteration, its median seconds by phase."""
+    """A run, its number of ranks, and its work per second of training."""
 
     run: Run
     ranks: int
-    nodes: int
-    context: float
-    seconds: dict[str, float]
-
-    @property
-    def rate(self) -> float:
-        """Work per second of training."""
-        return self.context / sum(self.seconds.values())
+    rate: float
 
 
-def scaling(runs: Sequence[Run], link_gbit: float) -> Drawn:
-    """Draw figure 9 from runs with different numbers of ranks; with a link also the model."""
+def scaling(runs: Sequence[Run]) -> Drawn:
+    """Draw figure 9 from runs with different numbers of ranks."""
     points = {run.path: (scaling_series(run), None) for run in runs}
     found = {
         name: sorted(map(measure, some), key=lambda p: p.ranks)
@@ -188,8 +172,7 @@ def scaling(runs: Sequence[Run], link_gbit: float) -> Drawn:
             "figure 9 needs runs of one method and of one work with different numbers of ranks; "
             f"these are {'; '.join(found)}"
         )
-    figure = new_figure(4.0)
-    panel = figure.subplots()
+    figure, panel = new_panel(4.0)
     rows, farthest = [], 1.0
     for number, (name, points) in enumerate(series.items()):
         base = points[0]
@@ -199,9 +182,7 @@ def scaling(runs: Sequence[Run], link_gbit: float) -> Drawn:
         x = np.array(sorted(best)) / base.ranks
         y = np.array([best[ranks] / unit for ranks in sorted(best)])
         look = look_of(number)
-        panel.plot(
-            x, y, marker=marker_of(number), label=plain(f"{name}, measured"), **look, markersize=6
-        )
+        panel.plot(x, y, marker=marker_of(number), label=plain(name), **look, markersize=6)
         farthest = max(farthest, x[-1])
         method = str(base.run.setting("method"))
         rows.append(
@@ -212,24 +193,6 @@ def scaling(runs: Sequence[Run], link_gbit: float) -> Drawn:
                 "other machines and links, and fewer ranks" if method in PAPER_SCALING else "",
             )
         )
-        if link_gbit:
-            many = np.array([2**i for i in range(int(np.log2(x[-1] * BEYOND)) + 1)])
-            link = Link(link_gbit, LATENCY_US)
-            times = [modelled_s(base, link, int(k)) for k in many]
-            speed = sum(base.seconds.values()) / np.array(times)
-            panel.plot(
-                many,
-                speed,
-                color=look["color"],
-                linestyle=(0, (1, 2)),
-                marker=marker_of(number),
-                markerfacecolor="white",
-                markersize=4,
-                linewidth=1,
-                label=plain(f"{name}, modelled"),
-            )
-            rows.append(Beside(f"{name}, modelled", f"{speed[-1]:.2f} on {many[-1]} times as many"))
-            farthest = max(farthest, float(many[-1]))
     ideal = np.array([1, farthest])
     panel.plot(ideal, ideal, color="#888888", linewidth=0.8, label="ideal")
     panel.set_xscale("log", base=2)
@@ -239,20 +202,8 @@ def scaling(runs: Sequence[Run], link_gbit: float) -> Drawn:
     panel.set_xlabel("times as many ranks as the smallest run of the method")
     panel.set_ylabel("times as fast")
     legend_above(panel, 2)
-    return Drawn(figure, rows, scaling_notes(link_gbit))
-
-
-def scaling_notes(link_gbit: float) -> list[str]:
-    """Return what was measured and what was modelled."""
-    text = ["Filled, measured: work per second of training, medians of outer iterations."]
-    if not link_gbit:
-        return [*text, "Nothing is modelled: --link-gbit gives the rate between nodes."]
-    return [
-        *text,
-        "Hollow, modelled: local steps shared out over the ranks, the other phases as in the "
-        f"smallest run, the exchange by run/cost.py for {link_gbit:g} Gbit/s and {LATENCY_US:g} us "
-        "a message.",
-    ]
+    note = "Work per second of training, medians of outer iterations."
+    return Drawn(figure, rows, [note])
 
 
 def scaling_series(run: Run) -> str:
@@ -272,12 +223,11 @@ def measure(run: Run) -> Measured:
         raise lacking("9", run, "seconds by phase")
     # The first outer iteration warms caches up.
     rest = slice(1, None) if len(run.iterations) > 1 else slice(None)
-    seconds = {
-        phase: float(np.median(np.nan_to_num(run.column(f"seconds.{phase}"))[rest]))
-        for phase in ("local", "inter", *OTHERS)
-    }
-    nodes = len(run.sizes()) or 1
-    return Measured(run, ranks, nodes, work_of(run, ranks), seconds)
+    seconds = sum(
+        float(np.median(np.nan_to_num(run.column(f"seconds.{phase}"))[rest]))
+        for phase in MEASURED_PHASES
+    )
+    return Measured(run, ranks, work_of(run, ranks) / seconds)
 
 
 def work_of(run: Run, ranks: int) -> float:
@@ -292,33 +242,6 @@ def work_of(run: Run, ranks: int) -> float:
         return float(Fraction(str(run.setting("local-epochs"))))
     except (TypeError, ValueError, ZeroDivisionError):
         raise lacking("9", run, "local-epochs or local-steps in its config.toml") from None
-
-
-def modelled_s(base: Measured, link: Link, times: int) -> float:
-    """Return the seconds of the same work on so many times as many ranks and nodes."""
-    run, nodes = base.run, base.nodes * times
-    payload = str(run.setting("payload", "fp32"))
-    payload = payload if payload in PAYLOADS else "fp32"
-    message = float(np.nan_to_num(run.column("bytes.payload"))[-1])
-    model = float(np.nan_to_num(run.column("bytes.dense"))[-1])
-    if BY_NAME[str(run.setting("method"))].per_step:
-        # As many images in fewer steps, each of which sends as much.
-        message, model = message / times, model / times
-    pieces = read_layers(run.path, [int(run.iterations[-1])])
-    bucket = max(1.0, float(run.setting("piece-kib", 60) or 60) * KIB * nodes)
-    buckets = max(1, round(message / bucket))
-    exchange = Exchange(
-        nodes,
-        round(message),
-        buckets if payload == "fp32" else 0,
-        0 if payload == "fp32" else buckets,
-        values_bytes=round(message * BITS["fp32"] / BITS[payload]),
-        model_bytes=round(model),
-        pieces=0 if pieces is None else len(pieces.names),
-    )
-    others = sum(base.seconds[phase] for phase in OTHERS)
-    between = exchange_s(link, kernels_of(payload, COPY_GBS), exchange) if nodes > 1 else 0.0
-    return base.seconds["local"] / times + others + between
 
 
 # --------------------------------------------------------------------------------------------------
@@ -341,8 +264,7 @@ def ratios(runs: Sequence[Run]) -> Drawn:
     known = {ratio for series in found.values() for ratio in series}
     if len(known) < 2:
         raise UserError("figure 12 needs runs with two or more keep ratios (--keep-ratio)")
-    figure = new_figure(3.6)
-    panel = figure.subplots()
+    figure, panel = new_panel(3.6)
     rows = []
     for number, (name, series) in enumerate(found.items()):
         ordered = sorted(series)
@@ -363,16 +285,9 @@ def ratios(runs: Sequence[Run]) -> Drawn:
             panel.plot([x] * len(seeds[x]), seeds[x], "_", color=look["color"], markersize=9)
             many = f"{len(seeds[x])} run{'s' if len(seeds[x]) > 1 else ''}"
             apart = f" ± {stdev(seeds[x]):.2f}" if len(seeds[x]) > 1 else ""
-            paper = PAPER_ACCURACY.get(x, "-")
-            first = series[x][0]
-            rows.append(
-                Beside(
-                    f"{name}, keep {x:g}",
-                    f"{mean(seeds[x]):.2f}{apart} % ({many})",
-                    paper,
-                    setup_words(first, ranks_of(first)) if paper != "-" else "",
-                )
-            )
+            here = f"{mean(seeds[x]):.2f}{apart} % ({many})"
+            paper = PAPER_ACCURACY.get(x, NONE)
+            rows.append(beside(series[x][0], f"{name}, keep {x:g}", here, paper))
     panel.set_xlim(0, 1.05)
     panel.set_xlabel("keep ratio: share of the groups that is kept")
     panel.set_ylabel("test accuracy % at the end")

@@ -14,7 +14,7 @@ FIGURES = {
     "6b": "bytes over a run, dense and pruned",
     "7": "synchronisation time per outer iteration",
     "8": "how communication time is split",
-    "9": "strong scaling: measured, and beyond that modelled",
+    "9": "strong scaling",
     "10": "residuals of each rank",
     "11": "residuals of each layer",
     "12": "accuracy against the keep ratio",
@@ -22,22 +22,14 @@ FIGURES = {
 }
 
 
-MAX_GBIT = 10**6
-
-
 @dataclass(frozen=True)
 class Options:
-    """Which figure to draw of which runs, and the file it goes to.
-
-    `layers` are those of figure 13, () for four of them; the link is that of figure 9's model,
-    whose rate is 0 where nothing is to be modelled.
-    """
+    """Which figure to draw of which runs, the file it goes to, and the layers of figure 13."""
 
     number: str
     runs: tuple[Path, ...]
     output: str
     layers: tuple[str, ...]
-    link_gbit: float
 
 
 def build_parser() -> Parser:
@@ -53,13 +45,6 @@ def build_parser() -> Parser:
     add("runs", nargs="+", metavar="RUN", help="folders of runs")
     add("--output", default="", metavar="FILE", help=".svg, .png or .pdf [figure-N.svg]")
     add("--layers", nargs="+", default=[], metavar="NAME", help="13: layers [four of them]")
-    add(
-        "--link-gbit",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="9: rate between nodes to model more ranks with, in Gbit/s, 0 for none [0]",
-    )
     return parser
 
 
@@ -71,17 +56,8 @@ def parse(argv: Sequence[str]) -> Options:
     given = build_parser().parse_all(argv)
     if given.number not in FIGURES:
         raise UserError(f"there is no figure {quote(given.number)}; there are {', '.join(FIGURES)}")
-    for flag, number in (("layers", "13"), ("link_gbit", "9")):
-        if getattr(given, flag) and given.number != number:
-            raise UserError(f"--{flag.replace('_', '-')} is for figure {number}; leave it away")
-    if not 0 <= given.link_gbit <= MAX_GBIT:
-        raise UserError(f"--link-gbit must be from 0 to {MAX_GBIT:,}")
+    if given.layers and given.number != "13":
+        raise UserError("--layers is for figure 13; leave it away")
     output = given.output or f"figure-{given.number}.svg"
     check_file_kind("--output", output)
-    return Options(
-        given.number,
-        tuple(map(Path, given.runs)),
-        output,
-        tuple(given.layers),
-        given.link_gbit,
-    )
+    return Options(given.number, tuple(map(Path, given.runs)), output, tuple(given.layers))

@@ -25,7 +25,9 @@ from prunex_mpi.tools.drawing import (
     marker_of,
     name_bars,
     new_figure,
+    new_panel,
     plain,
+    stack_bars,
 )
 from prunex_mpi.tools.report import run_pictures, several_runs
 from prunex_mpi.tools.report.one_run import duration_words, size_words, wanted_iterations
@@ -152,12 +154,6 @@ def setup_words(run: Run, ranks: int) -> str:
     return f"{model} on {dataset} with {many}, not ResNet-152 on CIFAR-10 with 64 GPUs"
 
 
-def differing(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
-    """Return in which settings runs differ; what a run of before does not know tells nothing."""
-    known = {key: [value_of(run, key) for run in runs if key in run.config] for key in keys}
-    return [key for key, values in known.items() if len(set(values)) > 1]
-
-
 def value_of(run: Run, key: str) -> str:
     """Return a setting in words; in paths the run's seed, which stands for any, as {seed}."""
     value = str(run.setting(key))
@@ -184,9 +180,21 @@ def lacking(number: str, run: Run, what: str) -> UserError:
     return UserError(f"figure {number} needs {what}, which {where} does not have", UNREADABLE)
 
 
+def require(number: str, runs: Sequence[Run], column: str, what: str) -> None:
+    """Raise UserError for a run that lacks a column of metrics.jsonl which a figure needs."""
+    for run in runs:
+        if not run.has(column):
+            raise lacking(number, run, what)
+
+
 def paper_of(run: Run, number: str) -> str:
     """Return what the paper has for the method of a run."""
     return OF_METHOD.get(str(run.setting("method")), {}).get(number, NONE)
+
+
+def beside(run: Run, what: str, here: str, paper: str) -> Beside:
+    """Return a value of a run beside the paper's, if it has one, with what was trained instead."""
+    return Beside(what, here, paper, setup_words(run, ranks_of(run)) if paper != NONE else "")
 
 
 def accuracy(runs: Sequence[Run]) -> Drawn:
@@ -207,12 +215,12 @@ def accuracy(runs: Sequence[Run]) -> Drawn:
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper center", ncols=3)
     rows = [
-        Beside(
+        beside(
+            run,
             label(number, run),
             f"{run.final_accuracy * 100:.1f} % in "
             f"{duration_words(float(trained_seconds(run)[-1]))}",
             paper_of(run, "5"),
-            setup_words(run, ranks_of(run)) if paper_of(run, "5") != NONE else "",
         )
         for number, run in enumerate(runs)
     ]
@@ -221,11 +229,8 @@ def accuracy(runs: Sequence[Run]) -> Drawn:
 
 def payload(runs: Sequence[Run]) -> Drawn:
     """Draw figure 6a: what a leader hands over in each outer iteration, and if it were dense."""
-    for run in runs:
-        if not run.has("bytes.payload"):
-            raise lacking("6a", run, "bytes")
-    figure = new_figure(3.6)
-    panel = figure.subplots()
+    require("6a", runs, "bytes.payload", "bytes")
+    figure, panel = new_panel(3.6)
     columns = [run.column("bytes.dense") for run in runs]
     largest = max(float(np.nanmax(np.nan_to_num(c))) for c in columns)
     size, unit = run_pictures.unit_of_bytes(largest)
@@ -256,14 +261,11 @@ def payload(runs: Sequence[Run]) -> Drawn:
 
 def volume(runs: Sequence[Run]) -> Drawn:
     """Draw figure 6b: the bytes of whole runs, and if they were dense."""
-    for run in runs:
-        if not run.has("bytes.payload"):
-            raise lacking("6b", run, "bytes")
+    require("6b", runs, "bytes.payload", "bytes")
     dense = np.array([np.nansum(run.column("bytes.dense")) for run in runs])
     sent = np.array([np.nansum(run.column("bytes.payload")) for run in runs])
     size, unit = run_pictures.unit_of_bytes(float(max(dense.max(), sent.max())))
-    figure = new_figure(1.5 + 0.55 * max(2, len(runs)))
-    panel = figure.subplots()
+    figure, panel = new_panel(1.5 + 0.55 * max(2, len(runs)))
     places = np.arange(len(runs))
     at_each_step = np.array([BY_NAME[str(run.setting("method"))].per_step for run in runs])
     light = {"facecolor": "#e4e4e4", "edgecolor": "#555555", "linewidth": 0.6}
@@ -300,14 +302,12 @@ def volume(runs: Sequence[Run]) -> Drawn:
 
 def waiting(runs: Sequence[Run]) -> Drawn:
     """Draw figure 7: the seconds of synchronisation of each outer iteration."""
+    require("7", runs, "seconds.inter", "seconds by phase")
     columns = []
     for run in runs:
-        if not run.has("seconds.inter"):
-            raise lacking("7", run, "seconds by phase")
         inside = np.nan_to_num(run.column("seconds.intra"))
         columns.append(inside + np.nan_to_num(run.column("seconds.inter")))
-    figure = new_figure(3.6)
-    panel = figure.subplots()
+    figure, panel = new_panel(3.6)
     size, unit = run_pictures.unit_of_seconds(max(float(column.max()) for column in columns))
     for number, (run, column) in enumerate(zip(runs, columns, strict=True)):
         look = look_and_label(number, run)
@@ -317,12 +317,12 @@ def waiting(runs: Sequence[Run]) -> Drawn:
     run_pictures.count_iterations(panel)
     legend_above(panel, 3)
     rows = [
-        Beside(
+        beside(
+            run,
             label(number, run),
             f"median {duration_words(float(np.median(column)))}, "
             f"most {duration_words(float(column.max()))}",
             paper_of(run, "7"),
-            setup_words(run, ranks_of(run)) if paper_of(run, "7") != NONE else "",
         )
         for number, (run, column) in enumerate(zip(runs, columns, strict=True))
     ]
@@ -343,26 +343,15 @@ def split(runs: Sequence[Run]) -> Drawn:
             raise lacking("8", run, f"any communication in {RANKS}")
         shares.append({part: value / whole for part, value in seconds.items()})
         rows += [
-            Beside(
-                f"{label(number, run)}, {word}",
-                f"{100 * shares[-1][part]:.1f} %",
-                paper,
-                setup_words(run, ranks_of(run)) if paper != NONE else "",
-            )
+            beside(run, f"{label(number, run)}, {word}", f"{100 * shares[-1][part]:.1f} %", paper)
             for part, (word, paper) in PARTS.items()
-            if shares[-1].get(part)
+            if shares[-1][part]
         ]
-    figure = new_figure(1.6 + 0.4 * max(2, len(runs)))
-    panel = figure.subplots()
-    base = np.zeros(len(runs))
-    for part, (word, _) in PARTS.items():
-        width = np.array([100 * share.get(part, 0.0) for share in shares])
-        if width.any():
-            panel.barh(
-                range(len(runs)), width, left=base, height=0.7, color=PART_COLOURS[part], label=word
-            )
-            base += width
-    name_bars(panel, [label(number, run) for number, run in enumerate(runs)])
+    figure, panel = new_panel(1.6 + 0.4 * max(2, len(runs)))
+    widths = {part: np.array([100 * share[part] for share in shares]) for part in PARTS}
+    names = [label(number, run) for number, run in enumerate(runs)]
+    bars = [(PARTS[p][0], w, {"color": PART_COLOURS[p]}) for p, w in widths.items() if w.any()]
+    stack_bars(panel, names, bars)
     panel.set_xlim(0, 100)
     panel.set_xlabel("% of the time of communication")
     legend_above(panel, 2)

@@ -16,7 +16,6 @@ class Options:
     sources: tuple[Path, ...]
     output: str
     png: str
-    csv: str
 
 
 def build_parser() -> Parser:
@@ -41,7 +40,6 @@ def build_parser() -> Parser:
         help=f"where the page goes [{PAGE} in the folder of the one run, else in this folder]",
     )
     add("--png", default="", metavar="DIR", help="write the pictures into this folder as well")
-    add("--csv", default="", metavar="FILE", help="write metrics.jsonl of the runs as CSV as well")
     return parser
 
 
@@ -51,4 +49,4 @@ def parse(argv: Sequence[str]) -> Options:
     Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
     """
     given = build_parser().parse_all(argv)
-    return Options(tuple(map(Path, given.runs)), given.output, given.png, given.csv)
+    return Options(tuple(map(Path, given.runs)), given.output, given.png)

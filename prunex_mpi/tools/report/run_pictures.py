@@ -1,6 +1,6 @@
 """The pictures of one run, each a figure; None where the run has nothing to show in it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,11 @@ from prunex_mpi.tools.drawing import (
     edges_of,
     legend_above,
     look_of,
-    name_bars,
+    marker_of,
     new_figure,
+    new_panel,
     plain,
+    stack_bars,
 )
 from prunex_mpi.tools.report.read_runs import COLUMNS, Layers, Run, binned, means, thin
 from prunex_mpi.tools.report.stragglers import RankRecord, RankTimes
@@ -122,6 +124,13 @@ def plot(
     panel.plot(x, y, **marks, **look)
 
 
+def plot_each(panel: "Axes", x: np.ndarray, lines: Mapping[str, np.ndarray]) -> None:
+    """Draw curves over the same x by their labels, each in a look of its own."""
+    for number, (label, y) in enumerate(lines.items()):
+        look = {"color": COLOURS[number], "linestyle": DASHES[number], "label": label}
+        plot(panel, x, y, marker_of(number), **look)
+
+
 def count_iterations(panel: "Axes") -> None:
     """Count outer iterations along the panel, in whole numbers."""
     from matplotlib.ticker import MaxNLocator
@@ -166,10 +175,7 @@ def learning(run: Run, axis: str) -> "Figure | None":
     upper, lower = figure.subplots(2, 1, sharex=True)
     size, label = axis_unit([run], axis)
     x = along(run, axis) / size
-    for number, (word, name) in enumerate(losses.items()):
-        if run.has(name):
-            look = {"color": COLOURS[number], "linestyle": ("-", "--")[number], "label": word}
-            plot(upper, x, run.column(name), "os"[number], **look)
+    plot_each(upper, x, {w: run.column(name) for w, name in losses.items() if run.has(name)})
     widen(upper, [run.column(name) for name in losses.values()])
     upper.set_ylabel("loss")
     if run.has(accuracy):
@@ -257,8 +263,7 @@ def duration(run: Run) -> "Figure | None":
     phases = phases_of(run)
     if not phases:
         return None
-    figure = new_figure(3.4)
-    panel = figure.subplots()
+    figure, panel = new_panel(3.4)
     look = {f"seconds.{p}": (PHASE_COLOURS[p], LABELS[p]) for p in phases}
     totals = sum(np.nan_to_num(run.column(name)) for name in look)
     size, unit = unit_of_seconds(float(np.max(totals)))
@@ -296,13 +301,10 @@ def residuals(run: Run) -> "Figure | None":
     there = [name for name in RESIDUALS if run.has(f"residuals.{name}")]
     if not there:
         return None
-    figure = new_figure(3.4)
-    panel = figure.subplots()
-    for number, name in enumerate(there):
-        look = {"color": COLOURS[number], "linestyle": ("-", "--", ":", "-.")[number]}
-        column = run.column(f"residuals.{name}")
-        positive = np.where(column > 0, column, np.nan)
-        plot(panel, run.iterations, positive, "os^D"[number], label=RESIDUAL_WORDS[name], **look)
+    figure, panel = new_panel(3.4)
+    columns = {name: run.column(f"residuals.{name}") for name in there}
+    lines = {RESIDUAL_WORDS[n]: np.where(c > 0, c, np.nan) for n, c in columns.items()}
+    plot_each(panel, run.iterations, lines)
     panel.set_yscale("log")
     panel.set_ylabel("norm over all layers")
     count_iterations(panel)
@@ -312,21 +314,21 @@ def residuals(run: Run) -> "Figure | None":
 
 def penalties(run: Run) -> "Figure | None":
     """Draw the mean penalties and the learning rate."""
-    rhos = [name for name in ("rho1", "rho2") if run.has(name)]
-    lines = [*([rhos] if rhos else []), *([["lr"]] if run.has("lr") else [])]
-    if not lines:
+    words = {"rho1": "ρ1, in nodes", "rho2": "ρ2, between nodes"}
+    parts = {
+        "penalty, mean": {words[name]: run.column(name) for name in words if run.has(name)},
+        "learning rate": {"learning rate": run.column("lr")} if run.has("lr") else {},
+    }
+    parts = {word: lines for word, lines in parts.items() if lines}
+    if not parts:
         return None
-    figure = new_figure(1.2 + 1.6 * len(lines))
-    panels = figure.subplots(len(lines), 1, sharex=True, squeeze=False)[:, 0]
-    words = {"rho1": "ρ1, in nodes", "rho2": "ρ2, between nodes", "lr": "learning rate"}
-    for panel, names in zip(panels, lines, strict=True):
-        for number, name in enumerate(names):
-            look = {"color": COLOURS[number], "linestyle": ("-", "--")[number]}
-            plot(panel, run.iterations, run.column(name), "os"[number], label=words[name], **look)
-        if names == rhos:
-            widen(panel, [run.column(name) for name in names], span=2)
-        panel.set_ylabel("penalty, mean" if names == rhos else "learning rate")
-        if names == rhos:
+    figure = new_figure(1.2 + 1.6 * len(parts))
+    panels = figure.subplots(len(parts), 1, sharex=True, squeeze=False)[:, 0]
+    for panel, (word, lines) in zip(panels, parts.items(), strict=True):
+        plot_each(panel, run.iterations, lines)
+        panel.set_ylabel(word)
+        if word != "learning rate":
+            widen(panel, [*lines.values()], span=2)
             legend_above(panel)
     count_iterations(panels[-1])
     return figure
@@ -377,8 +379,7 @@ def layer_density(layers: Layers) -> "Figure | None":
         return None
     from matplotlib import colormaps
 
-    figure = new_figure(_height(len(pruned)))
-    panel = figure.subplots()
+    figure, panel = new_panel(_height(len(pruned)))
     shades = colormaps[SHADES].with_extremes(bad="#ffffff")
     mesh = panel.pcolormesh(
         edges_of(list(layers.iterations)),
@@ -497,8 +498,7 @@ def rank_name(times: RankTimes, rank: int) -> str:
 def rank_seconds(times: RankTimes) -> "Figure":
     """Draw where the time of each rank went: work by phase, waiting, transmitting."""
     ranks = shown_ranks(times)
-    figure = new_figure(1.3 + 0.24 * max(3, len(ranks)))
-    panel = figure.subplots()
+    figure, panel = new_panel(1.3 + 0.24 * max(3, len(ranks)))
     parts = [
         (LABELS[p], times.context[p], {"color": PHASE_COLOURS[p]})
         for p in RANK_PHASES
@@ -510,12 +510,8 @@ def rank_seconds(times: RankTimes) -> "Figure":
     parts.append(("waiting for others", waited, light))
     parts = [(word, seconds, look) for word, seconds, look in parts if np.any(seconds)]
     size, unit = unit_of_seconds(float(np.max(sum(seconds for _, seconds, _ in parts))))
-    base = np.zeros(len(ranks))
-    for word, seconds, look in parts:
-        width = np.asarray(seconds)[ranks] / size
-        panel.barh(range(len(ranks)), width, left=base, height=0.8, label=word, **look)
-        base += width
-    name_bars(panel, [rank_name(times, rank) for rank in ranks])
+    bars = [(word, np.asarray(seconds)[ranks] / size, look) for word, seconds, look in parts]
+    stack_bars(panel, [rank_name(times, rank) for rank in ranks], bars)
     panel.set_xlabel(f"{unit}, all outer iterations")
     legend_above(panel, 4)
     return figure
@@ -535,8 +531,7 @@ def lost_seconds(times: RankTimes) -> "Figure | None":
         rows[row, delay.iteration - numbers[0]] += delay.seconds
     edges, starts = binned(iterations)
     size, unit = unit_of_seconds(float(rows.sum(axis=0).max()))
-    figure = new_figure(3.0)
-    panel = figure.subplots()
+    figure, panel = new_panel(3.0)
     words = [f"rank {s.rank}, {LABELS[s.phase]}" for s in named] + ["all others"]
     colours = (COLOURS[1], COLOURS[0], REST)
     heights = [means(row, starts) / size for row in rows]

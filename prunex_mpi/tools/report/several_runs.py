@@ -13,9 +13,10 @@ from prunex_mpi.tools.drawing import (
     legend_above,
     look_of,
     marker_of,
-    name_bars,
     new_figure,
+    new_panel,
     plain,
+    stack_bars,
 )
 from prunex_mpi.tools.report import run_pictures
 from prunex_mpi.tools.report.one_run import duration_words, ending, listed, value_words
@@ -52,7 +53,12 @@ def page_of(runs: Sequence[Run]) -> Page:
         ("seconds", "Seconds of an outer iteration, by phase", durations(runs), MEAN),
     ]
     inside = [
-        ("density", "Density", curves(runs, "kept share of prunable weights", density), ""),
+        (
+            "density",
+            "Density",
+            curves(runs, "kept share of prunable weights", lambda run: run.column("density")),
+            "",
+        ),
         ("residuals", "Primal residual between nodes", residual(runs), ""),
     ]
     sections = [
@@ -86,9 +92,13 @@ def look_and_label(number: int, run: Run) -> dict[str, str]:
     return {**look_of(number), "label": plain(label(number, run))}
 
 
-def differing(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
-    """Return in which of these settings the runs differ."""
-    return [key for key in keys if len({str(run.setting(key)) for run in runs}) > 1]
+def differing(
+    runs: Sequence[Run],
+    keys: Sequence[str],
+    value: Callable[[Run, str], str] = lambda run, key: str(run.setting(key)),
+) -> list[str]:
+    """Return in which of these settings the runs differ, as `value` tells them."""
+    return [key for key in keys if len({value(run, key) for run in runs}) > 1]
 
 
 def lead(runs: Sequence[Run]) -> list[str]:
@@ -131,11 +141,6 @@ def held_out(runs: Sequence[Run]) -> list[str]:
     return [HELD_OUT] if any(run.judged_on[0] == "val" for run in runs) else []
 
 
-def density(run: Run) -> np.ndarray:
-    """Return the density of a run."""
-    return run.column("density")
-
-
 def learned(runs: Sequence[Run], axis: str) -> "Figure | None":
     """Draw loss and accuracy of all runs along one axis."""
     if not any(run.has("train_loss") or np.isfinite(run.accuracy).any() for run in runs):
@@ -164,8 +169,7 @@ def curves(
     """Draw a column of all runs along their outer iterations."""
     if not any(np.isfinite(column(run)).any() for run in runs):
         return None
-    figure = new_figure(3.2 + 0.18 * ((len(runs) + 2) // 3))
-    panel = figure.subplots()
+    figure, panel = new_panel(3.2 + 0.18 * ((len(runs) + 2) // 3))
     for number, run in enumerate(runs):
         look = look_and_label(number, run)
         plot(panel, run.iterations, column(run), marker_of(number), **look)
@@ -198,11 +202,8 @@ def residual(runs: Sequence[Run]) -> "Figure | None":
 
 def durations(runs: Sequence[Run]) -> "Figure | None":
     """Draw a bar of each run: the mean seconds of an outer iteration by phase."""
-    phases = [
-        p
-        for p in PHASE_COLOURS
-        if any(np.nan_to_num(run.column(f"seconds.{p}")).any() for run in runs)
-    ]
+    found = {phase for run in runs for phase in run_pictures.phases_of(run)}
+    phases = [phase for phase in PHASE_COLOURS if phase in found]
     if not phases:
         return None
     rows = {
@@ -210,15 +211,9 @@ def durations(runs: Sequence[Run]) -> "Figure | None":
         for p in phases
     }
     size, unit = run_pictures.unit_of_seconds(float(sum(rows.values()).max()))
-    figure = new_figure(1.5 + 0.3 * max(3, len(runs)))
-    panel = figure.subplots()
-    base = np.zeros(len(runs))
-    for phase, seconds in rows.items():
-        width = seconds / size
-        look = {"color": PHASE_COLOURS[phase], "label": LABELS[phase]}
-        panel.barh(range(len(runs)), width, left=base, height=0.8, **look)
-        base += width
-    name_bars(panel, [label(number, run) for number, run in enumerate(runs)])
+    figure, panel = new_panel(1.5 + 0.3 * max(3, len(runs)))
+    bars = [(LABELS[p], rows[p] / size, {"color": PHASE_COLOURS[p]}) for p in rows]
+    stack_bars(panel, [label(number, run) for number, run in enumerate(runs)], bars)
     panel.set_xlabel(unit)
     legend_above(panel, 4)
     return figure

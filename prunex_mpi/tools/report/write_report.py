@@ -1,12 +1,9 @@
 """Read what is to be shown, make the page, write it."""
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
-from prunex_mpi.base.errors import UNREADABLE, UserError, quote
+from prunex_mpi.base.errors import UserError, quote
 from prunex_mpi.base.files import no_links
 from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.units import KIB
@@ -25,8 +22,6 @@ def write_report(options: Options) -> None:
         raise UserError("runs and comparisons don't fit on one page; show them one after the other")
     if len(options.sources) > MOST_CURVES:
         raise UserError(f"at most {MOST_CURVES} can be told apart on one page; give fewer")
-    if files and options.csv:
-        raise UserError("--csv is for runs: a comparison's JSON holds no metrics")
     runs = [] if files else read_runs(options.sources)
     output = options.output
     if not output:
@@ -49,9 +44,6 @@ def write_report(options: Options) -> None:
     print(f"written to {shown(output)} ({len(written) / KIB:.0f} KiB)", flush=True)
     if options.png:
         print(f"{count} pictures written to {shown(options.png)}", flush=True)
-    if options.csv:
-        write_csv(options.csv, runs)
-        print(f"metrics written to {shown(options.csv)}", flush=True)
 
 
 def page_of(files: Sequence[Path], runs: Sequence[Run]) -> Page:
@@ -59,36 +51,3 @@ def page_of(files: Sequence[Path], runs: Sequence[Run]) -> Page:
     if files:
         return comparisons.page_of(files)
     return several_runs.page_of(runs) if len(runs) > 1 else one_run.page_of(runs[0])
-
-
-def write_csv(path: str, runs: Sequence[Run]) -> None:
-    """Write the metrics of runs, a line per outer iteration; empty where there is no number."""
-    names = list(dict.fromkeys(name for run in runs for name in run.columns))
-    whole = {n for n in names if n in ("iteration", "frozen") or n.startswith("bytes.")}
-    many = len(runs) > 1
-    try:
-        with open(path, "w", encoding="utf-8", errors="replace", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow([*(["run"] if many else []), *map(_as_text, names)])
-            for run in runs:
-                columns = [run.column(name) for name in names]
-                for i in range(len(run.iterations)):
-                    cells = [
-                        _cell(column[i], name in whole)
-                        for name, column in zip(names, columns, strict=True)
-                    ]
-                    writer.writerow([*([_as_text(run.name)] if many else []), *cells])
-    except OSError as error:
-        where = quote(path, 250)
-        raise UserError(f"--csv {where}: {error.strerror}; choose another", UNREADABLE) from None
-
-
-def _as_text(name: str) -> str:
-    """Return a name so that no spreadsheet takes it for a formula."""
-    return f"'{name}" if name[:1] in tuple("=+-@\t\r") else name
-
-
-def _cell(number: float, whole: bool) -> str:
-    if np.isnan(number):
-        return ""
-    return str(int(number)) if whole and np.isfinite(number) else repr(float(number))
