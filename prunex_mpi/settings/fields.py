@@ -478,7 +478,7 @@ class Settings:
     )
     divergence_factor: float = setting(
         _S,
-        "a loss of so many times the first iteration's, or that of guessing if it is more, counts "
+        "a loss of this many times the first iteration's, or that of guessing if it is more, counts "
         "as a divergence; 0: only one that is not finite",
         10.0,
         low=0,
@@ -510,7 +510,7 @@ class Estimate:
 
     _S = "dry-run"
     link_gbit: float = setting(
-        _S, "estimate exchanges on links of so many Gbit/s, 0 for not", 0.0, low=0, of="averages"
+        _S, "estimate exchanges on links of this many Gbit/s, 0 for not", 0.0, low=0, of="averages"
     )
     latency_us: float = setting(_S, "us per message", 50.0, low=0, of="averages")
     copy_gbs: float = setting(_S, "GB/s of copies", 7.0, above=0, of="averages")
