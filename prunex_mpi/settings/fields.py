@@ -478,8 +478,8 @@ class Settings:
     )
     divergence_factor: float = setting(
         _S,
-        "a loss of this many times the first iteration's, or that of guessing if it is more, counts "
-        "as a divergence; 0: only one that is not finite",
+        "a loss of this many times the first iteration's, or that of guessing if it is more, "
+        "counts as a divergence; 0: only one that is not finite",
         10.0,
         low=0,
     )
