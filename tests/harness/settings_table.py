@@ -25,11 +25,11 @@ PAGE = Path(__file__).resolve().parents[2] / "prunex_mpi" / "settings" / "README
 HEADER = """\
 # Every setting
 
-Written by `python tests/harness/settings_table.py` from the code. The flag `--batch-size` is the key
-`batch-size` of a file for `--config`; the option `--dgc-ratio` of a method is the key `ratio` of its
-table `[dgc]`. Flags beat the file, the file beats the preset. Defaults are those of the preset
-`recipe` and of `prunex`, or of the method that has the setting; `auto` is measured, or follows from
-the run.
+Written by `python tests/harness/settings_table.py` from the code. The flag `--batch-size` is the
+key `batch-size` of a file for `--config`; the option `--dgc-ratio` of a method is the key `ratio`
+of its table `[dgc]`. Flags beat the file, the file beats the preset. Defaults are those of the
+preset `recipe` and of `prunex`, or of the method that has the setting; `auto` is measured, or
+follows from the run.
 """
 TABLE = "| setting | default | meaning |\n|---|---|---|\n"
 

@@ -17,7 +17,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.records import KINDS, PHASES, RESIDUALS
 from prunex_mpi.config import cli
 from prunex_mpi.config.resolve import BY_NAME as METHODS
-from prunex_mpi.config.resolve import flat_values
+from prunex_mpi.config.resolve import concerns, flat_values
 from prunex_mpi.diagnosis import options as doctor
 from prunex_mpi.research.bench import bench_options as bench
 from prunex_mpi.research.compare import compare_options as compare
@@ -378,7 +378,7 @@ SHORT = {
     "--ranks-per-node": "1",
     "--run-dir": "run",
 }
-DROPPED = {*SHORT, "--local-epochs", "--data-dir", "--download", "--init-from"}
+DROPPED = {*SHORT, "--local-epochs", "--data-dir", "--download", "--init-from", "--lr"}
 
 
 def shortened(arguments: list[str]) -> list[str]:
@@ -389,7 +389,9 @@ def shortened(arguments: list[str]) -> list[str]:
             dropping = word in DROPPED
         if not dropping:
             kept.append(word)
-    return [*kept, *(word for item in SHORT.items() for word in item)]
+    named = kept[kept.index("--method") + 1] if "--method" in kept else "prunex"
+    short = {f: x for f, x in SHORT.items() if concerns(f[2:].replace("-", "_"), METHODS[named])}
+    return [*kept, *(word for item in short.items() for word in item)]
 
 
 TRAININGS = {
