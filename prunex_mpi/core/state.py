@@ -366,8 +366,8 @@ def build_state(
 
 
 def new_payload(theta: Tensor, parameters: int, stats: int) -> Tensor:
-    """Allocate the memory of messages of so many parameters and BatchNorm statistics."""
-    return theta.new_empty(whole_blocks(parameters) + whole_blocks(stats))
+    """Allocate a payload; zero, since what fills up its blocks is looked at and written as well."""
+    return theta.new_zeros(whole_blocks(parameters) + whole_blocks(stats))
 
 
 def every_rank_sends(settings: Settings) -> bool:

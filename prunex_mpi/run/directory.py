@@ -238,7 +238,8 @@ class RunDirectory:
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the software that began the run."""
-        return tomllib.loads(self.config).get("versions", {})
+        found = tomllib.loads(self.config).get("versions", {})
+        return {name: version for name, version in found.items() if name != "format"}
 
     def make_folder(self, name: str) -> None:
         """Make an empty folder in the run directory; raise UserError where that can't be."""

@@ -1,8 +1,13 @@
-"""Events of a trace: in JSON, in an order in which whatever lies in another follows it."""
+"""Events of a trace in order, and its file: whole, broken off, continued."""
 
 import json
+from pathlib import Path
+from typing import Any
 
-from prunex_mpi.base.trace import HELPER, Trace, label
+import pytest
+
+from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.base.trace import HELPER, Trace, TraceFile, label
 
 
 def test_events_count_microseconds_from_the_beginning_of_the_trace() -> None:
@@ -54,3 +59,78 @@ def test_ranks_and_threads_have_names() -> None:
     assert names["process_sort_index"] == {"sort_index": 2}
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert threads == {0: "main", HELPER: "helper"}
+
+
+def event(number: int) -> dict[str, Any]:
+    return {"ph": "X", "name": f"event {number}"}
+
+
+def written(path: Path, count: int, *, ended: bool = True) -> float:
+    file = TraceFile(path, resume=False)
+    file.append([json.dumps(event(number)) for number in range(count)])
+    file.close(ended)
+    return file.zero
+
+
+def test_it_is_an_array_when_it_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    zero = written(path, 3)
+    first, *others = json.loads(path.read_text())
+    assert first["args"] == {"unix_s": zero}
+    assert others == [event(0), event(1), event(2)]
+
+
+def test_what_was_interrupted_lacks_a_bracket_alone(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    written(path, 2, ended=False)
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(path.read_text())
+    assert json.loads(path.read_text() + "]")[1:] == [event(0), event(1)]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, 20, 32, 33])
+@pytest.mark.parametrize("ended", [True, False])
+def test_it_is_continued_wherever_it_was_cut(tmp_path: Path, ended: bool, cut: int) -> None:
+    path = tmp_path / "trace.json"
+    zero = written(path, 40, ended=ended)
+    path.write_bytes(path.read_bytes()[: -cut or None])
+    again = TraceFile(path, resume=True)
+    again.append([json.dumps(event(99))])
+    again.close(True)
+    assert again.zero == zero
+    _, *events, last = json.loads(path.read_text())
+    assert last == event(99)
+    # Of what was cut in the middle nothing is left.
+    assert events == [event(number) for number in range(len(events))]
+    assert len(events) in (39, 40)
+
+
+def test_one_without_events_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    written(path, 0, ended=False)
+    again = TraceFile(path, resume=True)
+    again.append([json.dumps(event(1))])
+    again.close(True)
+    assert json.loads(path.read_text())[1:] == [event(1)]
+
+
+def test_a_new_run_begins_a_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("anything")
+    written(path, 1)
+    assert json.loads(path.read_text())[1:] == [event(0)]
+    path.unlink()
+    TraceFile(path, resume=True).close(True)
+    assert len(json.loads(path.read_text())) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[", "{}", "[\n3", '[\n{"name": "x"}', '[\n{"name": "trace_begins", "args": 3}']
+)
+def test_what_is_no_trace_is_not_touched(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"not a trace .*; move it away") as caught:
+        TraceFile(path, resume=True)
+    assert caught.value.exit_code == UNREADABLE
+    assert path.read_text() == text

@@ -30,7 +30,7 @@ from typing import Any
 
 import pytest
 from faulty import FAULTS
-from launch import environment, launcher
+from launch import environment, launcher, repeatable_metrics
 
 pytestmark = [pytest.mark.faults, pytest.mark.jobs]
 
@@ -278,10 +278,11 @@ def is_open_mpi() -> bool:
 
 def results(run: Path) -> tuple[list[dict[str, Any]], str, bytes]:
     """Return what two runs alike must agree in."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for record in records:
-        del record["seconds"]
-    return records, (run / "layers.jsonl").read_text(), (run / "state.safetensors").read_bytes()
+    return (
+        repeatable_metrics(run),
+        (run / "layers.jsonl").read_text(),
+        (run / "state.safetensors").read_bytes(),
+    )
 
 
 def status_of(run: Path) -> str:

@@ -1,4 +1,4 @@
-"""What all ranks do together and may take long on one of them."""
+"""What all ranks do together and may take long on one of them; how far their clocks are apart."""
 
 import itertools
 import time
@@ -7,9 +7,11 @@ import pytest
 from nodes import WORLD
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.comm.agreement import run_collectively_while
+from prunex_mpi.comm.agreement import run_collectively_while, seconds_ahead
 
 pytestmark = pytest.mark.mpi
+
+
 STEPS, STEP_S = 20, 0.01
 LAST = WORLD.size - 1
 
@@ -86,3 +88,17 @@ def test_all_may_fail_at_once() -> None:
 
     with pytest.raises(UserError, match="damaged"):
         run_collectively_while(WORLD, fails, lambda: None)
+
+
+def test_clocks_of_one_machine_are_one() -> None:
+    assert seconds_ahead(WORLD) == 0.0
+
+
+@pytest.mark.parametrize("apart", [-5e3, 0.5, 1e6])
+def test_clocks_that_began_at_other_times_are_told_apart(
+    apart: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + apart * WORLD.rank)
+    # Half of the shortest of several round trips, on a machine that has other things to do.
+    assert seconds_ahead(WORLD) == pytest.approx(apart * WORLD.rank, rel=1e-9, abs=0.02)

@@ -6,26 +6,35 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from driving import assert_alike_on_all_ranks, wire_of
 from nodes import WORLD, nodes_of, with_leaders
 from torch import Tensor
 
 from mpi4py import MPI
 
+from prunex_mpi.base.units import ring_bytes
+from prunex_mpi.comm import collectives
 from prunex_mpi.comm.collectives import (
     LEAST_SHARE_BYTES,
     MPI_TYPES,
     Transport,
+    allgather_,
+    allgatherv_,
     allreduce_,
     allreduce_then_bcast_,
     bcast_,
     between_nodes,
     buckets,
     build_transport,
+    deal_,
+    gather_counts,
     hierarchical_sum_,
     mpi_buffer,
     reduce_,
     staged,
+    sum_halves_,
 )
+from prunex_mpi.comm.traffic import Traffic
 
 CPU = torch.device("cpu")
 TINY = 104  # bytes, what 1e-4 MiB come to: 26 float32, 13 float64, 104 uint8
@@ -284,3 +293,108 @@ def test_hierarchical_sum_is_that_of_all_ranks_with_the_same_bits(ranks_per_node
         in_node = np.empty((topology.node_size, 2, 50))
         topology.node.Allgather(values, in_node)
         assert np.array_equal(in_node, np.broadcast_to(values, in_node.shape))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("way", ["as it lies", "staged", "too far"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32])
+@pytest.mark.parametrize("count", [0, 1, 13, 64])
+def test_every_rank_receives_what_every_rank_gave(count: int, dtype, way: str, monkeypatch) -> None:
+    if way == "too far":
+        monkeypatch.setattr(collectives, "FARTHEST", 12)
+    room = 8 * 8 * WORLD.size
+    staging = (torch.empty(room, dtype=torch.uint8), torch.empty(room, dtype=torch.uint8))
+    # Pieces of 8 or 16 elements: 13 and 64 take several.
+    transport = Transport(room, staging if way == "staged" else None)
+
+    def given(rank: int) -> torch.Tensor:
+        return (torch.arange(count) + 1000 * rank).to(dtype)
+
+    mine = given(WORLD.rank)
+    everyone = torch.full((WORLD.size, count), -1, dtype=dtype)
+    allgather_(WORLD, mine, everyone, transport)
+    assert torch.equal(everyone, torch.stack([given(r) for r in range(WORLD.size)]))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32])
+@pytest.mark.parametrize("most", [0, 1, 13])
+def test_ranks_give_as_many_as_they_have(most: int, dtype, staged: bool) -> None:
+    """The last rank has the most, and the first none where there is another."""
+
+    def given(rank: int) -> torch.Tensor:
+        return (torch.arange(most * (rank + 1) // WORLD.size) + 1000 * rank).to(dtype)
+
+    wanted = torch.cat([given(rank) for rank in range(WORLD.size)])
+    mine = given(WORLD.rank)
+    counts = gather_counts(WORLD, mine.numel())
+    assert counts == [given(rank).numel() for rank in range(WORLD.size)]
+    room = 8 * max(1, wanted.numel())
+    staging = (torch.empty(room, dtype=torch.uint8), torch.empty(room, dtype=torch.uint8))
+    transport = Transport(room, staging if staged else None)
+    everyone = torch.full((wanted.numel() + 3,), -1, dtype=dtype)
+    allgatherv_(WORLD, mine, counts, everyone, transport)
+    assert torch.equal(everyone[:-3], wanted)
+    assert everyone[-3:].tolist() == [-1, -1, -1]
+
+
+SMALL = 96  # bytes: less than what is sent, so that it is cut
+
+
+def transports() -> list[Transport]:
+    """Return the CPU's, and one that stages as it is done for a GPU."""
+    memory = torch.empty(SMALL, dtype=torch.uint8), torch.empty(SMALL, dtype=torch.uint8)
+    return [build_transport(CPU, SMALL / 2**20, "host"), Transport(SMALL, memory)]
+
+
+def whole_numbers(rank: int, width: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 100, (WORLD.size, width), generator=generator)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("width", [0, 1, 23, 200])
+def test_rows_go_to_the_ranks_of_their_number(width: int, staged: bool) -> None:
+    mine = whole_numbers(WORLD.rank, width).to(torch.uint8)
+    received = torch.full_like(mine, 255)
+    deal_(WORLD, mine, received, transports()[staged])
+    wanted = [whole_numbers(rank, width)[WORLD.rank] for rank in range(WORLD.size)]
+    assert torch.equal(received.long(), torch.stack(wanted))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("count", [0, 1, 23, 200])
+def test_halves_are_added_in_float32_and_rounded_once(count: int, dtype, staged: bool) -> None:
+    everyone = [(whole_numbers(rank, count)[0] / 7).to(dtype) for rank in range(WORLD.size)]
+    flat = everyone[WORLD.rank].clone()
+    sum_halves_(WORLD, flat, transports()[staged])
+    total = torch.zeros(flat.shape)
+    for addend in everyone:
+        total += addend
+    assert torch.equal(flat, total.to(dtype))
+    assert_alike_on_all_ranks(flat.float())
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("far", [False, True])
+def test_rows_that_reach_too_far_go_through_buckets(far: bool, monkeypatch) -> None:
+    if far:
+        monkeypatch.setattr(collectives, "FARTHEST", 22)
+    test_rows_go_to_the_ranks_of_their_number(200, False)
+    reach = collectives.within_reach(transports()[0], torch.empty(1, 23))
+    assert (reach.staging is not None) == far
+
+
+@pytest.mark.mpi
+def test_a_sum_of_halves_counts_as_a_reduction_and_a_deal_as_one_pass() -> None:
+    wire = wire_of(WORLD)
+    wire.reduce_halves_(torch.ones(10, dtype=torch.float16))
+    assert wire.traffic == Traffic(payload=20, sent=ring_bytes(WORLD.size, 20))
+    wire.deal_(torch.ones(WORLD.size, 3), torch.ones(WORLD.size, 3))
+    each = 12 * WORLD.size
+    assert wire.traffic.payload == 20 + each
+    assert wire.traffic.sent == ring_bytes(WORLD.size, 20) + ring_bytes(WORLD.size, each, passes=1)

@@ -458,6 +458,14 @@ BAD_FLAGS = [
     ("--lr -inf", "--lr"),
     ("--lr 0", "--lr must be above 0"),
     ("--lr -1e-3", "--lr must be above 0"),
+    ("--lr 1e19", "at most"),
+    ("--lr 0.1 0.2", "'0.2'"),
+    ("--no-lr", "--no-lr"),
+    ("--checkpoint-every 0", "--checkpoint-every"),
+    ("--checkpoint-every often", "'often'"),
+    ("--timeout 0", "--timeout must be at least 1"),
+    ("--time-limit -1", "--time-limit must be at least 0"),
+    ("--preempt-signals KILL", "'KILL'"),
     ("--momentum 1", "--momentum"),
     ("--momentum -0.1", "--momentum"),
     ("--weight-decay -1e-4", "--weight-decay"),
@@ -635,8 +643,6 @@ BAD_FLAGS = [
     ("--dry-run --link-gbit 1 --method dense", "link-gbit means nothing to method dense"),
     ("--method dense --preset thin --local-epochs 0", "local-steps auto needs local-epochs"),
     ("--config", "--config"),
-    ("--config /no/such/file.toml", "'/no/such/file.toml': No such file"),
-    ("--config /", "--config '/'"),
     ("--config a.toml --config b.toml", "--config"),
 ]
 

@@ -1,36 +1,54 @@
-"""Statistics that are estimated again on z, against an oracle of their own."""
+"""What is evaluated and delivered, and the average of z."""
 
 import copy
+import json
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from driving import CPU, SMALL_BUCKETS, assert_alike_on_all_ranks
+from jobs import metrics_of, run_folder, run_job_here
 from nodes import NODE_SHAPES, WORLD, nodes_of
 from reference_statistics import of_all_ranks
-from small_runs import small_run
+from safetensors.torch import load_file
+from small_runs import COMMON, PRUNING, small_run
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import USAGE, Diverged, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.config.resolve import make
+from prunex_mpi.config.cli import parse
+from prunex_mpi.config.resolve import BY_NAME, make
+from prunex_mpi.core import evaluation
 from prunex_mpi.core.evaluation import (
+    BEST,
+    EMA,
+    EMA_COUNT,
+    EMA_STATS,
     EVALUATION_BATCH,
     RECALIBRATION_BATCHES,
     check_divergence,
     check_errors,
+    delivered,
+    ema_of,
     estimate_statistics,
     evaluate,
+    judge,
+    statistics_of_z,
 )
-from prunex_mpi.core.state import Problem, RunContext, State, build_state
+from prunex_mpi.core.state import PRUNED, Problem, RunContext, State, build_state, in_place_of_z
 from prunex_mpi.core.steps import finish_average_
 from prunex_mpi.data.batches import BatchStream, Look, Shard, evaluation_batches
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import Groups
+from prunex_mpi.run.supervision import driver_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
+
 
 BATCH_SIZE = 6
 PARTIAL = 5  # images left over, on every rank
@@ -204,3 +222,282 @@ def test_gradients_that_the_model_itself_has_detached_are_noticed(refuse) -> Non
             context.problem.model.zero_grad(set_to_none=True)
         with pytest.raises(UserError, match=r"the gradient of .* was replaced, as by zero_grad"):
             refuse(topology, context)
+
+
+DECAY = 0.7
+RUN = {
+    "model": "resnet8-w4",
+    "outer_iterations": 6,
+    "local_steps": 3,
+    "model_ema_decay": DECAY,
+    "lr": 0.05,
+}
+# One of float32 beside one of float64.
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+FLAT = "flat consensus"
+CHANGES: dict[str, dict[str, Any]] = {
+    "recipe": {"freeze_iteration": 4, "keep_ramp_iterations": 3},
+    "union": {"freeze_iteration": 4, "keep_ramp_iterations": 3, "mask_agreement": "or"},
+    FLAT: {"freeze_iteration": 3, "keep_ramp_iterations": 2},
+    "behind": {"freeze_iteration": 5, "keep_ramp_iterations": 2, "evaluate_every": 6},
+    "local sgd": {},
+    "local sgd behind": {"overlap_steps": 1, "evaluate_every": 4},
+    "one-shot": {"one_shot_prune_iteration": 3, "groups": ("coupled",)},
+    "diloco": {},
+    "sparseloco": {},
+    "dense": {},
+    "topk": {},
+    "pactrain": {"pactrain_prune_iteration": 3},
+    "prunetrain": {"prunetrain_reconfigure_every": 3, "prunetrain_threshold": 10.0},
+}
+BASES = {"union": "recipe", "one-shot": "local sgd", "diloco": "local sgd"}
+BASES["local sgd behind"] = "local sgd"
+# Of kinds that others have too.
+RARELY = ("union", "local sgd behind", "topk", "sparseloco")
+# Those without a mask that changes after the first outer iteration.
+CONSTANT = ("local sgd", "local sgd behind", "diloco", "sparseloco", "dense", "topk")
+
+
+@dataclass
+class Seen:
+    """A z, the statistics that went with it, and what said then which weights there are."""
+
+    z: Tensor
+    statistics: Tensor
+    mask: Tensor
+
+
+class Watching:
+    """Take the place of StopAgreement: note every z there is between two local steps."""
+
+    calls = 1
+
+    def __init__(self, context: RunContext) -> None:
+        self.context, self.seen, self.last = context, [], context.state.z.clone()
+
+    def reached(self) -> bool:
+        state = self.context.state
+        if not same(state.z, self.last):
+            # It has just arrived: those of the model have gone on.
+            flat, plain = state.stats.double(), []
+            for module in state.bn_modules:
+                mean, second = flat[: 2 * module.num_features].chunk(2)
+                flat = flat[2 * module.num_features :]
+                plain += [mean, second - mean**2]
+            self.note(torch.cat(plain))
+        return False
+
+    def note_record(self) -> None:
+        if not same(self.context.state.z, self.last):
+            self.note(statistics_now(self.context))
+
+    def note(self, statistics: Tensor) -> None:
+        state = self.context.state
+        weights = state.memory.get(PRUNED, torch.zeros(0))
+        mask = torch.cat([torch.from_numpy(state.mask), weights.bool()])
+        self.last = state.z.clone()
+        self.seen.append(Seen(state.z.double(), statistics.double(), mask.clone()))
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+def statistics_now(context: RunContext) -> Tensor:
+    modules = context.state.bn_modules
+    return torch.cat([b for m in modules for b in (m.running_mean, m.running_var)]).clone()
+
+
+def settings_of(scenario: str, **changes: Any) -> dict[str, Any]:
+    found = {**RUN, **CHANGES[scenario], **changes}
+    method = scenario if scenario in ("one-shot", "diloco") else None
+    return {**found, "method": method} if method else found
+
+
+def oracle(seen: list[Seen], decay: float) -> tuple[Tensor, Tensor, int]:
+    """Return the average of what was seen, of its statistics, and how often it has begun."""
+    begins, first = 0, 0
+    for i, one in enumerate(seen):
+        if i == 0 or not same(one.mask, seen[i - 1].mask):
+            begins, first = begins + 1, i
+    rest = seen[first:]
+    shares = [decay ** (len(rest) - 1)]
+    shares += [(1 - decay) * decay ** (len(rest) - 1 - i) for i in range(1, len(rest))]
+    assert sum(shares) == pytest.approx(1)
+    z = sum(s * one.z for s, one in zip(shares, rest, strict=True))
+    statistics = sum(s * one.statistics for s, one in zip(shares, rest, strict=True))
+    return z, statistics, begins
+
+
+@pytest.mark.parametrize(
+    ("scenario", "ranks_per_node"),
+    [
+        pytest.param(name, ranks, marks=pytest.mark.long if name in RARELY else ())
+        for name in CHANGES
+        for ranks in (1, 2)
+        # Of flat consensus every rank is a node.
+        if (name, ranks) != (FLAT, 2)
+    ],
+)
+def test_the_average_is_that_of_every_z_since_the_mask_changed(
+    scenario: str, ranks_per_node: int
+) -> None:
+    # Statistics that are estimated come below.
+    average = {} if scenario in BY_NAME and BY_NAME[scenario].per_step else {"bn": "average"}
+    changes = settings_of(scenario, **average)
+    with (
+        nodes_of(ranks_per_node) as topology,
+        small_run(topology, BASES.get(scenario, scenario), **changes) as context,
+    ):
+        watching = Watching(context)
+        context = replace(context, stop=watching)
+        changed, different = 0, False
+        for record in driver_of(context.settings).outer_iterations(topology, context):
+            watching.note_record()
+            changed += record["iteration"] > 1 and record["mask_drift"] > 0
+            memory = context.state.memory
+            if int(memory[EMA_COUNT]) == 0:
+                # The mask has changed, and the first z that lies on it is under way.
+                assert context.state.position.under_way
+                continue
+            z, statistics, begins = oracle(watching.seen, DECAY)
+            torch.testing.assert_close(memory[EMA].double(), z, **CLOSE)
+            gone = watching.seen[-1].z == 0
+            assert not memory[EMA][gone].any()
+            different |= not torch.equal(memory[EMA], context.state.z)
+            torch.testing.assert_close(memory[EMA_STATS].double(), statistics, **CLOSE)
+            for tensor in (memory[EMA], memory[EMA_STATS]):
+                assert_alike_on_all_ranks(tensor)
+        assert len(watching.seen) == 6 and different
+        assert begins == 1 + changed
+        assert (changed > 0) == (scenario not in CONSTANT)
+
+
+@pytest.mark.parametrize("scenario", ["recipe", "behind", "dense", "diloco", "pactrain"])
+def test_training_does_not_notice(scenario: str) -> None:
+    found = []
+    for decay in (0.0, DECAY):
+        changes = settings_of(scenario, model_ema_decay=decay)
+        base = BASES.get(scenario, scenario)
+        with nodes_of(2) as topology, small_run(topology, base, **changes) as context:
+            losses = [
+                [record["train_loss"], record["density"]]
+                for record in driver_of(context.settings).outer_iterations(topology, context)
+            ]
+            state = context.state
+            vectors = (state.theta, state.z, state.z_node, state.u, state.v)
+            buffers = context.problem.model.buffers()
+            found.append((losses, [t.clone() for t in (*vectors, *buffers)]))
+            assert (EMA in state.memory) == bool(decay)
+    (losses, tensors), (others, also) = found
+    assert losses == others
+    assert all(torch.equal(a, b) for a, b in zip(tensors, also, strict=True))
+
+
+@pytest.mark.parametrize("scenario", ["recipe", "dense", "diloco", "sparseloco", "local sgd"])
+def test_what_is_judged_and_delivered_is_the_average(scenario: str) -> None:
+    base, changes = BASES.get(scenario, scenario), settings_of(scenario)
+    with nodes_of(1) as topology, small_run(topology, base, **changes) as context:
+        state, test = context.state, context.problem.test
+        # Before the first outer iteration there is nothing but the weights that it begins with.
+        assert evaluate(topology, context) == judge(topology, context, test)
+        recalibrates = scenario in ("recipe", "diloco", "sparseloco")
+        for record in driver_of(context.settings).outer_iterations(topology, context):
+            average, statistics = state.memory[EMA].clone(), state.memory[EMA_STATS].clone()
+            last = [t.clone() for t in (state.z, *context.problem.model.buffers())]
+            of_z = judge(topology, context, test)
+            estimated = recalibrates and not record["frozen"]
+            with in_place_of_z(state, average, statistics):
+                if estimated and scenario != "recipe":
+                    # Also those that are delivered.
+                    with statistics_of_z(topology, context):
+                        of_average = judge(topology, context, test)
+                        if record["status"] != "running":
+                            assert torch.equal(statistics_now(context), statistics)
+                elif estimated:
+                    continue
+                else:
+                    of_average = judge(topology, context, test)
+            assert (record["test_loss"], record["test_accuracy"]) == of_average
+            if record["iteration"] in (2, 6) and scenario != "recipe":
+                assert of_average[0] != of_z[0]
+        with delivered(context):
+            assert torch.equal(state.z, average)
+            assert torch.equal(statistics_now(context), statistics)
+        assert not torch.equal(state.z, average)
+        now = [state.z, *context.problem.model.buffers()]
+        assert all(torch.equal(a, b) for a, b in zip(last, now, strict=True))
+
+
+def test_statistics_of_a_support_that_stays_are_estimated_on_the_average() -> None:
+    """Where z's are for good at the freeze, on a mask that was the same before."""
+    changes = settings_of("recipe", freeze_iteration=6, keep_ratio=(1.0,))
+    with nodes_of(1) as topology, small_run(topology, "recipe", **changes) as context:
+        records = list(driver_of(context.settings).outer_iterations(topology, context))
+        assert records[-1]["frozen"] and records[-1]["mask_drift"] == 0
+        with ema_of(context.state), statistics_of_z(topology, context):
+            assert torch.equal(statistics_now(context), context.state.memory[EMA_STATS])
+            found = judge(topology, context, context.problem.test)
+        assert (records[-1]["test_loss"], records[-1]["test_accuracy"]) == found
+
+
+@pytest.mark.parametrize("scenario", ["dense", "recipe"])
+def test_the_best_is_the_best_average(scenario: str) -> None:
+    changes = settings_of(scenario, val_split=0.25, train_samples=80)
+    averages: dict[int, Tensor] = {}
+    with nodes_of(2) as topology, small_run(topology, scenario, **changes) as context:
+        for record in driver_of(context.settings).outer_iterations(topology, context):
+            averages[record["iteration"]] = context.state.memory[EMA].clone()
+        best = int(context.state.position.best[0])
+        assert torch.equal(context.state.memory[BEST], averages[best])
+        with delivered(context):
+            assert torch.equal(context.state.z, averages[best])
+
+
+def test_a_run_writes_the_average_also_where_it_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judged = []
+    real = evaluation.judge
+
+    def spy(topology: Any, context: RunContext, shard: Any) -> tuple[float, float]:
+        judged.append((context.state.z.clone(), statistics_now(context)))
+        return real(topology, context, shard)
+
+    monkeypatch.setattr(evaluation, "judge", spy)
+    with run_folder() as folder:
+        run = {"run_dir": str(folder / "whole"), "progress": "off", "checkpoint_every": "2"}
+        changes = {**COMMON, **PRUNING, **settings_of("recipe"), **run}
+        assert run_job_here(make(**changes)) == 0
+        tensors = load_file(folder / "whole/state.safetensors")
+        average, statistics = judged[-1]
+        written = {name: t.flatten() for name, t in tensors.items() if "num_batches" not in name}
+        found = torch.cat([t for name, t in written.items() if "running" not in name]).sort()[0]
+        assert torch.equal(found, average.sort()[0])
+        found = torch.cat([t for name, t in written.items() if "running" in name]).sort()[0]
+        assert torch.equal(found, statistics.sort()[0])
+        before = metrics_of(folder / "whole/metrics.jsonl")
+        summary = json.loads((folder / "whole/summary.json").read_text())
+        assert summary["test_loss"] == before[-1][2]
+        WORLD.Barrier()
+
+        if WORLD.rank == 0:
+            newest = sorted((folder / "whole/checkpoints").iterdir())[-1]
+            newest.rename(newest.with_name(f"{newest.name}.partial"))
+            (folder / "whole/summary.json").unlink()
+        WORLD.Barrier()
+        assert run_job_here(parse(["--resume", "--run-dir", str(folder / "whole")])) == 0
+        assert metrics_of(folder / "whole/metrics.jsonl") == before
+        again = load_file(folder / "whole/state.safetensors")
+        assert all(torch.equal(tensors[key], again[key]) for key in tensors)
+        WORLD.Barrier()
+
+
+def test_an_average_of_what_is_not_finite_is_forgotten_with_it() -> None:
+    with nodes_of(1) as topology, small_run(topology, "dense", **RUN) as context:
+        iterations = driver_of(context.settings).outer_iterations(topology, context)
+        next(iterations)
+        context.state.memory[EMA].fill_(np.nan)
+        context.state.memory[EMA_COUNT].zero_()
+        next(iterations)
+        assert torch.equal(context.state.memory[EMA], context.state.z)

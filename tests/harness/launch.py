@@ -1,11 +1,13 @@
 """Start jobs of several ranks from serial tests."""
 
+import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,3 +57,18 @@ def run_job(ranks: int, arguments: list[str], cwd: Path, **extra: str):
 def train(ranks: int, arguments: list[str], cwd: Path, **extra: str):
     """Run the training program on `ranks` ranks in `cwd`."""
     return run_job(ranks, ["-m", "prunex_mpi.train", *arguments], cwd, **extra)
+
+
+def repeatable(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a record of metrics.jsonl a run that goes on has bit for bit.
+
+    Not times, nor the bytes by which ranks agree to leave and, gone on, on the plan once more.
+    """
+    kept = {k: v for k, v in record.items() if k not in ("seconds", "data_wait_seconds", "rank")}
+    return kept | {"bytes": {k: v for k, v in record["bytes"].items() if k != "control"}}
+
+
+def repeatable_metrics(run: Path) -> list[dict[str, Any]]:
+    """Return `repeatable` of all records of a run."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [repeatable(json.loads(line)) for line in lines]

@@ -14,6 +14,7 @@ from pathlib import Path
 import cluster as machines
 import pytest
 from cluster import Cluster, mpirun_words, on_host, run_on, srun_words
+from launch import repeatable_metrics
 
 HOSTS = 4
 LIMIT_S = 600
@@ -66,12 +67,6 @@ def summary(run: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def records(run: Path) -> list[dict]:
-    """Return the metrics that do not depend on the time."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
-
-
 def require(done: subprocess.CompletedProcess[str], code: int = 0) -> None:
     assert done.returncode == code, (done.stdout + done.stderr)[-4000:]
 
@@ -101,8 +96,8 @@ def test_the_link_carries_no_more_than_is_enough(
     words = [*mpirun_words(some, tasks), sys.executable, script, str(tmp_path / "sent"), *given]
     require(run_on(some, words, tmp_path, LIMIT_S))
     assert summary(tmp_path / "run")["nodes"] == tasks
-    payloads = [record["bytes"]["payload"] for record in records(tmp_path / "run")]
-    dense = [record["bytes"]["dense"] for record in records(tmp_path / "run")]
+    payloads = [record["bytes"]["payload"] for record in repeatable_metrics(tmp_path / "run")]
+    dense = [record["bytes"]["dense"] for record in repeatable_metrics(tmp_path / "run")]
     assert all(p < share * d for p, d in zip(payloads, dense, strict=True))
     nodes = len(tasks)
     for node in range(nodes):
@@ -136,7 +131,7 @@ def test_a_job_on_hosts_is_stopped_and_goes_on_exactly(
     assert job.returncode == 75, out
     assert summary(tmp_path / "run")["status"] == "preempted"
     require(run_on(pair, [*words, *flags], tmp_path, LIMIT_S))
-    assert records(tmp_path / "run") == records(whole)
+    assert repeatable_metrics(tmp_path / "run") == repeatable_metrics(whole)
 
 
 def complete(run: Path, nodes: int) -> bool:
@@ -191,7 +186,7 @@ def test_sbatch_requeues_a_preempted_job_which_goes_on(
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, log=log)
     require(run_on(hosts, ["scontrol", "requeue", number], tmp_path, 30, **slurm))
     wait_for(lambda: summary(run).get("status") == "preempted", log=log)
-    reached = len(records(run))
+    reached = len(repeatable_metrics(run))
     assert reached < 12
     # Slurm holds a requeued job back for a while.
     wait_for(lambda: state().startswith("PENDING"), log=log)
@@ -200,7 +195,7 @@ def test_sbatch_requeues_a_preempted_job_which_goes_on(
     wait_for(lambda: summary(run).get("status") == "completed", log=log)
     assert "restart 1" in log()
     assert "going on from checkpoint" in log()
-    assert records(run) == records(whole)
+    assert repeatable_metrics(run) == repeatable_metrics(whole)
 
 
 @pytest.mark.long
@@ -219,7 +214,7 @@ def test_a_cancelled_job_stays_ended_and_one_whose_time_is_over_does_not(
         answer = run_on(hosts, ["squeue", "-h", "-j", number, "-o", "%T"], tmp_path, 30, **slurm)
         return answer.stdout.strip()
 
-    wait_for(lambda: (run / "metrics.jsonl").exists() and records(run), log=log)
+    wait_for(lambda: (run / "metrics.jsonl").exists() and repeatable_metrics(run), log=log)
     require(run_on(hosts, ["scancel", *flags, number], tmp_path, 30, **slurm))
     wait_for(lambda: summary(run).get("status") == "preempted", log=log)
     wait_for(lambda: state() == ("PENDING" if flags else ""), log=log)

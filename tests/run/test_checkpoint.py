@@ -14,6 +14,7 @@ import pytest
 import torch
 from beats import PAUSE_S, Noted
 from jobs import NoisyNet, run_directory
+from launch import repeatable
 from nodes import NODE_SHAPES, WORLD, nodes_of
 from safetensors import safe_open
 
@@ -221,7 +222,7 @@ class Run:
     def iterate(self, stop: StopAgreement | None = None) -> Iterator[dict]:
         context = replace(self.context, stop=stop)
         for record in driver_of(self.settings).outer_iterations(self.topology, context):
-            yield {key: value for key, value in record.items() if key not in ("seconds", "rank")}
+            yield repeatable(record)
 
     def save(self, files: RunDirectory | None) -> None:
         write_checkpoint(self.topology, files, self.context, Checkpoints("off"))

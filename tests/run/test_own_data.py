@@ -8,6 +8,7 @@ import pytest
 import torch
 from image_folders import write_folder
 from jobs import run_folder, run_job_here
+from launch import repeatable_metrics
 from nodes import WORLD
 from safetensors.torch import load_file
 from small_runs import PRUNING
@@ -35,10 +36,7 @@ def run(folder: Path, name: str, **changes: Any) -> tuple[list[dict], dict[str, 
     """Return the metrics and the weights of a run."""
     assert run_job_here(make(**SMALL, run_dir=str(folder / name), **changes)) == 0
     WORLD.Barrier()
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    timed = ("seconds", "data_wait_seconds")
-    records = [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
-    return records, load_file(folder / name / "state.safetensors")
+    return repeatable_metrics(folder / name), load_file(folder / name / "state.safetensors")
 
 
 def assert_same(one: tuple, other: tuple) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from driving import wires_of
 from image_folders import damage, write_folder
+from launch import repeatable_metrics
 from nodes import WORLD, nodes_of
 from safetensors.torch import load_file
 from small_runs import small_run
@@ -49,11 +50,7 @@ def run(tmp_path: Path, pictures: Path) -> Callable[..., int]:
 
 
 def results(path: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    lines = (path / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    timed = ("seconds", "data_wait_seconds")
-    kept = [{k: v for k, v in record.items() if k not in timed} for record in records]
-    return kept, load_file(path / "state.safetensors")
+    return repeatable_metrics(path), load_file(path / "state.safetensors")
 
 
 def assert_same(first: Path, second: Path) -> None:

@@ -1,14 +1,16 @@
-"""Sums in fewer bits over the leaders, against the same in NumPy."""
+"""Sums in fewer bits over the leaders, against the same in NumPy and by hand."""
 
 import numpy as np
 import pytest
 import torch
 from counting import Counting
+from driving import assert_alike_on_all_ranks, wire_of
 from nodes import WORLD, nodes_of, with_leaders
 from reference_payload import RECORD, coded_sum
 
 from mpi4py import MPI
 
+from prunex_mpi.base.units import ring_bytes
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock
@@ -16,12 +18,15 @@ from prunex_mpi.core.sums import (
     BLOCK,
     MOST_SUMMED,
     allocate_coded,
+    allocate_counts,
+    bytes_handed_over,
     coded_bytes,
+    goes_to_all,
+    spread_,
     sum_coded_,
+    sum_numbers_,
     whole_blocks,
 )
-
-pytestmark = pytest.mark.mpi
 
 CODES = ("fp16", "bf16", "int8", "int4", "int2", "int8sum")
 # Blocks: none, fewer than leaders, not a multiple of them, several buckets.
@@ -57,6 +62,7 @@ def sum_up(
     return out, values
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("blocks", SIZES)
 @pytest.mark.parametrize("payload", CODES)
@@ -99,6 +105,7 @@ def test_sums_are_those_of_one_process(
                 assert 0 < np.count_nonzero(left) < np.count_nonzero(whole)
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("payload", CODES)
 def test_buckets_decide_only_who_adds_up(payload: str) -> None:
     """The sum of int8sum is the same bits in any buckets, that of others as near."""
@@ -115,6 +122,7 @@ def test_buckets_decide_only_who_adds_up(payload: str) -> None:
         assert max(gaps) < {"int2": 0.7, "int4": 0.25, "int8sum": 0.05}.get(payload, 0.02)
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("blocks", SIZES)
 @pytest.mark.parametrize("payload", CODES)
@@ -136,6 +144,7 @@ def test_what_is_counted_is_what_is_handed_to_mpi(payload: str, blocks: int, lan
         assert lane.farthest <= max(BUCKET_BYTES, nodes * coded.records.shape[1])
 
 
+@pytest.mark.mpi
 def test_integers_of_the_most_leaders_add_up_in_a_byte() -> None:
     for workers in range(2, MOST_SUMMED + 1):
         transport = Transport(BUCKET_BYTES)
@@ -144,5 +153,57 @@ def test_integers_of_the_most_leaders_add_up_in_a_byte() -> None:
         assert coded.levels >= 7
 
 
+@pytest.mark.mpi
 def test_vectors_are_filled_up_to_whole_blocks() -> None:
     assert [whole_blocks(n) for n in (0, 1, 127, 128, 129)] == [0, 128, 128, 128, 256]
+
+
+NUMEL = 101
+
+
+@pytest.mark.mpi
+@pytest.mark.any_mpi
+@pytest.mark.parametrize(("up", "down"), [(1, 1), (1, 2), (2, 4), (2, 8), (2, 16)])
+def test_sums_reach_everyone(up: int, down: int, monkeypatch) -> None:
+    """By shares as well, where sending everything to all would do."""
+    every = [
+        torch.randint(0, 1 << up, (NUMEL,), generator=torch.Generator().manual_seed(rank))
+        for rank in range(WORLD.size)
+    ]
+    wanted = sum(every)
+    fits = int(wanted.max()) < 1 << down
+    for to_all in {goes_to_all(WORLD.size, up, down), False} if fits else {True}:
+        monkeypatch.setattr("prunex_mpi.core.sums.goes_to_all", lambda *_, way=to_all: way)
+        wire = wire_of(WORLD)
+        space = allocate_counts(wire, torch.empty(NUMEL), up, down)
+        space["numbers"].view(-1)[:NUMEL].copy_(every[WORLD.rank])
+        sums = sum_numbers_(wire, space, up)
+        if not to_all:
+            if down == 16:
+                sums = sums.to(torch.int16)
+            sums = spread_(wire, space, sums, down)
+        found = sums.reshape(-1)[:NUMEL].to(torch.int64)
+        assert torch.equal(found, wanted)
+        assert_alike_on_all_ranks(found)
+        assert wire.traffic.payload == bytes_handed_over(NUMEL, WORLD.size, up, down)
+
+
+@pytest.mark.mpi
+@pytest.mark.any_mpi
+def test_the_way_that_takes_fewer_bits() -> None:
+    """Per number (W - 1) up against (W - 1)/W (up + down)."""
+    for workers in range(2, 40):
+        for up, down in ((1, 1), (1, 2), (2, 4), (2, 8)):
+            to_all = (workers - 1) * up
+            by_shares = (workers - 1) * (up + down) / workers
+            assert goes_to_all(workers, up, down) == (to_all <= by_shares)
+    assert [goes_to_all(w, 2, 4) for w in (1, 2, 3, 4)] == [True, True, True, False]
+
+
+@pytest.mark.mpi
+@pytest.mark.any_mpi
+def test_bytes_by_hand() -> None:
+    # 2 shares of 408 numbers of a bit; 4 of 208 numbers, of which one goes on in 2 bits.
+    assert bytes_handed_over(801, 2, 1, 2) == 102
+    assert bytes_handed_over(801, 4, 1, 2) == 104 + 52
+    assert ring_bytes(4, 104, passes=1) + ring_bytes(4, 4 * 52, passes=1) == 78 + 156

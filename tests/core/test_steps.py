@@ -1,4 +1,4 @@
-"""The gradient of a step: in parts, averaged, clipped, of mixed images, of own losses."""
+"""The gradient of a step, and what an overflow in float16 leaves behind: nothing."""
 
 import math
 from dataclasses import replace
@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from driving import CPU, make_context, wire_of
-from nodes import WORLD
+from driving import COMMON, CPU, assert_alike_on_all_ranks, make_context, run_driver, wire_of
+from nets import RandomStream, new_net
+from nodes import WORLD, nodes_of
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
@@ -150,3 +151,54 @@ def test_the_learning_rate_grows_with_the_ranks_when_asked() -> None:
     assert lr_scale_of(make(), 8) == 1.0
     assert lr_scale_of(make(lr_scaling="linear"), 8) == 8.0
     assert lr_scale_of(make(lr_scaling="sqrt"), 8) == pytest.approx(math.sqrt(8))
+
+
+# The largest number of float16 is 65,504.
+TOO_LARGE = 1e7
+
+
+class Flare:
+    """Batches of which one rank's last of the first outer iteration does not fit into float16."""
+
+    waited = 0.0
+
+    def __init__(self, rank, step):
+        self.stream = RandomStream(rank, torch.float32)
+        self.step, self.drawn = step, 0
+
+    def next(self):
+        images, labels = self.stream.next()
+        self.drawn += 1
+        return (images * TOO_LARGE if self.drawn == self.step else images), labels
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": "dense", "aggregation": "hierarchical"},
+        {"method": "local-sgd"},
+        {"node_sync": "outer", "bn": "average"},
+        {
+            "overlap_steps": 1,
+            "payload": "int8",
+            "bn": "average",
+            "evaluate_every": 4,
+            "residuals": "off",
+        },
+    ],
+    ids=str,
+)
+def test_statistics_of_a_step_that_overflows_are_undone(changes):
+    settings = make(amp="fp16", **{**COMMON, **changes})
+    with nodes_of(2) as topology:
+        stream = Flare(WORLD.rank, 3 if WORLD.rank == WORLD.size - 1 else 0)
+        for _, state in run_driver(topology, settings, new_net(torch.float32), stream):
+            for module in state.bn_modules:
+                assert module.running_mean.isfinite().all()
+                assert module.running_var.isfinite().all()
+                assert module.running_mean.abs().max() < 100
+            assert state.z.isfinite().all()
+        # What is exchanged behind the next round has arrived with the last one.
+        assert_alike_on_all_ranks(state.z)
+        assert_alike_on_all_ranks(state.stats)

@@ -1,13 +1,98 @@
-"""Residuals against sums written out rank by rank, and the rules of the penalties."""
+"""The arithmetic of the phases: updates, residuals, penalties, and groups that z has dropped."""
 
 import numpy as np
 import pytest
+import torch
+from driving import by_name, element_masks, run_driver
+from nets import CoupledNet, RandomStream
+from nodes import WORLD, nodes_of
+from torch import Tensor, nn
 
-from prunex_mpi.core.admm import NormSums, Residuals, compute_residuals, update_penalty
+from prunex_mpi.config.resolve import make
+from prunex_mpi.core.admm import (
+    NormSums,
+    Residuals,
+    compute_residuals,
+    decay_of_layers,
+    step_duals_,
+    sum_candidate,
+    update_penalty,
+    weigh_candidate,
+)
+from prunex_mpi.core.state import State, build_state
+from prunex_mpi.models import layout as layouts
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.pruning.groups import Groups
+
+LENGTHS = (1, 7, 40, 10**6)
+EVEN, UNEVEN = np.full(4, 0.5), np.array([0.5, 0.25, 3.0, 0.5])
+
+
+@pytest.fixture(params=LENGTHS)
+def state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> State:
+    """Return variables of noise, in float64, cut into tiles of one length."""
+    monkeypatch.setattr(layouts, "CPU_TILE", request.param)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 7)).double()
+    state = build_state(model, build_layout(model), Groups((), (), 0, ()), make())
+    for flat in (state.theta, state.u, state.v, state.z_node, state.z, state.scratch):
+        flat.normal_()
+    return state
+
+
+def spread(state: State, values: np.ndarray) -> Tensor:
+    numels = [segment.numel for segment in state.layout.segments]
+    return torch.from_numpy(np.repeat(values, numels))
+
+
+@pytest.mark.parametrize("rho", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize(("rate", "on"), [(0.0, "all"), (0.1, "all"), (0.1, "weights")])
+def test_the_candidate_weighs_mean_and_consensus(
+    state: State, rho: np.ndarray, rate: float, on: str
+) -> None:
+    decays = decay_of_layers(make(weight_decay=rate, weight_decay_on=on), state.layout)
+    # Weights and biases by turns.
+    assert decays.tolist() == [rate, rate * (on == "all")] * 2
+    decay = spread(state, decays)
+    state.rho1, state.rho2 = rho, 0.3 * rho
+    rho1, rho2 = spread(state, rho), spread(state, 0.3 * rho)
+    inertia = rho2 * (state.z - state.v)
+    total = 3 * (state.theta + state.u)
+    expected = (rho1 * (state.theta + state.u) + inertia) / (decay + rho1 + rho2)
+    found = weigh_candidate(state, decays, 1)
+    assert found is state.scratch
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+    state.scratch.copy_(total)
+    found = weigh_candidate(state, decays, 3, state.scratch)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+
+
+def test_without_duals_the_candidate_is_theta(state: State) -> None:
+    assert torch.equal(sum_candidate(state), state.theta + state.u)
+    state.consensus_sgd = True
+    assert torch.equal(sum_candidate(state), state.theta)
+
+
+def test_duals_take_over_the_gaps_and_norms_are_of_the_new_ones(state: State) -> None:
+    gaps = state.theta - state.z_node, state.z_node - state.z
+    u, v = state.u + gaps[0], state.v + gaps[1]
+    old = state.u.clone(), state.v.clone()
+    norms = step_duals_(state, True)
+    assert torch.equal(state.u, u) and torch.equal(state.v, v)
+    measured = (gaps[0], state.theta, state.z_node, u, gaps[1], state.z, v)
+    for row, flat in zip(norms, measured, strict=True):
+        expected = [float(view.square().sum()) for view in state.layout.views(flat)]
+        np.testing.assert_allclose(row, expected, rtol=1e-13)
+
+    state.u.copy_(old[0])
+    state.v.copy_(old[1])
+    assert step_duals_(state, False) is None
+    assert torch.equal(state.u, u) and torch.equal(state.v, v)
+
 
 NODES = (3, 1)  # P_i
 LAYERS = (4, 9, 1)  # elements of each layer
-WORLD = sum(NODES)
+RANKS = sum(NODES)
 EPS_ABS, EPS_REL = 1e-3, 1e-2
 
 
@@ -55,10 +140,10 @@ class Example:
         steps = zip(weights, self.z_node, self.z_node_old, strict=True)
         s1 = rho1 * norm(*[w * (new - old) for w, new, old in steps])
         r2 = norm(*[w * (z - self.z) for w, z in zip(weights, self.z_node, strict=True)])
-        s2 = np.sqrt(WORLD) * rho2 * norm(self.z - self.z_old)
-        floor = np.sqrt(WORLD * self.elements) * EPS_ABS
+        s2 = np.sqrt(RANKS) * rho2 * norm(self.z - self.z_old)
+        floor = np.sqrt(RANKS * self.elements) * EPS_ABS
         z_nodes = norm(*[w * z for w, z in zip(weights, self.z_node, strict=True)])
-        z_all = np.sqrt(WORLD) * norm(self.z)
+        z_all = np.sqrt(RANKS) * norm(self.z)
         v_all = norm(*[w * v for w, v in zip(weights, self.v, strict=True)])
         thetas = norm(*[t for ts in self.theta for t in ts])
         us = norm(*[u for many in self.u for u in many])
@@ -78,7 +163,7 @@ def compute(examples: list[Example], rho1: np.ndarray, rho2: np.ndarray) -> Resi
             for rank in range(size):
                 sums[:, number] += example.rank_norms(node, rank)
     numels = np.array([e.elements for e in examples], dtype=np.float64)
-    return compute_residuals(NormSums(*sums), numels, WORLD, rho1, rho2, EPS_ABS, EPS_REL)
+    return compute_residuals(NormSums(*sums), numels, RANKS, rho1, rho2, EPS_ABS, EPS_REL)
 
 
 def test_residuals_are_those_of_a_naive_computation() -> None:
@@ -117,10 +202,10 @@ def test_each_of_the_four_conditions_can_stop_convergence(violated: str) -> None
         "inter_dual": "z_step",
     }[violated]
     rho = np.ones(1)
-    for value, expected in ((4.0 * WORLD, True), (4.1 * WORLD, False)):
+    for value, expected in ((4.0 * RANKS, True), (4.1 * RANKS, False)):
         sums = calm._replace(**{gap: np.array([value])})
         # The floor is sqrt(N n) eps_abs with n = 4 and eps_abs = 1.
-        found = compute_residuals(sums, np.array([4.0]), WORLD, rho, rho, 1.0, 0.0)
+        found = compute_residuals(sums, np.array([4.0]), RANKS, rho, rho, 1.0, 0.0)
         assert bool(found.converged[0]) is expected
 
 
@@ -146,7 +231,7 @@ def test_relative_thresholds_are_those_of_the_variables_and_scaled_duals(
         found = compute_residuals(
             sums._replace(**{gap: np.array([square])}),
             np.array([4.0]),
-            WORLD,
+            RANKS,
             np.array([0.5]),
             np.array([0.25]),
             0.0,
@@ -191,3 +276,74 @@ def test_the_old_penalties_are_left_alone(rule: str) -> None:
     rho = np.full(6, 1.0)
     update_penalty(rho, PRIMAL, DUAL, rule, 2.0, 1e-6, 10.0)
     assert np.array_equal(rho, np.full(6, 1.0))
+
+
+RAMP = {
+    "groups": ("coupled",),
+    "outer_iterations": 9,
+    "warmup_iterations": 1,
+    "keep_ramp_iterations": 4,
+    "freeze_iteration": 7,
+    "lr_schedule": "constant",
+    "warmup_ratio": 0.0,
+    "rho1": 0.02,
+    "rho2": 0.005,
+    "bn": "average",
+    "residuals": "off",
+}
+
+
+def run(dropped, ranks_per_node=2, grows=0):
+    """Return of each outer iteration (mask, theta and u where z has nothing).
+
+    Theta hardly moves, but after iteration `grows`, when it becomes large where z has nothing.
+    """
+    torch.manual_seed(2)
+    settings = make(**RAMP, dropped=dropped, lr=1e-9, divergence_factor=0.0)
+    found = []
+    with nodes_of(ranks_per_node) as topology:
+        stream = RandomStream(WORLD.rank, torch.float64)
+        for record, state in run_driver(topology, settings, CoupledNet().double(), stream):
+            masks = element_masks(state)
+            outside = []
+            for flat in (state.theta, state.u):
+                parts = by_name(flat, state)
+                outside.append(torch.cat([parts[n][~m].abs() for n, m in masks.items()]))
+            found.append((state.mask.copy(), *outside))
+            for name, mask in masks.items() if record["iteration"] == grows else ():
+                by_name(state.theta, state)[name][~mask] *= 100
+    return found
+
+
+@pytest.mark.mpi
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_shrunk_groups_come_back_and_cut_ones_do_not_by_themselves(ranks_per_node):
+    for dropped in ("shrink", "cut"):
+        masks = [mask for mask, _, _ in run(dropped, ranks_per_node, grows=5)]
+        assert (masks[5] == masks[4]).all() == (dropped == "cut")
+        if dropped == "shrink":
+            # Half of the groups of each set were out, and all of them are large now; so are some
+            # that were in, by what they read of the others.
+            assert (masks[5] & ~masks[4]).sum() > 0.75 * masks[5].sum()
+        assert (masks[6] == masks[5]).all() and (masks[8] == masks[6]).all()
+
+
+@pytest.mark.mpi
+@pytest.mark.any_mpi
+def test_duals_of_dropped_groups_are_nothing_and_theta_lives_on():
+    for _, theta, u in run("shrink")[1:6]:
+        assert not u.any()
+        assert theta.numel() and theta.any()
+    for _, theta, _ in run("shrink")[6:]:
+        assert not theta.any()
+
+
+@pytest.mark.mpi
+@pytest.mark.any_mpi
+def test_shrunk_groups_are_nothing_before_the_freeze():
+    shrunk = [float(theta.norm()) for _, theta, _ in run("shrink")]
+    # Dropped from iteration 2 on, and the freeze is at the end of 7.
+    assert shrunk[1] > 0 and shrunk[6] == 0.0
+    # The mask no longer changes from 5 on: 2/3, 1/2 and 0 of it.
+    assert shrunk[5] / shrunk[4] == pytest.approx(1 / 2, rel=1e-5)
