@@ -62,7 +62,7 @@ def add_z_(state: State, settings: Settings) -> None:
     if EMA not in state.memory:
         return
     average, of_statistics = state.memory[EMA], state.memory[EMA_STATS]
-    statistics = batchnorm.as_plain(state.bn_modules, state.stats)
+    statistics = batchnorm.as_plain(state.bn_modules, state.stats, state.alone)
     if int(state.memory[EMA_COUNT]):
         average.lerp_(state.z, 1 - settings.model_ema_decay)
         of_statistics.lerp_(statistics, 1 - settings.model_ema_decay)
@@ -336,7 +336,7 @@ def estimate_statistics(topology: Topology, context: RunContext) -> None:
     check_readable(topology.world, context)
     batchnorm.read_(state.bn_modules, state.stats)
     _average_(topology, context, state.stats)
-    batchnorm.write(state.bn_modules, state.stats)
+    batchnorm.write(state.bn_modules, state.stats, state.alone)
 
 
 def check_readable(world: MPI.Comm, context: RunContext) -> None:

@@ -215,6 +215,7 @@ class State:
     mask. `memory` is what the method remembers from one step to the next, by names that say whose a
     tensor is (OWN, EACH, SHARED). `sound` has room for the statistics that a step in float16 began
     with.
+    A rank that is `alone` in its run has nothing to average statistics with.
     With `removes`, what the mask lacks has been taken out of the network itself: `groups` and mask
     are those of the `whole` network, all else is of the one that is left, which has the `sizes`
     where it is smaller.
@@ -252,6 +253,7 @@ class State:
     plan_agreed: bool = False
     coded: tuple[Coded, Coded] | None = None
     sound: Tensor | None = None
+    alone: bool = False
 
     # Names for memory that serves another purpose for a while, and only so long.
 

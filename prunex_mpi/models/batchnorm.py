@@ -52,17 +52,25 @@ def _parts(modules: list[_BatchNorm], flat: Tensor) -> Iterator[tuple[_BatchNorm
         yield m, *part.view(2, -1)
 
 
-def write(modules: list[_BatchNorm], flat: Tensor) -> None:
-    """Set the running statistics of `modules` from `flat` [numel]."""
-    write_plain(modules, as_plain(modules, flat))
+def write(modules: list[_BatchNorm], flat: Tensor, alone: bool = False) -> None:
+    """Set the running statistics of `modules` from `flat` [numel], see `as_plain`."""
+    write_plain(modules, as_plain(modules, flat, alone))
 
 
-def as_plain(modules: list[_BatchNorm], flat: Tensor) -> Tensor:
-    """Return `flat` [numel] with variances in place of second moments."""
+def as_plain(modules: list[_BatchNorm], flat: Tensor, alone: bool = False) -> Tensor:
+    """Return `flat` [numel] with variances in place of second moments.
+
+    A variance that is small beside the squared mean is lost in the second moment. On a rank that is
+    `alone` nothing has been averaged, and what equals a module's own statistics is those.
+    """
     plain = flat.clone()
-    for _, mean, second in _parts(modules, plain):
+    for m, mean, second in _parts(modules, plain):
+        own = second == m.running_var + m.running_mean.square() if alone else None
         # Rounding can push the difference of two large moments below zero.
         second.sub_(mean.square()).clamp_(min=0)
+        if own is not None:
+            own &= mean == m.running_mean
+            second.copy_(torch.where(own, m.running_var, second))
     return plain
 
 

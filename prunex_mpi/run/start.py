@@ -363,6 +363,7 @@ def assemble_around(
         problem = with_teacher(topology, settings, problem, teacher, transport)
     heartbeat.beat(1)
     state = build_state(model, layout, groups, settings)
+    state.alone = world.size == 1
     state.memory |= memory_of(settings, layout, state.theta)
     state.memory |= memory_of_best(settings, state) | memory_of_ema(settings, state)
     state.memory |= memory_of_scores(settings, state)

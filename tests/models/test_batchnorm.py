@@ -201,3 +201,18 @@ def test_the_first_running_averages_are_plain_means() -> None:
     assert not batchnorm.are_fresh(modules)
     with batchnorm.warmed_up(modules, 10) as warming:
         assert not warming
+
+
+def test_what_nobody_else_has_changed_keeps_its_variance() -> None:
+    module = nn.BatchNorm2d(3)
+    module.running_mean.copy_(torch.tensor([100.0, 100.0, 1.0]))
+    module.running_var.copy_(torch.tensor([1e-4, 1e-4, 0.25]))
+    flat = torch.empty(batchnorm.numel([module]))
+    batchnorm.read_([module], flat)
+    # The second channel has been removed.
+    flat[1], flat[4] = 0, 1
+    plain = batchnorm.as_plain([module], flat, alone=True)
+    assert torch.equal(plain, torch.tensor([100.0, 0, 1, 1e-4, 1, 0.25]))
+    assert batchnorm.as_plain([module], flat)[3] != module.running_var[0]
+    batchnorm.write([module], flat, alone=True)
+    assert torch.equal(module.running_var, torch.tensor([1e-4, 1, 0.25]))
