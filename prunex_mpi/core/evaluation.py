@@ -62,7 +62,7 @@ def add_z_(state: State, settings: Settings) -> None:
     if EMA not in state.memory:
         return
     average, of_statistics = state.memory[EMA], state.memory[EMA_STATS]
-    statistics = batchnorm.as_plain(state.bn_modules, state.stats)
+    statistics = batchnorm.as_plain(state.bn_modules, state.stats, state.alone)
     if int(state.memory[EMA_COUNT]):
         average.lerp_(state.z, 1 - settings.model_ema_decay)
         of_statistics.lerp_(statistics, 1 - settings.model_ema_decay)
@@ -218,25 +218,40 @@ def evaluate(
     `world`; every rank receives the same numbers, or raises UserError where one could not read an
     image.
     """
-    average_other_buffers_(topology, context)
     judged = statistics_of_z(topology, context) if estimate else nullcontext()
     # Statistics are estimated on what is judged.
-    with ema_of(context.state), judged:
+    with averaged_buffers(topology, context), ema_of(context.state), judged:
         loss, accuracy = judge(topology, context, context.problem.test)
         if BEST in context.state.memory:
             keep_best_(context, loss, accuracy)
     return loss, accuracy
 
 
-def average_other_buffers_(topology: Topology, context: RunContext) -> None:
+@contextmanager
+def averaged_buffers(topology: Topology, context: RunContext) -> Iterator[None]:
+    """Have the averages of other buffers in the model for the block; put each rank's own back.
+
+    Collective on `world`.
+    """
+    own = average_other_buffers_(topology, context)
+    try:
+        yield
+    finally:
+        for buffer, values in own:
+            buffer.copy_(values)
+
+
+def average_other_buffers_(topology: Topology, context: RunContext) -> list[tuple[Tensor, Tensor]]:
     """Average what floating-point buffers, BatchNorm's apart, are not the same on all ranks.
 
     Norms of other kinds keep running statistics as well, each rank of its own images; the network
-    that is delivered has those of one rank. Collective on `world`.
+    that is delivered has those of one rank. Returns them with what they were. Collective on
+    `world`.
     """
     state, world = context.state, topology.world
     model = context.problem.model
     ours = {id(b) for m in state.bn_modules for b in m.buffers()}
+    own: list[tuple[Tensor, Tensor]] = []
     for buffer in model.buffers():
         if id(buffer) in ours or not buffer.is_floating_point() or not buffer.numel():
             continue
@@ -247,7 +262,9 @@ def average_other_buffers_(topology: Topology, context: RunContext) -> None:
             continue
         flat = buffer.detach().to(state.theta.dtype, copy=True).view(-1)
         _average_(topology, context, flat)
+        own.append((buffer, buffer.clone()))
         buffer.copy_(flat.view(buffer.shape))
+    return own
 
 
 def _average_(topology: Topology, context: RunContext, flat: Tensor) -> None:
@@ -319,7 +336,7 @@ def estimate_statistics(topology: Topology, context: RunContext) -> None:
     check_readable(topology.world, context)
     batchnorm.read_(state.bn_modules, state.stats)
     _average_(topology, context, state.stats)
-    batchnorm.write(state.bn_modules, state.stats)
+    batchnorm.write(state.bn_modules, state.stats, state.alone)
 
 
 def check_readable(world: MPI.Comm, context: RunContext) -> None:

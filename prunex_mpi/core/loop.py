@@ -19,6 +19,7 @@ from prunex_mpi.core.evaluation import (
     LASTING,
     PASSING,
     add_z_,
+    average_other_buffers_,
     begin_anew_,
     ema_of,
     estimate_statistics,
@@ -144,6 +145,9 @@ def finish_round(
     drift = mask_drift(state.mask, this.mask) if drift is None else drift
     loss_of_z = accuracy_of_z = None
     with phase(context, this, "evaluate"):
+        if this.last or converged:
+            # What is delivered keeps them.
+            average_other_buffers_(topology, context)
         if estimate == LASTING:
             estimate_statistics(topology, context)
         average_z_(topology, context, changed=drift > 0, estimated=estimate == LASTING)

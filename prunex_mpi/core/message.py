@@ -179,18 +179,24 @@ def take_over_(state: State, way: str, behind: bool = False, freezes: bool = Fal
     values = statistics[: kept.numel()]
     if coded:
         values = values.add_(state.memory[KNOWN][kept])
-    moved = torch.empty_like(state.stats) if behind else None
+    mine = torch.empty_like(state.stats) if behind else None
+    moved = None
     if behind:
-        batchnorm.read_(state.bn_modules, moved)
-        moved = moved.sub_(state.stats)[kept]
+        batchnorm.read_(state.bn_modules, mine)
+        moved = torch.sub(mine, state.stats)[kept]
     if kept.numel() < state.stats.numel():
         batchnorm.reset_(state.bn_modules, state.stats)
     state.stats.index_copy_(0, kept, values)
     if coded:
         state.memory[KNOWN].copy_(state.stats)
     # Removed channels are left as they have been reset.
-    now = state.stats.index_add(0, kept, moved) if behind else state.stats
-    batchnorm.write(state.bn_modules, now)
+    now = state.stats
+    if behind and state.alone:
+        # The same, without the rounding of the difference.
+        now = now.index_copy(0, kept, mine[kept])
+    elif behind:
+        now = now.index_add(0, kept, moved)
+    batchnorm.write(state.bn_modules, now, state.alone)
     state.z, state.scratch = state.scratch, state.z
 
 

@@ -43,7 +43,8 @@ class Position:
     of the outer iterations before; the sums of losses, the bytes and the seconds so far are this
     rank's own. `under_way` says as what travels (PLAIN or CODED) that the last outer iteration has
     exchanged and z does not hold yet; empty where there is nothing. `converged_of` is the length of
-    a run, in outer iterations, that has converged before it, else 0.
+    a run, in outer iterations, that has converged before it, else 0. `fresh_statistics` says that
+    BatchNorm's began with this run, and not with trained weights.
     """
 
     iteration: int = 1
@@ -62,6 +63,7 @@ class Position:
     best: list[float] = field(default_factory=list)
     rollbacks: int = 0
     converged_of: int = 0
+    fresh_statistics: bool = False
 
 
 def next_iteration(position: Position, loss: float) -> None:
@@ -213,6 +215,7 @@ class State:
     mask. `memory` is what the method remembers from one step to the next, by names that say whose a
     tensor is (OWN, EACH, SHARED). `sound` has room for the statistics that a step in float16 began
     with.
+    A rank that is `alone` in its run has nothing to average statistics with.
     With `removes`, what the mask lacks has been taken out of the network itself: `groups` and mask
     are those of the `whole` network, all else is of the one that is left, which has the `sizes`
     where it is smaller.
@@ -250,6 +253,7 @@ class State:
     plan_agreed: bool = False
     coded: tuple[Coded, Coded] | None = None
     sound: Tensor | None = None
+    alone: bool = False
 
     # Names for memory that serves another purpose for a while, and only so long.
 
@@ -358,6 +362,7 @@ def build_state(
         plan=build_plan(layout, groups, mask, theta.device),
         memory=memory_of_message(settings, theta, stats),
         whole=whole or describe_whole(model, layout, groups, settings),
+        position=Position(fresh_statistics=batchnorm.are_fresh(bn_modules)),
         shrinks=settings.method.nodes,
         removes=settings.method.removes,
         consensus_sgd=not settings.method.consensus,

@@ -78,14 +78,23 @@ def next_batch(context: RunContext) -> Batch:
     return list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
 
 
-def forward(context: RunContext, part: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the loss of a part of a batch."""
-    problem, amp = context.problem, context.settings.amp
-    device_type = context.state.theta.device.type
+def forward(context: RunContext, part: tuple[Tensor, Tensor], number: int = 0) -> Tensor:
+    """Return the loss of part `number` of a batch.
+
+    Each part is an update of BatchNorm's running averages, which warm up where they began fresh.
+    """
+    problem, state, amp = context.problem, context.state, context.settings.amp
+    fresh = state.bn_modules if state.position.fresh_statistics else []
+    update = steps_taken(context) * context.settings.grad_accum_steps + number + 1
+    device_type = state.theta.device.type
     amp_dtype = torch.float16 if amp == "fp16" else torch.bfloat16
     images, labels = part
-    with torch.autocast(device_type, amp_dtype, enabled=amp != "off"):
-        outputs = problem.forward(images)
+    with (
+        batchnorm.warmed_up(fresh, update) as warming,
+        torch.autocast(device_type, amp_dtype, enabled=amp != "off"),
+    ):
+        # A compiled network is compiled anew for each momentum.
+        outputs = (problem.model if warming else problem.forward)(images)
         objective = problem.objective or problem.loss
         check_single_output(outputs, objective)
         loss = objective(outputs, labels)
@@ -102,7 +111,7 @@ def backward(
     total = None
     for number, part in enumerate(batch):
         if number:
-            loss = forward(context, part)
+            loss = forward(context, part, number)
         if len(batch) > 1:
             loss = loss / len(batch)
         if averager is not None and number == len(batch) - 1:

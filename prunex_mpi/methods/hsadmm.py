@@ -383,8 +383,9 @@ def end_iteration(
     """Note the drift, evaluate, update penalties; return the record. Collective on `world`."""
     state, settings = context.state, context.settings
     note_drift_(state.position, stage, settings, mask_drift(state.mask, this.mask))
-    # On the support that theta was trained on, averaged statistics fit z.
-    estimate = PASSING if settings.bn == "recalibrate" and stage.choose else ""
+    # Once theta is trained on a support that stays, and longer than averages remember, they fit z.
+    moves = stage.choose or not state.frozen
+    estimate = PASSING if settings.bn == "recalibrate" and moves else ""
     if estimate and (stage.freeze or this.last or converged):
         estimate = LASTING
     ended = {"residuals": residuals, "estimate": estimate, "converged": converged}

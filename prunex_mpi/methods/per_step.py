@@ -180,4 +180,4 @@ def average_statistics(wires: Wires, context: RunContext) -> None:
     batchnorm.read_(state.bn_modules, state.stats)
     wires.sum_(state.stats)
     state.stats.div_(wires.everyone.comm.size)
-    batchnorm.write(state.bn_modules, state.stats)
+    batchnorm.write(state.bn_modules, state.stats, state.alone)

@@ -6,7 +6,7 @@ statistics of theta do not fit z, so they can be estimated again on z.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -52,18 +52,51 @@ def _parts(modules: list[_BatchNorm], flat: Tensor) -> Iterator[tuple[_BatchNorm
         yield m, *part.view(2, -1)
 
 
-def write(modules: list[_BatchNorm], flat: Tensor) -> None:
-    """Set the running statistics of `modules` from `flat` [numel]."""
-    write_plain(modules, as_plain(modules, flat))
+def write(modules: list[_BatchNorm], flat: Tensor, alone: bool = False) -> None:
+    """Set the running statistics of `modules` from `flat` [numel], see `as_plain`."""
+    write_plain(modules, as_plain(modules, flat, alone))
 
 
-def as_plain(modules: list[_BatchNorm], flat: Tensor) -> Tensor:
-    """Return `flat` [numel] with variances in place of second moments."""
+def as_plain(modules: list[_BatchNorm], flat: Tensor, alone: bool = False) -> Tensor:
+    """Return `flat` [numel] with variances in place of second moments.
+
+    A variance that is small beside the squared mean is lost in the second moment. On a rank that is
+    `alone` nothing has been averaged, and what equals a module's own statistics is those.
+    """
     plain = flat.clone()
-    for _, mean, second in _parts(modules, plain):
+    for m, mean, second in _parts(modules, plain):
+        own = second == m.running_var + m.running_mean.square() if alone else None
         # Rounding can push the difference of two large moments below zero.
         second.sub_(mean.square()).clamp_(min=0)
+        if own is not None:
+            own &= mean == m.running_mean
+            second.copy_(torch.where(own, m.running_var, second))
     return plain
+
+
+def are_fresh(modules: list[_BatchNorm]) -> bool:
+    """Return whether all statistics are as torch makes them: means 0 and variances 1."""
+    return all(
+        bool((m.running_mean == 0).all()) and bool((m.running_var == 1).all()) for m in modules
+    )
+
+
+@contextmanager
+def warmed_up(modules: list[_BatchNorm], update: int) -> Iterator[bool]:
+    """Let running averages that begin fresh be right in `update` (from 1) and before it.
+
+    For the time of the block the momentum is max(momentum, 1 / update): the plain mean of all
+    batches so far, until that would forget more slowly than the module does. Says whether any
+    momentum differs. Modules of momentum None are such means for ever, those of 0 never move.
+    """
+    early = [(m, m.momentum) for m in modules if m.momentum and m.momentum * update < 1]
+    for m, _ in early:
+        m.momentum = 1 / update
+    try:
+        yield bool(early)
+    finally:
+        for m, momentum in early:
+            m.momentum = momentum
 
 
 def read_plain_(modules: list[_BatchNorm], flat: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,6 +63,38 @@ def probe(model: nn.Module, image_size: int) -> list[float]:
     with evaluating(model):
         logits = model(ramp.view(1, 3, image_size, image_size).to(parameter.device))
     return logits[0].tolist()
+
+
+def transient_buffers(model: nn.Module) -> list[str]:
+    """Return the names of the buffers that are not persistent, which no state dict holds."""
+    kept = model.state_dict().keys()
+    return [name for name, _ in model.named_buffers() if name not in kept]
+
+
+def moved_in_training(model: nn.Module, image_size: int) -> str:
+    """Return a transient buffer that a forward pass in training changes, "" for none.
+
+    What an evaluation fills, as a cache, doesn't count. Runs a copy of `model`, on the CPU, whose
+    random state is restored.
+    """
+    names = transient_buffers(model)
+    if not names:
+        return ""
+    parameter, generator = next(model.parameters()), torch.Generator().manual_seed(0)
+    # For one image BatchNorm may get a single value per channel, which it refuses.
+    images = torch.rand(2, 3, image_size, image_size, generator=generator).to(parameter.dtype)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            other = deepcopy(model)
+            with evaluating(other):
+                other(images)
+            before = {name: other.get_buffer(name).clone() for name in names}
+            other.train()
+            other(images)
+            return next((n for n in names if not torch.equal(other.get_buffer(n), before[n])), "")
+        # Training will report it.
+        except Exception:
+            return ""
 
 
 @dataclass(frozen=True)

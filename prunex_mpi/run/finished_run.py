@@ -20,7 +20,7 @@ from prunex_mpi.data.datasets import Dataset, load
 from prunex_mpi.data.decoding import Access, Reader, decoding_threads
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe
-from prunex_mpi.models.dummy_input import probe
+from prunex_mpi.models.dummy_input import probe, transient_buffers
 from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.settings.fields import Settings
 
@@ -105,9 +105,11 @@ def read_run(
     found = torch.tensor(probe(model, image_size), dtype=torch.float64)
     apart = float((found - logits).abs().max())
     if not apart <= PROBE_TOLERANCE * max(1.0, float(logits.abs().max())):
+        transient = transient_buffers(model)
+        also = f", or keep {transient[0]} in a persistent buffer and train anew"
         raise UserError(
             f"model {settings.model} does not compute what it did in the run (outputs differ by "
-            f"{apart:.2g}): put its source back as it was",
+            f"{apart:.2g}): put its source back as it was{also if transient else ''}",
             UNREADABLE,
         )
     data = _load_test(settings, len(logits), image_size) if with_data else None

@@ -57,7 +57,7 @@ from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.local_sgd import advice
 from prunex_mpi.models.build import CIFAR_STEM_MAX_SIDE, build_model
 from prunex_mpi.models.build import describe as describe_model
-from prunex_mpi.models.dummy_input import probe
+from prunex_mpi.models.dummy_input import moved_in_training, probe
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import out_of_reach
 from prunex_mpi.pruning.shrink import rules_of
@@ -338,6 +338,7 @@ def assemble_around(
     """Do the rest of `assemble` with a model, which is on the CPU. Collective on `world`."""
     world, side, first = topology.world, dataset.image_size, topology.world.rank == 0
     run_collectively(world, lambda: check_state_dict(model))
+    run_collectively(world, lambda: check_transient(model, side) if first else None)
     if ":" in settings.model:
         sizes = dataset.num_classes, side
         run_collectively(
@@ -362,6 +363,7 @@ def assemble_around(
         problem = with_teacher(topology, settings, problem, teacher, transport)
     heartbeat.beat(1)
     state = build_state(model, layout, groups, settings)
+    state.alone = world.size == 1
     state.memory |= memory_of(settings, layout, state.theta)
     state.memory |= memory_of_best(settings, state) | memory_of_ema(settings, state)
     state.memory |= memory_of_scores(settings, state)
@@ -382,6 +384,15 @@ def check_state_dict(model: torch.nn.Module) -> None:
             raise UserError(
                 f"{name} of the model is {kind}; build it of dense tensors on the CPU, with values"
             )
+
+
+def check_transient(model: torch.nn.Module, image_size: int) -> None:
+    """Raise UserError where training moves what no file of a run holds."""
+    if name := moved_in_training(model, image_size):
+        raise UserError(
+            f"training moves {name} of the model, a buffer that is not persistent, which no file "
+            "of a run holds: register it with persistent=True"
+        )
 
 
 def check_repeatable(

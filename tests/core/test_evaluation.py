@@ -31,6 +31,7 @@ from prunex_mpi.core.evaluation import (
     EMA_STATS,
     EVALUATION_BATCH,
     RECALIBRATION_BATCHES,
+    average_other_buffers_,
     check_divergence,
     check_errors,
     delivered,
@@ -139,21 +140,30 @@ class OwnNorm(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.full((), mean))
         self.register_buffer("third", torch.full((2, 2), 1 / 3))
+        self.used: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
+        self.used.append(float(self.mean))
         return x - self.mean
 
 
 @pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
-def test_statistics_of_other_norms_are_averaged(ranks_per_node: int) -> None:
-    model = nn.Sequential(OwnNorm(float(WORLD.rank**2)), *build_model())
+def test_an_evaluation_averages_statistics_of_other_norms_and_puts_them_back(
+    ranks_per_node: int,
+) -> None:
+    mine, wanted = float(WORLD.rank**2), sum(r**2 for r in range(WORLD.size)) / WORLD.size
+    model = nn.Sequential(OwnNorm(mine), *build_model())
     state = build_state(model, build_layout(model), Groups((), (), 0, ()), make())
     shard = Shard(images_of(0, 1), torch.zeros(BATCH_SIZE + PARTIAL).long())
     batches_of = partial(evaluation_batches, look=Look(MEAN, STD, CPU, torch.float64))
     problem = Problem(model, model, F.cross_entropy, None, shard, shard, batches_of, 1, MEAN, STD)
     with nodes_of(ranks_per_node) as topology:
-        evaluate(topology, RunContext(state, problem, make(), SMALL_BUCKETS, Heartbeat()))
-    assert float(model[0].mean) == pytest.approx(sum(r**2 for r in range(WORLD.size)) / WORLD.size)
+        context = RunContext(state, problem, make(), SMALL_BUCKETS, Heartbeat())
+        evaluate(topology, context)
+        assert model[0].used == [pytest.approx(wanted)]
+        assert float(model[0].mean) == mine
+        average_other_buffers_(topology, context)
+    assert float(model[0].mean) == pytest.approx(wanted)
     assert_alike_on_all_ranks(model[0].mean.double().view(1))
     # Not even rounded where all hold the same.
     assert torch.equal(model[0].third, torch.full((2, 2), 1 / 3))

@@ -64,6 +64,26 @@ def test_a_batch_in_parts_has_the_same_gradient_on_all_ranks() -> None:
         assert loss == pytest.approx(gradient(streams[WORLD.rank])[1], abs=1e-12)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_running_averages_are_means_of_all_parts_so_far(parts: int, trained: bool) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * SIDE**2, CLASSES)).double()
+    if trained:
+        model[0].running_mean.fill_(0.5)
+    settings = make(method="dense", batch_size=BATCH, grad_accum_steps=parts)
+    context = make_context(settings, model, Batches(WORLD.rank))
+    seen, known = [], model[0].running_mean.clone()
+    for step in range(3):
+        context.state.position.step = step
+        context.problem.train.images = context.problem.train.images + 1
+        forward_backward(context, None)
+        for part in context.problem.train.images.chunk(parts):
+            seen.append(part.mean(dim=(0, 2, 3)))
+            known = 0.9 * known + 0.1 * seen[-1]
+    wanted = known if trained else sum(seen) / len(seen)
+    torch.testing.assert_close(model[0].running_mean, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_a_batch_that_parts_do_not_divide_is_refused() -> None:
     with pytest.raises(UserError, match="grad-accum-steps 3 does not divide the 32 images"):
         make(grad_accum_steps=3, batch_size=32)

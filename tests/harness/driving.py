@@ -50,6 +50,7 @@ def make_context(settings, model, stream, steps=STEPS, loss=F.cross_entropy, sid
     layout = build_layout(model)
     groups = make_groups(settings, model, layout, side)
     state = build_state(model.to(DEVICE), layout, groups, settings)
+    state.alone = WORLD.size == 1
     if DEVICE.type != "cpu":
         stream = Moved(stream)
     state.memory |= memory_of(settings, layout, state.theta) | memory_of_scores(settings, state)

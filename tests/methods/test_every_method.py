@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from nets import new_net
+from driving import COMMON, run_driver
+from nets import RandomStream, new_net
+from nodes import WORLD, nodes_of
+from torch import nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
@@ -38,3 +41,36 @@ def test_what_workers_keep_of_gradients_is_not_for_float16(method: str) -> None:
     """A step whose gradient overflows is left out, but not what it has left in a memory."""
     with pytest.raises(UserError, match="amp fp16"):
         make(method=method, amp="fp16")
+
+
+class Bright(RandomStream):
+    """Images whose mean is ten thousand times their deviation."""
+
+    def next(self):
+        images, labels = super().next()
+        return 100 + 0.01 * images, labels
+
+
+@pytest.mark.skipif(WORLD.size > 1, reason="second moments are averaged over several ranks")
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("method", ["dense", "local-sgd", "diloco", "prunex", "prunex-flat"])
+def test_a_rank_that_is_alone_loses_no_variance(method: str, overlap: int) -> None:
+    if overlap and method not in ("local-sgd", "prunex"):
+        pytest.skip("it doesn't go on while it exchanges")
+    changes = {**COMMON, "outer_iterations": 3, "overlap_steps": overlap, "lr": 1e-3}
+    changes |= {"residuals": "off"} if overlap and method == "prunex" else {}
+    changes |= {"evaluate_every": 3} if overlap else {}
+    changes |= {} if method == "dense" else {"bn": "average"}
+    settings = make(method=method, **changes)
+    torch.manual_seed(0)
+    body = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)
+    head = nn.Flatten(), nn.Linear(16, 5)
+    model = nn.Sequential(nn.BatchNorm2d(3), *body, *head)
+    with nodes_of(1) as topology:
+        for _ in run_driver(topology, settings, model, Bright(0, torch.float32)):
+            pass
+    seen = Bright(0, torch.float32)
+    variances = [seen.next()[0].transpose(0, 1).flatten(1).var(dim=1) for _ in range(9)]
+    # 9 steps: a plain mean.
+    wanted = sum(variances) / len(variances)
+    torch.testing.assert_close(model[0].running_var.cpu(), wanted, rtol=1e-4, atol=0)

@@ -166,3 +166,53 @@ def test_estimating_leaves_what_is_frozen_and_what_no_image_reaches() -> None:
     assert same == [False, True, True]
     assert [m.training for m in modules] == [True, False, True]
     assert modules[0].momentum == modules[2].momentum == 0.1
+
+
+class Unused(nn.Module):
+    """Hold a BatchNorm that no image reaches, and one that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.BatchNorm2d(3, momentum=0.25), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def test_the_first_running_averages_are_plain_means() -> None:
+    torch.manual_seed(2)
+    model = nn.Sequential(Unused(), Frozen(3), nn.BatchNorm2d(3, momentum=None)).double().train()
+    modules = batchnorm.find(model)
+    assert batchnorm.are_fresh(modules)
+    known, means = torch.zeros(3).double(), []
+    for update in range(1, 9):
+        images = torch.randn(4, 3, 5, 5).double() + update
+        with batchnorm.warmed_up(modules, update) as warming:
+            model(images)
+        means.append(images.transpose(0, 1).flatten(1).mean(dim=1))
+        known = 0.75 * known + 0.25 * means[-1]
+        if update <= 4:
+            # A quarter of the fourth batch is the plain mean as well.
+            known = sum(means) / update
+        assert warming == (update < 10)
+        assert [m.momentum for m in modules] == [0.25, 0.1, 0.1, None]
+        torch.testing.assert_close(model[0].used.running_mean, known, **EXACTLY)
+    assert batchnorm.are_fresh([model[0].unused, model[1]])
+    assert not batchnorm.are_fresh(modules)
+    with batchnorm.warmed_up(modules, 10) as warming:
+        assert not warming
+
+
+def test_what_nobody_else_has_changed_keeps_its_variance() -> None:
+    module = nn.BatchNorm2d(3)
+    module.running_mean.copy_(torch.tensor([100.0, 100.0, 1.0]))
+    module.running_var.copy_(torch.tensor([1e-4, 1e-4, 0.25]))
+    flat = torch.empty(batchnorm.numel([module]))
+    batchnorm.read_([module], flat)
+    # The second channel has been removed.
+    flat[1], flat[4] = 0, 1
+    plain = batchnorm.as_plain([module], flat, alone=True)
+    assert torch.equal(plain, torch.tensor([100.0, 0, 1, 1e-4, 1, 0.25]))
+    assert batchnorm.as_plain([module], flat)[3] != module.running_var[0]
+    batchnorm.write([module], flat, alone=True)
+    assert torch.equal(module.running_var, torch.tensor([1e-4, 1, 0.25]))

@@ -12,8 +12,10 @@ from prunex_mpi.models.dummy_input import (
     dummy_input,
     evaluating,
     find_ends,
+    moved_in_training,
     probe,
     settle,
+    transient_buffers,
     try_forward,
 )
 from prunex_mpi.models.layout import build_layout
@@ -138,3 +140,31 @@ def test_neither_classes_nor_the_image_s_channels_are_pruned() -> None:
         "head.weight [channel]: its input channels are the image's",
         "stem.weight [filter]: its outputs are the classes",
     )
+
+
+class Moving(nn.Module):
+    """Keep a mean of what passes in training, and what evaluation fills."""
+
+    def __init__(self, persistent: bool, moves: bool = True) -> None:
+        super().__init__()
+        self.first, self.moves = nn.Conv2d(3, 4, 3), moves
+        self.register_buffer("mean", torch.zeros(()), persistent=persistent)
+        self.register_buffer("cache", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.moves:
+            self.mean.add_(x.mean())
+        self.cache.fill_(x.shape[-1])
+        return self.first(x - self.mean)
+
+
+def test_transient_buffers_that_training_moves_are_found() -> None:
+    model = Moving(persistent=False)
+    assert transient_buffers(model) == ["mean", "cache"]
+    drawn = torch.get_rng_state()
+    assert moved_in_training(model, SIDE) == "mean"
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert float(model.mean) == float(model.cache) == 0
+    assert moved_in_training(Moving(persistent=True), SIDE) == ""
+    assert moved_in_training(Moving(persistent=False, moves=False), SIDE) == ""
+    assert moved_in_training(nn.BatchNorm2d(3), SIDE) == ""

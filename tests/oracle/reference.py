@@ -168,6 +168,15 @@ def batchnorms(model):
     return {n: m for n, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
 
 
+def warm_up_(model, fresh, step):
+    """Set the momentum of step `step` (from 1) of statistics that began with the network `fresh`.
+
+    The first steps have the plain mean of all so far.
+    """
+    for name, module in batchnorms(model).items():
+        module.momentum = max(batchnorms(fresh)[name].momentum, 1 / step)
+
+
 def moments(module):
     """Return the running mean and second moment [2, channels]."""
     mean = module.running_mean
@@ -293,6 +302,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
             for j, r in enumerate(ranks):
                 images, labels = r.stream.next()
                 r.optimizer.zero_grad()
+                warm_up_(r.model, model, (k - 1) * s.steps + step + 1)
                 loss = loss_fn(r.model(images), labels)
                 loss.backward()
                 losses[j] += float(loss.detach()) / s.steps

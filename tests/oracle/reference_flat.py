@@ -9,7 +9,17 @@ from types import SimpleNamespace
 
 import torch
 from reference import batchnorms as norms_of
-from reference import conv_shapes, decays, masked, moments, parameters, project, set_moments_, sgd
+from reference import (
+    conv_shapes,
+    decays,
+    masked,
+    moments,
+    parameters,
+    project,
+    set_moments_,
+    sgd,
+    warm_up_,
+)
 
 
 def simulate_flat(model, streams, loss_fn, s):
@@ -30,9 +40,10 @@ def simulate_flat(model, streams, loss_fn, s):
                 p.data.copy_(z[n])
         for m, stream, optimizer, u in zip(models, streams, optimizers, duals, strict=True):
             m.train()
-            for _ in range(s.steps):
+            for step in range(s.steps):
                 images, labels = stream.next()
                 optimizer.zero_grad()
+                warm_up_(m, model, (k - 1) * s.steps + step + 1)
                 loss = loss_fn(m(images), labels)
                 loss.backward()
                 losses.append(float(loss.detach()))

@@ -7,7 +7,7 @@ import copy
 from types import SimpleNamespace
 
 import torch
-from reference import parameters, sgd
+from reference import parameters, sgd, warm_up_
 from reference_rivals import average_batchnorm, statistics_of
 
 
@@ -55,12 +55,13 @@ def simulate_prunetrain(model, streams, loss_fn, s):
 
     for k in range(1, s.outer_iterations + 1):
         losses = []
-        for _ in range(s.steps):
+        for step in range(s.steps):
             gradients = []
             for m, stream, optimizer in zip(models, streams, optimizers, strict=True):
                 images, labels = stream.next()
                 m.train()
                 optimizer.zero_grad()
+                warm_up_(m, model, (k - 1) * s.steps + step + 1)
                 loss = loss_fn(m(images), labels)
                 extra = penalty(parameters(m), s.sets)
                 if coefficient is None:

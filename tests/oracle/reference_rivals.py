@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from places import DEVICE
-from reference import batchnorms, conv_shapes, decays, masked, parameters, project, sgd
+from reference import batchnorms, conv_shapes, decays, masked, parameters, project, sgd, warm_up_
 
 # What their authors have chosen, by method; tests on small networks choose otherwise.
 CONSTANTS = {
@@ -330,12 +330,13 @@ def simulate_per_step(model, streams, node_sizes, loss_fn, s):
         prune_weights(models, optimizers, memory, s)
     for k in range(1, s.outer_iterations + 1):
         losses = []
-        for _ in range(s.steps):
+        for step in range(s.steps):
             gradients = []
             for m, stream, optimizer in zip(models, streams, optimizers, strict=True):
                 images, labels = stream.next()
                 m.train()
                 optimizer.zero_grad()
+                warm_up_(m, model, (k - 1) * s.steps + step + 1)
                 loss = loss_fn(m(images), labels)
                 loss.backward()
                 losses.append(float(loss.detach()))
@@ -467,6 +468,7 @@ def simulate_local(model, streams, node_sizes, loss_fn, s):
             for m, stream, optimizer in zip(models, streams, optimizers, strict=True):
                 images, labels = stream.next()
                 optimizer.zero_grad()
+                warm_up_(m, model, done)
                 loss = loss_fn(m(images), labels)
                 loss.backward()
                 losses.append(float(loss.detach()))
