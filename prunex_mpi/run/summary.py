@@ -44,7 +44,7 @@ def closing_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     accuracy = summary["test_accuracy"]
     sent, seconds = summary["bytes"], summary["seconds"]
     each_step = BY_NAME[summary["method"]].per_step
-    whole = f"{sent['dense'] / MIB:.2f} MiB, {'each step' if each_step else 'each outer iteration'}"
+    whole = f"{sent['dense'] / MIB:.2f} MiB, once per {'step' if each_step else 'outer iteration'}"
     share = f"{100 * sent['payload'] / sent['dense']:.1f} % of that"
     if len(summary["nodes"]) == 1:
         share += "; one node: none of it leaves the machine"
