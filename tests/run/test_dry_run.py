@@ -93,7 +93,9 @@ def test_an_estimate_follows_where_a_link_is_given() -> None:
     with nodes_of(1) as topology:
         without = dry_run(make(**flags), topology)
         text = dry_run(make(link_gbit=0.1, nodes=(3,), **flags), topology)
-    assert text.startswith(f"{without}\n\nExchange at the keep ratio: 0.1 Gbit/s")
+    rows, _, told = without.partition("\n\nSettings beside")
+    assert text.startswith(f"{rows}\n\nExchange at the keep ratio: 0.1 Gbit/s")
+    assert text.endswith(told)
     payload = DENSE - 4 * 36_864
     assert re.search(rf"fp32 +3 +{round(4 / 3 * payload):,} ", text)
 
