@@ -97,7 +97,7 @@ def test_an_estimate_follows_where_a_link_is_given() -> None:
     assert text.startswith(f"{rows}\n\nExchange at the keep ratio: 0.1 Gbit/s")
     assert text.endswith(told)
     payload = DENSE - 4 * 36_864
-    assert re.search(rf"fp32 +3 +{round(4 / 3 * payload):,} ", text)
+    assert re.search(rf"fp32 +3 +{4 * payload // 3:,} ", text)
 
 
 SHORT = {
