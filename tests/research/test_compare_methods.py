@@ -13,7 +13,7 @@ import pytest
 import torch
 from compared import assert_sane, cells, column, comparison, outcomes
 from filelock import FileLock
-from picture_files import write_folder
+from image_folders import write_folder
 from PIL import Image
 from safetensors.torch import load_file
 

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.config.resolve import make, with_overrides
+from prunex_mpi.data.datasets import NOTHING_KNOWN
 from prunex_mpi.models.build import build_model
-from prunex_mpi.run.dry_run import differing_settings, dry_run
+from prunex_mpi.run.dry_run import differing_settings, dry_run, forecast
 from prunex_mpi.run.start import set_up
 from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.fields import PAYLOADS
@@ -128,7 +129,7 @@ PRUNED = {
 def test_bytes_are_those_that_a_run_counts(changes: dict) -> None:
     settings = make(**SHORT, **changes)
     with nodes_of(1) as topology:
-        text = dry_run(settings, topology)
+        text = forecast(settings, topology, NOTHING_KNOWN)
         context = set_up(topology, settings, CPU, SMALL_BUCKETS, Heartbeat())
         records = list(driver_of(settings).outer_iterations(topology, context))
     if WORLD.size == 1:

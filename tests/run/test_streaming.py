@@ -20,6 +20,7 @@ from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.core import problem, steps
 from prunex_mpi.core.evaluation import estimate_statistics
+from prunex_mpi.methods import pactrain_samples
 from prunex_mpi.methods.pactrain_samples import batches_to_score
 from prunex_mpi.run import checkpoint_files
 from prunex_mpi.run.pretrained import INITIAL
@@ -230,20 +231,20 @@ def test_statistics_of_damaged_images_are_refused_by_all_ranks(shared: Path) -> 
     assert caught.value.exit_code == UNREADABLE
 
 
-GRASP = {"pactrain_score": "grasp", "keep_ratio": (0.1,), "grasp_batches": 1, "evaluate_every": 3}
+GRASP = {"pactrain_score": "grasp", "keep_ratio": (0.1,), "evaluate_every": 3}
 
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-@pytest.mark.parametrize("samples", [0, 2])
 def test_a_stream_is_scored_as_memory_is_and_never_by_damaged_images(
-    shared: Path, samples: int
+    shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pactrain_samples, "SAMPLES", 2)
     files: dict[str, Any] = {"dataset": "imagefolder", "data_dir": str(shared)}
     files |= {"train_samples": 0, "test_samples": 0, "image_size": 0, "normalise_samples": 1}
     found = []
     for mode in ("memory", "stream"):
-        changes = {**files, **GRASP, "grasp_samples": samples, "data_mode": mode}
+        changes = {**files, **GRASP, "data_mode": mode}
         with nodes_of(2) as topology, small_run(topology, "pactrain", **changes) as context:
             list(driver_of(context.settings).outer_iterations(topology, context))
             found.append(context.state.z.clone())
