@@ -390,8 +390,8 @@ def check_finite(topology: Topology, context: RunContext) -> None:
         problem = UserError(f"{text}; lower --lr or check the data", FAILURE)
     try:
         raise_together(topology.world, problem)
-    except UserError as run_collectively:
-        raise Diverged(str(run_collectively), run_collectively.exit_code) from None
+    except UserError as agreed:
+        raise Diverged(str(agreed), agreed.exit_code) from None
 
 
 def _not_finite(context: RunContext, loss: float) -> str:
@@ -433,7 +433,7 @@ def _refuse_together(topology: Topology, context: RunContext, problem: str) -> N
     try:
         with agreeing(state, "Allreduce of what went wrong", VERDICT_BYTES):
             raise_together(topology.world, failure)
-    except UserError as run_collectively:
-        if run_collectively.exit_code != FAILURE:
+    except UserError as agreed:
+        if agreed.exit_code != FAILURE:
             raise
-        raise Diverged(str(run_collectively), run_collectively.exit_code) from None
+        raise Diverged(str(agreed), agreed.exit_code) from None

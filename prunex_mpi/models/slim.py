@@ -150,13 +150,13 @@ class SlimAttention(nn.Module):
         As in nn.MultiheadAttention the batch may be second or missing, and masks are true where
         there is nothing to see, or are added. `attn_mask` is [s, t].
         """
-        run_collectively = query is key and key is value
-        inputs = [query] if run_collectively else [query, key, value]
+        together = query is key and key is value
+        inputs = [query] if together else [query, key, value]
         if query.dim() == 2:
             inputs = [x.unsqueeze(0) for x in inputs]
         elif not self.batch_first:
             inputs = [x.transpose(0, 1) for x in inputs]
-        if run_collectively:
+        if together:
             projected = F.linear(*inputs, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
         else:
             biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)

@@ -54,9 +54,9 @@ def judge(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
         if name in coupling.positions
     }
     # LayerNorm reads all channels, and so does F.normalize.
-    run_collectively = [coupling.rows[name] for name in coupling.norms]
-    run_collectively += [ids for every in coupling.lengths.values() for ids in every]
-    felt = np.isin(np.arange(coupling.total), np.concatenate([*run_collectively, [-1]]))
+    together = [coupling.rows[name] for name in coupling.norms]
+    together += [ids for every in coupling.lengths.values() for ids in every]
+    felt = np.isin(np.arange(coupling.total), np.concatenate([*together, [-1]]))
     active = _activity(model, coupling, images)
     nothing = np.zeros(coupling.total, dtype=bool)
     is_written, is_read, is_active = (

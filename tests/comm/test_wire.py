@@ -97,9 +97,9 @@ def test_gathers_count_what_everyone_contributes() -> None:
     sent += ring_bytes(WORLD.size, WORLD.size * 8, passes=1)
     assert wire.traffic == Traffic(payload=size + 8, sent=sent)
 
-    run_collectively = torch.empty(sum(counts), dtype=torch.float64)
-    wire.gather_parts_(ours()[: counts[WORLD.rank]], counts, run_collectively)
-    assert torch.equal(run_collectively, torch.cat([ours(r)[:c] for r, c in enumerate(counts)]))
+    together = torch.empty(sum(counts), dtype=torch.float64)
+    wire.gather_parts_(ours()[: counts[WORLD.rank]], counts, together)
+    assert torch.equal(together, torch.cat([ours(r)[:c] for r, c in enumerate(counts)]))
     sent += ring_bytes(WORLD.size, 8 * sum(counts), passes=1)
     assert wire.traffic == Traffic(payload=size + 8 + 8 * counts[WORLD.rank], sent=sent)
 

@@ -21,11 +21,11 @@ TRIALS, RIGHT = 50, 48
 def record(
     iteration: int,
     node: list[int],
-    context: dict[str, list[float]],
+    work: dict[str, list[float]],
     met: tuple[str, ...] = RANK_PHASES,
 ) -> RankRecord:
     """Return an outer iteration in which ranks meet in the phases of `met`."""
-    seconds = {phase: np.array(values, dtype=float) for phase, values in context.items()}
+    seconds = {phase: np.array(values, dtype=float) for phase, values in work.items()}
     exchange = {phase: np.full(len(node), 0.001 * (phase in met)) for phase in RANK_PHASES}
     hosts = ("alpha", "beta") if iteration == 1 else ()
     return RankRecord(iteration, np.array(node), seconds, exchange, {}, np.zeros(len(node)), hosts)
@@ -72,26 +72,26 @@ def test_the_last_of_two_ranks_is_charged_with_what_it_took_longer() -> None:
 
 def test_what_is_late_behind_something_later_costs_nothing() -> None:
     # Node 1 is later in the local steps, so what rank 0 is late there delays nobody.
-    context = {"local": [1.5, 1.0, 4.0, 1.0]}
-    assert charged(record(1, [0, 0, 1, 1], context)) == {("local", 2): 3.0}
+    work = {"local": [1.5, 1.0, 4.0, 1.0]}
+    assert charged(record(1, [0, 0, 1, 1], work)) == {("local", 2): 3.0}
 
 
 def test_delays_between_meetings_add_up() -> None:
-    context = {"local": [3.0, 1.0], "project": [1.0, 1.0], "dual": [1.0, 2.0]}
-    assert charged(record(1, [0, 1], context)) == {("local", 0): 2.0, ("dual", 1): 1.0}
+    work = {"local": [3.0, 1.0], "project": [1.0, 1.0], "dual": [1.0, 2.0]}
+    assert charged(record(1, [0, 1], work)) == {("local", 0): 2.0, ("dual", 1): 1.0}
 
 
 def test_without_a_meeting_between_them_delays_of_two_ranks_do_not_add_up() -> None:
-    context = {"local": [3.0, 1.0], "dual": [1.0, 2.0]}
-    assert charged(record(1, [0, 1], context, met=("evaluate",))) == {("local", 0): 2.0}
-    context = {"local": [3.0, 1.0], "dual": [1.0, 4.0]}
-    assert charged(record(1, [0, 1], context, met=("evaluate",))) == {("dual", 1): 3.0}
+    work = {"local": [3.0, 1.0], "dual": [1.0, 2.0]}
+    assert charged(record(1, [0, 1], work, met=("evaluate",))) == {("local", 0): 2.0}
+    work = {"local": [3.0, 1.0], "dual": [1.0, 4.0]}
+    assert charged(record(1, [0, 1], work, met=("evaluate",))) == {("dual", 1): 3.0}
 
 
 def test_leaders_are_held_against_leaders() -> None:
     # All leaders pack, which is no fault of theirs; that rank 2 packs for longer is.
-    context = {"inter": [5.0, 1.0, 7.0, 1.0]}
-    assert charged(record(1, [0, 0, 1, 1], context)) == {("inter", 2): 2.0}
+    work = {"inter": [5.0, 1.0, 7.0, 1.0]}
+    assert charged(record(1, [0, 0, 1, 1], work)) == {("inter", 2): 2.0}
 
 
 def test_the_only_leader_is_held_against_its_usual_time() -> None:
@@ -105,8 +105,8 @@ def test_the_only_leader_is_held_against_its_usual_time() -> None:
 
 
 def test_several_leaders_of_a_node_are_likes() -> None:
-    context = {"inter": [5.0, 5.0, 1.0, 5.0, 8.0, 1.0]}
-    found = find_stragglers([record(1, [0, 0, 0, 1, 1, 1], context)], leaders=2)
+    work = {"inter": [5.0, 5.0, 1.0, 5.0, 8.0, 1.0]}
+    found = find_stragglers([record(1, [0, 0, 0, 1, 1, 1], work)], leaders=2)
     assert found is not None
     assert [(s.rank, s.seconds) for s in found.stragglers] == [(4, 3.0)]
 
@@ -129,7 +129,7 @@ def test_a_job_that_goes_on_with_other_ranks_is_walked_as_well(monkeypatch) -> N
     assert found is not None
     assert (found.ranks, found.iterations, found.hosts) == (3, 5, ("alpha", "alpha", "beta"))
     assert {(s.rank, round(s.seconds, 6)) for s in found.stragglers} == {(2, 6.0), (1, 3.0)}
-    assert found.context["local"].tolist() == [5.0, 8.0, 8.0]
+    assert found.work["local"].tolist() == [5.0, 8.0, 8.0]
 
 
 def test_nothing_is_said_of_no_records() -> None:

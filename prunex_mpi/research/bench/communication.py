@@ -130,9 +130,9 @@ def _beside_gloo(bench: Bench, state: State) -> Table:
 
     def gloo() -> None:
         of_ddp = buckets(flat, Transport(DDP_BUCKET_BYTES))
-        contexts = [dist.all_reduce(bucket, async_op=True) for bucket in of_ddp]
-        for context in contexts:
-            context.wait()
+        pending = [dist.all_reduce(bucket, async_op=True) for bucket in of_ddp]
+        for request in pending:
+            request.wait()
 
     seconds = {"leaders, then nodes, over MPI": bench.slowest(ours)}
     with gloo_group(topology.world):

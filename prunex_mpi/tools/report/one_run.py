@@ -185,7 +185,7 @@ def phases_table(times: RankTimes) -> Table:
     """Return the seconds of the phases: means over the ranks."""
     rows: list[tuple[Cell, ...]] = []
     for phase in RANK_PHASES:
-        parts = (times.context, times.waiting, times.transmitting)
+        parts = (times.work, times.waiting, times.transmitting)
         seconds = [float(np.sum(part.get(phase, 0))) / times.ranks for part in parts]
         if any(seconds):
             rows.append((IN_SENTENCES[phase], *map(duration_words, seconds)))
@@ -404,7 +404,7 @@ def who_was_slow(times: RankTimes | None) -> str:
         return "Which rank was slow can't be told: the run has no ranks.jsonl."
     if times.ranks == 1:
         return "It ran on one rank, which waited for nobody."
-    parts = (times.context, times.waiting, times.transmitting)
+    parts = (times.work, times.waiting, times.transmitting)
     whole = sum(float(np.sum(s)) for part in parts for s in part.values()) / times.ranks
     found = [s for s in times.stragglers[:2] if s.seconds >= WORTH * whole]
     if not found:

@@ -500,9 +500,9 @@ def rank_seconds(times: RankTimes) -> "Figure":
     ranks = shown_ranks(times)
     figure, panel = new_panel(1.3 + 0.24 * max(3, len(ranks)))
     parts = [
-        (LABELS[p], times.context[p], {"color": PHASE_COLOURS[p]})
+        (LABELS[p], times.work[p], {"color": PHASE_COLOURS[p]})
         for p in RANK_PHASES
-        if np.any(times.context.get(p, 0))
+        if np.any(times.work.get(p, 0))
     ]
     waited, sent = sum(times.waiting.values()), sum(times.transmitting.values())
     light = {"facecolor": WAITING, "edgecolor": "#888888", "hatch": "////", "linewidth": 0}

@@ -37,7 +37,7 @@ class RankRecord:
 
     iteration: int
     node: np.ndarray
-    context: Mapping[str, np.ndarray]
+    work: Mapping[str, np.ndarray]
     exchange: Mapping[str, np.ndarray]
     residuals: Mapping[str, np.ndarray]
     broadcast: np.ndarray
@@ -69,14 +69,14 @@ class Straggler:
 class RankTimes:
     """Where the time of all ranks went in so many outer iterations.
 
-    `context`, `waiting` and `transmitting` are seconds [ranks] by phase, `delays` what was lost by
+    `work`, `waiting` and `transmitting` are seconds [ranks] by phase, `delays` what was lost by
     iteration; `stragglers` begin with the worst. `hosts` name each rank's machine, "" if unknown.
     """
 
     iterations: int
     node: tuple[int, ...]
     hosts: tuple[str, ...]
-    context: Mapping[str, np.ndarray]
+    work: Mapping[str, np.ndarray]
     waiting: Mapping[str, np.ndarray]
     transmitting: Mapping[str, np.ndarray]
     delays: tuple[RankDelay, ...]
@@ -94,7 +94,7 @@ def find_stragglers(records: Iterable[RankRecord], leaders: int = 1) -> RankTime
     Nodes have so many `leaders`. Records are consumed one block at a time; ranks may become more or
     fewer, and move, where a run goes on in another job.
     """
-    context: dict[str, np.ndarray] = {}
+    work: dict[str, np.ndarray] = {}
     waiting: dict[str, np.ndarray] = {}
     transmitting: dict[str, np.ndarray] = {}
     delays: list[RankDelay] = []
@@ -108,8 +108,8 @@ def find_stragglers(records: Iterable[RankRecord], leaders: int = 1) -> RankTime
         node = block.node if len(block.node) >= len(node) else node
         for rank, place in enumerate(block.node):
             host_of[rank] = names[place] if 0 <= place < len(names) else ""
-        for phase, seconds in block.context.items():
-            _add(context, phase, seconds)
+        for phase, seconds in block.work.items():
+            _add(work, phase, seconds)
         for phase, seconds in block.exchange.items():
             waited, sent = split_exchange(seconds)
             _add(waiting, phase, waited)
@@ -118,7 +118,7 @@ def find_stragglers(records: Iterable[RankRecord], leaders: int = 1) -> RankTime
         return None
     hosts = tuple(host_of[rank] for rank in range(len(node)))
     stragglers = find_worst(delays, hosts)
-    parts = (context, waiting, transmitting)
+    parts = (work, waiting, transmitting)
     return RankTimes(count, tuple(map(int, node)), hosts, *parts, tuple(delays), stragglers)
 
 
@@ -126,12 +126,12 @@ def find_stragglers(records: Iterable[RankRecord], leaders: int = 1) -> RankTime
 class Block:
     """Outer iterations with the same ranks on the same nodes.
 
-    `context` and `exchange` are float64 [iterations, ranks] by phase, 0 where nothing was recorded.
+    `work` and `exchange` are float64 [iterations, ranks] by phase, 0 where nothing was recorded.
     """
 
     iterations: np.ndarray
     node: np.ndarray
-    context: Mapping[str, np.ndarray]
+    work: Mapping[str, np.ndarray]
     exchange: Mapping[str, np.ndarray]
 
 
@@ -164,7 +164,7 @@ def stack(records: Sequence[RankRecord]) -> Block:
     return Block(
         np.array([record.iteration for record in records]),
         records[0].node,
-        stacked([record.context for record in records]),
+        stacked([record.work for record in records]),
         stacked([record.exchange for record in records]),
     )
 
@@ -193,27 +193,27 @@ def roles_of(node: np.ndarray, leaders: int) -> np.ndarray:
     return np.array(before) < leaders
 
 
-def excess(context: np.ndarray, phase: str, roles: np.ndarray) -> np.ndarray:
+def excess(work: np.ndarray, phase: str, roles: np.ndarray) -> np.ndarray:
     """Return how much longer each rank worked than its likes; float64 [iterations, ranks].
 
     The lower median stands for these, so that of two ranks the faster one does. The only leader is
     held against its own usual time as well: what it does in every outer iteration is its task.
     """
-    late = context - lower_median(context)
+    late = work - lower_median(work)
     if phase not in BY_ROLE or roles.all():
         return late
     for likes in (roles, ~roles):
         if likes.sum() > 1:
-            late[:, likes] = context[:, likes] - lower_median(context[:, likes])
+            late[:, likes] = work[:, likes] - lower_median(work[:, likes])
     if roles.sum() == 1:
-        usual = np.sort(context[:, roles], axis=0)[(len(context) - 1) // 2]
-        late[:, roles] = np.minimum(late[:, roles], context[:, roles] - usual)
+        usual = np.sort(work[:, roles], axis=0)[(len(work) - 1) // 2]
+        late[:, roles] = np.minimum(late[:, roles], work[:, roles] - usual)
     return late
 
 
-def lower_median(context: np.ndarray) -> np.ndarray:
+def lower_median(work: np.ndarray) -> np.ndarray:
     """Return what half of the ranks take at most, [iterations, 1]."""
-    return np.sort(context, axis=1)[:, (context.shape[1] - 1) // 2, None]
+    return np.sort(work, axis=1)[:, (work.shape[1] - 1) // 2, None]
 
 
 def delays_of(block: Block, leaders: int) -> list[RankDelay]:
@@ -227,7 +227,7 @@ def delays_of(block: Block, leaders: int) -> list[RankDelay]:
     owner = np.zeros(parts.shape, dtype=np.int64)
     found: list[RankDelay] = []
     for number, phase in enumerate(RANK_PHASES):
-        parts[number] = excess(block.context.get(phase, nothing), phase, roles)
+        parts[number] = excess(block.work.get(phase, nothing), phase, roles)
         owner[number] = np.arange(ranks)
         total += parts[number]
         # At the end of an outer iteration accounts are settled, whether ranks meet or not.
