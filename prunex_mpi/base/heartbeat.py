@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from prunex_mpi.base.records import RANK_PHASES
+from prunex_mpi.base.record_keys import RANK_PHASES
 
 # In the order in which a run comes to them.
 PHASES = ("start", "data", "model", "trial", *RANK_PHASES, "record", "checkpoint", "finish")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.base.records import RESIDUALS
+from prunex_mpi.base.record_keys import RESIDUALS
 from prunex_mpi.comm.agreement import alike_bytes, mean_over_ranks, sum_alike_
 from prunex_mpi.core.state import State, agreeing
 from prunex_mpi.models.layout import (

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from prunex_mpi.base.records import KINDS, PHASES, RANK_PHASES, RESIDUALS
+from prunex_mpi.base.record_keys import KINDS, PHASES, RANK_PHASES, RESIDUALS
 from prunex_mpi.core.admm import Residuals
 from prunex_mpi.core.state import PRUNED, RunContext, State
 from prunex_mpi.pruning.masks import kept_numel

@@ -29,8 +29,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.pruning.channel_trace import NO_PINS, Pins, follow_image
 from prunex_mpi.pruning.labels import PINNED, VOID, Cut, Labels, Use, first_along, thin, varying
-from prunex_mpi.pruning.trace import NO_PINS, Pins, follow_image
 
 # Plain rules everywhere: convolutions, linear layers and BatchNorm only.
 PLAIN = frozenset([""])

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from prunex_mpi.models.dummy_input import evaluating
+from prunex_mpi.pruning.channel_trace import Places, following
 from prunex_mpi.pruning.coupling import ChannelSet, Coupling
 from prunex_mpi.pruning.labels import by_position
 from prunex_mpi.pruning.shrink import WEIGHT, attention_of
-from prunex_mpi.pruning.trace import Places, following
 
 # Functions that read channels with a weight, and the dimension of the channels.
 READERS = {"linear": -1, "layer_norm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}

@@ -28,8 +28,8 @@ from prunex_mpi.models.slim import (
     self_attention_parts,
 )
 from prunex_mpi.models.standalone import Sizes, fill_, resize_
+from prunex_mpi.pruning.channel_trace import NO_PINS, Call, Failing, Pins, Places, following, is_own
 from prunex_mpi.pruning.coupling import PLAIN, Coupling, find_coupling
-from prunex_mpi.pruning.trace import NO_PINS, Call, Failing, Pins, Places, following, is_own
 
 WEIGHT = ".weight"
 STATISTICS = (".running_mean", ".running_var")

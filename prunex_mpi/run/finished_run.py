@@ -105,11 +105,12 @@ def read_run(
     found = torch.tensor(probe(model, image_size), dtype=torch.float64)
     apart = float((found - logits).abs().max())
     if not apart <= PROBE_TOLERANCE * max(1.0, float(logits.abs().max())):
-        transient = transient_buffers(model)
-        also = f", or keep {transient[0]} in a persistent buffer and train anew"
+        also = ""
+        for name in transient_buffers(model)[:1]:
+            also = f", or keep {name} in a persistent buffer and train anew"
         raise UserError(
             f"model {settings.model} does not compute what it did in the run (outputs differ by "
-            f"{apart:.2g}): put its source back as it was{also if transient else ''}",
+            f"{apart:.2g}): put its source back as it was{also}",
             UNREADABLE,
         )
     data = _load_test(settings, len(logits), image_size) if with_data else None

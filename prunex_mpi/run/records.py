@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import Diverged
 from prunex_mpi.base.files import telling_disk_errors
-from prunex_mpi.base.records import RANK_PHASES, RESIDUALS
+from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
 from prunex_mpi.base.trace import HELPER, Trace, TraceFile, label
 from prunex_mpi.comm.agreement import gather_text, run_collectively, seconds_ahead
 from prunex_mpi.comm.topology import Topology

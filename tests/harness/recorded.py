@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from prunex_mpi.base.records import RANK_PHASES
+from prunex_mpi.base.record_keys import RANK_PHASES
 from prunex_mpi.config.resolve import make, to_toml
 from prunex_mpi.tools.report.stragglers import INSIDE
 

@@ -14,7 +14,7 @@ from launch import environment, run_job, train
 
 from prunex_mpi.__main__ import PROGRAMS
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.records import KINDS, PHASES, RESIDUALS
+from prunex_mpi.base.record_keys import KINDS, PHASES, RESIDUALS
 from prunex_mpi.config import cli
 from prunex_mpi.config.resolve import BY_NAME as METHODS
 from prunex_mpi.config.resolve import concerns, flat_values

@@ -22,7 +22,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.models import standalone
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.models.slim import self_attention_parts
-from prunex_mpi.pruning import trace
+from prunex_mpi.pruning import channel_trace
 from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
@@ -265,7 +265,7 @@ def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(
     def stumble(*_: object) -> None:
         raise KeyError("dim")
 
-    monkeypatch.setattr(trace.label_layers, "reduce", stumble)
+    monkeypatch.setattr(channel_trace.label_layers, "reduce", stumble)
     first, last = nn.Conv2d(3, 8, 3), nn.Linear(8, CLASSES)
 
     class Averaged(nn.Module):

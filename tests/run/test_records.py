@@ -13,7 +13,7 @@ from small_runs import SCENARIOS, small_run
 from mpi4py import MPI
 
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.records import RANK_PHASES, RESIDUALS
+from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.run import records

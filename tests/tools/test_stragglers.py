@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from recorded import Delay, rank_lines
 
-from prunex_mpi.base.records import RANK_PHASES
+from prunex_mpi.base.record_keys import RANK_PHASES
 from prunex_mpi.tools.report import stragglers
 from prunex_mpi.tools.report.read_runs import rank_record
 from prunex_mpi.tools.report.stragglers import (

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from prunex_mpi.base.records import CONSENSUS_PHASES
+from prunex_mpi.base.record_keys import CONSENSUS_PHASES
 from prunex_mpi.base.tables import Table
 from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.state import wires_of

@@ -14,7 +14,7 @@ import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, listed, meant, quote
 from prunex_mpi.base.files import STATE
-from prunex_mpi.base.records import RESIDUALS
+from prunex_mpi.base.record_keys import RESIDUALS
 from prunex_mpi.base.tables import Table
 from prunex_mpi.config.resolve import BY_NAME
 from prunex_mpi.tools.drawing import (

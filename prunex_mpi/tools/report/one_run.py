@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.records import IN_SENTENCES, RANK_PHASES, RESIDUALS
+from prunex_mpi.base.record_keys import IN_SENTENCES, RANK_PHASES, RESIDUALS
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.config.resolve import FIELDS, make, to_toml, toml_key
 from prunex_mpi.run.summary import closing_rows

@@ -18,7 +18,7 @@ import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.files import DIVERGED, plain_only, read_text
-from prunex_mpi.base.records import RESIDUALS
+from prunex_mpi.base.record_keys import RESIDUALS
 from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.tools.report.stragglers import RankRecord
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prunex_mpi.base.records import LABELS, RANK_PHASES, RESIDUALS
+from prunex_mpi.base.record_keys import LABELS, RANK_PHASES, RESIDUALS
 from prunex_mpi.base.units import GIB, KIB, MIB
 from prunex_mpi.tools.drawing import (
     COLOURS,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prunex_mpi.base.records import LABELS
+from prunex_mpi.base.record_keys import LABELS
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.tools.drawing import (

@@ -14,7 +14,7 @@ from itertools import islice
 
 import numpy as np
 
-from prunex_mpi.base.records import RANK_PHASES
+from prunex_mpi.base.record_keys import RANK_PHASES
 
 # Where the ranks of a node meet; in all others all ranks do.
 INSIDE = ("local", "intra")

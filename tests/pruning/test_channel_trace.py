@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.pruning.channel_trace import Pins
 from prunex_mpi.pruning.coupling import PLAIN
 from prunex_mpi.pruning.shrink import Rules, attempt, find_coupling_by, find_rules, rules_of
-from prunex_mpi.pruning.trace import Pins
 
 SIDE, CLASSES = 8, 5
 
