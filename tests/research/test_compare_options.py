@@ -188,6 +188,25 @@ def test_flags_that_are_given_twice_add_up():
     assert shown.times == {"x": "c", "y": "d"}
 
 
+COMMON_PLACE = "[settings]\n{0}\n[rows.a]\nmethod = 'dense'"
+ROW_PLACE = "[rows.a]\nmethod = 'dense'\n{0}"
+
+
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [
+        *((COMMON_PLACE, what) for what in ("model", "dataset", "loss")),
+        *((ROW_PLACE, what) for what in ("model", "loss")),
+    ],
+)
+def test_a_plan_imports_only_what_a_flag_repeats(tmp_path, place, what):
+    path = tmp_path / "plan.toml"
+    path.write_text(place.format(f"{what} = 'mine:made'"), encoding="utf-8")
+    with pytest.raises(UserError, match=rf"names the {what} 'mine:made', and importing it runs"):
+        parse(["--plan", str(path)])
+    assert parse(["--plan", str(path), f"--{what}", "mine:made"]).rows
+
+
 def test_rows_of_a_plan_can_be_chosen(tmp_path):
     path = tmp_path / "plan.toml"
     rows = "".join(f"[rows.{x}]\nmethod = '{x}'\n" for x in ("dense", "topk", "prunex"))

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from prunex_mpi.base.errors import UserError, meant, quote
+from prunex_mpi.base.imports import check_named
 from prunex_mpi.config.cli import add_settings, convert_flag, join_negative_numbers
 from prunex_mpi.config.parser import Parser, program_parser
 from prunex_mpi.config.resolve import (
@@ -210,6 +211,8 @@ def parse(argv: Sequence[str]) -> Options:
     wanted = given.pop("rows", [])
     planned, every = _rows(given, rates)
     rows = _chosen(wanted, every, "plan" in given)
+    if "plan" in given:
+        _check_plan_names(planned, rows, [word for word in argv if ":" in word])
     given.pop("plan", None)
     seeds = tuple(_seed("seeds", text) for text in given.pop("seeds", ["0"]))
     _refuse_repeated("seeds", seeds)
@@ -430,6 +433,14 @@ def read_plan(path: str) -> tuple[dict[str, Any], tuple[Row, ...]]:
         if folders.count(row.folder) > 1:
             raise UserError(f"{where}: two rows have the folder {row.folder}; rename one")
     return common, rows
+
+
+def _check_plan_names(common: Mapping[str, Any], rows: Sequence[Row], words: Sequence[str]) -> None:
+    """Raise UserError for modules to import that the plan alone names, and no flag in `words`."""
+    given = [word.partition("=")[2] if word.startswith("--") else word for word in words]
+    for values in (common, *(row.own for row in rows)):
+        for what in ("model", "dataset", "loss"):
+            check_named(what, values.get(what, ""), given, "the file of --plan")
 
 
 def _row(name: str, table: Mapping[str, Any], where: str) -> Row:
