@@ -168,7 +168,14 @@ def test_delivered_model_is_the_one_that_was_evaluated(finished):
 
 def test_closing_table_and_lines(finished):
     _, result = finished
-    for words in ("test accuracy", "parameters", "dense", "sent", "seconds per phase", "results"):
+    for words in (
+        "test accuracy",
+        "parameters",
+        "whole network",
+        "sent",
+        "seconds per phase",
+        "results",
+    ):
         assert words in result.stdout
     assert "2 nodes, 4 ranks" in result.stderr
     assert result.stderr.count("iteration 8/8") == 1
