@@ -412,7 +412,7 @@ def noting_methods(monkeypatch) -> list[str]:
     real = run_rows.run_one
 
     def noted(bench, settings, *rest):
-        trained.append(settings.method)
+        trained.append(settings.method.name)
         return real(bench, settings, *rest)
 
     monkeypatch.setattr(run_rows, "run_one", noted)
