@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Install with the test extra, then run linter, formatter and the whole suite at 1, 2 and 4 ranks.
+# Install with the test extra, then run linter, formatter and the whole suite at 2 and 4 ranks.
 #   bash batch/test.sh [arguments of pytest]
 # PYTHON and PRUNEX_MPI choose Python and MPI, see _install.sh; PRUNEX_MPI=both, the default when
 # CI=true, runs everything under Open MPI, and then again under MPICH what depends on the MPI: the
 # tests on several ranks and those that start jobs.
 # Tests marked `long`, which take long and guard what rarely breaks, run with PRUNEX_LONG=1 and
-# whenever arguments are given: who names tests gets all of them.
+# whenever arguments are given: who names tests gets all of them. So does the run on one rank, where
+# little happens that the others do not show.
 # RUN_TIMEOUT_S (2400) is the limit of each run of pytest.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_install.sh"
@@ -125,7 +126,8 @@ else
     test_serially 1 "jobs" "$@"
 fi
 if [[ $narrowed == no ]] || any_parallel_test "$@"; then
-    counts=(1 2 4)
+    counts=(2 4)
+    if [[ -z $NOT_LONG ]]; then counts=(1 2 4); fi
     # Four ranks are two nodes of two as well as four of one: enough for a second MPI.
     if [[ -n ${PRUNEX_AGAIN:-} ]]; then counts=(4); fi
     for ranks in "${counts[@]}"; do
