@@ -9,7 +9,6 @@ from prunex_mpi.settings.fields import Settings
 # Each milestone divides the rate of the `step` schedule by ten.
 STEP_MILESTONES = (0.5, 0.75)
 # What each return to a checkpoint after a divergence does to all rates that follow.
-ROLLBACK_FACTOR = 0.5
 
 
 def learning_rate(
@@ -122,7 +121,7 @@ def rate_now(context: RunContext) -> float:
     """Return the learning rate of the local step that comes next."""
     settings, problem, step = context.settings, context.problem, steps_taken(context)
     total = total_steps(settings, problem.steps)
-    return rate_at(settings, step, total, context.state.position.rollbacks) * problem.lr_scale
+    return rate_at(settings, step, total) * problem.lr_scale
 
 
 def pruning_ends(settings: Settings) -> int:
@@ -131,12 +130,12 @@ def pruning_ends(settings: Settings) -> int:
     return settings.options.prune_iteration if once else settings.freeze_iteration
 
 
-def rate_at(settings: Settings, step: int, total: int, rollbacks: int) -> float:
-    """Return the learning rate of local step `step` of `total`, after so many rollbacks."""
+def rate_at(settings: Settings, step: int, total: int) -> float:
+    """Return the learning rate of local step `step` of `total`."""
     return learning_rate(
         step,
         total,
-        base=settings.lr * ROLLBACK_FACTOR**rollbacks,
+        base=settings.lr,
         schedule=settings.lr_schedule,
         warmup=settings.warmup_ratio,
         final=settings.min_lr_ratio,
@@ -153,14 +152,12 @@ def local_steps(context: RunContext) -> int:
     """Return the number of local steps of the outer iteration under way."""
     settings, position = context.settings, context.state.position
     if settings.method.quadratic_interval:
-        return quadratic_steps(
-            settings, context.problem.steps, position.steps_done, position.rollbacks
-        )
+        return quadratic_steps(settings, context.problem.steps, position.steps_done)
     frozen = settings.frozen_local_steps if context.state.frozen else 0
     return frozen or context.problem.steps
 
 
-def quadratic_steps(settings: Settings, least: int, done: int, rollbacks: int = 0) -> int:
+def quadratic_steps(settings: Settings, least: int, done: int) -> int:
     """Return the steps of an outer iteration of qsr that has `done` steps before it.
 
     By the learning rate at its beginning; while that still warms up, by the one afterwards. The
@@ -168,20 +165,18 @@ def quadratic_steps(settings: Settings, least: int, done: int, rollbacks: int = 
     """
     total = total_steps(settings, least)
     warm = max(done, round(settings.warmup_ratio * total))
-    rate = rate_at(settings, warm, total, rollbacks)
+    rate = rate_at(settings, warm, total)
     return quadratic_interval(rate, settings.options.alpha, least, total - done)
 
 
-def quadratic_rounds(
-    settings: Settings, least: int, done: int = 0, rollbacks: int = 0, most: int = 0
-) -> int:
+def quadratic_rounds(settings: Settings, least: int, done: int = 0, most: int = 0) -> int:
     """Return the outer iterations of a run of qsr that are left after `done` steps.
 
     Counts up to `most`, where that is given.
     """
     total, count = total_steps(settings, least), 0
     while done < total and (not most or count < most):
-        done += quadratic_steps(settings, least, done, rollbacks)
+        done += quadratic_steps(settings, least, done)
         count += 1
     return count
 
@@ -194,8 +189,7 @@ def rounds_left(context: RunContext, most: int = 0) -> int:
     settings, position = context.settings, context.state.position
     if not settings.method.quadratic_interval:
         return settings.outer_iterations + 1 - position.iteration
-    places = position.steps_done, position.rollbacks
-    return quadratic_rounds(settings, context.problem.steps, *places, most)
+    return quadratic_rounds(settings, context.problem.steps, position.steps_done, most)
 
 
 def total_steps(settings: Settings, steps: int) -> int:

@@ -61,7 +61,6 @@ class Position:
     first_loss: float | None = None
     # Of the best z so far by held-out images, as `best.Judged` has it.
     best: list[float] = field(default_factory=list)
-    rollbacks: int = 0
     converged_of: int = 0
     fresh_statistics: bool = False
 

@@ -309,28 +309,19 @@ class Tensorboard:
     """Write scalars into a folder of `run`; those of outer iteration `first` and later are new."""
 
     def __init__(self, run: Path, first: int) -> None:
-        self.folder = run / FOLDER
-        self.writer = self._open(first)
+        # An import of seconds, for those alone who ask for it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(run / FOLDER), purge_step=first, flush_secs=FLUSH_S)
 
     def add(self, record: dict[str, Any]) -> None:
         """Add the numbers of a record; what is null is left out."""
         for name, value in scalars(record):
             self.writer.add_scalar(name, value, record["iteration"])
 
-    def rewind(self, first: int) -> None:
-        """Forget what was shown of outer iteration `first` and later."""
-        self.writer.close()
-        self.writer = self._open(first)
-
     def close(self) -> None:
         """Bring all to the disk."""
         self.writer.close()
-
-    def _open(self, first: int) -> Any:
-        # An import of seconds, for those alone who ask for it.
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(str(self.folder), purge_step=first, flush_secs=FLUSH_S)
 
 
 def scalars(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -21,7 +21,7 @@ from prunex_mpi.comm.async_exchange import check_thread_support, exchanging_behi
 from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.evaluation import check_errors, check_finite
-from prunex_mpi.core.schedule import ROLLBACK_FACTOR, local_steps, rounds_left, total_steps
+from prunex_mpi.core.schedule import local_steps, rounds_left, total_steps
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.core.sums import MOST_SUMMED, SUMMED
 from prunex_mpi.run import checkpoint, checkpoint_files
@@ -35,7 +35,6 @@ WRITING_SHARE = 0.02
 SHORTEST_INTERVAL_S = 30.0
 # Of the time a checkpoint took, kept free before a time limit.
 RESERVE = 3
-MAX_ROLLBACKS = 5
 
 
 class Checkpoints:
@@ -123,33 +122,13 @@ def run_to_end(
     `files` is None on all ranks but world rank 0. Raises Diverged on every rank. Collective on
     `world`.
     """
-    settings, position = context.settings, context.state.position
     with closing(progress_of(topology, context)) as bar:
-        if settings.on_divergence == "rollback" and position.iteration == 1:
-            write_checkpoint(topology, files, context, checkpoints)
-        while True:
-            try:
-                return iterate(topology, files, context, checkpoints, bar)
-            except Diverged as error:
-                rollbacks = position.rollbacks
-                if settings.on_divergence == "stop" or rollbacks == MAX_ROLLBACKS:
-                    if files is not None:
-                        files.note_divergence(str(error))
-                    raise
-                if context.behind is not None:
-                    # What is under way reads and writes what is about to be replaced.
-                    context.behind.finish()
-                if context.stop is not None:
-                    # Who was asked to stop does so once there is something to keep.
-                    context.stop.reason = ""
-                restored = checkpoint.restore(topology, files, context)
-                position.rollbacks = rollbacks + 1
-                begin_(bar, context)
-                if files is not None and files.tensorboard is not None:
-                    files.tensorboard.rewind(position.iteration)
-                factor = ROLLBACK_FACTOR**position.rollbacks
-                text = "%s; going back to checkpoint %s with %g of the learning rate"
-                log.info(text, error, restored.name, factor)
+        try:
+            return iterate(topology, files, context, checkpoints, bar)
+        except Diverged as error:
+            if files is not None:
+                files.note_divergence(str(error))
+            raise
 
 
 def progress_of(topology: Topology, context: RunContext) -> Progress:
@@ -161,15 +140,9 @@ def progress_of(topology: Topology, context: RunContext) -> Progress:
         problem.train.batch_size * topology.world_size,
     )
     progress = Progress(length, settings.progress, topology.world.rank, context.heartbeat)
-    begin_(progress, context)
-    return progress
-
-
-def begin_(progress: Progress, context: RunContext) -> None:
-    """Set the progress to where the run stands."""
     position = context.state.position
-    steps = local_steps(context)
-    progress.start(position.iteration - 1, position.steps_done, steps)
+    progress.start(position.iteration - 1, position.steps_done, local_steps(context))
+    return progress
 
 
 def iterate(

@@ -495,12 +495,6 @@ class Settings:
         ("TERM", "USR1", "INT"),
         choices=("TERM", "USR1", "USR2", "INT", "HUP", "XCPU"),
     )
-    on_divergence: str = setting(
-        _S,
-        "stop, or return to the last checkpoint with half the learning rate (rollback)",
-        "stop",
-        choices=("stop", "rollback"),
-    )
     divergence_factor: float = setting(
         _S,
         "a loss above this many times the first one counts as divergence; 0: only one that is "
@@ -577,7 +571,6 @@ OF_THE_JOB = (
     "timeout",
     "time_limit",
     "preempt_signals",
-    "on_divergence",
     "divergence_factor",
     "data_dir",
     "download",

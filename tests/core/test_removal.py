@@ -17,14 +17,11 @@ from torchvision.models import VisionTransformer
 from prunex_mpi import export
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core import evaluation, schedule
 from prunex_mpi.core.problem import choose_rules
-from prunex_mpi.methods import hsadmm
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.slim import SlimSelfAttention
 from prunex_mpi.models.standalone import load
 from prunex_mpi.pruning.shrink import Rules, cut
-from prunex_mpi.run import supervision
 from prunex_mpi.run.finished_run import read_run
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
@@ -154,38 +151,6 @@ def test_what_is_delivered_is_the_smaller_network(model):
     assert parts[0] == parts[1]
     assert tests[1] == pytest.approx(tests[0], rel=1e-4)
     assert logits[1] == pytest.approx(logits[0], rel=1e-3, abs=1e-3)
-
-
-@pytest.mark.parametrize("model", [*REPLACED, "coupled_nets:dropping_attention"])
-def test_a_divergence_goes_back_to_before_the_removal(model, monkeypatch):
-    changes = {"model": model, "image_size": 16, "remove_dropped": True, "overlap_steps": 0}
-    changes |= {"on_divergence": "rollback", "checkpoint_every": "3"}
-    real, removed = evaluation.check_divergence, []
-
-    def refuse(topology, context, loss):
-        state = context.state
-        if state.position.iteration == 5 and not removed:
-            removed.append(state.removes and state.theta.numel() < state.whole.layout.numel)
-            # Nothing is left that the way back could be computed from.
-            state.theta.fill_(float("nan"))
-            loss = float("nan")
-        real(topology, context, loss)
-
-    # What comes after is what was to come.
-    for module in (schedule, supervision):
-        monkeypatch.setattr(module, "ROLLBACK_FACTOR", 1.0)
-    losses = []
-    with run_folder() as folder:
-        for diverges in (False, True):
-            if diverges:
-                monkeypatch.setattr(hsadmm, "check_divergence", refuse)
-            run = folder / str(diverges)
-            assert run_job_here(make(**{**RUN, **changes}, run_dir=str(run))) == 0
-            WORLD.Barrier()
-            lines = (run / "metrics.jsonl").read_text().splitlines()
-            losses.append([json.loads(line)["train_loss"] for line in lines])
-    assert removed == [True]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 @pytest.mark.parametrize(

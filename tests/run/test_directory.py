@@ -175,7 +175,8 @@ def test_what_is_done_again_replaces_what_was(tmp_path: Path) -> None:
     board = Tensorboard(tmp_path, 1)
     for iteration in (1, 2, 3):
         board.add({"iteration": iteration, "lr": 1.0})
-    board.rewind(2)
+    board.close()
+    board = Tensorboard(tmp_path, 2)
     board.add({"iteration": 2, "lr": 0.5})
     board.close()
     assert shown(tmp_path) == {"lr": [(1, 1.0), (2, 0.5)]}

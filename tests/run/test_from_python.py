@@ -100,7 +100,6 @@ def test_a_part_of_the_ranks_can_train() -> None:
     [
         ({"dataset": "cifar10"}, {}, "dataset means nothing to a run from Python"),
         ({"trace": True}, {}, "trace means nothing to a run from Python"),
-        ({"on_divergence": "rollback"}, {}, "on-divergence means nothing to a run from Python"),
         ({"run_dir": "somewhere"}, {}, "run-dir means nothing to a run from Python"),
         ({"timeout": 5}, {}, "timeout means nothing to a run from Python"),
         ({"preempt_signals": ("TERM",)}, {}, "preempt-signals means nothing"),

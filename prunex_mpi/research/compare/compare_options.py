@@ -54,7 +54,7 @@ else:
 # What the comparison itself decides, or what only a run of its own can do.
 OWN = ("seed", "lr", "eps_abs", "eps_rel", "epochs", "run_dir", "dry_run", *ESTIMATED)
 ALONE = (
-    *("resume", "checkpoint_every", "time_limit", "preempt_signals", "on_divergence"),
+    *("resume", "checkpoint_every", "time_limit", "preempt_signals"),
     *("tensorboard", "trace"),
 )
 COMMON = tuple(name for name in FIELDS if name not in ("method", *OWN, *ALONE))
