@@ -32,6 +32,8 @@ from prunex_mpi.data.batches import Shard
 from prunex_mpi.models import batchnorm
 from prunex_mpi.settings.fields import Settings
 
+# A mean loss of so many times the first one is no training any more.
+DIVERGED = 10.0
 # In the memory of a run: the average, that of the BatchNorm means and variances, and of how many z
 # it is since it has begun; with none of them it says nothing.
 EMA, EMA_STATS, EMA_COUNT = f"{SHARED}ema_z", f"{SHARED}ema_statistics", f"{SHARED}ema_count"
@@ -359,12 +361,12 @@ def check_divergence(topology: Topology, context: RunContext, loss: float) -> No
     nothing of it enters a consensus, nor of images that could not be read; that, and what a rank
     has noted in `context.failures`, is raised as it is. Collective on `world`.
     """
-    factor, first = context.settings.divergence_factor, context.state.position.first_loss
+    first = context.state.position.first_loss
     normal = max(first or 0.0, context.problem.guess_loss)
     problem = _not_finite(context, loss)
-    if not problem and first is not None and factor and 0 < factor * normal < loss:
+    if not problem and first is not None and 0 < DIVERGED * normal < loss:
         whose = "the first iteration's" if normal == first else "that of guessing"
-        problem = f"the loss {loss:.3g} is {factor:g} times {whose} or more (--divergence-factor)"
+        problem = f"the loss {loss:.3g} is {DIVERGED:g} times {whose} or more"
     _refuse_together(topology, context, problem)
 
 

@@ -32,12 +32,12 @@ from prunex_mpi.settings.fields import CROSS_ENTROPY, OF_SECTION, SHARED, Settin
 # What the program takes from its own models and data, which it normalises and augments as here.
 OF_ITS_OWN = ("model", "stem", "init_from", "init_digest")
 NORMALISED = ("image_mean", "image_std", "normalise_samples", "augment", "transforms")
-# What the outer iterations themselves look at.
-LOOKED_AT = ("divergence_factor", "evaluate_every")
 OF_THE_PROGRAM = (
     *OF_ITS_OWN,
     *(name for name in OF_SECTION["data"] if name not in NORMALISED),
-    *(name for part in ("safety", "output") for name in OF_SECTION[part] if name not in LOOKED_AT),
+    *OF_SECTION["safety"],
+    # At this one the outer iterations themselves look.
+    *(name for name in OF_SECTION["output"] if name != "evaluate_every"),
 )
 
 

@@ -495,13 +495,6 @@ class Settings:
         ("TERM", "USR1", "INT"),
         choices=("TERM", "USR1", "USR2", "INT", "HUP", "XCPU"),
     )
-    divergence_factor: float = setting(
-        _S,
-        "a loss above this many times the first one counts as divergence; 0: only one that is "
-        "not finite",
-        10.0,
-        low=0,
-    )
 
     _S = "output"
     run_dir: str = setting(
@@ -571,7 +564,6 @@ OF_THE_JOB = (
     "timeout",
     "time_limit",
     "preempt_signals",
-    "divergence_factor",
     "data_dir",
     "download",
     "data_mode",
