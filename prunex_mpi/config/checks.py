@@ -9,6 +9,7 @@ from prunex_mpi.settings.fields import (
     FETCHED,
     FROM_FILES,
     OF_FILES,
+    RHO_MIN,
     SHARED,
     Estimate,
     Settings,
@@ -82,13 +83,9 @@ def check_together(settings: Settings, estimate: Mapping[str, Any]) -> None:
         raise UserError(
             "residuals off: eps-abs and eps-rel would never be looked at; set both to 0"
         )
-    if s.rho_min > s.rho_max:
-        raise UserError(f"rho-min {s.rho_min} is above rho-max {s.rho_max}")
     for key, rho in (("rho1", s.rho1), ("rho2", s.rho2)):
-        if s.penalty != "fixed" and not s.rho_min <= rho <= s.rho_max:
-            raise UserError(
-                f"{key} {rho} must lie between rho-min {s.rho_min} and rho-max {s.rho_max}"
-            )
+        if s.penalty != "fixed" and not RHO_MIN <= rho <= s.rho_max:
+            raise UserError(f"{key} {rho} must be from {RHO_MIN} to rho-max, {s.rho_max}")
 
 
 def check_given(settings: Settings, usual: Mapping[str, Any]) -> None:
@@ -97,7 +94,7 @@ def check_given(settings: Settings, usual: Mapping[str, Any]) -> None:
     means_nothing = (
         ("min_lr_ratio", "lr_schedule", s.lr_schedule != "cosine"),
         ("freeze_window", "freeze_drift", s.freeze_drift < 0),
-        *((name, "penalty", s.penalty == "fixed") for name in ("rho_factor", "rho_min", "rho_max")),
+        *((name, "penalty", s.penalty == "fixed") for name in ("rho_factor", "rho_max")),
     )
     for name, other, idle in means_nothing:
         if idle and getattr(s, name) != usual[name]:

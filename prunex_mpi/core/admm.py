@@ -34,7 +34,7 @@ from prunex_mpi.models.layout import (
     tiles,
 )
 from prunex_mpi.pruning.masks import apply_factors_
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.fields import RHO_MIN, Settings
 
 # --------------------------------------------------------------------------------------------------
 # Phase 1: the proximal term, and where theta starts
@@ -321,8 +321,8 @@ def _rescaled(
     found: tuple[np.ndarray | None, np.ndarray | None],
 ) -> np.ndarray:
     """Return the next `rho`, and rescale its dual in place."""
-    limits = settings.rho_min, settings.rho_max
-    new = update_penalty(rho, *found, settings.penalty, settings.rho_factor, *limits)
+    rule = settings.penalty, settings.rho_factor, settings.rho_max
+    new = update_penalty(rho, *found, *rule)
     if np.any(new != rho):
         scale_(dual, state.layout, rho / new)
     return new
@@ -334,7 +334,6 @@ def update_penalty(
     dual: np.ndarray | None,
     rule: str,
     factor: float,
-    rho_min: float,
     rho_max: float,
 ) -> np.ndarray:
     """Return the penalties of the next iteration, float64 [layers].
@@ -348,4 +347,4 @@ def update_penalty(
     if rule == "ramp":
         return np.minimum(rho * factor, rho_max)
     scale = np.where(primal > 10 * dual, factor, np.where(dual > 10 * primal, 1 / factor, 1.0))
-    return np.clip(rho * scale, rho_min, rho_max)
+    return np.clip(rho * scale, RHO_MIN, rho_max)

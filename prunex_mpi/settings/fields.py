@@ -21,6 +21,8 @@ TRANSFORMS = (
 )
 # How phase 4 sends: plain float32, other formats, or integers of so many bits with shared scales.
 PAYLOADS = ("fp32", "fp16", "bf16", "int8", "int8sum", "int4", "int2")
+# Below it no penalty is halved: repeated halving would end at zero.
+RHO_MIN = 1e-6
 # Of which --dry-run estimates what exchanges take.
 NODES = (2, 8, 64, 4096)
 NOT_A_SETTING = {"section": ""}
@@ -423,7 +425,6 @@ class Settings:
     rho1: float = setting(_S, "initial penalty inside a node", above=0, of="consensus")
     rho2: float = setting(_S, "initial penalty between nodes", above=0, of="consensus nodes")
     rho_max: float = setting(_S, "upper bound of the penalties", above=0, of="consensus")
-    rho_min: float = setting(_S, "lower bound of the penalties", above=0, of="consensus")
     rho_factor: float = setting(_S, "factor of one change of a penalty", above=1, of="consensus")
     eps_abs: float = setting(_S, "absolute tolerance of the residuals", low=0, of="consensus")
     eps_rel: float = setting(_S, "relative tolerance of the residuals", low=0, of="consensus")

@@ -247,8 +247,8 @@ PRIMAL = np.array([100.0, 10.0, 1.0, 1.0, 0.0, 0.0])
 DUAL = np.array([1.0, 1.0, 10.0, 100.0, 0.0, 1.0])
 
 
-def penalty(rho: float, rule: str, *, factor: float = 2.0, low: float = 1e-6, high: float = 10.0):
-    return update_penalty(np.full(6, rho), PRIMAL, DUAL, rule, factor, low, high)
+def penalty(rho: float, rule: str, *, factor: float = 2.0, high: float = 10.0):
+    return update_penalty(np.full(6, rho), PRIMAL, DUAL, rule, factor, high)
 
 
 def test_fixed_penalties_stay_even_outside_the_limits() -> None:
@@ -261,14 +261,14 @@ def test_balance_moves_only_beyond_a_ratio_of_ten() -> None:
 
 
 def test_balance_is_clamped_to_both_limits() -> None:
-    found = penalty(1.0, "balance", low=0.75, high=1.25)
-    assert found.tolist() == [1.25, 1.0, 1.0, 0.75, 1.0, 0.75]
+    assert penalty(1.0, "balance", high=1.25).tolist() == [1.25, 1.0, 1.0, 0.5, 1.0, 0.5]
+    assert penalty(1.5e-6, "balance").min() == 1e-6
 
 
 def test_ramp_grows_up_to_the_limit_whatever_the_residuals() -> None:
     rho, seen = np.full(6, 1.5), []
     for _ in range(4):
-        rho = update_penalty(rho, PRIMAL, DUAL, "ramp", 2.0, 1e-6, 10.0)
+        rho = update_penalty(rho, PRIMAL, DUAL, "ramp", 2.0, 10.0)
         assert np.all(rho == rho[0])
         seen.append(float(rho[0]))
     assert seen == [3.0, 6.0, 10.0, 10.0]
@@ -277,7 +277,7 @@ def test_ramp_grows_up_to_the_limit_whatever_the_residuals() -> None:
 @pytest.mark.parametrize("rule", ["fixed", "ramp", "balance"])
 def test_the_old_penalties_are_left_alone(rule: str) -> None:
     rho = np.full(6, 1.0)
-    update_penalty(rho, PRIMAL, DUAL, rule, 2.0, 1e-6, 10.0)
+    update_penalty(rho, PRIMAL, DUAL, rule, 2.0, 10.0)
     assert np.array_equal(rho, np.full(6, 1.0))
 
 

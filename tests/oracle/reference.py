@@ -464,7 +464,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                 if primal > 10 * dual:
                     new = min(rho[n] * s.rho_factor, s.rho_max)
                 elif dual > 10 * primal:
-                    new = max(rho[n] / s.rho_factor, s.rho_min)
+                    new = max(rho[n] / s.rho_factor, 1e-6)
                 for x in duals:
                     x[n] = x[n] * (rho[n] / new)
                 rho[n] = new

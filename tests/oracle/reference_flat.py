@@ -87,7 +87,7 @@ def simulate_flat(model, streams, loss_fn, s):
             primal, dual = residuals[n]
             factor = s.rho_factor if primal > 10 * dual else 1.0
             factor = 1 / s.rho_factor if dual > 10 * primal else factor
-            after = min(max(rho[n] * factor, s.rho_min), s.rho_max)
+            after = min(max(rho[n] * factor, 1e-6), s.rho_max)
             for u in duals:
                 u[n] = u[n] * rho[n] / after
             rho[n] = after
