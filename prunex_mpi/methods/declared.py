@@ -99,9 +99,6 @@ class SparselocoOptions:
         "share of each 4,096 parameters whose change travels", 1 / 64, above=0, high=1
     )
     outer_lr: float = option("learning rate of the step between nodes", 1.0, above=0)
-    error_decay: float = option(
-        "factor of what has not been sent yet, at each exchange", 0.95, low=0, high=1
-    )
 
 
 SPARSELOCO = Method(

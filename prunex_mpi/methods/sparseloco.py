@@ -2,7 +2,7 @@
 
 With z of the last exchange, z_i the node's mean and w_i = P_i/N, the node's weight:
 
-    e_i = decay e_i + w_i (z - z_i),   e_i = e_i - q_i,   z = z - outer_lr sum_i q_i,
+    e_i = 0.95 e_i + w_i (z - z_i),   e_i = e_i - q_i,   z = z - outer_lr sum_i q_i,
 
 q_i being the largest values of e_i in each chunk, in 2 bits (`compress/chunks.py`). What has not
 been sent stands in for DiLoCo's momentum. BatchNorm statistics travel along as differences to the
@@ -38,6 +38,7 @@ OPERATIONS = (
     ),
 )
 NOT_SENT = f"{OWN}error_feedback"
+ERROR_DECAY = 0.95  # the authors' beta
 STATISTICS = torch.bfloat16
 
 
@@ -89,7 +90,7 @@ def _fill(weight: float, space: Space, context: RunContext) -> Tensor:
     """Return this node's message; what it leaves out stays to be sent."""
     state, chunks = context.state, space.chunks
     message = space.everyone.new_zeros(chunks.nbytes)
-    left = state.memory[NOT_SENT].mul_(context.settings.options.error_decay)
+    left = state.memory[NOT_SENT].mul_(ERROR_DECAY)
     torch.sub(state.z, state.z_node, out=state.scratch)
     left.add_(state.scratch, alpha=weight)
     encode_(left, chunks, message)

@@ -65,7 +65,6 @@ SCENARIOS = {
         "lr": 0.002,
         "node_sync": "outer",
         "sparseloco_outer_lr": 0.8,
-        "sparseloco_error_decay": 0.5,
     },
     "one-shot": {"method": "one-shot"},
     "one-shot-adamw": {

@@ -517,7 +517,7 @@ def simulate_local(model, streams, node_sizes, loss_fn, s):
                 mine = [m for m, node in zip(models, node_of, strict=True) if node == i]
                 for n in names:
                     drift = z[n] - sum(parameters(m)[n].detach() for m in mine) / size
-                    left[i][n] = s.options.error_decay * left[i][n] + drift
+                    left[i][n] = 0.95 * left[i][n] + drift
                 sent = sparse(left[i], s)
                 for n in names:
                     left[i][n] = left[i][n] - sent[n]
