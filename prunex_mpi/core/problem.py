@@ -130,7 +130,7 @@ def build_problem(
     if settings.image_mean:
         mean, std = torch.tensor(settings.image_mean), torch.tensor(settings.image_std)
     else:
-        mean, std = measure_colours(topology, settings, dataset, heartbeat or Heartbeat())
+        mean, std = measure_colours(topology, dataset, heartbeat or Heartbeat())
     dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
     look = Look(mean, std, device, dtype, settings.channels_last)
     augment = settings.augment != "off"

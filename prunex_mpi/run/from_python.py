@@ -31,7 +31,7 @@ from prunex_mpi.settings.fields import CROSS_ENTROPY, OF_SECTION, SHARED, Settin
 
 # What the program takes from its own models and data, which it normalises and augments as here.
 OF_ITS_OWN = ("model", "stem", "init_from", "init_digest")
-NORMALISED = ("image_mean", "image_std", "normalise_samples", "augment", "transforms")
+NORMALISED = ("image_mean", "image_std", "augment", "transforms")
 OF_THE_PROGRAM = (
     *OF_ITS_OWN,
     *(name for name in OF_SECTION["data"] if name not in NORMALISED),

@@ -124,12 +124,6 @@ class Settings:
         "replace a damaged image by the next one of its class, with a warning",
         False,
     )
-    normalise_samples: int = setting(
-        _S,
-        "images per rank from which mean and deviation are estimated, 0 for all",
-        16384,
-        low=0,
-    )
     augment: str = setting(
         _S,
         "auto: padded random crops and flips; resized-crop: random resized crops and flips",

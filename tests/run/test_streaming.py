@@ -34,6 +34,11 @@ SMALL = [
     *("--local-steps", "2", "--evaluate-every", "2"),
     *("--checkpoint-every", "2"),
 ]
+# With these given no image is looked at before training.
+COLOURS = (
+    *("--image-mean", "0.5", "0.5", "0.5"),
+    *("--image-std", "0.25", "0.25", "0.25"),
+)
 
 
 @pytest.fixture
@@ -91,7 +96,7 @@ def test_a_run_that_goes_on_has_the_colours_it_began_with(
     tmp_path: Path, run: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other ranks would measure others, on other images."""
-    assert run("run", "--normalise-samples", "2", "--time-limit", "1") == 75
+    assert run("run", "--time-limit", "1") == 75
     names = checkpoint_files.valid_names(tmp_path / "run")
     mean, std = checkpoint_files.read_manifest(tmp_path / "run", names[0])["colours"]
     monkeypatch.setattr(problem, "measure_colours", Mock(side_effect=AssertionError))
@@ -111,10 +116,8 @@ def test_a_damaged_image_ends_the_run_in_one_line_or_is_replaced(
     split: str,
 ) -> None:
     victim = damage(sorted((pictures / split / "bee").iterdir())[2])
-    # The colours are measured on images that are whole.
-    whole = ["--data-mode", "stream", "--normalise-samples", "1"]
     capfd.readouterr()
-    assert run("run", *whole) == UNREADABLE
+    assert run("run", "--data-mode", "stream", *COLOURS) == UNREADABLE
     said = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
     assert len(said) == 1 and f"cannot read image {victim}" in said[0]
     assert not (tmp_path / "run/summary.json").exists()
@@ -123,7 +126,7 @@ def test_a_damaged_image_ends_the_run_in_one_line_or_is_replaced(
     assert train.main(again) == 0
     told = [line for line in capfd.readouterr().err.splitlines() if victim in line]
     assert len(told) == 1 and "is replaced by" in told[0]
-    assert run("other", "--data-mode", "memory", "--normalise-samples", "1", "--skip-corrupt") == 0
+    assert run("other", "--data-mode", "memory", *COLOURS, "--skip-corrupt") == 0
     assert_same(tmp_path / "run", tmp_path / "other")
 
 
@@ -132,7 +135,7 @@ def test_a_damaged_test_image_is_found_where_test_images_were_kept_back(
 ) -> None:
     """Nobody looks at test images before the end then."""
     victim = damage(sorted((pictures / "test/bee").iterdir())[2])
-    flags = ("--data-mode", "stream", "--normalise-samples", "1", "--val-split", "0.2")
+    flags = ("--data-mode", "stream", *COLOURS, "--val-split", "0.2")
     assert run("run", *flags) == UNREADABLE
     assert f"cannot read image {victim}" in capfd.readouterr().err
     assert not (tmp_path / "run/summary.json").exists()
@@ -141,7 +144,7 @@ def test_a_damaged_test_image_is_found_where_test_images_were_kept_back(
 def test_nothing_is_said_of_weights_that_were_judged_on_damaged_images(
     tmp_path: Path, pictures: Path, run: Callable[..., int]
 ) -> None:
-    whole = ("--data-mode", "stream", "--normalise-samples", "1", "--outer-iterations", "1")
+    whole = ("--data-mode", "stream", *COLOURS, "--outer-iterations", "1")
     assert run("first", *whole) == 0
     damage(sorted((pictures / "test/bee").iterdir())[2])
     start = ("--init-from", str(tmp_path / "first"))
@@ -173,7 +176,8 @@ def test_an_image_that_one_rank_cannot_read_ends_all(shared: Path, scenario: str
         "train_samples": 0,
         "test_samples": 0,
         "image_size": 0,
-        "normalise_samples": 1,
+        "image_mean": (0.5,) * 3,
+        "image_std": (0.25,) * 3,
         "evaluate_every": 3,
     }
     each = 1 if scenario == "flat consensus" else 2
@@ -241,7 +245,8 @@ def test_a_stream_is_scored_as_memory_is_and_never_by_damaged_images(
 ) -> None:
     monkeypatch.setattr(pactrain_samples, "SAMPLES", 2)
     files: dict[str, Any] = {"dataset": "imagefolder", "data_dir": str(shared)}
-    files |= {"train_samples": 0, "test_samples": 0, "image_size": 0, "normalise_samples": 1}
+    files |= {"train_samples": 0, "test_samples": 0, "image_size": 0}
+    files |= {"image_mean": (0.5,) * 3, "image_std": (0.25,) * 3}
     found = []
     for mode in ("memory", "stream"):
         changes = {**files, **GRASP, "data_mode": mode}

@@ -62,7 +62,7 @@ OF_ONE_CURVE = (
         "warmup_ratio",
         "min_lr_ratio",
     ),
-    *("lr_scaling", "image_mean", "image_std", "normalise_samples", "test_samples"),
+    *("lr_scaling", "image_mean", "image_std", "test_samples"),
     *("warmup_iterations", "keep_ramp_iterations", "freeze_iteration", "one_shot_prune_iteration"),
     *("dgc_warmup_epochs", "prunetrain_reconfigure_every", "evaluate_every"),
     *("ranks_per_node", "leaders_per_node"),
