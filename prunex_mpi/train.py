@@ -47,7 +47,7 @@ def train(world: "MPI.Comm", settings: Settings, lines: Sequence[str] = ()) -> i
         from prunex_mpi.comm.preemption import catching
         from prunex_mpi.run.job import run
 
-        with catching(settings.preempt_signals, world.rank) as received:
+        with catching(world.rank) as received:
             return run(world, settings, watchdog, received)
 
 

@@ -8,7 +8,7 @@ at the same local step.
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -26,6 +26,8 @@ GROWTH = 8  # of the steps between two, at a time: the first steps may be untypi
 MARGIN_S = 10.0
 INTERRUPTED = b"\nprunex_mpi: leaving with a checkpoint; Ctrl-C again ends at once\n"
 TIME_LIMIT, FAILED = 1000, 2000  # beyond every signal's number
+# What schedulers send before they kill (some SIGUSR2, or SIGXCPU), and Ctrl-C.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT)
 END_OF_JOB = "SLURM_JOB_END_TIME"
 UNSET = "unset it, or start in a new shell"
 REASONS = {TIME_LIMIT: "the time limit", FAILED: "an error on some rank"}
@@ -43,8 +45,8 @@ class ReceivedSignal:
 
 
 @contextmanager
-def catching(names: Sequence[str], rank: int = 0) -> Iterator[ReceivedSignal]:
-    """Note the signals of these names (TERM, USR1, ...) instead of dying of them.
+def catching(rank: int = 0) -> Iterator[ReceivedSignal]:
+    """Note the SIGNALS that ask a job to stop instead of dying of them.
 
     After a first INT, of which rank 0 tells, a second one ends this process at once.
     """
@@ -60,12 +62,11 @@ def catching(names: Sequence[str], rank: int = 0) -> Iterator[ReceivedSignal]:
                 os.write(2, INTERRUPTED)
         received.number = number
 
-    numbers = [signal.Signals[f"SIG{name}"] for name in names]
-    before = [signal.signal(number, note) for number in numbers]
+    before = [signal.signal(number, note) for number in SIGNALS]
     try:
         yield received
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, handler)
 
 

@@ -484,12 +484,6 @@ class Settings:
         0.0,
         low=0,
     )
-    preempt_signals: tuple[str, ...] = setting(
-        _S,
-        "signals on which the job checkpoints and exits (INT: Ctrl-C)",
-        ("TERM", "USR1", "INT"),
-        choices=("TERM", "USR1", "USR2", "INT", "HUP", "XCPU"),
-    )
 
     _S = "output"
     run_dir: str = setting(
@@ -558,7 +552,6 @@ OF_THE_JOB = (
     "checkpoint_every",
     "timeout",
     "time_limit",
-    "preempt_signals",
     "data_dir",
     "download",
     "data_mode",

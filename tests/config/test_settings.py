@@ -465,7 +465,6 @@ BAD_FLAGS = [
     ("--checkpoint-every often", "'often'"),
     ("--timeout 0", "--timeout must be at least 1"),
     ("--time-limit -1", "--time-limit must be at least 0"),
-    ("--preempt-signals KILL", "'KILL'"),
     ("--momentum 1", "--momentum"),
     ("--momentum -0.1", "--momentum"),
     ("--weight-decay -1e-4", "--weight-decay"),

@@ -53,10 +53,7 @@ else:
 
 # What the comparison itself decides, or what only a run of its own can do.
 OWN = ("seed", "lr", "eps_abs", "eps_rel", "epochs", "run_dir", "dry_run", *ESTIMATED)
-ALONE = (
-    *("resume", "checkpoint_every", "time_limit", "preempt_signals"),
-    *("tensorboard", "trace"),
-)
+ALONE = ("resume", "checkpoint_every", "time_limit", "tensorboard", "trace")
 COMMON = tuple(name for name in FIELDS if name not in ("method", *OWN, *ALONE))
 # What a shorter run has fewer of, or more often.
 COUNTING_ITERATIONS = ("outer_iterations", "evaluate_every", "prunetrain_reconfigure_every")
