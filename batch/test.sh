@@ -5,8 +5,9 @@
 # CI=true, runs everything under Open MPI, and then again under MPICH what depends on the MPI: the
 # tests on several ranks and those that start jobs.
 # Tests marked `long`, which take long and guard what rarely breaks, run with PRUNEX_LONG=1 and
-# whenever arguments are given: who names tests gets all of them. So does the run on one rank, where
-# little happens that the others do not show.
+# whenever arguments are given: who names tests gets all of them. So do the run on one rank, where
+# little happens that the others do not show, and on two ranks the tests marked `any_mpi`: four are
+# two nodes as well.
 # RUN_TIMEOUT_S (2400) is the limit of each run of pytest.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_install.sh"
@@ -64,7 +65,9 @@ threads_of() {
 test_in_parallel() {
     local ranks=$1 again=
     shift
-    if [[ -n ${PRUNEX_AGAIN:-} ]]; then again=" and not any_mpi"; fi
+    if [[ -n ${PRUNEX_AGAIN:-} || ($ranks == 2 && -n $NOT_LONG) ]]; then
+        again=" and not any_mpi"
+    fi
     export PRUNEX_TEST_LOGS=$SCRATCH/$ranks
     mkdir "$PRUNEX_TEST_LOGS"
     echo "==== ranks: $ranks, $PRUNEX_MPI"

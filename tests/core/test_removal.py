@@ -118,14 +118,19 @@ RUN = {
 }
 
 
-# Attention whose code is replaced, where it becomes smaller, by ours.
-REPLACED = ("coupled_nets:swin", "coupled_nets:swin_v2", "coupled_nets:own_attention")
-
-
-@pytest.mark.parametrize("model", ["resnet8-w4", "vit_tiny", *REPLACED])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("resnet8-w4", "coupled_nets:swin"),
+        *(
+            pytest.param(model, marks=pytest.mark.long)
+            for model in ("vit_tiny", "coupled_nets:swin_v2", "coupled_nets:own_attention")
+        ),
+    ],
+)
 def test_what_is_delivered_is_the_smaller_network(model):
     logits, parts, tests = [], [], []
-    settings = {**RUN, "model": model, "image_size": 16 if model in REPLACED else 8}
+    settings = {**RUN, "model": model, "image_size": 16 if "coupled_nets" in model else 8}
     with run_folder() as folder:
         for remove in (False, True):
             run = folder / str(remove)
