@@ -330,6 +330,8 @@ class Tensorboard:
         # An import of seconds, for those alone who ask for it.
         from torch.utils.tensorboard import SummaryWriter
 
+        if self.folder.is_symlink():
+            raise UserError(f"{self.folder} is in the way: it is a link; remove it")
         return SummaryWriter(str(self.folder), purge_step=first, flush_secs=FLUSH_S)
 
 
