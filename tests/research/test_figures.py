@@ -13,7 +13,7 @@ from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.research.figures import run_figures
 from prunex_mpi.research.figures.draw_figure import ratios, scaling
 from prunex_mpi.research.figures.figure_options import FIGURES, parse
-from prunex_mpi.research.figures.run_figures import Drawn, setup_words, write_below
+from prunex_mpi.research.figures.run_figures import Drawn, frame, setup_words
 from prunex_mpi.tools.drawing import styled
 from prunex_mpi.tools.report.read_runs import read_run
 
@@ -67,7 +67,7 @@ def test_values_of_the_paper_stand_below_the_picture(run: Path) -> None:
     with styled():
         drawn = run_figures.payload([read_run(run)])
         height = drawn.figure.get_figheight()
-        write_below(drawn)
+        frame(drawn, "Figure 6a: payload")
         drawn.figure.draw_without_rendering()
     text = drawn.figure.texts[-1]
     assert "50.3 %" in text.get_text() and "prunex: dense" in text.get_text()

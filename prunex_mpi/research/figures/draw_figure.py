@@ -23,12 +23,12 @@ from prunex_mpi.research.figures.run_figures import (
     Drawn,
     as_in_the_paper,
     beside,
+    frame,
     lacking,
     ranks_of,
     table_of,
     unequal,
     value_of,
-    write_below,
 )
 from prunex_mpi.research.picture_files import save
 from prunex_mpi.settings.fields import OF_THE_JOB
@@ -97,9 +97,7 @@ def figure(options: Options) -> None:
     runs = read_runs(options.runs)
     with styled():
         drawn = draw(options, runs)
-        title = f"Figure {options.number}: {FIGURES[options.number]}"
-        drawn.figure.suptitle(title, fontsize=10, x=0.012, ha="left")
-        write_below(drawn)
+        frame(drawn, f"Figure {options.number}: {FIGURES[options.number]}")
         save(drawn.figure, options.output, "--output")
     print(format_table(table_of(options.number, FIGURES[options.number], drawn)))
     print(f"written to {shown(options.output)}", flush=True)
@@ -221,7 +219,7 @@ def scaling(runs: Sequence[Run]) -> Drawn:
     share.set_ylabel("(b) parallel efficiency %")
     share.set_ylim(bottom=0)
     handles, labels = panel.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2)
+    figure.legend(handles, labels, loc="outside upper center", ncols=2)
     note = "Work per second of training, medians of outer iterations."
     return Drawn(figure, rows, [note])
 

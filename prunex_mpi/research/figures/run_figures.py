@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 NONE = "-"
 # Letters of the text below that fill an inch, and the inches of a line.
-LETTERS, LINE_INCHES = 17.0, 0.155
+LETTERS, LINE_INCHES, TITLE_INCHES = 17.0, 0.155, 0.25
 PAYLOAD_WHY = (
     "40 % is not what the paper's stated setting gives: half of the input channels of ResNet-152 "
     "leave 50.3 %"
@@ -121,8 +121,8 @@ def table_of(number: str, title: str, drawn: Drawn) -> Table:
     )
 
 
-def write_below(drawn: Drawn) -> None:
-    """Write the values below the figure, which becomes as much higher."""
+def frame(drawn: Drawn, title: str) -> None:
+    """Write the title above the figure and the values below it, which becomes as much higher."""
     width, height = drawn.figure.get_size_inches()
     lines: list[str] = []
     for row in drawn.rows:
@@ -134,14 +134,20 @@ def write_below(drawn: Drawn) -> None:
         lines += _wrapped(text, width)
     for note in drawn.notes:
         lines += _wrapped(note, width)
-    if not lines:
-        return
     below = LINE_INCHES * len(lines) + 0.12
-    whole = height + below
+    # Legends outside of the panels are laid out in the whole figure, and not in the part of it.
+    legends = drawn.figure.legends
+    boxes = [legend.get_window_extent() for legend in legends]
+    names = max((box.height / drawn.figure.dpi for box in boxes), default=0.0)
+    whole = height + below + names + TITLE_INCHES
+    bottom, top = below / whole, 1 - TITLE_INCHES / whole
     drawn.figure.set_size_inches(width, whole)
     engine = drawn.figure.get_layout_engine()
     if engine is not None:
-        engine.set(rect=(0, below / whole, 1, 1 - below / whole))
+        engine.set(rect=(0, bottom, 1, height / whole))
+    for legend in legends:
+        legend.set_bbox_to_anchor((0, bottom, 1, top - bottom), drawn.figure.transFigure)
+    drawn.figure.text(0.012, 1 - 0.06 / whole, plain(title), va="top", fontsize=10)
     text = "\n".join(lines)
     drawn.figure.text(0.012, (below - 0.06) / whole, text, va="top", fontsize=7.5)
 
@@ -502,12 +508,13 @@ def of_layers(run: Run, wanted: Sequence[str] = ()) -> Drawn:
             plot(panel, layers.iterations, block[:, i], marker_of(number), **look)
             known = block[np.isfinite(block[:, i]), i]
             if len(known) and name.endswith("_primal"):
-                ends = f"{known[0]:.1e} to {known[-1]:.1e}"
-                rows.append(residual_row(name, f"{word}, {RESIDUAL_WORDS[name]}", ends))
+                ends = f"from {known[0]:.1e} to {known[-1]:.1e}"
+                rows.append(Beside(f"{word}, {RESIDUAL_WORDS[name]}", ends, DECAY))
     handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=3)
+    figure.legend(handles, names, loc="outside upper center", ncols=3)
     few = f"The {len(chosen)} of {len(layers.names)} layers that begin farthest apart."
-    return Drawn(figure, rows, [] if wanted else [few])
+    why = f"The paper's are of other layers: {DECAY_WHY}."
+    return Drawn(figure, rows, [why] if wanted else [few, why])
 
 
 def patterns(run: Run, wanted: Sequence[str]) -> Drawn:
