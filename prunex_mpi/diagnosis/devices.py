@@ -104,14 +104,16 @@ def probe(device: str, operation: str = "") -> str:
     """Try a collective of `probe.py`, or all, on `device` (cuda | cpu) in a job of its own.
 
     Returns "" when all is right, else what went wrong. A library that cannot take device memory
-    ends with a segmentation fault, hence a separate job: of two ranks where there is an mpiexec,
-    of one where there is none.
+    ends with a segmentation fault, hence a separate job, of two ranks on this host: what lies
+    between nodes is not tried. One rank exchanges nothing, so without an mpiexec nothing is right.
     """
     command = [sys.executable, "-m", "prunex_mpi.diagnosis.probe", device]
     command += [operation] if operation else []
     launcher = shutil.which("mpiexec")
+    if launcher is None:
+        return "there is no mpiexec on PATH to try it with"
     try:
-        result = run_separately(command, 2 if launcher else 1, launcher, PROBE_TIMEOUT_S)
+        result = run_separately(command, launcher, PROBE_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the probe did not end: {type(error).__name__}"
     if result.returncode == 0 and "probe passed" in result.stdout:
@@ -121,19 +123,21 @@ def probe(device: str, operation: str = "") -> str:
 
 
 def run_separately(
-    command: list[str], ranks: int, launcher: str | None, timeout_s: float
+    command: list[str], launcher: str, timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run `command` as a job of its own, even from inside a job; one rank needs no launcher.
+    """Run `command` as a job of two ranks of its own, even from inside a job.
 
     Raises OSError or subprocess.TimeoutExpired when it cannot start or does not end.
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
-    if ranks > 1:
-        command = [str(launcher), "-n", str(ranks), *command]
-        environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
-        environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+    environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+    environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
     return subprocess.run(
-        command, env=environment, timeout=timeout_s, capture_output=True, text=True
+        [launcher, "-n", "2", *command],
+        env=environment,
+        timeout=timeout_s,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -142,8 +146,9 @@ def resolve_mpi_buffers(
 ) -> tuple[str, str]:
     """Return ("host" | "device", reason) alike on every rank. Collective on `topology.world`.
 
-    `auto` asks the library and then probes; `device` is refused with a UserError when either says
-    no.
+    `auto` asks the library and then probes; `device` is the user's word against the probe, which
+    knows nothing of the path between nodes, and refused with a UserError where the library itself
+    says no.
     """
     if device.type == "cpu":
         if requested == "device":
@@ -155,11 +160,13 @@ def resolve_mpi_buffers(
     if topology.world.rank == 0:
         if claimed_cuda_support() is False:
             reason = "the MPI library says that it takes no CUDA buffers"
-        else:
+        elif requested == "auto":
             reason = probe("cuda")
     reason = broadcast_text(topology.world, reason)
+    if not reason and requested == "device":
+        return "device", "asked for, not tried"
     if not reason:
-        return "device", "the MPI library passed the probe on CUDA buffers"
+        return "device", "the MPI library passed the probe on CUDA buffers, on one host"
     if requested == "device":
         raise UserError(device_buffers_refused(reason).line())
     return "host", reason

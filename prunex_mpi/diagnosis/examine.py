@@ -41,10 +41,12 @@ from prunex_mpi.diagnosis.ranks import (
 SINGLETON_GRACE_S = 5.0
 OPERATIONS = {
     "sum": "Allreduce SUM",
+    "reduce": "Reduce SUM",
     "bcast": "Bcast",
     "bor": "Allreduce BOR",
     "alltoallv": "Alltoallv",
     "allgather": "Allgather",
+    "allgatherv": "Allgatherv",
 }
 # A network file system may show a new file late.
 FILE_LIMIT_S = 5.0

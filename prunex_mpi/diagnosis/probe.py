@@ -1,7 +1,7 @@
 """Try collectives on device tensors in a job of its own, which may crash.
 
-`python -m prunex_mpi.diagnosis.probe cuda [sum | bcast | bor | alltoallv | allgather]`, under a
-launcher or alone.
+`python -m prunex_mpi.diagnosis.probe cuda [sum | reduce | bcast | bor | alltoallv | allgather |
+allgatherv]`, under a launcher or alone.
 """
 
 import sys
@@ -26,6 +26,16 @@ def try_sum(world: MPI.Comm, device: str) -> None:
     # As training does it.
     world.Allreduce(MPI.IN_PLACE, mpi_buffer(values), op=MPI.SUM)
     assert torch.all(values == expected), "Allreduce SUM in place gave wrong numbers"
+
+
+def try_reduce(world: MPI.Comm, device: str) -> None:
+    """Reduce SUM to the last rank, as energies are voted on. Collective on `world`."""
+    values = torch.full((ELEMENTS,), float(world.rank + 1), device=device)
+    total = torch.zeros_like(values)
+    root = world.size - 1
+    world.Reduce(mpi_buffer(values), mpi_buffer(total), op=MPI.SUM, root=root)
+    expected = world.size * (world.size + 1) / 2 if world.rank == root else 0
+    assert torch.all(total == expected), "Reduce SUM gave wrong numbers"
 
 
 def try_bcast(world: MPI.Comm, device: str) -> None:
@@ -62,12 +72,28 @@ def try_allgather(world: MPI.Comm, device: str) -> None:
     assert torch.all(shares == ranks[:, None]), "Allgather gave wrong bytes"
 
 
+def try_allgatherv(world: MPI.Comm, device: str) -> None:
+    """Allgatherv in place of shares of several sizes, as sums of blocks. Collective on `world`."""
+    counts = [ELEMENTS + rank for rank in range(world.size)]
+    starts = [sum(counts[:rank]) for rank in range(world.size)]
+    shares = torch.zeros(sum(counts), dtype=torch.uint8, device=device)
+    mine = slice(starts[world.rank], starts[world.rank] + counts[world.rank])
+    shares[mine] = world.rank + 1
+    buffer, kind = mpi_buffer(shares)
+    world.Allgatherv(MPI.IN_PLACE, [buffer, counts, starts, kind])
+    ranks = torch.arange(1, world.size + 1, dtype=torch.uint8, device=device)
+    expected = ranks.repeat_interleave(torch.tensor(counts, device=device))
+    assert torch.all(shares == expected), "Allgatherv gave wrong bytes"
+
+
 TRIALS = {
     "sum": try_sum,
+    "reduce": try_reduce,
     "bcast": try_bcast,
     "bor": try_bor,
     "alltoallv": try_alltoallv,
     "allgather": try_allgather,
+    "allgatherv": try_allgatherv,
 }
 
 

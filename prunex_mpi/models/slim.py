@@ -63,8 +63,8 @@ class SlimLayerNorm(nn.Module):
             return module
         slim = isinstance(module, SlimLayerNorm)
         dim = module.dim if slim else norm_dim(module)
-        if dim is None:
-            raise ValueError(f"a {type(module).__name__} can't be made smaller")
+        if dim is None or num_features > module.weight.numel():
+            raise ValueError(f"a {type(module).__name__} can't be made {num_features} wide")
         width = module.width if slim else module.normalized_shape[0]
         new = cls(num_features, width, module.eps, module.bias is not None, dim)
         new.to(module.weight).train(module.training)
@@ -128,6 +128,8 @@ class SlimAttention(nn.Module):
             module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn
         ):
             raise ValueError("only attention of one width can have heads or channels removed")
+        if num_heads > module.num_heads or (embed_dim or 0) > module.embed_dim:
+            raise ValueError(f"attention of {module.num_heads} heads can't have {num_heads}")
         bias = module.in_proj_bias is not None
         options = (module.head_dim, bias, module.dropout, module.batch_first)
         slim = cls(embed_dim or module.embed_dim, num_heads, *options)

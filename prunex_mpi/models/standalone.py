@@ -12,6 +12,7 @@ weights.
 import importlib
 import inspect
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -41,6 +42,8 @@ Sizes = dict[str, dict[str, int | list[int]]]
 FORMAT = 3
 # A plan that asks for more is damaged, or meant to take all memory.
 MOST_CLASSES, MOST_PIXELS = 10**5, 2**13
+# Places of a transformer, each with weights of its own.
+MOST_TOKENS = 2**18
 MODEL, PLAN = "model.safetensors", "plan.json"
 # Depth and the channels of the first stage: 16, or W in networks named -wW.
 CIFAR_FAMILY = {
@@ -60,10 +63,13 @@ def load(folder: str | Path) -> nn.Module:
 
     It maps [n, 3, image_size, image_size], scaled to 0..1 and normalised by the mean and std of the
     plan, to [n, num_classes]. A network of `package.module:factory` needs that module to be
-    importable. Raises ValueError for a plan of another format, RuntimeError for weights that do not
-    fit the plan.
+    importable. Raises ValueError for a plan of another format and for files that are none, such as
+    pipes, RuntimeError for weights that do not fit the plan.
     """
     folder = Path(folder)
+    for name in (PLAN, MODEL):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name} is no file")
     plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
     if plan["format"] != FORMAT:
         raise ValueError(f"{folder / PLAN} has format {plan['format']}, this file reads {FORMAT}")
@@ -129,6 +135,8 @@ def build(description: Mapping[str, Any]) -> nn.Module:
     if name == SMALL_VGG:
         return SmallVgg(VGG19, classes)
     if name == SMALL_VIT:
+        if (side // 4) ** 2 > MOST_TOKENS:
+            raise ValueError(f"{side} pixels are too many for {name}")
         return torchvision.models.VisionTransformer(
             image_size=side,
             patch_size=4,
@@ -257,7 +265,7 @@ def resize_(model: nn.Module, sizes: Sizes) -> None:
     Convolutions have in_channels, out_channels and groups, linear layers in_features and
     out_features, BatchNorm, InstanceNorm and LayerNorm num_features, GroupNorm num_groups and
     num_channels, attention num_heads and embed_dim. Other modules have their own numbers and
-    shapes of parameters. Raises ValueError where a module lacks what is stated.
+    shapes of parameters. Raises ValueError where a module lacks what is stated, or would grow.
     """
     for name, stated in sizes.items():
         module = model.get_submodule(name)
@@ -291,10 +299,13 @@ def _resize_alone_(module: nn.Module, wanted: Mapping[str, int]) -> None:
         if not hasattr(module, attribute):
             raise ValueError(f"a {type(module).__name__} has no {attribute}")
         value: object = size
+        old = whole = getattr(module, attribute)
         if place:
-            several = list(getattr(module, attribute))
-            several[int(place)] = size
-            value = type(getattr(module, attribute))(several)
+            several = list(whole)
+            old, several[int(place)] = several[int(place)], size
+            value = type(whole)(several)
+        if isinstance(old, int) and size > old:
+            raise ValueError(f"a {type(module).__name__} has {key} {old}, not {size}")
         setattr(module, attribute, value)
 
 
@@ -321,6 +332,8 @@ def _reallocate_(module: nn.Module, attribute: str, shape: tuple[int, ...]) -> N
     old = getattr(module, attribute)
     if old is None or tuple(old.shape) == shape:
         return
+    if math.prod(shape) > old.numel():
+        raise ValueError(f"{attribute} {list(shape)} is larger than it was, {list(old.shape)}")
     new = old.detach().new_empty(shape)
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)

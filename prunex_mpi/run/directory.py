@@ -312,7 +312,10 @@ class Tensorboard:
         # An import of seconds, for those alone who ask for it.
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(run / FOLDER), purge_step=first, flush_secs=FLUSH_S)
+        folder = run / FOLDER
+        if folder.is_symlink():
+            raise UserError(f"{folder} is in the way: it is a link; remove it")
+        self.writer = SummaryWriter(str(folder), purge_step=first, flush_secs=FLUSH_S)
 
     def add(self, record: dict[str, Any]) -> None:
         """Add the numbers of a record; what is null is left out."""

@@ -141,8 +141,8 @@ def stack_bars(
 def as_svg(figure: "Figure", name: str, title: str) -> str:
     """Return a figure as an <svg> to stand in a page, as wide as its place.
 
-    `name` begins all its identifiers, so that no two pictures of a page share one; `title` says
-    what it shows to those who do not see it.
+    `name` begins all its identifiers, of which each is there once and referred to, so that no two
+    things of a page share one; `title` says what it shows to those who do not see it.
     """
     from html import escape
 
@@ -151,7 +151,7 @@ def as_svg(figure: "Figure", name: str, title: str) -> str:
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.S)
-    text = re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    text = re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{name}-", _each_once(text))
     # More decimals than a screen shows are most of what is drawn.
     text = re.sub(r'(?<=\sd=")[^"]+', lambda found: _shortened(found[0]), text)
     head = re.search(r"<svg[^>]*>", text)
@@ -164,6 +164,21 @@ def as_svg(figure: "Figure", name: str, title: str) -> str:
         'xmlns:xlink="http://www.w3.org/1999/xlink">'
     )
     return opened + text[head.end() :]
+
+
+def _each_once(text: str) -> str:
+    """Return an SVG without identifiers that nothing refers to, and each other one once.
+
+    Below matplotlib 3.11 equal images in one figure, as those of two colour bars, share one.
+    """
+    wanted = set(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
+
+    def kept(found: re.Match[str]) -> str:
+        there = found[1] in wanted
+        wanted.discard(found[1])
+        return found[0] if there else ""
+
+    return re.sub(r'\sid="([^"]*)"', kept, text)
 
 
 def _shortened(path: str) -> str:

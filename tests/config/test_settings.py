@@ -75,7 +75,7 @@ def test_presets_name_what_differs_from_the_recipe_alone(preset):
     recipe = preset_values("recipe")
     assert named
     for name, value in named.items():
-        usual = recipe[name] if name in SHARED else FIELDS[name].default
+        usual = recipe[name] if name in recipe else FIELDS[name].default
         assert value != usual, name
 
 
@@ -102,6 +102,7 @@ def test_paper_preset_has_the_numbers_of_the_paper():
     assert (s.groups, s.keep_ratio, s.mask_agreement) == (("channel",), (0.5,), "or")
     assert (s.warmup_iterations, s.keep_ramp_iterations, s.freeze_iteration) == (0, 0, 15)
     assert (s.theta_start, s.node_sync, s.after_freeze) == ("theta", "outer", "admm")
+    assert (s.bucket_mib, s.piece_kib) == (32, 0)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -153,10 +153,10 @@ def test_probe_passes_on_host_memory_in_a_job_of_its_own() -> None:
     assert devices.probe("cpu") == ""
 
 
-@pytest.mark.usefixtures("_as_in_the_environment")
-def test_probe_that_fails_says_why_even_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_without_a_launcher_passes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank alone would exchange nothing."""
     monkeypatch.setattr(devices.shutil, "which", lambda _: None)
-    assert "code 1: " in devices.probe("no-such-device")
+    assert "no mpiexec" in devices.probe("cpu")
 
 
 @pytest.mark.mpi(min_size=2)
@@ -172,18 +172,28 @@ def test_probe_passes_from_inside_a_job() -> None:
     assert reason == ""
 
 
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a launcher in place of the MPI's that starts one process as it is."""
+    path = tmp_path / "mpiexec"
+    path.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    path.chmod(0o755)
+    monkeypatch.setattr(devices.shutil, "which", lambda _: str(path))
+    return path
+
+
 def test_probe_reports_a_crash_a_hang_and_a_missing_program(
-    monkeypatch: pytest.MonkeyPatch,
+    launcher: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices.shutil, "which", lambda _: None)
+    assert "code 1: " in devices.probe("no-such-device")
     this_python = sys.executable
     monkeypatch.setattr(devices.sys, "executable", "/bin/false")
     assert "code 1: no output" in devices.probe("cuda")
-    monkeypatch.setattr(devices.sys, "executable", "/no/such/python")
-    assert "FileNotFoundError" in devices.probe("cuda")
     monkeypatch.setattr(devices.sys, "executable", this_python)
     monkeypatch.setattr(devices, "PROBE_TIMEOUT_S", 0.01)
     assert "TimeoutExpired" in devices.probe("cpu")
+    launcher.unlink()
+    assert "FileNotFoundError" in devices.probe("cuda")
 
 
 def test_probe_of_one_operation_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,11 +203,12 @@ def test_probe_of_one_operation_names_it(monkeypatch: pytest.MonkeyPatch) -> Non
         commands.append(command)
         raise OSError("not started")
 
-    monkeypatch.setattr(devices.shutil, "which", lambda _: None)
+    monkeypatch.setattr(devices.shutil, "which", lambda _: "mpiexec")
     monkeypatch.setattr(devices.subprocess, "run", run)
     devices.probe("cpu", "bor")
     devices.probe("cpu")
-    assert [command[2:] for command in commands] == [
+    assert [command[:3] for command in commands] == [["mpiexec", "-n", "2"]] * 2
+    assert [command[5:] for command in commands] == [
         ["prunex_mpi.diagnosis.probe", "cpu", "bor"],
         ["prunex_mpi.diagnosis.probe", "cpu"],
     ]
@@ -248,14 +259,16 @@ def test_cuda_buffers_are_used_only_if_rank_zero_saw_them_work(
     contexts = claim is not False and not probed
     kind, reason = devices.resolve_mpi_buffers(topology, "auto", CUDA)
     assert kind == ("device" if contexts else "host")
-    if contexts:
-        assert devices.resolve_mpi_buffers(topology, "device", CUDA)[0] == "device"
+    if claim is not False:
+        # The user's word counts, since the probe knows nothing of the path between nodes.
+        kind, why = devices.resolve_mpi_buffers(topology, "device", CUDA)
+        assert (kind, why) == ("device", "asked for, not tried")
     else:
         with pytest.raises(UserError, match="--mpi-buffers device") as caught:
             devices.resolve_mpi_buffers(topology, "device", CUDA)
         assert reason in str(caught.value)
     # A library that says no is not probed; one that was told to stage is not even asked.
-    asked = 0 if claim is False or WORLD.rank else 2
+    asked = 0 if claim is False or WORLD.rank else 1
     assert probes == ["cuda"] * asked
     assert devices.resolve_mpi_buffers(topology, "host", CUDA)[0] == "host"
     assert len(probes) == asked

@@ -781,7 +781,7 @@ def test_a_trial_sees_wrong_numbers() -> None:
         def Allreduce(self, *_: object, **__: object) -> None:
             pass
 
-        Bcast = Alltoallv = Allgather = Allreduce
+        Reduce = Bcast = Alltoallv = Allgather = Allgatherv = Allreduce
 
     for operation in doctor_probe.TRIALS.values():
         with pytest.raises(AssertionError, match="wrong"):

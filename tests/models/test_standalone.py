@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -163,10 +164,25 @@ def test_modules_take_their_sizes() -> None:
     assert model[2].running_var.shape == (10,)
     assert not model[4].weight.requires_grad
     assert isinstance(model[5], nn.MultiheadAttention)
-    with pytest.raises(ValueError, match="a LayerNorm can't be made smaller"):
+    with pytest.raises(ValueError, match="a LayerNorm can't be made 2 wide"):
         resize_(nn.Sequential(nn.LayerNorm((2, 3))), {"0": {"num_features": 2}})
     with pytest.raises(ValueError, match="a ReLU has no heads"):
         resize_(nn.Sequential(nn.ReLU()), {"0": {"heads": 2}})
+
+
+@pytest.mark.parametrize(
+    ("module", "sizes"),
+    [
+        (nn.Linear(4, 2), {"in_features": 10**12, "out_features": 2}),
+        (nn.ConstantPad2d(2, 0), {"padding.0": 10**9}),
+        (nn.LayerNorm(4), {"num_features": 10**12}),
+        (nn.MultiheadAttention(4, 2), {"num_heads": 10**12}),
+    ],
+    ids=["linear", "padding", "norm", "attention"],
+)
+def test_nothing_grows_by_a_plan_of_others(module: nn.Module, sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"not 10{9}|larger than it was|can't (be made|have) 10"):
+        resize_(nn.Sequential(module), {"0": sizes})
 
 
 def write(folder: Path, **changes: object) -> None:
@@ -192,6 +208,15 @@ def test_another_format_and_weights_of_other_sizes_are_refused(tmp_path: Path) -
         load(tmp_path)
 
 
+@pytest.mark.parametrize("name", [standalone.PLAN, standalone.MODEL])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    write(tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} is no file"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -201,9 +226,10 @@ def test_another_format_and_weights_of_other_sizes_are_refused(tmp_path: Path) -
         {"num_classes": 10.0},
         {"image_size": 10**6},
         {"image_size": 0},
+        {"name": "vit_tiny", "image_size": 8192},
     ],
 )
 def test_a_description_of_no_classifier_or_of_impossible_sizes_is_refused(changes: dict) -> None:
     description = {"name": "resnet18", "num_classes": 10, "image_size": 32, "stem": "cifar"}
-    with pytest.raises(ValueError, match=r"not (a classifier of torchvision|from 1 to)"):
+    with pytest.raises(ValueError, match=r"not (a classifier of torchvision|from 1 to)|too many"):
         standalone.build({**description, **changes})

@@ -13,7 +13,7 @@ from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.research.figures import run_figures
 from prunex_mpi.research.figures.draw_figure import ratios, scaling
 from prunex_mpi.research.figures.figure_options import FIGURES, parse
-from prunex_mpi.research.figures.run_figures import Drawn, setup_words, write_below
+from prunex_mpi.research.figures.run_figures import Drawn, frame, setup_words
 from prunex_mpi.tools.drawing import styled
 from prunex_mpi.tools.report.read_runs import read_run
 
@@ -67,10 +67,10 @@ def test_values_of_the_paper_stand_below_the_picture(run: Path) -> None:
     with styled():
         drawn = run_figures.payload([read_run(run)])
         height = drawn.figure.get_figheight()
-        write_below(drawn)
+        frame(drawn, "Figure 6a: payload")
         drawn.figure.draw_without_rendering()
     text = drawn.figure.texts[-1]
-    assert "50.3 %" in text.get_text() and r"run \$1" in text.get_text()
+    assert "50.3 %" in text.get_text() and "prunex: dense" in text.get_text()
     assert drawn.figure.get_figheight() > height
     box, whole = text.get_window_extent(), drawn.figure.bbox
     assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0
@@ -80,9 +80,9 @@ def test_values_of_the_paper_stand_below_the_picture(run: Path) -> None:
 def test_payload_is_told_beside_the_paper_s(run: Path) -> None:
     with styled():
         found = below(run_figures.payload([read_run(run)]))
-    assert found["1: run $1"] == (
+    assert found["prunex"] == (
         "dense 4.00 MiB, at the end 2.00 MiB: 50.0 %",
-        "221.9 MiB falling to about 40 %",
+        "about 220 MB falling to about 40 %",
     )
 
 
@@ -94,6 +94,56 @@ def test_dense_is_labelled_as_what_it_is(run: Path, tmp_path: Path) -> None:
     words = [text.get_text() for text in panel.get_legend().get_texts()]
     assert "dense: one full model per OUTER iteration" in words
     assert "dense: one full model per STEP" in words
+
+
+def test_values_of_the_paper_stand_where_they_belong(tmp_path: Path) -> None:
+    given = (
+        {"method": "prunex", "keep_ratio": [0.5]},
+        {"method": "prunex", "keep_ratio": [0.5], "groups": ["coupled"]},
+        {"method": "pactrain", "keep_ratio": [0.5]},
+        {"method": "dense"},
+    )
+    runs = [
+        read_run(make_run(tmp_path / str(number), iterations=4, **settings))
+        for number, settings in enumerate(given)
+    ]
+    with styled():
+        split = run_figures.split(runs)
+        accuracy = ratios(runs)
+        payload = run_figures.payload(runs)
+        ranks = run_figures.of_ranks(runs[0])
+    assert {row.what.partition(",")[0] for row in split.rows if row.paper != "-"} == {
+        "prunex (0)",
+        "prunex (1)",
+    }
+    assert [row.what for row in accuracy.rows if row.paper != "-"] == [
+        "prunex, channel, keep 0.5",
+        "dense, keep 1",
+    ]
+    assert [row.what for row in payload.rows if "50.3 %" in row.why] == ["prunex (0)"]
+    assert {row.what.endswith("primal") for row in ranks.rows if row.paper != "-"} == {True}
+
+
+def test_layers_are_named_and_can_be_chosen(run: Path) -> None:
+    with styled():
+        drawn = run_figures.of_layers(read_run(run))
+        names = read_names(drawn)
+        chosen = run_figures.of_layers(read_run(run), names[-1:])
+    assert 1 < len(names) <= run_figures.TOP_LAYERS
+    assert read_names(chosen) == names[-1:]
+
+
+def read_names(drawn: Drawn) -> list[str]:
+    (legend,) = drawn.figure.legends
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def test_dense_has_the_same_bytes_in_every_figure(tmp_path: Path) -> None:
+    dense = read_run(make_run(tmp_path / "dense", iterations=4, method="dense"))
+    with styled():
+        ((accuracy, _),) = below(run_figures.accuracy([dense])).values()
+        ((volume, _),) = below(run_figures.volume([dense])).values()
+    assert accuracy.split(", ")[-1] == volume.split(" → ")[-1]
 
 
 def test_volumes_of_the_paper_s_models_stand_beside_ours(tmp_path: Path) -> None:
@@ -133,8 +183,9 @@ def test_scaling_is_measured_over_ranks(tmp_path: Path) -> None:
     with styled():
         drawn = scaling([read_run(path) for path in paths])
     assert below(drawn)["prunex resnet20 digits"][0].startswith("2.00 on 4 times as many ranks")
-    (panel,) = drawn.figure.axes
+    panel, share = drawn.figure.axes
     assert len(panel.lines) == 2
+    assert share.lines[0].get_xydata().tolist() == [[1, 100], [4, pytest.approx(50)]]
     assert panel.lines[0].get_xydata().tolist() == [[1, 1], [4, pytest.approx(2)]]
 
 
@@ -176,7 +227,10 @@ def test_ratios_have_the_spread_of_their_seeds(tmp_path: Path) -> None:
     dense = make_run(tmp_path / "dense", iterations=4, method="dense")
     with styled():
         found = below(ratios([*runs, read_run(dense)]))
-    assert found["prunex, channel, keep 0.5"] == ("85.00 ± 7.07 % (2 runs)", "81.39 %")
+    assert found["prunex, channel, keep 0.5"] == (
+        "85.00 ± 7.07 % (2 runs)",
+        "81.39 % in the text, 82.8 % in the caption",
+    )
     assert found["prunex, channel, keep 0.25"] == ("70.00 % (1 run)", "-")
     assert found["dense, keep 1"][1] == "85.96 %"
 
@@ -244,12 +298,13 @@ def test_large_patterns_are_drawn_as_shares() -> None:
         ("13 OLD", "state.safetensors"),
         ("13 RUN --layers aa", "did you mean 'a.weight'"),
         ("13 RUN --layers fc", "no convolution 'fc'"),
+        ("11 RUN --layers nowhere", "no layer 'nowhere'"),
         ("13 DAMAGED", "is damaged"),
         ("12 GOING RUN", "not complete"),
         ("10 RUN OLD", "of one run"),
         ("14 RUN", "no figure '14'"),
         ("5 RUN --output x.txt", ".svg, .png or .pdf"),
-        ("5 RUN --layers a", "--layers is for figure 13"),
+        ("5 RUN --layers a", "--layers is for figures 11 and 13"),
         ("5 NOWHERE", "there is no run"),
         ("5", "required: RUN"),
     ],
@@ -275,7 +330,7 @@ def test_what_cant_be_drawn_is_one_line(
 
 
 def test_flags_of_other_figures_are_refused_before_anything_is_read() -> None:
-    with pytest.raises(UserError, match="figure 13"):
+    with pytest.raises(UserError, match="figures 11 and 13"):
         parse(["5", "nowhere", "--layers", "a"])
     assert parse(["6b", "a", "b"]).output == "figure-6b.svg"
 

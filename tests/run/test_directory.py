@@ -136,6 +136,15 @@ def test_a_link_in_a_run_directory_leads_nowhere(tmp_path: Path, name: str) -> N
     assert own.read_text() == "kept"
 
 
+def test_scalars_go_through_no_link(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "tensorboard").symlink_to(tmp_path / "own")
+    with pytest.raises(UserError, match="it is a link; remove it"):
+        Tensorboard(tmp_path, 1)
+    assert not list((tmp_path / "own").iterdir())
+
+
 SMALL = [
     *("--model", "odd_models:small", "--dataset", "synthetic", "--image-size", "8"),
     *("--train-samples", "64", "--test-samples", "16", "--batch-size", "8"),

@@ -21,13 +21,14 @@ from prunex_mpi.research.figures.run_figures import (
     NONE,
     Beside,
     Drawn,
+    as_in_the_paper,
     beside,
+    frame,
     lacking,
     ranks_of,
     table_of,
     unequal,
     value_of,
-    write_below,
 )
 from prunex_mpi.research.picture_files import save
 from prunex_mpi.settings.fields import OF_THE_JOB
@@ -36,6 +37,7 @@ from prunex_mpi.tools.drawing import (
     legend_above,
     look_of,
     marker_of,
+    new_figure,
     new_panel,
     plain,
     styled,
@@ -45,7 +47,11 @@ from prunex_mpi.tools.report.several_runs import differing
 
 # Of one run each.
 ALONE = ("10", "11", "13")
-PAPER_SCALING = {"prunex": "6.75 on 8 times as many GPUs", "dense": "5.81", "topk": "3.71"}
+PAPER_SCALING = {
+    "prunex": "6.75 on 8 times as many GPUs (8 to 64), 84.4 %",
+    "dense": "5.81, 72.7 %",
+    "topk": "3.71",
+}
 MEASURED_PHASES = ("local", "inter", "intra", "project", "dual", "setup")
 # What runs of one curve may differ in: how long they are, where their stages lie, what goes with
 # the number of ranks, and what changes no work.
@@ -68,7 +74,10 @@ OF_ONE_CURVE = (
     *("ranks_per_node", "leaders_per_node"),
 )
 SCALING_APART = tuple(toml_key(name) for name in FIELDS if name not in OF_ONE_CURVE)
-PAPER_ACCURACY = {1.0: "85.96 %", 0.5: "81.39 %"}
+PAPER_ACCURACY = {
+    1.0: "85.96 %",
+    0.5: "81.39 % in the text, 82.8 % in the caption",
+}
 # What makes a curve of its own where runs of a method differ in it at one keep ratio: all but the
 # seed, and what follows from other settings.
 RATIOS_APART = tuple(
@@ -88,7 +97,7 @@ def figure(options: Options) -> None:
     runs = read_runs(options.runs)
     with styled():
         drawn = draw(options, runs)
-        write_below(drawn)
+        frame(drawn, f"Figure {options.number}: {FIGURES[options.number]}")
         save(drawn.figure, options.output, "--output")
     print(format_table(table_of(options.number, FIGURES[options.number], drawn)))
     print(f"written to {shown(options.output)}", flush=True)
@@ -112,7 +121,7 @@ def draw(options: Options, runs: Sequence[Run]) -> Drawn:
         case "10":
             return run_figures.of_ranks(runs[0])
         case "11":
-            return run_figures.of_layers(runs[0])
+            return run_figures.of_layers(runs[0], options.layers)
         case "12":
             return ratios(runs)
         case _:
@@ -172,7 +181,8 @@ def scaling(runs: Sequence[Run]) -> Drawn:
             "figure 9 needs runs of one method and of one work with different numbers of ranks; "
             f"these are {'; '.join(found)}"
         )
-    figure, panel = new_panel(4.0)
+    figure = new_figure(3.6)
+    panel, share = figure.subplots(1, 2)
     rows, farthest = [], 1.0
     for number, (name, points) in enumerate(series.items()):
         base = points[0]
@@ -182,26 +192,34 @@ def scaling(runs: Sequence[Run]) -> Drawn:
         x = np.array(sorted(best)) / base.ranks
         y = np.array([best[ranks] / unit for ranks in sorted(best)])
         look = look_of(number)
-        panel.plot(x, y, marker=marker_of(number), label=plain(name), **look, markersize=6)
+        drawing = {"marker": marker_of(number), "markersize": 6, **look}
+        panel.plot(x, y, label=plain(name), **drawing)
+        share.plot(x, 100 * y / x, **drawing)
         farthest = max(farthest, x[-1])
         method = str(base.run.setting("method"))
         rows.append(
             Beside(
                 name,
-                f"{y[-1]:.2f} on {x[-1]:g} times as many ranks ({base.ranks} to {max(best)})",
+                f"{y[-1]:.2f} on {x[-1]:g} times as many ranks ({base.ranks} to {max(best)}), "
+                f"{100 * y[-1] / x[-1]:.0f} %",
                 PAPER_SCALING.get(method, NONE),
                 "other machines and links, and fewer ranks" if method in PAPER_SCALING else "",
             )
         )
     ideal = np.array([1, farthest])
     panel.plot(ideal, ideal, color="#888888", linewidth=0.8, label="ideal")
-    panel.set_xscale("log", base=2)
+    share.axhline(100, color="#888888", linewidth=0.8)
     panel.set_yscale("log", base=2)
-    for axis in (panel.xaxis, panel.yaxis):
-        axis.set_major_formatter(lambda value, _: f"{value:g}")
-    panel.set_xlabel("times as many ranks as the smallest run of the method")
-    panel.set_ylabel("times as fast")
-    legend_above(panel, 2)
+    for part in (panel, share):
+        part.set_xscale("log", base=2)
+        part.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        part.set_xlabel("times as many ranks\nas the smallest run of the curve")
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    panel.set_ylabel("(a) times as fast")
+    share.set_ylabel("(b) parallel efficiency %")
+    share.set_ylim(bottom=0)
+    handles, labels = panel.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2)
     note = "Work per second of training, medians of outer iterations."
     return Drawn(figure, rows, [note])
 
@@ -286,7 +304,9 @@ def ratios(runs: Sequence[Run]) -> Drawn:
             many = f"{len(seeds[x])} run{'s' if len(seeds[x]) > 1 else ''}"
             apart = f" ± {stdev(seeds[x]):.2f}" if len(seeds[x]) > 1 else ""
             here = f"{mean(seeds[x]):.2f}{apart} % ({many})"
-            paper = PAPER_ACCURACY.get(x, NONE)
+            # Of its own method, on input channels, and of the network that is not pruned.
+            shown = as_in_the_paper(series[x][0]) or (x == 1 and name.startswith("dense"))
+            paper = PAPER_ACCURACY.get(x, NONE) if shown else NONE
             rows.append(beside(series[x][0], f"{name}, keep {x:g}", here, paper))
     panel.set_xlim(0, 1.05)
     panel.set_xlabel("keep ratio: share of the groups that is kept")

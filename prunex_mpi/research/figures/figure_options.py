@@ -24,7 +24,7 @@ FIGURES = {
 
 @dataclass(frozen=True)
 class Options:
-    """Which figure to draw of which runs, the file it goes to, and the layers of figure 13."""
+    """Which figure to draw of which runs, the file it goes to, and layers of 11 and 13."""
 
     number: str
     runs: tuple[Path, ...]
@@ -44,7 +44,7 @@ def build_parser() -> Parser:
     add("number", metavar="N", help=", ".join(FIGURES))
     add("runs", nargs="+", metavar="RUN", help="folders of runs")
     add("--output", default="", metavar="FILE", help=".svg, .png or .pdf [figure-N.svg]")
-    add("--layers", nargs="+", default=[], metavar="NAME", help="13: layers [four of them]")
+    add("--layers", nargs="+", default=[], metavar="NAME", help="11, 13: layers [five, four]")
     return parser
 
 
@@ -56,8 +56,8 @@ def parse(argv: Sequence[str]) -> Options:
     given = build_parser().parse_all(argv)
     if given.number not in FIGURES:
         raise UserError(f"there is no figure {quote(given.number)}; there are {', '.join(FIGURES)}")
-    if given.layers and given.number != "13":
-        raise UserError("--layers is for figure 13; leave it away")
+    if given.layers and given.number not in ("11", "13"):
+        raise UserError("--layers is for figures 11 and 13; leave it away")
     output = given.output or f"figure-{given.number}.svg"
     check_file_kind("--output", output)
     return Options(given.number, tuple(map(Path, given.runs)), output, tuple(given.layers))

@@ -20,8 +20,8 @@ from prunex_mpi.config.resolve import BY_NAME
 from prunex_mpi.tools.drawing import (
     COLOURS,
     PHASE_COLOURS,
-    SHADES,
     legend_above,
+    look_of,
     marker_of,
     name_bars,
     new_figure,
@@ -31,15 +31,23 @@ from prunex_mpi.tools.drawing import (
 )
 from prunex_mpi.tools.report import run_pictures, several_runs
 from prunex_mpi.tools.report.one_run import duration_words, size_words, wanted_iterations
-from prunex_mpi.tools.report.read_runs import RANKS, Run, read_layers, read_ranks, shown, starts_of
+from prunex_mpi.tools.report.read_runs import (
+    RANKS,
+    Layers,
+    Run,
+    read_layers,
+    read_ranks,
+    shown,
+    starts_of,
+)
 from prunex_mpi.tools.report.run_pictures import (
     RESIDUAL_WORDS,
-    along,
-    axis_unit,
     plot,
     trained_seconds,
+    unit_of_bytes,
+    unit_of_seconds,
 )
-from prunex_mpi.tools.report.several_runs import held_out, judged_on, label, last, look_and_label
+from prunex_mpi.tools.report.several_runs import held_out, judged_on, last
 from prunex_mpi.tools.report.stragglers import roles_of
 
 if TYPE_CHECKING:
@@ -47,7 +55,7 @@ if TYPE_CHECKING:
 
 NONE = "-"
 # Letters of the text below that fill an inch, and the inches of a line.
-LETTERS, LINE_INCHES = 17.0, 0.155
+LETTERS, LINE_INCHES, TITLE_INCHES = 17.0, 0.155, 0.25
 PAYLOAD_WHY = (
     "40 % is not what the paper's stated setting gives: half of the input channels of ResNet-152 "
     "leave 50.3 %"
@@ -74,6 +82,8 @@ PARTS = {
 }
 PART_COLOURS = {**PHASE_COLOURS, "broadcast": COLOURS[4]}
 DECAY = "from 1e0 to 1e-2"
+# Curves of layers that can be told apart, and how many the paper has.
+MOST_LAYERS, TOP_LAYERS = 10, 5
 DECAY_WHY = "norms grow with the network and with what local steps move"
 # Of figure 13.
 PATTERNS, MOST_PATTERNS = 4, 12
@@ -111,8 +121,8 @@ def table_of(number: str, title: str, drawn: Drawn) -> Table:
     )
 
 
-def write_below(drawn: Drawn) -> None:
-    """Write the values below the figure, which becomes as much higher."""
+def frame(drawn: Drawn, title: str) -> None:
+    """Write the title above the figure and the values below it, which becomes as much higher."""
     width, height = drawn.figure.get_size_inches()
     lines: list[str] = []
     for row in drawn.rows:
@@ -124,20 +134,53 @@ def write_below(drawn: Drawn) -> None:
         lines += _wrapped(text, width)
     for note in drawn.notes:
         lines += _wrapped(note, width)
-    if not lines:
-        return
     below = LINE_INCHES * len(lines) + 0.12
-    whole = height + below
+    # Legends outside of the panels are laid out in the whole figure, and not in the part of it.
+    legends = drawn.figure.legends
+    boxes = [legend.get_window_extent() for legend in legends]
+    names = max((box.height / drawn.figure.dpi for box in boxes), default=0.0)
+    whole = height + below + names + TITLE_INCHES
+    bottom, top = below / whole, 1 - TITLE_INCHES / whole
     drawn.figure.set_size_inches(width, whole)
     engine = drawn.figure.get_layout_engine()
     if engine is not None:
-        engine.set(rect=(0, below / whole, 1, 1 - below / whole))
+        engine.set(rect=(0, bottom, 1, height / whole))
+    for legend in legends:
+        legend.set_bbox_to_anchor((0, bottom, 1, top - bottom), drawn.figure.transFigure)
+    drawn.figure.text(0.012, 1 - 0.06 / whole, plain(title), va="top", fontsize=10)
     text = "\n".join(lines)
     drawn.figure.text(0.012, (below - 0.06) / whole, text, va="top", fontsize=7.5)
 
 
 def _wrapped(text: str, width: float) -> list[str]:
     return textwrap.wrap(plain(text), int(LETTERS * width), subsequent_indent=" " * 4)
+
+
+def names_of(runs: Sequence[Run]) -> list[str]:
+    """Return what pictures call the runs: the method, and the folder where several have it."""
+    methods = [str(run.setting("method", "?")) for run in runs]
+    return [
+        method if methods.count(method) == 1 else f"{method} ({run.name})"
+        for method, run in zip(methods, runs, strict=True)
+    ]
+
+
+def looks_of(runs: Sequence[Run]) -> list[dict[str, str]]:
+    """Return how the curve of each run looks, and what it is called."""
+    return [{**look_of(i), "label": plain(name)} for i, name in enumerate(names_of(runs))]
+
+
+def groups_of(run: Run) -> list[str]:
+    """Return the kinds of groups that a run prunes, none where its method has no keep ratio."""
+    if not BY_NAME[str(run.setting("method"))].keeps_a_share:
+        return []
+    groups = run.setting("groups", [])
+    return [str(kind) for kind in groups] if isinstance(groups, list) else [str(groups)]
+
+
+def as_in_the_paper(run: Run) -> bool:
+    """Return whether a run prunes as the paper's main configuration does: input channels."""
+    return str(run.setting("method")) == "prunex" and groups_of(run) == ["channel"]
 
 
 def unequal(runs: Sequence[Run]) -> list[str]:
@@ -204,12 +247,16 @@ def accuracy(runs: Sequence[Run]) -> Drawn:
             raise lacking("5", run, "an accuracy (train with --evaluate-every)")
     figure = new_figure(3.4, 7.6)
     panels = figure.subplots(1, 2, sharey=True)
-    for panel, axis in zip(panels, ("seconds", "bytes"), strict=True):
-        size, word = axis_unit(runs, axis)
-        for number, run in enumerate(runs):
-            look = look_and_label(number, run)
-            x = along(run, axis) / size
-            plot(panel, x, 100 * run.accuracy, marker_of(number), **look)
+    handed = [np.cumsum(np.nan_to_num(run.column("bytes.payload"))) for run in runs]
+    seconds = [trained_seconds(run) for run in runs]
+    size, unit = unit_of_seconds(max(float(x[-1]) for x in seconds))
+    kib, bytes_unit = unit_of_bytes(max(float(x[-1]) for x in handed))
+    for panel, columns, scale, word in (
+        (panels[0], seconds, size, f"(a) {unit} of training, evaluation left out"),
+        (panels[1], handed, kib, f"(b) {bytes_unit} per leader between nodes"),
+    ):
+        for number, (run, x, look) in enumerate(zip(runs, columns, looks_of(runs), strict=True)):
+            plot(panel, x / scale, 100 * run.accuracy, marker_of(number), **look)
         panel.set_xlabel(word)
     panels[0].set_ylabel(f"{judged_on(runs)} accuracy %")
     handles, names = panels[0].get_legend_handles_labels()
@@ -217,12 +264,12 @@ def accuracy(runs: Sequence[Run]) -> Drawn:
     rows = [
         beside(
             run,
-            label(number, run),
-            f"{run.final_accuracy * 100:.1f} % in "
-            f"{duration_words(float(trained_seconds(run)[-1]))}",
+            name,
+            f"{run.final_accuracy * 100:.1f} % in {duration_words(float(seconds[number][-1]))}, "
+            f"{size_words(handed[number][-1])}",
             paper_of(run, "5"),
         )
-        for number, run in enumerate(runs)
+        for number, (run, name) in enumerate(zip(runs, names_of(runs), strict=True))
     ]
     return Drawn(figure, rows, [*held_out(runs), *unequal(runs)])
 
@@ -233,10 +280,11 @@ def payload(runs: Sequence[Run]) -> Drawn:
     figure, panel = new_panel(3.6)
     columns = [run.column("bytes.dense") for run in runs]
     largest = max(float(np.nanmax(np.nan_to_num(c))) for c in columns)
-    size, unit = run_pictures.unit_of_bytes(largest)
+    size, unit = unit_of_bytes(largest)
     rows = []
-    for number, run in enumerate(runs):
-        look = look_and_label(number, run)
+    for number, (run, name, look) in enumerate(
+        zip(runs, names_of(runs), looks_of(runs), strict=True)
+    ):
         plot(panel, run.iterations, run.column("bytes.payload") / size, marker_of(number), **look)
         dense = {"color": look["color"], "linestyle": (0, (1, 3)), "linewidth": 1}
         word = {"label": "if dense (dotted)"} if number == len(runs) - 1 else {}
@@ -246,10 +294,10 @@ def payload(runs: Sequence[Run]) -> Drawn:
         pruned = str(run.setting("method")) == "prunex"
         rows.append(
             Beside(
-                label(number, run),
+                name,
                 f"dense {size_words(first)}, at the end {size_words(end)}: {100 * share:.1f} %",
-                "221.9 MiB falling to about 40 %" if pruned else NONE,
-                PAYLOAD_WHY if pruned else "",
+                "about 220 MB falling to about 40 %" if pruned else NONE,
+                PAYLOAD_WHY if as_in_the_paper(run) else "",
             )
         )
     panel.set_ylim(bottom=0)
@@ -264,7 +312,7 @@ def volume(runs: Sequence[Run]) -> Drawn:
     require("6b", runs, "bytes.payload", "bytes")
     dense = np.array([np.nansum(run.column("bytes.dense")) for run in runs])
     sent = np.array([np.nansum(run.column("bytes.payload")) for run in runs])
-    size, unit = run_pictures.unit_of_bytes(float(max(dense.max(), sent.max())))
+    size, unit = unit_of_bytes(float(max(dense.max(), sent.max())))
     figure, panel = new_panel(1.5 + 0.55 * max(2, len(runs)))
     places = np.arange(len(runs))
     at_each_step = np.array([BY_NAME[str(run.setting("method"))].per_step for run in runs])
@@ -278,7 +326,8 @@ def volume(runs: Sequence[Run]) -> Drawn:
             bars = places[which] - 0.2
             panel.barh(bars, dense[which] / size, 0.38, label=word, hatch=hatch, **light)
     panel.barh(places + 0.2, sent / size, 0.38, color=COLOURS[1], label="sent")
-    name_bars(panel, [label(number, run) for number, run in enumerate(runs)])
+    names = names_of(runs)
+    name_bars(panel, names)
     panel.set_xlabel(f"{unit} per leader between nodes, whole run")
     legend_above(panel, 2)
     rows = []
@@ -287,10 +336,10 @@ def volume(runs: Sequence[Run]) -> Drawn:
         paper = paper if str(run.setting("method")) == "prunex" else NONE
         rows.append(
             Beside(
-                f"{label(number, run)}, {len(run.iterations)} outer iterations",
+                f"{names[number]}, {len(run.iterations)} outer iterations",
                 f"{size_words(dense[number])} → {size_words(sent[number])}",
                 f"{paper} in 60" if paper != NONE else NONE,
-                PAYLOAD_WHY if paper != NONE else "",
+                PAYLOAD_WHY if paper != NONE and as_in_the_paper(run) else "",
             )
         )
     notes = [
@@ -303,53 +352,69 @@ def volume(runs: Sequence[Run]) -> Drawn:
 def waiting(runs: Sequence[Run]) -> Drawn:
     """Draw figure 7: the seconds of synchronisation of each outer iteration."""
     require("7", runs, "seconds.inter", "seconds by phase")
-    columns = []
-    for run in runs:
-        inside = np.nan_to_num(run.column("seconds.intra"))
-        columns.append(inside + np.nan_to_num(run.column("seconds.inter")))
+    inside = [np.nan_to_num(run.column("seconds.intra")) for run in runs]
+    between = [np.nan_to_num(run.column("seconds.inter")) for run in runs]
+    columns = [a + b for a, b in zip(inside, between, strict=True)]
     figure, panel = new_panel(3.6)
-    size, unit = run_pictures.unit_of_seconds(max(float(column.max()) for column in columns))
-    for number, (run, column) in enumerate(zip(runs, columns, strict=True)):
-        look = look_and_label(number, run)
+    size, unit = unit_of_seconds(max(float(column.max()) for column in columns))
+    for number, (run, column, look) in enumerate(zip(runs, columns, looks_of(runs), strict=True)):
         plot(panel, run.iterations, column / size, marker_of(number), **look)
     run_pictures.widen(panel, columns)
-    panel.set_ylabel(f"{unit} of phases 2 and 4")
+    panel.set_ylabel(f"{unit} of synchronisation,\nbetween nodes and inside them")
     run_pictures.count_iterations(panel)
     legend_above(panel, 3)
     rows = [
         beside(
             run,
-            label(number, run),
-            f"median {duration_words(float(np.median(column)))}, "
-            f"most {duration_words(float(column.max()))}",
+            name,
+            f"median {duration_words(float(np.median(columns[i])))}, between nodes "
+            f"{duration_words(float(np.median(between[i])))} and inside them "
+            f"{duration_words(float(np.median(inside[i])))}; "
+            f"most {duration_words(float(columns[i].max()))}",
             paper_of(run, "7"),
         )
-        for number, (run, column) in enumerate(zip(runs, columns, strict=True))
+        for i, (run, name) in enumerate(zip(runs, names_of(runs), strict=True))
     ]
     notes = [
         "Of an outer iteration, as rank 0 took it: with methods that exchange at each step, of all "
         "its steps together."
     ]
+    averaging = [
+        name
+        for run, name in zip(runs, names_of(runs), strict=True)
+        if run.setting("node-sync", "") == "step" and BY_NAME[str(run.setting("method"))].consensus
+    ]
+    if averaging:
+        notes.append(
+            f"Inside the node {', '.join(averaging)} averages the gradient of every local step "
+            "(--node-sync step); the paper averages parameters once (--node-sync outer)."
+        )
     return Drawn(figure, rows, notes)
 
 
 def split(runs: Sequence[Run]) -> Drawn:
     """Draw figure 8: how the time of communication is split."""
     rows, shares = [], []
-    for number, run in enumerate(runs):
+    names = names_of(runs)
+    for run, name in zip(runs, names, strict=True):
+        hierarchical = str(run.setting("method")) == "prunex"
         seconds = communication(run)
         whole = sum(seconds.values())
         if not whole:
             raise lacking("8", run, f"any communication in {RANKS}")
         shares.append({part: value / whole for part, value in seconds.items()})
         rows += [
-            beside(run, f"{label(number, run)}, {word}", f"{100 * shares[-1][part]:.1f} %", paper)
+            beside(
+                run,
+                f"{name}, {word}",
+                f"{100 * shares[-1][part]:.1f} %",
+                paper if hierarchical else NONE,
+            )
             for part, (word, paper) in PARTS.items()
             if shares[-1][part]
         ]
     figure, panel = new_panel(1.6 + 0.4 * max(2, len(runs)))
     widths = {part: np.array([100 * share[part] for share in shares]) for part in PARTS}
-    names = [label(number, run) for number, run in enumerate(runs)]
     bars = [(PARTS[p][0], w, {"color": PART_COLOURS[p]}) for p, w in widths.items() if w.any()]
     stack_bars(panel, names, bars)
     panel.set_xlim(0, 100)
@@ -393,39 +458,63 @@ def of_ranks(run: Run) -> Drawn:
         known = [row for row in found.values.get(name, []) if np.isfinite(row).any()]
         if known:
             ends = f"{np.nanmax(known[0]):.1e} to {np.nanmax(known[-1]):.1e} on the worst rank"
-            rows.append(Beside(RESIDUAL_WORDS[name], f"from {ends}", DECAY, DECAY_WHY))
+            rows.append(residual_row(name, RESIDUAL_WORDS[name], ends))
     return Drawn(figure, rows)
 
 
-def of_layers(run: Run) -> Drawn:
-    """Draw figure 11: the residuals of each layer, coloured by depth."""
+def residual_row(name: str, what: str, ends: str) -> Beside:
+    """Return residuals beside the paper's, which shows primal ones alone."""
+    primal = name.endswith("_primal")
+    return Beside(what, f"from {ends}", DECAY if primal else NONE, DECAY_WHY if primal else "")
+
+
+def chosen_layers(layers: Layers, wanted: Sequence[str]) -> list[int]:
+    """Return which layers to draw: those `wanted`, or the few that begin farthest apart."""
+    if len(wanted) > MOST_LAYERS:
+        raise UserError(f"--layers: at most {MOST_LAYERS} can be told apart in a figure")
+    if wanted:
+        return [layers.names.index(layer_called(word, layers.names)) for word in wanted]
+    parts = [layers.values[name] for name in RESIDUALS if name.endswith("_primal")]
+    total = np.sqrt(sum(np.nan_to_num(part) ** 2 for part in parts))
+    known = total[(total > 0).any(axis=1)]
+    first = known[0] if len(known) else np.zeros(len(layers.names))
+    return sorted(int(i) for i in np.argsort(-first, kind="stable")[:TOP_LAYERS])
+
+
+def layer_called(word: str, names: Sequence[str], kind: str = "layer") -> str:
+    """Return the name of the layer that is called `word`, with or without ".weight"."""
+    for name in (word, f"{word}.weight"):
+        if name in names:
+            return name
+    guess = meant(f"{word}.weight", names, f"; there are {listed(names)}")
+    raise UserError(f"--layers: no {kind} {quote(word)}{guess}")
+
+
+def of_layers(run: Run, wanted: Sequence[str] = ()) -> Drawn:
+    """Draw figure 11: the residuals of layers, by default of the few that begin farthest apart."""
     layers = read_layers(run.path, wanted_iterations(run))
     there = [] if layers is None else [n for n in RESIDUALS if (layers.values[n] > 0).any()]
     if layers is None or not there:
         raise lacking("11", run, "residuals in layers.jsonl (--residuals every)")
-    from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-    from matplotlib.ticker import MaxNLocator
-
-    figure = new_figure(1.4 + 1.6 * ((len(there) + 1) // 2))
+    chosen = chosen_layers(layers, wanted)
+    figure = new_figure(1.8 + 1.6 * ((len(there) + 1) // 2))
     panels = run_pictures.residual_panels(figure, there, "norm of the layer")
-    depth, shades = Normalize(1, max(2, len(layers.names))), colormaps[SHADES]
     rows = []
     for panel, name in zip(panels, there, strict=False):
         block = np.where(layers.values[name] > 0, layers.values[name], np.nan)
-        for i in range(len(layers.names)):
-            look = {"color": shades(depth(i + 1)), "linewidth": 0.8}
-            plot(panel, layers.iterations, block[:, i], **look)
-        known = block[np.isfinite(block).any(axis=1)]
-        ends = f"{np.nanmedian(known[0]):.1e} to {np.nanmedian(known[-1]):.1e}"
-        what = f"{RESIDUAL_WORDS[name]}, median layer"
-        rows.append(Beside(what, f"from {ends}", DECAY, DECAY_WHY))
-    scale = ScalarMappable(depth, shades)
-    label = f"layer, of {len(layers.names)} from the input on"
-    bar = figure.colorbar(scale, ax=list(panels), label=label, fraction=0.04, pad=0.02)
-    bar.locator = MaxNLocator(nbins=6, integer=True)
-    return Drawn(figure, rows)
+        for number, i in enumerate(chosen):
+            word = layers.names[i].removesuffix(".weight")
+            look = {**look_of(number), "label": plain(word)}
+            plot(panel, layers.iterations, block[:, i], marker_of(number), **look)
+            known = block[np.isfinite(block[:, i]), i]
+            if len(known) and name.endswith("_primal"):
+                ends = f"from {known[0]:.1e} to {known[-1]:.1e}"
+                rows.append(Beside(f"{word}, {RESIDUAL_WORDS[name]}", ends, DECAY))
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=3)
+    few = f"The {len(chosen)} of {len(layers.names)} layers that begin farthest apart."
+    why = f"The paper's are of other layers: {DECAY_WHY}."
+    return Drawn(figure, rows, [why] if wanted else [few, why])
 
 
 def patterns(run: Run, wanted: Sequence[str]) -> Drawn:
@@ -489,10 +578,7 @@ def read_weights(run: Run, wanted: Sequence[str]) -> dict[str, np.ndarray]:
         raise UserError(f"--layers: at most {MOST_PATTERNS} fit into a figure")
     chosen = {}
     for word in wanted:
-        name = word if word in found else f"{word}.weight"
-        if name not in found:
-            guess = meant(name, found, f"; there are {listed(found)}")
-            raise UserError(f"--layers: no convolution {quote(word)}{guess}")
+        name = layer_called(word, tuple(found), "convolution")
         chosen[name] = found[name]
     return chosen
 
