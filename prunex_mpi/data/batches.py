@@ -172,15 +172,15 @@ class BatchStream:
     def next(self) -> tuple[Tensor, Tensor]:
         """Return images [b, 3, H, W] as `look` says and int64 labels [b], on its device."""
         draws, boxes, seeds = self._draw(self)
-        chosen, down, right, mirrored = _upload(draws, self.device)
+        chosen, down, right, mirrored = upload(draws, self.device)
         if self.ahead is None:
             images = self.images.index_select(0, chosen)
         else:
-            images = _upload(self._decoded(draws[0]), self.device)
+            images = upload(self._decoded(draws[0]), self.device)
         if self.pad or self.flip:
             images = self._augment(images, down, right, mirrored)
         if self.resized_crop:
-            images = resized_crops(images, _upload(boxes, self.device))
+            images = resized_crops(images, upload(boxes, self.device))
         if self.transforms:
             images = transformed(images, self.transforms, seeds)
         return self.normalise(images), self.labels.index_select(0, chosen)
@@ -239,10 +239,10 @@ def evaluation_batches(
     starts = range(0, len(shard.labels), batch_size)
     parts = [slice(start, start + batch_size) for start in starts]
     for part, images in zip(parts, in_turn(shard.images, parts), strict=True):
-        yield normalise(_upload(images, look.device)), _upload(shard.labels[part], look.device)
+        yield normalise(upload(images, look.device)), upload(shard.labels[part], look.device)
 
 
-def _upload(tensor: Tensor, device: Device) -> Tensor:
+def upload(tensor: Tensor, device: Device) -> Tensor:
     """Copy to the device; to CUDA from pinned memory, so that the CPU does not wait."""
     pinned = tensor.pin_memory() if torch.device(device).type == "cuda" else tensor
     return pinned.to(device, non_blocking=True)
