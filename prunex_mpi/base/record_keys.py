@@ -1,7 +1,12 @@
 """The keys of what a run records (metrics.jsonl, layers.jsonl, ranks.jsonl), written and read.
 
-And what the phases of an outer iteration are called on pictures and in sentences.
+And what the phases of an outer iteration are called on pictures and in sentences, and what an
+evaluation came to.
 """
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 PHASES = ("local", "intra", "project", "inter", "dual", "evaluate", "setup", "total")
 # Of each rank apart; what a method does once to begin is in none of them.
@@ -28,4 +33,59 @@ IN_SENTENCES = {
 }
 # Bytes: see `comm.traffic.Traffic`.
 KINDS = ("dense", "payload", "sent", "mask", "intra", "control", "evaluate", "setup")
+# Of text: tokens of all ranks per second of training.
+SPEED = "tokens_per_second"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The number that tells how good a network is; its key follows `test_` or `val_`.
+
+    It is shown `scale` times as large, with so many `digits`, in `unit`.
+    """
+
+    key: str
+    label: str
+    unit: str
+    scale: float
+    digits: int
+    higher_is_better: bool
+
+    def text(self, value: float) -> str:
+        """Return the number with its unit."""
+        return f"{self.scale * value:.{self.digits}f} {self.unit}"
+
+    def better(self, value: float, other: float) -> bool:
+        """Return whether `value` is better than `other`."""
+        return value > other if self.higher_is_better else value < other
+
+
+ACCURACY = Measure("accuracy", "accuracy", "%", 100, 2, higher_is_better=True)
+LOSS = Measure("loss", "loss", "nats per token", 1, 4, higher_is_better=False)
+
+
+def measure_of(record: Mapping[str, Any]) -> Measure:
+    """Return what networks are judged by: the accuracy, or of text the loss, which has none.
+
+    `record` is a line of metrics.jsonl, or a summary.json.
+    """
+    return ACCURACY if "test_accuracy" in record else LOSS
+
+
+def reached(record: Mapping[str, Any], which: str) -> str:
+    """Return what an evaluation on the images or the text `which` (test, val) came to, as text.
+
+    "" where there was none.
+    """
+    measure = measure_of(record)
+    value = record.get(f"{which}_{measure.key}")
+    if value is None:
+        return ""
+    text = measure.text(value)
+    if measure is LOSS:
+        perplexity, bits = (record.get(f"{which}_{key}") for key in ("perplexity", "bits_per_byte"))
+        text += f" (perplexity {perplexity:.2f}, {bits:.3f} bits per byte)"
+    return text
+
+
 RESIDUALS = ("intra_primal", "intra_dual", "inter_primal", "inter_dual")

@@ -19,8 +19,10 @@ from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wires, find_wires
 from prunex_mpi.core.losses import Teacher
 from prunex_mpi.core.sums import Coded, whole_blocks
+from prunex_mpi.core.task import IMAGES, Task
 from prunex_mpi.data.batches import BatchStream, Shard
 from prunex_mpi.data.decoding import Reader
+from prunex_mpi.data.text import Windows, WindowStream
 from prunex_mpi.data.transforms import Mixing
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout, flatten_
@@ -176,15 +178,16 @@ class Problem:
     known: no smaller loss is a divergence. `objective` is what training minimises, where that is
     not `loss`, `mixing` how batches are mixed, and `lr_scale` what multiplies the learning rate.
     `reader` decodes images that are files; all ranks have one or none. Where there is a `teacher`,
-    training minimises what it asks for as well. `digest` tells other data sets apart.
+    training minimises what it asks for as well. `digest` tells other data sets apart. `task` knows
+    what is counted in inputs, targets and outputs.
     """
 
     model: nn.Module
     forward: Callable[[Tensor], Tensor]
     loss: Callable[[Tensor, Tensor], Tensor]
-    train: BatchStream
-    train_shard: Shard
-    test: Shard | None
+    train: BatchStream | WindowStream
+    train_shard: Shard | Windows
+    test: Shard | Windows | None
     batches: Callable[..., Iterator[tuple[Tensor, Tensor]]]
     steps: int
     mean: Tensor
@@ -193,10 +196,11 @@ class Problem:
     objective: Callable[[Tensor, Tensor], Tensor] | None = None
     mixing: Mixing | None = None
     lr_scale: float = 1.0
-    kept_back: Shard | None = None
+    kept_back: Shard | Windows | None = None
     reader: Reader | None = None
     teacher: Teacher | None = None
     digest: str = ""
+    task: Task = IMAGES
 
 
 @dataclass

@@ -30,6 +30,7 @@ BYTES, CHARS = "bytes", "chars"
 PIECE_BYTES = 2**20
 # Pieces that a tokenizer file's own threads get at a time.
 PIECES_AT_ONCE = 16
+ADVICE = "give --data-dir a file or a folder of text"
 TEMPORARY = "prunex_mpi-tokens-"
 
 
@@ -87,20 +88,14 @@ def find_text_files(data_dir: str) -> list[Path]:
     path = Path(data_dir)
     if not path.is_dir():
         if not path.exists():
-            raise UserError(
-                f"there is no text in {quote(data_dir, 250)}: give --data-dir a file or a folder of text",
-                UNREADABLE,
-            )
+            raise UserError(f"there is no text in {quote(data_dir, 250)}: {ADVICE}", UNREADABLE)
         return [path]
     found = []
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     if not found:
-        raise UserError(
-            f"folder {quote(data_dir, 250)} holds no file: give --data-dir a file or a folder of text",
-            UNREADABLE,
-        )
+        raise UserError(f"folder {quote(data_dir, 250)} holds no file: {ADVICE}", UNREADABLE)
     return sorted(found)
 
 
@@ -153,8 +148,8 @@ def _pieces_of_file(
         except UnicodeDecodeError as error:
             place = done - pending + error.start
             raise UserError(
-                f"{quote(str(path), 250)} is not UTF-8 (byte {place:,}): convert it, or leave it out of the "
-                "folder",
+                f"{quote(str(path), 250)} is not UTF-8 (byte {place:,}): convert it, or take it "
+                "out of the folder",
                 UNREADABLE,
             ) from None
         done += len(data)
@@ -222,10 +217,7 @@ def prepare(
         shards = (_write(_encoded(text, encoder), kind),)
     if not look.length:
         forget(shards if name != BYTES else ())
-        raise UserError(
-            f"{quote(data_dir, 250)} is empty: give --data-dir a file or a folder of text",
-            UNREADABLE,
-        )
+        raise UserError(f"{quote(data_dir, 250)} is empty: {ADVICE}", UNREADABLE)
     digest = sha256(repr((tokenizer, look.length, look.crc32)).encode()).hexdigest()
     told = _told(data_dir, files, look.length)
     return Prepared(tokenizer, shards, kind, name != BYTES, look.length, digest, told)

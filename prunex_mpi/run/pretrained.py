@@ -17,6 +17,7 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.files import STATE, SUMMARY, read_text, telling_disk_errors, write_json_durably
 from prunex_mpi.base.logs import log
+from prunex_mpi.base.progress import judged
 from prunex_mpi.comm.agreement import broadcast_text, run_collectively, run_collectively_while
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
@@ -150,16 +151,16 @@ def evaluate_initial(topology: Topology, files: RunDirectory | None, context: Ru
     if not settings.init_from or not begins or context.problem.test is None:
         return
     context.heartbeat.enter("evaluate")
-    loss, accuracy = evaluate(topology, context)
+    found = evaluate(topology, context)
     # It is no part of the first outer iteration, and no network that the run has made.
     position.best = []
     begin_iteration(position)
-    log.info("before training: loss %.4f, accuracy %.2f %%", loss, 100 * accuracy)
     record = {
         "from": settings.init_from,
         "sha256": settings.init_digest,
-        **quality(context, loss, accuracy),
+        **quality(context, found),
     }
+    log.info("before training: loss %.4f, %s", found["loss"], judged(record))
 
     def write() -> None:
         if files is not None:
