@@ -23,6 +23,7 @@ from prunex_mpi.data.batches import BatchStream, Shard
 from prunex_mpi.data.decoding import Reader
 from prunex_mpi.data.transforms import Mixing
 from prunex_mpi.models import batchnorm
+from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.layout import Layout, flatten_
 from prunex_mpi.models.standalone import Sizes
 from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_
@@ -176,7 +177,8 @@ class Problem:
     known: no smaller loss is a divergence. `objective` is what training minimises, where that is
     not `loss`, `mixing` how batches are mixed, and `lr_scale` what multiplies the learning rate.
     `reader` decodes images that are files; all ranks have one or none. Where there is a `teacher`,
-    training minimises what it asks for as well. `digest` tells other data sets apart.
+    training minimises what it asks for as well. `digest` tells other data sets apart. `inputs` is
+    what `model` reads and makes, for what runs it without data.
     """
 
     model: nn.Module
@@ -197,6 +199,7 @@ class Problem:
     reader: Reader | None = None
     teacher: Teacher | None = None
     digest: str = ""
+    inputs: Inputs | None = None
 
 
 @dataclass
