@@ -21,6 +21,7 @@ from prunex_mpi.data.batches import channel_moments, normalisation
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.decoding import Access, decoding_threads
 from prunex_mpi.data.image_files import CONTENTS, Known, read_share
+from prunex_mpi.models.inputs import Images, Inputs, inputs_from
 from prunex_mpi.settings.fields import Settings
 
 CPU = torch.device("cpu")
@@ -50,14 +51,14 @@ def share_contents(world: MPI.Comm, name: str, data_dir: str, heartbeat: Heartbe
     return found
 
 
-def find_sizes(settings: Settings, known: Known) -> tuple[int, int]:
-    """Return the number of classes and the side of an image, from one image of each half.
+def find_inputs(settings: Settings, known: Known) -> Inputs:
+    """Return what a network has to read and make, from one image of each half.
 
     `known` is what ranks have read of the data set already. Raises UserError (UNREADABLE).
     """
     if settings.dataset in SIZES:
         classes, side = SIZES[settings.dataset]
-        return classes, settings.image_size or side
+        return Images(settings.image_size or side, classes)
     data = load(
         settings.dataset,
         data_dir=settings.data_dir,
@@ -68,7 +69,7 @@ def find_sizes(settings: Settings, known: Known) -> tuple[int, int]:
         seed=settings.seed,
         part=Part(0, 1, known=known),
     )
-    return data.num_classes, data.image_size
+    return inputs_from(data.sizes())
 
 
 def load_dataset(

@@ -31,6 +31,7 @@ from prunex_mpi.data.transforms import Mixing
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.dummy_input import find_ends
+from prunex_mpi.models.inputs import Inputs, inputs_from
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.models.slim import evaluates_alone
 from prunex_mpi.pruning.coupling import PLAIN
@@ -40,24 +41,22 @@ from prunex_mpi.pruning.shrink import Rules, find_coupling_by, find_rules, train
 from prunex_mpi.settings.fields import Settings, layer_keep_ratios
 
 
-def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.nn.Module:
+def make_model(settings: Settings, inputs: Inputs) -> torch.nn.Module:
     """Build the model on the CPU from the seed, the same on every rank."""
     torch.manual_seed(settings.seed)
-    return build_model(
-        settings.model, num_classes=num_classes, image_size=image_size, stem=settings.stem
-    )
+    return build_model(settings.model, inputs, settings.stem)
 
 
-def choose_rules(settings: Settings, model: torch.nn.Module, image_size: int) -> Rules:
+def choose_rules(settings: Settings, model: torch.nn.Module, inputs: Inputs) -> Rules:
     """Try by which rules coupled groups can be taken out of `model`, on the CPU; if need be."""
     removing = settings.method.removes
     if not removing and (not settings.method.prunes_groups or "coupled" not in settings.groups):
         return Rules()
-    rules = find_rules(model, image_size, Rules(plain=PLAIN if removing else frozenset()))
+    rules = find_rules(model, inputs, Rules(plain=PLAIN if removing else frozenset()))
     if settings.remove_dropped:
         _refuse_other_attention(model, rules)
     if settings.remove_dropped or removing:
-        reason = training_failure(model, find_coupling_by(model, image_size, rules), image_size)
+        reason = training_failure(model, find_coupling_by(model, inputs, rules), inputs)
         what, instead = "remove-dropped", "leave remove-dropped away"
         if removing:
             what, instead = f"method {settings.method.name}", "choose another method"
@@ -83,7 +82,7 @@ def make_groups(
     settings: Settings,
     model: torch.nn.Module,
     layout: Layout,
-    image_size: int,
+    inputs: Inputs,
     rules: Rules | None = None,
 ) -> Groups:
     """Find the groups of `model`, which is on the CPU; none for methods that do not prune them.
@@ -93,13 +92,13 @@ def make_groups(
     if not (settings.method.removes or settings.method.prunes_groups):
         return Groups((), (), 0, ())
     if rules is None:
-        rules = choose_rules(settings, model, image_size)
+        rules = choose_rules(settings, model, inputs)
     if settings.method.removes:
-        coupling = find_coupling_by(model, image_size, rules)
+        coupling = find_coupling_by(model, inputs, rules)
         return find_groups(model, layout, ("coupled",), (1.0,), coupling=coupling)
     coupling = None
     if "coupled" in settings.groups:
-        coupling = find_coupling_by(model, image_size, rules)
+        coupling = find_coupling_by(model, inputs, rules)
     found = find_groups(
         model,
         layout,
@@ -107,7 +106,7 @@ def make_groups(
         settings.keep_ratio,
         layer_keep_ratios(settings),
         coupling=coupling,
-        ends=None if settings.groups == ("coupled",) else find_ends(model, image_size),
+        ends=None if settings.groups == ("coupled",) else find_ends(model, inputs),
     )
     if settings.keep_by != "groups":
         found = with_budget(found, layout, settings.keep_by, settings.round_to, settings.keep_floor)
@@ -145,9 +144,9 @@ def build_problem(
         pad=dataset.pad if settings.augment == "auto" else 0,
         changes=Augmentation(resized_crop, settings.transforms),
     )
-    side = stream.images.shape[-1]
+    inputs = inputs_from(dataset.sizes())
     run_collectively(
-        topology.world, lambda: check_batch_parts(settings, stream.batch_size, model, side)
+        topology.world, lambda: check_batch_parts(settings, stream.batch_size, model, inputs)
     )
     if settings.compile:
         run_collectively(topology.world, lambda: _try_compiler(device))
@@ -169,6 +168,7 @@ def build_problem(
         forward=torch.compile(model) if settings.compile else model,
         loss=loss,
         train=stream,
+        inputs=inputs,
         train_shard=dataset.train,
         test=dataset.test if dataset.val is None else dataset.val,
         batches=partial(evaluation_batches, look=look),
@@ -212,7 +212,7 @@ def broadcast_tensor_(world: MPI.Comm, tensor: torch.Tensor, transport: Transpor
 
 
 def check_batch_parts(
-    settings: Settings, images: int, model: torch.nn.Module, image_size: int
+    settings: Settings, images: int, model: torch.nn.Module, inputs: Inputs
 ) -> None:
     """Raise UserError where the `images` of a step can't go through `model` in equal parts.
 
@@ -224,7 +224,7 @@ def check_batch_parts(
             f"grad-accum-steps {parts} does not divide the {images} images of a step, which are "
             "all that a rank has; give a number that does"
         )
-    if images == parts and (name := batchnorm.find_single_valued(model, image_size)):
+    if images == parts and (name := batchnorm.find_single_valued(model, inputs)):
         what = f"grad-accum-steps {parts} leaves parts" if parts > 1 else "batches are"
         raise UserError(
             f"{what} of one image, of which BatchNorm {name} sees one value per channel and no "

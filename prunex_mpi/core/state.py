@@ -25,6 +25,7 @@ from prunex_mpi.data.decoding import Reader
 from prunex_mpi.data.text import Windows, WindowStream
 from prunex_mpi.data.transforms import Mixing
 from prunex_mpi.models import batchnorm
+from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.layout import Layout, flatten_
 from prunex_mpi.models.standalone import Sizes
 from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_
@@ -178,8 +179,9 @@ class Problem:
     known: no smaller loss is a divergence. `objective` is what training minimises, where that is
     not `loss`, `mixing` how batches are mixed, and `lr_scale` what multiplies the learning rate.
     `reader` decodes images that are files; all ranks have one or none. Where there is a `teacher`,
-    training minimises what it asks for as well. `digest` tells other data sets apart. `task` knows
-    what is counted in inputs, targets and outputs.
+    training minimises what it asks for as well. `digest` tells other data sets apart. `inputs` is
+    what `model` reads and makes, for what runs it without data, and `task` knows what is counted in
+    them.
     """
 
     model: nn.Module
@@ -201,6 +203,7 @@ class Problem:
     teacher: Teacher | None = None
     digest: str = ""
     task: Task = IMAGES
+    inputs: Inputs | None = None
 
 
 @dataclass

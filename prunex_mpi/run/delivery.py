@@ -72,10 +72,10 @@ def save_model(
     Returns what export checks the file and the model by, for summary.json. `going` is called as
     often as the file goes on.
     """
-    model, image_size = problem.model, problem.train_shard.images.shape[-1]
+    model, inputs = problem.model, problem.inputs
     with weights(state, state.z):
         tensors = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
-        logits = probe(model, image_size)
+        logits = probe(model, inputs)
     record = save_tensors(tensors, path / STATE, going=going)
     # What a network that became smaller while it was trained is built with.
     smaller = {"layers": state.sizes} if state.sizes else {}
@@ -83,7 +83,7 @@ def save_model(
         **smaller,
         "bytes": record.size,
         "crc32": record.crc32,
-        "image_size": image_size,
+        **inputs.sizes(),
         "mean": problem.mean.tolist(),
         "std": problem.std.tolist(),
         "probe": logits,

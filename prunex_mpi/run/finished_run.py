@@ -21,6 +21,7 @@ from prunex_mpi.data.decoding import Access, Reader, decoding_threads
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe
 from prunex_mpi.models.dummy_input import probe, transient_buffers
+from prunex_mpi.models.inputs import Inputs, inputs_from
 from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.settings.fields import Settings
 
@@ -88,7 +89,8 @@ def read_run(
         record = FileRecord(int(delivered["bytes"]), int(delivered["crc32"]))
         logits = torch.tensor(delivered["probe"], dtype=torch.float64)
         mean, std = (torch.tensor(delivered[key], dtype=torch.float32) for key in ("mean", "std"))
-        image_size = int(delivered["image_size"])
+        # Of images, runs of old do not say how many classes there are.
+        inputs = inputs_from({"num_classes": len(logits), **delivered})
         layers = {name: dict(sizes) for name, sizes in delivered.get("layers", {}).items()}
         if logits.dim() != 1 or len(mean) != 3 or len(std) != 3:
             raise ValueError
@@ -97,12 +99,11 @@ def read_run(
             f"{path / SUMMARY} does not say what was delivered; put back what the run wrote",
             UNREADABLE,
         ) from None
-    what = {"num_classes": len(logits), "image_size": image_size, "stem": settings.stem}
-    model = build_model(settings.model, **what)
+    model = build_model(settings.model, inputs, settings.stem)
     model.eval()
     _resize_(model, layers, settings.model)
     _fill_(model, _read_state(path / STATE, record, going), settings.model)
-    found = torch.tensor(probe(model, image_size), dtype=torch.float64)
+    found = torch.tensor(probe(model, inputs), dtype=torch.float64)
     apart = float((found - logits).abs().max())
     if not apart <= PROBE_TOLERANCE * max(1.0, float(logits.abs().max())):
         also = ""
@@ -113,13 +114,13 @@ def read_run(
             f"{apart:.2g}): put its source back as it was{also}",
             UNREADABLE,
         )
-    data = _load_test(settings, len(logits), image_size) if with_data else None
+    data = _load_test(settings, inputs) if with_data else None
     return FinishedRun(
         path=path,
         settings=settings,
         summary=summary,
         reader=data.reader if data else None,
-        description=describe(settings.model, **what),
+        description=describe(settings.model, inputs, settings.stem),
         model=model,
         test=data.test if data else None,
         mean=mean,
@@ -176,7 +177,7 @@ def _fill_(model: nn.Module, tensors: dict[str, Tensor], name: str) -> None:
     standalone.fill_(model, tensors)
 
 
-def _load_test(settings: Settings, num_classes: int, image_size: int) -> Dataset:
+def _load_test(settings: Settings, inputs: Inputs) -> Dataset:
     """Return all test images of the run, and none that it was trained on."""
     data = load(
         settings.dataset,
@@ -188,10 +189,9 @@ def _load_test(settings: Settings, num_classes: int, image_size: int) -> Dataset
         seed=settings.seed,
         part=(0, 1),
     )
-    if (data.num_classes, data.image_size) != (num_classes, image_size):
+    if (found := inputs_from(data.sizes())) != inputs:
         raise UserError(
-            f"the data have {data.num_classes} classes of {data.image_size}x{data.image_size} "
-            f"images, those of the run had {num_classes} of {image_size}x{image_size}: give their "
+            f"the data have {found.text()}, those of the run had {inputs.text()}: give their "
             "folder by --data-dir",
             UNREADABLE,
         )

@@ -32,6 +32,7 @@ from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.decoding import Access, decoding_threads
 from prunex_mpi.models import standalone
+from prunex_mpi.models.inputs import Inputs, inputs_from
 from prunex_mpi.run.delivery import print_result
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.run.start import check_launched_together, take_places
@@ -51,8 +52,7 @@ class Network:
     """
 
     model: nn.Module
-    image_size: int
-    num_classes: int
+    inputs: Inputs
     classes: tuple[str, ...]
     mean: Tensor
     std: Tensor
@@ -89,7 +89,7 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
         model = network.model.to(place.device)
         model.eval()
         with closing(dataset):
-            ways = network.num_classes, options.batch_size, heartbeat
+            ways = network.inputs.classes, options.batch_size, heartbeat
             sums = count(model, dataset.test, look, *ways)
         # All ranks have a reader or none.
         if dataset.reader is not None:
@@ -118,8 +118,7 @@ def read_network(path: Path, given: Collection[str] = ()) -> Network:
     settings = run.settings
     return Network(
         model=run.model,
-        image_size=run.description["image_size"],
-        num_classes=run.description["num_classes"],
+        inputs=inputs_from(run.description),
         classes=tuple(run.summary["delivered"].get("classes", ())),
         mean=run.mean,
         std=run.std,
@@ -136,8 +135,7 @@ def _read_exported(path: Path, given: Collection[str]) -> Network:
         look = plan["normalisation"]
         return Network(
             model=model,
-            image_size=int(plan["model"]["image_size"]),
-            num_classes=int(plan["model"]["num_classes"]),
+            inputs=inputs_from(plan["model"]),
             classes=tuple(map(str, plan.get("classes", ()))),
             mean=torch.tensor(look["mean"]),
             std=torch.tensor(look["std"]),
@@ -190,7 +188,7 @@ def load_test(
         ),
         train_samples=None,
         test_samples=data.get("test_samples", 0),
-        image_size=network.image_size,
+        image_size=network.inputs.side,
         seed=0,
         part=part,
     )
@@ -198,10 +196,10 @@ def load_test(
         raise UserError("skip-corrupt is for images in files; leave it away")
     names = dataset.class_names
     odd = [pair for pair in zip(network.classes, names, strict=False) if pair[0] != pair[1]]
-    if dataset.num_classes != network.num_classes or odd:
+    if dataset.num_classes != network.inputs.classes or odd:
         first = f"; {odd[0][1]!r} stands where {odd[0][0]!r} was" if odd else ""
         raise UserError(
-            f"the data have {dataset.num_classes} classes and the network {network.num_classes}"
+            f"the data have {dataset.num_classes} classes and the network {network.inputs.classes}"
             f"{first}: give those that it was trained for",
             UNREADABLE,
         )
