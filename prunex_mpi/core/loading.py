@@ -17,24 +17,31 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text, require_same, run_collectively_while
 from prunex_mpi.comm.collectives import hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.text_loading import READ, load_text, share_text
 from prunex_mpi.data.batches import channel_moments, normalisation
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.decoding import Access, decoding_threads
 from prunex_mpi.data.image_files import CONTENTS, Known, read_share
-from prunex_mpi.models.inputs import Images, Inputs, inputs_from
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.data.text import TextSet
+from prunex_mpi.data.text_files import BYTES
+from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
+from prunex_mpi.settings.fields import TEXT, Settings
 
 CPU = torch.device("cpu")
 # Classes and side of the images of data sets that are always the same.
 SIZES = {"digits": (10, 8), "cifar10": (10, 32), "cifar100": (100, 32)}
 
 
-def share_contents(world: MPI.Comm, name: str, data_dir: str, heartbeat: Heartbeat) -> Known:
+def share_contents(
+    world: MPI.Comm, name: str, data_dir: str, heartbeat: Heartbeat, tokenizer: str = BYTES
+) -> Known:
     """Return what lies in all class folders or tar files of a data set; each rank reads a share.
 
-    {} for a data set of another kind. Raises UserError (UNREADABLE) everywhere for what one can't
-    read. Collective on `world`.
+    Of text it is all of it, by `tokenizer`; {} for a data set of another kind. Raises UserError
+    (UNREADABLE) everywhere for what one can't read. Collective on `world`.
     """
+    if name == TEXT:
+        return share_text(world, data_dir, tokenizer, heartbeat)
     if name not in CONTENTS:
         return {}
     mine = run_collectively_while(
@@ -56,6 +63,8 @@ def find_inputs(settings: Settings, known: Known) -> Inputs:
 
     `known` is what ranks have read of the data set already. Raises UserError (UNREADABLE).
     """
+    if settings.dataset == TEXT:
+        return Tokens(known[READ].tokenizer.size, settings.context)
     if settings.dataset in SIZES:
         classes, side = SIZES[settings.dataset]
         return Images(settings.image_size or side, classes)
@@ -78,7 +87,7 @@ def load_dataset(
     heartbeat: Heartbeat | None = None,
     device: torch.device = CPU,
     known: Known | None = None,
-) -> Dataset:
+) -> Dataset | TextSet:
     """Load this rank's shards, on the CPU; what any rank cannot read ends the job.
 
     Their training images will be on `device` as well; `known` is what `share_contents` has
@@ -87,9 +96,12 @@ def load_dataset(
     """
     heartbeat = heartbeat or Heartbeat()
     world = topology.world
-    room = free_room(topology, device)
     if known is None:
-        known = share_contents(world, settings.dataset, settings.data_dir, heartbeat)
+        where = settings.dataset, settings.data_dir
+        known = share_contents(world, *where, heartbeat, settings.tokenizer)
+    if settings.dataset == TEXT:
+        return load_text(world, settings, known)
+    room = free_room(topology, device)
     dataset = run_collectively_while(
         world,
         lambda going: load(

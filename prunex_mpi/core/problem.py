@@ -4,7 +4,6 @@ import hashlib
 import math
 import socket
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,18 +15,12 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import digests_agree, run_collectively
 from prunex_mpi.comm.collectives import Transport, bcast_
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.loading import measure_colours
+from prunex_mpi.core.feed import feed_of
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.schedule import steps_of
 from prunex_mpi.core.state import Problem
-from prunex_mpi.data.batches import (
-    Augmentation,
-    BatchStream,
-    Look,
-    evaluation_batches,
-)
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.transforms import Mixing
+from prunex_mpi.data.text import TextSet
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.dummy_input import find_ends
@@ -116,7 +109,7 @@ def make_groups(
 def build_problem(
     topology: Topology,
     settings: Settings,
-    dataset: Dataset,
+    dataset: Dataset | TextSet,
     model: torch.nn.Module,
     device: torch.device,
     transport: Transport,
@@ -126,35 +119,17 @@ def build_problem(
 
     Collective on `node`, `leader` and `world`.
     """
-    if settings.image_mean:
-        mean, std = torch.tensor(settings.image_mean), torch.tensor(settings.image_std)
-    else:
-        mean, std = measure_colours(topology, settings, dataset, heartbeat or Heartbeat())
-    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
-    look = Look(mean, std, device, dtype, settings.channels_last)
-    augment = settings.augment != "off"
-    resized_crop = settings.augment == "resized-crop"
-    stream = BatchStream(
-        dataset.train,
-        look,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-        rank=topology.world.rank,
-        flip=dataset.flip and augment,
-        pad=dataset.pad if settings.augment == "auto" else 0,
-        changes=Augmentation(resized_crop, settings.transforms),
-    )
+    where = device, next(p.dtype for p in model.parameters() if p.requires_grad)
+    feed = feed_of(topology, settings, dataset, where, heartbeat or Heartbeat())
     inputs = inputs_from(dataset.sizes())
     run_collectively(
-        topology.world, lambda: check_batch_parts(settings, stream.batch_size, model, inputs)
+        topology.world, lambda: check_batch_parts(settings, feed.train.batch_size, model, inputs)
     )
     if settings.compile:
         run_collectively(topology.world, lambda: _try_compiler(device))
     loss, objective = run_collectively(
         topology.world, lambda: find_losses(settings, dataset.num_classes, device)
     )
-    draws = settings.seed, topology.world.rank
-    mixing = Mixing(settings.mixup, settings.cutmix, dataset.num_classes, draws)
     agreed = digests_agree(topology.world, _digest(model))
     model.to(device)
     # The seed gives all ranks the same weights; they travel where rank 0 has read others, or where
@@ -166,22 +141,23 @@ def build_problem(
     return Problem(
         model=model,
         forward=torch.compile(model) if settings.compile else model,
-        loss=loss,
-        train=stream,
+        loss=feed.task.losses(loss),
+        train=feed.train,
         inputs=inputs,
         train_shard=dataset.train,
         test=dataset.test if dataset.val is None else dataset.val,
-        batches=partial(evaluation_batches, look=look),
-        steps=steps_of(settings, stream.steps_per_epoch),
-        mean=mean,
-        std=std,
+        batches=feed.batches,
+        steps=steps_of(settings, feed.train.steps_per_epoch),
+        mean=feed.mean,
+        std=feed.std,
         guess_loss=math.log(dataset.num_classes) if loss is F.cross_entropy else 0.0,
-        objective=objective,
-        mixing=mixing if settings.mixup or settings.cutmix else None,
+        objective=feed.task.losses(objective),
+        mixing=feed.mixing,
         lr_scale=lr_scale_of(settings, topology.world_size),
         kept_back=None if dataset.val is None else dataset.test,
         reader=dataset.reader,
         digest=dataset.digest,
+        task=feed.task,
     )
 
 
@@ -212,19 +188,19 @@ def broadcast_tensor_(world: MPI.Comm, tensor: torch.Tensor, transport: Transpor
 
 
 def check_batch_parts(
-    settings: Settings, images: int, model: torch.nn.Module, inputs: Inputs
+    settings: Settings, samples: int, model: torch.nn.Module, inputs: Inputs
 ) -> None:
-    """Raise UserError where the `images` of a step can't go through `model` in equal parts.
+    """Raise UserError where the `samples` of a step can't go through `model` in equal parts.
 
     Nor in parts of one image where BatchNorm would see a single value per channel.
     """
     parts = settings.grad_accum_steps
-    if images % parts:
+    if samples % parts:
         raise UserError(
-            f"grad-accum-steps {parts} does not divide the {images} images of a step, which are "
+            f"grad-accum-steps {parts} does not divide the {samples} samples of a step, which are "
             "all that a rank has; give a number that does"
         )
-    if images == parts and (name := batchnorm.find_single_valued(model, inputs)):
+    if samples == parts and (name := batchnorm.find_single_valued(model, inputs)):
         what = f"grad-accum-steps {parts} leaves parts" if parts > 1 else "batches are"
         raise UserError(
             f"{what} of one image, of which BatchNorm {name} sees one value per channel and no "

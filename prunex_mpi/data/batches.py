@@ -169,6 +169,10 @@ class BatchStream:
         self.epoch, self.position = 0, 0
         self.order = torch.randperm(len(self.labels), generator=self.generator)
 
+    def samples_among(self, ranks: int, order: int) -> int:
+        """Return the images of an epoch of a rank among `ranks`, whose `order` has so many."""
+        return order
+
     def next(self) -> tuple[Tensor, Tensor]:
         """Return images [b, 3, H, W] as `look` says and int64 labels [b], on its device."""
         draws, boxes, seeds = self._draw(self)

@@ -101,8 +101,7 @@ class WindowStream:
 
     Windows begin anywhere, and are drawn with replacement from a generator seeded by (seed, rank).
     An epoch is as many of them as cover the part once, on all `ranks` together. The position is all
-    in `epoch`, `position` and `generator`; `order` is empty: nothing is shuffled. `samples` is the
-    number of this rank's windows in an epoch.
+    in `epoch`, `position` and `generator`; `order` is empty: nothing is shuffled.
     """
 
     waited = 0.0
@@ -117,14 +116,14 @@ class WindowStream:
         batch_size: int,
         seed: int,
         rank: int,
-        samples: int,
+        ranks: int,
     ) -> None:
         self.tokens, self.context, self.stop = tokens, context, stop
         self.device = torch.device(device)
-        self.batch_size, self.samples = batch_size, samples
-        self.steps_per_epoch = max(1, samples // batch_size)
-        self.generator = torch.Generator()
+        self.batch_size = batch_size
         self.order = torch.zeros(0, dtype=torch.int64)
+        self.steps_per_epoch = max(1, self.samples_among(ranks, 0) // batch_size)
+        self.generator = torch.Generator()
         self.reshuffle([seed, rank])
 
     def reshuffle(self, entropy: Sequence[int]) -> None:
@@ -132,6 +131,10 @@ class WindowStream:
         mixed_seed = np.random.SeedSequence(entropy).generate_state(1)[0]
         self.generator.manual_seed(int(mixed_seed))
         self.epoch, self.position = 0, 0
+
+    def samples_among(self, ranks: int, order: int) -> int:
+        """Return the windows of an epoch of a rank among `ranks`; the `order` is empty."""
+        return (self.stop - 1) // self.context // ranks
 
     def next(self) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of the next batch, int64 [b, context] each, on the device."""
@@ -163,6 +166,11 @@ class Text:
     digest: str
     found: str
 
+    @property
+    def bytes_per_token(self) -> float:
+        """The bytes of a token, the mean over the whole text."""
+        return self.length / len(self.tokens)
+
 
 def read_text_data(
     data_dir: str,
@@ -186,26 +194,30 @@ def text_of(prepared: Prepared, last: bool = False) -> Text:
 
 @dataclass(frozen=True)
 class Parts:
-    """Where the parts of a text end: `train` tokens, then `val`, then `test` up to its end."""
+    """How many tokens the parts of a text have: `train`, behind them `val`, from `begin` `test`."""
 
     train: int
     val: int
+    begin: int
     test: int
 
-    @property
-    def ends(self) -> tuple[int, int, int]:
-        return self.train, self.train + self.val, self.train + self.val + self.test
 
-
-def parts_of(count: int, val_split: float, context: int, ranks: int) -> Parts:
+def parts_of(count: int, val_split: float, context: int, ranks: int, most: int = 0) -> Parts:
     """Cut `count` tokens: nine tenths to train on, whose end is held out, and the rest to test on.
 
-    Raises UserError (UNREADABLE) for a part that has no window of `context` tokens, or too few for
-    all ranks.
+    Of the former it is the first `most` windows, where that is given. Raises UserError (UNREADABLE)
+    for a part that has no window of `context` tokens, or too few for all ranks.
     """
-    trained = count * TRAINED // PARTS
+    trained = tested = count * TRAINED // PARTS
+    if most:
+        trained = most * context + 1
+        if trained > tested:
+            raise UserError(
+                f"--train-samples {most}: there are only {(tested - 1) // context} windows of "
+                f"{context} tokens; 0 takes all"
+            )
     val = round(trained * val_split)
-    parts = Parts(trained - val, val, count - trained)
+    parts = Parts(trained - val, val, tested, count - tested)
     named = {"train": "train on", "test": "test on"} | ({"val": "hold out"} if val_split else {})
     for name, purpose in named.items():
         tokens = getattr(parts, name)
@@ -232,3 +244,96 @@ def windows_of(tokens: Tokens, first: int, stop: int, context: int, most: int = 
     count = (stop - first - 1) // context
     count = min(count, most) if most else count
     return Windows(tokens, range(first, first + count * context, context), context)
+
+
+@dataclass(frozen=True)
+class TextSet:
+    """One rank's windows of a text, and what is known of the whole, as `Dataset` has of images.
+
+    Those to train on are drawn from the tokens before `stop`; `train` are this rank's share of them
+    in order. Totals are tokens of all ranks.
+    """
+
+    text: Text
+    context: int
+    stop: int
+    train: Windows
+    test: Windows
+    val: Windows | None
+    train_total: int
+    test_total: int
+    val_total: int
+    reader: None = None
+
+    @property
+    def num_classes(self) -> int:
+        """The vocabulary."""
+        return self.text.tokenizer.size
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """What tells this vocabulary from another one."""
+        return self.text.tokenizer.names
+
+    @property
+    def digest(self) -> str:
+        return self.text.digest
+
+    def sizes(self) -> dict[str, int]:
+        """Return what a network has to fit, by the names of a factory's parameters."""
+        return {"vocab_size": self.num_classes, "context": self.context}
+
+    def describe(self) -> str:
+        """Return what there is, in a part of a line."""
+        held_out = f"{self.val_total:,} held out, " if self.val_total else ""
+        return (
+            f"{self.train_total:,} tokens to train on, {held_out}{self.test_total:,} to test on, "
+            f"a vocabulary of {self.num_classes:,}"
+        )
+
+    def close(self) -> None:
+        """Do nothing: mapped files end with the process."""
+
+
+def take_windows(
+    text: Text,
+    context: int,
+    *,
+    samples: tuple[int | None, int],
+    val_split: float,
+    part: tuple[int, int],
+) -> TextSet:
+    """Return the windows of rank `part[0]` of `part[1]`.
+
+    `samples` are the windows to train and to test on, 0 for all, None for none. Raises UserError as
+    `parts_of` does, and where there are fewer windows than `samples`.
+    """
+    (wanted, tested), (rank, size), tokens = samples, part, text.tokens
+    if text.tokenizer.size < 2:
+        raise UserError("the text is one character over and over: give another one", UNREADABLE)
+    # What is tested alone needs no window for each rank.
+    parts = parts_of(
+        len(tokens), val_split, context, size if wanted is not None else 1, wanted or 0
+    )
+    per_rank = (parts.train - 1) // context // size if wanted is not None else 0
+    first = rank * per_rank * context
+    test = windows_of(tokens, parts.begin, len(tokens), context)
+    if tested > len(test):
+        raise UserError(
+            f"--test-samples {tested}: there are only {len(test)} windows of {context} tokens; 0 "
+            "takes all"
+        )
+    test = test.part(slice(0, tested or len(test)))
+    val = windows_of(tokens, parts.train, parts.train + parts.val, context)
+    share = slice(rank, None, size)
+    return TextSet(
+        text=text,
+        context=context,
+        stop=parts.train,
+        train=Windows(tokens, range(first, first + per_rank * context, context), context),
+        test=test.part(share),
+        val=val.part(share) if val_split else None,
+        train_total=parts.train,
+        test_total=len(test) * context,
+        val_total=len(val) * context if val_split else 0,
+    )

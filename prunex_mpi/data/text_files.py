@@ -47,9 +47,10 @@ class Tokenizer:
     characters: str = ""
     digest: str = ""
 
-    def as_json(self) -> dict[str, Any]:
-        """Return what tells it apart from others, for files."""
-        return {"name": self.name, "characters": self.characters, "digest": self.digest}
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What tells its tokens from those of others: all characters, or the digest of a file."""
+        return tuple(self.characters) or (f"SHA-256 {self.digest}" if self.digest else self.name,)
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Prepared:
     found: str
 
     def as_json(self) -> dict[str, Any]:
+        """Return it for `prepared_from`."""
         return {**vars(self), "tokenizer": vars(self.tokenizer)}
 
 
@@ -246,23 +248,23 @@ def type_for(vocabulary: int) -> str:
 
 def _write(numbers: Iterable[np.ndarray], kind: str) -> str:
     """Write tokens to a new file in TMPDIR that only this user can read; return its path."""
-    path = ""
+    path, complete = "", False
     try:
         # Made anew under a name that nobody can know before: no link leads elsewhere.
         descriptor, path = tempfile.mkstemp(prefix=TEMPORARY)
         with os.fdopen(descriptor, "wb") as file:
             for array in numbers:
                 file.write(array.astype(kind).tobytes())
-    except UserError:
-        forget([path])
-        raise
+        complete = True
     except OSError as error:
-        forget([path])
         raise UserError(
             f"the tokens can't be written to {tempfile.gettempdir()} ({error.strerror}): name a "
             "folder with room for them in TMPDIR",
             FAILURE,
         ) from None
+    finally:
+        if path and not complete:
+            forget([path])
     return path
 
 

@@ -42,6 +42,7 @@ from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import RunContext, build_state
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.image_files import Known
+from prunex_mpi.data.text import TextSet
 from prunex_mpi.diagnosis.devices import (
     choose_device,
     keep_freed_memory,
@@ -176,21 +177,19 @@ def find_transport(place: Place, settings: Settings) -> Transport:
     return build_transport(place.device, settings.bucket_mib, buffers, settings.piece_kib)
 
 
-def describe_training(context: RunContext, dataset: Dataset, ranks: int) -> str:
-    """Return one line: the images, the steps, the parameters and what of them can be pruned."""
-    settings, problem = context.settings, context.problem
+def describe_training(context: RunContext, dataset: Dataset | TextSet, ranks: int) -> str:
+    """Return one line: the data, the steps, the parameters and what of them can be pruned."""
+    settings, problem, task = context.settings, context.problem, context.problem.task
     steps = f"{problem.steps:,} steps"
     if settings.method.quadratic_interval:
         steps += " or more"
     steps += " per outer iteration"
     if settings.frozen_local_steps:
         steps += f" ({settings.frozen_local_steps:,} once frozen)"
-    held_out = f"{dataset.val_total:,} held out, " if dataset.val_total else ""
     return "; ".join(
         (
-            f"{dataset.train_total:,} images to train on, {held_out}{dataset.test_total:,} to test "
-            f"on, {dataset.num_classes:,} classes",
-            f"{problem.train.batch_size * ranks:,} images per step, {steps}, "
+            dataset.describe(),
+            f"{problem.train.batch_size * task.row * ranks:,} {task.unit} per step, {steps}, "
             f"{total_steps(settings, problem.steps):,} in all",
             f"{context.state.layout.numel:,} parameters, {_prunable(context)}",
         )
@@ -290,7 +289,7 @@ def set_up(
 def assemble(
     topology: Topology,
     settings: Settings,
-    dataset: Dataset,
+    dataset: Dataset | TextSet,
     device: torch.device,
     transport: Transport,
     heartbeat: Heartbeat,
@@ -312,7 +311,7 @@ def assemble(
 def try_out(
     topology: Topology,
     settings: Settings,
-    dataset: Dataset,
+    dataset: Dataset | TextSet,
     device: torch.device,
     transport: Transport,
     heartbeat: Heartbeat,
@@ -329,7 +328,7 @@ def try_out(
 def assemble_around(
     topology: Topology,
     settings: Settings,
-    dataset: Dataset,
+    dataset: Dataset | TextSet,
     model: torch.nn.Module,
     device: torch.device,
     transport: Transport,

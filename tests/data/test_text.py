@@ -8,6 +8,7 @@ import torch
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.data.text import (
+    Parts,
     Windows,
     WindowStream,
     join,
@@ -21,7 +22,7 @@ TOKENS = join([np.arange(100, dtype=np.uint8)])
 
 
 def stream_of(rank: int = 0, seed: int = 0, stop: int = 90) -> WindowStream:
-    return WindowStream(TOKENS, 8, "cpu", stop=stop, batch_size=4, seed=seed, rank=rank, samples=10)
+    return WindowStream(TOKENS, 8, "cpu", stop=stop, batch_size=4, seed=seed, rank=rank, ranks=1)
 
 
 def test_targets_are_one_further_on_and_stay_in_the_part() -> None:
@@ -60,7 +61,7 @@ def test_rows_reach_over_several_files(tmp_path: Path) -> None:
 
 def test_windows_of_a_part_cover_it_once() -> None:
     windows = windows_of(TOKENS, 30, 57, 8)
-    assert list(windows.starts) == [30, 38, 46] and len(windows_of(TOKENS, 30, 57, 8, 2)) == 2
+    assert list(windows.starts) == [30, 38, 46]
     batches = list(window_batches(windows, batch_size=2, device="cpu", vocabulary=100))
     assert [len(inputs) for inputs, _ in batches] == [2, 1]
     assert torch.cat([targets for _, targets in batches]).flatten().tolist() == list(range(31, 55))
@@ -77,8 +78,8 @@ def test_batches_are_smaller_where_logits_are_large() -> None:
 
 def test_the_last_tenth_is_to_test_on_and_the_end_of_the_rest_is_held_out() -> None:
     parts = parts_of(1001, 0.0, 8, 1)
-    assert (parts.train, parts.val, parts.test) == (900, 0, 101)
-    assert parts_of(1001, 0.1, 8, 1).ends == (810, 900, 1001)
+    assert parts == Parts(900, 0, 900, 101)
+    assert parts_of(1001, 0.1, 8, 1) == Parts(810, 90, 900, 101)
 
 
 @pytest.mark.parametrize(
