@@ -32,6 +32,9 @@ class Shard:
     images: Tensor | Streamed  # uint8 [n, 3, H, W], CPU
     labels: Tensor  # int64 [n], CPU
 
+    def __len__(self) -> int:
+        return len(self.labels)
+
 
 def part_of(shard: Shard, part: slice) -> Shard:
     """Return a part of a shard, which shares its memory or is decoded later as well."""
