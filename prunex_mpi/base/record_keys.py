@@ -6,7 +6,10 @@ evaluation came to.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
 
 PHASES = ("local", "intra", "project", "inter", "dual", "evaluate", "setup", "total")
 # Of each rank apart; what a method does once to begin is in none of them.
@@ -41,27 +44,38 @@ SPEED = "tokens_per_second"
 class Measure:
     """The number that tells how good a network is; its key follows `test_` or `val_`.
 
-    It is shown `scale` times as large, with so many `digits`, in `unit`.
+    It is shown `scale` times as large, with so many `digits`, in `unit`, or the `short` one;
+    `superlative` is what the best one is.
     """
 
     key: str
     label: str
     unit: str
+    short: str
+    superlative: str
     scale: float
     digits: int
     higher_is_better: bool
 
     def text(self, value: float) -> str:
         """Return the number with its unit."""
-        return f"{self.scale * value:.{self.digits}f} {self.unit}"
+        return self.shown(self.scale * value)
+
+    def shown(self, scaled: float) -> str:
+        """Return a number that has been scaled already with its unit."""
+        return f"{scaled:.{self.digits}f} {self.unit}"
+
+    def best(self, values: "np.ndarray") -> int:
+        """Return the place of the best of some values."""
+        return int(values.argmax() if self.higher_is_better else values.argmin())
 
     def better(self, value: float, other: float) -> bool:
         """Return whether `value` is better than `other`."""
         return value > other if self.higher_is_better else value < other
 
 
-ACCURACY = Measure("accuracy", "accuracy", "%", 100, 2, higher_is_better=True)
-LOSS = Measure("loss", "loss", "nats per token", 1, 4, higher_is_better=False)
+ACCURACY = Measure("accuracy", "accuracy", "%", "%", "most accurate", 100, 2, True)
+LOSS = Measure("loss", "loss", "nats per token", "nats", "lowest loss", 1, 4, False)
 
 
 def measure_of(record: Mapping[str, Any]) -> Measure:

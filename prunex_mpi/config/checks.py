@@ -100,6 +100,7 @@ def check_given(settings: Settings, usual: Mapping[str, Any]) -> None:
     means_nothing = (
         ("min_lr_ratio", "lr_schedule", s.lr_schedule != "cosine"),
         ("freeze_window", "freeze_drift", s.freeze_drift < 0),
+        ("beta2", "optimizer", s.optimizer != "adamw"),
         *((name, "penalty", s.penalty == "fixed") for name in ("rho_factor", "rho_min", "rho_max")),
     )
     for name, other, idle in means_nothing:

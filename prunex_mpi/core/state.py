@@ -110,8 +110,8 @@ def describe_whole(model: nn.Module, layout: Layout, groups: Groups, settings: S
     return Whole(layout, batchnorm.numel(batchnorm.find(model)), buffers, sizes)
 
 
-# AdamW's second coefficient and its epsilon, as in its paper; the first one is `--momentum`.
-BETA2, EPSILON = 0.999, 1e-8
+# AdamW's, as in its paper.
+EPSILON = 1e-8
 # The names of what is remembered, by those that torch has for it.
 SGD_STATE = {"momentum_buffer": "momentum"}
 ADAMW_STATE = {"exp_avg": "momentum", "exp_avg_sq": "second_moment", "step": "steps_taken"}
@@ -124,7 +124,7 @@ def build_optimizer(theta: Tensor, settings: Settings) -> torch.optim.Optimizer:
     weight decay is decoupled: theta *= 1 - lr decay (Loshchilov and Hutter 2019).
     """
     if settings.optimizer == "adamw":
-        betas = settings.momentum, BETA2
+        betas = settings.momentum, settings.beta2
         adamw = torch.optim.AdamW([theta], lr=settings.lr, betas=betas, eps=EPSILON, fused=True)
         moments = {key: torch.zeros_like(theta) for key in ("exp_avg", "exp_avg_sq")}
         count = torch.zeros((), dtype=torch.float32, device=theta.device)

@@ -27,6 +27,8 @@ from prunex_mpi.base.files import open_regular
 from prunex_mpi.base.single_process import require_packages
 
 BYTES, CHARS = "bytes", "chars"
+# How what stands for the tokens of a file begins; its digest follows.
+FILE_NAME = "tokenizer of SHA-256 "
 PIECE_BYTES = 2**20
 # Pieces that a tokenizer file's own threads get at a time.
 PIECES_AT_ONCE = 16
@@ -50,7 +52,9 @@ class Tokenizer:
     @property
     def names(self) -> tuple[str, ...]:
         """What tells its tokens from those of others: all characters, or the digest of a file."""
-        return tuple(self.characters) or (f"SHA-256 {self.digest}" if self.digest else self.name,)
+        return tuple(self.characters) or (
+            f"{FILE_NAME}{self.digest}" if self.digest else self.name,
+        )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Read back what a run delivered, and refuse what is not as the run wrote it."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,14 @@ from prunex_mpi.config.resolve import resumed
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import Dataset, load
 from prunex_mpi.data.decoding import Access, Reader, decoding_threads
+from prunex_mpi.data.text import TextSet, Windows, read_text_data, take_windows
+from prunex_mpi.data.text_files import CHARS, Tokenizer
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe
 from prunex_mpi.models.dummy_input import probe, transient_buffers
-from prunex_mpi.models.inputs import Inputs, inputs_from
+from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.run.directory import COMPLETE, read_summary
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.fields import TEXT, Settings
 
 # Other processors and TF32 round differently; another network differs far more.
 PROBE_TOLERANCE = 2e-2
@@ -35,7 +37,7 @@ class FinishedRun:
     """A run that ended well: its masked network, on the CPU in evaluation mode, and test images.
 
     The test images, where they are files, are decoded by `reader` when they are looked at.
-    `description` is what `standalone.build` takes; `mean` and `std` are float32 [3].
+    `description` is what `standalone.build` takes; `mean` and `std` are float32 [3], of text [0].
     """
 
     path: Path
@@ -43,7 +45,7 @@ class FinishedRun:
     summary: dict[str, Any]
     description: dict[str, Any]
     model: nn.Module
-    test: Shard | None
+    test: Shard | Windows | None
     mean: Tensor
     std: Tensor
     reader: Reader | None
@@ -92,7 +94,9 @@ def read_run(
         # Of images, runs of old do not say how many classes there are.
         inputs = inputs_from({"num_classes": len(logits), **delivered})
         layers = {name: dict(sizes) for name, sizes in delivered.get("layers", {}).items()}
-        if logits.dim() != 1 or len(mean) != 3 or len(std) != 3:
+        # Tokens are not normalised.
+        colours = 0 if isinstance(inputs, Tokens) else 3
+        if logits.dim() != 1 or len(mean) != colours or len(std) != colours:
             raise ValueError
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         raise UserError(
@@ -114,7 +118,8 @@ def read_run(
             f"{apart:.2g}): put its source back as it was{also}",
             UNREADABLE,
         )
-    data = _load_test(settings, inputs) if with_data else None
+    classes = delivered.get("classes", [])
+    data = _load_test(settings, inputs, classes) if with_data else None
     return FinishedRun(
         path=path,
         settings=settings,
@@ -177,8 +182,10 @@ def _fill_(model: nn.Module, tensors: dict[str, Tensor], name: str) -> None:
     standalone.fill_(model, tensors)
 
 
-def _load_test(settings: Settings, inputs: Inputs) -> Dataset:
-    """Return all test images of the run, and none that it was trained on."""
+def _load_test(settings: Settings, inputs: Inputs, classes: Sequence[str]) -> Dataset | TextSet:
+    """Return all test images of the run, or its text, and none that it was trained on."""
+    if settings.dataset == TEXT:
+        return _load_test_text(settings, classes)
     data = load(
         settings.dataset,
         data_dir=settings.data_dir,
@@ -196,3 +203,19 @@ def _load_test(settings: Settings, inputs: Inputs) -> Dataset:
             UNREADABLE,
         )
     return data
+
+
+def _load_test_text(settings: Settings, names: Sequence[str]) -> TextSet:
+    """Return the windows of the end of the text of a run, whose vocabulary has these names."""
+    known = None
+    if settings.tokenizer == CHARS:
+        known = Tokenizer(CHARS, len(names), "".join(names))
+    text = read_text_data(settings.data_dir, settings.tokenizer, known)
+    if list(text.tokenizer.names) != list(names):
+        raise UserError(
+            f"--tokenizer {settings.tokenizer} is not the file any more that the run was trained "
+            "with: put it back",
+            UNREADABLE,
+        )
+    samples = None, settings.test_samples
+    return take_windows(text, settings.context, samples=samples, val_split=0.0, part=(0, 1))

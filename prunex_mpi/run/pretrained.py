@@ -29,7 +29,7 @@ from prunex_mpi.core.state import Problem, RunContext, begin_iteration
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models import standalone
 from prunex_mpi.models.dummy_input import try_forward
-from prunex_mpi.models.inputs import Inputs, inputs_from
+from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.models.standalone import PLAN
 from prunex_mpi.models.trained import (
     Moments,
@@ -73,7 +73,13 @@ def load_initial_(
         digest = digest_of(path, going)
         check_same_file(path, digest, settings.init_digest, "--init-digest")
         log.info("weights of %s, SHA-256 %s...", path, digest[:SHOWN_DIGITS])
-        if replaced := _fit_file_(settings, model, path, inputs, _knows_others(settings, classes)):
+        others = _knows_others(settings, classes)
+        if others and isinstance(inputs, Tokens):
+            raise UserError(
+                f"--init-from {settings.init_from} knows other tokens than the text has: give the "
+                "--tokenizer, and for chars a text of the same characters, that it was trained with"
+            )
+        if replaced := _fit_file_(settings, model, path, inputs, others):
             log.info("%s", replaced)
         found = {"init_digest": digest}
         if not settings.image_mean and look is not None:

@@ -199,6 +199,14 @@ class Settings:
         _S, "final learning rate of the cosine schedule, as a fraction of --lr", low=0, high=1
     )
     momentum: float = setting(_S, "momentum of SGD, beta 1 of AdamW", low=0, below=1, of="momentum")
+    beta2: float = setting(
+        _S,
+        "beta 2 of AdamW; language models take 0.95 to 0.99",
+        0.999,
+        low=0,
+        below=1,
+        of="optimizer",
+    )
     weight_decay: float = setting(_S, "weight decay lambda (adamw, decoupled: 0.05)", low=0)
     optimizer: str = setting(
         _S,
