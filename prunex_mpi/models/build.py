@@ -8,7 +8,8 @@ from torch import nn
 from prunex_mpi.base.errors import USAGE, UserError, meant, one_line
 from prunex_mpi.base.imports import import_function
 from prunex_mpi.models.dummy_input import try_forward
-from prunex_mpi.models.inputs import Inputs
+from prunex_mpi.models.gpt import GPT_SIZES, gpt_shape
+from prunex_mpi.models.inputs import Images, Inputs, Tokens
 from prunex_mpi.models.standalone import CIFAR_FAMILY, SMALL_VGG, SMALL_VIT, build
 
 CIFAR_STEM_MAX_SIDE = 64  # "auto" gives images up to this side the stem that keeps their resolution
@@ -20,11 +21,11 @@ STEMS = ("auto", "cifar", "imagenet")
 def build_model(name: str, inputs: Inputs, stem: str = "auto") -> nn.Module:
     """Build the network `name` with fresh weights, float32 on the CPU.
 
-    `name` is a ResNet of the CIFAR family, a torchvision classifier, or `package.module:factory`,
-    called with the first of `inputs.sizes()` and the others that its signature takes, by keyword:
-    num_classes and image_size, or vocab_size and context. That the model fits `inputs` is tried
-    once on a dummy input, in evaluation mode. The weights are drawn from torch's global generator,
-    which the caller seeds.
+    `name` is a ResNet of the CIFAR family, a torchvision classifier, a transformer for text as in
+    `gpt`, or `package.module:factory`, called with the first of `inputs.sizes()` and the others
+    that its signature takes, by keyword: num_classes and image_size, or vocab_size and context.
+    That the model fits `inputs` is tried once on a dummy input, in evaluation mode. The weights are
+    drawn from torch's global generator, which the caller seeds.
 
     Raises UserError (USAGE) for an unknown name, a stem the model does not have, a factory that
     cannot be imported or called, and a model that does not fit.
@@ -52,7 +53,14 @@ def build_model(name: str, inputs: Inputs, stem: str = "auto") -> nn.Module:
 
 def model_names() -> list[str]:
     """Return every name that `build_model` knows, sorted; factories come on top."""
-    return sorted({*OF_OUR_OWN, *torchvision.models.list_models(module=torchvision.models)})
+    return sorted(
+        {*OF_OUR_OWN, *GPT_SIZES, *torchvision.models.list_models(module=torchvision.models)}
+    )
+
+
+def names_for(inputs: Inputs) -> list[str]:
+    """Return a few names of models that fit `inputs`."""
+    return list(GPT_SIZES) if isinstance(inputs, Tokens) else [*OF_OUR_OWN[:3], SMALL_VIT]
 
 
 def describe(name: str, inputs: Inputs, stem: str = "auto") -> dict[str, Any]:
@@ -66,16 +74,22 @@ def describe(name: str, inputs: Inputs, stem: str = "auto") -> dict[str, Any]:
     chosen = ""
     if ":" in name:
         import_function("model", name, "to build it")
-    elif name not in model_names():
+    elif gpt_shape(name) is None and name not in model_names():
         raise UserError(
             f"unknown model {name!r}{meant(name, model_names())} "
-            "(any torchvision classifier, or package.module:factory)",
+            "(any torchvision classifier, gpt_nano and its variants, or package.module:factory)",
+            USAGE,
+        )
+    elif not isinstance(inputs, Images if gpt_shape(name) is None else Tokens):
+        raise UserError(
+            f"model {name} does not fit {inputs.text()}: choose one of "
+            f"{', '.join(names_for(inputs))}, or package.module:factory",
             USAGE,
         )
     if _is_torchvision_resnet(name):
         small = stem == "cifar" or (stem == "auto" and inputs.side <= CIFAR_STEM_MAX_SIDE)
         chosen = "cifar" if small else "imagenet"
-    elif name in OF_OUR_OWN and stem == "imagenet":
+    elif stem == "imagenet" and (name in OF_OUR_OWN or gpt_shape(name)):
         raise UserError(f"--stem imagenet does not fit {name}, which has a stem of its own", USAGE)
     elif name not in CIFAR_FAMILY and (stem == "cifar" or (":" in name and stem != "auto")):
         raise UserError(
@@ -85,6 +99,6 @@ def describe(name: str, inputs: Inputs, stem: str = "auto") -> dict[str, Any]:
 
 
 def _is_torchvision_resnet(name: str) -> bool:
-    if ":" in name or name in OF_OUR_OWN:
+    if ":" in name or name in OF_OUR_OWN or gpt_shape(name):
         return False
     return torchvision.models.get_model_builder(name).__module__ == "torchvision.models.resnet"

@@ -23,14 +23,17 @@ import torchvision
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from prunex_mpi.models.gpt import Gpt, gpt_shape
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.slim import (
     ATTENTION_HEADS,
     ATTENTIONS,
     BATCH_NORMS,
     CONVOLUTIONS,
+    RMS_FEATURES,
     WINDOWS,
     SlimLayerNorm,
+    SlimRMSNorm,
     SlimSelfAttention,
     slim_attention,
     slim_windows,
@@ -122,6 +125,8 @@ def build(description: Mapping[str, Any]) -> nn.Module:
                 model(inputs.zeros(torch.empty(0)))
             model.train(training)
         return model
+    if (shape := gpt_shape(name)) is not None:
+        return Gpt(shape, description["vocab_size"], description["context"])
     side, classes = inputs.side, inputs.classes
     if name in CIFAR_FAMILY:
         return CifarResNet(*CIFAR_FAMILY[name], classes)
@@ -255,9 +260,11 @@ def resize_(model: nn.Module, sizes: Sizes) -> None:
 
     Convolutions have in_channels, out_channels and groups, linear layers in_features and
     out_features, BatchNorm, InstanceNorm and LayerNorm num_features, GroupNorm num_groups and
-    num_channels, attention num_heads and embed_dim. Other modules have their own numbers and
+    num_channels, attention num_heads and embed_dim, embeddings embedding_dim. What several modules
+    share they go on to share. Other modules have their own numbers and
     shapes of parameters. Raises ValueError where a module lacks what is stated.
     """
+    shared = _shared_parameters(model)
     for name, stated in sizes.items():
         module = model.get_submodule(name)
         wanted = {key: size for key, size in stated.items() if isinstance(size, int)}
@@ -268,6 +275,8 @@ def resize_(model: nn.Module, sizes: Sizes) -> None:
             module_of_fewer = slim_attention(module, **wanted)
         elif isinstance(module, nn.LayerNorm | SlimLayerNorm):
             module_of_fewer = SlimLayerNorm.fitting(module, **wanted)
+        elif RMS_FEATURES in wanted:
+            module_of_fewer = SlimRMSNorm.fitting(module, wanted[RMS_FEATURES])
         elif ATTENTION_HEADS in wanted:
             module_of_fewer = SlimSelfAttention(module, wanted[ATTENTION_HEADS])
         elif type(module) in WINDOWS:
@@ -278,10 +287,22 @@ def resize_(model: nn.Module, sizes: Sizes) -> None:
         if module_of_fewer is not module:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, module_of_fewer)
+    for first, *others in shared:
+        for name in others:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, model.get_parameter(first))
+
+
+def _shared_parameters(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [every for every in names.values() if len(every) > 1]
 
 
 def _resize_alone_(module: nn.Module, wanted: Mapping[str, int]) -> None:
-    if isinstance(module, (*CONVOLUTIONS, nn.Linear, nn.GroupNorm, *BATCH_NORMS)):
+    if isinstance(module, (*CONVOLUTIONS, nn.Linear, nn.Embedding, nn.GroupNorm, *BATCH_NORMS)):
         for attribute, shape in _shapes_for(module)(**wanted).items():
             _reallocate_(module, attribute, shape)
     for key, size in wanted.items():
@@ -309,6 +330,8 @@ def _shapes_for(module: nn.Module) -> Callable[..., dict[str, tuple[int, ...]]]:
             "weight": (out_features, in_features),
             "bias": (out_features,),
         }
+    if isinstance(module, nn.Embedding):
+        return lambda embedding_dim: {"weight": (module.num_embeddings, embedding_dim)}
     if isinstance(module, nn.GroupNorm):
         return lambda num_groups, num_channels: dict.fromkeys(("weight", "bias"), (num_channels,))
     names = ("weight", "bias", "running_mean", "running_var")

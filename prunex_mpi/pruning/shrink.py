@@ -22,10 +22,13 @@ from prunex_mpi.models.slim import (
     ATTENTIONS,
     BATCH_NORMS,
     CONVOLUTIONS,
+    RMS_FEATURES,
     WINDOWS,
     SlimAttention,
     SlimLayerNorm,
+    SlimRMSNorm,
     SlimSelfAttention,
+    doubled,
     self_attention_parts,
 )
 from prunex_mpi.models.standalone import Sizes, fill_, resize_
@@ -50,12 +53,15 @@ def shrink(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> nn.Modu
 def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> Sizes:
     """Return the sizes of every module that can be resized, for `standalone.resize_`."""
     sizes: Sizes = {}
+    first = first_names(model)
 
     def left(known: Mapping[str, np.ndarray], name: str, size: int) -> int:
-        return int(kept_slices(known[name], removed).sum()) if name in known else size
+        ids = known.get(first.get(name, name))
+        return size if ids is None else int(kept_slices(ids, removed).sum())
 
     for name, module in model.named_modules():
         weight = f"{name}{WEIGHT}" if name else "weight"
+        weight = first.get(weight, weight)
         if isinstance(module, ATTENTIONS):
             inner = module.num_heads * module.head_dim
             rows = left(coupling.rows, f"{name}.in_proj_weight", 3 * inner)
@@ -79,6 +85,12 @@ def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> 
                 "num_groups": int(kept.any(axis=1).sum()),
                 "num_channels": int(kept.sum()),
             }
+        elif isinstance(module, SlimRMSNorm) or (
+            weight in coupling.norms and not isinstance(module, nn.LayerNorm | SlimLayerNorm)
+        ):
+            sizes[name] = {RMS_FEATURES: left(coupling.rows, weight, module.weight.numel())}
+        elif isinstance(module, nn.Embedding):
+            sizes[name] = {"embedding_dim": left(coupling.columns, weight, module.embedding_dim)}
         elif weight in coupling.norms or isinstance(module, SlimLayerNorm):
             sizes[name] = {"num_features": left(coupling.rows, weight, module.weight.numel())}
         elif isinstance(module, nn.Linear) and attention_of(model, weight) is None:
@@ -123,11 +135,16 @@ def _add_own_sizes(
     """Add the shapes of parameters and the numbers of other modules to `sizes`."""
     known = sizes.keys() - {n for n, m in model.named_modules() if type(m) in WINDOWS}
     known |= coupling.swapped
-    for name in dict.fromkeys((*coupling.rows, *coupling.columns, *coupling.inner)):
+    named = {id(model.get_submodule(name)) for name in known}
+    coupled = {*coupling.rows, *coupling.columns, *coupling.inner}
+    for name, first in first_names(model).items():
         owner, _, attribute = name.rpartition(".")
-        if owner not in known and attention_of(model, name) is None:
+        # A module that has two names is in `sizes` under its first.
+        if first not in coupled or id(model.get_submodule(owner)) in named:
+            continue
+        if attention_of(model, name) is None:
             shape = list(model.get_parameter(name).shape)
-            for dim, ids in coupling.slices(name):
+            for dim, ids in coupling.slices(first):
                 shape[dim] = int(kept_slices(ids, removed).sum())
             sizes.setdefault(owner, {})[attribute] = shape
     for (owner, attribute), ids in coupling.numbers.items():
@@ -137,11 +154,7 @@ def _add_own_sizes(
 
 def smaller_tensors(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> dict[str, Tensor]:
     """Return the state dict of `model` without the groups of `removed`: copies, same dtype."""
-    first: dict[int, str] = {}
-    canonical = {
-        name: first.setdefault(id(p), name)
-        for name, p in model.named_parameters(remove_duplicate=False)
-    }
+    canonical = first_names(model)
     tensors = {}
     for key, tensor in model.state_dict().items():
         name = canonical.get(key, key)
@@ -152,6 +165,13 @@ def smaller_tensors(model: nn.Module, coupling: Coupling, removed: np.ndarray) -
         left = slices_left(tensor, slices, removed)
         tensors[key] = left.detach().clone(memory_format=torch.contiguous_format)
     return tensors
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return by the name of each parameter the first of its names: several where it is shared."""
+    first: dict[int, str] = {}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in every}
 
 
 def slices_left(
@@ -307,7 +327,7 @@ def attempt(
     Runs copies of `model` on the CPU, in float64, or in its own dtype if its code needs that.
     """
     given = inputs.draw(1, torch.float64)
-    masked, allowed = _masked_copy(model, coupling, removed).double(), EXACT
+    masked, allowed = doubled(_masked_copy(model, coupling, removed)), EXACT
     wanted = _in_double(masked, given)
     if wanted is None:
         masked, allowed = _masked_copy(model, coupling, removed), TOLERANCE

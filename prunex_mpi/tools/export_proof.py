@@ -1,6 +1,5 @@
 """Prove that a smaller network computes the same, and measure what it saves."""
 
-import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from prunex_mpi.base.errors import FAILURE, UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.base.units import MIB
+from prunex_mpi.models.slim import doubled
 from prunex_mpi.tools.timing import Action, synchronize, wall_times
 
 # Of the largest output, in float64: what is left where two networks compute the same.
@@ -84,7 +84,7 @@ def prove(masked: nn.Module, smaller: nn.Module, batches: Iterator[tuple[Tensor,
         difference = max(difference, _apart(wanted, found))
         scale = max(scale, float(wanted.abs().max()))
         # Not before they have run without gradients: some keep a result, which can be copied then.
-        doubles = doubles or [copy.deepcopy(network).double() for network in (masked, smaller)]
+        doubles = doubles or [doubled(network) for network in (masked, smaller)]
         if number < EXACT_BATCHES:
             wanted_exactly, found_exactly = (_in_double(network, inputs) for network in doubles)
             exact = max(exact, _apart(wanted_exactly, found_exactly))

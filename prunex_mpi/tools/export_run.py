@@ -20,7 +20,7 @@ from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.tables import format_table
 from prunex_mpi.data.batches import Look, evaluation_batches, part_of
 from prunex_mpi.diagnosis.machine import describe_machine, package_versions
-from prunex_mpi.models import inputs, slim, standalone
+from prunex_mpi.models import gpt, inputs, slim, standalone
 from prunex_mpi.models.inputs import Images, Inputs, inputs_from
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
@@ -219,7 +219,8 @@ def write_network(folder: Path, tensors: dict[str, Tensor], plan: dict[str, Any]
 def loader_source() -> str:
     """Return the source of the file that loads a network: `standalone` with what it imports."""
     texts = [
-        Path(module.__file__).read_text(encoding="utf-8") for module in (standalone, inputs, slim)
+        Path(module.__file__).read_text(encoding="utf-8")
+        for module in (standalone, inputs, gpt, slim)
     ]
     return "\n\n".join([OUR_IMPORTS.sub("", texts[0]), *texts[1:]])
 

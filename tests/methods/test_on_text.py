@@ -31,7 +31,7 @@ def settings_of(folder: Path, name: str, method: str, **changes: object) -> Sett
     common = {
         "dataset": "text",
         "data_dir": str(folder / "text"),
-        "model": "text_nets:mixer",
+        "model": "tiny_text:gpt",
         "context": 8,
         "batch_size": 4,
         "local_steps": 3,

@@ -197,7 +197,15 @@ STEM, INNER = "stem.0.weight", "middle.inner.0.weight"
         (Shifted, {STEM: 6, INNER: 6}),
         (Depthwise, {STEM: 6}),
         (Shared, {STEM: 6}),
-        (SharedWeight, {STEM: 6, "middle.wide.0.weight": 6, "middle.last.0.weight": 6}),
+        (
+            SharedWeight,
+            {
+                STEM: 6,
+                "middle.narrow.0.weight": 5,
+                "middle.wide.0.weight": 6,
+                "middle.last.0.weight": 6,
+            },
+        ),
         (Counting, {STEM: 6, INNER: 6}),
         (Branching, {INNER: 6}),
     ],

@@ -176,7 +176,7 @@ def test_a_run_goes_on_without_its_file_and_another_begins_where_it_ended() -> N
         # Another run begins with what this one delivered, and sees images as it did.
         model = build_model(MODEL, Images(8, 10))
         settings = make(model=MODEL, init_from=str(folder / "run"))
-        found = pretrained.load_initial_(WORLD, settings, model, 8)
+        found = pretrained.load_initial_(WORLD, settings, model, Images(8))
         assert found.image_mean == pytest.approx((0.3,) * 3)
         assert found.image_std == pytest.approx((0.4,) * 3)
         taken = [torch.equal(t, weights[k]) for k, t in model.state_dict().items()]
@@ -189,7 +189,7 @@ def test_a_changed_file_is_refused(tmp_path: Path) -> None:
 
     settings = make(model=MODEL, init_from=save(tmp_path), init_digest="0" * 64)
     with pytest.raises(UserError, match="is not the file of before"):
-        pretrained.load_initial_(MPI.COMM_SELF, settings, trained(), 8)
+        pretrained.load_initial_(MPI.COMM_SELF, settings, trained(), Images(8))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_the_classes_of_another_run_are_compared_by_name(
     caplog.set_level(logging.INFO, log.name)
     for names, anew in (((), 0), (("ant", "bee"), 0), (("bee", "ant"), 1)):
         caplog.clear()
-        pretrained.load_initial_(MPI.COMM_SELF, settings, model, 8, names)
+        pretrained.load_initial_(MPI.COMM_SELF, settings, model, Images(8), names)
         assert caplog.text.count("has other classes than the data: layer") == anew
 
 
@@ -232,7 +232,7 @@ def test_a_run_that_made_its_network_smaller_says_so(tmp_path: Path) -> None:
         model = build_model(name, Images(8, 10))
         settings = make(init_from=str(tmp_path), model=name)
         with pytest.raises(UserError, match=word) if word else nullcontext():
-            pretrained.load_initial_(MPI.COMM_SELF, settings, model, 8)
+            pretrained.load_initial_(MPI.COMM_SELF, settings, model, Images(8))
 
 
 def test_what_the_run_filled_in_is_no_difference_and_all_else_is() -> None:

@@ -18,7 +18,7 @@ from prunex_mpi.tools.report.read_runs import read_run as read_for_report
 pytestmark = pytest.mark.any_mpi
 
 TEXT = "".join(f"{i} times {j} is {i * j};\n" for i in range(12) for j in range(12))
-MODEL = "text_nets:mixer"
+MODEL = "tiny_text:gpt"
 TINY = {
     "method": "dense",
     "dataset": "text",
