@@ -17,11 +17,15 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text, require_same, run_collectively_while
 from prunex_mpi.comm.collectives import hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.text_loading import READ, load_text, share_text
 from prunex_mpi.data.batches import channel_moments, normalisation
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.decoding import Access, decoding_threads
 from prunex_mpi.data.image_files import CONTENTS, Known, read_share
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.data.text import TextSet
+from prunex_mpi.data.text_files import BYTES
+from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
+from prunex_mpi.settings.fields import TEXT, Settings
 
 CPU = torch.device("cpu")
 # Of each rank, for mean and deviation of the colours, which they give to about 0.001.
@@ -30,12 +34,16 @@ MEASURED_IMAGES = 16384
 SIZES = {"digits": (10, 8), "cifar10": (10, 32), "cifar100": (100, 32)}
 
 
-def share_contents(world: MPI.Comm, name: str, data_dir: str, heartbeat: Heartbeat) -> Known:
+def share_contents(
+    world: MPI.Comm, name: str, data_dir: str, heartbeat: Heartbeat, tokenizer: str = BYTES
+) -> Known:
     """Return what lies in all class folders or tar files of a data set; each rank reads a share.
 
-    {} for a data set of another kind. Raises UserError (UNREADABLE) everywhere for what one can't
-    read. Collective on `world`.
+    Of text it is all of it, by `tokenizer`; {} for a data set of another kind. Raises UserError
+    (UNREADABLE) everywhere for what one can't read. Collective on `world`.
     """
+    if name == TEXT:
+        return share_text(world, data_dir, tokenizer, heartbeat)
     if name not in CONTENTS:
         return {}
     mine = run_collectively_while(
@@ -52,14 +60,16 @@ def share_contents(world: MPI.Comm, name: str, data_dir: str, heartbeat: Heartbe
     return found
 
 
-def find_sizes(settings: Settings, known: Known) -> tuple[int, int]:
-    """Return the number of classes and the side of an image, from one image of each half.
+def find_inputs(settings: Settings, known: Known) -> Inputs:
+    """Return what a network has to read and make, from one image of each half.
 
     `known` is what ranks have read of the data set already. Raises UserError (UNREADABLE).
     """
+    if settings.dataset == TEXT:
+        return Tokens(known[READ].tokenizer.size, settings.context)
     if settings.dataset in SIZES:
         classes, side = SIZES[settings.dataset]
-        return classes, settings.image_size or side
+        return Images(settings.image_size or side, classes)
     data = load(
         settings.dataset,
         data_dir=settings.data_dir,
@@ -70,7 +80,7 @@ def find_sizes(settings: Settings, known: Known) -> tuple[int, int]:
         seed=settings.seed,
         part=Part(0, 1, known=known),
     )
-    return data.num_classes, data.image_size
+    return inputs_from(data.sizes())
 
 
 def load_dataset(
@@ -79,7 +89,7 @@ def load_dataset(
     heartbeat: Heartbeat | None = None,
     device: torch.device = CPU,
     known: Known | None = None,
-) -> Dataset:
+) -> Dataset | TextSet:
     """Load this rank's shards, on the CPU; what any rank cannot read ends the job.
 
     Their training images will be on `device` as well; `known` is what `share_contents` has
@@ -88,9 +98,12 @@ def load_dataset(
     """
     heartbeat = heartbeat or Heartbeat()
     world = topology.world
-    room = free_room(topology, device)
     if known is None:
-        known = share_contents(world, settings.dataset, settings.data_dir, heartbeat)
+        where = settings.dataset, settings.data_dir
+        known = share_contents(world, *where, heartbeat, settings.tokenizer)
+    if settings.dataset == TEXT:
+        return load_text(world, settings, known)
+    room = free_room(topology, device)
     dataset = run_collectively_while(
         world,
         lambda going: load(

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torchvision.models import swin_transformer as swin
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# The key under which the heads of a SlimSelfAttention are stated.
-ATTENTION_HEADS = "self_attention_heads"
+# The keys under which heads of a SlimSelfAttention and channels of a SlimRMSNorm are stated.
+ATTENTION_HEADS, RMS_FEATURES = "self_attention_heads", "rms_norm_features"
+# Sizes of inputs at which an epsilon of RMSNorm shows.
+RMS_SCALES = (1.0, 1e-2, 1e-3, 1e-4, 1e-5)
 BATCH_NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
@@ -83,6 +85,79 @@ class SlimLayerNorm(nn.Module):
         out = centred * torch.rsqrt(squares / self.width + self.eps) * self.weight
         out = out if self.bias is None else out + self.bias
         return out.to(given).movedim(-1, self.dim)
+
+
+class SlimRMSNorm(nn.Module):
+    """RMSNorm over `width` channels, of which only some are present and the others are zero."""
+
+    def __init__(self, kept: int, width: int, eps: float | None) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.ones(kept))
+
+    @classmethod
+    def fitting(cls, module: nn.Module, num_features: int) -> nn.Module:
+        """Return `module`, or a smaller one with fresh weights unless it has `num_features`."""
+        if num_features == module.weight.numel():
+            return module
+        whole = as_rms_norm(module)
+        if whole is None:
+            raise ValueError(f"a {type(module).__name__} can't be made smaller")
+        new = cls(num_features, whole.width, whole.eps)
+        new.to(module.weight).train(module.training)
+        return new
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., kept] to the same shape."""
+        given, x = x.dtype, x.float() if x.element_size() < 4 else x
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        squares = x.square().sum(-1, keepdim=True) / self.width
+        return (x * torch.rsqrt(squares + eps) * self.weight).to(given)
+
+
+@torch.no_grad()
+def as_rms_norm(module: nn.Module) -> SlimRMSNorm | None:
+    """Return a SlimRMSNorm of full width with the weight of `module`, None where it does otherwise.
+
+    It is recognised by trial: torch's own as well as one written by hand, which has one vector
+    named weight and keeps epsilon as an attribute.
+    """
+    if isinstance(module, SlimRMSNorm):
+        return module
+    tensors = [*module.named_parameters(), *module.named_buffers(), *module.named_children()]
+    if [name for name, _ in tensors] != ["weight"] or module.weight.dim() != 1:
+        return None
+    width = module.weight.numel()
+    double = copy.deepcopy(module).double().cpu()
+    double.weight.copy_(torch.linspace(0.5, 1.5, width))
+    x = (torch.linspace(1, 9, 2 * width, dtype=torch.float64) * 7).sin().view(2, 1, width)
+    x = x * torch.tensor(RMS_SCALES, dtype=torch.float64).view(-1, 1)
+    try:
+        wanted = double(x)
+    # Its code may raise anything.
+    except Exception:
+        return None
+    for eps in (None, *(value for value in vars(module).values() if type(value) is float)):
+        found = SlimRMSNorm(width, width, eps)
+        found.weight = double.weight
+        alike = isinstance(wanted, Tensor) and wanted.shape == x.shape
+        # Many compute in float32.
+        if alike and torch.allclose(found(x), wanted.double(), rtol=1e-5, atol=0):
+            found.weight = module.weight
+            found.train(module.training)
+            return found
+    return None
+
+
+def doubled(model: nn.Module) -> nn.Module:
+    """Return a copy in float64, in which norms written by hand do not round to float32."""
+    double = copy.deepcopy(model).double()
+    for name, module in list(double.named_modules()):
+        norm = None if isinstance(module, nn.RMSNorm) else as_rms_norm(module)
+        if name and norm is not None:
+            parent, _, attribute = name.rpartition(".")
+            setattr(double.get_submodule(parent), attribute, norm)
+    return double
 
 
 class SlimAttention(nn.Module):

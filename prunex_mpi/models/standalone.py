@@ -24,13 +24,17 @@ import torchvision
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from prunex_mpi.models.gpt import Gpt, gpt_shape
+from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.slim import (
     ATTENTION_HEADS,
     ATTENTIONS,
     BATCH_NORMS,
     CONVOLUTIONS,
+    RMS_FEATURES,
     WINDOWS,
     SlimLayerNorm,
+    SlimRMSNorm,
     SlimSelfAttention,
     slim_attention,
     slim_windows,
@@ -40,10 +44,8 @@ from prunex_mpi.models.slim import (
 Sizes = dict[str, dict[str, int | list[int]]]
 
 FORMAT = 3
-# A plan that asks for more is damaged, or meant to take all memory.
-MOST_CLASSES, MOST_PIXELS = 10**5, 2**13
 # Places of a transformer, each with weights of its own.
-MOST_TOKENS = 2**18
+MOST_PATCHES = 2**18
 MODEL, PLAN = "model.safetensors", "plan.json"
 # Depth and the channels of the first stage: 16, or W in networks named -wW.
 CIFAR_FAMILY = {
@@ -97,45 +99,47 @@ def _is_lazy(model: nn.Module) -> bool:
     return any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers()))
 
 
-def _takes_size(factory: Callable[..., Any]) -> bool:
-    """Return whether a factory of models has a parameter `image_size`, by name or as **options."""
+def _taken(factory: Callable[..., Any], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return which of `sizes` a factory of models gets: the first, and the others that it takes."""
     try:
         parameters = inspect.signature(factory).parameters
     # Some functions written in C have no signature.
     except (TypeError, ValueError):
-        return True
-    return "image_size" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return dict(sizes)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(sizes)
+    first = next(iter(sizes))
+    return {name: size for name, size in sizes.items() if name == first or name in parameters}
 
 
 def build(description: Mapping[str, Any]) -> nn.Module:
     """Return a network of full size with fresh weights, on the CPU, in training mode.
 
-    Lazy modules are initialised by a dummy image. `description` holds name, num_classes, image_size
-    and stem ("cifar", "imagenet", or "" for networks that have only one). Raises ValueError for a
+    Lazy modules are initialised by a dummy input. `description` holds name, the sizes of inputs and
+    stem ("cifar", "imagenet", or "" for networks that have only one). Raises ValueError for a
     name or sizes that it can't be.
     """
-    name, side = description["name"], description["image_size"]
-    classes = description["num_classes"]
-    for what, count, most in (("classes", classes, MOST_CLASSES), ("pixels", side, MOST_PIXELS)):
-        if type(count) is not int or not 1 <= count <= most:
-            raise ValueError(f"{count} {what} are not from 1 to {most}")
+    name, inputs = description["name"], inputs_from(description)
     if ":" in name:
         module, _, factory = name.partition(":")
         make = getattr(importlib.import_module(module), factory)
-        model = make(num_classes=classes, **({"image_size": side} if _takes_size(make) else {}))
+        model = make(**_taken(make, inputs.sizes()))
         if isinstance(model, nn.Module) and _is_lazy(model):
             training = model.training
             model.eval()
             with torch.no_grad():
-                model(torch.zeros(1, 3, side, side))
+                model(inputs.zeros(torch.empty(0)))
             model.train(training)
         return model
+    if (shape := gpt_shape(name)) is not None:
+        return Gpt(shape, description["vocab_size"], description["context"])
+    side, classes = inputs.side, inputs.classes
     if name in CIFAR_FAMILY:
         return CifarResNet(*CIFAR_FAMILY[name], classes)
     if name == SMALL_VGG:
         return SmallVgg(VGG19, classes)
     if name == SMALL_VIT:
-        if (side // 4) ** 2 > MOST_TOKENS:
+        if (side // 4) ** 2 > MOST_PATCHES:
             raise ValueError(f"{side} pixels are too many for {name}")
         return torchvision.models.VisionTransformer(
             image_size=side,
@@ -264,9 +268,11 @@ def resize_(model: nn.Module, sizes: Sizes) -> None:
 
     Convolutions have in_channels, out_channels and groups, linear layers in_features and
     out_features, BatchNorm, InstanceNorm and LayerNorm num_features, GroupNorm num_groups and
-    num_channels, attention num_heads and embed_dim. Other modules have their own numbers and
-    shapes of parameters. Raises ValueError where a module lacks what is stated, or would grow.
+    num_channels, attention num_heads and embed_dim, embeddings embedding_dim. What several modules
+    share they go on to share. Other modules have their own numbers and shapes of parameters.
+    Raises ValueError where a module lacks what is stated, or would grow.
     """
+    shared = _shared_parameters(model)
     for name, stated in sizes.items():
         module = model.get_submodule(name)
         wanted = {key: size for key, size in stated.items() if isinstance(size, int)}
@@ -277,6 +283,8 @@ def resize_(model: nn.Module, sizes: Sizes) -> None:
             module_of_fewer = slim_attention(module, **wanted)
         elif isinstance(module, nn.LayerNorm | SlimLayerNorm):
             module_of_fewer = SlimLayerNorm.fitting(module, **wanted)
+        elif RMS_FEATURES in wanted:
+            module_of_fewer = SlimRMSNorm.fitting(module, wanted[RMS_FEATURES])
         elif ATTENTION_HEADS in wanted:
             module_of_fewer = SlimSelfAttention(module, wanted[ATTENTION_HEADS])
         elif type(module) in WINDOWS:
@@ -287,10 +295,22 @@ def resize_(model: nn.Module, sizes: Sizes) -> None:
         if module_of_fewer is not module:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, module_of_fewer)
+    for first, *others in shared:
+        for name in others:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, model.get_parameter(first))
+
+
+def _shared_parameters(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [every for every in names.values() if len(every) > 1]
 
 
 def _resize_alone_(module: nn.Module, wanted: Mapping[str, int]) -> None:
-    if isinstance(module, (*CONVOLUTIONS, nn.Linear, nn.GroupNorm, *BATCH_NORMS)):
+    if isinstance(module, (*CONVOLUTIONS, nn.Linear, nn.Embedding, nn.GroupNorm, *BATCH_NORMS)):
         for attribute, shape in _shapes_for(module)(**wanted).items():
             _reallocate_(module, attribute, shape)
     for key, size in wanted.items():
@@ -321,6 +341,8 @@ def _shapes_for(module: nn.Module) -> Callable[..., dict[str, tuple[int, ...]]]:
             "weight": (out_features, in_features),
             "bias": (out_features,),
         }
+    if isinstance(module, nn.Embedding):
+        return lambda embedding_dim: {"weight": (module.num_embeddings, embedding_dim)}
     if isinstance(module, nn.GroupNorm):
         return lambda num_groups, num_channels: dict.fromkeys(("weight", "bias"), (num_channels,))
     names = ("weight", "bias", "running_mean", "running_var")

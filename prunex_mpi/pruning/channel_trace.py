@@ -1,19 +1,22 @@
 """Follow a forward pass: label every tensor that it makes, and know in which module's code it is.
 
-`coupling` builds groups from the labels that a dummy image leaves.
+`coupling` builds groups from the labels that a dummy input leaves.
 """
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.dummy_input import dummy_input, evaluating
-from prunex_mpi.models.slim import norm_dim
+from prunex_mpi.models.inputs import Inputs
+from prunex_mpi.models.slim import SlimRMSNorm, as_rms_norm, norm_dim
 from prunex_mpi.pruning import label_layers
 from prunex_mpi.pruning.label_shapes import TEMPLATES, shape
 from prunex_mpi.pruning.labels import (
@@ -125,7 +128,20 @@ SHAPING = {
 # The same, but not with plain rules; `zeros_like` and `zero_` keep zeros zero.
 MORE_ZERO_PRESERVING = {"zeros_like", "zero_", "type_as"}
 MORE_ELEMENTWISE = {"clamp", "clamp_", "masked_fill", "masked_fill_", "ones_like", "full_like"}
-MORE_SHAPING = {"roll", "flip", "mT", "T", "repeat", "tile", "moveaxis", "swapdims", *TEMPLATES}
+MORE_SHAPING = {
+    "roll",
+    "flip",
+    "mT",
+    "T",
+    "repeat",
+    "repeat_interleave",
+    "tile",
+    "moveaxis",
+    "swapdims",
+    *TEMPLATES,
+}
+# Of a positive number.
+POWERS = {"pow", "pow_", "__pow__", "__ipow__", "float_power"}
 # New tensors that take only dtype and device from their argument.
 NEW = {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"}
 # Over positions, each channel by itself.
@@ -155,7 +171,10 @@ MORE_RULES = {
     "instance_norm": label_layers.normalise_each,
     **dict.fromkeys(("prelu", "_prelu_kernel"), label_layers.bend),
     "scaled_dot_product_attention": label_layers.attend,
-    **dict.fromkeys(("matmul", "__matmul__", "bmm"), label_layers.multiply_matrices),
+    **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), label_layers.multiply_matrices),
+    "addmm": label_layers.add_product,
+    "embedding": label_layers.embed,
+    "rms_norm": label_layers.normalise_squares,
     "softmax": label_layers.soften,
 }
 
@@ -222,7 +241,7 @@ class Trace(TorchFunctionMode):
             label_layers.normalise_layer(labels, result, *args, **kwargs)
         elif name == "normalize":
             label_layers.normalise_length(labels, result, self.places.module, *args, **kwargs)
-        elif name in MORE_ZERO_PRESERVING:
+        elif name in MORE_ZERO_PRESERVING or (name in POWERS and _is_positive(args[1])):
             labels.label(result, *labels.of(args[0]))
         elif name in MORE_ELEMENTWISE:
             labels.label(result, labels.of(args[0])[0], zero=False)
@@ -232,7 +251,7 @@ class Trace(TorchFunctionMode):
             self._keep(result, func, args, kwargs)
 
 
-def follow_image(model: nn.Module, image_size: int, plain: frozenset[str], pins: Pins) -> Labels:
+def follow_input(model: nn.Module, inputs: Inputs, plain: frozenset[str], pins: Pins) -> Labels:
     """Return the labels of a forward pass of `model`, on the CPU, in evaluation mode.
 
     Plain rules hold in the modules named in `plain` and those inside them; "" is the whole model.
@@ -244,15 +263,51 @@ def follow_image(model: nn.Module, image_size: int, plain: frozenset[str], pins:
         for name, module in model.named_modules()
         if isinstance(module, nn.LayerNorm) and norm_dim(module) is not None
     }
-    image = dummy_input(model, image_size)
-    labels.label(image, torch.full(image.shape, PINNED))
+    labels.norms |= {f"{name}.weight" for name in find_rms_norms(model)}
+    given = dummy_input(model, inputs)
+    labels.label(given, torch.full(given.shape, PINNED))
     places = Places()
     trace = Trace(labels, places, plain, pins)
-    with evaluating(model), _numbers_named(model), following(model, places), trace:
-        output = model(image)
+    with (
+        evaluating(model),
+        _numbers_named(model),
+        following(model, places),
+        plain_norms(model),
+        trace,
+    ):
+        output = model(given)
     labels.plain = False
     labels.pin([output], "its outputs are the classes")
     return labels
+
+
+def find_rms_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that are RMSNorm, by name."""
+    return {name: module for name, module in model.named_modules() if name and as_rms_norm(module)}
+
+
+@contextmanager
+def plain_norms(model: nn.Module) -> Iterator[None]:
+    """Make every RMSNorm written by hand call torch's own while the context lasts."""
+    changed = [m for m in find_rms_norms(model).values() if not isinstance(m, nn.RMSNorm)]
+    try:
+        for module in changed:
+            module.forward = partial(_normalise, as_rms_norm(module))
+        yield
+    finally:
+        for module in changed:
+            module.__dict__.pop("forward", None)
+
+
+def _normalise(norm: SlimRMSNorm, x: Tensor) -> Tensor:
+    # As large as where channels are missing.
+    share = norm.weight.numel() / norm.width
+    eps = None if norm.eps is None else norm.eps / share
+    return F.rms_norm(x, norm.weight.shape, norm.weight, eps) * share**-0.5
+
+
+def _is_positive(exponent: object) -> bool:
+    return isinstance(exponent, int | float) and exponent > 0
 
 
 @contextmanager

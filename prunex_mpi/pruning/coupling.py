@@ -1,6 +1,6 @@
 """Find coupled groups: slices of parameters that must be removed together with a channel.
 
-A dummy image runs through the model while every tensor carries labels: an integer per element, the
+A dummy input runs through the model while every tensor carries labels: an integer per element, the
 group of channels that the element belongs to. A convolution or a linear layer reads the labels of
 its input as its columns and gives each of its rows a new label; BatchNorm ties its gamma and beta
 to the labels that it normalises; an addition joins the labels that meet; reshaping, slicing,
@@ -29,7 +29,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.pruning.channel_trace import NO_PINS, Pins, follow_image
+from prunex_mpi.models.inputs import Inputs
+from prunex_mpi.pruning.channel_trace import NO_PINS, Pins, follow_input
 from prunex_mpi.pruning.labels import PINNED, VOID, Cut, Labels, Use, first_along, thin, varying
 
 # Plain rules everywhere: convolutions, linear layers and BatchNorm only.
@@ -60,9 +61,11 @@ class Coupling:
     is applied, from which follow its multiply-adds. `excluded` are lines on what stays, and why.
 
     `numbers` holds the ids that a module's attribute counts, by (module, attribute). `norms` are
-    the weights of LayerNorm, which reads all channels, and `lengths` the ids of F.normalize, which
-    does too, by the module that calls it. Modules in `swapped` are attention whose code relies on
-    the width of all heads; in a smaller network they are replaced.
+    the weights of LayerNorm and RMSNorm, which read all channels, and `lengths` the ids of
+    F.normalize, which does too, by the module that calls it. Modules in `swapped` are attention
+    whose code relies on the width of all heads; in a smaller network they are replaced. Weights in
+    `transposed` have their outputs, the channels that they make, as columns, and so have
+    embeddings.
     """
 
     rows: dict[str, np.ndarray]
@@ -76,6 +79,23 @@ class Coupling:
     norms: frozenset[str] = frozenset()
     lengths: dict[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
     swapped: frozenset[str] = frozenset()
+    transposed: frozenset[str] = frozenset()
+
+    def makers(self) -> dict[str, tuple[int, np.ndarray]]:
+        """Return by weight the (dimension, ids) of the channels that it makes."""
+        return self._sides(0)
+
+    def readers(self) -> dict[str, tuple[int, np.ndarray]]:
+        """Return by weight the (dimension, ids) of the channels that it reads."""
+        return self._sides(1)
+
+    def _sides(self, dim: int) -> dict[str, tuple[int, np.ndarray]]:
+        found = {}
+        for name in self.positions:
+            own = 1 - dim if name in self.transposed else dim
+            if (ids := (self.rows, self.columns)[own].get(name)) is not None:
+                found[name] = own, ids
+        return found
 
     def slices(self, name: str) -> list[tuple[int, np.ndarray]]:
         """Return the (dimension, ids) pairs of the parameter `name`, [] for none."""
@@ -101,16 +121,15 @@ class Coupling:
 
 
 def find_coupling(
-    model: nn.Module, image_size: int, plain: frozenset[str] = frozenset(), pins: Pins = NO_PINS
+    model: nn.Module, inputs: Inputs, plain: frozenset[str] = frozenset(), pins: Pins = NO_PINS
 ) -> Coupling:
-    """Find the coupled groups of `model`, a classifier of [n, 3, image_size, image_size] images.
+    """Find the coupled groups of `model`, which reads `inputs`.
 
-    Runs one dummy image on the CPU in evaluation mode; the model is unchanged afterwards. In the
+    Runs one dummy input on the CPU in evaluation mode; the model is unchanged afterwards. In the
     modules named in `plain` only plain rules hold; channels that the calls in `pins` touch stay.
     Raises UserError when no group can be removed.
     """
-    labels = follow_image(model, image_size, plain, pins)
-    _pin_shared(model, labels)
+    labels = follow_input(model, inputs, plain, pins)
     _settle(labels)
     counted = _numbers(labels)
     return _collect(labels, counted)
@@ -119,17 +138,6 @@ def find_coupling(
 # --------------------------------------------------------------------------------------------------
 # Constraints between groups
 # --------------------------------------------------------------------------------------------------
-
-
-def _pin_shared(model: nn.Module, labels: Labels) -> None:
-    """Pin all of the parameters that several modules have: each is made smaller by itself."""
-    reason = "it meets weights that several layers share"
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = labels.names[id(parameter)]
-        modules = {id(model.get_submodule(n.rpartition(".")[0])) for n in (name, first)}
-        if len(modules) > 1:
-            for known in (labels.rows, labels.columns):
-                labels.pin_labels(known.get(first, ()), reason)
 
 
 def _settle(labels: Labels) -> None:
@@ -214,8 +222,13 @@ def _collect(labels: Labels, counted: dict[tuple[str, str], np.ndarray]) -> Coup
     for dim, known in ((0, labels.rows), (1, labels.columns)):
         for name, found in known.items():
             _find_places(labels, places, (name, dim), found)
-    # Every group must be rows of some weight.
-    homeless = [root for root, at in places.items() if all(dim for _, dim in at)]
+    transposed = labels.transposed | (labels.embeddings - _read_by_layers(labels))
+
+    def makes(name: str, dim: int) -> bool:
+        return bool(dim) == (name in transposed)
+
+    # Every group must be the outputs of some weight.
+    homeless = [root for root, at in places.items() if not any(makes(*place) for place in at)]
     labels.pin_labels(homeless, "no weight makes it")
     members: dict[frozenset[tuple[tuple[str, int], int]], list[int]] = {}
     for root, at in places.items():
@@ -224,10 +237,12 @@ def _collect(labels: Labels, counted: dict[tuple[str, str], np.ndarray]) -> Coup
             members.setdefault(frozenset(at.items()), []).append(root)
     ids: dict[int, int] = {}
     sets, excluded = [], []
-    rows_first = {name: number for number, name in enumerate(labels.rows)}
+    rows_first = {
+        name: number for number, name in enumerate(dict.fromkeys([*labels.rows, *labels.columns]))
+    }
     for found, roots in members.items():
-        rows = {name: count for (name, dim), count in found if dim == 0}
-        columns = {name: count for (name, dim), count in found if dim == 1}
+        rows = {name: count for (name, dim), count in found if makes(name, dim)}
+        columns = {name: count for (name, dim), count in found if not makes(name, dim)}
         name, start = min(rows, key=rows_first.__getitem__), len(ids)
         # Of weights, since vectors of norms and biases may repeat a layer's rows.
         widest = max(rows.get(name, 0) for name in (*(rows.keys() & labels.positions.keys()), name))
@@ -277,7 +292,13 @@ def _collect(labels: Labels, counted: dict[tuple[str, str], np.ndarray]) -> Coup
         translate_all(counted),
         frozenset(labels.norms & rows.keys()),
         {name: tuple(map(translate, every)) for name, every in _lengths(labels).items()},
+        transposed=frozenset(transposed),
     )
+
+
+def _read_by_layers(labels: Labels) -> set[str]:
+    """Return the weights that layers multiply by, beside what looks them up."""
+    return {name for name, positions in labels.positions.items() if positions}
 
 
 def _find_places(

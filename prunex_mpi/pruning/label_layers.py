@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.pruning.labels import PINNED, VOID, Cut, Labels, first_along, thin, varying
+from prunex_mpi.pruning.labels import PINNED, VOID, Cut, Labels, first_along, mixes, thin, varying
 
 COMPUTED_WEIGHT = "a computed weight"
 COMPUTED = f"{COMPUTED_WEIGHT} is no parameter; leave weight_norm and its like away"
@@ -121,6 +121,53 @@ def multiply(
         labels.count(name, result[..., 0].numel())
     _note_bias(labels, bias, rows)
     labels.label(result, torch.from_numpy(rows).expand(result.shape))
+
+
+def multiply_transposed(
+    labels: Labels, result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> None:
+    """Label x @ weight + bias, where the parameter `weight` is [inputs, outputs]."""
+    name = labels.names[id(weight)]
+    inputs, outputs = read(labels, x, -1, name), labels.fresh(weight.shape[1])
+    labels.transposed.add(name)
+    labels.note(labels.rows, weight, inputs)
+    labels.note(labels.columns, weight, outputs)
+    labels.count(name, result[..., 0].numel())
+    _note_bias(labels, bias, outputs)
+    labels.label(result, torch.from_numpy(outputs).expand(result.shape))
+
+
+def add_product(
+    labels: Labels, result: Tensor, bias: Tensor, x: Tensor, weight: Tensor, **options: object
+) -> None:
+    """Label addmm, which some linear layers are made of."""
+    if id(weight) in labels.names and bias.dim() == 1:
+        multiply_transposed(labels, result, x, weight, bias)
+    else:
+        labels.keep([bias, x, weight], [result], "addmm mixes it with others")
+
+
+def embed(
+    labels: Labels,
+    result: Tensor,
+    tokens: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    *rest: object,
+    **options: object,
+) -> None:
+    """Give the channels of an embedding, the columns of its weight, new labels."""
+    name = labels.names.get(id(weight))
+    if name is None or max_norm is not None:
+        labels.label_pinned([result])
+        return
+    columns = labels.fresh(weight.shape[1])
+    labels.embeddings.add(name)
+    labels.note(labels.columns, weight, columns)
+    # Looking up takes no multiplication.
+    labels.count(name, 0)
+    labels.label(result, torch.from_numpy(columns).expand(result.shape))
 
 
 def _note_bias(labels: Labels, bias: Tensor | None, rows: np.ndarray) -> None:
@@ -246,6 +293,26 @@ def normalise_layer(
     labels.label(result, found)
 
 
+def normalise_squares(
+    labels: Labels,
+    result: Tensor,
+    x: Tensor,
+    normalized_shape: object,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> None:
+    """Label RMSNorm as `normalise_layer` does LayerNorm; zeros stay zero."""
+    found, zero = labels.of(x)
+    few, last = varying(found), x.dim() - 1
+    if len(few) > 1 and last in few:
+        labels.join_along(found, last)
+    if last in few and len(few) == 1:
+        if labels.names.get(id(weight), "") not in labels.norms or not zero:
+            labels.pin([x], mixes("rms_norm", plain=labels.plain))
+        labels.note(labels.rows, weight, first_along(found, last))
+    labels.label(result, labels.roots(found), zero)
+
+
 def normalise_length(
     labels: Labels,
     result: Tensor,
@@ -284,6 +351,10 @@ def meet(labels: Labels, result: Tensor, product: bool, *operands: object) -> No
         labels.label_pinned([result])
         return
     if len(found) == 2 and not labels.plain:
+        scaled = _keep_fixed(labels, found) if product else None
+        if scaled is not None:
+            labels.label(result, scaled.expand(result.shape), any(zeros))
+            return
         shared = _find_shared(labels, found, operands)
         if shared is not None:
             one = found.pop(shared)
@@ -303,13 +374,34 @@ def meet(labels: Labels, result: Tensor, product: bool, *operands: object) -> No
     labels.label(result, joined.expand(result.shape), any(zeros) if product else all(zeros))
 
 
+def _keep_fixed(labels: Labels, found: list[Tensor]) -> Tensor | None:
+    """Return the labels of a product with what stays, such as the angles of rotary positions.
+
+    Where that is the same along some dimension of channels, as along heads, all channels along the
+    other dimensions, whose sizes it has, become one group. None where there is no such dimension.
+    """
+    for one, other in (found, found[::-1]):
+        shape = _shape_beside(one, other)
+        along = varying(other)
+        whole = [d for d in along if shape[d] != 1]
+        if whole and len(whole) < len(along) and bool((thin(one)[0] == PINNED).all()):
+            for dim in whole:
+                labels.join_along(other, dim)
+            return labels.roots(other)
+    return None
+
+
+def _shape_beside(one: Tensor, other: Tensor) -> list[int]:
+    """Return the shape of `one` in the dimensions of `other`."""
+    dims = other.dim()
+    return [1] * (dims - one.dim()) + list(one.shape[max(0, one.dim() - dims) :])
+
+
 def _find_shared(labels: Labels, found: list[Tensor], operands: tuple[object, ...]) -> int | None:
     """Return which of two operands is broadcast along the other's channels, parameters first."""
     for i in sorted((0, 1), key=lambda i: id(operands[i]) not in labels.names):
         one, other = found[i], found[1 - i]
-        dims = other.dim()
-        shape = [1] * (dims - one.dim()) + list(one.shape[max(0, one.dim() - dims) :])
-        along = varying(other)
+        shape, along = _shape_beside(one, other), varying(other)
         if along and all(shape[d] == 1 for d in along):
             return i
     return None
@@ -432,7 +524,11 @@ def attend(
     """Label scaled_dot_product_attention of tensors [..., heads, positions, channels]."""
     found = [labels.of(x)[0] for x in (query, key, value)]
     zero = labels.of(value)[1]
-    head = None if options.get("enable_gqa") else _join_heads(labels, found, result)
+    if options.get("enable_gqa"):
+        # So many heads of queries have the same keys and values.
+        sharing = query.shape[-3] // key.shape[-3]
+        found[1:] = [f.repeat_interleave(sharing, dim=-3) for f in found[1:]]
+    head = _join_heads(labels, found, result)
     if head is None:
         # Without heads, the scale of the product depends on the number of channels.
         labels.pin([query, key], MIXES)
@@ -447,6 +543,9 @@ def attend(
 
 def multiply_matrices(labels: Labels, result: Tensor, first: Tensor, second: Tensor) -> None:
     """Label a product of matrices [..., n, k] and [..., k, m]."""
+    if id(second) in labels.names and second.dim() == 2:
+        multiply_transposed(labels, result, first, second)
+        return
     if first.dim() > 1 and second.dim() > 1:
         found, zeros = zip(*(labels.of(x) for x in (first, second)), strict=True)
         head = _join_heads(labels, list(found), result)

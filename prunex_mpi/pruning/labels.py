@@ -60,6 +60,9 @@ class Labels:
         self.free: dict[str, Tensor] = {}
         self.positions: dict[str, int] = {}
         self.norms: set[str] = set()
+        # Weights [inputs, outputs], and embeddings.
+        self.transposed: set[str] = set()
+        self.embeddings: set[str] = set()
         # (module whose code calls F.normalize, labels of its input, dimension).
         self.lengths: list[tuple[str, Tensor, int]] = []
         self.cuts: list[Cut] = []
@@ -245,11 +248,10 @@ CUTTING = ("chunk", "split", "tensor_split", "unbind", "__getitem__", "select", 
 INSTEAD = {
     "local_response_norm": "nn.BatchNorm2d",
     "lp_pool2d": "nn.AvgPool2d",
-    "__pow__": "a product",
     "conv_transpose2d": "nn.Upsample and nn.Conv2d",
 }
 # Hints that plain rules can't follow.
-INSTEAD_UNLESS_PLAIN = {"einsum": "matmul or a product", "rms_norm": "nn.LayerNorm"}
+INSTEAD_UNLESS_PLAIN = {"einsum": "matmul or a product", "rms_norm": "nn.RMSNorm"}
 
 
 def mixes(name: str, *, plain: bool) -> str:

@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from prunex_mpi.models.dummy_input import evaluating
-from prunex_mpi.pruning.channel_trace import Places, following
+from prunex_mpi.pruning.channel_trace import Places, following, plain_norms
 from prunex_mpi.pruning.coupling import ChannelSet, Coupling
 from prunex_mpi.pruning.labels import by_position
 from prunex_mpi.pruning.shrink import WEIGHT, attention_of
 
 # Functions that read channels with a weight, and the dimension of the channels.
-READERS = {"linear": -1, "layer_norm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
+READERS = {"linear": -1, "layer_norm": -1, "rms_norm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
+# Those that may do so with a weight [inputs, outputs], and the place of what they read.
+PRODUCTS = {"matmul": 0, "__matmul__": 0, "mm": 0, "addmm": 1}
 SHOWN = 2  # names per line of a report
 
 
@@ -44,16 +46,18 @@ def judge(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
     """
     weights = {name: p.detach() for name, p in model.named_parameters()}
     written = {
-        name: _carried(ids, ~_zero_slices(weights[name], 0), coupling.total)
-        for name, ids in coupling.rows.items()
-        if name in coupling.positions
+        name: _carried(ids, ~_zero_slices(weights[name], dim), coupling.total)
+        for name, (dim, ids) in coupling.makers().items()
     }
     read = {
-        name: _carried(ids, ~_zero_slices(weights[name], 1), coupling.total)
-        for name, ids in coupling.columns.items()
-        if name in coupling.positions
+        name: _carried(ids, ~_zero_slices(weights[name], dim), coupling.total)
+        for name, (dim, ids) in coupling.readers().items()
     }
-    # LayerNorm reads all channels, and so does F.normalize.
+    made, taken = (
+        {name: ids for name, (_, ids) in sides.items()}
+        for sides in (coupling.makers(), coupling.readers())
+    )
+    # LayerNorm and RMSNorm read all channels, and so does F.normalize.
     together = [coupling.rows[name] for name in coupling.norms]
     together += [ids for every in coupling.lengths.values() for ids in every]
     felt = np.isin(np.arange(coupling.total), np.concatenate([*together, [-1]]))
@@ -77,22 +81,22 @@ def judge(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
                 f"{_channels(s, silent.sum())}: the filters are zero, but BatchNorm or a bias "
                 f"passes a constant to {_names(active, part, silent)}"
             )
-        partly = stays & is_written[part] & _some_idle(coupling.rows, written, part)
+        partly = stays & is_written[part] & _some_idle(made, written, part)
         if partly.any():
             lines.append(
                 f"{_channels(s, partly.sum())}: the filters are zero in some but not all of "
-                f"{_carriers(coupling.rows, written, s)}"
+                f"{_carriers(made, written, s)}"
             )
         normed = stays & ~is_read[part]
         if normed.any():
             lines.append(
                 f"{_channels(s, normed.sum())}: read by no weight, but by a norm of all channels"
             )
-        unread = stays & is_read[part] & is_written[part] & _some_idle(coupling.columns, read, part)
+        unread = stays & is_read[part] & is_written[part] & _some_idle(taken, read, part)
         if unread.any():
             lines.append(
                 f"{_channels(s, unread.sum())}: ignored by some but not all of "
-                f"{_carriers(coupling.columns, read, s)}"
+                f"{_carriers(taken, read, s)}"
             )
     return Verdict(removed, (*lines, *_zeros_elsewhere(weights, coupling)))
 
@@ -119,12 +123,16 @@ class Activity(TorchFunctionMode):
         self.found: dict[str, np.ndarray] = {}
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.coupling = coupling
+        self.readers = {name: ids for name, (_, ids) in coupling.readers().items()}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
         operands, named = by_position(args, kwargs or {})
         if name in READERS:
             self.look(operands[0], (*operands, *named.values()), READERS[name])
+        elif name in PRODUCTS:
+            place = PRODUCTS[name]
+            self.look(operands[place], operands[place + 1 : place + 2], -1)
         elif name == "multi_head_attention_forward":
             for x in operands[:3]:
                 self.look(x, operands[5:6], -1)
@@ -138,7 +146,7 @@ class Activity(TorchFunctionMode):
         """Record the non-zero groups of `x` for each weight in `arguments`."""
         names = [self.names.get(id(a)) for a in arguments if isinstance(a, nn.Parameter)]
         for name in names:
-            known = self.coupling.rows if name in self.coupling.norms else self.coupling.columns
+            known = self.coupling.rows if name in self.coupling.norms else self.readers
             if (ids := known.get(name)) is not None:
                 self.note(name, x, ids, dim)
 
@@ -160,11 +168,11 @@ def _activity(model: nn.Module, coupling: Coupling, images: Tensor) -> dict[str,
     """Return by reader which groups are not zero where it reads them, bool [groups]."""
     places = Places()
     activity = Activity(model, coupling, places)
-    with evaluating(model), following(model, places), activity:
+    with evaluating(model), following(model, places), plain_norms(model), activity:
         model(images)
     found = activity.found
-    for name in coupling.positions.keys() & coupling.columns.keys():
-        ids, attention = coupling.columns[name], attention_of(model, name)
+    for name, (_, ids) in coupling.readers().items():
+        attention = attention_of(model, name)
         if attention is not None and name.endswith("out_proj.weight"):
             # Its input can't be seen: a head of zero filters gives the bias of its values.
             marks = np.zeros(len(ids), dtype=bool)
@@ -252,8 +260,9 @@ def _zeros_elsewhere(weights: Mapping[str, Tensor], coupling: Coupling) -> list[
     for name, weight in weights.items():
         if weight.dim() < 2 or name not in coupling.positions:
             continue
-        ids = coupling.rows.get(name, np.full(weight.shape[0], -1))
-        count = int((_zero_slices(weight, 0) & (ids < 0)).sum())
+        own = 1 if name in coupling.transposed else 0
+        dim, ids = coupling.makers().get(name, (own, np.full(weight.shape[own], -1)))
+        count = int((_zero_slices(weight, dim) & (ids < 0)).sum())
         if count:
             reason = next((e for e in coupling.excluded if e.startswith(f"{name} [")), "")
             why = reason.partition(": ")[2] or "they meet what cannot be removed"

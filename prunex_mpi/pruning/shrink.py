@@ -15,16 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError, one_line
+from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.models.slim import (
     ATTENTION_HEADS,
     ATTENTIONS,
     BATCH_NORMS,
     CONVOLUTIONS,
+    RMS_FEATURES,
     WINDOWS,
     SlimAttention,
     SlimLayerNorm,
+    SlimRMSNorm,
     SlimSelfAttention,
+    doubled,
     self_attention_parts,
 )
 from prunex_mpi.models.standalone import Sizes, fill_, resize_
@@ -49,12 +53,15 @@ def shrink(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> nn.Modu
 def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> Sizes:
     """Return the sizes of every module that can be resized, for `standalone.resize_`."""
     sizes: Sizes = {}
+    first = first_names(model)
 
     def left(known: Mapping[str, np.ndarray], name: str, size: int) -> int:
-        return int(kept_slices(known[name], removed).sum()) if name in known else size
+        ids = known.get(first.get(name, name))
+        return size if ids is None else int(kept_slices(ids, removed).sum())
 
     for name, module in model.named_modules():
         weight = f"{name}{WEIGHT}" if name else "weight"
+        weight = first.get(weight, weight)
         if isinstance(module, ATTENTIONS):
             inner = module.num_heads * module.head_dim
             rows = left(coupling.rows, f"{name}.in_proj_weight", 3 * inner)
@@ -78,6 +85,12 @@ def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> 
                 "num_groups": int(kept.any(axis=1).sum()),
                 "num_channels": int(kept.sum()),
             }
+        elif isinstance(module, SlimRMSNorm) or (
+            weight in coupling.norms and not isinstance(module, nn.LayerNorm | SlimLayerNorm)
+        ):
+            sizes[name] = {RMS_FEATURES: left(coupling.rows, weight, module.weight.numel())}
+        elif isinstance(module, nn.Embedding):
+            sizes[name] = {"embedding_dim": left(coupling.columns, weight, module.embedding_dim)}
         elif weight in coupling.norms or isinstance(module, SlimLayerNorm):
             sizes[name] = {"num_features": left(coupling.rows, weight, module.weight.numel())}
         elif isinstance(module, nn.Linear) and attention_of(model, weight) is None:
@@ -122,11 +135,16 @@ def _add_own_sizes(
     """Add the shapes of parameters and the numbers of other modules to `sizes`."""
     known = sizes.keys() - {n for n, m in model.named_modules() if type(m) in WINDOWS}
     known |= coupling.swapped
-    for name in dict.fromkeys((*coupling.rows, *coupling.columns, *coupling.inner)):
+    named = {id(model.get_submodule(name)) for name in known}
+    coupled = {*coupling.rows, *coupling.columns, *coupling.inner}
+    for name, first in first_names(model).items():
         owner, _, attribute = name.rpartition(".")
-        if owner not in known and attention_of(model, name) is None:
+        # A module that has two names is in `sizes` under its first.
+        if first not in coupled or id(model.get_submodule(owner)) in named:
+            continue
+        if attention_of(model, name) is None:
             shape = list(model.get_parameter(name).shape)
-            for dim, ids in coupling.slices(name):
+            for dim, ids in coupling.slices(first):
                 shape[dim] = int(kept_slices(ids, removed).sum())
             sizes.setdefault(owner, {})[attribute] = shape
     for (owner, attribute), ids in coupling.numbers.items():
@@ -136,11 +154,7 @@ def _add_own_sizes(
 
 def smaller_tensors(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> dict[str, Tensor]:
     """Return the state dict of `model` without the groups of `removed`: copies, same dtype."""
-    first: dict[int, str] = {}
-    canonical = {
-        name: first.setdefault(id(p), name)
-        for name, p in model.named_parameters(remove_duplicate=False)
-    }
+    canonical = first_names(model)
     tensors = {}
     for key, tensor in model.state_dict().items():
         name = canonical.get(key, key)
@@ -151,6 +165,13 @@ def smaller_tensors(model: nn.Module, coupling: Coupling, removed: np.ndarray) -
         left = slices_left(tensor, slices, removed)
         tensors[key] = left.detach().clone(memory_format=torch.contiguous_format)
     return tensors
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return by the name of each parameter the first of its names: several where it is shared."""
+    first: dict[int, str] = {}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in every}
 
 
 def slices_left(
@@ -228,12 +249,12 @@ def rules_of(text: str) -> Rules:
     return Rules(frozenset(plain), frozenset(swapped), pins)
 
 
-def find_coupling_by(model: nn.Module, image_size: int, rules: Rules) -> Coupling:
+def find_coupling_by(model: nn.Module, inputs: Inputs, rules: Rules) -> Coupling:
     """Find the coupled groups of `model` by `rules`, without a trial."""
-    return replace(find_coupling(model, image_size, rules.plain, rules.pins), swapped=rules.swapped)
+    return replace(find_coupling(model, inputs, rules.plain, rules.pins), swapped=rules.swapped)
 
 
-def find_rules(model: nn.Module, image_size: int, rules: Rules = Rules()) -> Rules:
+def find_rules(model: nn.Module, inputs: Inputs, rules: Rules = Rules()) -> Rules:
     """Return the widest rules, from `rules` down, by which `model` works without any group.
 
     Where the code of a module fails at a smaller size, attention is replaced by ours, and in other
@@ -247,9 +268,9 @@ def find_rules(model: nn.Module, image_size: int, rules: Rules = Rules()) -> Rul
             "was before, or choose other --groups"
         )
     while True:
-        coupling = find_coupling_by(model, image_size, rules)
+        coupling = find_coupling_by(model, inputs, rules)
         attempts = (
-            attempt(model, coupling, removed, image_size)
+            attempt(model, coupling, removed, inputs)
             for removed in (_some_of_each(coupling), _drawn_of_each(coupling))
         )
         failure = next((failure for failure in attempts if failure is not None), None)
@@ -299,26 +320,25 @@ def _alike(model: nn.Module, name: str | None) -> frozenset[str]:
 
 @torch.no_grad()
 def attempt(
-    model: nn.Module, coupling: Coupling, removed: np.ndarray, image_size: int
+    model: nn.Module, coupling: Coupling, removed: np.ndarray, inputs: Inputs
 ) -> Failure | None:
     """Compare a network with the groups of `removed` at zero and one without them; None if equal.
 
     Runs copies of `model` on the CPU, in float64, or in its own dtype if its code needs that.
     """
-    generator = torch.Generator().manual_seed(0)
-    image = torch.rand(1, 3, image_size, image_size, generator=generator, dtype=torch.float64)
-    masked, allowed = _masked_copy(model, coupling, removed).double(), EXACT
-    wanted = _in_double(masked, image)
+    given = inputs.draw(1, torch.float64)
+    masked, allowed = doubled(_masked_copy(model, coupling, removed)), EXACT
+    wanted = _in_double(masked, given)
     if wanted is None:
         masked, allowed = _masked_copy(model, coupling, removed), TOLERANCE
-        image = image.to(next(masked.parameters()).dtype)
-        wanted = masked(image)
+        given = inputs.draw(1, next(masked.parameters()).dtype)
+        wanted = masked(given)
     places = Places()
     failing = Failing(places)
     try:
         smaller = shrink(masked, coupling, removed)
         with following(smaller, places), failing:
-            found = smaller(image)
+            found = smaller(given)
     # The model's own code may raise anything at other sizes.
     except Exception as error:
         own = [name for name in places.inside if is_own(model.get_submodule(name))]
@@ -330,21 +350,20 @@ def attempt(
 
 
 @torch.no_grad()
-def training_failure(model: nn.Module, coupling: Coupling, image_size: int) -> str:
+def training_failure(model: nn.Module, coupling: Coupling, inputs: Inputs) -> str:
     """Return why a smaller network can't be trained though the whole one can, "" where it can.
 
     Code that runs in training only is not traced: it may read channels that nothing else reads.
     Runs copies of `model` on the CPU, whose random state is restored.
     """
-    parameter, generator = next(model.parameters()), torch.Generator().manual_seed(0)
     # For one image BatchNorm may get a single value per channel, which it refuses.
-    images = torch.rand(2, 3, image_size, image_size, generator=generator).to(parameter.dtype)
+    two = inputs.draw(2, next(model.parameters()).dtype)
     # The generators of other devices stay as they are.
     with torch.random.fork_rng(devices=[]):
         try:
             whole = copy.deepcopy(model)
             whole.train()
-            whole(images)
+            whole(two)
         # Training will report it.
         except Exception:
             return ""
@@ -352,7 +371,7 @@ def training_failure(model: nn.Module, coupling: Coupling, image_size: int) -> s
             try:
                 smaller = shrink(model, coupling, removed)
                 smaller.train()
-                smaller(images)
+                smaller(two)
             # The model's own code may raise anything at other sizes.
             except Exception as error:
                 return one_line(error)
@@ -398,10 +417,10 @@ def _masked_copy(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> n
     return masked
 
 
-def _in_double(model: nn.Module, image: Tensor) -> Tensor | None:
+def _in_double(model: nn.Module, given: Tensor) -> Tensor | None:
     """Return the outputs in float64, None where the model's own code needs another dtype."""
     try:
-        outputs = model(image)
+        outputs = model(given)
     # That code may raise anything.
     except Exception:
         return None

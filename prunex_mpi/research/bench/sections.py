@@ -14,15 +14,16 @@ from prunex_mpi.base.tables import Table, as_json, format_table
 from prunex_mpi.comm.agreement import run_collectively
 from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.problem import make_groups, make_model
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.research.bench import beside_torch, communication, kernels, overhead
 from prunex_mpi.research.bench.bench_options import Options, choose_sections
-from prunex_mpi.research.bench.workbench import IMAGE_SIZE, NUM_CLASSES, Bench
+from prunex_mpi.research.bench.workbench import IMAGES, Bench
 from prunex_mpi.run.start import check_launched_together, find_transport, take_places
 from prunex_mpi.settings.fields import Settings
 
 # What is trained on, classes and pixels of a side, where nobody has chosen it.
-SMALL = NUM_CLASSES, beside_torch.IMAGE_SIZE
+SMALL = Images(beside_torch.IMAGE_SIZE, IMAGES.classes)
 
 
 def run_sections(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
@@ -92,11 +93,11 @@ def check_possible(bench: Bench, sections: Sequence[str]) -> None:
         for section in sections:
             check_section(section, bench)
         # A few sections take the same networks.
-        for settings, size in dict.fromkeys(_networks(sections, bench)):
+        for settings, inputs in dict.fromkeys(_networks(sections, bench)):
             bench.heartbeat.go_on()
             try:
-                network = make_model(settings, *size)
-                make_groups(settings, network, build_layout(network), size[1])
+                network = make_model(settings, inputs)
+                make_groups(settings, network, build_layout(network), inputs)
             except UserError as error:
                 raise UserError(f"model {settings.model}: {error}", error.exit_code) from None
 
@@ -111,9 +112,9 @@ def check_section(section: str, bench: Bench) -> None:
         raise UserError("ddp is measured on the CPU, where gloo is at home; give --device cpu")
 
 
-def _networks(sections: Sequence[str], bench: Bench) -> Iterator[tuple[Settings, tuple[int, int]]]:
-    """Yield what is built: settings, and classes and pixels of a side."""
-    given, whole = bench.settings, (NUM_CLASSES, IMAGE_SIZE)
+def _networks(sections: Sequence[str], bench: Bench) -> Iterator[tuple[Settings, Images]]:
+    """Yield what is built: settings, and the images that a network reads."""
+    given, whole = bench.settings, IMAGES
     trained = [with_overrides(given, model=name) for name in bench.models]
     for section in sections:
         match section:

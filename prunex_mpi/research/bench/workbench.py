@@ -10,13 +10,13 @@ from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.state import State, build_state
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.timing import Action, wall_times
 
-NUM_CLASSES = 10
 # Large enough for the ImageNet stem, and for every torchvision classifier.
-IMAGE_SIZE = 224
+IMAGES = Images(224, 10)
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ def make_state(settings: Settings, device: torch.device) -> State:
 
     The variables hold noise, so that no page is shared and no two groups tie.
     """
-    model = make_model(settings, NUM_CLASSES, IMAGE_SIZE)
+    model = make_model(settings, IMAGES)
     layout = build_layout(model)
-    groups = make_groups(settings, model, layout, IMAGE_SIZE)
+    groups = make_groups(settings, model, layout, IMAGES)
     state = build_state(model.to(device), layout, groups, settings)
     for flat in (state.u, state.v, state.grad, state.scratch, state.payload):
         flat.normal_(std=1e-3)

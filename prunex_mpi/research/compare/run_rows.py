@@ -34,6 +34,7 @@ from prunex_mpi.core.state import RunContext, State, every_rank_sends, weights
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.methods.exchanges import metadata_bytes, operations_of
+from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.research.compare import kept_runs
@@ -281,8 +282,8 @@ def check_possible(bench: Bench, rows: Sequence[Row], dataset: Dataset) -> None:
         for row in rows:
             settings = settings_of(options.common, row, options.seeds[0], length=options.length)
             try:
-                model = make_model(settings, dataset.num_classes, dataset.image_size)
-                make_groups(settings, model, build_layout(model), dataset.image_size)
+                model = make_model(settings, inputs_from(dataset.sizes()))
+                make_groups(settings, model, build_layout(model), inputs_from(dataset.sizes()))
             except UserError as error:
                 raise UserError(f"row {row.name}: {error}", error.exit_code) from None
 
@@ -328,7 +329,7 @@ def forward_seconds(
     All ranks do the same at the same time, as in training. Collective on `world`.
     """
     state, problem, settings = context.state, context.problem, context.settings
-    dense = make_model(settings, dataset.num_classes, dataset.image_size).to(state.theta.device)
+    dense = make_model(settings, inputs_from(dataset.sizes())).to(state.theta.device)
     size = min(FORWARD_BATCH, len(dataset.train.labels))
     images, _ = next(problem.batches(dataset.train, batch_size=size))
     dense.eval()

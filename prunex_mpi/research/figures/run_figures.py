@@ -14,7 +14,7 @@ import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, listed, meant, quote
 from prunex_mpi.base.files import STATE
-from prunex_mpi.base.record_keys import RESIDUALS
+from prunex_mpi.base.record_keys import ACCURACY, RESIDUALS
 from prunex_mpi.base.tables import Table
 from prunex_mpi.config.resolve import BY_NAME
 from prunex_mpi.tools.drawing import (
@@ -243,7 +243,7 @@ def beside(run: Run, what: str, here: str, paper: str) -> Beside:
 def accuracy(runs: Sequence[Run]) -> Drawn:
     """Draw figure 5: accuracy against time and against bytes between nodes."""
     for run in runs:
-        if not np.isfinite(run.accuracy).any():
+        if run.measure is not ACCURACY or not np.isfinite(run.judged).any():
             raise lacking("5", run, "an accuracy (train with --evaluate-every)")
     figure = new_figure(3.4, 7.6)
     panels = figure.subplots(1, 2, sharey=True)
@@ -256,7 +256,7 @@ def accuracy(runs: Sequence[Run]) -> Drawn:
         (panels[1], handed, kib, f"(b) {bytes_unit} per leader between nodes"),
     ):
         for number, (run, x, look) in enumerate(zip(runs, columns, looks_of(runs), strict=True)):
-            plot(panel, x / scale, 100 * run.accuracy, marker_of(number), **look)
+            plot(panel, x / scale, run.judged, marker_of(number), **look)
         panel.set_xlabel(word)
     panels[0].set_ylabel(f"{judged_on(runs)} accuracy %")
     handles, names = panels[0].get_legend_handles_labels()
@@ -265,7 +265,7 @@ def accuracy(runs: Sequence[Run]) -> Drawn:
         beside(
             run,
             name,
-            f"{run.final_accuracy * 100:.1f} % in {duration_words(float(seconds[number][-1]))}, "
+            f"{run.final:.1f} % in {duration_words(float(seconds[number][-1]))}, "
             f"{size_words(handed[number][-1])}",
             paper_of(run, "5"),
         )

@@ -1,0 +1,133 @@
+"""Coupled groups of networks that read tokens: heads, MLP units, and the width of the stream."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from masking import draw, mask_
+from odd_models import randomise_
+from text_nets import FACTORIES, OURS, TOKENS
+from torch import nn
+
+from prunex_mpi.models import standalone
+from prunex_mpi.models.build import build_model, describe
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.models.slim import SlimRMSNorm, as_rms_norm, doubled
+from prunex_mpi.pruning.compaction import build_plan
+from prunex_mpi.pruning.groups import find_groups
+from prunex_mpi.pruning.projection import group_energies, select, with_budget
+from prunex_mpi.pruning.removable import judge
+from prunex_mpi.pruning.shrink import (
+    Rules,
+    find_coupling_by,
+    find_rules,
+    shrink,
+    sizes_in_all,
+    smaller_sizes,
+    smaller_tensors,
+)
+from prunex_mpi.tools.export_run import write_network
+
+EXACT = 1e-9
+# Of what travels at keep 0.5: the vocabulary stays, where a matrix of both its sides keeps 0.25.
+MOST_LEFT = 0.3
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return build_model(name, TOKENS).eval()
+
+
+NAMES = [
+    *(pytest.param(name, marks=pytest.mark.long) for name in OURS[:-1]),
+    *OURS[-1:],
+    *FACTORIES,
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_left_computes_the_same(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    rules = find_rules(model, TOKENS)
+    assert rules == Rules()
+    coupling = find_coupling_by(model, TOKENS, rules)
+    randomise_(model)
+    removed = draw(coupling)
+    mask_(model, coupling, removed)
+    tokens = TOKENS.draw(3, torch.float32)
+    verdict = judge(model, coupling, tokens)
+    assert np.array_equal(verdict.removed, removed)
+    wanted = doubled(model)(tokens)
+    assert float((wanted[0] - wanted[1]).abs().max()) > 1e-3
+    sizes = json.loads(json.dumps(smaller_sizes(model, coupling, removed)))
+    plan = {"model": describe(name, TOKENS), "layers": sizes}
+    write_network(tmp_path, smaller_tensors(model, coupling, removed), plan)
+    smaller = standalone.load(tmp_path)
+    found = doubled(smaller)(tokens)
+    limit = EXACT * max(1.0, float(wanted.abs().max()))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=limit)
+    # What was shared still is, and shorter windows do as well.
+    assert len(list(smaller.parameters())) == len(list(model.parameters()))
+    short = tokens[:, :5]
+    torch.testing.assert_close(doubled(smaller)(short), doubled(model)(short), rtol=0, atol=limit)
+    # In training it becomes smaller once more.
+    again = find_coupling_by(smaller, TOKENS, find_rules(smaller, TOKENS))
+    second = draw(again)
+    mask_(smaller, again, second)
+    last = shrink(smaller, again, second)
+    torch.testing.assert_close(doubled(last)(tokens), doubled(smaller)(tokens), rtol=0, atol=limit)
+    whole = build(name)
+    standalone.resize_(whole, sizes_in_all(smaller, sizes, again, second))
+    assert [p.shape for p in whole.parameters()] == [p.shape for p in last.parameters()]
+
+
+@pytest.mark.parametrize("name", [*OURS, *FACTORIES])
+def test_half_of_the_groups_leave_little_more_than_a_quarter(name: str) -> None:
+    model = build(name)
+    coupling = find_coupling_by(model, TOKENS, Rules())
+    layout = build_layout(model)
+    groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=coupling)
+    assert all("classes" in reason for reason in groups.excluded)
+    scores = group_energies(torch.randn(layout.numel), layout, groups, groups.kinds[0]).numpy()
+    plan = build_plan(layout, groups, select(scores, groups.kinds[0], 1.0), torch.device("cpu"))
+    assert plan.numel <= MOST_LEFT * layout.numel
+    budget = with_budget(groups, layout, "parameters", 1, 0.0)
+    mask = select(scores, budget.kinds[0], 1.0)
+    plan = build_plan(layout, budget, mask, torch.device("cpu"))
+    assert plan.numel < layout.numel
+
+
+def test_queries_go_with_the_keys_and_values_that_they_share() -> None:
+    model = build("gpt_nano-gqa-rotary")
+    coupling = find_coupling_by(model, TOKENS, Rules())
+    heads = next(s for s in coupling.sets if s.name.endswith("0.attention.queries.weight"))
+    assert (heads.count, heads.unit) == (2, 64)
+    rows = [coupling.rows[f"blocks.0.attention.{n}.weight"] for n in ("queries", "keys", "values")]
+    starts = [np.unique(ids, return_counts=True)[1].tolist() for ids in rows]
+    assert starts == [[64, 64], [32, 32], [32, 32]]
+
+
+def test_norms_are_recognised_by_what_they_compute() -> None:
+    class Centred(nn.RMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x - x.mean(-1, keepdim=True))
+
+    for eps in (None, 1e-5, 1e-6):
+        norm = as_rms_norm(nn.RMSNorm(6, eps=eps))
+        assert norm.eps == eps
+    assert as_rms_norm(nn.LayerNorm(6, bias=False)) is None
+    assert as_rms_norm(Centred(6)) is None
+    assert as_rms_norm(nn.PReLU(6)) is None
+    x = torch.randn(2, 6) * 1e-3
+    half = nn.RMSNorm(6, eps=1e-5).bfloat16()
+    for norm, given in ((nn.RMSNorm(6), x), (half, x.bfloat16())):
+        torch.testing.assert_close(as_rms_norm(norm)(given), norm(given))
+    slim = SlimRMSNorm.fitting(nn.RMSNorm(6), 4)
+    torch.testing.assert_close(slim(x[:, :4]), nn.RMSNorm(6)(padded(x[:, :4]))[:, :4])
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x, torch.zeros(len(x), 2)), dim=1)

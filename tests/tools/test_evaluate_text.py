@@ -1,0 +1,103 @@
+"""Networks that predict the next token, tested from their folders."""
+
+import json
+from pathlib import Path
+
+import pytest
+from jobs import run_folder, run_job_here
+from nodes import WORLD
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.config.resolve import make
+from prunex_mpi.run.finished_run import read_run
+from prunex_mpi.tools.evaluate_network import evaluate
+from prunex_mpi.tools.evaluate_options import parse
+from prunex_mpi.tools.report.read_runs import read_run as read_for_report
+
+pytestmark = pytest.mark.any_mpi
+
+TEXT = "".join(f"{i} times {j} is {i * j};\n" for i in range(12) for j in range(12))
+MODEL = "tiny_text:gpt"
+TINY = {
+    "method": "dense",
+    "dataset": "text",
+    "tokenizer": "chars",
+    "model": MODEL,
+    "context": 8,
+    "batch_size": 4,
+    "local_steps": 3,
+    "outer_iterations": 2,
+    "progress": "off",
+}
+
+
+def write(path: Path, text: str) -> Path:
+    if WORLD.rank == 0:
+        path.write_text(text)
+    WORLD.Barrier()
+    return path
+
+
+def train(folder: Path, name: str, data: Path, **changes: object) -> None:
+    places = {"data_dir": str(data), "run_dir": str(folder / name)}
+    assert run_job_here(make(**{**TINY, **places, **changes})) == 0
+
+
+@pytest.mark.mpi
+def test_evaluate_finds_what_the_run_reached_and_refuses_other_text(
+    capfd: pytest.CaptureFixture,
+) -> None:
+    with run_folder() as folder:
+        data = write(folder / "text", TEXT)
+        train(folder, "run", data)
+        found = folder / "found.json"
+        flags = [str(folder / "run"), "--model", MODEL]
+        assert evaluate(WORLD, parse([*flags, "--json", str(found)]), Heartbeat()) == 0
+        WORLD.Barrier()
+        summary = json.loads((folder / "run/summary.json").read_text())
+        told = json.loads(found.read_text())
+        for name in ("loss", "perplexity", "bits_per_byte"):
+            assert told[name] == pytest.approx(summary[f"test_{name}"], rel=1e-6)
+        assert told["tokens"] == (len(TEXT) - len(TEXT) * 9 // 10 - 1) // 8 * 8
+        if WORLD.rank == 0:
+            assert "nats per token" in capfd.readouterr().out
+            assert len(read_run(folder / "run", given=(MODEL,)).test) == told["tokens"] // 8
+            run = read_for_report(folder / "run")
+            assert run.final == summary["test_loss"] and run.measure.key == "loss"
+        other = write(folder / "other", TEXT + "?" * 50)
+        with pytest.raises(UserError, match=r"beyond the vocabulary of the network.*'\?'"):
+            evaluate(WORLD, parse([*flags, "--data-dir", str(other)]), Heartbeat())
+        with pytest.raises(UserError, match="the network reads text"):
+            evaluate(WORLD, parse([*flags, "--dataset", "digits"]), Heartbeat())
+
+
+@pytest.mark.mpi
+def test_weights_of_other_tokens_are_refused_and_those_of_the_same_taken() -> None:
+    with run_folder() as folder:
+        data = write(folder / "text", TEXT)
+        train(folder, "run", data)
+        # As many characters, but others.
+        other = write(folder / "other", TEXT.replace("t", "z"))
+        with pytest.raises(UserError, match="knows other tokens than the text has"):
+            train(folder, "next", other, init_from=str(folder / "run"))
+        with pytest.raises(UserError, match="knows other classes"):
+            train(folder, "next", other, teacher=str(folder / "run"))
+        with pytest.raises(UserError, match="knows other tokens than the text has"):
+            train(folder, "next", data, init_from=str(folder / "run"), tokenizer="bytes")
+        run = str(folder / "run")
+        train(folder, "next", data, init_from=run, teacher=run, smoothing=0.1)
+        if WORLD.rank == 0:
+            began = json.loads((folder / "next/initial.json").read_text())
+            ended = json.loads((folder / "run/summary.json").read_text())
+            assert began["test_loss"] == pytest.approx(ended["test_loss"], rel=1e-6)
+
+
+@pytest.mark.mpi
+def test_a_text_that_is_too_short_or_bad_is_one_line() -> None:
+    with run_folder() as folder:
+        for text, says in (("", "is empty"), (TEXT[:60], "context 8 is longer than")):
+            with pytest.raises(UserError, match=says):
+                train(folder, "run", write(folder / "text", text))
+        with pytest.raises(UserError, match="there is no text in"):
+            train(folder, "run", folder / "nowhere")
