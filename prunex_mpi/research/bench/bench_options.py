@@ -44,7 +44,8 @@ def build_parser() -> Parser:
     parser = program_parser(
         "bench",
         "Measure kernels and text (dense beside a plain torch loop) on one rank, collectives and "
-        "ddp (dense SGD beside torch's) on several, overhead on any number; model calibrates what train --dry-run --link-gbit estimates.",
+        "ddp (dense SGD beside torch's) on several, overhead on any number; model calibrates what "
+        "train --dry-run --link-gbit estimates.",
         "Without WHAT, and with all: everything that makes sense for the number of ranks, but "
         "ddp, model and text where they aren't named. "
         "`compare --help` tells how to compare methods of training, `figure --help` how to draw "
