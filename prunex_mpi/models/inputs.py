@@ -28,8 +28,10 @@ class Images:
     side: int
     classes: int = 0
 
-    unit = "image"
+    unit = counted = "image"
     setting = "--image-size"
+    # Predictions per image.
+    predictions = 1
 
     def text(self) -> str:
         """Return what a model has to fit."""
@@ -58,6 +60,10 @@ class Images:
         shape = count, 3, self.side, self.side
         return torch.rand(shape, generator=generator, dtype=torch.float64).to(dtype)
 
+    def of_any_size(self) -> dict[int, tuple[str, int | None]]:
+        """Return (name, greatest size) of the dimensions of a batch that an export leaves open."""
+        return {0: ("batch", None)}
+
     def fingerprint(self, logits: Tensor) -> list[float]:
         """Return the logits of the first image as numbers."""
         return logits[0].tolist()
@@ -73,8 +79,13 @@ class Tokens:
     vocabulary: int
     context: int
 
-    unit = "window"
+    unit, counted = "window", "token"
     setting = "--context"
+
+    @property
+    def predictions(self) -> int:
+        """The number of tokens that a window predicts."""
+        return self.context
 
     @property
     def classes(self) -> int:
@@ -106,6 +117,10 @@ class Tokens:
         """Return the same random windows on every call, on the CPU; tokens have one dtype."""
         generator = torch.Generator().manual_seed(0)
         return torch.randint(self.vocabulary, (count, self.context), generator=generator)
+
+    def of_any_size(self) -> dict[int, tuple[str, int | None]]:
+        """Return (name, greatest size) of the dimensions of a batch that an export leaves open."""
+        return {0: ("batch", None), 1: ("length", self.context)}
 
     def fingerprint(self, logits: Tensor) -> list[float]:
         """Return numbers from the logits at the last position, which has read all others."""

@@ -36,7 +36,8 @@ SHOWN_LENGTH = 120
 class FinishedRun:
     """A run that ended well: its masked network, on the CPU in evaluation mode, and test images.
 
-    The test images, where they are files, are decoded by `reader` when they are looked at.
+    The test images, where they are files, are decoded by `reader` when they are looked at; of text
+    there are windows, and a `tokenizer`.
     `description` is what `standalone.build` takes; `mean` and `std` are float32 [3], of text [0].
     """
 
@@ -49,6 +50,7 @@ class FinishedRun:
     mean: Tensor
     std: Tensor
     reader: Reader | None
+    tokenizer: Tokenizer | None = None
 
     def check_readable(self) -> None:
         """Raise UserError where a test image could not be read so far."""
@@ -130,6 +132,7 @@ def read_run(
         test=data.test if data else None,
         mean=mean,
         std=std,
+        tokenizer=data.text.tokenizer if isinstance(data, TextSet) else None,
     )
 
 

@@ -46,7 +46,8 @@ def build_parser() -> Parser:
         type=int,
         default=PROOF_IMAGES,
         metavar="N",
-        help=f"test images to compare the networks on, 0 for all of the run [{PROOF_IMAGES}]",
+        help="test images, or windows of text, to compare the networks on, 0 for all of the run "
+        f"[{PROOF_IMAGES}]",
     )
     add(
         "--device",

@@ -15,6 +15,7 @@ from prunex_mpi.base.errors import FAILURE, UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.base.units import MIB
+from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.slim import doubled
 from prunex_mpi.tools.timing import Action, synchronize, wall_times
 
@@ -30,7 +31,7 @@ SAMPLE_S = 0.02  # at least, or the clock and the first touch of memory count
 
 @dataclass(frozen=True)
 class Proof:
-    """How two networks compare on `images` test images; counts are of right answers.
+    """How two networks compare on `images` test images or tokens; counts are of right answers.
 
     `difference` is the largest between their outputs, `exact` the same in float64, `rounding` what
     float32 costs the masked network.
@@ -55,12 +56,12 @@ class Proof:
         """Whether the two networks are the same but for rounding."""
         return self.exact <= EXACT * max(1.0, self.scale) and self.difference <= self.allowed
 
-    def line(self) -> str:
-        """Return what the proof found."""
+    def line(self, counted: str = "image") -> str:
+        """Return what the proof found; `counted` is what is right or wrong."""
         shares = [f"{100 * n / self.images:.2f} %" for n in (self.masked_right, self.smaller_right)]
         ties = f", {self.answers_differ} answers differ by ties" if self.answers_differ else ""
         return (
-            f"on {self.images} test images the outputs differ by at most {self.difference:.2g} "
+            f"on {self.images} test {counted}s the outputs differ by at most {self.difference:.2g} "
             f"(of {self.scale:.2g}; {self.exact:.2g} in float64); "
             f"accuracy {shares[0]} masked, {shares[1]} smaller "
             f"({self.masked_right} and {self.smaller_right} right{ties})"
@@ -68,7 +69,12 @@ class Proof:
 
 
 @torch.no_grad()
-def prove(masked: nn.Module, smaller: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> Proof:
+def prove(
+    masked: nn.Module,
+    smaller: nn.Module,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    counted: str = "image",
+) -> Proof:
     """Compare two networks on the CPU; raise UserError (FAILURE) unless they agree.
 
     In float64, on the first EXACT_BATCHES batches, outputs may differ by EXACT of the largest one,
@@ -80,7 +86,7 @@ def prove(masked: nn.Module, smaller: nn.Module, batches: Iterator[tuple[Tensor,
     difference = exact = rounding = scale = 0.0
     for number, (inputs, labels) in enumerate(batches):
         wanted, found = masked(inputs), _outputs_of(smaller, inputs)
-        images += len(labels)
+        images += labels.numel()
         difference = max(difference, _apart(wanted, found))
         scale = max(scale, float(wanted.abs().max()))
         # Not before they have run without gradients: some keep a result, which can be copied then.
@@ -89,7 +95,7 @@ def prove(masked: nn.Module, smaller: nn.Module, batches: Iterator[tuple[Tensor,
             wanted_exactly, found_exactly = (_in_double(network, inputs) for network in doubles)
             exact = max(exact, _apart(wanted_exactly, found_exactly))
             rounding = max(rounding, _apart(wanted.double(), wanted_exactly))
-        answers = [outputs.argmax(dim=1) for outputs in (wanted, found)]
+        answers = [outputs.argmax(dim=-1) for outputs in (wanted, found)]
         masked_right += int((answers[0] == labels).sum())
         smaller_right += int((answers[1] == labels).sum())
         answers_differ += int((answers[0] != answers[1]).sum())
@@ -98,7 +104,8 @@ def prove(masked: nn.Module, smaller: nn.Module, batches: Iterator[tuple[Tensor,
     )
     if not proof.holds:
         raise UserError(
-            f"the smaller network is not the same ({proof.line()}): nothing was written", FAILURE
+            f"the smaller network is not the same ({proof.line(counted)}): nothing was written",
+            FAILURE,
         )
     return proof
 
@@ -121,7 +128,7 @@ def _apart(wanted: Tensor, found: Tensor) -> float:
 
 def _in_double(network: nn.Module, images: Tensor) -> Tensor:
     try:
-        return network(images.double())
+        return network(images.double() if images.is_floating_point() else images)
     # Whatever a model's own code meets there.
     except Exception as error:
         raise UserError(
@@ -138,7 +145,7 @@ def count_parameters(model: nn.Module) -> int:
 
 @torch.no_grad()
 def count_multiply_adds(model: nn.Module, images: Tensor) -> int:
-    """Return the multiply-adds of convolutions and matrix products for one image."""
+    """Return the multiply-adds of convolutions and matrix products for one image or window."""
     counter = FlopCounterMode(display=False)
     fast = torch.backends.mha.get_fastpath_enabled()
     # Fused attention would not be counted.
@@ -153,6 +160,7 @@ def count_multiply_adds(model: nn.Module, images: Tensor) -> int:
 
 def compare(
     networks: Mapping[str, nn.Module],
+    inputs: Inputs,
     images: Tensor,
     sizes: tuple[int, int],
     devices: list[torch.device],
@@ -172,7 +180,7 @@ def compare(
     counts = [count_parameters(m) for m in (larger, smaller)]
     add("parameters", *counts, counts[0] / counts[1])
     counts = [count_multiply_adds(m, images) for m in (larger, smaller)]
-    add("multiply-adds per image", *counts, counts[0] / counts[1])
+    add(f"multiply-adds per {inputs.unit}", *counts, counts[0] / counts[1])
     mib = [size / MIB for size in sizes]
     add("MiB of the file", *mib, mib[0] / mib[1])
     for device in devices if repeat else ():
@@ -181,7 +189,8 @@ def compare(
             before, after = _seconds(larger.to(device), smaller.to(device), batch, repeat)
             name = f"{device.type}, batch {size}:"
             add(f"{name} ms", 1e3 * before, 1e3 * after, before / after)
-            add(f"{name} images/s", size / before, size / after, before / after)
+            many = size * inputs.predictions
+            add(f"{name} {inputs.counted}s/s", many / before, many / after, before / after)
     return Table("Full size, and smaller", ("", *networks, "times"), tuple(rows))
 
 

@@ -5,7 +5,7 @@ The files become valid all at once.
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,13 @@ from prunex_mpi.base.files import STATE, sync, touch, write_json_durably
 from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.tables import format_table
 from prunex_mpi.data.batches import Look, evaluation_batches, part_of
+from prunex_mpi.data.text import Windows, window_batches
+from prunex_mpi.data.text_files import Tokenizer, decode
 from prunex_mpi.diagnosis.machine import describe_machine, package_versions
-from prunex_mpi.models import gpt, inputs, slim, standalone
-from prunex_mpi.models.inputs import Images, Inputs, inputs_from
+from prunex_mpi.models import gpt, slim, standalone
+from prunex_mpi.models import inputs as inputs_file
+from prunex_mpi.models.dummy_input import evaluating
+from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
 from prunex_mpi.pruning.shrink import (
@@ -46,6 +50,9 @@ ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 OUR_IMPORTS = re.compile(
     r"^from prunex_mpi\S* import (?:\(.*?\)|[^(]*?)\n", re.MULTILINE | re.DOTALL
 )
+# What a summary says of how good the network is, of classes or of tokens.
+QUALITY = ("test_accuracy", "test_perplexity")
+SAMPLED_TOKENS = 200
 # Of the largest output: another program in another order. Another network differs far more.
 TOLERANCE = 1e-4
 
@@ -56,14 +63,12 @@ def export(options: Options) -> None:
     if options.onnx:
         require_packages("--onnx", "onnx", *ONNX_PACKAGES)
     run = read_run(options.run, options.data_dir, given=(options.model, options.dataset))
-    count = min(options.images or len(run.test.labels), len(run.test.labels))
-    chosen = part_of(run.test, slice(count))
-    look = Look(run.mean, run.std, "cpu", next(p.dtype for p in run.model.parameters()))
-    images, _ = next(evaluation_batches(chosen, batch_size=JUDGED_IMAGES, look=look))
+    inputs, batches_of = inputs_from(run.description), test_of(run, options.images)
+    images, _ = next(batches_of(JUDGED_IMAGES))
     run.check_readable()
 
     # Take out what can go.
-    coupling, stays = find_channels(run.model, inputs_from(run.description))
+    coupling, stays = find_channels(run.model, inputs)
     verdict = judge(run.model, coupling, images)
     tensors = smaller_tensors(run.model, coupling, verdict.removed)
     versions = package_versions()
@@ -74,7 +79,7 @@ def export(options: Options) -> None:
         "layers": sizes_in_all(run.model, before, coupling, verdict.removed),
         "normalisation": {"mean": run.mean.tolist(), "std": run.std.tolist()},
         "classes": delivered.get("classes", []),
-        "test_accuracy": run.summary["test_accuracy"],
+        **{name: run.summary[name] for name in QUALITY if run.summary.get(name) is not None},
         "removed": describe_removed(coupling, verdict.removed),
         "stays": [*verdict.stays, *stays, *zeros_that_stay(tensors)],
         "versions": {name: versions[name] for name in ("prunex_mpi", "torch")},
@@ -85,20 +90,17 @@ def export(options: Options) -> None:
     with new_model_folder(options.run) as folder:
         write_network(folder, tensors, plan)
         smaller = standalone.load(folder)
-        batches = evaluation_batches(chosen, batch_size=BATCH, look=look)
-        proof = prove(run.model, smaller, batches)
+        proof = prove(run.model, smaller, batches_of(BATCH), inputs.counted)
         run.check_readable()
-        lines.append(proof.line())
+        lines.append(proof.line(inputs.counted))
         if options.onnx:
-            apart = write_onnx(folder, smaller, images, proof.allowed)
-            lines.append(f"{ONNX}: outputs differ by at most {apart:.2g}")
+            lines.append(write_onnx(folder, smaller, inputs, images, proof.allowed))
         if options.torch_export:
-            apart = write_torch_export(folder, smaller, images, proof.allowed)
-            lines.append(f"{TORCH_EXPORT}: outputs differ by at most {apart:.2g}")
+            lines.append(write_torch_export(folder, smaller, inputs, images, proof.allowed))
         name, larger, size = full_size(run)
         sizes = (size, (folder / standalone.MODEL).stat().st_size)
         networks = {name: larger, "smaller": smaller}
-        table = compare(networks, images, sizes, devices, options.repeat)
+        table = compare(networks, inputs, images, sizes, devices, options.repeat)
 
     for line in plan["stays"]:
         print(f"stays: {line}")
@@ -109,7 +111,42 @@ def export(options: Options) -> None:
     print(f"removed: {gone:,} of {coupling.total:,} groups of channels")
     print("\n".join(lines))
     print(f"\n{describe_machine(devices[-1])}\n{format_table(table)}")
+    if run.tokenizer is not None:
+        print(f"\n{sample_text(smaller, run.tokenizer, images)}")
     print(f"\nwritten to {options.run / FOLDER}", flush=True)
+
+
+def test_of(run: FinishedRun, most: int) -> Callable[[int], Iterator[tuple[Tensor, Tensor]]]:
+    """Return what yields batches of a size: the first `most` images or windows, 0 for all."""
+    if isinstance(run.test, Windows):
+        windows = run.test.part(slice(most or len(run.test)))
+        vocabulary = run.description["vocab_size"]
+        return lambda size: window_batches(
+            windows, batch_size=size, device="cpu", vocabulary=vocabulary
+        )
+    count = min(most or len(run.test.labels), len(run.test.labels))
+    chosen = part_of(run.test, slice(count))
+    look = Look(run.mean, run.std, "cpu", next(p.dtype for p in run.model.parameters()))
+    return lambda size: evaluation_batches(chosen, batch_size=size, look=look)
+
+
+@torch.no_grad()
+def sample_text(model: nn.Module, tokenizer: Tokenizer, windows: Tensor) -> str:
+    """Return how a model goes on after the first window, a token at a time, drawn by a fixed seed.
+
+    `windows` are int64 [n, context], n > 0, on the CPU, where the model is left. It reads whole
+    windows alone, of which the end is shown.
+    """
+    model.cpu()
+    context = windows.shape[1]
+    tokens, generator = windows[:1], torch.Generator().manual_seed(0)
+    for _ in range(SAMPLED_TOKENS):
+        chances = torch.softmax(model(tokens[:, -context:])[:, -1].float(), dim=-1)
+        tokens = torch.cat((tokens, torch.multinomial(chances, 1, generator=generator)), dim=1)
+    begun, drawn = (
+        decode(tokenizer, part.tolist()) for part in (tokens[0, :context], tokens[0, context:])
+    )
+    return f"After the test text\n{begun[-SAMPLED_TOKENS:]}\nthe smaller network writes\n{drawn}"
 
 
 def full_size(run: FinishedRun) -> tuple[str, nn.Module, int]:
@@ -129,14 +166,20 @@ def full_size(run: FinishedRun) -> tuple[str, nn.Module, int]:
 def smaller(model: nn.Module, images: Tensor) -> nn.Module:
     """Return a copy of a masked `model`, on the CPU, without what its masks removed.
 
-    `images` [n, 3, S, S] are normalised as those that it was trained on: channels that stay
-    constant on them are removed as well. Raises UserError where the copy computes something else.
+    `images` [n, 3, S, S] are normalised as those that it was trained on, or are whole windows of
+    tokens, int64 [n, context]: channels that stay constant on them are removed as well. Raises
+    UserError where the copy computes something else.
     """
-    coupling, stays = find_channels(model, Images(images.shape[-1]))
+    with evaluating(model):
+        logits = model(images)
+    size = images.shape[-1]
+    kind = Images(size) if images.is_floating_point() else Tokens(logits.shape[-1], size)
+    coupling, stays = find_channels(model, kind)
     if stays:
         raise UserError("; ".join(stays))
     found = shrink(model, coupling, judge(model, coupling, images).removed)
-    prove(model, found, iter([(images, images.new_zeros(len(images), dtype=torch.int64))]))
+    answers = torch.zeros(logits.shape[:-1], dtype=torch.int64)
+    prove(model, found, iter([(images, answers)]), kind.counted)
     return found
 
 
@@ -220,13 +263,15 @@ def loader_source() -> str:
     """Return the source of the file that loads a network: `standalone` with what it imports."""
     texts = [
         Path(module.__file__).read_text(encoding="utf-8")
-        for module in (standalone, inputs, gpt, slim)
+        for module in (standalone, inputs_file, gpt, slim)
     ]
     return "\n\n".join([OUR_IMPORTS.sub("", texts[0]), *texts[1:]])
 
 
-def write_onnx(folder: Path, model: nn.Module, images: Tensor, allowed: float) -> float:
-    """Write model.onnx for batches of any size; return how far its outputs are from the model's.
+def write_onnx(
+    folder: Path, model: nn.Module, inputs: Inputs, images: Tensor, allowed: float
+) -> str:
+    """Write model.onnx for batches of any size; return a line: how far its outputs are off.
 
     `images` [n, 3, H, W], n > 1, are what both are tried on, on the CPU; `allowed` is what rounding
     explains. Raises UserError where the model can't be written so or computes something else.
@@ -234,14 +279,14 @@ def write_onnx(folder: Path, model: nn.Module, images: Tensor, allowed: float) -
     import onnxruntime
 
     try:
-        program = _trace(model, images)
+        program, limit = _trace(model, inputs, images)
         torch.onnx.export(
             program,
             (),
             folder / ONNX,
             dynamo=True,
             external_data=False,
-            input_names=["images"],
+            input_names=[f"{inputs.counted}s"],
             output_names=["logits"],
             verbose=False,
         )
@@ -252,13 +297,16 @@ def write_onnx(folder: Path, model: nn.Module, images: Tensor, allowed: float) -
         raise UserError(
             f"the network can't be written as ONNX ({one_line(error)}): leave --onnx out", FAILURE
         ) from error
-    return _distance(model, images, torch.from_numpy(found), allowed, "ONNX")
+    apart = _distance(model, images, torch.from_numpy(found), allowed, "ONNX")
+    return f"{ONNX}: outputs differ by at most {apart:.2g}{limit}"
 
 
-def write_torch_export(folder: Path, model: nn.Module, images: Tensor, allowed: float) -> float:
+def write_torch_export(
+    folder: Path, model: nn.Module, inputs: Inputs, images: Tensor, allowed: float
+) -> str:
     """Write model.pt2 for torch.export.load; as `write_onnx` otherwise."""
     try:
-        program = _trace(model, images)
+        program, limit = _trace(model, inputs, images)
         # Where each operation was called from: paths of this machine.
         for node in program.graph.nodes:
             node.meta.pop("stack_trace", None)
@@ -272,13 +320,27 @@ def write_torch_export(folder: Path, model: nn.Module, images: Tensor, allowed: 
             "--torch-export out",
             FAILURE,
         ) from error
-    return _distance(model, images, found, allowed, "torch.export")
+    apart = _distance(model, images, found, allowed, "torch.export")
+    return f"{TORCH_EXPORT}: outputs differ by at most {apart:.2g}{limit}"
 
 
-def _trace(model: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
-    """Return the model's graph for batches of any size."""
-    batch = {0: torch.export.Dim("batch")}
-    return torch.export.export(model, (images[:2],), dynamic_shapes=(batch,))
+def _trace(
+    model: nn.Module, inputs: Inputs, images: Tensor
+) -> tuple[torch.export.ExportedProgram, str]:
+    """Return the model's graph for batches of any size, and to what else it is limited, or "".
+
+    Windows of tokens may be shorter as well, where the model's code lets them.
+    """
+    every = {d: torch.export.Dim(n, max=m) for d, (n, m) in inputs.of_any_size().items()}
+    try:
+        return torch.export.export(model, (images[:2],), dynamic_shapes=(every,)), ""
+    # Whatever its code states, or the exporter meets in it.
+    except Exception:
+        if len(every) == 1:
+            raise
+    batch = {0: every[0]}
+    program = torch.export.export(model, (images[:2],), dynamic_shapes=(batch,))
+    return program, f"; for windows of {images.shape[1]} tokens alone"
 
 
 @torch.no_grad()

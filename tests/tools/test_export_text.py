@@ -1,0 +1,70 @@
+"""Networks that predict the next token become smaller files, which write text."""
+
+import json
+
+import pytest
+import torch
+from jobs import run_folder, run_job_here
+from nodes import WORLD
+from tiny_text import gpt
+
+from prunex_mpi.config.resolve import make
+from prunex_mpi.models import standalone
+from prunex_mpi.tools.export_options import parse
+from prunex_mpi.tools.export_run import SAMPLED_TOKENS, export, smaller
+
+MODEL, CONTEXT = "tiny_text:gpt", 8
+RUN = {
+    "dataset": "text",
+    "tokenizer": "bytes",
+    "model": MODEL,
+    "context": CONTEXT,
+    "groups": ("coupled",),
+    "batch_size": 4,
+    "local_steps": 2,
+    "outer_iterations": 6,
+    "warmup_iterations": 1,
+    "keep_ramp_iterations": 1,
+    "freeze_iteration": 4,
+    "test_samples": 16,
+    "progress": "off",
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("onnx", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_pruned_transformer_is_exported_and_writes_text(
+    onnx: bool, capsys: pytest.CaptureFixture
+) -> None:
+    with run_folder() as folder:
+        assert run_job_here(make(**RUN, run_dir=str(folder / "run"))) == 0
+        if WORLD.rank == 0:
+            capsys.readouterr()
+            flags = ["--model", MODEL, "--repeat", "1", "--torch-export"]
+            export(parse([str(folder / "run"), *flags, *(["--onnx"] if onnx else [])]))
+            told = capsys.readouterr().out
+            assert f"on {16 * CONTEXT} test tokens the outputs differ" in told
+            assert "tokens/s" in told and "tokens alone" not in told
+            drawn = told.partition("the smaller network writes\n")[2].partition("\nwritten to")[0]
+            assert SAMPLED_TOKENS / 4 < len(drawn) <= SAMPLED_TOKENS + 1
+            model = standalone.load(folder / "run/model")
+            plan = json.loads((folder / "run/model/plan.json").read_text())
+            assert plan["layers"]["head"] == {"in_features": 8, "out_features": 256}
+            assert plan["test_perplexity"] > 1
+            assert model.head.weight is model.embedding.weight
+            # Windows may be shorter, of any number.
+            tokens = torch.randint(256, (3, 5))
+            program = torch.export.load(folder / "run/model/model.pt2").module()
+            torch.testing.assert_close(program(tokens), model(tokens))
+        WORLD.Barrier()
+
+
+def test_a_masked_transformer_becomes_smaller_in_python() -> None:
+    torch.manual_seed(0)
+    model = gpt(11, CONTEXT).eval()
+    with torch.no_grad():
+        model.blocks[0].mlp.down.weight[:, ::2] = 0
+        model.blocks[0].mlp.up.weight[::2] = 0
+    found = smaller(model, torch.randint(11, (2, CONTEXT)))
+    assert found.blocks[0].mlp.up.out_features == 32
