@@ -4,12 +4,9 @@ And what the phases of an outer iteration are called on pictures and in sentence
 evaluation came to.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import numpy as np
+from typing import Any
 
 PHASES = ("local", "intra", "project", "inter", "dual", "evaluate", "setup", "total")
 # Of each rank apart; what a method does once to begin is in none of them.
@@ -65,9 +62,10 @@ class Measure:
         """Return a number that has been scaled already with its unit."""
         return f"{scaled:.{self.digits}f} {self.unit}"
 
-    def best(self, values: "np.ndarray") -> int:
-        """Return the place of the best of some values."""
-        return int(values.argmax() if self.higher_is_better else values.argmin())
+    def best(self, values: Sequence[float]) -> int:
+        """Return the place of the first of the best of some values."""
+        sign = 1 if self.higher_is_better else -1
+        return max(range(len(values)), key=lambda place: sign * values[place])
 
     def better(self, value: float, other: float) -> bool:
         """Return whether `value` is better than `other`."""

@@ -156,13 +156,13 @@ def finish_round(
     position.clock.note("iteration", f"outer iteration {this.k}", this.started)
     this.seconds["total"] = time.perf_counter() - this.started + position.clock.earlier
     trained_s = this.seconds["total"] - this.seconds["evaluate"]
-    units = position.step * context.problem.train.batch_size * task.row * topology.world_size
+    steps_per_second = position.step * topology.world_size / max(trained_s, 1e-9)
     record = {
         **iteration_record(context, this.k, this.seconds, residuals),
         "mask_drift": drift,
         "train_loss": loss,
         **quality(context, found),
-        **task.speed(units / max(trained_s, 1e-9)),
+        **task.speed(context.problem.train, steps_per_second),
         "layers": layer_records(context, this.k, residuals) if topology.world.rank == 0 else [],
         "rank": rank_record(this.seconds, this.exchange, position.clock.broadcast, this.residuals),
         "status": "converged" if converged else "completed" if this.last else "running",

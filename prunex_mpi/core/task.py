@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -29,7 +30,8 @@ class Task:
     `unit` is what data are counted in, `row` how many of them a row of a batch holds. `measures`
     are the keys of what `outcome` returns of a mean loss and a share of right answers, which
     `right` counts in outputs and targets; `losses` makes a loss of outputs [n, classes] and labels
-    [n] one of this task's. `speed` returns what a record says of units per second.
+    [n] one of this task's. `speed` returns what a record says of a stream of batches, of which all
+    ranks together take so many per second.
     """
 
     unit: str
@@ -38,7 +40,7 @@ class Task:
     outcome: Callable[[float, float], dict[str, float]]
     right: Callable[[Tensor, Tensor], int]
     losses: Callable[[Loss], Loss]
-    speed: Callable[[float], dict[str, float]]
+    speed: Callable[[Any, float], dict[str, float]]
 
 
 def _right(outputs: Tensor, labels: Tensor) -> int:
@@ -52,7 +54,7 @@ IMAGES = Task(
     outcome=lambda loss, right: {"loss": loss, "accuracy": right},
     right=_right,
     losses=lambda loss: loss,
-    speed=lambda per_second: {},
+    speed=lambda stream, per_second: {},
 )
 
 
@@ -80,5 +82,5 @@ def next_token(context: int, bytes_per_token: float) -> Task:
         outcome=partial(text_outcome, bytes_per_token),
         right=lambda outputs, targets: 0,
         losses=lambda loss: partial(by_position, loss),
-        speed=lambda per_second: {SPEED: per_second},
+        speed=lambda stream, per_second: {SPEED: per_second * stream.batch_size * context},
     )

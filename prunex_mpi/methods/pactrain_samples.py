@@ -42,23 +42,23 @@ def batches_to_score(everyone: Wire, context: RunContext) -> Batches:
     can't be read.
     """
     problem = context.problem
-    pieces = drawn(problem.train, problem.train_shard, everyone)
+    pieces = drawn(problem.train_shard, problem.train, everyone)
     check_readable(everyone.comm, context)
     mine = pieces[everyone.comm.rank :: everyone.comm.size]
     return [batch for piece in mine for batch in problem.batches(piece, batch_size=len(piece))]
 
 
 @singledispatch
-def drawn(stream: object, shard: object, everyone: Wire) -> Sequence[Windows | Shard]:
+def drawn(shard: object, stream: object, everyone: Wire) -> Sequence[Windows | Shard]:
     """Return what is looked at in pieces, each a batch: the same on all ranks.
 
     Collective on `world`. Raises UserError on every rank.
     """
-    raise NotImplementedError(type(stream).__name__)
+    raise NotImplementedError(type(shard).__name__)
 
 
 @drawn.register
-def _(stream: WindowStream, shard: Windows, everyone: Wire) -> Sequence[Windows]:
+def _(shard: Windows, stream: WindowStream, everyone: Wire) -> Sequence[Windows]:
     context = stream.context
     there = (stream.stop - 1) // context
     count = min(WINDOWS, there)
@@ -71,7 +71,7 @@ def _(stream: WindowStream, shard: Windows, everyone: Wire) -> Sequence[Windows]
 
 
 @drawn.register
-def _(stream: BatchStream, shard: Shard, everyone: Wire) -> Sequence[Shard]:
+def _(shard: Shard, stream: BatchStream, everyone: Wire) -> Sequence[Shard]:
     drawn = draw_balanced(everyone, shard, SAMPLES)
     most = max(1, BATCH_PIXELS // drawn.images[0, 0].numel())
     size = len(drawn.labels)

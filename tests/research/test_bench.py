@@ -307,6 +307,7 @@ def test_a_section_that_hangs_ends_the_job():
 
 def test_sections_fit_the_number_of_ranks():
     assert choose_sections((), 1) == ("kernels", "overhead")
+    assert choose_sections(("text",), 1) == ("text",)
     assert choose_sections((), 4) == ("collectives", "overhead")
     assert choose_sections(("overhead",), 3) == ("overhead",)
     assert choose_sections(("model",), 2) == ("model",)

@@ -103,12 +103,13 @@ def test_a_run_delivers_its_best_and_tests_it_once(monkeypatch: pytest.MonkeyPat
     tested = []
     real = evaluation.judge
 
-    def judge(topology: Any, context: RunContext, shard: Any) -> tuple[float, float]:
+    def judge(topology: Any, context: RunContext, shard: Any) -> dict[str, float]:
         if shard is context.problem.kept_back:
             tested.append(context.state.position.iteration)
         # The fourth outer iteration is the best.
         found = real(topology, context, shard)
-        return (found[0], {3: 0.5, 4: 0.9}.get(context.state.position.iteration, 0.25))
+        accuracy = {3: 0.5, 4: 0.9}.get(context.state.position.iteration, 0.25)
+        return {**found, "accuracy": accuracy}
 
     monkeypatch.setattr(evaluation, "judge", judge)
     monkeypatch.setattr("prunex_mpi.run.delivery.judge", judge)

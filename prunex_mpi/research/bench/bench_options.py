@@ -14,7 +14,9 @@ TOGETHER = ("collectives",)
 ANYWHERE = ("overhead",)
 # They take minutes: only for who asks, on two or more ranks.
 ASKED = ("ddp", "model")
-SECTIONS = (*ALONE, *TOGETHER, *ANYWHERE, *ASKED)
+# Likewise, on one rank.
+ASKED_ALONE = ("text",)
+SECTIONS = (*ALONE, *TOGETHER, *ANYWHERE, *ASKED, *ASKED_ALONE)
 # They come first, and have flags of their own.
 APART = ("compare", "figure")
 # What fits the number of ranks, beside what is named.
@@ -41,10 +43,11 @@ def build_parser() -> Parser:
     """Return the parser of the benchmark's flags."""
     parser = program_parser(
         "bench",
-        "Measure kernels on one rank, collectives and ddp (dense SGD beside torch's) on several, "
-        "overhead on any number; model calibrates what train --dry-run --link-gbit estimates.",
+        "Measure kernels and text (dense beside a plain torch loop) on one rank, collectives and "
+        "ddp (dense SGD beside torch's) on several, overhead on any number; model calibrates what "
+        "train --dry-run --link-gbit estimates.",
         "Without WHAT, and with all: everything that makes sense for the number of ranks, but "
-        "ddp and model where they aren't named. "
+        "ddp, model and text where they aren't named. "
         "`compare --help` tells how to compare methods of training, `figure --help` how to draw "
         "the paper's figures.",
     )
@@ -119,7 +122,7 @@ def parse(argv: Sequence[str]) -> Options:
 def choose_sections(asked: tuple[str, ...], ranks: int) -> tuple[str, ...]:
     """Return what to measure on `ranks` ranks; raise UserError for what does not fit them."""
     for section in asked:
-        if section in ALONE and ranks > 1:
+        if section in (*ALONE, *ASKED_ALONE) and ranks > 1:
             raise UserError(
                 f"{section} is measured on one rank, not {ranks}; start it without mpirun"
             )

@@ -114,7 +114,7 @@ def lead(runs: Sequence[Run]) -> list[str]:
     known = {name: value for name, value in reached.items() if np.isfinite(value)}
     measure = measure_of_all(judged)
     if known and measure is not None:
-        best = list(known)[measure.best(np.array(list(known.values())))]
+        best = list(known)[measure.best(list(known.values()))]
         text.append(f"The {measure.superlative} is {best} ({measure.shown(known[best])}).")
     least, fastest = min(sizes, key=lambda n: sizes[n]), min(seconds, key=lambda n: seconds[n])
     text.append(f"The fewest bytes went between nodes in {least} ({sizes[least] / MIB:.2f} MiB).")
