@@ -28,17 +28,19 @@ CPU = torch.device("cpu")
 SIZES = {"digits": (10, 8), "cifar10": (10, 32), "cifar100": (100, 32)}
 
 
-def share_contents(world: MPI.Comm, name: str, data_dir: str, heartbeat: Heartbeat) -> Known:
+def share_contents(
+    world: MPI.Comm, name: str, data_dir: str, heartbeat: Heartbeat, with_test: bool = True
+) -> Known:
     """Return what lies in all class folders or tar files of a data set; each rank reads a share.
 
-    {} for a data set of another kind. Raises UserError (UNREADABLE) everywhere for what one can't
-    read. Collective on `world`.
+    Unless `with_test` in those of training images alone. {} for a data set of another kind. Raises
+    UserError (UNREADABLE) everywhere for what one can't read. Collective on `world`.
     """
     if name not in CONTENTS:
         return {}
     mine = run_collectively_while(
         world,
-        lambda going: read_share(name, data_dir, world.rank, world.size, going),
+        lambda going: read_share(name, data_dir, world.rank, world.size, going, with_test),
         heartbeat.go_on,
     )
     text = json.dumps({path: asdict(contents) for path, contents in mine.items()})
@@ -77,18 +79,21 @@ def load_dataset(
     heartbeat: Heartbeat | None = None,
     device: torch.device = CPU,
     known: Known | None = None,
+    with_test: bool = True,
 ) -> Dataset:
     """Load this rank's shards, on the CPU; what any rank cannot read ends the job.
 
     Their training images will be on `device` as well; `known` is what `share_contents` has
-    returned. Raises UserError (UNREADABLE) where all images are of one class. Collective on
-    `world`.
+    returned. Unless `with_test` nothing of the test images is read. Raises UserError (UNREADABLE)
+    where all images are of one class. Collective on `world`.
     """
     heartbeat = heartbeat or Heartbeat()
     world = topology.world
     room = free_room(topology, device)
     if known is None:
-        known = share_contents(world, settings.dataset, settings.data_dir, heartbeat)
+        known = share_contents(
+            world, settings.dataset, settings.data_dir, heartbeat, with_test
+        )
     dataset = run_collectively_while(
         world,
         lambda going: load(
@@ -101,7 +106,7 @@ def load_dataset(
                 settings.skip_corrupt,
             ),
             train_samples=settings.train_samples,
-            test_samples=settings.test_samples,
+            test_samples=settings.test_samples if with_test else None,
             image_size=settings.image_size,
             seed=settings.seed,
             part=Part(

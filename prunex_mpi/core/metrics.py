@@ -93,7 +93,7 @@ def quality(
 
     Where images are held out for it the test set is kept back: of it nothing is known yet.
     """
-    if context.problem.kept_back is None:
+    if not context.settings.val_split:
         return {"test_loss": loss, "test_accuracy": accuracy}
     unknown = dict.fromkeys(("test_loss", "test_accuracy"))
     return {**unknown, "val_loss": loss, "val_accuracy": accuracy}
