@@ -91,9 +91,7 @@ def load_dataset(
     world = topology.world
     room = free_room(topology, device)
     if known is None:
-        known = share_contents(
-            world, settings.dataset, settings.data_dir, heartbeat, with_test
-        )
+        known = share_contents(world, settings.dataset, settings.data_dir, heartbeat, with_test)
     dataset = run_collectively_while(
         world,
         lambda going: load(

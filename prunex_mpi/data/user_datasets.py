@@ -53,9 +53,10 @@ def find_user_images(
 ) -> Source:
     """Return the images that the function `name`, package.module:function, makes.
 
-    Of both splits, or, unless `with_test`, of that to train on alone. They are cropped and scaled where `image_size` asks for it. `going` is called as it goes on.
-    Raises UserError: USAGE for what is no such function or returns no data set, UNREADABLE for what
-    it raises and what is wrong with items and labels.
+    Of both splits, or, unless `with_test`, of that to train on alone. They are cropped
+    and scaled where `image_size` asks for it. `going` is called as it goes on. Raises UserError:
+    USAGE for what is no such function or returns no data set, UNREADABLE for what it raises and
+    what is wrong with items and labels.
     """
     splits = _make_splits(name, data_dir, with_test, going)
     train, test = splits[0], splits[-1]
