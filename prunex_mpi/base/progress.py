@@ -15,6 +15,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
+from prunex_mpi.base.record_keys import LOSS, measure_of
 from prunex_mpi.base.units import MIB
 
 # Between two looks at the heartbeat, with a bar and without; between two lines within an iteration.
@@ -26,11 +27,15 @@ BAR_FORMAT = "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}{postfi
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is: outer iterations, local steps in all, images of all ranks in a step."""
+    """How long a run is: outer iterations, local steps in all, data of all ranks in a step.
+
+    Data are counted in `unit`.
+    """
 
     iterations: int
     steps: int
-    images: int
+    count: int
+    unit: str = "images"
 
 
 class Progress:
@@ -90,10 +95,9 @@ class Progress:
         self.iterations, self.steps, self.now_steps = record["iteration"], steps, now_steps
         self.began = self.said = now
         seconds = record["seconds"]
-        accuracy = record.get("val_accuracy", record["test_accuracy"])
-        shown = "-" if accuracy is None else f"{100 * accuracy:.2f} %"
-        text = f"loss {record['train_loss']:.4f}, accuracy {shown}, density {record['density']:.3f}"
-        pace = [speed(taken * self.length.images, seconds["total"] - seconds["evaluate"])]
+        shown = judged(record)
+        text = f"loss {record['train_loss']:.4f}, {shown}, density {record['density']:.3f}"
+        pace = [self._speed(taken, seconds["total"] - seconds["evaluate"])]
         pace += self._left(0, self.seconds_per_step)
         if self.bar is not None:
             self.text = text
@@ -127,7 +131,7 @@ class Progress:
         first, since = self.seen[1:]
         pace = self.seconds_per_step
         if local and step > first:
-            parts += [speed((step - first) * self.length.images, now - since)]
+            parts += [self._speed(step - first, now - since)]
             pace = pace or (now - since) / (step - first)
         parts += self._left(step if local else self.now_steps, pace)
         if self.bar is not None:
@@ -151,6 +155,10 @@ class Progress:
         while not self.ended.wait(LOOK_S if self.bar is None else BAR_S):
             self.look()
 
+    def _speed(self, steps: int, seconds: float) -> str:
+        """Return the data of all ranks per second."""
+        return f"{steps * self.length.count / max(seconds, 1e-9):,.0f} {self.length.unit}/s"
+
     def _left(self, step: int, seconds_per_step: float) -> list[str]:
         """Return the time that is left, nothing where that is not known or there is none."""
         steps = self.length.steps - self.steps - step
@@ -159,6 +167,11 @@ class Progress:
         return [f"{tqdm.format_interval(steps * seconds_per_step)} left"]
 
 
-def speed(images: int, seconds: float) -> str:
-    """Return the images of all ranks per second."""
-    return f"{images / max(seconds, 1e-9):,.0f} images/s"
+def judged(record: dict[str, Any]) -> str:
+    """Return what the evaluation of an outer iteration came to, on held-out data if there are."""
+    measure = measure_of(record)
+    which = "val" if f"val_{measure.key}" in record else "test"
+    value = record[f"{which}_{measure.key}"]
+    # Beside the loss of training.
+    name = f"{which} loss" if measure is LOSS else measure.label
+    return f"{name} {'-' if value is None else measure.text(value)}"

@@ -1,7 +1,15 @@
 """The keys of what a run records (metrics.jsonl, layers.jsonl, ranks.jsonl), written and read.
 
-And what the phases of an outer iteration are called on pictures and in sentences.
+And what the phases of an outer iteration are called on pictures and in sentences, and what an
+evaluation came to.
 """
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
 
 PHASES = ("local", "intra", "project", "inter", "dual", "evaluate", "setup", "total")
 # Of each rank apart; what a method does once to begin is in none of them.
@@ -28,4 +36,70 @@ IN_SENTENCES = {
 }
 # Bytes: see `comm.traffic.Traffic`.
 KINDS = ("dense", "payload", "sent", "mask", "intra", "control", "evaluate", "setup")
+# Of text: tokens of all ranks per second of training.
+SPEED = "tokens_per_second"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The number that tells how good a network is; its key follows `test_` or `val_`.
+
+    It is shown `scale` times as large, with so many `digits`, in `unit`, or the `short` one;
+    `superlative` is what the best one is.
+    """
+
+    key: str
+    label: str
+    unit: str
+    short: str
+    superlative: str
+    scale: float
+    digits: int
+    higher_is_better: bool
+
+    def text(self, value: float) -> str:
+        """Return the number with its unit."""
+        return self.shown(self.scale * value)
+
+    def shown(self, scaled: float) -> str:
+        """Return a number that has been scaled already with its unit."""
+        return f"{scaled:.{self.digits}f} {self.unit}"
+
+    def best(self, values: "np.ndarray") -> int:
+        """Return the place of the best of some values."""
+        return int(values.argmax() if self.higher_is_better else values.argmin())
+
+    def better(self, value: float, other: float) -> bool:
+        """Return whether `value` is better than `other`."""
+        return value > other if self.higher_is_better else value < other
+
+
+ACCURACY = Measure("accuracy", "accuracy", "%", "%", "most accurate", 100, 2, True)
+LOSS = Measure("loss", "loss", "nats per token", "nats", "lowest loss", 1, 4, False)
+
+
+def measure_of(record: Mapping[str, Any]) -> Measure:
+    """Return what networks are judged by: the accuracy, or of text the loss, which has none.
+
+    `record` is a line of metrics.jsonl, or a summary.json.
+    """
+    return ACCURACY if "test_accuracy" in record else LOSS
+
+
+def reached(record: Mapping[str, Any], which: str) -> str:
+    """Return what an evaluation on the images or the text `which` (test, val) came to, as text.
+
+    "" where there was none.
+    """
+    measure = measure_of(record)
+    value = record.get(f"{which}_{measure.key}")
+    if value is None:
+        return ""
+    text = measure.text(value)
+    if measure is LOSS:
+        perplexity, bits = (record.get(f"{which}_{key}") for key in ("perplexity", "bits_per_byte"))
+        text += f" (perplexity {perplexity:.2f}, {bits:.3f} bits per byte)"
+    return text
+
+
 RESIDUALS = ("intra_primal", "intra_dual", "inter_primal", "inter_dual")

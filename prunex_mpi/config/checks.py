@@ -9,7 +9,10 @@ from prunex_mpi.settings.fields import (
     FETCHED,
     FROM_FILES,
     OF_FILES,
+    OF_IMAGES,
+    OF_TEXT,
     SHARED,
+    TEXT,
     Estimate,
     Settings,
     key_of,
@@ -97,6 +100,7 @@ def check_given(settings: Settings, usual: Mapping[str, Any]) -> None:
     means_nothing = (
         ("min_lr_ratio", "lr_schedule", s.lr_schedule != "cosine"),
         ("freeze_window", "freeze_drift", s.freeze_drift < 0),
+        ("beta2", "optimizer", s.optimizer != "adamw"),
         *((name, "penalty", s.penalty == "fixed") for name in ("rho_factor", "rho_min", "rho_max")),
     )
     for name, other, idle in means_nothing:
@@ -183,7 +187,7 @@ def _check_batch(settings: Settings) -> None:
     s = settings
     if s.batch_size % s.grad_accum_steps:
         raise UserError(
-            f"grad-accum-steps {s.grad_accum_steps} does not divide the {s.batch_size} images of "
+            f"grad-accum-steps {s.grad_accum_steps} does not divide the {s.batch_size} samples of "
             "batch-size; give a number that does"
         )
     for name in ("smoothing", "mixup", "cutmix"):
@@ -211,6 +215,15 @@ def _check_beginning(settings: Settings) -> None:
 
 def _check_data(settings: Settings) -> None:
     """Refuse what means something to other data sets alone."""
+    text = settings.dataset == TEXT
+    for name in OF_IMAGES if text else OF_TEXT:
+        if getattr(settings, name) != SHARED[name].default:
+            raise UserError(
+                f"{key_of(name)} is for {'images' if text else 'text'}; leave it away with "
+                f"--dataset {settings.dataset}"
+            )
+    if not text and not settings.data_dir:
+        raise UserError(f"--data-dir must not be empty with --dataset {settings.dataset}")
     if settings.download and settings.dataset not in FETCHED:
         raise UserError(
             f"download fetches {' and '.join(FETCHED)} alone; leave it away with --dataset "

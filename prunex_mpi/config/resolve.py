@@ -17,7 +17,14 @@ from prunex_mpi.base.errors import UserError, meant, quote
 from prunex_mpi.base.files import FORMAT
 from prunex_mpi.config.checks import check_given, check_together, first_at_target
 from prunex_mpi.methods.declared import METHODS, OPTIMIZER_DEFAULTS
-from prunex_mpi.settings.fields import OF_THE_JOB, SHARED, Estimate, Settings, key_of
+from prunex_mpi.settings.fields import (
+    DATASET_DEFAULTS,
+    OF_THE_JOB,
+    SHARED,
+    Estimate,
+    Settings,
+    key_of,
+)
 from prunex_mpi.settings.method import Method
 from prunex_mpi.settings.values import AUTO, convert, left_open, setting, to_be_found
 
@@ -144,8 +151,10 @@ def build(preset: str, layers: Sequence[Mapping[str, Any]]) -> Settings:
     """Lay converted values over a preset, the later the stronger; resolve and check the result."""
     name = next((x["method"] for x in reversed(layers) if "method" in x), "prunex")
     method = BY_NAME[name]
-    optimizer = next((x["optimizer"] for x in reversed(layers) if "optimizer" in x), "sgd")
-    usual = defaults(preset, method, optimizer)
+    optimizer, dataset = (
+        next((x[key] for x in reversed(layers) if key in x), "") for key in ("optimizer", "dataset")
+    )
+    usual = defaults(preset, method, optimizer, dataset)
     values = dict(usual)
     for layer in layers:
         _lay_over(values, _given_to(method, preset, layer))
@@ -176,7 +185,8 @@ def _given_to(method: Method, preset: str, layer: Mapping[str, Any]) -> dict[str
     written_by = BY_NAME[layer.get("method", method.name)]
     if written_by is method:
         return dict(layer)
-    theirs = defaults(preset, written_by, layer.get("optimizer", "sgd"))
+    given = (layer.get(key, "") for key in ("optimizer", "dataset"))
+    theirs = defaults(preset, written_by, *given)
     resolved = theirs | {"outer_iterations": layer.get("outer_iterations", 1)}
     _resolve_shares(resolved, [name for name in FIELDS if name in resolved])
     return {
@@ -192,10 +202,11 @@ def _off(name: str) -> Any:
     return FIELDS[name].metadata.get("off")
 
 
-def defaults(preset: str, method: Method, optimizer: str = "sgd") -> dict[str, Any]:
+def defaults(preset: str, method: Method, optimizer: str = "", dataset: str = "") -> dict[str, Any]:
     """Return the values, not resolved yet, of a run that is given nothing but these.
 
-    The optimizer is not among them: a file that names one gives it.
+    The optimizer and the data set are not among them: a file that names one gives it. Without an
+    optimizer the others are those of the one that the data set has.
     """
     values = {
         name: field.default for name, field in FIELDS.items() if OWNER.get(name, method) is method
@@ -203,7 +214,10 @@ def defaults(preset: str, method: Method, optimizer: str = "sgd") -> dict[str, A
     del values["epochs"]
     preset_of = preset_values(preset)
     values |= {name: value for name, value in preset_of.items() if name in values}
-    own = dict(method.defaults)
+    of_dataset = DATASET_DEFAULTS.get(dataset, {}).items()
+    own = {name: value for name, value in of_dataset if concerns(name, method)}
+    optimizer = optimizer or own.get("optimizer", "")
+    own |= method.defaults
     by_optimizer = OPTIMIZER_DEFAULTS.get(optimizer, {}).items()
     own |= {name: value for name, value in by_optimizer if concerns(name, method)}
     return {**values, **own, "preset": preset, "method": method.name}

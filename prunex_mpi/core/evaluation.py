@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from prunex_mpi.core.state import (
     weights,
     wires_of,
 )
-from prunex_mpi.data.batches import Shard
 from prunex_mpi.models import batchnorm
 from prunex_mpi.settings.fields import Settings
 
@@ -103,9 +102,10 @@ SAME_DENSITY = 1e-3
 
 
 class Judged(NamedTuple):
-    """What a network reached in an outer iteration, by the images that are held out.
+    """What a network reached in an outer iteration, by the data that are held out.
 
-    `stage` says how far pruning had come, `density` how much was left of what can be pruned.
+    `stage` says how far pruning had come, `density` how much was left of what can be pruned. The
+    accuracy is 0 where the task has none.
     """
 
     iteration: int
@@ -126,13 +126,14 @@ def memory_of_best(settings: Settings, state: State) -> dict[str, Tensor]:
     }
 
 
-def keep_best_(context: RunContext, loss: float, accuracy: float) -> None:
+def keep_best_(context: RunContext, found: dict[str, float]) -> None:
     """Keep z and its statistics in the memory where they are the best of the run so far.
 
-    Every rank decides alike.
+    `found` is what `judge` has returned. Every rank decides alike.
     """
     state, settings, k = context.state, context.settings, context.state.position.iteration
-    here = Judged(k, stage_of(settings, k, state.frozen), density(state), accuracy, loss)
+    stage, accuracy = stage_of(settings, k, state.frozen), found.get("accuracy", 0.0)
+    here = Judged(k, stage, density(state), accuracy, found["loss"])
     best = Judged(*state.position.best) if state.position.best else None
     if best is None or is_better(here, best, by_size=not votes(settings)):
         state.position.best = list(here)
@@ -207,10 +208,8 @@ EVALUATION_BATCH = 256
 
 
 @torch.no_grad()
-def evaluate(
-    topology: Topology, context: RunContext, estimate: bool = False
-) -> tuple[float, float]:
-    """Return (test loss, test accuracy as a fraction) of z over the shares of all ranks.
+def evaluate(topology: Topology, context: RunContext, estimate: bool = False) -> dict[str, float]:
+    """Return the loss of z over the test shares of all ranks, and what else the task measures.
 
     With `--model-ema-decay` the average takes the place of z. Where images are held out for it,
     those are what it is tested on, and the best z by them is kept. With `estimate` the BatchNorm
@@ -221,10 +220,10 @@ def evaluate(
     judged = statistics_of_z(topology, context) if estimate else nullcontext()
     # Statistics are estimated on what is judged.
     with averaged_buffers(topology, context), ema_of(context.state), judged:
-        loss, accuracy = judge(topology, context, context.problem.test)
+        found = judge(topology, context, context.problem.test)
         if BEST in context.state.memory:
-            keep_best_(context, loss, accuracy)
-    return loss, accuracy
+            keep_best_(context, found)
+    return found
 
 
 @contextmanager
@@ -276,8 +275,8 @@ def _average_(topology: Topology, context: RunContext, flat: Tensor) -> None:
 
 
 @torch.no_grad()
-def judge(topology: Topology, context: RunContext, shard: Shard) -> tuple[float, float]:
-    """Return (loss, accuracy as a fraction) of z over the `shard`s of all ranks, as `evaluate`."""
+def judge(topology: Topology, context: RunContext, shard: Any) -> dict[str, float]:
+    """Return what z comes to over the `shard`s of all ranks, as `evaluate` does."""
     state, problem = context.state, context.problem
     sums = np.zeros(3)
     problem.model.eval()
@@ -286,9 +285,9 @@ def judge(topology: Topology, context: RunContext, shard: Shard) -> tuple[float,
             # Without the batch's number: who has fewer of them must not look late.
             context.heartbeat.beat(0)
             outputs = problem.model(images)
-            sums[0] += float(problem.loss(outputs, labels)) * len(labels)
-            sums[1] += int((outputs.argmax(dim=1) == labels).sum())
-            sums[2] += len(labels)
+            sums[0] += float(problem.loss(outputs, labels)) * labels.numel()
+            sums[1] += problem.task.right(outputs, labels)
+            sums[2] += labels.numel()
     counted = {"evaluate": sums.nbytes}
     with state.position.clock.agreeing(state.theta.device, "sum over all ranks", counted):
         hierarchical_sum_(topology.leader, topology.node, sums)
@@ -298,7 +297,7 @@ def judge(topology: Topology, context: RunContext, shard: Shard) -> tuple[float,
         # Every rank holds the same sums, so every rank raises.
         what = "the loss on the test set is not finite"
         raise Diverged(f"{what}; lower --lr, or check model and data", FAILURE)
-    return float(sums[0] / sums[2]), float(sums[1] / sums[2])
+    return problem.task.outcome(float(sums[0] / sums[2]), float(sums[1] / sums[2]))
 
 
 @contextmanager

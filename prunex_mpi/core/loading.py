@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
@@ -17,11 +17,15 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text, require_same, run_collectively_while
 from prunex_mpi.comm.collectives import hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.text_loading import READ, load_text, share_text
 from prunex_mpi.data.batches import channel_moments, normalisation
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.decoding import Access, decoding_threads
 from prunex_mpi.data.image_files import CONTENTS, Known, read_share
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.data.text import TextSet
+from prunex_mpi.data.text_files import BYTES
+from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
+from prunex_mpi.settings.fields import TEXT, Settings
 
 CPU = torch.device("cpu")
 # Classes and side of the images of data sets that are always the same.
@@ -29,13 +33,21 @@ SIZES = {"digits": (10, 8), "cifar10": (10, 32), "cifar100": (100, 32)}
 
 
 def share_contents(
-    world: MPI.Comm, name: str, data_dir: str, heartbeat: Heartbeat, with_test: bool = True
+    world: MPI.Comm,
+    name: str,
+    data_dir: str,
+    heartbeat: Heartbeat,
+    tokenizer: str = BYTES,
+    with_test: bool = True,
 ) -> Known:
     """Return what lies in all class folders or tar files of a data set; each rank reads a share.
 
-    Unless `with_test` in those of training images alone. {} for a data set of another kind. Raises
-    UserError (UNREADABLE) everywhere for what one can't read. Collective on `world`.
+    Unless `with_test` in those of training images alone. Of text it is all of it, by `tokenizer`;
+    {} for a data set of another kind. Raises UserError (UNREADABLE) everywhere for what one can't
+    read. Collective on `world`.
     """
+    if name == TEXT:
+        return share_text(world, data_dir, tokenizer, heartbeat)
     if name not in CONTENTS:
         return {}
     mine = run_collectively_while(
@@ -52,14 +64,16 @@ def share_contents(
     return found
 
 
-def find_sizes(settings: Settings, known: Known) -> tuple[int, int]:
-    """Return the number of classes and the side of an image, from one image of each half.
+def find_inputs(settings: Settings, known: Known) -> Inputs:
+    """Return what a network has to read and make, from one image of each half.
 
     `known` is what ranks have read of the data set already. Raises UserError (UNREADABLE).
     """
+    if settings.dataset == TEXT:
+        return Tokens(known[READ].tokenizer.size, settings.context)
     if settings.dataset in SIZES:
         classes, side = SIZES[settings.dataset]
-        return classes, settings.image_size or side
+        return Images(settings.image_size or side, classes)
     data = load(
         settings.dataset,
         data_dir=settings.data_dir,
@@ -70,7 +84,7 @@ def find_sizes(settings: Settings, known: Known) -> tuple[int, int]:
         seed=settings.seed,
         part=Part(0, 1, known=known),
     )
-    return data.num_classes, data.image_size
+    return inputs_from(data.sizes())
 
 
 def load_dataset(
@@ -80,7 +94,7 @@ def load_dataset(
     device: torch.device = CPU,
     known: Known | None = None,
     with_test: bool = True,
-) -> Dataset:
+) -> Dataset | TextSet:
     """Load this rank's shards, on the CPU; what any rank cannot read ends the job.
 
     Their training images will be on `device` as well; `known` is what `share_contents` has
@@ -89,9 +103,13 @@ def load_dataset(
     """
     heartbeat = heartbeat or Heartbeat()
     world = topology.world
-    room = free_room(topology, device)
     if known is None:
-        known = share_contents(world, settings.dataset, settings.data_dir, heartbeat, with_test)
+        where = settings.dataset, settings.data_dir
+        known = share_contents(world, *where, heartbeat, settings.tokenizer, with_test)
+    if settings.dataset == TEXT:
+        text = load_text(world, settings, known)
+        return text if with_test else replace(text, test=None, test_total=0)
+    room = free_room(topology, device)
     dataset = run_collectively_while(
         world,
         lambda going: load(

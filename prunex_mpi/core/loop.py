@@ -143,7 +143,7 @@ def finish_round(
     state = context.state
     position = state.position
     drift = mask_drift(state.mask, this.mask) if drift is None else drift
-    loss_of_z = accuracy_of_z = None
+    found, task = None, context.problem.task
     with phase(context, this, "evaluate"):
         if this.last or converged:
             # What is delivered keeps them.
@@ -152,14 +152,17 @@ def finish_round(
             estimate_statistics(topology, context)
         average_z_(topology, context, changed=drift > 0, estimated=estimate == LASTING)
         if evaluates(context, this, converged):
-            loss_of_z, accuracy_of_z = evaluate(topology, context, estimate == PASSING)
+            found = evaluate(topology, context, estimate == PASSING)
     position.clock.note("iteration", f"outer iteration {this.k}", this.started)
     this.seconds["total"] = time.perf_counter() - this.started + position.clock.earlier
+    trained_s = this.seconds["total"] - this.seconds["evaluate"]
+    units = position.step * context.problem.train.batch_size * task.row * topology.world_size
     record = {
         **iteration_record(context, this.k, this.seconds, residuals),
         "mask_drift": drift,
         "train_loss": loss,
-        **quality(context, loss_of_z, accuracy_of_z),
+        **quality(context, found),
+        **task.speed(units / max(trained_s, 1e-9)),
         "layers": layer_records(context, this.k, residuals) if topology.world.rank == 0 else [],
         "rank": rank_record(this.seconds, this.exchange, position.clock.broadcast, this.residuals),
         "status": "converged" if converged else "completed" if this.last else "running",

@@ -84,7 +84,7 @@ def distilled(teacher: Teacher, images: Tensor, outputs: Tensor, loss: Tensor) -
     """Return (1 - a) loss + a T^2 KL(p || q), p and q softmax(logits / T) of teacher and learner.
 
     a is the teacher's share and T the temperature; KL is the mean over the batch. `images` are
-    [b, 3, S, S] as the learner saw them, `outputs` [b, classes] what it made of them. T^2 keeps the
+    [b, 3, S, S], or tokens, as the learner saw them, `outputs` its logits of them. T^2 keeps the
     size of the gradient whatever T.
     """
     if teacher.scale is not None:
@@ -92,7 +92,9 @@ def distilled(teacher: Teacher, images: Tensor, outputs: Tensor, loss: Tensor) -
     # Of 16 bits the logarithms of small probabilities would be rounded away.
     exact = torch.promote_types(outputs.dtype, torch.float32)
     with torch.no_grad():
-        wanted = F.log_softmax(teacher.model(images).to(exact) / teacher.temperature, dim=1)
-    softened = F.log_softmax(outputs.to(exact) / teacher.temperature, dim=1)
+        wanted = F.log_softmax(teacher.model(images).to(exact) / teacher.temperature, dim=-1)
+    softened = F.log_softmax(outputs.to(exact) / teacher.temperature, dim=-1)
+    # Of text each position counts as an image does.
+    softened, wanted = softened.flatten(0, -2), wanted.flatten(0, -2)
     apart = F.kl_div(softened, wanted, reduction="batchmean", log_target=True)
     return (1 - teacher.share) * loss + teacher.share * teacher.temperature**2 * apart

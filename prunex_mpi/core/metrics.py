@@ -86,17 +86,17 @@ def iteration_record(
     }
 
 
-def quality(
-    context: RunContext, loss: float | None, accuracy: float | None
-) -> dict[str, float | None]:
-    """Return what an evaluation came to, by the names of the images that it was made on.
+def quality(context: RunContext, found: dict[str, float] | None) -> dict[str, float | None]:
+    """Return what an evaluation has `found`, by the names of the data that it was made on.
 
-    Where images are held out for it the test set is kept back: of it nothing is known yet.
+    Where some are held out for it the test set is kept back: of it nothing is known yet.
     """
+    measures = context.problem.task.measures
+    values = found or dict.fromkeys(measures)
     if not context.settings.val_split:
-        return {"test_loss": loss, "test_accuracy": accuracy}
-    unknown = dict.fromkeys(("test_loss", "test_accuracy"))
-    return {**unknown, "val_loss": loss, "val_accuracy": accuracy}
+        return {f"test_{name}": values[name] for name in measures}
+    unknown = {f"test_{name}": None for name in measures}
+    return {**unknown, **{f"val_{name}": values[name] for name in measures}}
 
 
 def rank_record(

@@ -4,7 +4,6 @@ import hashlib
 import math
 import socket
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,21 +15,16 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import digests_agree, run_collectively
 from prunex_mpi.comm.collectives import Transport, bcast_
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.loading import measure_colours
+from prunex_mpi.core.feed import feed_of
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.schedule import steps_of
 from prunex_mpi.core.state import Problem
-from prunex_mpi.data.batches import (
-    Augmentation,
-    BatchStream,
-    Look,
-    evaluation_batches,
-)
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.transforms import Mixing
+from prunex_mpi.data.text import TextSet
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.dummy_input import find_ends
+from prunex_mpi.models.inputs import Inputs, inputs_from
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.models.slim import evaluates_alone
 from prunex_mpi.pruning.coupling import PLAIN
@@ -40,24 +34,22 @@ from prunex_mpi.pruning.shrink import Rules, find_coupling_by, find_rules, train
 from prunex_mpi.settings.fields import Settings, layer_keep_ratios
 
 
-def make_model(settings: Settings, num_classes: int, image_size: int) -> torch.nn.Module:
+def make_model(settings: Settings, inputs: Inputs) -> torch.nn.Module:
     """Build the model on the CPU from the seed, the same on every rank."""
     torch.manual_seed(settings.seed)
-    return build_model(
-        settings.model, num_classes=num_classes, image_size=image_size, stem=settings.stem
-    )
+    return build_model(settings.model, inputs, settings.stem)
 
 
-def choose_rules(settings: Settings, model: torch.nn.Module, image_size: int) -> Rules:
+def choose_rules(settings: Settings, model: torch.nn.Module, inputs: Inputs) -> Rules:
     """Try by which rules coupled groups can be taken out of `model`, on the CPU; if need be."""
     removing = settings.method.removes
     if not removing and (not settings.method.prunes_groups or "coupled" not in settings.groups):
         return Rules()
-    rules = find_rules(model, image_size, Rules(plain=PLAIN if removing else frozenset()))
+    rules = find_rules(model, inputs, Rules(plain=PLAIN if removing else frozenset()))
     if settings.remove_dropped:
         _refuse_other_attention(model, rules)
     if settings.remove_dropped or removing:
-        reason = training_failure(model, find_coupling_by(model, image_size, rules), image_size)
+        reason = training_failure(model, find_coupling_by(model, inputs, rules), inputs)
         what, instead = "remove-dropped", "leave remove-dropped away"
         if removing:
             what, instead = f"method {settings.method.name}", "choose another method"
@@ -83,7 +75,7 @@ def make_groups(
     settings: Settings,
     model: torch.nn.Module,
     layout: Layout,
-    image_size: int,
+    inputs: Inputs,
     rules: Rules | None = None,
 ) -> Groups:
     """Find the groups of `model`, which is on the CPU; none for methods that do not prune them.
@@ -93,13 +85,13 @@ def make_groups(
     if not (settings.method.removes or settings.method.prunes_groups):
         return Groups((), (), 0, ())
     if rules is None:
-        rules = choose_rules(settings, model, image_size)
+        rules = choose_rules(settings, model, inputs)
     if settings.method.removes:
-        coupling = find_coupling_by(model, image_size, rules)
+        coupling = find_coupling_by(model, inputs, rules)
         return find_groups(model, layout, ("coupled",), (1.0,), coupling=coupling)
     coupling = None
     if "coupled" in settings.groups:
-        coupling = find_coupling_by(model, image_size, rules)
+        coupling = find_coupling_by(model, inputs, rules)
     found = find_groups(
         model,
         layout,
@@ -107,7 +99,7 @@ def make_groups(
         settings.keep_ratio,
         layer_keep_ratios(settings),
         coupling=coupling,
-        ends=None if settings.groups == ("coupled",) else find_ends(model, image_size),
+        ends=None if settings.groups == ("coupled",) else find_ends(model, inputs),
     )
     if settings.keep_by != "groups":
         found = with_budget(found, layout, settings.keep_by, settings.round_to, settings.keep_floor)
@@ -117,7 +109,7 @@ def make_groups(
 def build_problem(
     topology: Topology,
     settings: Settings,
-    dataset: Dataset,
+    dataset: Dataset | TextSet,
     model: torch.nn.Module,
     device: torch.device,
     transport: Transport,
@@ -127,35 +119,17 @@ def build_problem(
 
     Collective on `node`, `leader` and `world`.
     """
-    if settings.image_mean:
-        mean, std = torch.tensor(settings.image_mean), torch.tensor(settings.image_std)
-    else:
-        mean, std = measure_colours(topology, settings, dataset, heartbeat or Heartbeat())
-    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
-    look = Look(mean, std, device, dtype, settings.channels_last)
-    augment = settings.augment != "off"
-    resized_crop = settings.augment == "resized-crop"
-    stream = BatchStream(
-        dataset.train,
-        look,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-        rank=topology.world.rank,
-        flip=dataset.flip and augment,
-        pad=dataset.pad if settings.augment == "auto" else 0,
-        changes=Augmentation(resized_crop, settings.transforms),
-    )
-    side = stream.images.shape[-1]
+    where = device, next(p.dtype for p in model.parameters() if p.requires_grad)
+    feed = feed_of(topology, settings, dataset, where, heartbeat or Heartbeat())
+    inputs = inputs_from(dataset.sizes())
     run_collectively(
-        topology.world, lambda: check_batch_parts(settings, stream.batch_size, model, side)
+        topology.world, lambda: check_batch_parts(settings, feed.train.batch_size, model, inputs)
     )
     if settings.compile:
         run_collectively(topology.world, lambda: _try_compiler(device))
     loss, objective = run_collectively(
         topology.world, lambda: find_losses(settings, dataset.num_classes, device)
     )
-    draws = settings.seed, topology.world.rank
-    mixing = Mixing(settings.mixup, settings.cutmix, dataset.num_classes, draws)
     agreed = digests_agree(topology.world, _digest(model))
     model.to(device)
     # The seed gives all ranks the same weights; they travel where rank 0 has read others, or where
@@ -167,21 +141,23 @@ def build_problem(
     return Problem(
         model=model,
         forward=torch.compile(model) if settings.compile else model,
-        loss=loss,
-        train=stream,
+        loss=feed.task.losses(loss),
+        train=feed.train,
+        inputs=inputs,
         train_shard=dataset.train,
         test=dataset.test if dataset.val is None else dataset.val,
-        batches=partial(evaluation_batches, look=look),
-        steps=steps_of(settings, stream.steps_per_epoch),
-        mean=mean,
-        std=std,
+        batches=feed.batches,
+        steps=steps_of(settings, feed.train.steps_per_epoch),
+        mean=feed.mean,
+        std=feed.std,
         guess_loss=math.log(dataset.num_classes) if loss is F.cross_entropy else 0.0,
-        objective=objective,
-        mixing=mixing if settings.mixup or settings.cutmix else None,
+        objective=feed.task.losses(objective),
+        mixing=feed.mixing,
         lr_scale=lr_scale_of(settings, topology.world_size),
         kept_back=None if dataset.val is None else dataset.test,
         reader=dataset.reader,
         digest=dataset.digest,
+        task=feed.task,
     )
 
 
@@ -212,19 +188,19 @@ def broadcast_tensor_(world: MPI.Comm, tensor: torch.Tensor, transport: Transpor
 
 
 def check_batch_parts(
-    settings: Settings, images: int, model: torch.nn.Module, image_size: int
+    settings: Settings, samples: int, model: torch.nn.Module, inputs: Inputs
 ) -> None:
-    """Raise UserError where the `images` of a step can't go through `model` in equal parts.
+    """Raise UserError where the `samples` of a step can't go through `model` in equal parts.
 
     Nor in parts of one image where BatchNorm would see a single value per channel.
     """
     parts = settings.grad_accum_steps
-    if images % parts:
+    if samples % parts:
         raise UserError(
-            f"grad-accum-steps {parts} does not divide the {images} images of a step, which are "
+            f"grad-accum-steps {parts} does not divide the {samples} samples of a step, which are "
             "all that a rank has; give a number that does"
         )
-    if images == parts and (name := batchnorm.find_single_valued(model, image_size)):
+    if samples == parts and (name := batchnorm.find_single_valued(model, inputs)):
         what = f"grad-accum-steps {parts} leaves parts" if parts > 1 else "batches are"
         raise UserError(
             f"{what} of one image, of which BatchNorm {name} sees one value per channel and no "

@@ -19,10 +19,13 @@ from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wires, find_wires
 from prunex_mpi.core.losses import Teacher
 from prunex_mpi.core.sums import Coded, whole_blocks
+from prunex_mpi.core.task import IMAGES, Task
 from prunex_mpi.data.batches import BatchStream, Shard
 from prunex_mpi.data.decoding import Reader
+from prunex_mpi.data.text import Windows, WindowStream
 from prunex_mpi.data.transforms import Mixing
 from prunex_mpi.models import batchnorm
+from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.layout import Layout, flatten_
 from prunex_mpi.models.standalone import Sizes
 from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_
@@ -107,8 +110,8 @@ def describe_whole(model: nn.Module, layout: Layout, groups: Groups, settings: S
     return Whole(layout, batchnorm.numel(batchnorm.find(model)), buffers, sizes)
 
 
-# AdamW's second coefficient and its epsilon, as in its paper; the first one is `--momentum`.
-BETA2, EPSILON = 0.999, 1e-8
+# AdamW's, as in its paper.
+EPSILON = 1e-8
 # The names of what is remembered, by those that torch has for it.
 SGD_STATE = {"momentum_buffer": "momentum"}
 ADAMW_STATE = {"exp_avg": "momentum", "exp_avg_sq": "second_moment", "step": "steps_taken"}
@@ -121,7 +124,7 @@ def build_optimizer(theta: Tensor, settings: Settings) -> torch.optim.Optimizer:
     weight decay is decoupled: theta *= 1 - lr decay (Loshchilov and Hutter 2019).
     """
     if settings.optimizer == "adamw":
-        betas = settings.momentum, BETA2
+        betas = settings.momentum, settings.beta2
         adamw = torch.optim.AdamW([theta], lr=settings.lr, betas=betas, eps=EPSILON, fused=True)
         moments = {key: torch.zeros_like(theta) for key in ("exp_avg", "exp_avg_sq")}
         count = torch.zeros((), dtype=torch.float32, device=theta.device)
@@ -176,15 +179,17 @@ class Problem:
     known: no smaller loss is a divergence. `objective` is what training minimises, where that is
     not `loss`, `mixing` how batches are mixed, and `lr_scale` what multiplies the learning rate.
     `reader` decodes images that are files; all ranks have one or none. Where there is a `teacher`,
-    training minimises what it asks for as well. `digest` tells other data sets apart.
+    training minimises what it asks for as well. `digest` tells other data sets apart. `inputs` is
+    what `model` reads and makes, for what runs it without data, and `task` knows what is counted in
+    them.
     """
 
     model: nn.Module
     forward: Callable[[Tensor], Tensor]
     loss: Callable[[Tensor, Tensor], Tensor]
-    train: BatchStream
-    train_shard: Shard
-    test: Shard | None
+    train: BatchStream | WindowStream
+    train_shard: Shard | Windows
+    test: Shard | Windows | None
     batches: Callable[..., Iterator[tuple[Tensor, Tensor]]]
     steps: int
     mean: Tensor
@@ -193,10 +198,12 @@ class Problem:
     objective: Callable[[Tensor, Tensor], Tensor] | None = None
     mixing: Mixing | None = None
     lr_scale: float = 1.0
-    kept_back: Shard | None = None
+    kept_back: Shard | Windows | None = None
     reader: Reader | None = None
     teacher: Teacher | None = None
     digest: str = ""
+    task: Task = IMAGES
+    inputs: Inputs | None = None
 
 
 @dataclass

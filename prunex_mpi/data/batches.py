@@ -32,6 +32,9 @@ class Shard:
     images: Tensor | Streamed  # uint8 [n, 3, H, W], CPU
     labels: Tensor  # int64 [n], CPU
 
+    def __len__(self) -> int:
+        return len(self.labels)
+
 
 def part_of(shard: Shard, part: slice) -> Shard:
     """Return a part of a shard, which shares its memory or is decoded later as well."""
@@ -169,18 +172,22 @@ class BatchStream:
         self.epoch, self.position = 0, 0
         self.order = torch.randperm(len(self.labels), generator=self.generator)
 
+    def samples_among(self, ranks: int, order: int) -> int:
+        """Return the images of an epoch of a rank among `ranks`, whose `order` has so many."""
+        return order
+
     def next(self) -> tuple[Tensor, Tensor]:
         """Return images [b, 3, H, W] as `look` says and int64 labels [b], on its device."""
         draws, boxes, seeds = self._draw(self)
-        chosen, down, right, mirrored = _upload(draws, self.device)
+        chosen, down, right, mirrored = upload(draws, self.device)
         if self.ahead is None:
             images = self.images.index_select(0, chosen)
         else:
-            images = _upload(self._decoded(draws[0]), self.device)
+            images = upload(self._decoded(draws[0]), self.device)
         if self.pad or self.flip:
             images = self._augment(images, down, right, mirrored)
         if self.resized_crop:
-            images = resized_crops(images, _upload(boxes, self.device))
+            images = resized_crops(images, upload(boxes, self.device))
         if self.transforms:
             images = transformed(images, self.transforms, seeds)
         return self.normalise(images), self.labels.index_select(0, chosen)
@@ -239,10 +246,10 @@ def evaluation_batches(
     starts = range(0, len(shard.labels), batch_size)
     parts = [slice(start, start + batch_size) for start in starts]
     for part, images in zip(parts, in_turn(shard.images, parts), strict=True):
-        yield normalise(_upload(images, look.device)), _upload(shard.labels[part], look.device)
+        yield normalise(upload(images, look.device)), upload(shard.labels[part], look.device)
 
 
-def _upload(tensor: Tensor, device: Device) -> Tensor:
+def upload(tensor: Tensor, device: Device) -> Tensor:
     """Copy to the device; to CUDA from pinned memory, so that the CPU does not wait."""
     pinned = tensor.pin_memory() if torch.device(device).type == "cuda" else tensor
     return pinned.to(device, non_blocking=True)

@@ -67,6 +67,18 @@ class Dataset:
     reader: Reader | None = None  # what decodes the images, where they are files
     digest: str = ""  # of names or labels, where ranks and later jobs could find others
 
+    def sizes(self) -> dict[str, int]:
+        """Return what a network has to fit, by the names of a factory's parameters."""
+        return {"num_classes": self.num_classes, "image_size": self.image_size}
+
+    def describe(self) -> str:
+        """Return what there is, in a part of a line."""
+        held_out = f"{self.val_total:,} held out, " if self.val_total else ""
+        return (
+            f"{self.train_total:,} images to train on, {held_out}{self.test_total:,} to test on, "
+            f"{self.num_classes:,} classes"
+        )
+
     def close(self) -> None:
         """End the threads that decode."""
         if self.reader is not None:

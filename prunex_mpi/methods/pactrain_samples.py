@@ -1,10 +1,16 @@
-"""The images that PacTrain's pruning looks at, before it trains.
+"""The images, or the windows of text, that PacTrain's pruning looks at, before it trains.
 
 As in the authors' code of GraSP (Wang et al. 2020): of every class as many, class by class, in two
 halves that are a batch each; gradients of both halves are added up. The images are the first ones
 of their class over the shards of all ranks, whose order the seed draws. So they are the same for
 any number of ranks; the ranks share the batches, not the images of one.
+
+Of text, which has no classes to balance, it is windows at even distances over all of it that is to
+train on, in two halves and the same for any number of ranks as well.
 """
+
+from collections.abc import Sequence
+from functools import singledispatch
 
 import torch
 from torch import Tensor
@@ -15,13 +21,16 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.evaluation import check_readable
 from prunex_mpi.core.state import RunContext
-from prunex_mpi.data.batches import Shard
+from prunex_mpi.data.batches import BatchStream, Shard
 from prunex_mpi.data.datasets import class_counts, places_in_draws
+from prunex_mpi.data.text import Windows, WindowStream
 
 # A batch holds at most so many pixels, 512 images of 32x32: second derivatives take memory.
 BATCH_PIXELS = 2**19
 # Images of each class, of all ranks together.
 SAMPLES = 10
+# Windows of text, as many as CIFAR-10's images, and tokens of a batch of them.
+WINDOWS, BATCH_TOKENS = 100, 2**13
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -33,8 +42,37 @@ def batches_to_score(everyone: Wire, context: RunContext) -> Batches:
     can't be read.
     """
     problem = context.problem
-    drawn = draw_balanced(everyone, problem.train_shard, SAMPLES)
+    pieces = drawn(problem.train, problem.train_shard, everyone)
     check_readable(everyone.comm, context)
+    mine = pieces[everyone.comm.rank :: everyone.comm.size]
+    return [batch for piece in mine for batch in problem.batches(piece, batch_size=len(piece))]
+
+
+@singledispatch
+def drawn(stream: object, shard: object, everyone: Wire) -> Sequence[Windows | Shard]:
+    """Return what is looked at in pieces, each a batch: the same on all ranks.
+
+    Collective on `world`. Raises UserError on every rank.
+    """
+    raise NotImplementedError(type(stream).__name__)
+
+
+@drawn.register
+def _(stream: WindowStream, shard: Windows, everyone: Wire) -> Sequence[Windows]:
+    context = stream.context
+    there = (stream.stop - 1) // context
+    count = min(WINDOWS, there)
+    apart = there // count * context
+    starts = range(0, count * apart, apart)
+    most = max(1, BATCH_TOKENS // context)
+    halves = (starts[: count // 2], starts[count // 2 :])
+    parts = [half[i : i + most] for half in halves for i in range(0, len(half), most)]
+    return [Windows(stream.tokens, part, context) for part in parts]
+
+
+@drawn.register
+def _(stream: BatchStream, shard: Shard, everyone: Wire) -> Sequence[Shard]:
+    drawn = draw_balanced(everyone, shard, SAMPLES)
     most = max(1, BATCH_PIXELS // drawn.images[0, 0].numel())
     size = len(drawn.labels)
     pieces = []
@@ -44,10 +82,7 @@ def batches_to_score(everyone: Wire, context: RunContext) -> Batches:
         images, labels = drawn.images[half], drawn.labels[half]
         pairs = zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True)
         pieces += [Shard(*pair) for pair in pairs if len(pair[1])]
-    mine = pieces[everyone.comm.rank :: everyone.comm.size]
-    return [
-        batch for piece in mine for batch in problem.batches(piece, batch_size=len(piece.labels))
-    ]
+    return pieces
 
 
 def draw_balanced(everyone: Wire, shard: Shard, each: int) -> Shard:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunex_mpi.models.dummy_input import dummy_input, evaluating
+from prunex_mpi.models.inputs import Inputs
 
 
 def find(model: nn.Module) -> list[_BatchNorm]:
@@ -122,7 +123,7 @@ def write_plain(modules: list[_BatchNorm], flat: Tensor) -> None:
         m.running_var.copy_(variance)
 
 
-def find_single_valued(model: nn.Module, image_size: int) -> str:
+def find_single_valued(model: nn.Module, inputs: Inputs) -> str:
     """Return the name of a BatchNorm that sees one value per channel of one image, "" for none.
 
     Such a module can't train on batches of one image. Those that stay in evaluation mode when the
@@ -142,7 +143,7 @@ def find_single_valued(model: nn.Module, image_size: int) -> str:
     with ExitStack() as hooks, evaluating(model):
         for name, m in moving:
             hooks.enter_context(m.register_forward_pre_hook(partial(note, name)))
-        model(dummy_input(model, image_size))
+        model(dummy_input(model, inputs))
     return found[0] if found else ""
 
 

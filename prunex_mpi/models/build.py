@@ -8,6 +8,7 @@ from torch import nn
 from prunex_mpi.base.errors import USAGE, UserError, meant, one_line
 from prunex_mpi.base.imports import import_function
 from prunex_mpi.models.dummy_input import try_forward
+from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.standalone import CIFAR_FAMILY, SMALL_VGG, SMALL_VIT, build
 
 CIFAR_STEM_MAX_SIDE = 64  # "auto" gives images up to this side the stem that keeps their resolution
@@ -16,19 +17,19 @@ OF_OUR_OWN = (*CIFAR_FAMILY, SMALL_VGG, SMALL_VIT)
 STEMS = ("auto", "cifar", "imagenet")
 
 
-def build_model(name: str, *, num_classes: int, image_size: int, stem: str = "auto") -> nn.Module:
-    """Build the classifier `name` with fresh weights, float32 on the CPU.
+def build_model(name: str, inputs: Inputs, stem: str = "auto") -> nn.Module:
+    """Build the network `name` with fresh weights, float32 on the CPU.
 
     `name` is a ResNet of the CIFAR family, a torchvision classifier, or `package.module:factory`,
-    called as `factory(num_classes=..., image_size=...)`, or without image_size where it has no such
-    parameter. The model maps [n, 3, image_size, image_size] to [n, num_classes]; this is tried once
-    on a dummy image, in evaluation mode. The weights are drawn from torch's global generator, which
-    the caller seeds.
+    called with the first of `inputs.sizes()` and the others that its signature takes, by keyword:
+    num_classes and image_size, or vocab_size and context. That the model fits `inputs` is tried
+    once on a dummy input, in evaluation mode. The weights are drawn from torch's global generator,
+    which the caller seeds.
 
     Raises UserError (USAGE) for an unknown name, a stem the model does not have, a factory that
-    cannot be imported or called, and a model that cannot take images of this size.
+    cannot be imported or called, and a model that does not fit.
     """
-    description = describe(name, num_classes=num_classes, image_size=image_size, stem=stem)
+    description = describe(name, inputs, stem)
     try:
         model = build(description)
         if not isinstance(model, nn.Module):
@@ -36,14 +37,14 @@ def build_model(name: str, *, num_classes: int, image_size: int, stem: str = "au
             raise UserError(
                 f"model {name}: the factory returned {kind}, not a torch.nn.Module", USAGE
             )
-        try_forward(model, num_classes, image_size)
+        try_forward(model, inputs)
     except UserError:
         raise
     # The model's own code may raise anything for a size that does not fit.
     except Exception as error:
         raise UserError(
-            f"model {name} does not fit {num_classes} classes of {image_size}x{image_size} images "
-            f"({one_line(error)}): choose another --model or --image-size",
+            f"model {name} does not fit {inputs.text()} ({one_line(error)}): choose another "
+            f"--model or {inputs.setting}",
             USAGE,
         ) from error
     return model
@@ -54,7 +55,7 @@ def model_names() -> list[str]:
     return sorted({*OF_OUR_OWN, *torchvision.models.list_models(module=torchvision.models)})
 
 
-def describe(name: str, *, num_classes: int, image_size: int, stem: str = "auto") -> dict[str, Any]:
+def describe(name: str, inputs: Inputs, stem: str = "auto") -> dict[str, Any]:
     """Return the description of a network for `standalone.build`, with its stem.
 
     A factory is imported here, not called. Raises UserError (USAGE) for an unknown name, a stem the
@@ -72,7 +73,7 @@ def describe(name: str, *, num_classes: int, image_size: int, stem: str = "auto"
             USAGE,
         )
     if _is_torchvision_resnet(name):
-        small = stem == "cifar" or (stem == "auto" and image_size <= CIFAR_STEM_MAX_SIDE)
+        small = stem == "cifar" or (stem == "auto" and inputs.side <= CIFAR_STEM_MAX_SIDE)
         chosen = "cifar" if small else "imagenet"
     elif name in OF_OUR_OWN and stem == "imagenet":
         raise UserError(f"--stem imagenet does not fit {name}, which has a stem of its own", USAGE)
@@ -80,7 +81,7 @@ def describe(name: str, *, num_classes: int, image_size: int, stem: str = "auto"
         raise UserError(
             f"--stem {stem} fits torchvision's ResNet family, not {name}: leave --stem out", USAGE
         )
-    return {"name": name, "num_classes": num_classes, "image_size": image_size, "stem": chosen}
+    return {"name": name, **inputs.sizes(), "stem": chosen}
 
 
 def _is_torchvision_resnet(name: str) -> bool:

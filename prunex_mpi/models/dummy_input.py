@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.slim import CONVOLUTIONS
 
 
@@ -29,40 +30,39 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
             module.training = training
 
 
-def dummy_input(model: nn.Module, image_size: int) -> Tensor:
-    """Return an image of zeros [1, 3, image_size, image_size], of the dtype and device of `model`.
+def dummy_input(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Return one image or window of zeros, of the dtype and device of `model`.
 
     In evaluation mode it leaves statistics and the random state untouched.
     """
     parameter = next(model.parameters(), torch.empty(0))
-    return parameter.detach().new_zeros(1, 3, image_size, image_size)
+    return inputs.zeros(parameter)
 
 
-def try_forward(model: nn.Module, num_classes: int, image_size: int) -> None:
-    """Run one dummy image; raise ValueError unless the output is [1, num_classes].
+def try_forward(model: nn.Module, inputs: Inputs) -> None:
+    """Run one dummy input; raise ValueError unless the output has the shape of its logits.
 
     The model's own code may raise anything.
     """
     with evaluating(model):
-        output = model(dummy_input(model, image_size))
-    if not isinstance(output, Tensor) or output.shape != (1, num_classes):
+        output = model(dummy_input(model, inputs))
+    wanted = inputs.output_shape()
+    if not isinstance(output, Tensor) or output.shape != wanted:
         found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise ValueError(f"it returns {found} for one image, not [1, {num_classes}]")
+        raise ValueError(f"it returns {found} for one {inputs.unit}, not {list(wanted)}")
 
 
-def settle(model: nn.Module, image_size: int) -> None:
-    """Run a dummy image in evaluation mode, so that tensors that modules cache have no gradient."""
+def settle(model: nn.Module, inputs: Inputs) -> None:
+    """Run a dummy input in evaluation mode, so that tensors that modules cache have no gradient."""
     with evaluating(model):
-        model(dummy_input(model, image_size))
+        model(dummy_input(model, inputs))
 
 
-def probe(model: nn.Module, image_size: int) -> list[float]:
-    """Return the logits of a fixed image in evaluation mode, a fingerprint of the network."""
-    parameter = next(model.parameters())
-    ramp = torch.linspace(-1, 1, 3 * image_size**2, dtype=parameter.dtype)
+def probe(model: nn.Module, inputs: Inputs) -> list[float]:
+    """Return the logits of a fixed input in evaluation mode, a fingerprint of the network."""
     with evaluating(model):
-        logits = model(ramp.view(1, 3, image_size, image_size).to(parameter.device))
-    return logits[0].tolist()
+        logits = model(inputs.ramp(next(model.parameters())))
+    return inputs.fingerprint(logits)
 
 
 def transient_buffers(model: nn.Module) -> list[str]:
@@ -71,7 +71,7 @@ def transient_buffers(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_buffers() if name not in kept]
 
 
-def moved_in_training(model: nn.Module, image_size: int) -> str:
+def moved_in_training(model: nn.Module, inputs: Inputs) -> str:
     """Return a transient buffer that a forward pass in training changes, "" for none.
 
     What an evaluation fills, as a cache, doesn't count. Runs a copy of `model`, on the CPU, whose
@@ -80,17 +80,16 @@ def moved_in_training(model: nn.Module, image_size: int) -> str:
     names = transient_buffers(model)
     if not names:
         return ""
-    parameter, generator = next(model.parameters()), torch.Generator().manual_seed(0)
     # For one image BatchNorm may get a single value per channel, which it refuses.
-    images = torch.rand(2, 3, image_size, image_size, generator=generator).to(parameter.dtype)
+    two = inputs.draw(2, next(model.parameters()).dtype)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
             other = deepcopy(model)
             with evaluating(other):
-                other(images)
+                other(two)
             before = {name: other.get_buffer(name).clone() for name in names}
             other.train()
-            other(images)
+            other(two)
             return next((n for n in names if not torch.equal(other.get_buffer(n), before[n])), "")
         # Training will report it.
         except Exception:
@@ -105,13 +104,13 @@ class Ends:
     head: str
 
 
-def find_ends(model: nn.Module, image_size: int) -> Ends:
-    """Return the weights that read the image and the one that makes the classes, by a dummy image.
+def find_ends(model: nn.Module, inputs: Inputs) -> Ends:
+    """Return the weights that read the image and the one that makes the classes, by a dummy input.
 
     The convolution that runs first reads the image, in whatever form, and so do others that get it
     unchanged. The last layer with as many outputs as the model makes the classes, "" for none.
     """
-    image = dummy_input(model, image_size)
+    image = dummy_input(model, inputs)
     ran: list[tuple[str, nn.Module, bool]] = []
 
     def note(name: str, module: nn.Module, args: tuple) -> None:

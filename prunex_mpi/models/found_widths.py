@@ -3,8 +3,8 @@
     # mine.py, for --model mine:slim
     from prunex_mpi.models.found_widths import fresh
 
-    def slim(num_classes, image_size):
-        return fresh("runs/slim/model", num_classes, image_size)
+    def slim(**sizes):
+        return fresh("runs/slim/model", **sizes)
 
 Beside a pruned network it shows what the weights are worth: same widths, fresh weights.
 """
@@ -16,16 +16,17 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.slim import SlimSelfAttention, evaluates_alone
 from prunex_mpi.models.standalone import FORMAT, PLAN, build, fill_, resize_
 
 
-def fresh(folder: str | Path, num_classes: int, image_size: int) -> nn.Module:
+def fresh(folder: str | Path, **sizes: int) -> nn.Module:
     """Return the network that was exported to `folder` with fresh weights, float32 on the CPU.
 
     They are drawn from torch's global generator for the network of full size and cut; weights are
     divided by the root of the share of inputs kept, so that sums have the same variance. Raises
-    UserError (USAGE) for a folder without a plan, a plan of other classes or image size, parameters
+    UserError (USAGE) for a folder without a plan, a plan of other `sizes` of inputs, parameters
     of other names than in the network of full size, and attention that would train differently.
     """
     path = Path(folder) / PLAN
@@ -34,12 +35,11 @@ def fresh(folder: str | Path, num_classes: int, image_size: int) -> nn.Module:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} can't be read ({error}): name an exported model", USAGE) from None
     description = plan["model"]
-    wanted = FORMAT, num_classes, image_size
-    if (plan["format"], description["num_classes"], description["image_size"]) != wanted:
+    known, wanted = inputs_from(description), inputs_from(sizes)
+    if (plan["format"], known) != (FORMAT, wanted):
         raise UserError(
-            f"{path} is of {description['num_classes']} classes and images of "
-            f"{description['image_size']} pixels, format {plan['format']}; this run has "
-            f"{num_classes}, {image_size} and {FORMAT}",
+            f"{path} is of {known.text()}, format {plan['format']}; this run has {wanted.text()} "
+            f"and {FORMAT}",
             USAGE,
         )
     whole = build(description).state_dict()

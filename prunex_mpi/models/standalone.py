@@ -23,6 +23,7 @@ import torchvision
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.slim import (
     ATTENTION_HEADS,
     ATTENTIONS,
@@ -39,8 +40,6 @@ from prunex_mpi.models.slim import (
 Sizes = dict[str, dict[str, int | list[int]]]
 
 FORMAT = 3
-# A plan that asks for more is damaged, or meant to take all memory.
-MOST_CLASSES, MOST_PIXELS = 10**5, 2**13
 MODEL, PLAN = "model.safetensors", "plan.json"
 # Depth and the channels of the first stage: 16, or W in networks named -wW.
 CIFAR_FAMILY = {
@@ -91,39 +90,39 @@ def _is_lazy(model: nn.Module) -> bool:
     return any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers()))
 
 
-def _takes_size(factory: Callable[..., Any]) -> bool:
-    """Return whether a factory of models has a parameter `image_size`, by name or as **options."""
+def _taken(factory: Callable[..., Any], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return which of `sizes` a factory of models gets: the first, and the others that it takes."""
     try:
         parameters = inspect.signature(factory).parameters
     # Some functions written in C have no signature.
     except (TypeError, ValueError):
-        return True
-    return "image_size" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return dict(sizes)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(sizes)
+    first = next(iter(sizes))
+    return {name: size for name, size in sizes.items() if name == first or name in parameters}
 
 
 def build(description: Mapping[str, Any]) -> nn.Module:
     """Return a network of full size with fresh weights, on the CPU, in training mode.
 
-    Lazy modules are initialised by a dummy image. `description` holds name, num_classes, image_size
-    and stem ("cifar", "imagenet", or "" for networks that have only one). Raises ValueError for a
+    Lazy modules are initialised by a dummy input. `description` holds name, the sizes of inputs and
+    stem ("cifar", "imagenet", or "" for networks that have only one). Raises ValueError for a
     name or sizes that it can't be.
     """
-    name, side = description["name"], description["image_size"]
-    classes = description["num_classes"]
-    for what, count, most in (("classes", classes, MOST_CLASSES), ("pixels", side, MOST_PIXELS)):
-        if type(count) is not int or not 1 <= count <= most:
-            raise ValueError(f"{count} {what} are not from 1 to {most}")
+    name, inputs = description["name"], inputs_from(description)
     if ":" in name:
         module, _, factory = name.partition(":")
         make = getattr(importlib.import_module(module), factory)
-        model = make(num_classes=classes, **({"image_size": side} if _takes_size(make) else {}))
+        model = make(**_taken(make, inputs.sizes()))
         if isinstance(model, nn.Module) and _is_lazy(model):
             training = model.training
             model.eval()
             with torch.no_grad():
-                model(torch.zeros(1, 3, side, side))
+                model(inputs.zeros(torch.empty(0)))
             model.train(training)
         return model
+    side, classes = inputs.side, inputs.classes
     if name in CIFAR_FAMILY:
         return CifarResNet(*CIFAR_FAMILY[name], classes)
     if name == SMALL_VGG:

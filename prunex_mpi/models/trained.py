@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.files import CHUNK_BYTES, open_regular, while_growing
 from prunex_mpi.models.dummy_input import find_ends
+from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.standalone import WITH_AUXILIARY_HEADS, fill_
 
 # Below, `weights_only` does not keep files from executing code (CVE-2025-32434, CVE-2026-24747).
@@ -160,7 +161,7 @@ def find_torchvision_file(
 def fit_(
     model: nn.Module,
     tensors: Mapping[str, Tensor],
-    image_size: int,
+    inputs: Inputs,
     where: str,
     others: bool = False,
 ) -> str:
@@ -178,7 +179,7 @@ def fit_(
     theirs = {DENSENET.sub(r"\1\2", key): value for key, value in tensors.items()}
     if not any(key.startswith(AUXILIARY) for key in mine):
         theirs = {key: t for key, t in theirs.items() if not key.startswith(AUXILIARY)}
-    head, replaced = find_ends(model, image_size).head.rpartition(".")[0], ""
+    head, replaced = find_ends(model, inputs).head.rpartition(".")[0], ""
     weight = f"{head}.weight"
     if head and weight in theirs and theirs[weight].dim() == mine[weight].dim():
         here, there = list(mine[weight].shape), list(theirs[weight].shape)

@@ -1,6 +1,6 @@
 """Follow a forward pass: label every tensor that it makes, and know in which module's code it is.
 
-`coupling` builds groups from the labels that a dummy image leaves.
+`coupling` builds groups from the labels that a dummy input leaves.
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.dummy_input import dummy_input, evaluating
+from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.slim import norm_dim
 from prunex_mpi.pruning import label_layers
 from prunex_mpi.pruning.label_shapes import TEMPLATES, shape
@@ -232,7 +233,7 @@ class Trace(TorchFunctionMode):
             self._keep(result, func, args, kwargs)
 
 
-def follow_image(model: nn.Module, image_size: int, plain: frozenset[str], pins: Pins) -> Labels:
+def follow_input(model: nn.Module, inputs: Inputs, plain: frozenset[str], pins: Pins) -> Labels:
     """Return the labels of a forward pass of `model`, on the CPU, in evaluation mode.
 
     Plain rules hold in the modules named in `plain` and those inside them; "" is the whole model.
@@ -244,12 +245,12 @@ def follow_image(model: nn.Module, image_size: int, plain: frozenset[str], pins:
         for name, module in model.named_modules()
         if isinstance(module, nn.LayerNorm) and norm_dim(module) is not None
     }
-    image = dummy_input(model, image_size)
-    labels.label(image, torch.full(image.shape, PINNED))
+    given = dummy_input(model, inputs)
+    labels.label(given, torch.full(given.shape, PINNED))
     places = Places()
     trace = Trace(labels, places, plain, pins)
     with evaluating(model), _numbers_named(model), following(model, places), trace:
-        output = model(image)
+        output = model(given)
     labels.plain = False
     labels.pin([output], "its outputs are the classes")
     return labels

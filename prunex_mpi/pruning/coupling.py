@@ -1,6 +1,6 @@
 """Find coupled groups: slices of parameters that must be removed together with a channel.
 
-A dummy image runs through the model while every tensor carries labels: an integer per element, the
+A dummy input runs through the model while every tensor carries labels: an integer per element, the
 group of channels that the element belongs to. A convolution or a linear layer reads the labels of
 its input as its columns and gives each of its rows a new label; BatchNorm ties its gamma and beta
 to the labels that it normalises; an addition joins the labels that meet; reshaping, slicing,
@@ -29,7 +29,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.pruning.channel_trace import NO_PINS, Pins, follow_image
+from prunex_mpi.models.inputs import Inputs
+from prunex_mpi.pruning.channel_trace import NO_PINS, Pins, follow_input
 from prunex_mpi.pruning.labels import PINNED, VOID, Cut, Labels, Use, first_along, thin, varying
 
 # Plain rules everywhere: convolutions, linear layers and BatchNorm only.
@@ -101,15 +102,15 @@ class Coupling:
 
 
 def find_coupling(
-    model: nn.Module, image_size: int, plain: frozenset[str] = frozenset(), pins: Pins = NO_PINS
+    model: nn.Module, inputs: Inputs, plain: frozenset[str] = frozenset(), pins: Pins = NO_PINS
 ) -> Coupling:
-    """Find the coupled groups of `model`, a classifier of [n, 3, image_size, image_size] images.
+    """Find the coupled groups of `model`, which reads `inputs`.
 
-    Runs one dummy image on the CPU in evaluation mode; the model is unchanged afterwards. In the
+    Runs one dummy input on the CPU in evaluation mode; the model is unchanged afterwards. In the
     modules named in `plain` only plain rules hold; channels that the calls in `pins` touch stay.
     Raises UserError when no group can be removed.
     """
-    labels = follow_image(model, image_size, plain, pins)
+    labels = follow_input(model, inputs, plain, pins)
     _pin_shared(model, labels)
     _settle(labels)
     counted = _numbers(labels)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError, one_line
+from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.models.slim import (
     ATTENTION_HEADS,
@@ -228,12 +229,12 @@ def rules_of(text: str) -> Rules:
     return Rules(frozenset(plain), frozenset(swapped), pins)
 
 
-def find_coupling_by(model: nn.Module, image_size: int, rules: Rules) -> Coupling:
+def find_coupling_by(model: nn.Module, inputs: Inputs, rules: Rules) -> Coupling:
     """Find the coupled groups of `model` by `rules`, without a trial."""
-    return replace(find_coupling(model, image_size, rules.plain, rules.pins), swapped=rules.swapped)
+    return replace(find_coupling(model, inputs, rules.plain, rules.pins), swapped=rules.swapped)
 
 
-def find_rules(model: nn.Module, image_size: int, rules: Rules = Rules()) -> Rules:
+def find_rules(model: nn.Module, inputs: Inputs, rules: Rules = Rules()) -> Rules:
     """Return the widest rules, from `rules` down, by which `model` works without any group.
 
     Where the code of a module fails at a smaller size, attention is replaced by ours, and in other
@@ -247,9 +248,9 @@ def find_rules(model: nn.Module, image_size: int, rules: Rules = Rules()) -> Rul
             "was before, or choose other --groups"
         )
     while True:
-        coupling = find_coupling_by(model, image_size, rules)
+        coupling = find_coupling_by(model, inputs, rules)
         attempts = (
-            attempt(model, coupling, removed, image_size)
+            attempt(model, coupling, removed, inputs)
             for removed in (_some_of_each(coupling), _drawn_of_each(coupling))
         )
         failure = next((failure for failure in attempts if failure is not None), None)
@@ -299,26 +300,25 @@ def _alike(model: nn.Module, name: str | None) -> frozenset[str]:
 
 @torch.no_grad()
 def attempt(
-    model: nn.Module, coupling: Coupling, removed: np.ndarray, image_size: int
+    model: nn.Module, coupling: Coupling, removed: np.ndarray, inputs: Inputs
 ) -> Failure | None:
     """Compare a network with the groups of `removed` at zero and one without them; None if equal.
 
     Runs copies of `model` on the CPU, in float64, or in its own dtype if its code needs that.
     """
-    generator = torch.Generator().manual_seed(0)
-    image = torch.rand(1, 3, image_size, image_size, generator=generator, dtype=torch.float64)
+    given = inputs.draw(1, torch.float64)
     masked, allowed = _masked_copy(model, coupling, removed).double(), EXACT
-    wanted = _in_double(masked, image)
+    wanted = _in_double(masked, given)
     if wanted is None:
         masked, allowed = _masked_copy(model, coupling, removed), TOLERANCE
-        image = image.to(next(masked.parameters()).dtype)
-        wanted = masked(image)
+        given = inputs.draw(1, next(masked.parameters()).dtype)
+        wanted = masked(given)
     places = Places()
     failing = Failing(places)
     try:
         smaller = shrink(masked, coupling, removed)
         with following(smaller, places), failing:
-            found = smaller(image)
+            found = smaller(given)
     # The model's own code may raise anything at other sizes.
     except Exception as error:
         own = [name for name in places.inside if is_own(model.get_submodule(name))]
@@ -330,21 +330,20 @@ def attempt(
 
 
 @torch.no_grad()
-def training_failure(model: nn.Module, coupling: Coupling, image_size: int) -> str:
+def training_failure(model: nn.Module, coupling: Coupling, inputs: Inputs) -> str:
     """Return why a smaller network can't be trained though the whole one can, "" where it can.
 
     Code that runs in training only is not traced: it may read channels that nothing else reads.
     Runs copies of `model` on the CPU, whose random state is restored.
     """
-    parameter, generator = next(model.parameters()), torch.Generator().manual_seed(0)
     # For one image BatchNorm may get a single value per channel, which it refuses.
-    images = torch.rand(2, 3, image_size, image_size, generator=generator).to(parameter.dtype)
+    two = inputs.draw(2, next(model.parameters()).dtype)
     # The generators of other devices stay as they are.
     with torch.random.fork_rng(devices=[]):
         try:
             whole = copy.deepcopy(model)
             whole.train()
-            whole(images)
+            whole(two)
         # Training will report it.
         except Exception:
             return ""
@@ -352,7 +351,7 @@ def training_failure(model: nn.Module, coupling: Coupling, image_size: int) -> s
             try:
                 smaller = shrink(model, coupling, removed)
                 smaller.train()
-                smaller(images)
+                smaller(two)
             # The model's own code may raise anything at other sizes.
             except Exception as error:
                 return one_line(error)
@@ -398,10 +397,10 @@ def _masked_copy(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> n
     return masked
 
 
-def _in_double(model: nn.Module, image: Tensor) -> Tensor | None:
+def _in_double(model: nn.Module, given: Tensor) -> Tensor | None:
     """Return the outputs in float64, None where the model's own code needs another dtype."""
     try:
-        outputs = model(image)
+        outputs = model(given)
     # That code may raise anything.
     except Exception:
         return None

@@ -257,7 +257,9 @@ def _read_manifest(
             if manifest["model"] != digests["model"]:
                 raise DamagedCheckpoint("the model's parameters were of other names or shapes then")
             if manifest["data"] != digests["data"]:
-                raise DamagedCheckpoint("the images, their labels or classes were others then")
+                raise DamagedCheckpoint(
+                    "the data were others then, in names, labels, classes or text"
+                )
             text = json.dumps(manifest)
         except DamagedCheckpoint as damage:
             reason = str(damage)

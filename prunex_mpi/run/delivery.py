@@ -17,7 +17,7 @@ from prunex_mpi.core.state import Problem, RunContext, State, weights
 from prunex_mpi.models.dummy_input import probe
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.pretrained import read_initial
-from prunex_mpi.run.summary import add_up, closing_table
+from prunex_mpi.run.summary import add_up, closing_table, mean_speed
 from prunex_mpi.run.tensor_file import save_tensors
 from prunex_mpi.settings.fields import Settings
 
@@ -58,10 +58,10 @@ def judge_best(topology: Topology, context: RunContext) -> dict[str, Any]:
     if context.problem.kept_back is None or not best:
         return {}
     with best_of(context):
-        loss, accuracy = judge(topology, context, context.problem.kept_back)
-    found = Judged(*best)
-    held_out = {"iteration": found.iteration, "accuracy": found.accuracy, "loss": found.loss}
-    return {"test_loss": loss, "test_accuracy": accuracy, "validation": held_out}
+        tested = judge(topology, context, context.problem.kept_back)
+    task, found = context.problem.task, Judged(*best)
+    held_out = {"iteration": found.iteration, **task.outcome(found.loss, found.accuracy)}
+    return {**{f"test_{name}": value for name, value in tested.items()}, "validation": held_out}
 
 
 def save_model(
@@ -72,10 +72,10 @@ def save_model(
     Returns what export checks the file and the model by, for summary.json. `going` is called as
     often as the file goes on.
     """
-    model, image_size = problem.model, problem.train_shard.images.shape[-1]
+    model, inputs = problem.model, problem.inputs
     with weights(state, state.z):
         tensors = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
-        logits = probe(model, image_size)
+        logits = probe(model, inputs)
     record = save_tensors(tensors, path / STATE, going=going)
     # What a network that became smaller while it was trained is built with.
     smaller = {"layers": state.sizes} if state.sizes else {}
@@ -83,7 +83,7 @@ def save_model(
         **smaller,
         "bytes": record.size,
         "crc32": record.crc32,
-        "image_size": image_size,
+        **inputs.sizes(),
         "mean": problem.mean.tolist(),
         "std": problem.std.tolist(),
         "probe": logits,
@@ -105,8 +105,8 @@ def summarise(
         "status": status,
         "method": settings.method.name,
         "iterations": len(records),
-        "test_accuracy": last["test_accuracy"],
-        "test_loss": last["test_loss"],
+        **{key: value for key, value in last.items() if key.startswith("test_")},
+        **mean_speed(records),
         "density": density(state),
         "parameters": state.whole.layout.numel,
         "parameters_kept": state.whole.layout.numel - prunable + kept,

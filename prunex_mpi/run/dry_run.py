@@ -11,7 +11,7 @@ from prunex_mpi.comm.collectives import between_nodes, build_transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.cli import shown
 from prunex_mpi.config.resolve import ESTIMATED, flat_values, make, toml_key
-from prunex_mpi.core.loading import CPU, find_sizes
+from prunex_mpi.core.loading import CPU, find_inputs
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.message import STATISTICS, message_bytes
 from prunex_mpi.core.problem import make_groups, make_model
@@ -72,16 +72,16 @@ def differing_settings(settings: Settings) -> str:
 
 def forecast(settings: Settings, topology: Topology, known: Known) -> str:
     """Return the payload per outer iteration, or per step, and over the run."""
-    num_classes, image_size = find_sizes(settings, known)
-    model = make_model(settings, num_classes, image_size)
-    find_losses(settings, num_classes, CPU)
+    inputs = find_inputs(settings, known)
+    model = make_model(settings, inputs)
+    find_losses(settings, inputs.classes, CPU)
     if settings.init_from and topology.world.rank == 0:
-        check_initial(settings, model, image_size)
+        check_initial(settings, model, inputs)
     layout = build_layout(model)
     parameter = next(model.parameters())
     bn_modules = batchnorm.find(model)
     size, statistics = parameter.element_size(), batchnorm.numel(bn_modules)
-    groups = make_groups(settings, model, layout, image_size)
+    groups = make_groups(settings, model, layout, inputs)
     if settings.method.per_step:
         return _dry_run_per_step(settings, topology, layout, size, statistics)
     if settings.method.own_format:

@@ -1,6 +1,6 @@
 """Read back what a run delivered, and refuse what is not as the run wrote it."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ from prunex_mpi.config.resolve import resumed
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import Dataset, load
 from prunex_mpi.data.decoding import Access, Reader, decoding_threads
+from prunex_mpi.data.text import TextSet, Windows, read_text_data, take_windows
+from prunex_mpi.data.text_files import CHARS, Tokenizer
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe
 from prunex_mpi.models.dummy_input import probe, transient_buffers
+from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.run.directory import COMPLETE, read_summary
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.fields import TEXT, Settings
 
 # Other processors and TF32 round differently; another network differs far more.
 PROBE_TOLERANCE = 2e-2
@@ -34,7 +37,7 @@ class FinishedRun:
     """A run that ended well: its masked network, on the CPU in evaluation mode, and test images.
 
     The test images, where they are files, are decoded by `reader` when they are looked at.
-    `description` is what `standalone.build` takes; `mean` and `std` are float32 [3].
+    `description` is what `standalone.build` takes; `mean` and `std` are float32 [3], of text [0].
     """
 
     path: Path
@@ -42,7 +45,7 @@ class FinishedRun:
     summary: dict[str, Any]
     description: dict[str, Any]
     model: nn.Module
-    test: Shard | None
+    test: Shard | Windows | None
     mean: Tensor
     std: Tensor
     reader: Reader | None
@@ -88,21 +91,23 @@ def read_run(
         record = FileRecord(int(delivered["bytes"]), int(delivered["crc32"]))
         logits = torch.tensor(delivered["probe"], dtype=torch.float64)
         mean, std = (torch.tensor(delivered[key], dtype=torch.float32) for key in ("mean", "std"))
-        image_size = int(delivered["image_size"])
+        # Of images, runs of old do not say how many classes there are.
+        inputs = inputs_from({"num_classes": len(logits), **delivered})
         layers = {name: dict(sizes) for name, sizes in delivered.get("layers", {}).items()}
-        if logits.dim() != 1 or len(mean) != 3 or len(std) != 3:
+        # Tokens are not normalised.
+        colours = 0 if isinstance(inputs, Tokens) else 3
+        if logits.dim() != 1 or len(mean) != colours or len(std) != colours:
             raise ValueError
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         raise UserError(
             f"{path / SUMMARY} does not say what was delivered; put back what the run wrote",
             UNREADABLE,
         ) from None
-    what = {"num_classes": len(logits), "image_size": image_size, "stem": settings.stem}
-    model = build_model(settings.model, **what)
+    model = build_model(settings.model, inputs, settings.stem)
     model.eval()
     _resize_(model, layers, settings.model)
     _fill_(model, _read_state(path / STATE, record, going), settings.model)
-    found = torch.tensor(probe(model, image_size), dtype=torch.float64)
+    found = torch.tensor(probe(model, inputs), dtype=torch.float64)
     apart = float((found - logits).abs().max())
     if not apart <= PROBE_TOLERANCE * max(1.0, float(logits.abs().max())):
         also = ""
@@ -113,13 +118,14 @@ def read_run(
             f"{apart:.2g}): put its source back as it was{also}",
             UNREADABLE,
         )
-    data = _load_test(settings, len(logits), image_size) if with_data else None
+    classes = delivered.get("classes", [])
+    data = _load_test(settings, inputs, classes) if with_data else None
     return FinishedRun(
         path=path,
         settings=settings,
         summary=summary,
         reader=data.reader if data else None,
-        description=describe(settings.model, **what),
+        description=describe(settings.model, inputs, settings.stem),
         model=model,
         test=data.test if data else None,
         mean=mean,
@@ -176,8 +182,10 @@ def _fill_(model: nn.Module, tensors: dict[str, Tensor], name: str) -> None:
     standalone.fill_(model, tensors)
 
 
-def _load_test(settings: Settings, num_classes: int, image_size: int) -> Dataset:
-    """Return all test images of the run, and none that it was trained on."""
+def _load_test(settings: Settings, inputs: Inputs, classes: Sequence[str]) -> Dataset | TextSet:
+    """Return all test images of the run, or its text, and none that it was trained on."""
+    if settings.dataset == TEXT:
+        return _load_test_text(settings, classes)
     data = load(
         settings.dataset,
         data_dir=settings.data_dir,
@@ -188,11 +196,26 @@ def _load_test(settings: Settings, num_classes: int, image_size: int) -> Dataset
         seed=settings.seed,
         part=(0, 1),
     )
-    if (data.num_classes, data.image_size) != (num_classes, image_size):
+    if (found := inputs_from(data.sizes())) != inputs:
         raise UserError(
-            f"the data have {data.num_classes} classes of {data.image_size}x{data.image_size} "
-            f"images, those of the run had {num_classes} of {image_size}x{image_size}: give their "
+            f"the data have {found.text()}, those of the run had {inputs.text()}: give their "
             "folder by --data-dir",
             UNREADABLE,
         )
     return data
+
+
+def _load_test_text(settings: Settings, names: Sequence[str]) -> TextSet:
+    """Return the windows of the end of the text of a run, whose vocabulary has these names."""
+    known = None
+    if settings.tokenizer == CHARS:
+        known = Tokenizer(CHARS, len(names), "".join(names))
+    text = read_text_data(settings.data_dir, settings.tokenizer, known)
+    if list(text.tokenizer.names) != list(names):
+        raise UserError(
+            f"--tokenizer {settings.tokenizer} is not the file any more that the run was trained "
+            "with: put it back",
+            UNREADABLE,
+        )
+    samples = None, settings.test_samples
+    return take_windows(text, settings.context, samples=samples, val_split=0.0, part=(0, 1))

@@ -24,6 +24,7 @@ from prunex_mpi.core.state import RunContext, weights
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models.dummy_input import dummy_input, evaluating, settle
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.run.start import assemble_around, find_transport, log_warnings, places_of
 from prunex_mpi.run.supervision import check_exchange, driver_of, goes_behind_steps
 from prunex_mpi.run.tuning import is_left_to_measure
@@ -91,7 +92,7 @@ class Training:
             tensors = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
         side = self.context.problem.train_shard.images.shape[-1]
         # Some modules keep a result of the last batch, which has no copy with its gradient.
-        settle(model, side)
+        settle(model, Images(side))
         copy = deepcopy(model).cpu()
         copy.load_state_dict(tensors)
         for parameter in copy.parameters():
@@ -198,7 +199,7 @@ def find_classes(model: nn.Module, side: int) -> int:
     """Return how many outputs the model has; raise UserError where it can't take such images."""
     try:
         with evaluating(model):
-            outputs = model(dummy_input(model, side))
+            outputs = model(dummy_input(model, Images(side)))
     # The user's model can raise anything.
     except Exception as error:
         raise UserError(

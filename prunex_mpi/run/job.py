@@ -38,7 +38,11 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
         topology = place.topology
         if world.rank == 0:
             log.info("%s", place.layout)
-        read_contents = partial(share_contents, world, settings.dataset, settings.data_dir)
+        read_contents = partial(
+            share_contents,
+            *(world, settings.dataset, settings.data_dir),
+            tokenizer=settings.tokenizer,
+        )
         if settings.dry_run:
             known = read_contents(heartbeat)
             text = run_collectively(world, lambda: dry_run(settings, topology, known))

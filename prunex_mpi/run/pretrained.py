@@ -17,6 +17,7 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.files import STATE, SUMMARY, read_text, telling_disk_errors, write_json_durably
 from prunex_mpi.base.logs import log
+from prunex_mpi.base.progress import judged
 from prunex_mpi.comm.agreement import broadcast_text, run_collectively, run_collectively_while
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
@@ -28,6 +29,7 @@ from prunex_mpi.core.state import Problem, RunContext, begin_iteration
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models import standalone
 from prunex_mpi.models.dummy_input import try_forward
+from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.models.standalone import PLAN
 from prunex_mpi.models.trained import (
     Moments,
@@ -51,14 +53,14 @@ def load_initial_(
     world: MPI.Comm,
     settings: Settings,
     model: nn.Module,
-    side: int,
+    inputs: Inputs,
     classes: Sequence[str] = (),
     beat: Callable[[], None] = lambda: None,
 ) -> Settings:
     """Give `model` the weights of `--init-from`; return the settings with what came to light.
 
     World rank 0 alone reads: its weights become everyone's when the problem is built. The settings
-    then name the digest of the file and the normalisation that goes with its weights. `side` is
+    then name the digest of the file and the normalisation that goes with its weights. `inputs` is
     that of an image, `classes` are those of the data by name, where they have names; `beat` is
     called as reading goes on. Raises UserError on every rank. Collective on `world`.
     """
@@ -71,7 +73,13 @@ def load_initial_(
         digest = digest_of(path, going)
         check_same_file(path, digest, settings.init_digest, "--init-digest")
         log.info("weights of %s, SHA-256 %s...", path, digest[:SHOWN_DIGITS])
-        if replaced := _fit_file_(settings, model, path, side, _knows_others(settings, classes)):
+        others = _knows_others(settings, classes)
+        if others and isinstance(inputs, Tokens):
+            raise UserError(
+                f"--init-from {settings.init_from} knows other tokens than the text has: give the "
+                "--tokenizer, and for chars a text of the same characters, that it was trained with"
+            )
+        if replaced := _fit_file_(settings, model, path, inputs, others):
             log.info("%s", replaced)
         found = {"init_digest": digest}
         if not settings.image_mean and look is not None:
@@ -82,7 +90,7 @@ def load_initial_(
     return replace(settings, **{k: tuple(v) if type(v) is list else v for k, v in found.items()})
 
 
-def check_initial(settings: Settings, model: nn.Module, side: int) -> None:
+def check_initial(settings: Settings, model: nn.Module, inputs: Inputs) -> None:
     """Raise UserError where `model` does not take the weights of `--init-from`.
 
     It gets them. Those of torchvision are not looked at, since they may have to be downloaded.
@@ -90,13 +98,15 @@ def check_initial(settings: Settings, model: nn.Module, side: int) -> None:
     if settings.init_from != TORCHVISION:
         path, _ = locate(settings)
         check_same_file(path, digest_of(path), settings.init_digest, "--init-digest")
-        _fit_file_(settings, model, path, side, others=False)
+        _fit_file_(settings, model, path, inputs, others=False)
 
 
-def _fit_file_(settings: Settings, model: nn.Module, path: Path, side: int, others: bool) -> str:
+def _fit_file_(
+    settings: Settings, model: nn.Module, path: Path, inputs: Inputs, others: bool
+) -> str:
     """Put the weights in the file of `--init-from` into `model`, as `fit_` does."""
     try:
-        return fit_(model, read_tensors(path), side, str(path), others)
+        return fit_(model, read_tensors(path), inputs, str(path), others)
     except UserError:
         _refuse_smaller(settings)
         raise
@@ -150,16 +160,16 @@ def evaluate_initial(topology: Topology, files: RunDirectory | None, context: Ru
     if not settings.init_from or not begins or context.problem.test is None:
         return
     context.heartbeat.enter("evaluate")
-    loss, accuracy = evaluate(topology, context)
+    found = evaluate(topology, context)
     # It is no part of the first outer iteration, and no network that the run has made.
     position.best = []
     begin_iteration(position)
-    log.info("before training: loss %.4f, accuracy %.2f %%", loss, 100 * accuracy)
     record = {
         "from": settings.init_from,
         "sha256": settings.init_digest,
-        **quality(context, loss, accuracy),
+        **quality(context, found),
     }
+    log.info("before training: loss %.4f, %s", found["loss"], judged(record))
 
     def write() -> None:
         if files is not None:
@@ -220,7 +230,7 @@ def find_teacher(
     def read(going: Callable[[], None]) -> tuple[nn.Module | None, str]:
         if world.rank:
             return None, ""
-        return _read(settings, model, dataset.image_size, going)
+        return _read(settings, model, inputs_from(dataset.sizes()), going)
 
     network, text = run_collectively_while(world, read, beat)
     found = json.loads(broadcast_text(world, text))
@@ -268,7 +278,7 @@ def with_teacher(
 
 
 def _read(
-    settings: Settings, model: nn.Module, side: int, going: Callable[[], None]
+    settings: Settings, model: nn.Module, inputs: Inputs, going: Callable[[], None]
 ) -> tuple[nn.Module, str]:
     """Return the network of `--teacher` with its weights, and as JSON what others need of it."""
     path = Path(settings.teacher)
@@ -286,7 +296,7 @@ def _read(
         # It reads the whole file, which the system then has in its memory.
         digest = digest_of(path, going)
         network, name = deepcopy(model), settings.model
-        replaced = fit_(network, read_tensors(path), side, str(path))
+        replaced = fit_(network, read_tensors(path), inputs, str(path))
         if replaced:
             reason = replaced.partition(":")[0]
             raise UserError(f"--teacher: {reason}; it must know those of the data", UNREADABLE)
@@ -318,13 +328,13 @@ def _refuse_other_classes(known: list[str], dataset: Dataset, source: str) -> No
 
 def _try_outputs(network: nn.Module, dataset: Dataset, source: str) -> None:
     """Raise UserError unless the teacher has an output per class of the data."""
-    side, classes = dataset.image_size, dataset.num_classes
+    inputs = inputs_from(dataset.sizes())
     try:
-        try_forward(network, classes, side)
+        try_forward(network, inputs)
     # A size that does not fit shows as whatever the model's own code raises.
     except Exception as error:
         raise UserError(
-            f"--teacher {source} does not fit {classes} classes of {side}x{side} images "
+            f"--teacher {source} does not fit {inputs.text()} "
             f"({one_line(error)}): give one that was trained on such",
             USAGE,
         ) from error

@@ -45,6 +45,7 @@ from prunex_mpi.core.state import (
     remembered,
 )
 from prunex_mpi.data.batches import BatchStream
+from prunex_mpi.data.text import WindowStream
 from prunex_mpi.models import batchnorm
 
 FIXED = "fixed."
@@ -102,7 +103,7 @@ def _fixed(problem: Problem) -> Tensors:
     return {f"{FIXED}{name}": p.detach() for name, p in parameters if not p.requires_grad}
 
 
-def _numbers(state: State, stream: BatchStream, position: Position) -> Numbers:
+def _numbers(state: State, stream: BatchStream | WindowStream, position: Position) -> Numbers:
     """Return what goes through JSON."""
     name, keys, *rest = np.random.get_state()
     version, words, gauss = random.getstate()
@@ -160,7 +161,7 @@ def misfit(
         return "its numbers are not what this version writes"
     epoch, at = numbers["data"]
     if epoch < 0 or not 0 <= at <= problem.train.steps_per_epoch or place["steps_done"] < 0:
-        return f"epoch {epoch}, step {at} is no place in this rank's images"
+        return f"epoch {epoch}, step {at} is no place in this rank's data"
     order = problem.train.order
     wanted = _expected(state, problem, leader, first, retired=numbers["stage"][1])
     if place["under_way"]:
@@ -325,8 +326,8 @@ def put_common(topology: Topology, parts: Parts, old_size: int, context: RunCont
         allreduce_(world, mean.view(-1), transport)
         mean.div_(old_size)
     allreduce_(world, stats, transport)
-    images = len(first[0]["order"]) if first[0] else 0
-    common = json.loads(broadcast_text(world, json.dumps({**first[1], "images": images})))
+    order = len(first[0]["order"]) if first[0] else 0
+    common = json.loads(broadcast_text(world, json.dumps({**first[1], "order": order})))
     frozen, retired = common["stage"]
     _put_shared(topology, first[0], frozen, retired, state, transport)
     _put_fixed(topology, first[0], problem, transport)
@@ -355,7 +356,8 @@ def put_common(topology: Topology, parts: Parts, old_size: int, context: RunCont
         broadcast_tensor_(world, buffer.detach(), transport)
     batchnorm.write(state.bn_modules, stats.div_(old_size))
     _put_position(state.position, common["position"])
-    before = steps_of(settings, max(1, common["images"] // problem.train.batch_size))
+    samples = problem.train.samples_among(old_size, common["order"])
+    before = steps_of(settings, max(1, samples // problem.train.batch_size))
     recount_steps_(state.position, settings, before, problem.steps)
     begin_iteration(state.position)
     if state.scaler.is_enabled():

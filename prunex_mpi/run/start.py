@@ -33,7 +33,7 @@ from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import memory_of_best, memory_of_ema
-from prunex_mpi.core.loading import CPU, find_sizes, load_dataset
+from prunex_mpi.core.loading import CPU, find_inputs, load_dataset
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.metrics import prunable_and_kept
 from prunex_mpi.core.problem import build_problem, choose_rules, make_groups, make_model
@@ -42,6 +42,7 @@ from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import RunContext, build_state
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.image_files import Known
+from prunex_mpi.data.text import TextSet
 from prunex_mpi.diagnosis.devices import (
     choose_device,
     keep_freed_memory,
@@ -58,6 +59,7 @@ from prunex_mpi.methods.local_sgd import advice
 from prunex_mpi.models.build import CIFAR_STEM_MAX_SIDE, build_model
 from prunex_mpi.models.build import describe as describe_model
 from prunex_mpi.models.dummy_input import moved_in_training, probe
+from prunex_mpi.models.inputs import Images, Inputs, inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import out_of_reach
 from prunex_mpi.pruning.shrink import rules_of
@@ -175,21 +177,19 @@ def find_transport(place: Place, settings: Settings) -> Transport:
     return build_transport(place.device, settings.bucket_mib, buffers, settings.piece_kib)
 
 
-def describe_training(context: RunContext, dataset: Dataset, ranks: int) -> str:
-    """Return one line: the images, the steps, the parameters and what of them can be pruned."""
-    settings, problem = context.settings, context.problem
+def describe_training(context: RunContext, dataset: Dataset | TextSet, ranks: int) -> str:
+    """Return one line: the data, the steps, the parameters and what of them can be pruned."""
+    settings, problem, task = context.settings, context.problem, context.problem.task
     steps = f"{problem.steps:,} steps"
     if settings.method.quadratic_interval:
         steps += " or more"
     steps += " per outer iteration"
     if settings.frozen_local_steps:
         steps += f" ({settings.frozen_local_steps:,} once frozen)"
-    held_out = f"{dataset.val_total:,} held out, " if dataset.val_total else ""
     return "; ".join(
         (
-            f"{dataset.train_total:,} images to train on, {held_out}{dataset.test_total:,} to test "
-            f"on, {dataset.num_classes:,} classes",
-            f"{problem.train.batch_size * ranks:,} images per step, {steps}, "
+            dataset.describe(),
+            f"{problem.train.batch_size * task.row * ranks:,} {task.unit} per step, {steps}, "
             f"{total_steps(settings, problem.steps):,} in all",
             f"{context.state.layout.numel:,} parameters, {_prunable(context)}",
         )
@@ -252,11 +252,11 @@ def look_at_model(world: MPI.Comm, settings: Settings, known: Known, heartbeat: 
         with keeping_draws():
             if ":" in settings.dataset:
                 side = settings.image_size or CIFAR_STEM_MAX_SIDE
-                describe_model(settings.model, num_classes=1, image_size=side, stem=settings.stem)
+                describe_model(settings.model, Images(side), settings.stem)
                 return
-            classes, side = find_sizes(settings, known)
-            make_model(settings, classes, side)
-            find_losses(settings, classes, CPU)
+            inputs = find_inputs(settings, known)
+            make_model(settings, inputs)
+            find_losses(settings, inputs.classes, CPU)
 
     run_collectively_while(world, look, heartbeat.go_on)
 
@@ -289,7 +289,7 @@ def set_up(
 def assemble(
     topology: Topology,
     settings: Settings,
-    dataset: Dataset,
+    dataset: Dataset | TextSet,
     device: torch.device,
     transport: Transport,
     heartbeat: Heartbeat,
@@ -303,15 +303,15 @@ def assemble(
     if is_left_to_measure(settings):
         settings = try_out(topology, settings, dataset, device, transport, heartbeat)
     heartbeat.enter("model")
-    sizes = dataset.num_classes, dataset.image_size
-    model = run_collectively(topology.world, lambda: make_model(settings, *sizes))
+    inputs = inputs_from(dataset.sizes())
+    model = run_collectively(topology.world, lambda: make_model(settings, inputs))
     return assemble_around(topology, settings, dataset, model, device, transport, heartbeat, reads)
 
 
 def try_out(
     topology: Topology,
     settings: Settings,
-    dataset: Dataset,
+    dataset: Dataset | TextSet,
     device: torch.device,
     transport: Transport,
     heartbeat: Heartbeat,
@@ -328,7 +328,7 @@ def try_out(
 def assemble_around(
     topology: Topology,
     settings: Settings,
-    dataset: Dataset,
+    dataset: Dataset | TextSet,
     model: torch.nn.Module,
     device: torch.device,
     transport: Transport,
@@ -336,28 +336,29 @@ def assemble_around(
     reads: bool = False,
 ) -> RunContext:
     """Do the rest of `assemble` with a model, which is on the CPU. Collective on `world`."""
-    world, side, first = topology.world, dataset.image_size, topology.world.rank == 0
+    world, inputs, first = topology.world, inputs_from(dataset.sizes()), topology.world.rank == 0
     run_collectively(world, lambda: check_state_dict(model))
-    run_collectively(world, lambda: check_transient(model, side) if first else None)
+    run_collectively(world, lambda: check_transient(model, inputs) if first else None)
     if ":" in settings.model:
-        sizes = dataset.num_classes, side
         run_collectively(
-            world, lambda: check_repeatable(settings, model, *sizes) if first else None
+            world, lambda: check_repeatable(settings, model, inputs) if first else None
         )
     layout = run_collectively(world, lambda: build_layout(model))
     tensors = [(name, t.shape, t.dtype) for name, t in model.state_dict().items()]
     require_same(world, "the parameters of the model", repr((layout, tensors)))
     # One rank tries what the others then go by.
     tried = run_collectively(
-        world, lambda: choose_rules(settings, model, side).text() if first else ""
+        world, lambda: choose_rules(settings, model, inputs).text() if first else ""
     )
     rules = rules_of(broadcast_text(world, tried))
     if settings.init_from and reads:
-        settings = load_initial_(world, settings, model, side, dataset.class_names, heartbeat.go_on)
+        settings = load_initial_(
+            world, settings, model, inputs, dataset.class_names, heartbeat.go_on
+        )
     teacher = None
     if settings.teacher:
         settings, *teacher = find_teacher(world, settings, model, dataset, heartbeat.go_on)
-    groups = run_collectively(world, lambda: make_groups(settings, model, layout, side, rules))
+    groups = run_collectively(world, lambda: make_groups(settings, model, layout, inputs, rules))
     problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
     if teacher is not None:
         problem = with_teacher(topology, settings, problem, teacher, transport)
@@ -386,27 +387,25 @@ def check_state_dict(model: torch.nn.Module) -> None:
             )
 
 
-def check_transient(model: torch.nn.Module, image_size: int) -> None:
+def check_transient(model: torch.nn.Module, inputs: Inputs) -> None:
     """Raise UserError where training moves what no file of a run holds."""
-    if name := moved_in_training(model, image_size):
+    if name := moved_in_training(model, inputs):
         raise UserError(
             f"training moves {name} of the model, a buffer that is not persistent, which no file "
             "of a run holds: register it with persistent=True"
         )
 
 
-def check_repeatable(
-    settings: Settings, model: torch.nn.Module, classes: int, image_size: int
-) -> None:
+def check_repeatable(settings: Settings, model: torch.nn.Module, inputs: Inputs) -> None:
     """Raise UserError where a model of the user's computes with numbers that no file keeps.
 
     It is built once more, by other random numbers, and given the same state.
     """
     with keeping_draws():
-        other = build_model(settings.model, num_classes=classes, image_size=image_size)
+        other = build_model(settings.model, inputs)
     try:
         other.load_state_dict(model.state_dict())
-        pair = [torch.tensor(probe(m, image_size), dtype=torch.float64) for m in (model, other)]
+        pair = [torch.tensor(probe(m, inputs), dtype=torch.float64) for m in (model, other)]
         least = SAME_WITHIN * float(pair[0].abs().max())
         same = torch.allclose(*pair, rtol=0, atol=least, equal_nan=True)
     except RuntimeError:

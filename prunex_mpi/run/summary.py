@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from prunex_mpi.base.record_keys import SPEED, measure_of, reached
 from prunex_mpi.base.tables import format_lines
 from prunex_mpi.base.units import MIB
 from prunex_mpi.config.resolve import BY_NAME
@@ -16,6 +17,15 @@ def add_up(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         key: {name: sum(r[key][name] for r in records) for name in records[-1][key]}
         for key in ("seconds", "bytes")
     }
+
+
+def mean_speed(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the tokens per second of all records together, where they have them."""
+    if SPEED not in records[-1]:
+        return {}
+    taken = [r["seconds"]["total"] - r["seconds"]["evaluate"] for r in records]
+    trained = sum(r[SPEED] * s for r, s in zip(records, taken, strict=True))
+    return {SPEED: trained / max(sum(taken), 1e-9)}
 
 
 def _setup_row(seconds: dict[str, float], sent: dict[str, int]) -> list[tuple[str, str]]:
@@ -41,7 +51,7 @@ def closing_table(summary: dict[str, Any], run_dir: Path) -> str:
 
 def closing_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what stands in the table that ends a run: names and values."""
-    accuracy = summary["test_accuracy"]
+    judged, measure = reached(summary, "test"), measure_of(summary)
     sent, seconds = summary["bytes"], summary["seconds"]
     each_step = BY_NAME[summary["method"]].per_step
     whole = f"{sent['dense'] / MIB:.2f} MiB, once per {'step' if each_step else 'outer iteration'}"
@@ -60,21 +70,20 @@ def closing_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     before = []
     if summary.get("initial"):
         initial = summary["initial"]
-        which = "test" if initial["test_accuracy"] is not None else "val"
-        reached = f"{100 * initial[f'{which}_accuracy']:.2f} %"
-        before = [(f"{NAMES[which]} accuracy before training", reached)]
+        which = "test" if reached(initial, "test") else "val"
+        name = f"{NAMES[which]} {measure.label} before training"
+        before = [(name, reached(initial, which))]
     best = summary.get("validation")
     if best:
-        reached = f"{100 * best['accuracy']:.2f} %"
-        before.append(
-            (f"{NAMES['val']} accuracy", f"{reached}, of outer iteration {best['iteration']}")
-        )
+        value = f"{measure.text(best[measure.key])}, of outer iteration {best['iteration']}"
+        before.append((f"{NAMES['val']} {measure.label}", value))
+    speed = [("tokens per second", f"{summary[SPEED]:,.0f}")] if SPEED in summary else []
     return [
         ("status", f"{summary['status']} after {summary['iterations']} outer iterations"),
         *before,
         (
-            f"test accuracy of the {'pruned ' if summary['prunable'] else ''}model",
-            "not evaluated" if accuracy is None else f"{100 * accuracy:.2f} %",
+            f"test {measure.label} of the {'pruned ' if summary['prunable'] else ''}model",
+            judged or "not evaluated",
         ),
         *pruned,
         ("payload of a leader, whole network", whole),
@@ -86,5 +95,6 @@ def closing_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("sent by a node, by ring algorithms", f"{sent['sent'] / MIB:.2f} MiB"),
         ("inside a node, per leader", f"{sent['intra'] / MIB:.2f} MiB"),
         ("seconds per phase", phases),
+        *speed,
         ("seconds in all", _in_all(summary)),
     ]

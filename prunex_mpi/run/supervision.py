@@ -158,7 +158,8 @@ def progress_of(topology: Topology, context: RunContext) -> Progress:
     length = Length(
         context.state.position.iteration - 1 + rounds_left(context),
         total_steps(settings, problem.steps),
-        problem.train.batch_size * topology.world_size,
+        problem.train.batch_size * problem.task.row * topology.world_size,
+        problem.task.unit,
     )
     progress = Progress(length, settings.progress, topology.world.rank, context.heartbeat)
     begin_(progress, context)

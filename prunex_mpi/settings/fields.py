@@ -13,6 +13,7 @@ from prunex_mpi.settings.method import Method
 from prunex_mpi.settings.values import setting, split_layer_keep_ratio
 
 CROSS_ENTROPY = "cross-entropy"
+TEXT = "text"
 PRESETS = ("recipe", "paper", "thin", "small", "finetune")
 # As data/transforms.py has them.
 TRANSFORMS = (
@@ -73,23 +74,40 @@ class Settings:
     _S = "data"
     dataset: str = setting(
         _S,
-        "data set; digits is embedded, a function returns a map-style torch Dataset",
+        "data set; digits and text are embedded, a function returns a map-style torch Dataset",
         "digits",
-        choices=("digits", "cifar10", "cifar100", "imagefolder", "webdataset", "synthetic"),
+        choices=("digits", "cifar10", "cifar100", "imagefolder", "webdataset", "synthetic", TEXT),
         named="package.module:factory",
     )
-    data_dir: str = setting(_S, "folder of the data", "data", metavar="DIR")
+    data_dir: str = setting(
+        _S,
+        "folder of the data; of text it may be a file, and without it the embedded one is taken",
+        "data",
+        optional=True,
+        metavar="DIR|FILE",
+    )
     download: bool = setting(_S, "fetch cifar10 or cifar100 where it is missing", False)
-    train_samples: int = setting(_S, "number of training images to use, 0 for all", 0, low=0)
-    test_samples: int = setting(_S, "number of test images to use, 0 for all", 0, low=0)
+    train_samples: int = setting(
+        _S, "number of training images, or windows of text, to use, 0 for all", 0, low=0
+    )
+    test_samples: int = setting(
+        _S, "number of test images, or windows of text, to use, 0 for all", 0, low=0
+    )
     val_split: float = setting(
         _S,
-        "fraction of the training images of each class held out for validation: the best "
-        "network on them is delivered, and tested once",
+        "fraction of the training images of each class, or of the text's end, held out for "
+        "validation: the best network on them is delivered, and tested once",
         0.0,
         low=0,
         below=1,
     )
+    tokenizer: str = setting(
+        _S,
+        "what text is cut into: bytes, chars, or as a tokenizer.json of Hugging Face says",
+        "bytes",
+        metavar="bytes|chars|FILE",
+    )
+    context: int = setting(_S, "tokens of a window of text", 256, low=1, high=2**20)
     image_size: int = setting(_S, "image side in pixels, 0 for the data's own", 0, low=0, high=4096)
     image_mean: tuple[float, ...] = setting(
         _S,
@@ -171,7 +189,7 @@ class Settings:
         below=1,
         of="by_iteration",
     )
-    batch_size: int = setting(_S, "images per rank and local step", low=1)
+    batch_size: int = setting(_S, "images, or windows of text, per rank and local step", low=1)
     lr: float = setting(_S, "peak learning rate (adamw: 0.001)", above=0)
     lr_schedule: str = setting(_S, "learning rate schedule", choices=("constant", "cosine", "step"))
     warmup_ratio: float = setting(
@@ -181,6 +199,14 @@ class Settings:
         _S, "final learning rate of the cosine schedule, as a fraction of --lr", low=0, high=1
     )
     momentum: float = setting(_S, "momentum of SGD, beta 1 of AdamW", low=0, below=1, of="momentum")
+    beta2: float = setting(
+        _S,
+        "beta 2 of AdamW; language models take 0.95 to 0.99",
+        0.999,
+        low=0,
+        below=1,
+        of="optimizer",
+    )
     weight_decay: float = setting(_S, "weight decay lambda (adamw, decoupled: 0.05)", low=0)
     optimizer: str = setting(
         _S,
@@ -567,6 +593,21 @@ class Estimate:
 # What means something to image files alone, and the data sets that are such files.
 OF_FILES = ("data_mode", "workers", "skip_corrupt")
 FROM_FILES = ("imagefolder", "webdataset")
+# What means something to images alone, and to text alone.
+OF_IMAGES = (
+    *("stem", "image_size", "image_mean", "image_std", "normalise_samples", "augment"),
+    *("transforms", "mixup", "cutmix", "channels_last"),
+)
+OF_TEXT = ("tokenizer", "context")
+# What a data set has for a default where others have another: "" is the embedded text.
+DATASET_DEFAULTS = {
+    TEXT: {
+        "data_dir": "",
+        "model": "gpt_nano",
+        "optimizer": "adamw",
+        "weight_decay_on": "weights",
+    }
+}
 # The data sets that --download fetches.
 FETCHED = ("cifar10", "cifar100")
 # What may change when a run is resumed: it describes the job and the machine, not the run.

@@ -1,7 +1,7 @@
 """Test a run's or an exported network on images that the ranks share."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,27 +32,28 @@ from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.decoding import Access, decoding_threads
 from prunex_mpi.models import standalone
+from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.run.delivery import print_result
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.run.start import Place, check_launched_together, take_places
-from prunex_mpi.settings.fields import SHARED
+from prunex_mpi.settings.fields import DATASET_DEFAULTS, SHARED, TEXT
 from prunex_mpi.tools.evaluate_options import Options
+from prunex_mpi.tools.evaluate_text import describe_text, measure_text
 
 # Settings of a run that say on what it was tested.
-DATA = ("dataset", "data_dir", "test_samples", "skip_corrupt")
+DATA = ("dataset", "data_dir", "test_samples", "skip_corrupt", "tokenizer")
 
 
 @dataclass(frozen=True)
 class Network:
     """A network on the CPU, what it expects of images, and which it was tested on before.
 
-    `classes` are the names of its classes, where they are known; `data` has dataset, data_dir,
-    test_samples and skip_corrupt, or is empty.
+    `classes` are the names of its classes, where they are known; `data` has the settings DATA, or
+    is empty.
     """
 
     model: nn.Module
-    image_size: int
-    num_classes: int
+    inputs: Inputs
     classes: tuple[str, ...]
     mean: Tensor
     std: Tensor
@@ -71,19 +72,25 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     network = run_collectively(world, lambda: read_network(options.network, (options.model,)))
     with take_places(world, 0, options.device) as place:
         data = run_collectively(world, lambda: data_of(network, options))
+        if data["dataset"] == TEXT:
+            found = judge_text(place, network, data, heartbeat)
+            run_collectively(world, lambda: _tell(world, options, found, describe_text))
+            return 0
         with closing(load_images(place, network, data, heartbeat)) as dataset:
             if options.skip_corrupt and dataset.reader is None:
                 raise UserError("skip-corrupt is for images in files; leave it away")
             found = judge(place, network, dataset, options.batch_size, heartbeat)
-
-    def tell() -> None:
-        if world.rank == 0:
-            if options.json_file:
-                write_json(options.json_file, found)
-            print_result(describe(found, options))
-
-    run_collectively(world, tell)
+    run_collectively(world, lambda: _tell(world, options, found, describe))
     return 0
+
+
+def judge_text(
+    place: Place, network: Network, data: Mapping[str, Any], heartbeat: Heartbeat
+) -> dict[str, Any]:
+    """Return how good `network` is on the test part of a text. Collective on `world`."""
+    network.model.to(place.device).eval()
+    where = data.get("test_samples", 0), place.device, heartbeat
+    return measure_text(place.topology.world, network, data, *where)
 
 
 def load_images(
@@ -126,12 +133,24 @@ def judge(
     look = Look(network.mean, network.std, place.device, dtype)
     model = network.model.to(place.device)
     model.eval()
-    sums = count(model, dataset.test, look, network.num_classes, batch, heartbeat)
+    sums = count(model, dataset.test, look, network.inputs.classes, batch, heartbeat)
     # All ranks have a reader or none.
     if dataset.reader is not None:
         raise_together(world, dataset.reader.error)
     sum_alike_(world, sums)
     return outcome(sums, network.classes or dataset.class_names)
+
+
+def _tell(
+    world: MPI.Comm,
+    options: Options,
+    found: dict[str, Any],
+    words: Callable[[dict[str, Any], Options], str],
+) -> None:
+    if world.rank == 0:
+        if options.json_file:
+            write_json(options.json_file, found)
+        print_result(words(found, options))
 
 
 def read_network(path: Path, given: Collection[str] = ()) -> Network:
@@ -145,8 +164,7 @@ def read_network(path: Path, given: Collection[str] = ()) -> Network:
     settings = run.settings
     return Network(
         model=run.model,
-        image_size=run.description["image_size"],
-        num_classes=run.description["num_classes"],
+        inputs=inputs_from(run.description),
         classes=tuple(run.summary["delivered"].get("classes", ())),
         mean=run.mean,
         std=run.std,
@@ -163,8 +181,7 @@ def _read_exported(path: Path, given: Collection[str]) -> Network:
         look = plan["normalisation"]
         return Network(
             model=model,
-            image_size=int(plan["model"]["image_size"]),
-            num_classes=int(plan["model"]["num_classes"]),
+            inputs=inputs_from(plan["model"]),
             classes=tuple(map(str, plan.get("classes", ()))),
             mean=torch.tensor(look["mean"]),
             std=torch.tensor(look["std"]),
@@ -190,9 +207,15 @@ def data_of(network: Network, options: Options) -> dict[str, Any]:
     if options.dataset == network.data.get("dataset"):
         del given["dataset"]
     given = {key: value for key, value in given.items() if value}
-    data = {"data_dir": SHARED["data_dir"].default, **network.data, **given}
+    usual = DATASET_DEFAULTS.get(options.dataset, {}).get("data_dir", SHARED["data_dir"].default)
+    data = {"data_dir": usual, **network.data, **given}
     if "dataset" not in data:
         raise UserError("an exported network does not say what it is for: give --dataset")
+    if (data["dataset"] == TEXT) != isinstance(network.inputs, Tokens):
+        kind = "text" if isinstance(network.inputs, Tokens) else "images"
+        raise UserError(f"the network reads {kind}: give --dataset another name")
+    if data["dataset"] == TEXT and options.skip_corrupt:
+        raise UserError("skip-corrupt is for images in files; leave it away")
     where = f"{options.network}/config.toml"
     check_named("dataset", data["dataset"], (options.dataset,), where, options.network)
     if options.test_samples is not None or given:
@@ -218,16 +241,16 @@ def load_test(
         ),
         train_samples=None,
         test_samples=data.get("test_samples", 0),
-        image_size=network.image_size,
+        image_size=network.inputs.side,
         seed=0,
         part=part,
     )
     names = dataset.class_names
     odd = [pair for pair in zip(network.classes, names, strict=False) if pair[0] != pair[1]]
-    if dataset.num_classes != network.num_classes or odd:
+    if dataset.num_classes != network.inputs.classes or odd:
         first = f"; {odd[0][1]!r} stands where {odd[0][0]!r} was" if odd else ""
         raise UserError(
-            f"the data have {dataset.num_classes} classes and the network {network.num_classes}"
+            f"the data have {dataset.num_classes} classes and the network {network.inputs.classes}"
             f"{first}: give those that it was trained for",
             UNREADABLE,
         )

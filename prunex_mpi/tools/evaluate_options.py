@@ -16,7 +16,7 @@ OWN_MODEL = "repeat the run's own model, package.module:factory: importing it ru
 
 @dataclass(frozen=True)
 class Options:
-    """What to test on which images; empty and None stand for what the run was tested on."""
+    """What to test on which data; empty and None stand for what the run was tested on."""
 
     network: Path
     model: str
@@ -35,8 +35,9 @@ def build_parser() -> Parser:
     """Return the parser of the flags of evaluate."""
     parser = program_parser(
         "evaluate",
-        "Tell loss and accuracy of a network on test images, of each class as well.",
-        "Under mpirun or srun the ranks share the images.",
+        "Tell loss and accuracy of a network on test images, of each class as well; of text its "
+        "loss, perplexity and bits per byte.",
+        "Under mpirun or srun the ranks share the data.",
     )
     add = parser.add_argument
     datasets = choices_shown(SHARED["dataset"].metadata)
@@ -46,13 +47,14 @@ def build_parser() -> Parser:
         "--dataset",
         default="",
         metavar="{" + ",".join(datasets) + "}",
-        help="images to test on [those of the run]",
+        help="data to test on [those of the run]",
     )
     add("--data-dir", default="", metavar="DIR", help="folder of the data [that of the run]")
     add(
         "--test-samples",
         metavar="N",
-        help="images to use, 0 for all [of its own data as many as the run, of others all]",
+        help="images, or windows of text, to use, 0 for all [of its own data as many as the run, "
+        "of others all]",
     )
     add(
         "--skip-corrupt",

@@ -20,7 +20,8 @@ from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.tables import format_table
 from prunex_mpi.data.batches import Look, evaluation_batches, part_of
 from prunex_mpi.diagnosis.machine import describe_machine, package_versions
-from prunex_mpi.models import slim, standalone
+from prunex_mpi.models import inputs, slim, standalone
+from prunex_mpi.models.inputs import Images, Inputs, inputs_from
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
 from prunex_mpi.pruning.shrink import (
@@ -42,7 +43,9 @@ PARTIAL, REPLACED = "model.partial", "model.replaced"
 ONNX, TORCH_EXPORT = "model.onnx", "model.pt2"
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 # In `standalone`, whose functions find those names in the same file once it is written.
-OUR_IMPORTS = re.compile(r"^from prunex_mpi\S* import \(.*?\)\n", re.MULTILINE | re.DOTALL)
+OUR_IMPORTS = re.compile(
+    r"^from prunex_mpi\S* import (?:\(.*?\)|[^(]*?)\n", re.MULTILINE | re.DOTALL
+)
 # Of the largest output: another program in another order. Another network differs far more.
 TOLERANCE = 1e-4
 
@@ -60,7 +63,7 @@ def export(options: Options) -> None:
     run.check_readable()
 
     # Take out what can go.
-    coupling, stays = find_channels(run.model, run.description["image_size"])
+    coupling, stays = find_channels(run.model, inputs_from(run.description))
     verdict = judge(run.model, coupling, images)
     tensors = smaller_tensors(run.model, coupling, verdict.removed)
     versions = package_versions()
@@ -129,7 +132,7 @@ def smaller(model: nn.Module, images: Tensor) -> nn.Module:
     `images` [n, 3, S, S] are normalised as those that it was trained on: channels that stay
     constant on them are removed as well. Raises UserError where the copy computes something else.
     """
-    coupling, stays = find_channels(model, images.shape[-1])
+    coupling, stays = find_channels(model, Images(images.shape[-1]))
     if stays:
         raise UserError("; ".join(stays))
     found = shrink(model, coupling, judge(model, coupling, images).removed)
@@ -137,10 +140,10 @@ def smaller(model: nn.Module, images: Tensor) -> nn.Module:
     return found
 
 
-def find_channels(model: nn.Module, image_size: int) -> tuple[Coupling, list[str]]:
+def find_channels(model: nn.Module, inputs: Inputs) -> tuple[Coupling, list[str]]:
     """Return the channels that can be removed, and why there are none where there are none."""
     try:
-        return find_coupling_by(model, image_size, find_rules(model, image_size)), []
+        return find_coupling_by(model, inputs, find_rules(model, inputs)), []
     except UserError as error:
         return Coupling({}, {}, (), 0, {}, ()), [str(error)]
 
@@ -215,8 +218,10 @@ def write_network(folder: Path, tensors: dict[str, Tensor], plan: dict[str, Any]
 
 def loader_source() -> str:
     """Return the source of the file that loads a network: `standalone` with what it imports."""
-    texts = [Path(module.__file__).read_text(encoding="utf-8") for module in (standalone, slim)]
-    return "\n\n".join([OUR_IMPORTS.sub("", texts[0]), texts[1]])
+    texts = [
+        Path(module.__file__).read_text(encoding="utf-8") for module in (standalone, inputs, slim)
+    ]
+    return "\n\n".join([OUR_IMPORTS.sub("", texts[0]), *texts[1:]])
 
 
 def write_onnx(folder: Path, model: nn.Module, images: Tensor, allowed: float) -> float:

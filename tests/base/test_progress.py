@@ -14,7 +14,7 @@ from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.base.progress import Length, Progress
 
 # 8 outer iterations of 10 steps of 64 images.
-LENGTH = Length(iterations=8, steps=80, images=64)
+LENGTH = Length(iterations=8, steps=80, count=64)
 
 
 @pytest.fixture

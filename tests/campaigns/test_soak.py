@@ -23,6 +23,7 @@ from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import build_problem, make_groups
 from prunex_mpi.core.state import RunContext, build_state
 from prunex_mpi.methods import hsadmm
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run.supervision import Checkpoints, run_to_end
 
@@ -108,7 +109,7 @@ def test_a_long_run_leaves_nothing_behind(
         dataset = load_dataset(topology, settings)
         device = torch.device("cpu")
         problem = build_problem(topology, settings, dataset, model, device, transport)
-        groups = make_groups(settings, model, layout, dataset.image_size)
+        groups = make_groups(settings, model, layout, Images(dataset.image_size))
         state = build_state(model, layout, groups, settings)
         with stop_agreement(topology.world, ReceivedSignal(), None) as stop:
             context = RunContext(state, problem, settings, transport, Heartbeat(), stop)

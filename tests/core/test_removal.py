@@ -21,6 +21,7 @@ from prunex_mpi.core import evaluation, schedule
 from prunex_mpi.core.problem import choose_rules
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models import batchnorm
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.slim import SlimSelfAttention
 from prunex_mpi.models.standalone import load
 from prunex_mpi.pruning.shrink import Rules, cut
@@ -219,9 +220,9 @@ def test_what_drops_out_goes_on_to_after_the_removal():
 def test_attention_that_would_lose_its_dropout_is_refused():
     settings = {"groups": ("coupled",), "model": "coupled_nets:hidden_dropout"}
     model = hidden_dropout(5, 16)
-    assert choose_rules(make(**settings), model, 16).swapped
+    assert choose_rules(make(**settings), model, Images(16)).swapped
     with pytest.raises(UserError, match=r"HiddenDropout \(attentions\.0\) would lose what"):
-        choose_rules(make(**settings, remove_dropped=True), model, 16)
+        choose_rules(make(**settings, remove_dropped=True), model, Images(16))
 
 
 class AuxiliaryHead(nn.Module):
@@ -250,9 +251,9 @@ def test_channels_that_training_alone_reads_are_refused_at_the_beginning(setting
     model = AuxiliaryHead()
     before = torch.get_rng_state()
     with pytest.raises(UserError, match=says) as caught:
-        choose_rules(make(**settings), model, 8)
+        choose_rules(make(**settings), model, Images(8))
     assert "in training alone (RuntimeError: mat1 and mat2 shapes cannot" in str(caught.value)
     assert model.training and not model.norm.num_batches_tracked
     assert torch.equal(torch.get_rng_state(), before)
     # With zeros in their place they stay, and by evaluation alone all is well.
-    assert choose_rules(make(groups=("coupled",)), model, 8) == Rules()
+    assert choose_rules(make(groups=("coupled",)), model, Images(8)) == Rules()

@@ -8,6 +8,7 @@ from torch import nn
 
 from prunex_mpi.config.resolve import BY_NAME
 from prunex_mpi.core.scores import SENSITIVITY, watch_
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
@@ -20,7 +21,9 @@ def totals(method: str, once: int = 0, warmup: int = 0) -> list[float]:
     """
     model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Conv2d(2, 3, 1))
     layout = build_layout(model)
-    groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=find_coupling(model, 2))
+    groups = find_groups(
+        model, layout, ("coupled",), (0.5,), coupling=find_coupling(model, Images(2))
+    )
     ones = torch.ones(layout.numel)
     state = SimpleNamespace(memory={SENSITIVITY: torch.zeros(2)}, frozen=False, groups=groups)
     state.grad, state.theta, state.layout = ones, ones, layout

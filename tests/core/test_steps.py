@@ -85,7 +85,7 @@ def test_running_averages_are_means_of_all_parts_so_far(parts: int, trained: boo
 
 
 def test_a_batch_that_parts_do_not_divide_is_refused() -> None:
-    with pytest.raises(UserError, match="grad-accum-steps 3 does not divide the 32 images"):
+    with pytest.raises(UserError, match="grad-accum-steps 3 does not divide the 32 samples"):
         make(grad_accum_steps=3, batch_size=32)
     with pytest.raises(UserError, match="grad-accum-steps means nothing to method prunetrain"):
         make(method="prunetrain", grad_accum_steps=2)

@@ -20,6 +20,7 @@ from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import Problem, RunContext, build_state
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.methods.exchanges import memory_of
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.masks import layer_masks
 from prunex_mpi.run.supervision import driver_of
@@ -48,7 +49,7 @@ def make_context(settings, model, stream, steps=STEPS, loss=F.cross_entropy, sid
     Buckets of 1 KiB: every message is cut.
     """
     layout = build_layout(model)
-    groups = make_groups(settings, model, layout, side)
+    groups = make_groups(settings, model, layout, Images(side))
     state = build_state(model.to(DEVICE), layout, groups, settings)
     state.alone = WORLD.size == 1
     if DEVICE.type != "cpu":

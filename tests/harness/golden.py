@@ -23,6 +23,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from prunex_mpi.models.inputs import Images
+
 # (pattern of "case layout part quantity", reason) of what has changed since on purpose.
 _WARM = "BatchNorm's first running averages are plain means"
 _DENSE = "statistics are estimated for evaluations before anything is pruned, too"
@@ -225,7 +227,7 @@ def write_net(path: Path) -> None:
     from prunex_mpi.models.build import build_model
 
     torch.manual_seed(7)
-    save_file(build_model("resnet8-w4", num_classes=10, image_size=8).state_dict(), path)
+    save_file(build_model("resnet8-w4", Images(8, 10)).state_dict(), path)
 
 
 def run_cases(folder: Path, layout: str, names: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import weight_norm
 
 from prunex_mpi.models.build import build_model
+from prunex_mpi.models.inputs import Images
 
 PERIOD = 99_991
 
@@ -150,7 +151,7 @@ def small_double(num_classes: int, image_size: int) -> nn.Module:
 
 
 def resnet8_double(num_classes: int, image_size: int) -> nn.Module:
-    return build_model("resnet8", num_classes=num_classes, image_size=image_size).double()
+    return build_model("resnet8", Images(image_size, num_classes)).double()
 
 
 def differs_between_ranks(num_classes: int, image_size: int) -> nn.Module:
@@ -196,7 +197,7 @@ class _Unhurried(nn.Module):
 
 
 def unhurried(num_classes: int, image_size: int) -> nn.Module:
-    body = build_model("resnet8", num_classes=num_classes, image_size=image_size)
+    body = build_model("resnet8", Images(image_size, num_classes))
     return _Unhurried(body)
 
 

@@ -20,6 +20,7 @@ from prunex_mpi.core.problem import make_groups
 from prunex_mpi.core.removal import remove_
 from prunex_mpi.core.state import build_state
 from prunex_mpi.models.build import build_model
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.models.slim import SlimAttention
 from prunex_mpi.pruning.coupling import PLAIN, find_coupling
@@ -112,7 +113,7 @@ def small_transformer():
 
 NETWORKS = {
     "coupled": CoupledNet,
-    "resnet8": lambda: build_model("resnet8", num_classes=5, image_size=8),
+    "resnet8": lambda: build_model("resnet8", Images(8, 5)),
     "transformer": small_transformer,
 }
 
@@ -135,11 +136,11 @@ def test_a_smaller_network_goes_on_like_the_masked_one(network):
     generator = torch.Generator().manual_seed(3)
     images = torch.randn(8, 3, SIDE, SIDE, generator=generator, dtype=torch.float64)
     labels = torch.randint(5, (8,), generator=generator)
-    coupling = find_coupling(masked, SIDE, PLAIN)
+    coupling = find_coupling(masked, Images(SIDE), PLAIN)
     states = []
     for one in (masked, model):
         layout = build_layout(one)
-        state = build_state(one, layout, make_groups(settings, one, layout, SIDE), settings)
+        state = build_state(one, layout, make_groups(settings, one, layout, Images(SIDE)), settings)
         state.optimizer.param_groups[0]["weight_decay"] = settings.weight_decay
         # Momentum from three steps.
         for _ in range(3):

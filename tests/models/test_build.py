@@ -10,6 +10,7 @@ from torch import nn
 
 from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.models.build import build_model, model_names
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.standalone import BasicBlock
 
 
@@ -19,7 +20,7 @@ def count(model: nn.Module) -> int:
 
 def refuse(name: str, *, image_size: int = 32, stem: str = "auto") -> str:
     with pytest.raises(UserError) as caught:
-        build_model(name, num_classes=10, image_size=image_size, stem=stem)
+        build_model(name, Images(image_size, 10), stem=stem)
     assert caught.value.exit_code == USAGE
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -43,11 +44,11 @@ def refuse(name: str, *, image_size: int = 32, stem: str = "auto") -> str:
 def test_parameter_counts_are_those_of_the_literature(
     name: str, stem: str, parameters: int
 ) -> None:
-    assert count(build_model(name, num_classes=10, image_size=32, stem=stem)) == parameters
+    assert count(build_model(name, Images(32, 10), stem=stem)) == parameters
 
 
 def test_cifar_family_takes_small_images_and_has_biases_only_in_the_classifier() -> None:
-    model = build_model("resnet8", num_classes=7, image_size=8)
+    model = build_model("resnet8", Images(8, 7))
     assert model(torch.zeros(2, 3, 8, 8)).shape == (2, 7)
     convs = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     assert len(convs) == 7
@@ -68,14 +69,14 @@ def test_shortcut_keeps_old_channels_and_adds_zeros() -> None:
     [(64, "auto", 3), (65, "auto", 7), (32, "imagenet", 7), (96, "cifar", 3)],
 )
 def test_stem_follows_image_size_unless_given(image_size: int, stem: str, kernel: int) -> None:
-    model = build_model("resnet18", num_classes=10, image_size=image_size, stem=stem)
+    model = build_model("resnet18", Images(image_size, 10), stem=stem)
     assert model.conv1.kernel_size == (kernel, kernel)
     assert isinstance(model.maxpool, nn.Identity) == (kernel == 3)
 
 
 def test_wide_and_grouped_resnets_are_of_the_family() -> None:
     for name in ("wide_resnet50_2", "resnext50_32x4d"):
-        model = build_model(name, num_classes=10, image_size=32)
+        model = build_model(name, Images(32, 10))
         assert model.conv1.kernel_size == (3, 3)
 
 
@@ -84,13 +85,13 @@ def test_weights_follow_the_seed(name: str) -> None:
     models = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        models.append(build_model(name, num_classes=10, image_size=32).state_dict())
+        models.append(build_model(name, Images(32, 10)).state_dict())
     assert all(torch.equal(models[0][key], models[1][key]) for key in models[0])
     assert not torch.equal(models[0]["conv1.weight"], models[2]["conv1.weight"])
 
 
 def test_trying_the_model_leaves_statistics_and_training_mode() -> None:
-    model = build_model("resnet8", num_classes=10, image_size=8)
+    model = build_model("resnet8", Images(8, 10))
     assert model.training
     assert torch.equal(model.bn1.running_mean, torch.zeros(16))
     assert int(model.bn1.num_batches_tracked) == 0
@@ -105,7 +106,7 @@ def test_other_torchvision_classifiers_return_plain_logits_silently(
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = build_model(name, num_classes=10, image_size=image_size)
+        model = build_model(name, Images(image_size, 10))
     assert model.train()(torch.zeros(2, 3, image_size, image_size)).shape == (2, 10)
 
 
@@ -136,7 +137,7 @@ def test_a_stem_that_does_not_fit_is_refused(name: str, stem: str) -> None:
 
 
 def test_the_cifar_family_accepts_its_own_stem_by_name() -> None:
-    assert count(build_model("resnet8", num_classes=10, image_size=8, stem="cifar")) == 75_290
+    assert count(build_model("resnet8", Images(8, 10), stem="cifar")) == 75_290
 
 
 @pytest.mark.parametrize("name", ["alexnet", "vit_b_16"])
@@ -169,10 +170,10 @@ def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("own_models")
 def test_own_factory_is_called_with_classes_and_the_size_if_it_takes_it() -> None:
-    model = build_model("own_models:net", num_classes=5, image_size=4)
+    model = build_model("own_models:net", Images(4, 5))
     assert count(model) == 5 * 48 + 5
-    assert count(build_model("own_models:with_options", num_classes=5, image_size=4)) == 245
-    assert count(build_model("own_models:of_any_size", num_classes=5, image_size=4)) == 8 + 15
+    assert count(build_model("own_models:with_options", Images(4, 5))) == 245
+    assert count(build_model("own_models:of_any_size", Images(4, 5))) == 8 + 15
 
 
 @pytest.mark.usefixtures("own_models")

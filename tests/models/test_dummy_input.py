@@ -1,7 +1,6 @@
 """A look at a network leaves its modes, and finds where it begins and ends by what runs."""
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from prunex_mpi.models.dummy_input import (
     transient_buffers,
     try_forward,
 )
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
@@ -45,14 +45,14 @@ def modes(model: nn.Module) -> list[bool]:
 
 @pytest.mark.parametrize(
     "look",
-    [partial(try_forward, num_classes=2), settle, probe, find_ends, find_coupling],
+    [try_forward, settle, probe, find_ends, find_coupling],
     ids=["try_forward", "settle", "probe", "find_ends", "find_coupling"],
 )
 def test_a_frozen_norm_stays_frozen(look: Callable) -> None:
     model = partly_frozen()
     before = modes(model)
     assert True in before and False in before
-    look(model, image_size=SIDE)
+    look(model, Images(SIDE, 2))
     assert modes(model) == before
 
 
@@ -68,9 +68,9 @@ def test_modes_come_back_where_the_model_raises() -> None:
 def test_a_dummy_input_is_of_the_models_dtype_and_knows_no_gradient() -> None:
     model = partly_frozen().double()
     with evaluating(model):
-        assert not model(dummy_input(model, SIDE)).requires_grad
-    assert dummy_input(model, SIDE).dtype == torch.float64
-    assert dummy_input(nn.Identity(), SIDE).shape == (1, 3, SIDE, SIDE)
+        assert not model(dummy_input(model, Images(SIDE))).requires_grad
+    assert dummy_input(model, Images(SIDE)).dtype == torch.float64
+    assert dummy_input(nn.Identity(), Images(SIDE)).shape == (1, 3, SIDE, SIDE)
 
 
 CLASSES, IMAGE = 10, 8
@@ -121,14 +121,14 @@ class Shifted(nn.Module):
 def test_ends_are_what_runs_first_and_last(model: type, stems: set[str], head: str) -> None:
     network = model().train()
     network.get_submodule(head.removesuffix(".weight")).eval()
-    assert find_ends(network, IMAGE) == Ends(frozenset(stems), head)
+    assert find_ends(network, Images(IMAGE)) == Ends(frozenset(stems), head)
     assert network.training
     assert not network.get_submodule(head.removesuffix(".weight")).training
 
 
 def test_neither_classes_nor_the_image_s_channels_are_pruned() -> None:
     model = HeadFirst()
-    ends = find_ends(model, IMAGE)
+    ends = find_ends(model, Images(IMAGE))
     groups = find_groups(model, build_layout(model), ["filter", "channel"], [0.5], ends=ends)
     assert groups.excluded == (
         "head.weight [filter]: its outputs are the classes",
@@ -162,9 +162,9 @@ def test_transient_buffers_that_training_moves_are_found() -> None:
     model = Moving(persistent=False)
     assert transient_buffers(model) == ["mean", "cache"]
     drawn = torch.get_rng_state()
-    assert moved_in_training(model, SIDE) == "mean"
+    assert moved_in_training(model, Images(SIDE)) == "mean"
     assert torch.equal(torch.get_rng_state(), drawn)
     assert float(model.mean) == float(model.cache) == 0
-    assert moved_in_training(Moving(persistent=True), SIDE) == ""
-    assert moved_in_training(Moving(persistent=False, moves=False), SIDE) == ""
-    assert moved_in_training(nn.BatchNorm2d(3), SIDE) == ""
+    assert moved_in_training(Moving(persistent=True), Images(SIDE)) == ""
+    assert moved_in_training(Moving(persistent=False, moves=False), Images(SIDE)) == ""
+    assert moved_in_training(nn.BatchNorm2d(3), Images(SIDE)) == ""

@@ -9,6 +9,7 @@ import torch
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.found_widths import fresh
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.standalone import FORMAT
 
 # As export has it for a resnet8 whose last stage kept 5 of 64 channels inside its block.
@@ -30,9 +31,9 @@ def write_plan(folder: Path, **changes: object) -> Path:
 def test_fresh_weights_are_those_of_the_whole_network_cut_and_scaled(tmp_path: Path) -> None:
     write_plan(tmp_path)
     torch.manual_seed(3)
-    found = fresh(tmp_path, 10, 32)
+    found = fresh(tmp_path, num_classes=10, image_size=32)
     torch.manual_seed(3)
-    whole = build_model("resnet8", num_classes=10, image_size=32).state_dict()
+    whole = build_model("resnet8", Images(32, 10)).state_dict()
     left = found.state_dict()
     changed = {name for name in left if left[name].shape != whole[name].shape}
     assert {name.rpartition(".")[0] for name in changed} == LAYERS.keys()
@@ -55,23 +56,23 @@ def test_fresh_weights_are_those_of_the_whole_network_cut_and_scaled(tmp_path: P
     [
         ({"format": 7}, "format 7"),
         ({"model": {**MODEL, "num_classes": 100}}, "is of 100 classes"),
-        ({"model": {**MODEL, "image_size": 28}}, "images of 28 pixels"),
+        ({"model": {**MODEL, "image_size": 28}}, "of 28x28 images"),
     ],
 )
 def test_other_classes_or_images_are_refused(
     tmp_path: Path, changes: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(UserError, match=reason):
-        fresh(write_plan(tmp_path, **changes), 10, 32)
+        fresh(write_plan(tmp_path, **changes), num_classes=10, image_size=32)
 
 
 def test_a_folder_without_a_plan_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"plan\.json can't be read .* name an exported model"):
-        fresh(tmp_path, 10, 32)
+        fresh(tmp_path, num_classes=10, image_size=32)
 
 
 def test_a_network_that_would_lose_its_dropout_is_refused(tmp_path: Path) -> None:
     model = {**MODEL, "name": "coupled_nets:hidden_dropout", "image_size": 16}
     write_plan(tmp_path, model=model, layers={"attentions.0": {"self_attention_heads": 3}})
     with pytest.raises(UserError, match=r"attentions\.0 would lose what it does in training"):
-        fresh(tmp_path, 10, 16)
+        fresh(tmp_path, num_classes=10, image_size=16)

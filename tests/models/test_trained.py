@@ -16,6 +16,7 @@ from prunex_mpi.base import files
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.dummy_input import find_ends
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.trained import (
     digest_of,
     find_torchvision_file,
@@ -28,7 +29,7 @@ SIDE = 8
 
 def resnet(classes: int = 10, name: str = "resnet8", seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return build_model(name, num_classes=classes, image_size=SIDE)
+    return build_model(name, Images(SIDE, classes))
 
 
 def trained(classes: int = 10, name: str = "resnet8") -> nn.Module:
@@ -58,7 +59,7 @@ def test_torch_files_of_every_kind_give_the_same_weights(wrap, tmp_path: Path) -
     state = trained().state_dict()
     torch.save(wrap(state), tmp_path / "weights.pt")
     model = resnet()
-    assert fit_(model, read_tensors(tmp_path / "weights.pt"), SIDE, "it") == ""
+    assert fit_(model, read_tensors(tmp_path / "weights.pt"), Images(SIDE), "it") == ""
     assert same(model.state_dict(), state)
 
 
@@ -75,7 +76,7 @@ def test_safetensors_of_half_precision_and_without_counters(tmp_path: Path) -> N
     # The name does not say what kind of file it is.
     save_file(halves, tmp_path / "weights.pt")
     model = resnet()
-    fit_(model, read_tensors(tmp_path / "weights.pt"), SIDE, "it")
+    fit_(model, read_tensors(tmp_path / "weights.pt"), Images(SIDE), "it")
     mine = model.state_dict()
     assert all(torch.equal(mine[k], t.float()) for k, t in halves.items())
     assert mine["bn1.running_mean"].dtype == torch.float32
@@ -84,7 +85,7 @@ def test_safetensors_of_half_precision_and_without_counters(tmp_path: Path) -> N
 def test_a_head_of_other_classes_begins_anew() -> None:
     model, theirs = resnet(7), trained(10).state_dict()
     fresh = {k: t.clone() for k, t in model.state_dict().items()}
-    said = fit_(model, theirs, SIDE, "digits.pt")
+    said = fit_(model, theirs, Images(SIDE), "digits.pt")
     assert said == "digits.pt has 10 classes and the data 7: layer fc begins anew"
     for key, tensor in model.state_dict().items():
         assert torch.equal(tensor, fresh[key] if key.startswith("fc.") else theirs[key])
@@ -92,7 +93,7 @@ def test_a_head_of_other_classes_begins_anew() -> None:
 
 def test_as_many_other_classes_begin_anew_as_well() -> None:
     model, theirs = resnet(10), trained(10).state_dict()
-    said = fit_(model, theirs, SIDE, "digits.pt", others=True)
+    said = fit_(model, theirs, Images(SIDE), "digits.pt", others=True)
     assert said == "digits.pt has other classes than the data: layer fc begins anew"
     assert not torch.equal(model.fc.weight, theirs["fc.weight"])
     assert torch.equal(model.conv1.weight, theirs["conv1.weight"])
@@ -104,7 +105,7 @@ def test_a_model_whose_own_names_begin_like_those_of_a_wrapper(tmp_path: Path) -
     torch.save(theirs.state_dict(), tmp_path / "weights.pt")
     for p in model.parameters():
         p.data.zero_()
-    assert fit_(model, read_tensors(tmp_path / "weights.pt"), SIDE, "it") == ""
+    assert fit_(model, read_tensors(tmp_path / "weights.pt"), Images(SIDE), "it") == ""
     assert all(torch.equal(t, model.state_dict()[k]) for k, t in theirs.state_dict().items())
 
 
@@ -117,12 +118,12 @@ def test_a_model_whose_own_names_begin_like_those_of_a_wrapper(tmp_path: Path) -
     ],
 )
 def test_the_head_is_found_whatever_makes_the_classes(name: str, head: str) -> None:
-    assert find_ends(build_model(name, num_classes=12, image_size=32), 32).head == f"{head}.weight"
+    assert find_ends(build_model(name, Images(32, 12)), Images(32)).head == f"{head}.weight"
 
 
 def test_other_shapes_are_refused_with_the_first_few_names() -> None:
     with pytest.raises(UserError) as caught:
-        fit_(resnet(name="resnet8-w8"), trained().state_dict(), SIDE, "wide.pt")
+        fit_(resnet(name="resnet8-w8"), trained().state_dict(), Images(SIDE), "wide.pt")
     text = str(caught.value)
     assert caught.value.exit_code == UNREADABLE and len(text.splitlines()) == 1
     wanted = "conv1.weight is [16, 3, 3, 3] there and [8, 3, 3, 3] in the model"
@@ -144,7 +145,7 @@ def test_what_does_not_fit_is_named(change, word: str) -> None:
     state = trained().state_dict()
     change(state)
     with pytest.raises(UserError, match=r"^it ") as caught:
-        fit_(resnet(), state, SIDE, "it")
+        fit_(resnet(), state, Images(SIDE), "it")
     assert word in str(caught.value)
 
 
@@ -236,7 +237,7 @@ def test_torchvisions_weights_come_from_its_cache_with_their_normalisation(
 
 
 def test_names_of_torchvisions_first_densenets_are_understood() -> None:
-    model = build_model("densenet121", num_classes=10, image_size=32)
+    model = build_model("densenet121", Images(32, 10))
     state = {k: torch.full_like(t, 2) for k, t in model.state_dict().items()}
     old = {}
     for key, tensor in state.items():
@@ -244,7 +245,7 @@ def test_names_of_torchvisions_first_densenets_are_understood() -> None:
             key = key.replace(f".{part}.", f".{part[:-1]}.{part[-1]}.") if "layer" in key else key
         old[key] = tensor
     assert old.keys() != state.keys()
-    fit_(model, old, 32, "it")
+    fit_(model, old, Images(32), "it")
     assert same(model.state_dict(), state)
 
 

@@ -19,6 +19,7 @@ from mpi4py import MPI
 from prunex_mpi.data import batches
 from prunex_mpi.data import datasets as data
 from prunex_mpi.models.build import build_model
+from prunex_mpi.models.inputs import Images
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -108,7 +109,7 @@ def test_bytes_are_those_of_the_tensors(finished):
     """Payload, dense and intra from the model's shapes, not from the program's own counters."""
     folder, _ = finished
     records = read_lines(folder / "run/metrics.jsonl")
-    model = build_model("resnet8", num_classes=10, image_size=8)
+    model = build_model("resnet8", Images(8, 10))
     parameters = sum(p.numel() for p in model.parameters())
     statistics = sum(b.numel() for n, b in model.named_buffers() if "running" in n)
     pruned = sum(
@@ -133,7 +134,7 @@ def test_bytes_are_those_of_the_tensors(finished):
 def test_delivered_model_is_the_one_that_was_evaluated(finished):
     folder, _ = finished
     tensors = load_file(folder / "run/state.safetensors")
-    model = build_model("resnet8", num_classes=10, image_size=8)
+    model = build_model("resnet8", Images(8, 10))
     model.load_state_dict(tensors)
     model.eval()
     whole = data.load(
@@ -329,7 +330,7 @@ def test_rivals_leave_the_same_files(tmp_path, method):
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["method"]) == ("completed", method.split()[0])
     tensors = load_file(tmp_path / "run/state.safetensors")
-    build_model("resnet8", num_classes=10, image_size=8).load_state_dict(tensors)
+    build_model("resnet8", Images(8, 10)).load_state_dict(tensors)
 
 
 @pytest.mark.any_mpi

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.pruning.channel_trace import Pins
 from prunex_mpi.pruning.coupling import PLAIN
 from prunex_mpi.pruning.shrink import Rules, attempt, find_coupling_by, find_rules, rules_of
@@ -96,15 +97,15 @@ def test_what_cannot_be_followed_stays_and_all_else_is_pruned(
 ) -> None:
     torch.manual_seed(0)
     network = model()
-    rules = find_rules(network, SIDE, start)
+    rules = find_rules(network, Images(SIDE), start)
     assert rules_of(rules.text()) == rules
-    coupling = find_coupling_by(network, SIDE, rules)
+    coupling = find_coupling_by(network, Images(SIDE), rules)
     assert {s.name for s in coupling.sets} == pruned
     for seed in range(3):
         removed = np.random.default_rng(seed).random(coupling.total) < 0.5
         for s in coupling.sets:
             removed[s.start] = False
-        assert attempt(network, coupling, removed, SIDE) is None
+        assert attempt(network, coupling, removed, Images(SIDE)) is None
 
 
 def test_the_same_rules_come_back_from_their_text() -> None:
@@ -121,8 +122,8 @@ def test_what_nothing_helps_is_refused_in_one_line() -> None:
             return x
 
     with pytest.raises(UserError, match="eight channels are expected"):
-        find_rules(Stated(), SIDE)
+        find_rules(Stated(), Images(SIDE))
 
 
 def test_an_assignment_keeps_what_it_writes_without_a_trial() -> None:
-    assert find_rules(Assigned(), SIDE) == Rules()
+    assert find_rules(Assigned(), Images(SIDE)) == Rules()

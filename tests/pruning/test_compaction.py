@@ -11,6 +11,7 @@ from torch import nn
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models import layout as layouts
 from prunex_mpi.models.build import build_model
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_
 from prunex_mpi.pruning.groups import Groups, find_groups
@@ -165,4 +166,4 @@ def test_payload_of_real_networks_is_the_count_by_hand(
 def build_without_memory(name: str, stem: str) -> nn.Module:
     """Build a network of which only the shapes exist."""
     with torch.device("meta"):
-        return build_model(name, num_classes=10, image_size=32, stem=stem)
+        return build_model(name, Images(32, 10), stem=stem)

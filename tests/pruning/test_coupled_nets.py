@@ -20,6 +20,7 @@ from torch import nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models import standalone
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.models.slim import self_attention_parts
 from prunex_mpi.pruning import channel_trace
@@ -57,7 +58,7 @@ def test_what_is_left_computes_the_same(factory, tmp_path: Path) -> None:
     description = describe(factory)
     torch.manual_seed(0)
     model = standalone.build(description).eval().double()
-    coupling = find_coupling_by(model, SIDE, find_rules(model, SIDE))
+    coupling = find_coupling_by(model, Images(SIDE), find_rules(model, Images(SIDE)))
     randomise_(model)
     # About a half, and one group of each set.
     masks = [draw(coupling), np.ones(coupling.total, dtype=bool)]
@@ -89,7 +90,7 @@ def test_what_is_left_computes_the_same(factory, tmp_path: Path) -> None:
 def test_what_became_smaller_becomes_smaller_again(factory, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = standalone.build(describe(factory)).eval().double()
-    coupling = find_coupling_by(model, SIDE, find_rules(model, SIDE))
+    coupling = find_coupling_by(model, Images(SIDE), find_rules(model, Images(SIDE)))
     randomise_(model)
     first = np.zeros(coupling.total, dtype=bool)
     for s in coupling.sets:
@@ -99,7 +100,7 @@ def test_what_became_smaller_becomes_smaller_again(factory, tmp_path: Path) -> N
     standalone.resize_(model, before)
     standalone.fill_(model, tensors)
     # What export finds on such a network.
-    coupling = find_coupling_by(model, SIDE, find_rules(model, SIDE))
+    coupling = find_coupling_by(model, Images(SIDE), find_rules(model, Images(SIDE)))
     second = np.zeros(coupling.total, dtype=bool)
     for s in coupling.sets:
         second[s.start + s.count - 1] = s.count > 1
@@ -123,7 +124,7 @@ def test_what_became_smaller_becomes_smaller_again(factory, tmp_path: Path) -> N
 def test_half_of_the_groups_leave_a_quarter_and_what_is_odd(factory) -> None:
     torch.manual_seed(0)
     model = factory(CLASSES, SIDE)
-    coupling = find_coupling_by(model, SIDE, find_rules(model, SIDE))
+    coupling = find_coupling_by(model, Images(SIDE), find_rules(model, Images(SIDE)))
     layout = build_layout(model)
     groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=coupling)
     assert all("classes" in reason for reason in groups.excluded)
@@ -171,9 +172,9 @@ class Beside(nn.Module):
 
 def test_where_a_modules_code_states_its_width_the_rest_is_pruned() -> None:
     model = Beside().eval()
-    rules = find_rules(model, 4)
+    rules = find_rules(model, Images(4))
     assert rules.plain == {"fixed"}
-    coupling = find_coupling_by(model, 4, rules)
+    coupling = find_coupling_by(model, Images(4), rules)
     assert {s.name for s in coupling.sets} == {"first.weight", "up.weight"}
 
 
@@ -189,7 +190,7 @@ def test_a_number_that_counts_two_sizes_pins_both() -> None:
             return self.last(torch.cat([*parts, self.third(x).flatten(2)], dim=1).mean(dim=2))
 
     model = Twice().eval()
-    coupling = find_coupling_by(model, 4, find_rules(model, 4))
+    coupling = find_coupling_by(model, Images(4), find_rules(model, Images(4)))
     assert {s.name for s in coupling.sets} == {"third.weight"}
 
 
@@ -206,21 +207,21 @@ def test_pieces_lose_the_same_places_however_many_they_are() -> None:
             return self.last(torch.cat(found, dim=1).mean(dim=(2, 3)))
 
     model = Pieces().eval()
-    assert find_rules(model, 4) == Rules()
-    coupling = find_coupling_by(model, 4, Rules())
+    assert find_rules(model, Images(4)) == Rules()
+    coupling = find_coupling_by(model, Images(4), Rules())
     assert coupling.rows["first.weight"].tolist() == [0, 1] * 4
 
 
 def test_sizes_that_fit_by_halves_alone_are_found_out() -> None:
     # A half of four heads is a half of the width.
     model = OwnTransformer(lambda width, _: OwnAttention(width, 4), CLASSES, SIDE)
-    assert find_rules(model, SIDE).swapped == {"attentions.0", "attentions.1"}
+    assert find_rules(model, Images(SIDE)).swapped == {"attentions.0", "attentions.1"}
 
 
 @torch.no_grad()
 def test_what_only_a_norm_reads_stays() -> None:
     model = encoder_norm_first(CLASSES, SIDE).eval()
-    coupling = find_coupling_by(model, SIDE, Rules())
+    coupling = find_coupling_by(model, Images(SIDE), Rules())
     for name, ids in coupling.columns.items():
         model.get_parameter(name)[:, torch.from_numpy(ids == 0)] = 0
     assert coupling.rows["patch.weight"][0] == 0
@@ -248,15 +249,15 @@ class Bottleneck(nn.Module):
 def test_whatever_is_removed_the_code_runs() -> None:
     """Of the width and of the heads the same share goes in the first trial."""
     model = Bottleneck(48, 4).eval()
-    rules = find_rules(model, SIDE)
+    rules = find_rules(model, Images(SIDE))
     assert rules.swapped == {"attention"}
-    coupling = find_coupling_by(model, SIDE, rules)
+    coupling = find_coupling_by(model, Images(SIDE), rules)
     for seed in range(5):
         rng = np.random.default_rng(seed)
         removed = rng.random(coupling.total) < 0.5
         for s in coupling.sets:
             removed[s.start + rng.integers(s.count)] = False
-        assert attempt(model, coupling, removed, SIDE) is None
+        assert attempt(model, coupling, removed, Images(SIDE)) is None
 
 
 def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(
@@ -276,7 +277,7 @@ def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.last(self.middle(self.first(x)).mean((2, 3)))
 
-    coupling = find_coupling_by(Averaged(), SIDE, Rules())
+    coupling = find_coupling_by(Averaged(), Images(SIDE), Rules())
     assert [s.name for s in coupling.sets] == ["first.weight"]
     assert any("mean mixes it with others" in line for line in coupling.excluded)
 
@@ -291,10 +292,10 @@ class SilentAttention(OwnAttention):
 def test_a_train_that_returns_nothing_is_no_obstacle() -> None:
     model = train_returns_nothing(CLASSES, SIDE)
     model.train()
-    rules = find_rules(model, SIDE)
+    rules = find_rules(model, Images(SIDE))
     assert rules == Rules() and model.training and not model[1].training
-    coupling = find_coupling_by(model, SIDE, rules)
-    assert training_failure(model, coupling, SIDE) == ""
+    coupling = find_coupling_by(model, Images(SIDE), rules)
+    assert training_failure(model, coupling, Images(SIDE)) == ""
     attention = SilentAttention(8, 2)
     assert self_attention_parts(attention).dropouts == ("", "")
 
@@ -309,4 +310,4 @@ def test_what_torch_has_compiled_is_refused_in_one_line(whole: bool) -> None:
     else:
         model = nn.Sequential(nn.Conv2d(3, 8, 1), torch.jit.script(body), *ends)
     with pytest.raises(UserError, match=r"torch\.jit has compiled"):
-        find_rules(model, 4)
+        find_rules(model, Images(4))

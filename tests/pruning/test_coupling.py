@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.build import build_model
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.pruning.coupling import PLAIN, Coupling, find_coupling
 
 SIDE = 8
@@ -170,7 +171,7 @@ class Branching(Plain):
 
 
 def sets_of(model: nn.Module, side: int = SIDE) -> dict[str, int]:
-    return {s.name: s.count for s in find_coupling(model, side).sets}
+    return {s.name: s.count for s in find_coupling(model, Images(side)).sets}
 
 
 DOWN = "middle.down.weight"
@@ -208,7 +209,7 @@ def test_channels_that_meet_are_one_set(middle: Callable[[], nn.Module], expecte
 
 
 def test_rows_and_columns_of_a_residual_block() -> None:
-    found = find_coupling(Body(Residual()), SIDE)
+    found = find_coupling(Body(Residual()), Images(SIDE))
     six = list(range(6))
     vectors = ["stem.0.bias", "stem.1.weight", "stem.1.bias"]
     vectors += ["middle.inner.0.bias", "middle.inner.1.weight", "middle.inner.1.bias"]
@@ -252,18 +253,18 @@ class Opaque(nn.Module):
 )
 def test_what_would_be_felt_is_never_removed(middle: nn.Module, reason: str) -> None:
     with pytest.raises(UserError, match="no coupled channels can be removed") as caught:
-        find_coupling(Body(middle), SIDE)
+        find_coupling(Body(middle), Images(SIDE))
     assert reason in str(caught.value)
 
 
 def test_plain_rules_know_what_gives_a_shape_alone() -> None:
     model = Body(Squeezed(lambda x, y: x * y.expand_as(x)))
-    assert {s.name for s in find_coupling(model, SIDE, PLAIN).sets} == {STEM, DOWN}
+    assert {s.name for s in find_coupling(model, Images(SIDE), PLAIN).sets} == {STEM, DOWN}
 
 
 def test_channels_that_became_a_single_group_are_named() -> None:
     model = Body(Opaque(lambda x: x.view(len(x), 2, 3, SIDE, SIDE)[:, :, 0].repeat(1, 3, 1, 1)))
-    found = find_coupling(model, SIDE)
+    found = find_coupling(model, Images(SIDE))
     assert [(s.name, s.count, s.unit) for s in found.sets] == [(STEM, 1, 6)]
     wanted = f"{STEM} [coupled]: its 6 channels are one group, and a set keeps one"
     assert wanted in found.excluded
@@ -271,8 +272,8 @@ def test_channels_that_became_a_single_group_are_named() -> None:
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_attention_offers_its_heads_and_by_plain_rules_keeps_its_width(plain: bool) -> None:
-    model = build_model("vit_b_16", num_classes=4, image_size=16)
-    found = find_coupling(model, 16, PLAIN if plain else frozenset())
+    model = build_model("vit_b_16", Images(16, 4))
+    found = find_coupling(model, Images(16), PLAIN if plain else frozenset())
     names = [f"encoder.layers.encoder_layer_{i}" for i in range(12)]
     width = [] if plain else [("conv_proj.weight", 768, 1)]
     assert [(s.name, s.count, s.unit) for s in found.sets] == width + [
@@ -293,7 +294,7 @@ def test_attention_offers_its_heads_and_by_plain_rules_keeps_its_width(plain: bo
 
 
 def test_the_channels_that_a_padded_shortcut_adds_are_sets_of_their_own() -> None:
-    found = find_coupling(build_model("resnet20", num_classes=4, image_size=SIDE), SIDE)
+    found = find_coupling(build_model("resnet20", Images(SIDE, 4)), Images(SIDE))
     streams = [s.count for s in found.sets if s.name.endswith(("conv1.weight", "conv2.weight"))]
     # 16 channels run through all stages, 16 more from the second on, 32 more in the third.
     assert sorted(streams) == sorted([16, 16, 32] + 3 * [16] + 3 * [32] + 3 * [64])
@@ -304,7 +305,7 @@ def test_the_channels_that_a_padded_shortcut_adds_are_sets_of_their_own() -> Non
 
 def test_flattened_channels_take_all_their_columns_along() -> None:
     model = nn.Sequential(conv(3, 6), nn.Flatten(), nn.Linear(6 * SIDE**2, 4))
-    found = find_coupling(model, SIDE)
+    found = find_coupling(model, Images(SIDE))
     assert np.array_equal(found.columns["2.weight"], np.repeat(np.arange(6), SIDE**2))
     assert_exact(model)
 
@@ -313,7 +314,7 @@ def test_the_model_is_left_as_it_was() -> None:
     model = Body(Residual()).train()
     model.middle.eval()
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    find_coupling(model, SIDE)
+    find_coupling(model, Images(SIDE))
     assert model.training and not model.middle.training and model.fc.training
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
@@ -326,7 +327,7 @@ def assert_exact(model: nn.Module) -> None:
     """
     randomise(model)
     model.eval()
-    found = find_coupling(model, SIDE)
+    found = find_coupling(model, Images(SIDE))
     removed = np.arange(found.total) % 2 == 0
     images = torch.randn(2, 3, SIDE, SIDE)
     zero_(model, found, removed)

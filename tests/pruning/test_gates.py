@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prunex_mpi.models.build import build_model
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import Groups, find_groups
@@ -43,12 +44,12 @@ def network(name: str) -> nn.Module:
     torch.manual_seed(3)
     if name == "depthwise":
         return Depthwise().double()
-    return build_model(name, num_classes=4, image_size=SIDE).double()
+    return build_model(name, Images(SIDE, 4)).double()
 
 
 def grouped(model: nn.Module, budget: str = "", ratio: float = 0.5):
     layout = build_layout(model)
-    coupling = find_coupling(model, SIDE)
+    coupling = find_coupling(model, Images(SIDE))
     groups = find_groups(model, layout, ("coupled",), (ratio,), coupling=coupling)
     if budget:
         groups = with_budget(groups, layout, budget)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.shrink import find_coupling_by, find_rules
 
@@ -195,7 +196,9 @@ def test_what_is_to_be_written_instead_lets_channels_go(
     if model is None:
         pytest.skip("this torch has no such layer")
     name = f"{layer}.weight"
-    stays, goes = (find_coupling_by(m, SIDE, find_rules(m, SIDE)) for m in (model, other))
+    stays, goes = (
+        find_coupling_by(m, Images(SIDE), find_rules(m, Images(SIDE))) for m in (model, other)
+    )
     assert f"{name} [coupled]: {reason}" in stays.excluded
     assert (goes.rows[name] >= 0).all()
 
@@ -205,5 +208,5 @@ def test_with_plain_rules_nothing_is_advised_that_they_do_not_follow() -> None:
         (step(lambda x: torch.einsum("bchw,bcij->bchw", x, x)), "einsum mixes it with others"),
         (CASES[5][0], "__getitem__ counts its channels"),
     ):
-        coupling = find_coupling(model, SIDE, frozenset([""]))
+        coupling = find_coupling(model, Images(SIDE), frozenset([""]))
         assert f"0.weight [coupled]: {mixed}" in coupling.excluded

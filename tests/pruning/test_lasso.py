@@ -8,6 +8,7 @@ from torch import nn
 from torchvision.models import VisionTransformer
 
 from prunex_mpi.models.build import build_model
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout, flatten_
 from prunex_mpi.pruning.coupling import PLAIN, Coupling, find_coupling
 from prunex_mpi.pruning.groups import find_groups
@@ -48,7 +49,7 @@ def uneven(model, layout):
 
 
 def traced(model, layout):
-    return find_coupling(model, SIDE, PLAIN)
+    return find_coupling(model, Images(SIDE), PLAIN)
 
 
 def groups_of(model, layout, coupling):
@@ -75,7 +76,7 @@ def norms_by_hand(parameters, coupling):
         (flat_net, traced),
         (flat_net, uneven),
         (attention_net, traced),
-        (lambda: build_model("resnet8", num_classes=10, image_size=8), traced),
+        (lambda: build_model("resnet8", Images(8, 10)), traced),
     ],
 )
 def test_subgradient_is_that_of_autograd(make, find):
@@ -110,7 +111,7 @@ def test_groups_of_each_layer_are_rows_and_columns_of_its_weight(make):
     torch.manual_seed(0)
     model = make().double()
     layout, side = build_layout(model), 6 if make is CoupledNet else SIDE
-    coupling = find_coupling(model, side, PLAIN)
+    coupling = find_coupling(model, Images(side), PLAIN)
     by_hand, count = 0.0, 0
     for name, p in model.named_parameters():
         found = [(0, coupling.rows.get(name)), (1, coupling.columns.get(name))]
@@ -144,7 +145,7 @@ def test_coefficient_gives_the_share(share):
 def test_what_is_emptied_and_what_stays():
     model = flat_net()
     layout = build_layout(model)
-    coupling = find_coupling(model, SIDE, PLAIN)
+    coupling = find_coupling(model, Images(SIDE), PLAIN)
     groups = groups_of(model, layout, coupling)
     theta, _ = flatten_(model, layout)
     mask = np.array([True, True, True, True, True, False])

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models import layout as layouts
 from prunex_mpi.models.build import build_model
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import Groups, find_groups, gemm_views, out_of_reach
@@ -403,7 +404,7 @@ def coupled_groups(
 ) -> tuple[nn.Module, Layout, Groups]:
     model = Coupled().double()
     layout = build_layout(model)
-    coupling = find_coupling(model, 8)
+    coupling = find_coupling(model, Images(8))
     groups = find_groups(model, layout, ["coupled"], [ratio], coupling=coupling)
     if keep_by != "groups":
         groups = with_budget(groups, layout, keep_by, floor=floor)
@@ -495,8 +496,8 @@ def test_a_budget_is_spent_on_the_groups_of_highest_score(
 
 
 def test_rounding_counts_channels_not_heads() -> None:
-    model = build_model("vit_b_16", num_classes=2, image_size=16)
-    coupling = find_coupling(model, 16)
+    model = build_model("vit_b_16", Images(16, 2))
+    coupling = find_coupling(model, Images(16))
     groups = find_groups(model, build_layout(model), ["coupled"], [0.3], coupling=coupling)
     mask = select(np.zeros(groups.total), groups.kinds[0], 1.0, 16)
     kept = [int(mask[s.start : s.stop].sum()) for s in groups.kinds[0]]

@@ -10,6 +10,7 @@ from odd_models import randomise_
 from torch import nn
 
 from prunex_mpi.models import standalone
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
 from prunex_mpi.pruning.shrink import shrink
@@ -59,7 +60,7 @@ def judged(model: nn.Module) -> tuple[list[int], tuple[str, ...], nn.Module]:
 
     The outputs of both are compared, in float64.
     """
-    coupling = find_coupling(model, 4)
+    coupling = find_coupling(model, Images(4))
     verdict = judge(model, coupling, IMAGES)
     smaller = shrink(model, coupling, verdict.removed)
     assert_same_outputs(model, smaller)
@@ -173,7 +174,7 @@ def test_a_head_of_zero_filters_goes_without_a_bias(bias: float, gone: list[int]
         {"name": "vit_tiny", "num_classes": 2, "image_size": 4, "stem": ""}
     ).eval()
     randomise_(model)
-    coupling = find_coupling(model, 4)
+    coupling = find_coupling(model, Images(4))
     attention = model.encoder.layers[0].self_attention
     with torch.no_grad():
         for part in (attention.in_proj_weight, attention.in_proj_bias):

@@ -12,6 +12,7 @@ from torch import nn
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import describe
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.removable import judge
 from prunex_mpi.pruning.shrink import find_rules, shrink, smaller_sizes, smaller_tensors
@@ -44,13 +45,12 @@ LARGE = ("wide_resnet50_2", "vgg16_bn", "vgg19_small", "vit_b_16")
     [pytest.param(n, marks=pytest.mark.long if n in LARGE else ()) for n in NETWORKS],
 )
 def test_removing_coupled_groups_changes_no_output(name: str, tmp_path: Path) -> None:
-    what = {"num_classes": 10, "image_size": SIDE}
     with torch.device("meta"):
-        description = describe(name, **what)
+        description = describe(name, Images(SIDE, 10))
         model = standalone.build(description)
     model = model.to_empty(device="cpu").eval()
     randomise_(model)
-    coupling = find_coupling(model, SIDE)
+    coupling = find_coupling(model, Images(SIDE))
     removed = draw(coupling)
     mask_(model, coupling, removed)
     images = torch.randn(2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
@@ -95,7 +95,7 @@ def test_a_module_with_two_names_is_cut_under_both() -> None:
     model = Tied().eval().double()
     model.last.weight[:, 1] = 0
     removed = np.array([False, True, False, False])
-    smaller = shrink(model, find_coupling(model, 4), removed)
+    smaller = shrink(model, find_coupling(model, Images(4)), removed)
     images = torch.rand(2, 3, 4, 4, dtype=torch.float64)
     torch.testing.assert_close(smaller(images), model(images), rtol=0, atol=1e-12)
     assert smaller.same is smaller.first
@@ -116,7 +116,7 @@ class OwnLinear(nn.Module):
 @torch.no_grad()
 def test_a_parameter_of_a_users_own_module_becomes_smaller() -> None:
     model = nn.Sequential(nn.Flatten(), OwnLinear(48, 4), nn.Linear(4, 2)).eval()
-    coupling = find_coupling(model, 4, find_rules(model, 4).plain)
+    coupling = find_coupling(model, Images(4), find_rules(model, Images(4)).plain)
     smaller = shrink(model, coupling, np.arange(coupling.total) == 1)
     assert smaller[1].weight.shape == (3, 48)
 
@@ -151,7 +151,7 @@ def test_channels_that_cannot_be_missed_are_refused_before_training(
 ) -> None:
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     with pytest.raises(UserError, match=reason):
-        find_rules(model, 4)
+        find_rules(model, Images(4))
     assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
 
 
@@ -176,13 +176,13 @@ class SingleAtLast(Tied):
 
 def test_channels_are_tried_in_float64() -> None:
     with pytest.raises(UserError, match="the outputs differ by 2e-08"):
-        find_rules(AlmostRight(), 4)
+        find_rules(AlmostRight(), Images(4))
 
 
 @pytest.mark.parametrize("kind", [Tied, Single, SingleAtLast])
 def test_channels_that_can_be_missed_pass(kind: type[nn.Module]) -> None:
     model = kind()
-    find_rules(model, 4)
+    find_rules(model, Images(4))
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
@@ -191,4 +191,4 @@ def test_a_model_that_needs_its_channels_is_refused_in_its_own_dtype() -> None:
         pass
 
     with pytest.raises(UserError, match="the outputs differ by"):
-        find_rules(Both(), 4)
+        find_rules(Both(), Images(4))

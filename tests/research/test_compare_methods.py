@@ -24,6 +24,7 @@ from prunex_mpi.config.resolve import BY_NAME as METHODS
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core import evaluation
 from prunex_mpi.models.build import build_model
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, Segment, build_layout
 from prunex_mpi.research.compare import compare_methods, kept_runs, run_rows
 from prunex_mpi.research.compare.compare_methods import compare
@@ -173,7 +174,7 @@ def test_methods_are_compared_on_the_same_samples(quiet, tmp_path, capsys):
     assert set(column(results, "samples")) == {2 * 4 * WORLD.size}
     assert set(column(results, "epochs")) == {1}
 
-    model = build_model("resnet8", num_classes=10, image_size=8)
+    model = build_model("resnet8", Images(8, 10))
     numel = build_layout(model).numel
     statistics = sum(2 * m.num_features for m in model.modules() if hasattr(m, "running_var"))
     message = 2 * 4 * (numel + statistics)
@@ -214,7 +215,7 @@ def test_what_says_where_values_belong_is_told_from_the_values(quiet, tmp_path):
     # All that dgc sends travels whole.
     assert cells(tables["The"], "dgc")["metadata %"] == 0
     # Statistics, and in a step three blocks of 256 elements, each with its number.
-    model = build_model("resnet8", num_classes=10, image_size=8)
+    model = build_model("resnet8", Images(8, 10))
     statistics = sum(2 * m.num_features for m in model.modules() if hasattr(m, "running_var"))
     share = 3 / (3 * 257 + statistics)
     assert cells(tables["The"], "omnireduce")["metadata %"] == pytest.approx(100 * share)

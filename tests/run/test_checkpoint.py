@@ -47,6 +47,7 @@ from prunex_mpi.core.state import (
 from prunex_mpi.methods.declared import METHODS
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.hsadmm import z_arrives
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.masks import apply_factors_
 from prunex_mpi.run import checkpoint, checkpoint_files, tensor_file
@@ -261,7 +262,7 @@ def new_run(
     transport = build_transport(torch.device("cpu"), 2**-10, "host")
     dataset = load_dataset(topology, settings)
     problem = build_problem(topology, settings, dataset, model, torch.device("cpu"), transport)
-    groups = make_groups(settings, model, layout, dataset.image_size)
+    groups = make_groups(settings, model, layout, Images(dataset.image_size))
     state = build_state(model, layout, groups, settings)
     state.memory |= memory_of(settings, layout, state.theta) | memory_of_ema(settings, state)
     state.memory |= memory_of_scores(settings, state)

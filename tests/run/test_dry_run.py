@@ -16,6 +16,7 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.config.resolve import make, with_overrides
 from prunex_mpi.data.datasets import NOTHING_KNOWN
 from prunex_mpi.models.build import build_model
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.run.dry_run import differing_settings, dry_run, forecast
 from prunex_mpi.run.start import set_up
 from prunex_mpi.run.supervision import driver_of
@@ -171,7 +172,7 @@ def test_first_weights_and_loss_are_looked_at(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, stem in (("whole", "cifar"), ("other", "imagenet")):
-        model = build_model("resnet18", num_classes=10, image_size=32, stem=stem)
+        model = build_model("resnet18", Images(32, 10), stem=stem)
         save_file(model.state_dict(), f"{name}.safetensors")
     settings = make(model="resnet18", dataset="cifar10", method="dense")
     with nodes_of(1) as topology:

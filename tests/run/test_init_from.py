@@ -31,6 +31,7 @@ from prunex_mpi.config.resolve import flat_values, make, resumed, with_overrides
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models import trained as weights_read
 from prunex_mpi.models.build import build_model
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.run import pretrained
 from prunex_mpi.run.pretrained import INITIAL, evaluate_initial
 
@@ -45,7 +46,7 @@ MODEL = "resnet8-w4"
 
 def trained(classes: int = 10) -> torch.nn.Module:
     torch.manual_seed(11)
-    model = build_model(MODEL, num_classes=classes, image_size=8)
+    model = build_model(MODEL, Images(8, classes))
     model.train()
     model(torch.randn(8, 3, 8, 8))
     return model.eval()
@@ -173,7 +174,7 @@ def test_a_run_goes_on_without_its_file_and_another_begins_where_it_ended() -> N
         assert summary["initial"]["from"] == path
 
         # Another run begins with what this one delivered, and sees images as it did.
-        model = build_model(MODEL, num_classes=10, image_size=8)
+        model = build_model(MODEL, Images(8, 10))
         settings = make(model=MODEL, init_from=str(folder / "run"))
         found = pretrained.load_initial_(WORLD, settings, model, 8)
         assert found.image_mean == pytest.approx((0.3,) * 3)
@@ -208,7 +209,7 @@ def test_folders_that_are_no_run_are_refused(make_folder, word: str, tmp_path: P
 def test_the_classes_of_another_run_are_compared_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = build_model(MODEL, num_classes=2, image_size=8)
+    model = build_model(MODEL, Images(8, 2))
     save_file(model.state_dict(), tmp_path / "state.safetensors")
     delivered = {"mean": [0.5] * 3, "std": [0.2] * 3, "classes": ["ant", "bee"]}
     summary = {"status": "completed", "delivered": delivered}
@@ -222,13 +223,13 @@ def test_the_classes_of_another_run_are_compared_by_name(
 
 
 def test_a_run_that_made_its_network_smaller_says_so(tmp_path: Path) -> None:
-    model = build_model("resnet8-w4", num_classes=10, image_size=8)
+    model = build_model("resnet8-w4", Images(8, 10))
     save_file(model.state_dict(), tmp_path / "state.safetensors")
     delivered = {"mean": [0.5] * 3, "std": [0.2] * 3, "layers": {"conv1": {"out_channels": 4}}}
     summary = {"status": "completed", "delivered": delivered}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     for name, word in (("resnet8", "became smaller"), ("resnet8-w4", "")):
-        model = build_model(name, num_classes=10, image_size=8)
+        model = build_model(name, Images(8, 10))
         settings = make(init_from=str(tmp_path), model=name)
         with pytest.raises(UserError, match=word) if word else nullcontext():
             pretrained.load_initial_(MPI.COMM_SELF, settings, model, 8)

@@ -96,7 +96,7 @@ def test_a_run_goes_on_with_the_images_it_began_with_alone() -> None:
             first = folder / "data/train/ant/000.png"
             first.rename(first.with_name("020.png"))
         WORLD.Barrier()
-        with pytest.raises(UserError, match="the images, their labels or classes were others then"):
+        with pytest.raises(UserError, match="the data were others then"):
             run_job_here(longer)
         WORLD.Barrier()
 

@@ -16,6 +16,7 @@ from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import make, to_toml
 from prunex_mpi.core.steps import forward, next_batch
 from prunex_mpi.models.build import build_model
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.run import pretrained
 
 pytestmark = pytest.mark.any_mpi
@@ -25,7 +26,7 @@ PAINTED = {"image_mean": (0.3,) * 3, "image_std": (0.4,) * 3}
 
 def save(folder: Path, classes: int = 10, name: str = "teacher.pt") -> str:
     torch.manual_seed(11)
-    model = build_model(MODEL, num_classes=classes, image_size=8)
+    model = build_model(MODEL, Images(8, classes))
     torch.save(model.state_dict(), folder / name)
     return str(folder / name)
 
@@ -93,7 +94,7 @@ def test_a_taught_run_goes_on_as_if_it_had_not_ended_and_with_its_teacher_alone(
         if WORLD.rank == 0:
             (run / "summary.json").unlink()
             torch.manual_seed(12)
-            other = build_model(MODEL, num_classes=10, image_size=8)
+            other = build_model(MODEL, Images(8, 10))
             torch.save(other.state_dict(), path)
         WORLD.Barrier()
         with pytest.raises(UserError, match=r"is not the file of before.*--teacher-digest"):
@@ -135,11 +136,11 @@ def test_what_can_not_teach_ends_the_job_on_every_rank(prepare, reason: str) -> 
 
 
 def test_a_network_of_other_classes_is_no_teacher() -> None:
-    network = build_model(MODEL, num_classes=7, image_size=8)
-    data = SimpleNamespace(image_size=8, num_classes=10)
+    network = build_model(MODEL, Images(8, 7))
+    data = SimpleNamespace(sizes=Images(8, 10).sizes)
     with pytest.raises(UserError, match=r"--teacher runs/x does not fit 10 classes of 8x8 images"):
         pretrained._try_outputs(network, data, "runs/x")
-    pretrained._try_outputs(network, SimpleNamespace(image_size=8, num_classes=7), "runs/x")
+    pretrained._try_outputs(network, SimpleNamespace(sizes=Images(8, 7).sizes), "runs/x")
 
 
 def test_a_teacher_of_other_classes_by_name_is_refused() -> None:

@@ -70,7 +70,8 @@ def test_the_best_of_what_has_been_evaluated_is_kept(scenario: str) -> None:
             assert torch.equal(context.state.z, best[1])
             found = evaluation.judge(topology, context, context.problem.test)
             # With the statistics that it was evaluated with.
-            assert found == pytest.approx((best[0].loss, best[0].accuracy), rel=1e-6)
+            expected = {"loss": best[0].loss, "accuracy": best[0].accuracy}
+            assert found == pytest.approx(expected, rel=1e-6)
         assert context.state.mask is mask
         now = [context.state.z, *context.problem.model.buffers()]
         assert all(torch.equal(a, b) for a, b in zip(last, now, strict=True))

@@ -22,6 +22,7 @@ from prunex_mpi.base.files import FORMAT
 from prunex_mpi.data.batches import Look, evaluation_batches
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.pruning import removable
 from prunex_mpi.run import finished_run
 from prunex_mpi.tools import export_run
@@ -238,7 +239,7 @@ def test_other_sizes_than_the_runs_are_refused(
 def test_it_loads_where_only_torch_is(own_run: Path, tmp_path: Path) -> None:
     exported(own_run)
     plan = json.loads((own_run / "model/plan.json").read_text())
-    masked = build_model("exported_models:net", num_classes=10, image_size=8).eval()
+    masked = build_model("exported_models:net", Images(8, 10)).eval()
     masked.load_state_dict(load_file(own_run / "state.safetensors"))
     # The factory is the stranger's own.
     shutil.copy(tmp_path / "exported_models.py", own_run / "model")
@@ -516,7 +517,7 @@ def test_what_does_not_run_in_float64_cannot_be_proven() -> None:
 
 
 def test_multiply_adds_count_attention_too() -> None:
-    model = build_model("vit_tiny", num_classes=10, image_size=8).eval()
+    model = build_model("vit_tiny", Images(8, 10)).eval()
     tokens, width = 5, 192
     block = tokens * width * (4 * width + 2 * 768) + 2 * tokens * tokens * width
     counted = count_multiply_adds(model, torch.zeros(2, 3, 8, 8))

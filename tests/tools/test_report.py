@@ -320,7 +320,7 @@ def test_a_run_with_images_held_out_shows_what_it_reached_on_those(tmp_path: Pat
     assert lower.get_ylabel() == "test or held-out accuracy %"
     assert all(len(line.get_ydata()) for line in lower.lines)
     table = several_runs.table_of(both)
-    assert table.rows[0][4] == table.rows[1][4] == 100 * both[1].final_accuracy
+    assert table.rows[0][4] == table.rows[1][4] == both[1].final
     assert "--val-split" in table.notes[1]
 
 

@@ -22,6 +22,7 @@ from prunex_mpi.core.problem import build_problem, make_model
 from prunex_mpi.core.state import Problem, next_iteration, wires_of
 from prunex_mpi.core.steps import averaging
 from prunex_mpi.methods import dense, per_step
+from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.research.bench.workbench import Bench
 from prunex_mpi.run.start import set_up
@@ -143,7 +144,7 @@ def ddp_turn(bench: Bench, options: dict[str, bool]) -> tuple[Turn, Callable[[],
     topology, settings, device = bench.topology, bench.settings, bench.device
     heartbeat = bench.heartbeat
     dataset = load_dataset(topology, settings, heartbeat, device)
-    model = make_model(settings, dataset.num_classes, dataset.image_size)
+    model = make_model(settings, inputs_from(dataset.sizes()))
     layout = build_layout(model)
     problem: Problem = build_problem(
         topology, settings, dataset, model, device, bench.transport, heartbeat

@@ -141,8 +141,8 @@ def title_of(bench: Bench, dataset: Dataset) -> str:
     model = options.common.get("model", FIELDS["model"].default)
     batch = options.common.get("batch_size", first.batch_size)
     return (
-        f"Comparison: {model}, {first.dataset}, {dataset.train_total:,} training and "
-        f"{dataset.val_total:,} held-out images, {topology.world_size} ranks on "
+        f"Comparison: {model}, {first.dataset}, {dataset.train_total:,} to train on and "
+        f"{dataset.val_total:,} held out, {topology.world_size} ranks on "
         f"{topology.num_nodes} nodes, batch {batch} per rank"
     )
 

@@ -25,7 +25,8 @@ from prunex_mpi.research.compare.compare_options import Options
 from prunex_mpi.research.compare.outcomes import Outcome, Quality
 from prunex_mpi.run.directory import read_summary
 from prunex_mpi.run.start import Place
-from prunex_mpi.tools.evaluate_network import judge, load_images, read_network
+from prunex_mpi.settings.fields import TEXT
+from prunex_mpi.tools.evaluate_network import judge, judge_text, load_images, read_network
 
 REVEAL = "reveal.json"
 BATCH = 256
@@ -130,19 +131,28 @@ def _test(
     for name in names:
         path = Path(options.folder) / name
         network = run_collectively(world, lambda p=path: read_network(p, given))
+        moved = {key: options.common[key] for key in ("data_dir",) if key in options.common}
+        data = {**network.data, **moved}
+        if data["dataset"] == TEXT:
+            results[name] = _quality_of(judge_text(place, network, data, heartbeat))
+            continue
         if dataset is None:
-            data = {**network.data, "data_dir": options.common.get("data_dir", "data")}
             dataset = load_images(place, network, data, heartbeat, mode="auto")
             first = dataset.test.images[:1].numpy().tobytes()
             first = hashlib.blake2b(first, digest_size=8).hexdigest()
             told = broadcast_text(world, f"{dataset.test_total} {dataset.digest} {first}")
         found = judge(place, network, dataset, BATCH, heartbeat)
-        results[name] = asdict(Quality(found.get("accuracy"), found["loss"]))
-        log.info("%s: %.4g on the test images", name, Quality(**results[name]).shown)
+        results[name] = _quality_of(found)
+    for name, quality in results.items():
+        log.info("%s: %.4g on the test set", name, Quality(**quality).shown)
     if dataset is not None:
         with closing(dataset):
             pass
     return results, told
+
+
+def _quality_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    return asdict(Quality(found.get("accuracy"), found["loss"]))
 
 
 def _write(world: MPI.Comm, options: Options, found: Mapping[str, Any]) -> None:

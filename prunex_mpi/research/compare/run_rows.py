@@ -30,8 +30,10 @@ from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.schedule import steps_of, total_steps
 from prunex_mpi.core.state import RunContext, State, every_rank_sends, weights
 from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.data.text import TextSet
 from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.methods.exchanges import metadata_bytes, operations_of
+from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.research.compare import kept_runs
@@ -179,13 +181,13 @@ def run_one(
         of_batch = stream.batch_size * world.size
         steps = state.position.steps_done
         elements, zeros, line_zeros = zeros_of(state)
-        best = best_of(state)
+        best = best_of(context)
         found = Measured(
             accuracy=best.accuracy,
             loss=best.loss,
             samples=steps * of_batch,
             extra_samples=(batches - steps) * of_batch,
-            epochs=steps * of_batch / dataset.train_total,
+            epochs=steps * of_batch * problem.task.row / dataset.train_total,
             steps=steps,
             payload_bytes=counted["payload"] + counted["mask"],
             sent_bytes=counted["sent"],
@@ -267,7 +269,7 @@ def finish(
         delivered = delivery.save_model(files.path, context.state, context.problem, going)
         delivered["classes"] = list(class_names)
         totals = delivery.summarise(context.settings, topology, context.state, records, "completed")
-        held_out = best_of(context.state)
+        held_out = best_of(context)
         totals["validation"] = {"accuracy": held_out.accuracy, "loss": held_out.loss}
         files.write_summary({**totals, "delivered": delivered, "seconds_total": total_s})
 
@@ -292,8 +294,8 @@ def check_possible(bench: Bench, rows: Sequence[Row], dataset: Dataset) -> None:
                 options.common, row, options.seeds[0], row.points[0], options.length
             )
             try:
-                model = make_model(settings, dataset.num_classes, dataset.image_size)
-                make_groups(settings, model, build_layout(model), dataset.image_size)
+                model = make_model(settings, inputs_from(dataset.sizes()))
+                make_groups(settings, model, build_layout(model), inputs_from(dataset.sizes()))
             except UserError as error:
                 raise UserError(f"row {row.name}: {error}", error.exit_code) from None
 
@@ -314,7 +316,7 @@ def check_equal_work(bench: Bench) -> None:
     known = (s.local_steps > 0 and not s.frozen_local_steps for s in found.values())
     if len(found) <= 1 or all(known):
         return
-    images = len(bench.load(next(iter(found.values()))).train.labels)
+    images = size_of(bench.load(next(iter(found.values()))))
 
     def check() -> None:
         trained = {}
@@ -332,6 +334,11 @@ def check_equal_work(bench: Bench) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
+def size_of(dataset: Dataset | TextSet) -> int:
+    """Return how many samples this rank has to train on, windows of a text or images."""
+    return len(dataset.train) if isinstance(dataset, TextSet) else len(dataset.train.labels)
+
+
 def forward_seconds(
     topology: Topology, dataset: Dataset, context: RunContext
 ) -> tuple[float, float]:
@@ -340,8 +347,8 @@ def forward_seconds(
     All ranks do the same at the same time, as in training. Collective on `world`.
     """
     state, problem, settings = context.state, context.problem, context.settings
-    dense = make_model(settings, dataset.num_classes, dataset.image_size).to(state.theta.device)
-    size = min(FORWARD_BATCH, len(dataset.train.labels))
+    dense = make_model(settings, inputs_from(dataset.sizes())).to(state.theta.device)
+    size = min(FORWARD_BATCH, size_of(dataset))
     images, _ = next(problem.batches(dataset.train, batch_size=size))
     dense.eval()
     problem.model.eval()
@@ -366,10 +373,11 @@ def quality_of(record: Mapping[str, Any]) -> Quality | None:
     return Quality(record.get("val_accuracy"), record["val_loss"])
 
 
-def best_of(state: State) -> Quality:
-    """Return how good the network is that a run delivers, by the images held out."""
-    judged = Judged(*state.position.best)
-    return Quality(judged.accuracy, judged.loss)
+def best_of(context: RunContext) -> Quality:
+    """Return how good the network is that a run delivers, by the data held out."""
+    judged = Judged(*context.state.position.best)
+    has_accuracy = "accuracy" in context.problem.task.measures
+    return Quality(judged.accuracy if has_accuracy else None, judged.loss)
 
 
 def curve_of(records: list[dict[str, Any]]) -> tuple[Point, ...]:

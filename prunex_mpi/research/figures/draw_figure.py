@@ -12,6 +12,7 @@ from statistics import mean, stdev
 import numpy as np
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.record_keys import ACCURACY
 from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.tables import format_table
 from prunex_mpi.config.resolve import BY_NAME, FIELDS, toml_key
@@ -252,7 +253,7 @@ def work_of(run: Run, ranks: int) -> float:
 def ratios(runs: Sequence[Run]) -> Drawn:
     """Draw figure 12 from runs with different keep ratios."""
     for run in runs:
-        if np.isnan(run.final_accuracy):
+        if run.measure is not ACCURACY or np.isnan(run.final):
             raise lacking("12", run, "an accuracy")
         if not run.complete:
             raise lacking("12", run, "an end: it is not complete")
@@ -268,7 +269,7 @@ def ratios(runs: Sequence[Run]) -> Drawn:
     rows = []
     for number, (name, series) in enumerate(found.items()):
         ordered = sorted(series)
-        seeds = {x: [100 * run.final_accuracy for run in series[x]] for x in ordered}
+        seeds = {x: [run.final for run in series[x]] for x in ordered}
         spread = [stdev(seeds[x]) if len(seeds[x]) > 1 else 0.0 for x in ordered]
         look = look_of(number)
         means = [mean(seeds[x]) for x in ordered]

@@ -14,7 +14,7 @@ import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, listed, meant, quote
 from prunex_mpi.base.files import STATE
-from prunex_mpi.base.record_keys import RESIDUALS
+from prunex_mpi.base.record_keys import ACCURACY, RESIDUALS
 from prunex_mpi.base.tables import Table
 from prunex_mpi.config.resolve import BY_NAME
 from prunex_mpi.tools.drawing import (
@@ -200,7 +200,7 @@ def beside(run: Run, what: str, here: str, paper: str) -> Beside:
 def accuracy(runs: Sequence[Run]) -> Drawn:
     """Draw figure 5: accuracy against time and against bytes between nodes."""
     for run in runs:
-        if not np.isfinite(run.accuracy).any():
+        if run.measure is not ACCURACY or not np.isfinite(run.judged).any():
             raise lacking("5", run, "an accuracy (train with --evaluate-every)")
     figure = new_figure(3.4, 7.6)
     panels = figure.subplots(1, 2, sharey=True)
@@ -209,7 +209,7 @@ def accuracy(runs: Sequence[Run]) -> Drawn:
         for number, run in enumerate(runs):
             look = look_and_label(number, run)
             x = along(run, axis) / size
-            plot(panel, x, 100 * run.accuracy, marker_of(number), **look)
+            plot(panel, x, run.judged, marker_of(number), **look)
         panel.set_xlabel(word)
     panels[0].set_ylabel(f"{judged_on(runs)} accuracy %")
     handles, names = panels[0].get_legend_handles_labels()
@@ -218,8 +218,7 @@ def accuracy(runs: Sequence[Run]) -> Drawn:
         beside(
             run,
             label(number, run),
-            f"{run.final_accuracy * 100:.1f} % in "
-            f"{duration_words(float(trained_seconds(run)[-1]))}",
+            f"{run.final:.1f} % in {duration_words(float(trained_seconds(run)[-1]))}",
             paper_of(run, "5"),
         )
         for number, run in enumerate(runs)

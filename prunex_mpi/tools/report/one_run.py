@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.record_keys import IN_SENTENCES, RANK_PHASES, RESIDUALS
+from prunex_mpi.base.record_keys import ACCURACY, IN_SENTENCES, RANK_PHASES, RESIDUALS
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.config.resolve import FIELDS, make, to_toml, toml_key
 from prunex_mpi.run.summary import closing_rows
@@ -332,16 +332,16 @@ def ending(run: Run) -> str:
 
 
 def quality(run: Run) -> str:
-    """Return what loss and accuracy came to, and whether they still moved at the end."""
+    """Return what losses and accuracy came to, and whether they still moved at the end."""
     text = []
     _, images = run.judged_on
-    accuracy = run.accuracy
-    known = np.flatnonzero(np.isfinite(accuracy))
+    measure, judged = run.measure, run.judged
+    known = np.flatnonzero(np.isfinite(judged))
     if len(known):
-        best = known[np.argmax(accuracy[known])]
-        text.append(f"Its {images} accuracy is {100 * accuracy[known[-1]]:.2f} %")
-        if accuracy[best] > accuracy[known[-1]]:
-            text[-1] += f" (best {100 * accuracy[best]:.2f} % in {int(run.iterations[best])})"
+        best, last = known[measure.best(judged[known])], known[-1]
+        text.append(f"Its {images} {measure.label} is {measure.shown(judged[last])}")
+        if measure.better(judged[best], judged[last]):
+            text[-1] += f" (best {measure.shown(judged[best])} in {int(run.iterations[best])})"
     else:
         text.append("It was never evaluated")
     loss = run.column("train_loss")
@@ -349,14 +349,18 @@ def quality(run: Run) -> str:
     if len(there) > 1:
         word = "fell" if loss[there[-1]] < loss[there[0]] else "rose"
         text.append(f"the training loss {word} from {loss[there[0]]:.3g} to {loss[there[-1]]:.3g}")
-    return ", ".join(text) + f"{still_moves(accuracy[known], loss[there])}."
+    accuracy = judged[known] if measure is ACCURACY else judged[:0]
+    return ", ".join(text) + f"{still_moves(accuracy, loss[there])}."
 
 
 def still_moves(accuracy: np.ndarray, loss: np.ndarray) -> str:
-    """Return whether the last fifth of a run changed anything, "" where that can't be told."""
+    """Return whether the last fifth of a run changed anything, "" where that can't be told.
+
+    By the accuracy in per cent, where there is one, else by the loss.
+    """
     if len(accuracy) >= 2 * END:
         part = len(accuracy) // END
-        change = 100 * (accuracy[-part:].mean() - accuracy[-2 * part : -part].mean())
+        change = accuracy[-part:].mean() - accuracy[-2 * part : -part].mean()
         if abs(change) < STEADY_POINTS:
             return f"; accuracy was steady over the last fifth ({change:+.2f} points)"
         word = "still rising" if change > 0 else "falling"

@@ -18,8 +18,9 @@ import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.files import DIVERGED, plain_only, read_text
-from prunex_mpi.base.record_keys import RESIDUALS
+from prunex_mpi.base.record_keys import ACCURACY, LOSS, RESIDUALS, Measure
 from prunex_mpi.run.directory import COMPLETE, read_summary
+from prunex_mpi.settings.fields import TEXT
 from prunex_mpi.tools.report.stragglers import RankRecord
 
 if sys.version_info >= (3, 11):
@@ -89,20 +90,26 @@ class Run:
         return ("val", "held-out") if self.has("val_loss") else ("test", "test")
 
     @property
-    def accuracy(self) -> np.ndarray:
-        """The accuracy as it went, a fraction of the images in `judged_on`; NaN: not evaluated."""
-        return self.column(f"{self.judged_on[0]}_accuracy")
+    def measure(self) -> Measure:
+        """What networks of the run are judged by."""
+        return LOSS if self.config.get("dataset") == TEXT else ACCURACY
 
     @property
-    def final_accuracy(self) -> float:
-        """The last accuracy, on the test images where it was tested on them; NaN if there is none.
+    def judged(self) -> np.ndarray:
+        """The measure as it went, on the data in `judged_on`, as shown; NaN: not evaluated."""
+        measure = self.measure
+        return measure.scale * self.column(f"{self.judged_on[0]}_{measure.key}")
 
-        A run with held-out images tests its best network when it ends.
+    @property
+    def final(self) -> float:
+        """The last of the measure, on the test data where it was tested on them; NaN: none.
+
+        A run with held-out data tests its best network when it ends.
         """
-        tested = self.summary.get("test_accuracy")
+        tested = self.summary.get(f"test_{self.measure.key}")
         if isinstance(tested, int | float):
-            return float(tested)
-        known = self.accuracy[np.isfinite(self.accuracy)]
+            return self.measure.scale * float(tested)
+        known = self.judged[np.isfinite(self.judged)]
         return float(known[-1]) if len(known) else float("nan")
 
     def setting(self, key: str, otherwise: Any = None) -> Any:

@@ -165,11 +165,12 @@ def mark_freeze(panel: "Axes", run: Run, axis: str = "iterations") -> None:
 
 
 def learning(run: Run, axis: str) -> "Figure | None":
-    """Draw loss and accuracy along one of AXES."""
+    """Draw the losses, and what the run is judged by, along one of AXES."""
     which, images = run.judged_on
-    accuracy = f"{which}_accuracy"
+    measure, accuracy = run.measure, run.judged
     losses = {"training": "train_loss", images: f"{which}_loss"}
-    if not any(run.has(name) for name in (*losses.values(), accuracy)):
+    evaluated = bool(np.isfinite(accuracy).any())
+    if not evaluated and not any(run.has(name) for name in losses.values()):
         return None
     figure = new_figure(4.6)
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -178,12 +179,12 @@ def learning(run: Run, axis: str) -> "Figure | None":
     plot_each(upper, x, {w: run.column(name) for w, name in losses.items() if run.has(name)})
     widen(upper, [run.column(name) for name in losses.values()])
     upper.set_ylabel("loss")
-    if run.has(accuracy):
+    if evaluated:
         look = {"color": COLOURS[1], "linestyle": "--"}
-        plot(lower, x, 100 * run.column(accuracy), "s", **look)
+        plot(lower, x, accuracy, "s", **look)
     else:
         _say(lower, "never evaluated")
-    lower.set_ylabel(f"{images} accuracy %")
+    lower.set_ylabel(f"{images} {measure.label} {measure.short}")
     if axis == "iterations":
         count_iterations(lower)
     lower.set_xlabel(label)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prunex_mpi.base.record_keys import LABELS
+from prunex_mpi.base.record_keys import LABELS, Measure
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.tools.drawing import (
@@ -108,13 +108,14 @@ def lead(runs: Sequence[Run]) -> list[str]:
     text = [f"{len(runs)} runs, {whole} of them complete{of_these}."]
     # What was broken off early has cost little.
     judged = [run for run in runs if run.complete] or runs
-    accuracy = {run.name: run.final_accuracy for run in judged}
+    reached = {run.name: run.final for run in judged}
     sizes = {run.name: float(run_pictures.sent_bytes(run)[-1]) for run in judged}
     seconds = {run.name: float(run_pictures.trained_seconds(run)[-1]) for run in judged}
-    known = {name: value for name, value in accuracy.items() if np.isfinite(value)}
-    if known:
-        best = max(known, key=lambda name: known[name])
-        text.append(f"The most accurate is {best} ({100 * known[best]:.2f} %).")
+    known = {name: value for name, value in reached.items() if np.isfinite(value)}
+    measure = measure_of_all(judged)
+    if known and measure is not None:
+        best = list(known)[measure.best(np.array(list(known.values())))]
+        text.append(f"The {measure.superlative} is {best} ({measure.shown(known[best])}).")
     least, fastest = min(sizes, key=lambda n: sizes[n]), min(seconds, key=lambda n: seconds[n])
     text.append(f"The fewest bytes went between nodes in {least} ({sizes[least] / MIB:.2f} MiB).")
     text.append(f"The least time took {fastest} ({duration_words(seconds[fastest])}).")
@@ -131,6 +132,18 @@ def last(run: Run, name: str) -> float:
     return float(known[-1]) if len(known) else float("nan")
 
 
+def measure_of_all(runs: Sequence[Run]) -> Measure | None:
+    """Return what all runs are judged by, None where some are not like others."""
+    measures = {run.measure.key: run.measure for run in runs}
+    return next(iter(measures.values())) if len(measures) == 1 else None
+
+
+def named(runs: Sequence[Run]) -> str:
+    """Return what the runs are judged by, in words."""
+    found = {f"{run.measure.label} {run.measure.short}".rstrip() for run in runs}
+    return " or ".join(sorted(found))
+
+
 def judged_on(runs: Sequence[Run]) -> str:
     """Return which images the accuracies of runs as they went are of, in words."""
     return " or ".join(sorted({run.judged_on[1] for run in runs}, reverse=True))
@@ -143,7 +156,7 @@ def held_out(runs: Sequence[Run]) -> list[str]:
 
 def learned(runs: Sequence[Run], axis: str) -> "Figure | None":
     """Draw loss and accuracy of all runs along one axis."""
-    if not any(run.has("train_loss") or np.isfinite(run.accuracy).any() for run in runs):
+    if not any(run.has("train_loss") or np.isfinite(run.judged).any() for run in runs):
         return None
     figure = new_figure(4.6 + 0.18 * ((len(runs) + 2) // 3))
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -152,10 +165,10 @@ def learned(runs: Sequence[Run], axis: str) -> "Figure | None":
         look = look_and_label(number, run)
         x = along(run, axis) / size
         plot(upper, x, run.column("train_loss"), marker_of(number), **look)
-        plot(lower, x, 100 * run.accuracy, marker_of(number), **look)
+        plot(lower, x, run.judged, marker_of(number), **look)
     widen(upper, [run.column("train_loss") for run in runs])
     upper.set_ylabel("training loss")
-    lower.set_ylabel(f"{judged_on(runs)} accuracy %")
+    lower.set_ylabel(f"{judged_on(runs)} {named(runs)}")
     if axis == "iterations":
         run_pictures.count_iterations(lower)
     lower.set_xlabel(word)
@@ -224,7 +237,7 @@ def table_of(runs: Sequence[Run]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for number, run in enumerate(runs):
         times = find_stragglers(read_ranks(run.path), run.leaders)
-        accuracy, dense = run.final_accuracy, np.nansum(run.column("bytes.dense"))
+        reached, dense = run.final, np.nansum(run.column("bytes.dense"))
         sent = np.nansum(run.column("bytes.payload"))
         rows.append(
             (
@@ -232,7 +245,7 @@ def table_of(runs: Sequence[Run]) -> Table:
                 run.status,
                 str(run.setting("method", "")),
                 len(run.iterations),
-                None if np.isnan(accuracy) else 100 * accuracy,
+                None if np.isnan(reached) else reached,
                 _cell(last(run, "density")),
                 float(sent / MIB),
                 float(100 * sent / dense) if dense else None,
@@ -241,10 +254,10 @@ def table_of(runs: Sequence[Run]) -> Table:
             )
         )
     columns = (
-        *("run", "status", "method", "iterations", "accuracy %", "density"),
+        *("run", "status", "method", "iterations", named(runs), "density"),
         *("payload MiB", "of dense %", "seconds", "waited for most"),
     )
-    note = "accuracy and density: the last; payload: what a leader handed over between nodes"
+    note = f"{named(runs)} and density: the last; payload: what a leader handed over between nodes"
     return Table("", columns, tuple(rows), (note, *held_out(runs)))
 
 

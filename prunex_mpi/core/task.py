@@ -1,0 +1,84 @@
+"""What kinds of problems differ in while a run goes on; drivers and methods ask the problem's task.
+
+| | classes of images | the next token of a text |
+|---|---|---|
+| outputs | logits [b, classes] | logits [b, context, vocabulary] |
+| targets | labels [b] | tokens [b, context] |
+| the loss is the mean over | images | tokens, in nats |
+| an evaluation comes to | loss, accuracy | loss, perplexity, bits per byte |
+
+What data are read, and how, is told apart in core/loading.py.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from prunex_mpi.base.record_keys import SPEED
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a sample is, how its loss is taken, and what an evaluation comes to.
+
+    `unit` is what data are counted in, `row` how many of them a row of a batch holds. `measures`
+    are the keys of what `outcome` returns of a mean loss and a share of right answers, which
+    `right` counts in outputs and targets; `losses` makes a loss of outputs [n, classes] and labels
+    [n] one of this task's. `speed` returns what a record says of units per second.
+    """
+
+    unit: str
+    row: int
+    measures: tuple[str, ...]
+    outcome: Callable[[float, float], dict[str, float]]
+    right: Callable[[Tensor, Tensor], int]
+    losses: Callable[[Loss], Loss]
+    speed: Callable[[float], dict[str, float]]
+
+
+def _right(outputs: Tensor, labels: Tensor) -> int:
+    return int((outputs.argmax(dim=1) == labels).sum())
+
+
+IMAGES = Task(
+    unit="images",
+    row=1,
+    measures=("loss", "accuracy"),
+    outcome=lambda loss, right: {"loss": loss, "accuracy": right},
+    right=_right,
+    losses=lambda loss: loss,
+    speed=lambda per_second: {},
+)
+
+
+def by_position(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of outputs [b, context, vocabulary] and targets [b, context]."""
+    return loss(outputs.flatten(0, 1), targets.flatten())
+
+
+def text_outcome(bytes_per_token: float, loss: float, right: float) -> dict[str, float]:
+    """Return what a mean loss in nats per token comes to.
+
+    Perplexity is exp(loss), bits per byte loss / (ln 2 bytes per token).
+    """
+    bits = loss / (math.log(2) * bytes_per_token)
+    # A float holds no more; what is not finite can't be written.
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits}
+
+
+def next_token(context: int, bytes_per_token: float) -> Task:
+    """Return the task of predicting each token of a window by those before it."""
+    return Task(
+        unit="tokens",
+        row=context,
+        measures=("loss", "perplexity", "bits_per_byte"),
+        outcome=partial(text_outcome, bytes_per_token),
+        right=lambda outputs, targets: 0,
+        losses=lambda loss: partial(by_position, loss),
+        speed=lambda per_second: {SPEED: per_second},
+    )

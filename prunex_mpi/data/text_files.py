@@ -1,0 +1,360 @@
+"""Read text from files and turn it into tokens: bytes, characters, or those of a tokenizer file.
+
+Bytes need no copy: the files themselves are mapped. Other tokens are written once per machine, to a
+file in TMPDIR that all its ranks map. Once they have, the file loses its name: nothing is left
+behind, and no later job meets what somebody else has put there.
+
+Text is read in pieces that end where a line does, at most `PIECE_BYTES` long, the same ones for any
+number of ranks: tokens do not depend on who reads.
+"""
+
+import codecs
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prunex_mpi.base.errors import FAILURE, UNREADABLE, UserError, one_line, quote
+from prunex_mpi.base.files import open_regular
+from prunex_mpi.base.single_process import require_packages
+
+BYTES, CHARS = "bytes", "chars"
+# How what stands for the tokens of a file begins; its digest follows.
+FILE_NAME = "tokenizer of SHA-256 "
+PIECE_BYTES = 2**20
+# Pieces that a tokenizer file's own threads get at a time.
+PIECES_AT_ONCE = 16
+ADVICE = "give --data-dir a file or a folder of text"
+TEMPORARY = "prunex_mpi-tokens-"
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """How text becomes numbers from 0 to `size` - 1.
+
+    `name` is bytes, chars, or the path of a tokenizer file; `characters` are those of chars in the
+    order of their tokens, `digest` is the SHA-256 of a file.
+    """
+
+    name: str
+    size: int
+    characters: str = ""
+    digest: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What tells its tokens from those of others: all characters, or the digest of a file."""
+        return tuple(self.characters) or (
+            f"{FILE_NAME}{self.digest}" if self.digest else self.name,
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A text of which all has been read once, for the ranks of a machine.
+
+    The tokens lie in `files` one after the other, each of `type`; with no files they are those of
+    the embedded text, in bytes. `temporary` files lose their names when they have been mapped.
+    `length` is the text's in bytes, `digest` tells it apart from others.
+    """
+
+    tokenizer: Tokenizer
+    files: tuple[str, ...]
+    type: str
+    temporary: bool
+    length: int
+    digest: str
+    found: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for `prepared_from`."""
+        return {**vars(self), "tokenizer": vars(self.tokenizer)}
+
+
+def prepared_from(told: dict[str, Any]) -> Prepared:
+    """Return what `as_json` has told."""
+    files, tokenizer = tuple(told["files"]), Tokenizer(**told["tokenizer"])
+    return Prepared(**{**told, "files": files, "tokenizer": tokenizer})
+
+
+def find_text_files(data_dir: str) -> list[Path]:
+    """Return the file, or all files of a folder and those in it, in the order of their paths.
+
+    Names that begin with a dot are left out, and so are links to folders. Raises UserError
+    (UNREADABLE) where there is none.
+    """
+    path = Path(data_dir)
+    if not path.is_dir():
+        if not path.exists():
+            raise UserError(f"there is no text in {quote(data_dir, 250)}: {ADVICE}", UNREADABLE)
+        return [path]
+    found = []
+    for folder, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    if not found:
+        raise UserError(f"folder {quote(data_dir, 250)} holds no file: {ADVICE}", UNREADABLE)
+    return sorted(found)
+
+
+def embedded_text() -> bytes:
+    """Return text that comes with every Python: its language reference, by topic (466 kB)."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise UserError(
+            "this Python comes without pydoc_data, the embedded text: give --data-dir"
+        ) from error
+    return "\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def pieces_of(
+    files: Sequence[Path], going: Callable[[], None], look: Callable[[bytes], None]
+) -> Iterator[str]:
+    """Yield all text in pieces; show all bytes to `look` as they are read.
+
+    Without files it is the embedded text. Raises UserError (UNREADABLE) for what can't be read or
+    is no UTF-8.
+    """
+    if not files:
+        text = embedded_text()
+        look(text)
+        yield from _cut(text.decode())
+        return
+    for path in files:
+        try:
+            with open_regular(path) as file:
+                yield from _pieces_of_file(file, path, going, look)
+        except OSError as error:
+            raise UserError(
+                f"cannot read {quote(str(path), 250)}: {error.strerror}", UNREADABLE
+            ) from None
+
+
+def _pieces_of_file(
+    file: Any, path: Path, going: Callable[[], None], look: Callable[[bytes], None]
+) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    done, text = 0, ""
+    while True:
+        data = file.read(PIECE_BYTES)
+        going()
+        look(data)
+        pending = len(decoder.getstate()[0])
+        try:
+            text += decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            place = done - pending + error.start
+            raise UserError(
+                f"{quote(str(path), 250)} is not UTF-8 (byte {place:,}): convert it, or take it "
+                "out of the folder",
+                UNREADABLE,
+            ) from None
+        done += len(data)
+        if not data:
+            break
+        *whole, text = _cut(text)
+        yield from whole
+    if text:
+        yield text
+
+
+def _cut(text: str) -> Iterator[str]:
+    """Yield `text` in pieces of PIECE_BYTES characters at most, each up to the end of a line."""
+    first = 0
+    while len(text) - first > PIECE_BYTES:
+        last = text.rfind("\n", first, first + PIECE_BYTES) + 1
+        last = last or first + PIECE_BYTES
+        yield text[first:last]
+        first = last
+    yield text[first:]
+
+
+@dataclass
+class _Look:
+    """What all bytes of a text come to."""
+
+    length: int = 0
+    crc32: int = 0
+
+    def __call__(self, data: bytes) -> None:
+        self.length += len(data)
+        self.crc32 = zlib.crc32(data, self.crc32)
+
+
+def prepare(
+    data_dir: str,
+    name: str,
+    going: Callable[[], None] = lambda: None,
+    known: Tokenizer | None = None,
+) -> Prepared:
+    """Read a text once and make its tokens ready to be mapped.
+
+    `data_dir` "" is the embedded text. `name` is that of a tokenizer or the path of its file; with
+    chars the vocabulary is the characters of the text, or that of a tokenizer that is `known`.
+    `going` is called as it goes on. Raises UserError (UNREADABLE) for text that is missing, empty,
+    no UTF-8 or not of the known vocabulary, UserError (USAGE) for a tokenizer that can't be used.
+    """
+    files = find_text_files(data_dir) if data_dir else []
+    look = _Look()
+    text = pieces_of(files, going, look)
+    shards, kind = tuple(map(str, files)), "uint8"
+    if name == BYTES:
+        tokenizer = Tokenizer(BYTES, 256)
+        for _ in text:
+            pass
+    elif name == CHARS:
+        tokenizer = _of_characters(text, known)
+        kind = type_for(tokenizer.size)
+        again = pieces_of(files, going, lambda data: None)
+        numbers = (encode_characters(piece, tokenizer.characters) for piece in again)
+        shards = (_write(numbers, kind),)
+    else:
+        tokenizer, encoder = read_tokenizer(name)
+        kind = type_for(tokenizer.size)
+        shards = (_write(_encoded(text, encoder), kind),)
+    if not look.length:
+        forget(shards if name != BYTES else ())
+        raise UserError(f"{quote(data_dir, 250)} is empty: {ADVICE}", UNREADABLE)
+    digest = sha256(repr((tokenizer, look.length, look.crc32)).encode()).hexdigest()
+    told = _told(data_dir, files, look.length)
+    return Prepared(tokenizer, shards, kind, name != BYTES, look.length, digest, told)
+
+
+def _told(data_dir: str, files: Sequence[Path], length: int) -> str:
+    if not files:
+        return f"text: the language reference of this Python, {length:,} bytes"
+    if len(files) == 1:
+        return f"text: {files[0]}, {length:,} bytes"
+    first, last = (path.relative_to(data_dir) for path in (files[0], files[-1]))
+    return f"text: {len(files):,} files in {data_dir}, {first} to {last}, {length:,} bytes"
+
+
+def forget(files: Iterable[str]) -> None:
+    """Take away the names of files, which may be gone already; who has mapped them keeps them."""
+    for file in files:
+        with suppress(OSError):
+            os.unlink(file)
+
+
+def type_for(vocabulary: int) -> str:
+    """Return the smallest type of numpy that holds a vocabulary's tokens."""
+    return next((t for t in ("uint8", "uint16") if vocabulary - 1 <= np.iinfo(t).max), "uint32")
+
+
+def _write(numbers: Iterable[np.ndarray], kind: str) -> str:
+    """Write tokens to a new file in TMPDIR that only this user can read; return its path."""
+    path, complete = "", False
+    try:
+        # Made anew under a name that nobody can know before: no link leads elsewhere.
+        descriptor, path = tempfile.mkstemp(prefix=TEMPORARY)
+        with os.fdopen(descriptor, "wb") as file:
+            for array in numbers:
+                file.write(array.astype(kind).tobytes())
+        complete = True
+    except OSError as error:
+        raise UserError(
+            f"the tokens can't be written to {tempfile.gettempdir()} ({error.strerror}): name a "
+            "folder with room for them in TMPDIR",
+            FAILURE,
+        ) from None
+    finally:
+        if path and not complete:
+            forget([path])
+    return path
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokenizers
+# --------------------------------------------------------------------------------------------------
+
+
+def _of_characters(text: Iterable[str], known: Tokenizer | None) -> Tokenizer:
+    """Return the tokenizer of all characters of a text, or the one that is known, if it fits."""
+    letters: set[str] = set()
+    for piece in text:
+        letters |= set(piece)
+    if known is None:
+        return Tokenizer(CHARS, len(letters), "".join(sorted(letters)))
+    strange = sorted(letters - set(known.characters))
+    if strange:
+        raise UserError(
+            f"the text has {len(strange):,} characters beyond the vocabulary of the network, such "
+            f"as {strange[0]!r}: give text of its {known.size:,} characters alone",
+            UNREADABLE,
+        )
+    return known
+
+
+def encode_characters(text: str, characters: str) -> np.ndarray:
+    """Return the places of the characters of `text` in `characters`, which are sorted; int64 [n].
+
+    Raises UserError (UNREADABLE) for a character that is not among them.
+    """
+    known, wanted = (np.frombuffer(t.encode("utf-32-le"), dtype="<u4") for t in (characters, text))
+    places = np.searchsorted(known, wanted).clip(max=max(0, len(known) - 1))
+    odd = np.flatnonzero(known[places] != wanted) if len(wanted) else wanted
+    if len(odd):
+        raise UserError(
+            f"character {text[odd[0]]!r} is beyond the vocabulary of {len(known):,} characters: "
+            "the text has changed while it was read, or is another one",
+            UNREADABLE,
+        )
+    return places
+
+
+def read_tokenizer(path: str) -> tuple[Tokenizer, Any]:
+    """Return a tokenizer file's description and the `tokenizers.Tokenizer` that it makes.
+
+    Raises UserError where the package is missing, or the file can't be read.
+    """
+    require_packages("--tokenizer FILE", "text", "tokenizers")
+    from tokenizers import Tokenizer as Encoder
+
+    try:
+        with open_regular(path) as file:
+            data = file.read()
+    except OSError as error:
+        raise UserError(
+            f"--tokenizer {quote(path, 250)}: {error.strerror}; give bytes, chars, or a "
+            "tokenizer.json",
+            UNREADABLE,
+        ) from None
+    try:
+        encoder = Encoder.from_str(data.decode())
+    # The package raises plain exceptions.
+    except Exception as error:
+        raise UserError(
+            f"--tokenizer {quote(path, 250)} is no tokenizer.json of Hugging Face's tokenizers "
+            f"({one_line(error)})",
+            UNREADABLE,
+        ) from None
+    encoder.no_padding()
+    encoder.no_truncation()
+    # Numbers need not be without gaps.
+    size = 1 + max(encoder.get_vocab(with_added_tokens=True).values(), default=-1)
+    return Tokenizer(path, size, digest=sha256(data).hexdigest()), encoder
+
+
+def _encoded(text: Iterable[str], encoder: Any) -> Iterator[np.ndarray]:
+    pieces = iter(text)
+    while batch := list(islice(pieces, PIECES_AT_ONCE)):
+        for found in encoder.encode_batch(batch, add_special_tokens=False):
+            yield np.array(found.ids, dtype=np.int64)
+
+
+def decode(tokenizer: Tokenizer, numbers: Sequence[int]) -> str:
+    """Return the text of some tokens; what is no UTF-8 is shown as U+FFFD."""
+    if tokenizer.name == BYTES:
+        return bytes(numbers).decode(errors="replace")
+    if tokenizer.name == CHARS:
+        return "".join(tokenizer.characters[number] for number in numbers)
+    return read_tokenizer(tokenizer.name)[1].decode(list(numbers))

@@ -1,0 +1,196 @@
+"""Text files, and the tokens that are made of them."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.data import text_files
+from prunex_mpi.data.text import read_text_data
+from prunex_mpi.data.text_files import decode, encode_characters, find_text_files, prepare
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def all_tokens(data_dir: Path | str, tokenizer: str = "bytes") -> list[int]:
+    tokens = read_text_data(str(data_dir), tokenizer).tokens
+    return tokens.rows([0], len(tokens))[0].tolist()
+
+
+def tokenizer_file(path: Path, text: str = "ab ab cd\n") -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["?"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([text], trainer)
+    made.save(str(path))
+    return path
+
+
+def test_the_files_of_a_folder_come_in_the_order_of_their_paths(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    for name, text in {"b.txt": "B", "a/z.md": "Z", ".hidden": "H", "a/empty": ""}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    found = [path.relative_to(folder).as_posix() for path in find_text_files(str(folder))]
+    assert found == ["a/empty", "a/z.md", "b.txt"]
+    assert bytes(all_tokens(folder)) == b"ZB"
+    prepared = prepare(str(folder), "bytes")
+    assert "3 files" in prepared.found and "a/empty to b.txt" in prepared.found
+
+
+def test_bytes_are_the_files_themselves(tmp_path: Path, scratch: Path) -> None:
+    file = tmp_path / "text"
+    file.write_text("Ä b\n")
+    prepared = prepare(str(file), "bytes")
+    assert prepared.files == (str(file),) and not list(scratch.iterdir())
+    assert bytes(all_tokens(file)) == "Ä b\n".encode()
+
+
+def test_characters_are_numbered_in_order_and_their_file_is_gone_once_mapped(
+    tmp_path: Path, scratch: Path
+) -> None:
+    file = tmp_path / "text"
+    file.write_text("caÄ𝄞a")
+    text = read_text_data(str(file), "chars")
+    assert text.tokenizer.characters == "acÄ𝄞" and text.tokenizer.size == 4
+    assert text.tokens.rows([0], 5).tolist() == [[1, 0, 2, 3, 0]]
+    assert decode(text.tokenizer, [3, 1]) == "𝄞c" and text.length == 9
+    assert not list(scratch.iterdir())
+
+
+def test_pieces_do_not_change_the_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "text"
+    text = "".join(f"line {i} Ä𝄞\n" for i in range(40)) + "x" * 50
+    file.write_text(text)
+    monkeypatch.setattr(text_files, "PIECE_BYTES", 7)
+    found = read_text_data(str(file), "chars")
+    numbers = found.tokens.rows([0], len(text))[0]
+    assert decode(found.tokenizer, numbers) == text
+
+
+def test_a_vocabulary_above_256_takes_16_bits(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    text = "".join(map(chr, range(1000, 1300)))
+    file.write_text(text)
+    assert prepare(str(file), "chars").type == "uint16"
+    assert all_tokens(file, "chars") == list(range(300))
+
+
+def test_a_tokenizer_file_gives_its_tokens(tmp_path: Path, scratch: Path) -> None:
+    file = tmp_path / "text"
+    file.write_text("ab cd Ä\n")
+    name = str(tokenizer_file(tmp_path / "tokenizer.json"))
+    text = read_text_data(str(file), name)
+    numbers = text.tokens.rows([0], len(text.tokens))[0].tolist()
+    assert len(numbers) < 9 and decode(text.tokenizer, numbers) == "ab cd Ä\n"
+    assert max(numbers) < text.tokenizer.size and not list(scratch.iterdir())
+
+
+def test_every_python_has_text() -> None:
+    text = read_text_data("", "bytes")
+    assert len(text.tokens) == text.length > 300_000
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is empty"),
+        (b"good \xff bad", "is not UTF-8 (byte 5)"),
+        (b"cut short \xc3", "is not UTF-8 (byte 10)"),
+    ],
+)
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
+def test_bad_text_is_refused(
+    tmp_path: Path, scratch: Path, content: bytes, says: str, tokenizer: str
+) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        prepare(str(file), tokenizer)
+    assert says in str(caught.value) and caught.value.exit_code == UNREADABLE
+    assert not list(scratch.iterdir())
+
+
+def test_the_place_of_a_bad_byte_counts_from_the_beginning_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_files, "PIECE_BYTES", 4)
+    file = tmp_path / "text"
+    file.write_bytes("abcÄ".encode() * 5 + b"\xe2\x82x")
+    with pytest.raises(UserError, match=r"byte 25\)"):
+        prepare(str(file), "bytes")
+
+
+def test_what_is_missing_or_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no text in"):
+        prepare(str(tmp_path / "nowhere"), "bytes")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match="holds no file"):
+        prepare(str(tmp_path / "folder"), "bytes")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="cannot read"):
+        prepare(str(tmp_path / "pipe"), "bytes")
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    file = tmp_path / "text"
+    file.write_text("some text")
+    with pytest.raises(UserError, match="is no tokenizer"):
+        prepare(str(file), str(file))
+    with pytest.raises(UserError, match="give bytes, chars, or a tokenizer"):
+        prepare(str(file), str(tmp_path / "nowhere.json"))
+
+
+def test_characters_beyond_a_known_vocabulary_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_text("abc")
+    known = prepare(str(file), "chars").tokenizer
+    file.write_text("ba")
+    assert read_text_data(str(file), "chars", known).tokens.rows([0], 2).tolist() == [[1, 0]]
+    file.write_text("abxy")
+    with pytest.raises(UserError, match=r"2 characters beyond the vocabulary .*'x'"):
+        prepare(str(file), "chars", known=known)
+    with pytest.raises(UserError, match="'x' is beyond"):
+        encode_characters("abx", "abc")
+
+
+def test_no_room_for_tokens_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "text"
+    file.write_text("abc")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="TMPDIR"):
+        prepare(str(file), "chars")
+
+
+def test_texts_differ_by_their_digest(tmp_path: Path) -> None:
+    digests = set()
+    for content, tokenizer in (("abc", "bytes"), ("abd", "bytes"), ("abc", "chars")):
+        (tmp_path / "text").write_text(content)
+        digests.add(prepare(str(tmp_path / "text"), tokenizer).digest)
+    assert len(digests) == 3
+
+
+def test_types_are_as_small_as_the_vocabulary_allows() -> None:
+    sizes = (1, 256, 257, 65536, 65537)
+    types = [text_files.type_for(size) for size in sizes]
+    assert types == ["uint8", "uint8", "uint16", "uint16", "uint32"]
+    assert all(np.iinfo(t).max >= size - 1 for t, size in zip(types, sizes, strict=True))
