@@ -471,6 +471,7 @@ def test_rows_by_epochs_that_round_to_other_steps_are_refused_before_they_train(
 
 
 @pytest.mark.any_mpi
+@pytest.mark.long
 @pytest.mark.mpi(min_size=2)
 def test_an_interrupted_comparison_goes_on_and_parts_come_together(
     quiet, tmp_path, monkeypatch, capsys
