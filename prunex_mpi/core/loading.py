@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
@@ -35,12 +35,18 @@ SIZES = {"digits": (10, 8), "cifar10": (10, 32), "cifar100": (100, 32)}
 
 
 def share_contents(
-    world: MPI.Comm, name: str, data_dir: str, heartbeat: Heartbeat, tokenizer: str = BYTES
+    world: MPI.Comm,
+    name: str,
+    data_dir: str,
+    heartbeat: Heartbeat,
+    tokenizer: str = BYTES,
+    with_test: bool = True,
 ) -> Known:
     """Return what lies in all class folders or tar files of a data set; each rank reads a share.
 
-    Of text it is all of it, by `tokenizer`; {} for a data set of another kind. Raises UserError
-    (UNREADABLE) everywhere for what one can't read. Collective on `world`.
+    Unless `with_test` in those of training images alone. Of text it is all of it, by `tokenizer`;
+    {} for a data set of another kind. Raises UserError (UNREADABLE) everywhere for what one can't
+    read. Collective on `world`.
     """
     if name == TEXT:
         return share_text(world, data_dir, tokenizer, heartbeat)
@@ -48,7 +54,7 @@ def share_contents(
         return {}
     mine = run_collectively_while(
         world,
-        lambda going: read_share(name, data_dir, world.rank, world.size, going),
+        lambda going: read_share(name, data_dir, world.rank, world.size, going, with_test),
         heartbeat.go_on,
     )
     text = json.dumps({path: asdict(contents) for path, contents in mine.items()})
@@ -89,20 +95,22 @@ def load_dataset(
     heartbeat: Heartbeat | None = None,
     device: torch.device = CPU,
     known: Known | None = None,
+    with_test: bool = True,
 ) -> Dataset | TextSet:
     """Load this rank's shards, on the CPU; what any rank cannot read ends the job.
 
     Their training images will be on `device` as well; `known` is what `share_contents` has
-    returned. Raises UserError (UNREADABLE) where all images are of one class. Collective on
-    `world`.
+    returned. Unless `with_test` nothing of the test images is read. Raises UserError (UNREADABLE)
+    where all images are of one class. Collective on `world`.
     """
     heartbeat = heartbeat or Heartbeat()
     world = topology.world
     if known is None:
         where = settings.dataset, settings.data_dir
-        known = share_contents(world, *where, heartbeat, settings.tokenizer)
+        known = share_contents(world, *where, heartbeat, settings.tokenizer, with_test)
     if settings.dataset == TEXT:
-        return load_text(world, settings, known)
+        text = load_text(world, settings, known)
+        return text if with_test else replace(text, test=None, test_total=0)
     room = free_room(topology, device)
     dataset = run_collectively_while(
         world,
@@ -116,7 +124,7 @@ def load_dataset(
                 settings.skip_corrupt,
             ),
             train_samples=settings.train_samples,
-            test_samples=settings.test_samples,
+            test_samples=settings.test_samples if with_test else None,
             image_size=settings.image_size,
             seed=settings.seed,
             part=Part(

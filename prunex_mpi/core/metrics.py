@@ -93,7 +93,7 @@ def quality(context: RunContext, found: dict[str, float] | None) -> dict[str, fl
     """
     measures = context.problem.task.measures
     values = found or dict.fromkeys(measures)
-    if context.problem.kept_back is None:
+    if not context.settings.val_split:
         return {f"test_{name}": values[name] for name in measures}
     unknown = {f"test_{name}": None for name in measures}
     return {**unknown, **{f"val_{name}": values[name] for name in measures}}

@@ -31,7 +31,8 @@ ARRAY_PARTS = {
     ("numpy", "dtype"): np.dtype,
 }
 
-Splits = tuple[Shard, Shard, tuple[str, ...]]  # to train on, to test on, names of the classes
+# To train on, to test on (None where it is not read), names of the classes.
+Splits = tuple[Shard, Shard | None, tuple[str, ...]]
 
 
 class _ArraysOnly(pickle.Unpickler):
@@ -43,14 +44,16 @@ class _ArraysOnly(pickle.Unpickler):
         return ARRAY_PARTS[module, name]
 
 
-def read_cifar(name: str, data_dir: Path, download: bool, going: Callable[[], None]) -> Splits:
-    """Return both splits of CIFAR, and the names of its classes.
+def read_cifar(
+    name: str, data_dir: Path, download: bool, test: bool, going: Callable[[], None]
+) -> Splits:
+    """Return the splits of CIFAR, that to test on if `test`, and the names of its classes.
 
     Where it is incomplete, one process downloads and others wait. Raises UserError (UNREADABLE).
     """
     published = CIFAR10 if name == "cifar10" else CIFAR100
     try:
-        return _read(published, data_dir, going)
+        return _read(published, data_dir, test, going)
     except (ValueError, OSError) as missing:
         if not download:
             # No other program fetches it.
@@ -61,11 +64,11 @@ def read_cifar(name: str, data_dir: Path, download: bool, going: Callable[[], No
         with FileLock(data_dir / f".{name}.lock"):
             try:
                 # Who comes second finds the files complete.
-                return _read(published, data_dir, lambda: None)
+                return _read(published, data_dir, test, lambda: None)
             except (ValueError, OSError):
                 archive = {"filename": published.filename, "md5": published.tgz_md5}
                 download_and_extract_archive(published.url, data_dir, **archive)
-            return _read(published, data_dir, lambda: None)
+            return _read(published, data_dir, test, lambda: None)
 
     def files() -> list[Path]:
         return [data_dir / published.filename, *(data_dir / published.base_folder).glob("*")]
@@ -79,8 +82,10 @@ def read_cifar(name: str, data_dir: Path, download: bool, going: Callable[[], No
         raise UserError(message + advice, UNREADABLE) from error
 
 
-def _read(published: type[CIFAR10], data_dir: Path, going: Callable[[], None]) -> Splits:
-    """Read all files; raise OSError or ValueError where one is missing or another one."""
+def _read(
+    published: type[CIFAR10], data_dir: Path, test: bool, going: Callable[[], None]
+) -> Splits:
+    """Read all files asked for; raise OSError or ValueError where one is missing or another one."""
     folder = data_dir / published.base_folder
 
     def parsed(name: str, checksum: str) -> dict[str, Any]:
@@ -99,4 +104,5 @@ def _read(published: type[CIFAR10], data_dir: Path, going: Callable[[], None]) -
         return Shard(torch.from_numpy(pixels), torch.tensor(labels, dtype=torch.int64))
 
     names = parsed(published.meta["filename"], published.meta["md5"])[published.meta["key"]]
-    return split(published.train_list), split(published.test_list), tuple(names)
+    tests = split(published.test_list) if test else None
+    return split(published.train_list), tests, tuple(names)

@@ -52,7 +52,7 @@ class Dataset:
     """Hold this rank's part of a data set and what it knows about the whole."""
 
     train: Shard
-    test: Shard
+    test: Shard | None  # None where none are to be read
     num_classes: int
     image_size: int
     train_total: int  # training images in use, over all ranks
@@ -91,7 +91,7 @@ def load(
     data_dir: str,
     access: Access = IN_MEMORY,
     train_samples: int | None,
-    test_samples: int,
+    test_samples: int | None,
     image_size: int,
     seed: int,
     part: Part | tuple[int, int],
@@ -104,11 +104,12 @@ def load(
 
     Training images: a permutation by `seed` of all of them, cut to `train_samples` (0: all, None:
     none, to test alone) and to a multiple of `size`; each rank takes one contiguous piece, so the
-    shards are disjoint and of equal size. Test images: the first `test_samples` of a permutation
-    that does not depend on `seed`; rank r takes every `size`-th from r on, which may be none. So it
-    is with the images held out: that share of each class, after the cut to `train_samples`, the
-    same for any number of ranks. `image_size` 0 keeps the data's own size. No communication: every
-    rank calls this with the same arguments but the rank.
+    shards are disjoint and of equal size. Test images: the first `test_samples` (None: none, and
+    nothing of them is read) of a permutation that does not depend on `seed`; rank r takes every
+    `size`-th from r on, which may be none. With images held out the cut does not depend on `seed`
+    either, so that what is held out, a share of each class, is the same for all runs. `image_size`
+    0 keeps the data's own size. No communication: every rank calls this with the same arguments but
+    the rank.
 
     Raises UserError (USAGE) for unknown names and impossible counts, and UserError (UNREADABLE)
     for missing or corrupt files; the latter can happen on a single rank.
@@ -125,11 +126,14 @@ def load(
             UNREADABLE,
         )
     streams = _streams(name, source, access.mode, (train_samples, test_samples), part)
-    train_order = _order("train", source.counts[0], train_samples, seed)
+    chosen_by = FIXED_SEED if part.val_split else seed
+    train_order = _order("train", source.counts[0], train_samples, chosen_by)
     test_order = _order("test", source.counts[1], test_samples, FIXED_SEED)
     held_out = train_order[:0]
     if part.val_split:
         train_order, held_out = hold_out(train_order, source.labels(), part.val_split)
+        shuffled = np.random.default_rng(seed).permutation(len(train_order))
+        train_order = train_order[torch.from_numpy(shuffled)]
         source = _apart(source, held_out)
     per_rank = len(train_order) // size
     if per_rank == 0 and train_samples is not None:
@@ -143,7 +147,12 @@ def load(
     reader = Reader(access) if source.files else None
     going = None if streams else part.going
     try:
-        train, test, val = (_shard(source, *taken, reader, going) for taken in shares)
+        train, test, val = (
+            _shard(source, *taken, reader, going)
+            if taken[0] == "train" or test_samples is not None
+            else None
+            for taken in shares
+        )
     finally:
         if reader is not None and not streams:
             reader.close()
@@ -170,7 +179,7 @@ def _find_source(
     name: str,
     data_dir: str,
     access: Access,
-    samples: tuple[int | None, int],
+    samples: tuple[int | None, int | None],
     image_size: int,
     known: Known,
     going: Callable[[], None],
@@ -181,18 +190,21 @@ def _find_source(
     many as there are of generated ones. `going` is called as it goes on. Raises UserError as
     `load` does.
     """
+    with_test = samples[1] is not None
     match name:
         case "digits":
             return digits(image_size, going)
         case "cifar10" | "cifar100":
-            return cifar(name, Path(data_dir), access.download, image_size, going)
+            return cifar(name, Path(data_dir), access.download, image_size, with_test, going)
         case "imagefolder" | "webdataset":
-            ways = image_size, access.skip_corrupt, known, going
+            ways = image_size, access.skip_corrupt, with_test, known, going
             return find_image_files(name, Path(data_dir), *ways)
         case "synthetic":
             return synthetic(*samples, image_size, going)
         case _ if ":" in name:
-            return find_user_images(name, data_dir, image_size, access.skip_corrupt, going)
+            return find_user_images(
+                name, data_dir, image_size, access.skip_corrupt, with_test, going
+            )
         case _:
             raise UserError(f"unknown data set {name!r}{meant(name, DATASETS)}")
 
@@ -223,7 +235,7 @@ def _shard(
 
 
 def _streams(
-    name: str, source: Source, mode: str, samples: tuple[int | None, int], part: Part
+    name: str, source: Source, mode: str, samples: tuple[int | None, int | None], part: Part
 ) -> bool:
     """Return whether images are decoded while training; raise UserError where that can't be."""
     if source.files is None and mode == "stream":
@@ -244,7 +256,11 @@ def _streams(
 
 
 def _refuse_too_large(
-    source: Source, train_samples: int | None, test_samples: int, part: Part, share: float
+    source: Source,
+    train_samples: int | None,
+    test_samples: int | None,
+    part: Part,
+    share: float,
 ) -> None:
     """Raise UserError when images can't fit into `share` of the memory: here, or on a GPU.
 
@@ -252,7 +268,8 @@ def _refuse_too_large(
     """
     image = 3 * source.image_size**2
     trained = 0 if train_samples is None else train_samples or source.counts[0]
-    train, images = trained // part.size * image, trained + (test_samples or source.counts[1])
+    train, images = trained // part.size * image, trained
+    images += 0 if test_samples is None else test_samples or source.counts[1]
     needed = part.here * (images // part.size * image + 8 * sum(source.counts))
     limit, whose = memory_limit()
     most = "" if share == 1 else f", of which they may take {share:.0%}"

@@ -88,16 +88,19 @@ def find_image_files(
     data_dir: Path,
     image_size: int,
     skip_corrupt: bool,
+    with_test: bool,
     known: Known,
     going: Callable[[], None],
 ) -> Source:
     """Return the images below `data_dir`, cropped and scaled where `image_size` asks for it.
 
     `name` is one of CONTENTS, `known` what other ranks have read, by path: what is missing, or is
-    not the same here, is read. `going` is called as it goes on. Raises UserError (UNREADABLE).
+    not the same here, is read. Unless `with_test` the test images are not looked for. `going` is
+    called as it goes on. Raises UserError (UNREADABLE).
     """
     find = _in_class_folders if name == "imagefolder" else _in_tar_files
-    train, test = (find(folder, known, going) for folder in _split_folders(data_dir))
+    splits = [find(folder, known, going) for folder in _split_folders(data_dir, with_test)]
+    train, test = splits[0], splits[-1]
     odd = sorted({*train.class_names} ^ {*test.class_names})
     if odd:
         message = f"class {odd[0]!r} of {data_dir} must have images for training and for testing"
@@ -114,25 +117,25 @@ def find_image_files(
 
     side = image_size or side_of_first(len(train.labels), side_of, skip_corrupt)
     digest = hashlib.blake2b(digest_size=8)
-    for split in (train, test):
+    for split in splits:
         digest.update(os.fsencode("\0".join(split.identities)) + b"\n")
-    found = [f"{len(split.labels):,} images in {split.where}" for split in (train, test)]
+    found = [f"{len(split.labels):,} images in {split.where}" for split in splits]
     found.append(f"{classes:,} classes")
     if os.path.basename(test.folder) == VALIDATION:
         found.append(f"the test set is {VALIDATION}/, as there is no test/")
     return Source(
-        counts=(len(train.labels), len(test.labels)),
+        counts=(len(train.labels), len(test.labels) if with_test else 0),
         read=None,
         labels=lambda: train.labels,
         num_classes=classes,
         image_size=side,
         flip=True,
         pad=side // 8,
-        found=(", ".join(found), "; ".join([*train.left_out, *test.left_out])),
+        found=(", ".join(found), "; ".join(text for split in splits for text in split.left_out)),
         class_names=train.class_names,
         files={
-            "train": _files_of(train, image_size, side),
-            "test": _files_of(test, image_size, side),
+            name: _files_of(split, image_size, side)
+            for name, split in zip(("train", "test"), splits, strict=False)
         },
         digest=digest.hexdigest(),
     )
@@ -147,24 +150,35 @@ def _files_of(split: FileSplit, image_size: int, side: int) -> Files:
     return Files(split.labels, side, decode, split.name)
 
 
-def read_share(name: str, data_dir: str, rank: int, size: int, going: Callable[[], None]) -> Known:
+def read_share(
+    name: str,
+    data_dir: str,
+    rank: int,
+    size: int,
+    going: Callable[[], None],
+    with_test: bool = True,
+) -> Known:
     """Return the contents of every `size`-th class folder or tar file, from number `rank` on.
 
-    `name` is one of CONTENTS. `going` is called as it goes on. Raises UserError (UNREADABLE).
+    `name` is one of CONTENTS; unless `with_test` of the training images alone. `going` is called
+    as it goes on. Raises UserError (UNREADABLE).
     """
     if name == "imagefolder":
         found, read = class_folders, read_names
     else:
         found, read = tar_files, read_headers
-    paths = [path for folder in _split_folders(Path(data_dir)) for path in found(folder)]
+    folders = _split_folders(Path(data_dir), with_test)
+    paths = [path for folder in folders for path in found(folder)]
     return {path: read(path, going) for path in paths[rank::size]}
 
 
-def _split_folders(data_dir: Path) -> tuple[Path, Path]:
-    """Return the folders of training and test images; the latter may be called val."""
+def _split_folders(data_dir: Path, with_test: bool) -> list[Path]:
+    """Return the folders of training and, if asked, test images; the latter may be called val."""
+    if not with_test:
+        return [data_dir / "train"]
     # os.path says no where Path.is_dir raises, as for names that are too long.
     val_only = os.path.isdir(data_dir / VALIDATION) and not os.path.isdir(data_dir / "test")
-    return data_dir / "train", data_dir / (VALIDATION if val_only else "test")
+    return [data_dir / "train", data_dir / (VALIDATION if val_only else "test")]
 
 
 def class_folders(folder: Path) -> list[str]:

@@ -24,7 +24,7 @@ FIXED_SEED = 20_150_610
 class Source:
     """Images of a data set that a rank takes its part of: in memory, generated, or in files."""
 
-    counts: tuple[int, int]  # training and test images there are
+    counts: tuple[int, int]  # training and test images there are; 0 to test where none are read
     # Takes "train" or "test" and int64 indices [n], or there are files.
     read: Callable[[str, Tensor], Shard] | None
     labels: Callable[[], Tensor]  # returns those of all training images, int64 [n]
@@ -61,15 +61,20 @@ def digits(image_size: int, going: Callable[[], None]) -> Source:
 
 
 def cifar(
-    name: str, data_dir: Path, download: bool, image_size: int, going: Callable[[], None]
+    name: str,
+    data_dir: Path,
+    download: bool,
+    image_size: int,
+    with_test: bool,
+    going: Callable[[], None],
 ) -> Source:
-    train, test, names = read_cifar(name, data_dir, download, going)
+    train, test, names = read_cifar(name, data_dir, download, with_test, going)
     return _memory_source(train, test, names, image_size or 32, going, flip=True)
 
 
 def _memory_source(
     train: Shard,
-    test: Shard,
+    test: Shard | None,
     names: tuple[str, ...],
     side: int,
     going: Callable[[], None],
@@ -90,7 +95,7 @@ def _memory_source(
                 after.copy_(_resize(before, side))
         return Shard(images, whole.labels[indices])
 
-    counts = len(train.labels), len(test.labels)
+    counts = len(train.labels), 0 if test is None else len(test.labels)
     classes, pad = len(names), side // 8
     return Source(counts, read, lambda: train.labels, classes, side, flip, pad, class_names=names)
 
@@ -102,7 +107,7 @@ def _resize(images: Tensor, side: int) -> Tensor:
 
 
 def synthetic(
-    train_samples: int | None, test_samples: int, image_size: int, going: Callable[[], None]
+    train_samples: int | None, test_samples: int | None, image_size: int, going: Callable[[], None]
 ) -> Source:
     """Generate a smooth pattern per class under noise, each image from its own seed."""
     side = image_size or SYNTHETIC_SIDE

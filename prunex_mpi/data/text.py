@@ -258,7 +258,7 @@ class TextSet:
     context: int
     stop: int
     train: Windows
-    test: Windows
+    test: Windows | None  # None where none are to be read
     val: Windows | None
     train_total: int
     test_total: int

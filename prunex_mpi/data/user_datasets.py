@@ -44,17 +44,24 @@ class UserSplit:
 
 
 def find_user_images(
-    name: str, data_dir: str, image_size: int, skip_corrupt: bool, going: Callable[[], None]
+    name: str,
+    data_dir: str,
+    image_size: int,
+    skip_corrupt: bool,
+    with_test: bool,
+    going: Callable[[], None],
 ) -> Source:
-    """Return the images of both splits that the function `name`, package.module:function, makes.
+    """Return the images that the function `name`, package.module:function, makes.
 
-    They are cropped and scaled where `image_size` asks for it. `going` is called as it goes on.
-    Raises UserError: USAGE for what is no such function or returns no data set, UNREADABLE for what
-    it raises and what is wrong with items and labels.
+    Of both splits, or, unless `with_test`, of that to train on alone. They are cropped
+    and scaled where `image_size` asks for it. `going` is called as it goes on. Raises UserError:
+    USAGE for what is no such function or returns no data set, UNREADABLE for what it raises and
+    what is wrong with items and labels.
     """
-    train, test = _make_splits(name, data_dir, going)
+    splits = _make_splits(name, data_dir, with_test, going)
+    train, test = splits[0], splits[-1]
     classes, class_names = _classes_of(train, test)
-    counts = len(train.labels), len(test.labels)
+    counts = len(train.labels), len(test.labels) if with_test else 0
 
     def side_of(index: int) -> int:
         image, _ = read_item(train.data, index, train.name)
@@ -63,7 +70,7 @@ def find_user_images(
     side = image_size or side_of_first(counts[0], side_of, skip_corrupt)
     # Other labels or names of classes are another data set.
     digest = hashlib.blake2b("\0".join(class_names).encode(errors="surrogateescape"), digest_size=8)
-    for split in (train, test):
+    for split in splits:
         digest.update(f"{len(split.labels)} ".encode() + split.labels.numpy().tobytes())
     images = f"{counts[0]:,} images to train on and {counts[1]:,} to test on"
     return Source(
@@ -78,23 +85,22 @@ def find_user_images(
         found=(f"{images} in {name}, {classes:,} classes", ""),
         class_names=class_names,
         files={
-            "train": _files_of(train, image_size, side),
-            "test": _files_of(test, image_size, side),
+            key: _files_of(split, image_size, side)
+            for key, split in zip(("train", "test"), splits, strict=False)
         },
         digest=digest.hexdigest(),
     )
 
 
 def _make_splits(
-    name: str, data_dir: str, going: Callable[[], None]
-) -> tuple[UserSplit, UserSplit]:
-    """Call the function `name` for both splits; find all labels. Raises UserError."""
+    name: str, data_dir: str, with_test: bool, going: Callable[[], None]
+) -> list[UserSplit]:
+    """Call the function `name` for the splits; find all labels. Raises UserError."""
     splits = []
-    for train in (True, False):
+    for train in (True, False)[: 1 + with_test]:
         going()
         splits.append((split_name(name, train), make(name, data_dir, train)))
-    train, test = (UserSplit(title, data, _labels(title, data, going)) for title, data in splits)
-    return train, test
+    return [UserSplit(title, data, _labels(title, data, going)) for title, data in splits]
 
 
 def split_name(name: str, train: bool) -> str:

@@ -90,9 +90,14 @@ def sent_bytes(exchange: Exchange) -> int:
     return ring_bytes(exchange.nodes, exchange.message_bytes)
 
 
+def wire_s(gbit: float, nbytes: float) -> float:
+    """Return the seconds that bytes take on a link of so many 10^9 bits per second."""
+    return nbytes / (gbit * 1e9 / 8)
+
+
 def bound_s(link: Link, exchange: Exchange) -> float:
     """Return the seconds that the bytes of a node take on the link, and nothing else."""
-    return sent_bytes(exchange) / (link.gbit * 1e9 / 8)
+    return wire_s(link.gbit, sent_bytes(exchange))
 
 
 def latency_s(link: Link, exchange: Exchange) -> float:

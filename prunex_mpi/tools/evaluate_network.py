@@ -35,7 +35,7 @@ from prunex_mpi.models import standalone
 from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.run.delivery import print_result
 from prunex_mpi.run.finished_run import read_run
-from prunex_mpi.run.start import check_launched_together, take_places
+from prunex_mpi.run.start import Place, check_launched_together, take_places
 from prunex_mpi.settings.fields import DATASET_DEFAULTS, SHARED, TEXT
 from prunex_mpi.tools.evaluate_options import Options
 from prunex_mpi.tools.evaluate_text import describe_text, measure_text
@@ -71,40 +71,74 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     )
     network = run_collectively(world, lambda: read_network(options.network, (options.model,)))
     with take_places(world, 0, options.device) as place:
-        heartbeat.enter("data")
-        topology = place.topology
-        threads = decoding_threads(topology.core_sharers)
         data = run_collectively(world, lambda: data_of(network, options))
         if data["dataset"] == TEXT:
-            where = data.get("test_samples", 0), place.device, heartbeat
-            network.model.to(place.device).eval()
-            found = measure_text(world, network, data, *where)
+            found = judge_text(place, network, data, heartbeat)
             run_collectively(world, lambda: _tell(world, options, found, describe_text))
             return 0
-        known = share_contents(world, data["dataset"], data["data_dir"], heartbeat)
-        part = Part(world.rank, world.size, topology.host_size, known=known)
-        dataset = run_collectively_while(
-            world,
-            lambda going: load_test(network, options, data, part._replace(going=going), threads),
-            heartbeat.go_on,
-        )
-        seen = repr((dataset.test_total, dataset.digest))
-        require_same(world, "the numbers or labels of the test images", seen)
-        heartbeat.enter("evaluate")
-        dtype = next(network.model.parameters()).dtype
-        look = Look(network.mean, network.std, place.device, dtype)
-        model = network.model.to(place.device)
-        model.eval()
-        with closing(dataset):
-            ways = network.inputs.classes, options.batch_size, heartbeat
-            sums = count(model, dataset.test, look, *ways)
-        # All ranks have a reader or none.
-        if dataset.reader is not None:
-            raise_together(world, dataset.reader.error)
-        sum_alike_(world, sums)
-    found = outcome(sums, network.classes or dataset.class_names)
+        with closing(load_images(place, network, data, heartbeat)) as dataset:
+            if options.skip_corrupt and dataset.reader is None:
+                raise UserError("skip-corrupt is for images in files; leave it away")
+            found = judge(place, network, dataset, options.batch_size, heartbeat)
     run_collectively(world, lambda: _tell(world, options, found, describe))
     return 0
+
+
+def judge_text(
+    place: Place, network: Network, data: Mapping[str, Any], heartbeat: Heartbeat
+) -> dict[str, Any]:
+    """Return how good `network` is on the test part of a text. Collective on `world`."""
+    network.model.to(place.device).eval()
+    where = data.get("test_samples", 0), place.device, heartbeat
+    return measure_text(place.topology.world, network, data, *where)
+
+
+def load_images(
+    place: Place,
+    network: Network,
+    data: Mapping[str, Any],
+    heartbeat: Heartbeat,
+    mode: str = "once",
+) -> Dataset:
+    """Load this rank's share of the test images that `data` names, for `network`.
+
+    In `mode` "once" files are decoded when they are looked at. Raises UserError on every rank.
+    Collective on `world`.
+    """
+    topology, world = place.topology, place.topology.world
+    heartbeat.enter("data")
+    threads = decoding_threads(topology.core_sharers)
+    known = share_contents(world, data["dataset"], data["data_dir"], heartbeat)
+    part = Part(world.rank, world.size, topology.host_size, known=known)
+    dataset = run_collectively_while(
+        world,
+        lambda going: load_test(network, data, part._replace(going=going), threads, mode),
+        heartbeat.go_on,
+    )
+    seen = repr((dataset.test_total, dataset.digest))
+    require_same(world, "the numbers or labels of the test images", seen)
+    return dataset
+
+
+def judge(
+    place: Place, network: Network, dataset: Dataset, batch: int, heartbeat: Heartbeat
+) -> dict[str, Any]:
+    """Return how good `network` is on the test images of all ranks. Collective on `world`.
+
+    Raises UserError on every rank where one could not read an image.
+    """
+    world = place.topology.world
+    heartbeat.enter("evaluate")
+    dtype = next(network.model.parameters()).dtype
+    look = Look(network.mean, network.std, place.device, dtype)
+    model = network.model.to(place.device)
+    model.eval()
+    sums = count(model, dataset.test, look, network.inputs.classes, batch, heartbeat)
+    # All ranks have a reader or none.
+    if dataset.reader is not None:
+        raise_together(world, dataset.reader.error)
+    sum_alike_(world, sums)
+    return outcome(sums, network.classes or dataset.class_names)
 
 
 def _tell(
@@ -186,23 +220,24 @@ def data_of(network: Network, options: Options) -> dict[str, Any]:
     check_named("dataset", data["dataset"], (options.dataset,), where, options.network)
     if options.test_samples is not None or given:
         data["test_samples"] = options.test_samples or 0
+    data["skip_corrupt"] = options.skip_corrupt or data.get("skip_corrupt", False)
     return data
 
 
 def load_test(
-    network: Network, options: Options, data: Mapping[str, Any], part: Part, threads: int
+    network: Network, data: Mapping[str, Any], part: Part, threads: int, mode: str
 ) -> Dataset:
     """Return a rank's share of the test images; raise UserError where they don't fit.
 
-    Files are not decoded yet; so many `threads` will do it.
+    So many `threads` decode files, see `load_images`.
     """
     dataset = load(
         data["dataset"],
         data_dir=data["data_dir"],
         access=Access(
-            mode="once",
+            mode=mode,
             workers=threads,
-            skip_corrupt=options.skip_corrupt or data.get("skip_corrupt", False),
+            skip_corrupt=data.get("skip_corrupt", False),
         ),
         train_samples=None,
         test_samples=data.get("test_samples", 0),
@@ -210,8 +245,6 @@ def load_test(
         seed=0,
         part=part,
     )
-    if options.skip_corrupt and dataset.reader is None:
-        raise UserError("skip-corrupt is for images in files; leave it away")
     names = dataset.class_names
     odd = [pair for pair in zip(network.classes, names, strict=False) if pair[0] != pair[1]]
     if dataset.num_classes != network.inputs.classes or odd:

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from image_folders import write_folder
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -93,7 +94,10 @@ def test_the_images_held_out_are_the_same_for_any_number_of_ranks(size: int) -> 
     # Digits that look alike exist: how often each is there tells the two parts from each other.
     left = Counter(images_of(whole.train)) - Counter(held)
     assert not Counter(trained) - left
-    assert sorted(images_of(load("digits", seed=5, val_split=0.1).val)) != sorted(held)
+    # Whatever the seed: what is chosen with one is judged on no image that another learned from.
+    assert sorted(images_of(load("digits", seed=5, val_split=0.1).val)) == sorted(held)
+    other = load("digits", seed=5, val_split=0.1).train
+    assert not torch.equal(other.labels, load("digits", seed=4, val_split=0.1).train.labels)
     assert whole.val is None and whole.val_total == 0
 
 
@@ -373,3 +377,17 @@ def test_the_same_share_of_each_class_is_held_out_in_the_order_there_was() -> No
     order = torch.arange(20)
     with pytest.raises(UserError, match=r"val-split 0\.01"):
         hold_out(order, labels, 0.01)
+
+
+def test_images_to_test_on_are_not_looked_for_where_none_are_wanted(tmp_path: Path) -> None:
+    write_folder(tmp_path, train=8, test=4)
+    ways = {"data_dir": str(tmp_path), "val_split": 0.25}
+    with_test = load("imagefolder", **ways)
+    shutil.rmtree(tmp_path / "test")
+    refuse("imagefolder", UNREADABLE, **ways)
+    known = image_files.read_share("imagefolder", str(tmp_path), 0, 1, lambda: None, False)
+    assert known and not any("test" in Path(path).parts for path in known)
+    found = load("imagefolder", **ways, test_samples=None)
+    assert (found.test, found.test_total) == (None, 0)
+    assert images_of(found.val) == images_of(with_test.val)
+    assert images_of(found.train) == images_of(with_test.train)

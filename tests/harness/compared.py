@@ -37,7 +37,7 @@ RAN = Measured(
     speakers=2,
     ranks=4,
     operations="Allreduce",
-    curve=(Point(1, 2**19, 3.0, 0.25), Point(2, 2**20, 7.0, 0.5)),
+    curve=(Point(1, 2**19, 3.0, 0.25, 2.0, 1.0), Point(2, 2**20, 7.0, 0.5, 1.0, 5.0)),
 )
 
 
@@ -75,5 +75,5 @@ def outcomes(*rows: str, **changes: object) -> list[Outcome]:
 
 def comparison(runs: list[Outcome], **changes: object) -> Comparison:
     rows, seeds = (tuple(dict.fromkeys(getattr(r, key) for r in runs)) for key in ("row", "seed"))
-    empty = Comparison("title", {}, rows, seeds, (), tuple(runs), {}, {}, ("note",))
+    empty = Comparison("title", {}, rows, seeds, (), tuple(runs), ("note",))
     return replace(empty, **changes)

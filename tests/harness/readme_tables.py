@@ -22,18 +22,30 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
+from types import SimpleNamespace
+
+from mpi4py import MPI
 
 from prunex_mpi.base.units import MIB
-from prunex_mpi.research.compare.comparison_tables import ranks_of, seconds_of
+from prunex_mpi.research.compare.comparison_tables import (
+    quality_names,
+    ranks_of,
+    seconds_of,
+)
 from prunex_mpi.research.compare.outcomes import (
     Comparison,
+    Measured,
     Outcome,
     by_row,
     ended,
     read_comparison,
+    shown,
 )
+from prunex_mpi.run.dry_run import dry_run
+from prunex_mpi.settings.fields import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMENT = re.compile(r"<!--.*?(?:-->|$)", re.DOTALL)
@@ -123,7 +135,10 @@ def tables_of(found: Comparison, times: Mapping[str, Comparison]) -> dict[str, s
         (name, str(places.get(name, "-")), *_cells(runs_of[name]), f"{runs_of[name][0].lr:g}")
         for name in sorted(runs_of, key=lambda name: places.get(name, len(runs_of) + 1))
     ]
-    header = ("row", "place", "accuracy %", "sent MiB", "parameters left", "learning rate")
+    what, where = quality_names(found)
+    # Files of before are of test images, and say so on their page.
+    named = f"{where} {what}" if found.plan else what
+    header = ("row", "place", named, "sent MiB", "parameters left", "learning rate")
     tables = {"results": markdown(header, rows)}
     if times:
         paces = {rate: seconds_of(found, other) for rate, other in times.items()}
@@ -133,17 +148,58 @@ def tables_of(found: Comparison, times: Mapping[str, Comparison]) -> dict[str, s
         ]
         tables["seconds"] = markdown(("row", *paces), rows)
         tables["steps"] = steps_table(found, times)
-    for what, runs in found.equal.items():
-        full = by_row(found.outcomes)
-        reference = found.reference[what]
-        shown = {reference: full[reference], **by_row(runs)}
-        rows = [
-            (name, *_cells(some)[:2], f"{some[0].lr:g}", _cells(full[name])[0])
-            for name, some in shown.items()
-        ]
-        header = ("row", "accuracy %", "sent MiB", "learning rate", "at full length")
-        tables[f"equal-{what}"] = markdown(header, rows)
     return tables
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a dry run tells of a run: parameters, steps, and bytes that a node hands over.
+
+    These are between `least` and `most`: of budgets and warm-ups it tells about how many.
+    """
+
+    parameters: int
+    steps: int
+    local_steps: int
+    least: float
+    most: float
+
+
+def told_by_dry_run(settings: Settings) -> Told:
+    """Return what the dry run of a command tells, on two nodes of one rank.
+
+    Image folders are taken for CIFAR-10, so that none has to be there.
+    """
+    if settings.dataset == "imagefolder":
+        settings = replace(settings, dataset="cifar10")
+    one_each = {"num_nodes": 2, "node_sizes": (1, 1), "world_size": 2, "world": MPI.COMM_SELF}
+    text = dry_run(settings, SimpleNamespace(**one_each))
+
+    def number(line: str, unit: str = " B") -> int:
+        return int(re.search(rf"^{line} +\D*?([\d,]+){unit}", text, re.M)[1].replace(",", ""))
+
+    outer, steps = settings.outer_iterations, settings.local_steps
+    if settings.method.per_step:
+        nbytes = number("payload per step") * steps + number("statistics per outer iteration")
+        nbytes *= outer
+    else:
+        nbytes = number(f"payload over {outer} outer iterations")
+    exact = 1.001
+    about = 1.06 if "(about," in text else exact
+    parameters = int(re.search(r"^model .*?([\d,]+) parameters", text, re.M)[1].replace(",", ""))
+    most = 1.5 if "more in the warm-up" in text else about
+    return Told(parameters, outer * steps, steps, nbytes / about, nbytes * most)
+
+
+def differing(told: Told, ran: Measured) -> list[str]:
+    """Return in what a run was not as the dry run of its command tells."""
+    found = [
+        ("parameters", told.parameters == ran.parameters),
+        ("steps", told.steps == ran.steps),
+        ("local steps", told.local_steps * ran.curve[-1].iteration == ran.steps),
+        ("bytes", told.least <= ran.payload_bytes <= told.most),
+    ]
+    return [what for what, same in found if not same]
 
 
 def steps_table(found: Comparison, times: Mapping[str, Comparison]) -> str:
@@ -180,14 +236,14 @@ def late_step(runs: Sequence[Outcome]) -> tuple[float, float] | None:
 
 
 def _cells(runs: Sequence[Outcome]) -> tuple[str, str, str]:
-    """Return accuracy, bytes sent and parameters left of a row, means over the seeds."""
+    """Return quality, bytes sent and parameters left of a row, means over the seeds."""
     done = ended(runs)
     if not done:
         return "diverged", "-", "-"
-    accuracies = [100 * m.accuracy for m in done]
-    spread = f" ± {stdev(accuracies):.1f}" if len(done) > 1 else ""
+    values, digits = shown(runs), 1 if done[0].accuracy is not None else 3
+    spread = f" ± {stdev(values):.{digits}f}" if len(done) > 1 else ""
     return (
-        f"{mean(accuracies):.1f}{spread}",
+        f"{mean(values):.{digits}f}{spread}",
         f"{mean(m.sent_bytes for m in done) / MIB:,.1f}",
         f"{round(mean(m.parameters_left for m in done)):,}",
     )

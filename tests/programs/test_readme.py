@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import readme_tables
 import settings_table
 from launch import environment, run_job, train
 
@@ -17,13 +18,12 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.record_keys import KINDS, PHASES, RESIDUALS
 from prunex_mpi.config import cli
 from prunex_mpi.config.resolve import BY_NAME as METHODS
-from prunex_mpi.config.resolve import concerns, flat_values
+from prunex_mpi.config.resolve import concerns
 from prunex_mpi.diagnosis import options as doctor
 from prunex_mpi.research.bench import bench_options as bench
 from prunex_mpi.research.compare import compare_options as compare
 from prunex_mpi.research.compare.outcomes import by_row, read_comparison
 from prunex_mpi.research.figures import figure_options as figures
-from prunex_mpi.settings.fields import OF_THE_JOB
 from prunex_mpi.tools import evaluate_options as evaluate
 from prunex_mpi.tools import export_options as export
 from prunex_mpi.tools.report import report_options as report
@@ -31,7 +31,9 @@ from prunex_mpi.tools.report import report_options as report
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "prunex_mpi"
 FOLDERS = (".", "batch", "tests", "prunex_mpi")
-FOLDERS += tuple(f"prunex_mpi/{name}" for name in ("data", "methods", "run", "settings"))
+FOLDERS += tuple(
+    f"prunex_mpi/{name}" for name in ("data", "methods", "research", "run", "settings")
+)
 FOLDERS += ("prunex_mpi/methods/results",)
 READMES = [ROOT / folder / "README.md" for folder in FOLDERS]
 # Of the first page; and of all pages together, generated tables apart.
@@ -225,30 +227,38 @@ def test_calls_that_leave_a_node_are_where_they_are_said_to_be() -> None:
             assert re.search(rf"\.{call}\(", source), f"{call} is not called in {files}"
 
 
-# Commands of the first page that say which row of which plan they train.
-SHOWN_ROW = re.compile(r"^    # (\S+\.toml): (.+)\n    (mpirun .+)$", re.M)
-RESULTS = {"compare_cifar10": "cifar10_16_epochs", "pruned_cifar10": "pruned_30_epochs"}
-RESULTS_OF = {"full width": "pruned_30_epochs_half"}
+# Commands of the first page that say of which results' row they are.
+SHOWN_ROW = re.compile(r"^    # (\S+\.json): (.+)\n    (mpirun .+)$", re.M)
 ROWS_SHOWN = SHOWN_ROW.findall(READMES[0].read_text())
 
 
-@pytest.mark.parametrize(("plan", "name", "command"), ROWS_SHOWN)
-def test_a_command_of_the_first_page_trains_its_row(
-    plan: str, name: str, command: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("file", "name", "command"), ROWS_SHOWN)
+def test_a_command_of_the_first_page_gives_the_figures_of_its_row(
+    file: str, name: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     settings = cli.parse(program_of(shlex.split(command))[1:])
-    options = compare.parse(["--plan", plan, "--rows", name])
-    (row,) = options.rows
-    given = flat_values(settings)
-    wanted = flat_values(compare.settings_of({**options.common, **row.own}, row, 0, settings.lr))
-    apart = (*OF_THE_JOB, "preset")
-    differ = {n: (x, wanted[n]) for n, x in given.items() if n not in apart and x != wanted[n]}
-    assert set(differ) <= {"data_dir"}
-    file = RESULTS_OF.get(name, RESULTS[Path(plan).stem])
-    results = PACKAGE / "methods" / "results" / f"{file}.json"
-    runs = by_row(read_comparison("", str(results)).outcomes)[name]
-    assert {run.lr for run in runs} == {settings.lr}
+    found = read_comparison("", str(PACKAGE / "methods" / "results" / file))
+    told = readme_tables.told_by_dry_run(settings)
+    for run in by_row(found.outcomes)[name]:
+        assert run.lr == settings.lr
+        assert readme_tables.differing(told, run.measured) == []
+
+
+def test_a_command_with_a_flag_too_few_is_found_out() -> None:
+    file, _, command = next(row for row in ROWS_SHOWN if row[1] == "local-sgd int4 T=4")
+    found = read_comparison("", str(PACKAGE / "methods" / "results" / file))
+    measured = by_row(found.outcomes)["local-sgd int4 T=4"][0].measured
+
+    def differs(old: str, new: str) -> list[str]:
+        words = program_of(shlex.split(command.replace(old, new)))[1:]
+        words = [str(ROOT / w) if w.endswith(".toml") else w for w in words]
+        return readme_tables.differing(readme_tables.told_by_dry_run(cli.parse(words)), measured)
+
+    assert differs("", "") == []
+    assert differs("--payload int4", "") == ["bytes"]
+    assert differs("--method", "--model resnet8-w8 --method") == ["parameters", "bytes"]
+    assert differs("--method", "--local-steps 8 --method") == ["steps", "local steps"]
 
 
 def test_the_first_page_shows_rows() -> None:

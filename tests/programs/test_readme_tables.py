@@ -36,8 +36,6 @@ def results(tmp_path: Path) -> Path:
         seeds=(0, 1),
         tunings=(),
         outcomes=full,
-        equal={"bytes": (Outcome("dense", 0, 0.4, ran(0.5, 8, 1000)),)},
-        reference={"bytes": "prunex"},
         notes=(),
     )
     (tmp_path / "results").mkdir()
@@ -67,9 +65,6 @@ def test_tables_are_written(results: Path) -> None:
         "| prunex | - | 64.0 | 8.0 | 250 | 0.2 |\n",
     )
     assert readme_tables.renewed(text, results) == (text, [])
-    text, problems = readme_tables.renewed(block("equal-bytes", ""), results)
-    assert "| dense | 50.0 | 8.0 | 0.4 | 65.5 ± 0.7 |\n" in text
-    assert "| prunex | 64.0 | 8.0 | 0.2 | 64.0 |\n" in text
 
 
 def test_figures_that_no_table_has_are_found(results: Path) -> None:
@@ -92,7 +87,7 @@ def test_figures_that_no_table_has_are_found(results: Path) -> None:
         for figure in ("1,001", "2,049", "251", "63", "77")
     ]
     _, problems = readme_tables.renewed(block("equal-time", ""), results)
-    assert problems == ["results/a.json has no table equal-time; there are results, equal-bytes"]
+    assert problems == ["results/a.json has no table equal-time; there are results"]
 
 
 @pytest.mark.parametrize(

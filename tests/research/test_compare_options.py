@@ -10,10 +10,17 @@ from compared import run_bench
 from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.config.resolve import BY_NAME as METHODS
 from prunex_mpi.config.resolve import make
-from prunex_mpi.research.compare.compare_options import digest_of, parse, read_plan, settings_of
+from prunex_mpi.research.compare.compare_options import parse
+from prunex_mpi.research.compare.plan import digest_of, read_plan, settings_of
 from prunex_mpi.settings.values import AUTO
 
 PLAN = """
+[protocol]
+trials = 2
+length = "1/2"
+tune-seed = 3
+seeds = [0, 1]
+
 [settings]
 model = "resnet8"
 outer-iterations = 8
@@ -22,18 +29,23 @@ keep-ratio = 0.25
 
 [rows.dense]
 method = "dense"
-lr = 0.5
+grid = {lr = [0.5, 1.0]}
 
 [rows."local-sgd int4, T = 4"]
 method = "local-sgd"
 payload = "int4"
 outer-iterations = 32
 local-steps = 4
+grid = {lr = [0.1, 0.2]}
 
 [rows.prunex]
 method = "prunex"
-tune-lr = [0.01]
+lr = 0.01
+grid = {freeze-iteration = ["7/16", "1/2"]}
 """
+# What replaces the first grid by none, where nothing is tuned.
+UNTUNED = "[settings]" + PLAN.partition("[settings]")[2]
+UNTUNED = "\n".join(line for line in UNTUNED.splitlines() if "grid" not in line)
 
 
 @pytest.mark.parametrize(
@@ -42,39 +54,27 @@ tune-lr = [0.01]
         ("", ["--methods"]),
         ("--methods dense tpok", ["--methods", "'tpok'", "'topk'"]),
         ("--methods dense dense", ["--methods", "dense", "twice"]),
-        ("--methods dense --lr topk=0.1", ["'topk=0.1'", "not among --methods"]),
-        ("--methods dense --lr tokp=0.1", ["'tokp'", "'topk'"]),
-        ("--methods dense --lr dense=0", ["'dense=0'", "above 0"]),
-        ("--methods dense --lr dense=x", ["'x'", "learning rate"]),
-        ("--methods dense --lr 0.1 0.2", ["--lr", "twice"]),
         ("--methods dense --seeds", ["--seeds", "at least one"]),
         ("--methods dense --seeds 1 1", ["--seeds", "twice"]),
         ("--methods dense --seeds -1", ["--seeds", "'-1'"]),
-        ("--methods dense --lr 0.1 --tune-lr 0.2", ["--tune-lr", "--lr"]),
-        ("--methods dense --tune-lr nan", ["--tune-lr", "finite"]),
-        ("--methods dense --tune-length 1/2", ["--tune-length", "--tune-lr"]),
-        ("--methods dense --tune-lr 0.2 --tune-length 0", ["--tune-length", "'0'"]),
         ("--methods dense --length x", ["--length", "'x'"]),
         ("--methods dense --length 1e999999999", ["--length"]),
         ("--methods dense --plan x.toml", ["--methods", "--plan"]),
         ("--plan /nowhere/x.toml", ["--plan", "/nowhere/x.toml"]),
-        ("--methods dense --equal-bytes dens", ["--equal-bytes", "'dens'", "'dense'"]),
         ("--methods dense --rows dense", ["--rows", "--plan"]),
         ("--methods dense --from x.json", ["--methods", "--from"]),
         ("--from x.json --resume", ["--resume", "--from"]),
         ("--from x.json --times a=b", ["--times", "--figure"]),
         ("--from x.json --figure x.svg --times a", ["--times", "'a'"]),
-        ("--methods dense --seeds 3 --tune-lr 0.2 --tune-seed 3", ["--tune-seed", "3"]),
         ("--methods dense topk --keep-ratio 0.5", ["--keep-ratio", "dense, topk"]),
         ("--methods prunex-flat --mask-agreement or", ["--mask-agreement", "(it is for prunex)"]),
         ("--methods topk --topk-ratio 2", ["--topk-ratio", "2"]),
         ("--methods dense --seed 3", ["--seed", "--seeds"]),
         ("--methods dense --resume", ["--resume", "--dir"]),
-        (
-            "--methods prunex --warmup-iterations 40 --keep-ramp-iterations 0 "
-            "--freeze-iteration 48 --tune-lr 0.1 --tune-length 1/64",
-            ["--tune-length 1/64", "freeze-iteration"],
-        ),
+        ("--methods dense --val-split 0", ["val-split 0", "held out"]),
+        ("--methods dense --target 0", ["--target", "'0'"]),
+        ("--methods dense --dir d --reveal", ["--reveal", "[protocol]"]),
+        ("--methods dense --reveal", ["--reveal", "--dir"]),
     ],
 )
 def test_bad_flags_are_refused(flags, culprits):
@@ -87,12 +87,10 @@ def test_bad_flags_are_refused(flags, culprits):
 
 def test_a_setting_goes_to_the_methods_that_it_means_something_to():
     flags = "--methods dense prunex prunex-flat topk --keep-ratio 0.25 --ranks-per-node 2"
-    options = parse([*flags.split(), "--aggregation=hierarchical", "--lr", "0.3", "topk=0.1"])
+    options = parse([*flags.split(), "--aggregation=hierarchical", "--lr", "0.3"])
     found = {row.name: settings_of(options.common, row, 5) for row in options.rows}
-    assert {m: s.lr for m, s in found.items()} == {
-        **dict.fromkeys(("dense", "prunex", "prunex-flat"), 0.3),
-        "topk": 0.1,
-    }
+    assert {settings.lr for settings in found.values()} == {0.3}
+    assert {settings.val_split for settings in found.values()} == {0.1}
     assert all(settings.seed == 5 for settings in found.values())
     assert found["prunex"].keep_ratio == found["prunex-flat"].keep_ratio == (0.25,)
     assert found["dense"].aggregation == found["topk"].aggregation == "hierarchical"
@@ -101,16 +99,15 @@ def test_a_setting_goes_to_the_methods_that_it_means_something_to():
     assert found["prunex"].eps_abs == found["prunex"].eps_rel == 0
 
 
-def test_runs_that_tune_are_of_another_seed_and_as_long_unless_told():
-    flags = "--methods dense prunex --seeds 2 0 --lr dense=0.1 --tune-lr 0.2 0.4"
-    options = parse(flags.split())
-    assert [row.name for row in options.tuned] == ["prunex"]
-    assert (options.tune_seed, options.tune_length, options.length) == (3, 1, 1)
-    (row,) = options.tuned
-    settings = settings_of(options.common, row, options.tune_seed, 0.4, Fraction(1, 4))
-    assert (settings.seed, settings.lr, settings.outer_iterations) == (3, 0.4, 16)
+def test_a_shorter_run_has_fewer_of_what_counts_iterations(tmp_path):
+    (tmp_path / "plan.toml").write_text(PLAN, encoding="utf-8")
+    options = parse(["--plan", str(tmp_path / "plan.toml")])
+    row, length = options.rows[2], options.tuning_length
+    assert [p["freeze_iteration"] for p in row.points] == [Fraction(7, 16), Fraction(1, 2)]
+    settings = settings_of(options.common, row, 3, row.points[1], length)
+    assert (settings.seed, settings.lr, settings.outer_iterations) == (3, 0.01, 4)
     # Shares of a run stay shares.
-    assert settings.freeze_iteration == 7
+    assert settings.freeze_iteration == 2
     flags = ["--methods", "dgc", "prunetrain", "--evaluate-every", "5"]
     for more, warmup in ([], AUTO), (["--dgc-warmup-epochs=4"], Fraction(1, 2)):
         options = parse([*flags, *more])
@@ -146,40 +143,33 @@ def test_a_shorter_run_still_has_exchanges_behind_its_steps():
 @pytest.mark.parametrize(
     ("plan", "rows"),
     [
-        ("compare_cifar10.toml", 26),
-        ("compare_resnet20.toml", 9),
-        ("ways_cifar10.toml", 5),
-        ("pruned_cifar10.toml", 11),
-        ("ingredients_cifar10.toml", 8),
-        ("when_cifar10.toml", 4),
-        ("pretrained_cifar10.toml", 6),
+        ("plan_resnet8.toml", 25),
+        ("plan_nodes.toml", 6),
+        ("plan_resnet18.toml", 11),
         ("pace_vgg19.toml", 6),
     ],
 )
 def test_the_plans_that_are_shipped_can_be_run(plan, rows):
     path = Path(__file__).resolve().parents[2] / "batch" / plan
-    options = parse(["--plan", str(path), "--data-dir", "x", "--seeds", "0", "1", "2"])
+    options = parse(["--plan", str(path), "--data-dir", "x"])
     assert len(options.rows) == rows
 
 
 def test_a_plan_has_rows_of_one_method_with_settings_of_their_own(tmp_path):
     (tmp_path / "plan.toml").write_text(PLAN, encoding="utf-8")
-    options = parse(["--plan", str(tmp_path / "plan.toml"), "--batch-size", "4", "--tune-lr", "1"])
+    options = parse(["--plan", str(tmp_path / "plan.toml"), "--batch-size", "4"])
     assert [row.name for row in options.rows] == ["dense", "local-sgd int4, T = 4", "prunex"]
-    assert [row.name for row in options.tuned] == ["local-sgd int4, T = 4", "prunex"]
-    dense, local, prunex = (settings_of(options.common, row, 0) for row in options.rows)
-    assert (dense.lr, dense.model, dense.batch_size) == (0.5, "resnet8", 4)
-    assert (local.payload, local.outer_iterations, local.local_steps) == ("int4", 32, 4)
-    assert (prunex.keep_ratio, prunex.payload, prunex.outer_iterations) == ((0.25,), "fp32", 8)
     assert options.rows[1].folder == "local-sgd-int4-T-=-4"
-    assert [row.grid for row in options.rows] == [(), (), (0.01,)]
+    assert options.rows[1].points == [{"lr": 0.1}, {"lr": 0.2}]
+    protocol = options.protocol
+    assert (protocol.trials, protocol.tune_seed, protocol.seeds) == (2, 3, (0, 1))
+    assert options.tuning_length == Fraction(1, 2)
 
 
 def test_flags_that_are_given_twice_add_up():
     methods = ["--methods", "dense", "topk", "--methods", "prunex"]
-    options = parse([*methods, "--lr", "dense=1", "--lr", "topk=2", "--seeds", "4", "--seeds", "5"])
+    options = parse([*methods, "--seeds", "4", "--seeds", "5"])
     assert [row.name for row in options.rows] == ["dense", "topk", "prunex"]
-    assert [settings_of(options.common, row, 4).lr for row in options.rows[:2]] == [1, 2]
     assert options.seeds == (4, 5)
     shown = parse(
         ["--from", "a", "--from", "b", "--figure", "f.svg", "--times", "x=c", "--times", "y=d"]
@@ -230,15 +220,28 @@ def test_rows_of_a_plan_can_be_chosen(tmp_path):
         ("[rows.dense]", "[row.dense]", ["'row'", "[rows.NAME]"]),
         ('method = "dense"', "", ["[rows.dense]", "no method"]),
         ('method = "dense"', 'method = "dens"', ["'dens'", "'dense'"]),
-        ("lr = 0.5", "lr = -1", ["lr", "above 0"]),
-        ("lr = 0.5", "lr = 0.5\ntune-lr = [1]", ["tune-lr", "no lr beside it"]),
-        ("lr = 0.5", "tune-lr = 1", ["tune-lr", "a list"]),
-        ("lr = 0.5", "tune-lr = [-1]", ["tune-lr", "above 0"]),
-        ("lr = 0.5", "seed = 1", ["seed", "[rows.dense]"]),
-        ("lr = 0.5", 'data-dir = "x"', ["data-dir", "[rows.dense]"]),
-        ("lr = 0.5", "piece-kib = 8", ["piece-kib", "[rows.dense]"]),
-        ("lr = 0.5", 'payload = "int4"', ["payload", "dense"]),
-        ("lr = 0.5", "lrr = 0.5", ["'lrr'", "'lr'"]),
+        ("lr = 0.01", "lr = -1", ["lr", "above 0"]),
+        ("lr = 0.01", "lr = 0.01\nseed = 1", ["seed", "[rows.prunex]"]),
+        ("lr = 0.01", 'data-dir = "x"', ["data-dir", "[rows.prunex]"]),
+        ("lr = 0.01", "piece-kib = 8", ["piece-kib", "[rows.prunex]"]),
+        ("lr = 0.01", "lrr = 0.5", ["'lrr'", "'lr'"]),
+        ('method = "dense"', 'method = "dense"\npayload = "int4"', ["payload", "dense"]),
+        ("{lr = [0.5, 1.0]}", "{lr = [0.5]}", ["row dense", "a grid of 1", "2 trials"]),
+        ("{lr = [0.5, 1.0]}", "{lr = [0.5, 1.0], momentum = [0.5, 0.9]}", ["row dense", "4"]),
+        ("{lr = [0.5, 1.0]}", "{lr = [0.5, 0.5]}", ["lr", "twice"]),
+        ("{lr = [0.5, 1.0]}", "{lr = 0.5}", ["lr", "list"]),
+        ("{lr = [0.5, 1.0]}", "[0.5, 1.0]", ["grid", "{lr = [0.1, 0.2]}"]),
+        ("{lr = [0.5, 1.0]}", "{lr = [0.5, -1.0]}", ["lr", "above 0"]),
+        ("{lr = [0.5, 1.0]}", "{seed = [1, 2]}", ["seed", "[rows.dense]"]),
+        ("{lr = [0.1, 0.2]}", "{local-steps = [4, 8]}", ["local-steps", "beside it"]),
+        ("tune-seed = 3", "tune-seed = 1", ["tune-seed", "different"]),
+        ("seeds = [0, 1]", "seeds = [0, 0]", ["seeds", "once"]),
+        ("seeds = [0, 1]", "seeds = []", ["seeds", "list"]),
+        ("seeds = [0, 1]", "seeds = [-1]", ["seeds", "'-1'"]),
+        ("trials = 2", "trials = 0", ["trials", "above 0"]),
+        ("trials = 2\n", "", ["[protocol]", "trials"]),
+        ('length = "1/2"', 'length = "2"', ["length", "'2'"]),
+        ('["7/16", "1/2"]', '["7/16", "1/16"]', ["row prunex, trial", "freeze"]),
         ('model = "resnet8"', "lr = 1", ["lr", "[settings]", "in the rows"]),
         ("local-steps = 4", "local-steps = 8", ["as many samples", "local-sgd int4, T = 4"]),
         ("local-steps = 4", 'local-epochs = "1/4"\nlocal-steps = "auto"', ["auto", "T = 4"]),
@@ -253,6 +256,38 @@ def test_a_bad_plan_is_refused(tmp_path, old, new, culprits):
         parse(["--plan", str(tmp_path / "plan.toml"), "--batch-size", "4"])
     assert "\n" not in str(caught.value)
     assert all(culprit in str(caught.value) for culprit in culprits), str(caught.value)
+
+
+def test_what_is_trained_has_another_digest_and_what_trains_it_has_not(tmp_path):
+    path = tmp_path / "plan.toml"
+
+    def digest(text: str, *flags: str) -> str:
+        path.write_text(text, encoding="utf-8")
+        return parse(["--plan", str(path), *flags]).plan
+
+    first = digest(PLAN)
+    same = [["--data-dir=x"], ["--rows", "dense"], ["--seeds", "1"], ["--timeout=99"]]
+    assert {digest(PLAN, *flags) for flags in same} == {first}
+    assert digest(PLAN + "# a remark\n") == first
+    others = [digest(PLAN.replace("0.5,", "0.25,")), digest(PLAN.replace("[0, 1]", "[0, 1, 2]"))]
+    others += [digest(PLAN, "--batch-size=4"), digest(PLAN, "--val-split=0.2")]
+    assert len({first, *others}) == 5
+
+
+def test_the_seed_of_the_trials_is_of_no_result(tmp_path):
+    (tmp_path / "plan.toml").write_text(PLAN, encoding="utf-8")
+    with pytest.raises(UserError, match="--seeds: 3 is the tune-seed"):
+        parse(["--plan", str(tmp_path / "plan.toml"), "--seeds", "3"])
+
+
+def test_a_row_may_have_a_length_of_its_own_where_it_says_so(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(UNTUNED.replace("local-steps = 4", "local-steps = 4\nown-length = true"))
+    flags = ["--plan", str(path), "--outer-iterations=16"]
+    assert [row.own_length for row in parse(flags).rows] == [False, True, False]
+    path.write_text(UNTUNED)
+    with pytest.raises(UserError, match="own-length = true"):
+        parse(flags)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +326,7 @@ def test_help_names_methods_and_starts_nothing():
     )
     done = run_bench(code=code)
     assert done.returncode == 0, done.stderr
-    for word in (*METHODS, "--tune-lr", "--plan", "--keep-ratio", "--data-dir"):
+    for word in (*METHODS, "--reveal", "--plan", "--keep-ratio", "--data-dir"):
         assert word in done.stdout
     assert "--run-dir" not in done.stdout
 

@@ -8,27 +8,31 @@ from compared import RAN, cells, column, comparison, outcomes
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.research.compare.comparison_tables import (
     draw,
-    equal_table,
+    first_held,
     make_figure,
     measured_table,
     results_table,
     seconds_of,
+    target_table,
     tuning_table,
 )
 from prunex_mpi.research.compare.outcomes import (
     Outcome,
+    Point,
+    Quality,
     Tuning,
-    join,
     to_dict,
 )
 from prunex_mpi.tools.drawing import styled
 from prunex_mpi.tools.report.comparisons import MOST_CURVES_DRAWN, curves_of, front
 
 
-def test_a_tuning_table_shows_every_rate_that_was_tried():
+def test_a_table_of_trials_shows_all_of_them_and_what_is_at_the_edge():
     def tuning(row: str, chance: bool, **accuracies: float | None) -> Tuning:
         runs = [
-            Outcome(row, 1, float(lr[1:]), a and replace(RAN, accuracy=a))
+            Outcome(
+                row, 1, 0.1, a and replace(RAN, accuracy=a), point={"lr": float(lr[1:]), "x": "a"}
+            )
             for lr, a in accuracies.items()
         ]
         return Tuning(row, tuple(runs), chance)
@@ -36,13 +40,58 @@ def test_a_tuning_table_shows_every_rate_that_was_tried():
     tunings = (
         tuning("dense", False, _1=0.5, _2=0.75, _4=0.25),
         tuning("topk", True, _2=None, _8=0.125),
+        tuning("dgc", True, _2=None),
     )
-    table = tuning_table(comparison(outcomes("dense", "topk"), tunings=tunings))
-    assert table.columns == ("row", "1", "2", "4", "8", "chosen", "inside", "at chance")
-    assert table.rows == (
-        ("dense", 50, 75, 25, None, 2, "yes", "no"),
-        ("topk", None, "diverged", None, 12.5, 8, "no", "yes"),
+    found = comparison(outcomes("dense", "topk", "dgc"), tunings=tunings)
+    table = tuning_table(found)
+    assert column(table, "chosen") == ["lr 2.0, x a", "lr 8.0, x a", "none"]
+    assert column(table, "at the edge") == ["no", "lr", "no"]
+    assert column(table, "at chance") == ["no", "yes", "yes"]
+    assert column(table, "trials")[1] == "lr 2.0, x a: diverged; lr 8.0, x a: 12.5"
+    assert any(note.startswith("topk: its best trial") for note in results_table(found).notes)
+
+
+def test_networks_with_a_loss_alone_are_compared_by_it():
+    runs = [*outcomes("a", accuracy=None, loss=1.5), *outcomes("b", accuracy=None, loss=1.25)]
+    table = results_table(comparison(runs, plan="x"))
+    assert column(table, "validation loss") == [1.5, 1.25]
+    assert column(table, "place") == [2, 1]
+    trials = Tuning("a", tuple(runs), chance=False)
+    assert trials.best == 1
+    curve = tuple(
+        replace(p, accuracy=None, loss=loss) for p, loss in zip(RAN.curve, (2.0, 1.5), strict=True)
     )
+    assert first_held(curve, 2.0) == curve[0]
+    assert first_held(curve, 1.5) is None
+
+
+def test_what_was_revealed_is_shown_in_place_of_validation():
+    runs = [replace(run, test=Quality(0.4, 2.0)) for run in outcomes("dense", "topk")]
+    table = results_table(comparison(runs, plan="x", revealed="2026"))
+    assert column(table, "test accuracy %") == pytest.approx([40, 40])
+    assert column(table, "validation") == [50, 50]
+    assert any("plan x" in note and "2026" in note for note in table.notes)
+
+
+def test_the_time_to_a_target_is_computing_and_bytes_on_a_link():
+    points = [(1, 0.3, 10**6), (2, 0.8, 2 * 10**6), (3, 0.6, 3 * 10**6), (4, 0.8, 4 * 10**6)]
+    points += [(5, 0.9, 5 * 10**6)]
+    curve = tuple(Point(k, sent, 9.0 * k, a, 1.0, 2.0 * k) for k, a, sent in points)
+    assert first_held(curve, 0.7) == curve[3]
+    runs = [
+        *outcomes("dense", curve=curve),
+        Outcome("dense", 1, 0.1, replace(RAN, curve=curve[:3])),
+        *outcomes("behind", curve=curve, hidden=0.5),
+    ]
+    table = target_table(comparison(runs, seeds=(0, 1)), 0.7)
+    dense, behind = cells(table, "dense"), cells(table, "behind")
+    assert dense["seeds"] == "1 of 2"
+    assert dense["sent MiB"] == pytest.approx(4e6 / 2**20)
+    # 4 MB at 2.5 MB/s; half of 8 seconds of computing hides them.
+    assert dense["s at 20 Mbit/s"] == pytest.approx(8 + 1.6)
+    assert dense["s at 1 Gbit/s"] == pytest.approx(8 + 0.032)
+    assert behind["s at 20 Mbit/s"] == 8
+    assert cells(target_table(comparison(runs), 0.95), "dense")["sent MiB"] is None
 
 
 def test_tables_hold_means_over_seeds_and_say_what_diverged():
@@ -55,12 +104,12 @@ def test_tables_hold_means_over_seeds_and_say_what_diverged():
     table = results_table(comparison(runs))
     dense, topk = cells(table, "dense"), cells(table, "topk")
     assert (dense["seed 0"], dense["seed 1"]) == (50, 70)
-    assert dense["mean %"] == pytest.approx(60)
+    assert dense["test accuracy %"] == pytest.approx(60)
     assert dense["+-"] == pytest.approx(200**0.5)
     assert (dense["sent MiB"], dense["of dense %"]) == (2, 100)
     assert (topk["sent MiB"], topk["of dense %"]) == (1, 50)
     assert (dense["sync ms/step"], dense["own ms/step"], dense["own %"]) == (200, 100, 25)
-    assert (topk["seed 1"], topk["mean %"], topk["+-"]) == ("diverged", None, None)
+    assert (topk["seed 1"], topk["test accuracy %"], topk["+-"]) == ("diverged", None, None)
     # Who diverged has no place.
     assert (dense["place"], topk["place"]) == (1, None)
     assert table.notes[-3] == "note"
@@ -77,7 +126,7 @@ def test_tables_hold_means_over_seeds_and_say_what_diverged():
     # Nothing to set it against.
     assert column(measured_table(outcomes("topk")), "sync saved, times") == [None]
     only_failures = [Outcome("topk", 0, 0.1, None, "why")]
-    assert column(results_table(comparison(only_failures)), "mean %") == [None]
+    assert column(results_table(comparison(only_failures)), "test accuracy %") == [None]
     assert measured_table(only_failures).rows[0][1:4] == (None, None, None)
 
 
@@ -96,55 +145,6 @@ def test_rows_have_places_but_for_those_tuned_at_chance():
         "d": None,
     }
     assert any(note.startswith("d: no better than guessing") for note in table.notes)
-
-
-def test_a_row_that_did_better_in_the_short_run_that_tuned_it_is_named():
-    def noted(whole: float, short: float, samples: int) -> bool:
-        runs = [o for row in ("a", "b") for o in outcomes(row, accuracy=whole)]
-        trials = [
-            *outcomes("a", accuracy=short, samples=samples),
-            Outcome("a", 3, 0.2, None, "inf"),
-        ]
-        diverged = Tuning("b", (Outcome("b", 3, 0.1, None, "inf"),), chance=False)
-        tunings = (Tuning("a", tuple(trials), chance=False), diverged)
-        notes = results_table(comparison(runs, tunings=tunings)).notes
-        return any("a: 49.0 % after whole runs, 52.0 % after the shorter" in n for n in notes)
-
-    assert noted(0.49, 0.52, samples=50)
-    assert not noted(0.52, 0.49, samples=50) and not noted(0.49, 0.52, samples=100)
-
-
-def test_a_table_of_equal_bytes_shows_the_reference_and_names_who_is_cheaper():
-    runs = outcomes("dense", accuracy=0.8) + outcomes("prunex", accuracy=0.6) + outcomes("topk")
-    runs += outcomes("dgc", sent_bytes=3 * 2**20)
-    again = outcomes("dense", accuracy=0.55, epochs=0.5)
-    found = comparison(runs, equal={"bytes": tuple(again)}, reference={"bytes": "prunex"})
-    table = equal_table(found, "bytes", again)
-    assert table.title == "With the bytes of prunex"
-    assert column(table, "row") == ["prunex", "dense"]
-    assert column(table, "mean %") == pytest.approx([60, 55])
-    assert column(table, "at full length") == pytest.approx([60, 80])
-    assert column(table, "epochs") == [2, 0.5]
-    assert table.notes[1:] == (
-        "learning rates: those of the whole runs",
-        "at full length no dearer than prunex: topk",
-        "dearer, and not trained anew: dgc",
-    )
-    dear = [replace(run, measured=replace(RAN, sent_bytes=2**20 + 1)) for run in again]
-    notes = equal_table(replace(found, equal={"bytes": tuple(dear)}), "bytes", dear).notes
-    assert notes[-1] == "more than prunex nevertheless, by whole iterations: dense"
-
-
-def test_a_table_leaves_empty_what_a_seed_has_not_got():
-    first, second = (
-        [replace(run, seed=seed) for run in outcomes("dense", "topk")] for seed in (0, 1)
-    )
-    equal, reference = {"bytes": tuple(second[:1])}, {"bytes": "topk"}
-    joined = join([comparison(first), comparison(second, equal=equal, reference=reference)])
-    table = equal_table(joined, "bytes", joined.equal["bytes"])
-    assert [cells(table, row)["seed 0"] for row in ("topk", "dense")] == [50, None]
-    assert [cells(table, row)["seed 1"] for row in ("topk", "dense")] == [50, 50]
-    assert "of fewer seeds than topk: dense" in table.notes
 
 
 def test_a_course_is_the_mean_over_seeds_on_bytes_and_on_the_seconds_of_others():

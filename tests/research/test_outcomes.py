@@ -7,15 +7,11 @@ import pytest
 from compared import comparison, outcomes
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.research.compare.comparison_tables import (
-    results_table,
-    tuning_table,
-)
+from prunex_mpi.research.compare.comparison_tables import results_table
 from prunex_mpi.research.compare.outcomes import (
-    NOTHING,
     Outcome,
+    Quality,
     Tuning,
-    best_rate,
     comparison_from,
     join,
     require_same_work,
@@ -23,15 +19,37 @@ from prunex_mpi.research.compare.outcomes import (
 )
 
 
-def test_the_best_rate_is_of_highest_accuracy_then_lowest_loss():
-    scores = {1.0: (0.5, -0.1), 2.0: (0.7, -0.9), 3.0: (0.7, -0.8), 4.0: NOTHING}
-    assert best_rate(scores) == 3
+def test_the_best_trial_is_of_highest_accuracy_then_lowest_loss():
+    runs = [
+        *outcomes("a", accuracy=0.5, loss=0.1),
+        *outcomes("a", accuracy=0.7, loss=0.9),
+        *outcomes("a", accuracy=0.7, loss=0.8),
+        Outcome("a", 0, 0.1, None, "diverged"),
+    ]
+    assert Tuning("a", tuple(runs), chance=False).best == 2
+    assert Tuning("a", tuple(runs[3:]), chance=False).best is None
+
+
+def test_the_best_trial_is_at_the_edge_of_what_are_numbers():
+    def edge(best: int, *points: dict) -> list[str]:
+        runs = [
+            replace(run, point=point)
+            for n, point in enumerate(points)
+            for run in outcomes("a", accuracy=0.5 + (n == best) / 4)
+        ]
+        return Tuning("a", tuple(runs), chance=False).at_edge
+
+    lr = [{"lr": 0.1}, {"lr": 0.2}, {"lr": 0.4}]
+    assert [edge(n, *lr) for n in range(3)] == [["lr"], [], ["lr"]]
+    shares = [{"lr": 0.1, "at": at, "by": by} for at, by in (("1/4", "x"), ("1/2", "y"))]
+    assert edge(1, *shares) == ["at"]
 
 
 def test_rows_that_saw_other_numbers_of_samples_are_not_compared():
     require_same_work([*outcomes("dense", "topk"), Outcome("prunex", 0, 0.1, None, "diverged")])
     with pytest.raises(RuntimeError, match="samples"):
         require_same_work(outcomes("dense") + outcomes("topk", samples=99))
+    require_same_work(outcomes("dense") + outcomes("topk", samples=99), ["topk"])
     with pytest.raises(RuntimeError, match="fewer samples"):
         require_same_work(outcomes("dense", extra_samples=-1))
 
@@ -39,18 +57,17 @@ def test_rows_that_saw_other_numbers_of_samples_are_not_compared():
 def test_a_comparison_is_the_same_when_it_is_read_back():
     runs = [*outcomes("dense", "topk"), Outcome("topk", 1, 0.1, None, "why")]
     tunings = (Tuning("topk", tuple(runs[1:]), chance=True),)
-    equal = {"bytes": tuple(runs[:1])}
-    found = comparison(runs, tunings=tunings, equal=equal, reference={"bytes": "topk"})
+    runs[0] = replace(runs[0], point={"lr": 0.1, "at": "1/4"}, test=Quality(0.4, 2.0))
+    found = comparison(runs, tunings=tunings, plan="x", revealed="2026", own_length=("topk",))
     assert comparison_from(json.loads(json.dumps(to_dict(found)))) == found
 
 
 def test_comparisons_of_different_rows_are_joined():
     runs = outcomes("dense", "topk", "prunex")
     tunings = tuple(Tuning(run.row, (run,), chance=False) for run in runs)
-    equal, reference = {"bytes": tuple(outcomes("dense"))}, {"bytes": "prunex"}
-    whole = comparison(runs, tunings=tunings, equal=equal, reference=reference)
+    whole = comparison(runs, tunings=tunings)
     first = comparison(runs[:1], tunings=tunings[:1], notes=("note", "one more"))
-    second = comparison(runs[1:], tunings=tunings[1:], equal=equal, reference=reference)
+    second = comparison(runs[1:], tunings=tunings[1:])
     assert join([first, second]) == replace(whole, notes=("note", "one more (of dense)"))
     assert join([whole]) == whole
 
@@ -73,8 +90,6 @@ def test_joined_notes_say_of_which_rows_they_are():
         named[2],
         "other (of dense, topk, prunex; seed 1)",
     )
-    tuned = replace(joined, tunings=(Tuning("dense", tuple(runs[:1]), chance=False),))
-    assert tuning_table(tuned).notes[1:] == (named[0], named[2])
 
 
 def test_comparisons_of_other_seeds_are_joined():
@@ -119,25 +134,14 @@ def test_comparisons_of_other_seeds_are_joined():
         (comparison(outcomes("topk"), machine={"mpi": "another"}), "differ in machine"),
         (comparison(outcomes("dense")), "row 'dense' with seed 0 is in two"),
         (comparison(outcomes("topk", samples=1)), "not trained on the same number of samples"),
-        (
-            comparison(outcomes("topk"), equal={"bytes": ()}, reference={"bytes": "topk"}),
-            "equal to different ones",
-        ),
-        (
-            comparison(
-                outcomes("topk"),
-                equal={"bytes": tuple(outcomes("half", "half"))},
-                reference={"bytes": "dense"},
-            ),
-            "row 'half' with seed 0 is in two",
-        ),
+        (comparison(outcomes("topk"), plan="b"), "differ in plan"),
+        (comparison(outcomes("topk"), revealed="2026"), "differ in revealed"),
     ],
 )
 def test_comparisons_that_differ_in_more_than_rows_are_not_joined(other, word):
-    equal = {"equal": {"bytes": ()}, "reference": {"bytes": "dense"}}
     with pytest.raises(UserError, match=word):
         mine = [replace(run, settings="a") for run in outcomes("dense")]
-        join([comparison(mine, **equal), other])
+        join([comparison(mine), other])
 
 
 def test_files_of_other_images_are_not_joined() -> None:

@@ -1,22 +1,19 @@
 """Train with one method after the other on the same ranks, samples and links; print one comparison.
 
-First the learning rates that are not given are searched, by runs that are judged on held-out
-images: a grid in steps of 2 that grows until its best lies inside. Then all rows are trained: seeds
-are the outer loop and rows the inner one, so that a machine which changes its pace in the course of
-hours meets all rows alike. A run that diverges is a row that says so. Last, rows are trained once
-more, only as far as the bytes or the seconds of another one go.
+First the settings that a plan leaves open are chosen: every row has the same number of trials, of
+the same share of its length, and the best by the images held out is taken. Then all rows are
+trained: seeds are the outer loop and rows the inner one, so that a machine which changes its pace
+in the course of hours meets all rows alike. A run that diverges or fails is a row that says so. No
+run reads a test image; what does is the last pass of `--reveal`, when all runs are there.
 """
 
-import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from fractions import Fraction
-from statistics import mean
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import FAILURE
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.comm.agreement import broadcast_text, require_same, run_collectively
@@ -24,28 +21,25 @@ from prunex_mpi.config.resolve import FIELDS
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.research.compare import kept_runs
-from prunex_mpi.research.compare.compare_options import Options, Row, settings_of
+from prunex_mpi.research.compare.compare_options import Options
 from prunex_mpi.research.compare.comparison_tables import show
 from prunex_mpi.research.compare.outcomes import (
-    OF_RATES,
     Comparison,
     Outcome,
-    Score,
     Tuning,
-    best_rate,
-    by_row,
-    ended,
+    at_chance,
     join,
     read_comparison,
     require_same_work,
 )
+from prunex_mpi.research.compare.plan import Row, settings_of
+from prunex_mpi.research.compare.reveal import read_reveal, reveal, tested
 from prunex_mpi.research.compare.run_rows import (
     Bench,
     check_equal_work,
     check_possible,
-    images_of,
     run_row,
-    train,
+    run_trial,
 )
 from prunex_mpi.run.program import watched
 from prunex_mpi.run.start import (
@@ -54,17 +48,6 @@ from prunex_mpi.run.start import (
     find_transport,
     take_places,
 )
-from prunex_mpi.settings.fields import Settings
-
-STEP = 2.0
-# After so many rates the search ends, wherever the best is.
-MOST_RATES = 10
-# How many standard errors above guessing an accuracy has to be to count.
-ERRORS = 3.0
-# One of so many training images of each class is what a run that tunes is tested on.
-HELD_OUT = 5
-# By row, then by seed: the share of its whole run that spends what is allowed.
-Shares = dict[str, dict[int, Fraction]]
 
 
 def compare(world: MPI.Comm, options: Options) -> int:
@@ -78,7 +61,7 @@ def compare(world: MPI.Comm, options: Options) -> int:
         run_collectively(world, lambda: show(options, found, {}) if world.rank == 0 else None)
         # Nobody leaves while another may still need the job.
         world.Barrier()
-    return 0
+    return FAILURE if any(run.failed for run in found.outcomes) else 0
 
 
 def show_again(options: Options) -> None:
@@ -94,9 +77,16 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
     check_launched_together(world)
     agreed = repr((options, recorded_versions()))
     require_same(world, "the flags or the versions of the software", agreed)
-    run_collectively(world, lambda: kept_runs.prepare(options) if world.rank == 0 else None)
-    rows = options.rows
-    run_collectively(world, lambda: kept_runs.check_networks(options) if world.rank == 0 else None)
+    rows, protocol = options.rows, options.protocol
+
+    def prepare() -> None:
+        kept_runs.prepare(options)
+        if options.reveal:
+            kept_runs.require_all(options)
+        kept_runs.check_networks(options)
+
+    run_collectively(world, lambda: prepare() if world.rank == 0 else None)
+    revealed = read_reveal(world, options)
     first = settings_of(options.common, rows[0], options.seeds[0])
     ranks_per_node = options.common.get("ranks_per_node", 0)
     lanes = options.common.get("leaders_per_node", 1)
@@ -106,24 +96,23 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
             log.info("%s", place.layout)
         apply_findings(place, first)
         transport = find_transport(place, first)
-        bench = Bench(world, topology, options, place.device, transport, heartbeat)
+        around = topology, options, place.device, transport, heartbeat
+        bench = Bench(world, *around, revealed=options.reveal or bool(revealed))
         check_equal_work(bench)
-        tunings = tune_all(bench, rows)
-        rates = {t.row: t.lr for t in tunings}
+        tunings = tune_all(bench, rows) if options.tunes else []
+        chosen = {tuning.row: tuning for tuning in tunings}
         outcomes: list[Outcome] = []
         for seed in options.seeds:
             dataset = bench.load(settings_of(options.common, rows[0], seed))
             if not outcomes and not tunings:
                 check_possible(bench, rows, dataset)
             for row in rows:
-                outcomes.append(run_row(bench, row, seed, rates, dataset))
-                require_same_work(outcomes)
-        references = {"bytes": options.equal_bytes, "time": options.equal_time}
-        equal, equal_tunings = {}, {}
-        for what, reference in references.items():
-            if reference:
-                found = run_equal(bench, rows, what, reference, rates, outcomes)
-                equal[what], equal_tunings[what] = found
+                outcomes.append(confirm(bench, row, seed, chosen.get(row.name), dataset))
+                require_same_work(outcomes, [row.name for row in rows if row.own_length])
+        if options.reveal or revealed:
+            if options.reveal:
+                revealed = reveal(place, options, outcomes, heartbeat)
+            outcomes = tested(options, outcomes, revealed)
         return Comparison(
             title=title_of(bench, dataset),
             machine=place.describe(),
@@ -131,11 +120,16 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
             seeds=options.seeds,
             tunings=tuple(tunings),
             outcomes=tuple(outcomes),
-            equal=equal,
-            equal_tunings=equal_tunings,
-            reference=references,
             notes=tuple(notes_of(bench)),
-            data=images_of(world, dataset),
+            data=" ".join(filter(None, (dataset.digest, revealed.get("images", "")))),
+            plan=options.plan,
+            protocol={
+                **asdict(protocol),
+                "length": str(protocol.length),
+                "validation": settings_of(options.common, rows[0], 0).val_split,
+            },
+            revealed=revealed.get("at", ""),
+            own_length=tuple(row.name for row in rows if row.own_length),
         )
 
 
@@ -147,24 +141,20 @@ def title_of(bench: Bench, dataset: Dataset) -> str:
     model = options.common.get("model", FIELDS["model"].default)
     batch = options.common.get("batch_size", first.batch_size)
     return (
-        f"Comparison: {model}, {first.dataset}, {dataset.train_total:,} training and "
-        f"{dataset.test_total:,} test images, {topology.world_size} ranks on "
+        f"Comparison: {model}, {first.dataset}, {dataset.train_total:,} to train on and "
+        f"{dataset.val_total:,} held out, {topology.world_size} ranks on "
         f"{topology.num_nodes} nodes, batch {batch} per rank"
     )
 
 
 def notes_of(bench: Bench) -> list[str]:
-    """Return what tables say of learning rates and lengths."""
-    options, notes = bench.options, [f"{OF_RATES}as given, else the preset's; not tuned"]
-    if options.grid:
-        given = [f"{row.name} {row.lr:g}" for row in options.rows if row.lr is not None]
-        given += [f"{row.name} from {row.grid[0]:g} on" for row in options.tuned if row.grid]
+    """Return what tables say of how settings were chosen, and of lengths."""
+    options, protocol = bench.options, bench.options.protocol
+    notes = ["settings as the rows give them; nothing was tuned"]
+    if options.tunes:
         notes = [
-            f"{OF_RATES}from {', '.join(f'{lr:g}' for lr in options.grid)} on by factors of "
-            "2 until the best lies inside, the one of highest accuracy (then lowest loss) on a "
-            f"held-out fifth of the training images, seed {options.tune_seed}, "
-            f"{options.tune_length} of the length"
-            + (f"; given: {', '.join(given)}" if given else "")
+            f"each row: the best of {protocol.trials} trials of {protocol.length} of its length, "
+            f"seed {protocol.tune_seed}, by the images held out"
         ]
     if options.length != 1:
         notes.append(f"{options.length} of each row's outer iterations")
@@ -174,188 +164,45 @@ def notes_of(bench: Bench) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The search of learning rates
+# What a plan leaves open
 # --------------------------------------------------------------------------------------------------
 
 
 def tune_all(bench: Bench, rows: Sequence[Row]) -> list[Tuning]:
-    """Search the learning rate of each row that is given none. Collective on `world`."""
-    options = bench.options
-    wanted = [row for row in rows if row in options.tuned]
-    if not wanted:
-        return []
-    settings = settings_of(options.common, rows[0], options.tune_seed)
-    held_out = hold_out(bench.load, settings)
-    check_possible(bench, rows, held_out)
-    return [tune(bench, row, held_out) for row in wanted]
+    """Try every point of each row's grid. Collective on `world`."""
+    options, found = bench.options, []
+    first = settings_of(options.common, rows[0], options.protocol.tune_seed)
+    dataset = bench.load(first)
+    check_possible(bench, rows, dataset)
+    for row in rows:
+        runs = [run_trial(bench, row, number, dataset) for number in range(len(row.points))]
+        best = max(runs, key=lambda run: run.score)
+        quality = best.measured and best.measured.quality
+        chance = quality is None or at_chance(quality, dataset.num_classes, dataset.val_total)
+        found.append(Tuning(row.name, tuple(runs), chance))
+    return found
 
 
-def tune(
-    bench: Bench, row: Row, held_out: Dataset, share: Fraction = Fraction(1), equal: str = ""
-) -> Tuning:
-    """Train a row with one learning rate after the other.
+def confirm(bench: Bench, row: Row, seed: int, tuning: Tuning | None, dataset: Dataset) -> Outcome:
+    """Train a row with one seed at the best point of its grid, if there is one.
 
-    `share` is that of its outer iterations that spends as much as another row of what `equal` says.
     Collective on `world`.
     """
-    options = bench.options
-    runs: dict[float, Outcome] = {}
-    start = row.grid or options.grid
-    length = options.tuning_length * share
-    while (lr := next_rate({x: run.score for x, run in runs.items()}, start)) is not None:
-        settings = settings_of(options.common, row, options.tune_seed, lr, length)
-        settings = replace(settings, evaluate_every=settings.outer_iterations)
-        name = kept_runs.tuning_name(row, lr, equal)
-        runs[lr] = train(bench, row, settings, held_out, name, keep=False)
-    tuning = Tuning(row.name, tuple(runs.values()), chance=False)
-    reached = max(tuning.scores.values())[0]
-    chance = at_chance(reached, held_out.num_classes, held_out.test_total)
-    return replace(tuning, chance=chance)
+    number, problem, failed = 0, "", False
+    if tuning is not None:
+        best = agreed_best(bench.world, tuning)
+        failed = any(run.failed for run in tuning.runs)
+        problem = "a trial failed, so nothing is chosen" if failed else ""
+        problem = problem or ("diverged in every trial" if best is None else "")
+        number = best or 0
+    point: Mapping[str, Any] = row.points[number]
+    if problem:
+        lr = settings_of(bench.options.common, row, seed, point).lr
+        return Outcome(row.name, seed, lr, None, problem, failed=failed)
+    return run_row(bench, row, seed, point, dataset)
 
 
-def hold_out(load: Callable[[Settings], Dataset], settings: Settings) -> Dataset:
-    """Return a data set whose test images are a part of the training images.
-
-    Raises UserError where these are too few. Collective on `world`, as `load`.
-    """
-    dataset = load(replace(settings, val_split=1 / HELD_OUT))
-    return replace(dataset, test=dataset.val, test_total=dataset.val_total, val=None, val_total=0)
-
-
-def next_rate(scores: Mapping[float, Score], start: Sequence[float]) -> float | None:
-    """Return the rate to try next, None where the best of those tried lies inside, or too many did.
-
-    First all of `start`; then beyond the end where the best is. Where nothing trained, lower ones.
-    """
-    for rate in start:
-        if rate not in scores:
-            return rate
-    if len(scores) >= MOST_RATES:
-        return None
-    best = best_rate(scores)
-    if best is None or best == min(scores):
-        return min(scores) / STEP
-    return max(scores) * STEP if best == max(scores) else None
-
-
-def at_chance(accuracy: float, classes: int, images: int) -> bool:
-    """Return whether guessing among `classes` may reach `accuracy` on so many images."""
-    guess = 1 / classes
-    return accuracy <= guess + ERRORS * math.sqrt(guess * (1 - guess) / images)
-
-
-# --------------------------------------------------------------------------------------------------
-# Rows at equal bytes or time
-# --------------------------------------------------------------------------------------------------
-
-
-def run_equal(
-    bench: Bench,
-    rows: Sequence[Row],
-    what: str,
-    reference: str,
-    rates: Mapping[str, float | None],
-    outcomes: Sequence[Outcome],
-) -> tuple[tuple[Outcome, ...], tuple[Tuning, ...]]:
-    """Train what has spent more than `reference` once more, only as far as that goes.
-
-    A learning rate that whole runs were given by a search is searched for the shorter ones too,
-    and its course fits them. Returns the runs, and those that chose the rates. Collective on
-    `world`.
-    """
-    options = bench.options
-    shares = affordable_shares(bench, rows, what, reference, outcomes)
-    tunings = _tune_shorter(bench, rows, shares, what)
-    chosen = {tuning.row: tuning.lr for tuning in tunings}
-    found: list[Outcome] = []
-    for seed in options.seeds:
-        wanted = [row for row in rows if seed in shares.get(row.name, {})]
-        if not wanted:
-            continue
-        dataset = bench.load(settings_of(options.common, rows[0], seed))
-        for row in wanted:
-            share = shares[row.name][seed]
-            if share == 1 and row.name not in chosen:
-                found += [run for run in outcomes if (run.row, run.seed) == (row.name, seed)]
-            else:
-                found.append(run_row(bench, row, seed, {**rates, **chosen}, dataset, share, what))
-    return tuple(found), tuple(tunings)
-
-
-def affordable_shares(
-    bench: Bench, rows: Sequence[Row], what: str, reference: str, outcomes: Sequence[Outcome]
-) -> Shares:
-    """Return how far the rows get that have spent more than `reference` in the mean.
-
-    What a run may spend is decided by that of `reference` with the same seed, so that more seeds
-    change nothing about these. Collective on `world`.
-    """
-    spent = spending(bench, what, outcomes)
-    means = {
-        name: mean(spent[name, run.seed] for run in runs if run.measured is not None)
-        for name, runs in by_row(outcomes).items()
-        if ended(runs)
-    }
-    options, shares = bench.options, {}
-    limit = means.get(reference)
-    for row in rows:
-        if limit is None or means.get(row.name, 0) <= limit:
-            continue
-        mine: dict[int, Fraction] = {}
-        for seed in options.seeds:
-            if (row.name, seed) not in spent or (reference, seed) not in spent:
-                log.warning("%s, seed %d: none of equal %s, as one diverged", row.name, seed, what)
-                continue
-            whole = settings_of(options.common, row, seed, length=options.length)
-            took, allowed = spent[row.name, seed], spent[reference, seed]
-            mine[seed] = affordable(whole.outer_iterations, took, allowed)
-        try:
-            for seed, share in mine.items():
-                settings_of(options.common, row, seed, length=share * options.length)
-            if mine and row in options.tuned:
-                length = options.tuning_length * _first(mine)
-                settings_of(options.common, row, options.tune_seed, options.grid[0], length)
-        except UserError as error:
-            # What all others have reached must not be lost for it.
-            log.warning("%s can't be trained so much shorter: %s", row.name, error)
-            continue
-        shares[row.name] = mine
-    return shares
-
-
-def _tune_shorter(bench: Bench, rows: Sequence[Row], shares: Shares, what: str) -> list[Tuning]:
-    """Search a learning rate for runs of the share that the first seed affords.
-
-    A row whose whole run that seed affords keeps its rate. Collective on `world`.
-    """
-    options = bench.options
-    first = {name: _first(by_seed) for name, by_seed in shares.items() if by_seed}
-    wanted = [row for row in rows if row in options.tuned and first.get(row.name, 1) < 1]
-    if not wanted:
-        return []
-    held_out = hold_out(bench.load, settings_of(options.common, rows[0], options.tune_seed))
-    return [tune(bench, row, held_out, first[row.name], what) for row in wanted]
-
-
-def _first(shares: Mapping[int, Fraction]) -> Fraction:
-    return next(iter(shares.values()))
-
-
-def affordable(iterations: int, spent: int, allowed: int) -> Fraction:
-    """Return the largest share of whole iterations that spends no more than `allowed`, or of one.
-
-    All of them have spent `spent`, in the same unit; there are no more than all.
-    """
-    return Fraction(min(iterations, max(1, iterations * allowed // spent)), iterations)
-
-
-def spending(bench: Bench, what: str, runs: Sequence[Outcome]) -> dict[tuple[str, int], int]:
-    """Return the bytes or microseconds that runs took, by row and seed, of those that ended.
-
-    As world rank 0 saw it. Collective on `world`.
-    """
-    done = [run for run in runs if run.measured is not None]
-    value = (lambda m: m.sent_bytes) if what == "bytes" else (lambda m: 1e6 * m.train_s)
-    took = [max(1, round(value(m))) for m in ended(done)]
-    agreed = json.loads(broadcast_text(bench.world, json.dumps(took)))
-    return {(run.row, run.seed): spent for run, spent in zip(done, agreed, strict=True)}
+def agreed_best(world: MPI.Comm, tuning: Tuning) -> int | None:
+    """Return what is the best trial as world rank 0 saw it. Collective on `world`."""
+    text = broadcast_text(world, "" if tuning.best is None else str(tuning.best))
+    return int(text) if text else None

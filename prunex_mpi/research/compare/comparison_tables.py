@@ -1,7 +1,8 @@
-"""Show a comparison: tables of what each row reached and cost, and accuracy over bytes and time."""
+"""Show a comparison: tables of what each row reached and cost, and curves over bytes and time."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from statistics import mean, stdev
 from typing import TYPE_CHECKING
 
@@ -11,28 +12,25 @@ from prunex_mpi.base.tables import Cell, Table, as_json, format_table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.research.compare.compare_options import Options
 from prunex_mpi.research.compare.outcomes import (
-    NOTHING,
-    OF_RATES,
     Comparison,
     Measured,
     Outcome,
-    Tuning,
+    Point,
     by_row,
     ended,
-    lies_inside,
+    shown,
     to_dict,
 )
 from prunex_mpi.research.picture_files import save
+from prunex_mpi.run.cost import wire_s
 from prunex_mpi.tools.drawing import new_figure, styled
 from prunex_mpi.tools.report.comparisons import THIS_MACHINE, curves_of, draw_bytes, draw_seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-UNITS: dict[str, tuple[str, Callable[[Measured], float]]] = {
-    "bytes": ("sent MiB", lambda m: m.sent_bytes / MIB),
-    "time": ("train s", lambda m: m.train_s),
-}
+# Links to tell times to a target for: names, 10^9 bits per second.
+LINKS = {"20 Mbit/s": 0.02, "100 Mbit/s": 0.1, "1 Gbit/s": 1.0}
 BASELINE = "dense"
 PANEL_INCHES, HEIGHT_INCHES, LEGEND_INCHES = 4.2, 4.0, 2.6
 # What a row takes of the legend's height; the layout makes no room for a legend that is too high.
@@ -45,7 +43,7 @@ SAME_BYTES = 0.05
 
 def show(options: Options, found: Comparison, times: Mapping[str, Comparison]) -> None:
     """Print, write and draw; raise UserError."""
-    tables = tables_of(found)
+    tables = tables_of(found, options.targets)
     # First of all: who reads the text through a pipe may close it.
     if options.json_file:
         whole = as_json(dict(found.machine), tables) | {"comparison": to_dict(found)}
@@ -56,28 +54,39 @@ def show(options: Options, found: Comparison, times: Mapping[str, Comparison]) -
         draw(found, times, options.figure)
 
 
-def tables_of(found: Comparison) -> list[Table]:
-    """Return all tables of a comparison."""
-    tables = [results_table(found)]
-    tables += [equal_table(found, what, runs) for what, runs in found.equal.items()]
-    tables.append(measured_table(found.outcomes))
-    if found.tunings:
-        tables.append(tuning_table(found))
-    return tables
+def tables_of(found: Comparison, targets: Sequence[float] = ()) -> list[Table]:
+    """Return all tables of a comparison, with one of how soon each of `targets` is reached."""
+    tables = [results_table(found), measured_table(found.outcomes)]
+    tables += [target_table(found, target) for target in targets]
+    return [*tables, tuning_table(found)] if found.tunings else tables
 
 
 def ranks_of(found: Comparison) -> dict[str, int]:
-    """Return the places of the rows by mean accuracy.
+    """Return the places of the rows by mean accuracy, or by mean loss where there is none.
 
-    Left out are those of which a run diverged or whose search ended at chance level.
+    Left out are those of which a run diverged or whose trials ended at chance level.
     """
     hopeless = {tuning.row for tuning in found.tunings if tuning.chance}
     means = {
-        row: mean(m.accuracy for m in ended(runs))
+        row: mean(shown(runs))
         for row, runs in by_row(found.outcomes).items()
         if row not in hopeless and len(ended(runs)) == len(runs)
     }
-    return {row: 1 + sum(other > means[row] for other in means.values()) for row in means}
+    sign = 1 if measures_accuracy(found) else -1
+    return {
+        row: 1 + sum(sign * other > sign * means[row] for other in means.values()) for row in means
+    }
+
+
+def measures_accuracy(found: Comparison) -> bool:
+    """Return whether networks have an accuracy, and not only a loss."""
+    return all(m.accuracy is not None for m in ended(found.outcomes))
+
+
+def quality_names(found: Comparison) -> tuple[str, str]:
+    """Return what the mean is of, with its unit, and on which images."""
+    what = "accuracy %" if measures_accuracy(found) else "loss"
+    return what, "test" if found.revealed or not found.plan else "validation"
 
 
 def results_table(found: Comparison) -> Table:
@@ -93,7 +102,8 @@ def results_table(found: Comparison) -> Table:
                 row,
                 places.get(row),
                 runs[0].lr,
-                *_accuracies(runs, found.seeds),
+                *_qualities(runs, found.seeds),
+                *([_mean(done, lambda m: m.quality.shown)] if found.revealed else []),
                 _mean(done, lambda m: m.epochs),
                 done[0].samples if done else None,
                 None if sent is None else sent / MIB,
@@ -109,7 +119,8 @@ def results_table(found: Comparison) -> Table:
         "row",
         "place",
         "lr",
-        *_accuracy_columns(found),
+        *_quality_columns(found),
+        *(["validation"] if found.revealed else []),
         "epochs",
         "samples",
         "sent MiB",
@@ -121,15 +132,16 @@ def results_table(found: Comparison) -> Table:
         "parameters left",
     )
     explained = (
-        "place: by mean accuracy; +-: standard deviation over the seeds; sent: what leaves a node "
-        "in the whole run by ring algorithms, masks included",
+        "place: by the mean; +-: standard deviation over the seeds; sent: what leaves a node in "
+        "the whole run by ring algorithms, masks included",
+        *_of_the_protocol(found),
         "sync: the phases that exchange messages, between nodes and inside them, waiting for the "
         "slowest rank included; own: the method's other work beside forward, backward and step, "
         "and its share of these; train: all but evaluation",
         "times as rank 0 takes them; means over the seeds; parameters left: those that are not 0",
     )
     chance = [
-        f"{tuning.row}: no better than guessing at any learning rate, so it has no place"
+        f"{tuning.row}: no better than guessing in any trial, so it has no place"
         for tuning in found.tunings
         if tuning.chance
     ]
@@ -144,78 +156,93 @@ def results_table(found: Comparison) -> Table:
         for run in found.outcomes
         if run.measured is None
     ]
-    notes = (*explained, *found.notes, *chance, *_misled(found), *extra, *problems)
+    edges = [
+        f"{tuning.row}: its best trial is at the edge of its grid ({', '.join(tuning.at_edge)})"
+        for tuning in found.tunings
+        if tuning.at_edge
+    ]
+    notes = (*explained, *found.notes, *edges, *chance, *extra, *problems)
     return Table(found.title, columns, tuple(rows), notes)
 
 
-def equal_table(found: Comparison, what: str, runs: Sequence[Outcome]) -> Table:
-    """Return how far rows get with what the reference has spent of `what`, bytes or time."""
-    reference = found.reference[what]
-    unit, value = UNITS[what]
-    full = by_row(found.outcomes)
-    shown = {reference: full[reference], **by_row(runs)}
-    rows = [
-        (
-            row,
-            some[0].lr,
-            *_accuracies(some, found.seeds),
-            _mean(ended(full[row]), lambda m: 100 * m.accuracy),
-            _mean(ended(some), lambda m: m.epochs),
-            _mean(ended(some), value),
-        )
-        for row, some in shown.items()
-    ]
-    columns = ("row", "lr", *_accuracy_columns(found), "at full length", "epochs", unit)
-    spent = {row: _mean(ended(some), value) for row, some in full.items() if ended(some)}
-    limit = spent.get(reference, 0)
-    cheap = [row for row in spent if row not in shown and spent[row] <= limit]
-    # Of rows that came from another file.
-    missing = [row for row in spent if row not in shown and spent[row] > limit]
-    notes = [f"trained anew, with the whole course of the learning rate, as far as {unit} go"]
-    notes.append(_of_shorter_rates(found.equal_tunings.get(what, ()), by_row(runs)))
-    if cheap:
-        notes.append(f"at full length no dearer than {reference}: {', '.join(cheap)}")
-    if missing:
-        notes.append(f"dearer, and not trained anew: {', '.join(missing)}")
-    over = [row for row, some in by_row(runs).items() if (_mean(ended(some), value) or 0) > limit]
-    if over:
-        notes.append(f"more than {reference} nevertheless, by whole iterations: {', '.join(over)}")
-    fewer = [row for row, some in by_row(runs).items() if len(some) < len(full[reference])]
-    if fewer:
-        notes.append(f"of fewer seeds than {reference}: {', '.join(fewer)}")
-    return Table(f"With the {what} of {reference}", columns, tuple(rows), tuple(notes))
-
-
-def _of_shorter_rates(tunings: Sequence[Tuning], rows: Iterable[str]) -> str:
-    """Return how the learning rates of rows at equal bytes or time were chosen."""
-    searched = [tuning.row for tuning in tunings]
-    kept = [row for row in rows if row not in searched]
-    if not searched:
-        return "learning rates: those of the whole runs"
-    chance = [tuning.row for tuning in tunings if tuning.chance]
-    return (
-        "learning rates: searched for this length"
-        + (f"; those of the whole runs: {', '.join(kept)}" if kept else "")
-        + (f"; at chance whatever the rate: {', '.join(chance)}" if chance else "")
+def _of_the_protocol(found: Comparison) -> list[str]:
+    """Return on which images networks were judged, and of which plan they are."""
+    if not found.plan:
+        return ["a former protocol: choices were made with test accuracies known"]
+    when = (
+        f"test images, looked at once, {found.revealed}"
+        if found.revealed
+        else ("images held out of the training set; no test image was read")
     )
+    return [f"plan {found.plan}; networks are judged on {when}"]
 
 
-def _accuracy_columns(found: Comparison) -> tuple[str, ...]:
-    return ("mean %", "+-", *(f"seed {seed}" for seed in found.seeds))
+def _quality_columns(found: Comparison) -> tuple[str, ...]:
+    what, where = quality_names(found)
+    return (f"{where} {what}", "+-", *(f"seed {seed}" for seed in found.seeds))
 
 
-def _accuracies(runs: Sequence[Outcome], seeds: Sequence[int]) -> tuple[Cell, ...]:
-    """Return mean, standard deviation and each seed's accuracy, in percent; None: no such run.
+def _qualities(runs: Sequence[Outcome], seeds: Sequence[int]) -> tuple[Cell, ...]:
+    """Return mean, standard deviation and each seed's accuracy or loss; None: no such run.
 
     Where one diverged there is no mean, which would be of the better ones.
     """
-    found = [100 * m.accuracy for m in ended(runs)]
-    cells: dict[int, Cell] = {
-        r.seed: "diverged" if r.measured is None else 100 * r.measured.accuracy for r in runs
-    }
-    whole = len(found) == len(runs)
-    spread = stdev(found) if whole and len(found) > 1 else None
-    return (mean(found) if whole and found else None, spread, *(cells.get(seed) for seed in seeds))
+    values = shown(runs)
+    cells: dict[int, Cell] = {run.seed: _cell(run) for run in runs}
+    whole = len(values) == len(runs)
+    spread = stdev(values) if whole and len(values) > 1 else None
+    return (
+        mean(values) if whole and values else None,
+        spread,
+        *(cells.get(seed) for seed in seeds),
+    )
+
+
+def _cell(run: Outcome) -> Cell:
+    if run.quality is None:
+        return "failed" if run.failed else "diverged"
+    return run.quality.shown
+
+
+# --------------------------------------------------------------------------------------------------
+# Time and bytes to a target
+# --------------------------------------------------------------------------------------------------
+
+
+def target_table(found: Comparison, target: float) -> Table:
+    """Return what each row has sent and how long it takes until it has reached `target`."""
+    rows = []
+    for row, runs in by_row(found.outcomes).items():
+        reached = [(m, point) for m in ended(runs) if (point := first_held(m.curve, target))]
+        costs = [
+            (point.sent_bytes / MIB, *(seconds_to(m, point, gbit) for gbit in LINKS.values()))
+            for m, point in reached
+        ]
+        means = map(mean, zip(*costs, strict=True)) if costs else [None] * (1 + len(LINKS))
+        rows.append((row, f"{len(reached)} of {len(runs)}", *means))
+    what = f"{100 * target:g} % accuracy" if measures_accuracy(found) else f"a loss of {target:g}"
+    notes = (
+        "the first evaluation on held-out images that reaches it, held at the next one; means over "
+        "the seeds that do",
+        "seconds: those of computing, as measured, and the bytes at the link's rate, of which "
+        "overlapping steps hide what they can; latency is not counted",
+    )
+    columns = ("row", "seeds", "sent MiB", *(f"s at {name}" for name in LINKS))
+    return Table(f"To {what}", columns, tuple(rows), notes)
+
+
+def first_held(curve: Sequence[Point], target: float) -> Point | None:
+    """Return the first evaluation that reaches the target, as the next one does; None if none."""
+    for here, after in pairwise(curve):
+        if here.quality.reaches(target) and after.quality.reaches(target):
+            return here
+    return None
+
+
+def seconds_to(measured: Measured, point: Point, gbit: float) -> float:
+    """Return the seconds to a point of a run on a link of so many 10^9 bits per second."""
+    hidden = measured.hidden * point.compute_s
+    return point.compute_s + max(0.0, wire_s(gbit, point.sent_bytes) - hidden)
 
 
 def measured_table(outcomes: Sequence[Outcome]) -> Table:
@@ -271,46 +298,26 @@ def measured_table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def tuning_table(found: Comparison) -> Table:
-    """Return the held-out accuracy of each row at each learning rate that was tried."""
-    tunings = {tuning.row: tuning for tuning in found.tunings}
-    for what, some in found.equal_tunings.items():
-        tunings |= {f"{tuning.row}, equal {what}": tuning for tuning in some}
-    grid = sorted({lr for tuning in tunings.values() for lr in tuning.scores})
+    """Return what each row reached in each of its trials, on images held out."""
     rows = []
-    for name, tuning in tunings.items():
-        scores = tuning.scores
-        cells: list[Cell] = []
-        for lr in grid:
-            tried = scores.get(lr)
-            cells.append(None if tried is None else _cell(tried[0]))
-        inside = "yes" if lies_inside(scores) else "no"
-        rows.append((name, *cells, tuning.lr, inside, "yes" if tuning.chance else "no"))
-    columns = ("row", *(f"{lr:g}" for lr in grid), "chosen", "inside", "at chance")
-    chosen = [note for note in found.notes if note.startswith(OF_RATES)]
-    notes = ("accuracy % on held-out images; -: not tried", *chosen)
-    return Table("Learning rates", columns, tuple(rows), notes)
-
-
-def _misled(found: Comparison) -> list[str]:
-    """Return a line for each row that did better in a shorter run, which chose its rate."""
-    lines, methods = [], by_row(found.outcomes)
     for tuning in found.tunings:
-        chosen = ended([run for run in tuning.runs if run.lr == tuning.lr])
-        done = ended(methods.get(tuning.row, []))
-        if not chosen or not done or chosen[0].samples >= done[0].samples:
-            continue
-        reached, before = mean(m.accuracy for m in done), chosen[0].accuracy
-        if reached < before:
-            lines.append(
-                f"{tuning.row}: {100 * reached:.1f} % after whole runs, {100 * before:.1f} % after "
-                "the shorter one that chose its learning rate, which may be too high for the "
-                "whole: raise --tune-length"
-            )
-    return lines
+        best = None if tuning.best is None else tuning.runs[tuning.best]
+        chosen = "none" if best is None else _words(best)
+        edge = ", ".join(tuning.at_edge) or "no"
+        tried = "; ".join(f"{_words(run)}: {_text(run)}" for run in tuning.runs)
+        rows.append((tuning.row, chosen, edge, "yes" if tuning.chance else "no", tried))
+    columns = ("row", "chosen", "at the edge", "at chance", "trials")
+    what, _ = quality_names(found)
+    return Table("Trials", columns, tuple(rows), (f"{what} on images held out", *found.notes[:1]))
 
 
-def _cell(accuracy: float) -> Cell:
-    return "diverged" if accuracy == NOTHING[0] else 100 * accuracy
+def _words(run: Outcome) -> str:
+    return ", ".join(f"{key} {value}" for key, value in run.point.items())
+
+
+def _text(run: Outcome) -> str:
+    cell = _cell(run)
+    return cell if isinstance(cell, str) else f"{cell:.4g}"
 
 
 def _mean(measured: Sequence[Measured], value: Callable[[Measured], float | None]) -> float | None:
@@ -375,7 +382,7 @@ def make_figure(found: Comparison, times: Mapping[str, Comparison]) -> "Figure":
     panels = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
     draw_bytes(panels[0], curves)
     for panel in panels[::columns]:
-        panel.set_ylabel("test accuracy %")
+        panel.set_ylabel(" ".join(reversed(quality_names(found))))
     for panel, (name, pace) in zip(panels[1:], paces.items(), strict=False):
         draw_seconds(panel, curves, pace, name)
     for panel in panels[count:]:

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, quote
+from prunex_mpi.base.errors import UNREADABLE, UserError, listed, quote
 from prunex_mpi.base.files import (
     STATE,
     SUMMARY,
@@ -23,14 +23,9 @@ from prunex_mpi.base.files import (
 from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.comm.agreement import broadcast_text, run_collectively
 from prunex_mpi.config.resolve import first_difference, from_table, to_toml
-from prunex_mpi.research.compare.compare_options import (
-    BY_SEED,
-    Options,
-    Row,
-    name_seed,
-    settings_of,
-)
+from prunex_mpi.research.compare.compare_options import Options
 from prunex_mpi.research.compare.outcomes import Outcome, outcome_from, to_dict
+from prunex_mpi.research.compare.plan import BY_SEED, Row, name_seed, settings_of
 from prunex_mpi.research.picture_files import check_file_kind
 from prunex_mpi.run.pretrained import TORCHVISION
 from prunex_mpi.settings.fields import Settings, key_of
@@ -43,14 +38,41 @@ else:
 OUTCOMES = "outcomes"
 
 
-def run_name(row: Row, seed: int, equal: str = "") -> str:
-    """Return the name of a run's directory; `equal` is what it may spend no more of."""
-    return f"{row.folder}-{seed}" + (f"-equal-{equal}" if equal else "")
+def run_name(row: Row, seed: int) -> str:
+    """Return the name of a run's directory."""
+    return f"{row.folder}-{seed}"
 
 
-def tuning_name(row: Row, lr: float, equal: str = "") -> str:
-    """Return the name under which a run that tunes is kept, for runs as far as `equal` goes."""
-    return f"{row.folder}-tune-{lr:g}" + (f"-equal-{equal}" if equal else "")
+def trial_name(row: Row, number: int) -> str:
+    """Return the name under which a trial is kept."""
+    return f"{row.folder}-trial-{number}"
+
+
+def require_all(options: Options) -> None:
+    """Raise UserError unless all runs of the plan are kept."""
+    folder, missing = Path(options.folder), []
+    kept = {file.stem: file for file in _files(folder)}
+    for row in options.whole:
+        trials = [trial_name(row, n) for n in range(len(row.points))] if options.tunes else []
+        missing += (mine := [name for name in trials if name not in kept])
+        # Of a row that diverged in every trial there is no run.
+        if mine or not trials or not all(_diverged(kept[name]) for name in trials):
+            runs = [run_name(row, seed) for seed in options.protocol.seeds]
+            missing += [name for name in runs if name not in kept]
+    if missing:
+        raise UserError(
+            f"--reveal: {len(missing)} runs of the plan are missing in {quote(options.folder, 250)}"
+            f" ({listed(missing)}); train them first, with --resume"
+        )
+
+
+def _diverged(file: Path) -> bool:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["outcome"]["measured"] is None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{file} can't be read; remove it to do its run again", UNREADABLE
+        ) from None
 
 
 def prepare(options: Options) -> None:
@@ -88,10 +110,9 @@ def check_networks(options: Options) -> None:
     """
     folder = Path(options.folder)
     kept = {file.stem for file in _files(folder)} if options.folder else set()
-    for row in options.tuned:
-        tunes = tuning_name(row, 0).removesuffix("0")
-        if not any(name.startswith(tunes) for name in kept):
-            _refuse_missing(options, row, options.tune_seed, set())
+    for row in options.rows if options.tunes else ():
+        if any(trial_name(row, n) not in kept for n in range(len(row.points))):
+            _refuse_missing(options, row, options.protocol.tune_seed, set())
     to_come: set[Path] = set()
     for seed, row in product(options.seeds, options.rows):
         name = run_name(row, seed)
@@ -102,7 +123,7 @@ def check_networks(options: Options) -> None:
 
 
 def _refuse_missing(options: Options, row: Row, seed: int, to_come: Container[Path]) -> None:
-    settings = name_seed(settings_of(options.common, row, seed))
+    settings = name_seed(settings_of(options.common, row, seed, row.points[0]))
     for name in BY_SEED:
         source = getattr(settings, name)
         path = Path(source)
@@ -123,18 +144,31 @@ def _files(folder: Path) -> list[Path]:
 
 
 def find_kept(
-    world: MPI.Comm, folder: str, name: str, settings: Settings, place: Mapping[str, str]
+    world: MPI.Comm,
+    folder: str,
+    name: str,
+    settings: Settings,
+    place: Mapping[str, str],
+    revealed: bool = False,
 ) -> Outcome | None:
     """Return the outcome that is kept under `name`; None where there is none, and room is made.
 
     `place` says in a few words of each what runs of one comparison have in common beside their
-    settings. Raises UserError where it was another run, or one of another place, that has the name.
-    Collective on `world`.
+    settings. Raises UserError where it was another run, or one of another place, that has the name,
+    and where there is none though the plan is `revealed`. Collective on `world`.
     """
     file = Path(folder) / OUTCOMES / f"{name}.json"
-    found = run_collectively(
-        world, lambda: _read(file, settings, place) if world.rank == 0 else None
-    )
+
+    def look() -> Outcome | None:
+        found = None if world.rank else _read(file, settings, place)
+        if revealed and found is None and world.rank == 0:
+            raise UserError(
+                f"the run {name} is missing in {quote(folder, 250)}, whose plan was revealed: put "
+                "it back, or begin anew with another --dir"
+            )
+        return found
+
+    found = run_collectively(world, look)
     text = broadcast_text(world, json.dumps(found and to_dict(found)))
     if json.loads(text):
         return outcome_from(json.loads(text))

@@ -3,8 +3,10 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,37 +14,72 @@ from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 
 # How a note ends that is not of all rows.
 OF_ROWS = re.compile(r" \(of .*\)$")
-# How one begins that says how learning rates were chosen.
-OF_RATES = "learning rates: "
-# What a run reached: accuracy, then how low the loss is. A run that diverged reached nothing.
+# What a run reached, higher is better. A run that diverged reached nothing.
 Score = tuple[float, float]
-NOTHING: Score = (-1.0, -math.inf)
+NOTHING: Score = (-math.inf, -math.inf)
+# How many standard errors above guessing an accuracy has to be to count.
+ERRORS = 3.0
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How good a network is: the mean loss, and the accuracy as a fraction where it has one."""
+
+    accuracy: float | None
+    loss: float
+
+    @property
+    def score(self) -> Score:
+        """What is compared: accuracy, then how low the loss is; the loss alone without one."""
+        first = -self.loss if self.accuracy is None else self.accuracy
+        return first, -self.loss
+
+    @property
+    def shown(self) -> float:
+        """What tables show: the accuracy in percent, or the loss."""
+        return self.loss if self.accuracy is None else 100 * self.accuracy
+
+    def reaches(self, target: float) -> bool:
+        """Return whether it is at or above the accuracy `target`, or at or below that loss."""
+        return self.loss <= target if self.accuracy is None else self.accuracy >= target
 
 
 @dataclass(frozen=True)
 class Point:
-    """Where a run was when it was evaluated: bytes that had left a node, seconds of training."""
+    """Where a run was when it was evaluated: bytes that had left a node, seconds of training.
+
+    `compute_s` are those without the exchange between nodes; files of before have none.
+    """
 
     iteration: int
     sent_bytes: int
     train_s: float
-    accuracy: float
+    accuracy: float | None
+    loss: float | None = None
+    compute_s: float | None = None
+
+    @property
+    def quality(self) -> Quality:
+        """How good the network was."""
+        return Quality(self.accuracy, self.loss)
 
 
 @dataclass(frozen=True)
 class Measured:
     """What one run measured, as world rank 0 saw it; all sums are over the run.
 
-    `accuracy` is a fraction. `samples` are those that steps were taken on, `extra_samples` those
-    that the method looked at besides, to decide what to prune. `payload_bytes` are operands that
-    one worker hands to collectives between nodes, masks included, `metadata_bytes` the part of them
-    that says where values belong; `sent_bytes` leave a node for them by ring algorithms. `sync_s`
-    is waiting for messages, `own_s` the method's own work. Of `weights`, the elements of matrices
-    and kernels in the delivered model, `zeros` are 0 and `line_zeros` of these fill whole rows or
-    columns. `operations` is what it calls to send between nodes.
+    `accuracy`, a fraction, and `loss` are on the images held out, of the network that is delivered
+    (on the test images in files of before). `samples` are those that steps were taken on,
+    `extra_samples` those that the method looked at besides, to decide what to prune.
+    `payload_bytes` are operands that one worker hands to collectives between nodes, masks included,
+    `metadata_bytes` the part of them that says where values belong; `sent_bytes` leave a node for
+    them by ring algorithms. `sync_s` is waiting for messages, `own_s` the method's own work. Of
+    `weights`, the elements of matrices and kernels in the delivered model, `zeros` are 0 and
+    `line_zeros` of these fill whole rows or columns. `operations` is what it calls to send between
+    nodes. Exchanges run behind a part `hidden` of the computing.
     """
 
-    accuracy: float
+    accuracy: float | None
     loss: float
     samples: int
     extra_samples: int
@@ -66,13 +103,21 @@ class Measured:
     ranks: int
     operations: str
     curve: tuple[Point, ...] = ()
+    hidden: float = 0.0
+
+    @property
+    def quality(self) -> Quality:
+        """How good the delivered network is, by the images held out."""
+        return Quality(self.accuracy, self.loss)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run of a row: `measured` is None where it diverged, and `problem` then says how.
+    """One run of a row: `measured` is None where it diverged or `failed`; `problem` then says how.
 
-    `settings` is a digest of the row's settings; files of before have none.
+    `point` is what it had of the row's grid, by the keys of a plan; `settings` a digest of the
+    row's settings, which files of before lack. `test` is how good its network is on test images,
+    once the plan is revealed.
     """
 
     row: str
@@ -81,52 +126,79 @@ class Outcome:
     measured: Measured | None
     problem: str = ""
     settings: str = ""
+    point: Mapping[str, float | str] = field(default_factory=dict)
+    test: Quality | None = None
+    failed: bool = False
 
     @property
     def score(self) -> Score:
-        """What the search of a learning rate goes by."""
-        return (self.measured.accuracy, -self.measured.loss) if self.measured else NOTHING
+        """What a choice goes by."""
+        return self.measured.quality.score if self.measured else NOTHING
+
+    @property
+    def quality(self) -> Quality | None:
+        """How good it is on test images where that is known, else on those held out."""
+        return self.test or (self.measured.quality if self.measured else None)
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The runs that chose a row's learning rate, and whether the best was better than guessing."""
+    """The trials of a row, in the order of its grid, and whether the best only guesses."""
 
     row: str
     runs: tuple[Outcome, ...]
     chance: bool
 
     @property
-    def scores(self) -> dict[float, Score]:
-        """What each rate reached."""
-        return {run.lr: run.score for run in self.runs}
+    def best(self) -> int | None:
+        """The number of the best trial, of equal ones the first; None where all diverged."""
+        trained = [i for i, run in enumerate(self.runs) if run.score > NOTHING]
+        return max(trained, key=lambda i: self.runs[i].score, default=None)
 
     @property
-    def lr(self) -> float | None:
-        """The rate chosen; None where every run diverged."""
-        return best_rate(self.scores)
+    def at_edge(self) -> list[str]:
+        """What of the best trial is the lowest or the highest number that was tried."""
+        if self.best is None:
+            return []
+        best, found = self.runs[self.best].point, []
+        for key in best:
+            tried = {number_of(run.point[key]) for run in self.runs}
+            if (
+                len(tried) > 1
+                and None not in tried
+                and number_of(best[key])
+                in (
+                    min(tried),
+                    max(tried),
+                )
+            ):
+                found.append(key)
+        return found
 
 
-def best_rate(scores: Mapping[float, Score]) -> float | None:
-    """Return the rate of the highest score, of equal ones the lowest; None if none trained."""
-    trained = {rate: score for rate, score in scores.items() if score > NOTHING}
-    return min(trained, key=lambda rate: (tuple(-x for x in trained[rate]), rate), default=None)
+def number_of(value: float | str) -> float | None:
+    """Return the number that a value of a grid is, such as 1/4; None for words."""
+    with suppress(ValueError, ZeroDivisionError):
+        return float(Fraction(value))
+    return None
 
 
-def lies_inside(scores: Mapping[float, Score]) -> bool:
-    """Return whether rates on either side of the best one were tried."""
-    best = best_rate(scores)
-    return best is not None and min(scores) < best < max(scores)
+def at_chance(quality: Quality, classes: int, images: int) -> bool:
+    """Return whether guessing among `classes` may reach that accuracy on so many images."""
+    if quality.accuracy is None:
+        return False
+    guess = 1 / classes
+    return quality.accuracy <= guess + ERRORS * math.sqrt(guess * (1 - guess) / images)
 
 
 @dataclass(frozen=True)
 class Comparison:
     """All that tables and figures are made of.
 
-    `outcomes` are of rows as they are given, `equal` of those cut to the "bytes" or the "time" that
-    the row `reference` names for it has spent, and `equal_tunings` have chosen their learning
-    rates. `data` tells other images apart, as far as it is known. `notes` say first how those of
-    whole runs were chosen; where files were joined, one of some rows alone ends with their names.
+    `plan` is a digest of the plan, `protocol` what it says of tuning and seeds, `revealed` when the
+    test images were looked at, or "" where they were not; files of before have none of these, and
+    are of test images. `data` tells other images apart, as far as it is known. Where files were
+    joined, a note of some rows alone ends with their names.
     """
 
     title: str
@@ -135,12 +207,13 @@ class Comparison:
     seeds: tuple[int, ...]
     tunings: tuple[Tuning, ...]
     outcomes: tuple[Outcome, ...]
-    equal: Mapping[str, tuple[Outcome, ...]]
-    reference: Mapping[str, str]
     notes: tuple[str, ...]
-    # Files of before have neither.
-    equal_tunings: Mapping[str, tuple[Tuning, ...]] = field(default_factory=dict)
     data: str = ""
+    plan: str = ""
+    protocol: Mapping[str, Any] = field(default_factory=dict)
+    revealed: str = ""
+    # The rows that may be trained on another number of samples.
+    own_length: tuple[str, ...] = ()
 
 
 def to_dict(value: Comparison | Outcome) -> dict[str, Any]:
@@ -154,24 +227,19 @@ def outcome_from(found: Mapping[str, Any]) -> Outcome:
     if measured is not None:
         curve = tuple(Point(**point) for point in measured["curve"])
         measured = Measured(**{**measured, "curve": curve})
-    return Outcome(**{**found, "measured": measured})
+    test = found.get("test")
+    return Outcome(**{**found, "measured": measured, "test": test and Quality(**test)})
 
 
 def comparison_from(found: Mapping[str, Any]) -> Comparison:
     """Return the comparison that `to_dict` was given; raise KeyError or TypeError otherwise."""
-    tunings = tuple(map(_tuning_from, found["tunings"]))
-    equal_tunings = {
-        key: tuple(map(_tuning_from, some)) for key, some in found.get("equal_tunings", {}).items()
-    }
-    lists = {key: tuple(found[key]) for key in ("rows", "seeds", "notes")}
-    equal = {key: tuple(map(outcome_from, runs)) for key, runs in found["equal"].items()}
-    outcomes = tuple(map(outcome_from, found["outcomes"]))
-    made = {"tunings": tunings, "outcomes": outcomes, "equal": equal}
-    return Comparison(**{**found, **lists, **made, "equal_tunings": equal_tunings})
-
-
-def _tuning_from(found: Mapping[str, Any]) -> Tuning:
-    return Tuning(**{**found, "runs": tuple(map(outcome_from, found["runs"]))})
+    tunings = tuple(
+        Tuning(**{**tuning, "runs": tuple(map(outcome_from, tuning["runs"]))})
+        for tuning in found["tunings"]
+    )
+    lists = {key: tuple(found.get(key, ())) for key in ("rows", "seeds", "notes", "own_length")}
+    made = {"tunings": tunings, "outcomes": tuple(map(outcome_from, found["outcomes"]))}
+    return Comparison(**{**found, **lists, **made})
 
 
 def read_comparison(flag: str, path: str) -> Comparison:
@@ -188,15 +256,15 @@ def read_comparison(flag: str, path: str) -> Comparison:
 def join(parts: Sequence[Comparison]) -> Comparison:
     """Return comparisons of other rows, or of other seeds of the same ones, as one, in their order.
 
-    Rows at equal bytes or time are kept of those that have them. Raises UserError unless they are
-    of one title, the same machine and MPI, no run is in two, all rows have the same seeds, and a
-    row has one learning rate. Hosts may be others, and are then left out.
+    Raises UserError unless they are of one plan, which is revealed in all or none of them, of one
+    title, the same machine and MPI, no run is in two, all rows have the same seeds, and a row has
+    one learning rate. Hosts may be others, and are then left out.
     """
     if len({part.machine.get("ranks") for part in parts}) > 1:
         parts = [replace(part, machine=without_hosts(part.machine)) for part in parts]
     first = parts[0]
     for part in parts[1:]:
-        for what in ("title", "machine"):
+        for what in ("plan", "revealed", "title", "machine"):
             mine, other = getattr(first, what), getattr(part, what)
             if mine != other:
                 raise UserError(f"--from: the files differ in {what}: {mine} and {other}")
@@ -206,20 +274,8 @@ def join(parts: Sequence[Comparison]) -> Comparison:
     rows = tuple(dict.fromkeys(row for part in parts for row in part.rows))
     seeds = tuple(dict.fromkeys(seed for part in parts for seed in part.seeds))
     tunings = {t.row: t for part in reversed(parts) for t in part.tunings}
-    references = [part.reference for part in parts if part.equal]
-    if any(reference != references[0] for reference in references):
-        raise UserError("--from: the files have rows equal to different ones; leave some away")
-    equal: dict[str, list[Outcome]] = {}
-    equal_tunings: dict[str, dict[str, Tuning]] = {}
-    for part in parts:
-        for what, runs in part.equal.items():
-            equal.setdefault(what, []).extend(runs)
-        for what, some in part.equal_tunings.items():
-            equal_tunings[what] = {t.row: t for t in some} | equal_tunings.get(what, {})
     outcomes = [run for part in parts for run in part.outcomes]
     _refuse_gaps(outcomes, rows, seeds)
-    for runs in equal.values():
-        _refuse_mixtures(by_row(runs), seeds)
     outcomes.sort(key=lambda run: seeds.index(run.seed))
     joined = replace(
         first,
@@ -227,14 +283,12 @@ def join(parts: Sequence[Comparison]) -> Comparison:
         seeds=seeds,
         tunings=tuple(tunings[row] for row in rows if row in tunings),
         outcomes=tuple(outcomes),
-        equal={what: tuple(runs) for what, runs in equal.items()},
-        equal_tunings={what: tuple(some.values()) for what, some in equal_tunings.items()},
-        reference=references[0] if references else first.reference,
         notes=_join_notes(parts),
         data=next(iter(data), ""),
+        own_length=tuple(dict.fromkeys(row for part in parts for row in part.own_length)),
     )
     try:
-        require_same_work(outcomes)
+        require_same_work(outcomes, joined.own_length)
     except RuntimeError as error:
         raise UserError(f"--from: {error}") from None
     return joined
@@ -302,10 +356,18 @@ def ended(runs: Sequence[Outcome]) -> list[Measured]:
     return [run.measured for run in runs if run.measured is not None]
 
 
-def require_same_work(outcomes: Sequence[Outcome]) -> None:
-    """Raise RuntimeError unless all runs that ended were trained on the same number of samples."""
+def shown(runs: Sequence[Outcome]) -> list[float]:
+    """Return how good the networks of those runs are that ended, as tables show it."""
+    return [run.quality.shown for run in runs if run.measured is not None]
+
+
+def require_same_work(outcomes: Sequence[Outcome], apart: Collection[str] = ()) -> None:
+    """Raise RuntimeError unless runs that ended were trained on the same number of samples.
+
+    All but those of the rows that are set `apart`.
+    """
     measured = {o.row: o.measured for o in outcomes if o.measured is not None}
-    trained = {row: m.samples for row, m in measured.items()}
+    trained = {row: m.samples for row, m in measured.items() if row not in apart}
     if len(set(trained.values())) > 1:
         raise RuntimeError(f"rows were not trained on the same number of samples: {trained}")
     if any(m.extra_samples < 0 for m in measured.values()):

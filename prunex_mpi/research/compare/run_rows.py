@@ -1,12 +1,10 @@
 """The runs of a comparison: each trains as one by itself does, is kept, and is measured."""
 
-import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,32 +19,27 @@ from prunex_mpi.base.errors import Diverged, UserError
 from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import broadcast_text, run_collectively, run_collectively_while
+from prunex_mpi.comm.agreement import run_collectively, run_collectively_while
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.config.resolve import to_toml
-from prunex_mpi.core.evaluation import delivered
+from prunex_mpi.core.evaluation import Judged, delivered
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.schedule import steps_of, total_steps
 from prunex_mpi.core.state import RunContext, State, every_rank_sends, weights
 from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.data.text import TextSet
 from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.methods.exchanges import metadata_bytes, operations_of
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.research.compare import kept_runs
-from prunex_mpi.research.compare.compare_options import (
-    Options,
-    Row,
-    check_equal_length,
-    digest_of,
-    name_seed,
-    settings_of,
-)
-from prunex_mpi.research.compare.outcomes import Measured, Outcome, Point
+from prunex_mpi.research.compare.compare_options import Options, check_equal_length
+from prunex_mpi.research.compare.outcomes import Measured, Outcome, Point, Quality
+from prunex_mpi.research.compare.plan import Row, digest_of, name_seed, settings_of
 from prunex_mpi.run import delivery
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.start import assemble, log_warnings
@@ -57,7 +50,7 @@ from prunex_mpi.run.supervision import (
     progress_of,
     recorded,
 )
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.fields import Settings, key_of
 from prunex_mpi.tools.timing import Action, wall_times
 
 FORWARD_BATCH = 32
@@ -74,64 +67,77 @@ class Bench:
     device: torch.device
     transport: Transport
     heartbeat: Heartbeat
+    # Where test images were looked at nothing is trained any more.
+    revealed: bool = False
 
     def load(self, settings: Settings) -> Dataset:
-        """Load this rank's data. Collective on `world`."""
+        """Load this rank's data, and nothing of the test images. Collective on `world`."""
         self.heartbeat.enter("data")
-        return load_dataset(self.topology, settings, self.heartbeat, self.device)
-
-
-def images_of(world: MPI.Comm, dataset: Dataset) -> str:
-    """Return what tells other images apart: their names or labels, and the first of them to test.
-
-    That is the same one for any seed and any number of ranks and of images to test. Collective on
-    `world`.
-    """
-    first = hashlib.blake2b(dataset.test.images[:1].numpy().tobytes(), digest_size=8).hexdigest()
-    return broadcast_text(world, f"{dataset.digest} {first}".strip())
+        return load_dataset(self.topology, settings, self.heartbeat, self.device, with_test=False)
 
 
 def run_row(
-    bench: Bench,
-    row: Row,
-    seed: int,
-    rates: Mapping[str, float | None],
-    dataset: Dataset,
-    share: Fraction = Fraction(1),
-    equal: str = "",
+    bench: Bench, row: Row, seed: int, point: Mapping[str, Any], dataset: Dataset
 ) -> Outcome:
-    """Train a row with one seed at its learning rate, or a share of it as far as `equal` goes.
-
-    Collective on `world`.
-    """
+    """Train a row with one seed at a point of its grid. Collective on `world`."""
     options = bench.options
-    if row.name in rates and rates[row.name] is None:
-        lr = settings_of(options.common, row, seed).lr
-        return Outcome(row.name, seed, lr, None, "diverged at every learning rate of the search")
-    length = options.length * share
-    settings = settings_of(options.common, row, seed, rates.get(row.name), length)
-    return train(bench, row, settings, dataset, kept_runs.run_name(row, seed, equal))
+    settings = settings_of(options.common, row, seed, point, options.length)
+    return train(bench, row, settings, point, dataset, kept_runs.run_name(row, seed))
+
+
+def run_trial(bench: Bench, row: Row, number: int, dataset: Dataset) -> Outcome:
+    """Train a row at point `number` of its grid as far as trials go. Collective on `world`."""
+    options, point = bench.options, row.points[number]
+    seed, length = options.protocol.tune_seed, options.tuning_length
+    settings = settings_of(options.common, row, seed, point, length)
+    name = kept_runs.trial_name(row, number)
+    return train(bench, row, settings, point, dataset, name, keep=False)
 
 
 def train(
-    bench: Bench, row: Row, settings: Settings, dataset: Dataset, name: str, keep: bool = True
+    bench: Bench,
+    row: Row,
+    settings: Settings,
+    point: Mapping[str, Any],
+    dataset: Dataset,
+    name: str,
+    keep: bool = True,
 ) -> Outcome:
-    """Train, unless it has been done and kept under `name`. Collective on `world`."""
+    """Train, unless it has been done and kept under `name`. Collective on `world`.
+
+    A run that fails ends no other one, and is not kept: it is tried again where the comparison
+    goes on.
+    """
     folder = bench.options.folder
     path = Path(folder) / name if folder and keep else None
-    if not folder:
-        return run_one(bench, settings, dataset, row.name, path)
     place = {
         "ranks on nodes": " ".join(map(str, bench.topology.node_sizes)),
         "versions": ", ".join(f"{key} {value}" for key, value in recorded_versions().items()),
-        "data": f"{dataset.train_total} and {dataset.test_total} images {dataset.digest}".strip(),
+        "data": f"{dataset.train_total} and {dataset.val_total} images {dataset.digest}".strip(),
     }
     where = bench.world, folder, name, settings, place
-    outcome = kept_runs.find_kept(*where)
+    outcome = kept_runs.find_kept(*where, bench.revealed) if folder else None
     if outcome is None:
-        outcome = run_one(bench, settings, dataset, row.name, path)
-        kept_runs.keep(*where, outcome)
+        told = {key_of(key): told_of(value) for key, value in point.items()}
+        try:
+            found = run_one(bench, settings, dataset, row.name, path)
+            outcome = replace(found, point=told)
+        except UserError as error:
+            log.warning("%s: %s", name, error)
+            lr = settings.lr
+            return Outcome(
+                row.name, settings.seed, lr, None, f"failed: {error}", point=told, failed=True
+            )
+        if folder:
+            kept_runs.keep(*where, outcome)
     return outcome
+
+
+def told_of(value: object) -> float | str:
+    """Return a value of a grid as JSON holds it."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return value if isinstance(value, int | float) else str(value)
 
 
 def run_one(
@@ -175,12 +181,13 @@ def run_one(
         of_batch = stream.batch_size * world.size
         steps = state.position.steps_done
         elements, zeros, line_zeros = zeros_of(state)
+        best = best_of(context)
         found = Measured(
-            accuracy=records[-1]["test_accuracy"],
-            loss=records[-1]["test_loss"],
+            accuracy=best.accuracy,
+            loss=best.loss,
             samples=steps * of_batch,
             extra_samples=(batches - steps) * of_batch,
-            epochs=steps * of_batch / dataset.train_total,
+            epochs=steps * of_batch * problem.task.row / dataset.train_total,
             steps=steps,
             payload_bytes=counted["payload"] + counted["mask"],
             sent_bytes=counted["sent"],
@@ -200,12 +207,13 @@ def run_one(
             ranks=world.size,
             operations=operations(settings),
             curve=curve_of(records),
+            hidden=min(1.0, max(0, settings.overlap_steps) / problem.steps),
         )
         # Last of all: a run that has a summary is not begun anew.
         names = dataset.class_names
         done = partial(finish, files, mine, context, records, total_s, names)
         run_collectively_while(world, done, bench.heartbeat.go_on)
-    log.info("%s: accuracy %.2f %%", name, 100 * found.accuracy)
+    log.info("%s: %.4g on images held out", name, found.quality.shown)
     return Outcome(row, settings.seed, settings.lr, found, settings=digest)
 
 
@@ -261,6 +269,8 @@ def finish(
         delivered = delivery.save_model(files.path, context.state, context.problem, going)
         delivered["classes"] = list(class_names)
         totals = delivery.summarise(context.settings, topology, context.state, records, "completed")
+        held_out = best_of(context)
+        totals["validation"] = {"accuracy": held_out.accuracy, "loss": held_out.loss}
         files.write_summary({**totals, "delivered": delivered, "seconds_total": total_s})
 
     telling_disk_errors("the results", write)
@@ -280,7 +290,9 @@ def check_possible(bench: Bench, rows: Sequence[Row], dataset: Dataset) -> None:
 
     def build() -> None:
         for row in rows:
-            settings = settings_of(options.common, row, options.seeds[0], length=options.length)
+            settings = settings_of(
+                options.common, row, options.seeds[0], row.points[0], options.length
+            )
             try:
                 model = make_model(settings, inputs_from(dataset.sizes()))
                 make_groups(settings, model, build_layout(model), inputs_from(dataset.sizes()))
@@ -297,13 +309,14 @@ def check_equal_work(bench: Bench) -> None:
     """
     options = bench.options
     found = {
-        row.name: settings_of(options.common, row, options.seeds[0], length=options.length)
+        row.name: settings_of(options.common, row, options.seeds[0], row.points[0], options.length)
         for row in options.rows
+        if not row.own_length
     }
     known = (s.local_steps > 0 and not s.frozen_local_steps for s in found.values())
-    if len(found) == 1 or all(known):
+    if len(found) <= 1 or all(known):
         return
-    images = len(bench.load(next(iter(found.values()))).train.labels)
+    images = size_of(bench.load(next(iter(found.values()))))
 
     def check() -> None:
         trained = {}
@@ -321,6 +334,11 @@ def check_equal_work(bench: Bench) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
+def size_of(dataset: Dataset | TextSet) -> int:
+    """Return how many samples this rank has to train on, windows of a text or images."""
+    return len(dataset.train) if isinstance(dataset, TextSet) else len(dataset.train.labels)
+
+
 def forward_seconds(
     topology: Topology, dataset: Dataset, context: RunContext
 ) -> tuple[float, float]:
@@ -330,7 +348,7 @@ def forward_seconds(
     """
     state, problem, settings = context.state, context.problem, context.settings
     dense = make_model(settings, inputs_from(dataset.sizes())).to(state.theta.device)
-    size = min(FORWARD_BATCH, len(dataset.train.labels))
+    size = min(FORWARD_BATCH, size_of(dataset))
     images, _ = next(problem.batches(dataset.train, batch_size=size))
     dense.eval()
     problem.model.eval()
@@ -348,14 +366,31 @@ def forward_seconds(
     return float(times["delivered"].min()), float(times["dense"].min())
 
 
+def quality_of(record: Mapping[str, Any]) -> Quality | None:
+    """Return how good the network of a record was on images held out, None if not evaluated."""
+    if record["val_loss"] is None:
+        return None
+    return Quality(record.get("val_accuracy"), record["val_loss"])
+
+
+def best_of(context: RunContext) -> Quality:
+    """Return how good the network is that a run delivers, by the data held out."""
+    judged = Judged(*context.state.position.best)
+    has_accuracy = "accuracy" in context.problem.task.measures
+    return Quality(judged.accuracy if has_accuracy else None, judged.loss)
+
+
 def curve_of(records: list[dict[str, Any]]) -> tuple[Point, ...]:
     """Return where the run was whenever it was evaluated."""
-    sent, seconds, found = 0, 0.0, []
+    sent, seconds, compute, found = 0, 0.0, 0.0, []
     for record in records:
+        spent = record["seconds"]
         sent += record["bytes"]["sent"]
-        seconds += record["seconds"]["total"] - record["seconds"]["evaluate"]
-        if record["test_accuracy"] is not None:
-            found.append(Point(record["iteration"], sent, seconds, record["test_accuracy"]))
+        seconds += spent["total"] - spent["evaluate"]
+        compute += spent["total"] - spent["evaluate"] - spent["inter"]
+        if quality := quality_of(record):
+            where = record["iteration"], sent, seconds
+            found.append(Point(*where, quality.accuracy, quality.loss, compute))
     return tuple(found)
 
 

@@ -1,0 +1,165 @@
+"""The last pass of a comparison: its networks are tested on the test images, once.
+
+`reveal.json` in the folder of the runs says of which plan, when, and of which networks. It is
+written before the first test image is read; from then on the plan, its runs and its choices stay.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import UNREADABLE, UserError, quote
+from prunex_mpi.base.files import read_text, telling_disk_errors, write_json_durably
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.logs import log
+from prunex_mpi.comm.agreement import broadcast_text, run_collectively
+from prunex_mpi.research.compare import kept_runs
+from prunex_mpi.research.compare.compare_options import Options
+from prunex_mpi.research.compare.outcomes import Outcome, Quality
+from prunex_mpi.run.directory import read_summary
+from prunex_mpi.run.start import Place
+from prunex_mpi.settings.fields import TEXT
+from prunex_mpi.tools.evaluate_network import judge, judge_text, load_images, read_network
+
+REVEAL = "reveal.json"
+BATCH = 256
+
+
+def read_reveal(world: MPI.Comm, options: Options) -> dict[str, Any]:
+    """Return what `reveal.json` says, {} where the plan is not revealed.
+
+    Raises UserError on every rank where another plan was. Collective on `world`.
+    """
+
+    def read() -> str:
+        if world.rank or not options.folder:
+            return "{}"
+        file = Path(options.folder) / REVEAL
+        try:
+            found = json.loads(read_text(file))
+            plan, at = found["plan"], found["at"]
+        except FileNotFoundError:
+            return "{}"
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UserError(f"{file} can't be read; choose another --dir", UNREADABLE) from None
+        if plan != options.plan:
+            raise UserError(
+                f"--dir {quote(options.folder, 250)}: another plan ({plan}, here {options.plan}) "
+                f"was revealed there at {at}: what is changed after that begins anew; choose "
+                "another --dir"
+            )
+        return json.dumps(found)
+
+    return json.loads(broadcast_text(world, run_collectively(world, read)))
+
+
+def reveal(
+    place: Place, options: Options, outcomes: Sequence[Outcome], heartbeat: Heartbeat
+) -> dict[str, Any]:
+    """Test the networks of these runs, unless that was done; return what `reveal.json` says.
+
+    Raises UserError on every rank where other networks were tested. Collective on `world`.
+    """
+    world = place.topology.world
+    before = read_reveal(world, options)
+    names = names_of(options, outcomes)
+    networks = run_collectively(world, lambda: _networks(options, list(names)))
+    if before and before["networks"] != networks:
+        raise UserError(
+            f"--reveal was done at {before['at']} with other networks; what is changed after that "
+            "begins anew: choose another --dir"
+        )
+    if before.get("results"):
+        log.info("the test images were looked at %s, and are not again", before["at"])
+        return before
+    at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    found = before or {"plan": options.plan, "at": at, "networks": networks, "results": {}}
+    _write(world, options, found)
+    found["results"], found["images"] = _test(place, options, list(networks), heartbeat)
+    _write(world, options, found)
+    return json.loads(broadcast_text(world, json.dumps(found)))
+
+
+def names_of(options: Options, outcomes: Sequence[Outcome]) -> dict[str, Outcome]:
+    """Return the runs that have a network, by the name of their folder."""
+    rows = {row.name: row for row in options.rows}
+    return {
+        kept_runs.run_name(rows[run.row], run.seed): run
+        for run in outcomes
+        if run.measured is not None
+    }
+
+
+def tested(
+    options: Options, outcomes: Sequence[Outcome], found: Mapping[str, Any]
+) -> tuple[Outcome, ...]:
+    """Return the outcomes with what was `found` of their networks on the test images."""
+    names = {id(run): name for name, run in names_of(options, outcomes).items()}
+    return tuple(
+        replace(run, test=Quality(**found["results"][names[id(run)]])) if id(run) in names else run
+        for run in outcomes
+    )
+
+
+def _networks(options: Options, names: Sequence[str]) -> dict[str, int]:
+    """Return the checksum of each network; raise UserError where one is missing."""
+    found = {}
+    for name in names:
+        folder = Path(options.folder) / name
+        summary = read_summary(folder)
+        if "delivered" not in summary:
+            raise UserError(f"{folder} has no network any more; train it again", UNREADABLE)
+        found[name] = int(summary["delivered"]["crc32"])
+    return found
+
+
+def _test(
+    place: Place, options: Options, names: Sequence[str], heartbeat: Heartbeat
+) -> tuple[dict[str, Any], str]:
+    """Return how good each network is, and what tells its images apart. Collective on `world`."""
+    world, results = place.topology.world, {}
+    values = (options.common, *(row.own for row in options.rows))
+    given = [str(of[what]) for of in values for what in ("model", "dataset") if what in of]
+    dataset, told = None, ""
+    for name in names:
+        path = Path(options.folder) / name
+        network = run_collectively(world, lambda p=path: read_network(p, given))
+        moved = {key: options.common[key] for key in ("data_dir",) if key in options.common}
+        data = {**network.data, **moved}
+        if data["dataset"] == TEXT:
+            results[name] = _quality_of(judge_text(place, network, data, heartbeat))
+            continue
+        if dataset is None:
+            dataset = load_images(place, network, data, heartbeat, mode="auto")
+            first = dataset.test.images[:1].numpy().tobytes()
+            first = hashlib.blake2b(first, digest_size=8).hexdigest()
+            told = broadcast_text(world, f"{dataset.test_total} {dataset.digest} {first}")
+        found = judge(place, network, dataset, BATCH, heartbeat)
+        results[name] = _quality_of(found)
+    for name, quality in results.items():
+        log.info("%s: %.4g on the test set", name, Quality(**quality).shown)
+    if dataset is not None:
+        with closing(dataset):
+            pass
+    return results, told
+
+
+def _quality_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    return asdict(Quality(found.get("accuracy"), found["loss"]))
+
+
+def _write(world: MPI.Comm, options: Options, found: Mapping[str, Any]) -> None:
+    file = Path(options.folder) / REVEAL
+
+    def write() -> None:
+        if world.rank == 0:
+            telling_disk_errors(REVEAL, lambda: write_json_durably(file, dict(found)))
+
+    run_collectively(world, write)
