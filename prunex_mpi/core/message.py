@@ -37,41 +37,39 @@ from prunex_mpi.settings.fields import Settings
 STATISTICS = "bf16"
 
 
-def fill_message_(lane: Wire, node: Wire, lanes: int, state: State, payload: str) -> dict[str, int]:
-    """Write what this node contributes, on all its leaders; count it, and return what was counted.
+def fill_message_(leader: Wire, node: Wire, state: State, payload: str) -> dict[str, int]:
+    """Write what this node contributes, on its leader; count it, and return what was counted.
 
     z_i, v_i and z must stay as they are until `take_over_`. With one node there is nobody to save
-    bytes for: everything is plain. Where the mask has changed, collective on `lane.comm`, then on
+    bytes for: everything is plain. Where the mask has changed, collective on `leader.comm`, then on
     `node.comm`.
     """
-    coded = payload != "fp32" and lane.ring > 1
-    _make_room_(state, payload if coded else "", lane)
+    coded = payload != "fp32" and leader.ring > 1
+    _make_room_(state, payload if coded else "", leader)
     # Retired duals are zero.
     dual = None if state.consensus_sgd else state.v
     if not state.plan_agreed:
-        if lane.is_member:
+        if leader.is_member:
             with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
-                alike = digests_agree(lane.comm, state.plan.digest)
+                alike = digests_agree(leader.comm, state.plan.digest)
             if not alike:
                 raise RuntimeError("the leaders' compact layouts differ; nothing was exchanged")
-        if coded and lanes > 1:
-            _share_rest_(lane, node, state)
         state.plan_agreed = True
-    if lane.is_member:
+    if leader.is_member:
         if coded:
-            _offer_difference_(lane, state, dual)
+            _offer_difference_(leader, state, dual)
         else:
-            pack_(state.z_node, state.plan, state.message, dual, lane.weight)
+            pack_(state.z_node, state.plan, state.message, dual, leader.weight)
             statistics = state.message[state.plan.numel :]
             torch.index_select(state.stats, 0, state.stats_kept, out=statistics)
-            statistics.mul_(lane.weight)
+            statistics.mul_(leader.weight)
     size = state.message.element_size()
     # A plan's sizes are NumPy's, which JSON does not know.
     numels = int(state.plan.numel), state.stats_kept.numel()
     travelling = message_bytes(payload if coded else "fp32", *numels, size)
     dense = state.whole.layout.numel + state.whole.stats
     state.position.traffic.dense += dense * size
-    return lane.count(travelling) | node.count(travelling)
+    return leader.count(travelling) | node.count(travelling)
 
 
 def message_bytes(payload: str, parameters: int, statistics: int, size: int) -> int:
@@ -84,7 +82,7 @@ def message_bytes(payload: str, parameters: int, statistics: int, size: int) -> 
     return coded_bytes(payload, parameters, size) + coded_bytes(STATISTICS, statistics, size)
 
 
-def _make_room_(state: State, payload: str, lane: Wire) -> None:
+def _make_room_(state: State, payload: str, leader: Wire) -> None:
     """Allocate what a message of fewer bits needs; nothing where the last one was as long."""
     if not payload:
         state.coded = None
@@ -93,41 +91,29 @@ def _make_room_(state: State, payload: str, lane: Wire) -> None:
     if state.coded is None or blocks != tuple(c.numel for c in state.coded):
         ways = zip((payload, STATISTICS), state.blocks, strict=True)
         state.coded = tuple(
-            allocate_coded(way, part, lane.ring, lane.transport) for way, part in ways
+            allocate_coded(way, part, leader.ring, leader.transport) for way, part in ways
         )
 
 
-def _share_rest_(lane: Wire, node: Wire, state: State) -> None:
-    """Have all that is left over of the node's messages on each leader, and on nobody else.
-
-    Under a new mask each leader's part is another one. Collective on `node.comm`.
-    """
-    rest = state.memory[REST]
-    node.reduce_(rest)
-    if not lane.is_member:
-        rest.zero_()
-
-
-def _offer_difference_(lane: Wire, state: State, dual: Tensor | None) -> None:
+def _offer_difference_(leader: Wire, state: State, dual: Tensor | None) -> None:
     """Add the weighted difference to what is left over; write that of the statistics."""
     message, statistics = state.blocks
     rest, kept = state.memory[REST], state.stats_kept
     numel = state.plan.numel
     torch.sub(state.z_node, state.z, out=state.scratch)
     pack_(state.scratch, state.plan, message, dual)
-    rest[:numel].add_(message[:numel], alpha=lane.weight)
+    rest[:numel].add_(message[:numel], alpha=leader.weight)
     # int2 has no zero: what fills up the last block has something left over as well.
     rest[numel : message.numel()].zero_()
     gap = torch.sub(state.stats, state.memory[KNOWN])
     statistics.zero_()
     torch.index_select(gap, 0, kept, out=statistics[: kept.numel()])
-    statistics.mul_(lane.weight)
+    statistics.mul_(leader.weight)
 
 
 def exchange_message_(
     between: MPI.Comm,
     node: MPI.Comm,
-    lanes: int,
     state: State,
     transport: Transport,
     clock: Clock,
@@ -137,19 +123,19 @@ def exchange_message_(
 
     Touches nothing of the state but the message, what is left over of it, and its codes; `clock` is
     this thread's, `counted` what `fill_message_` has returned, for the trace. Collective on
-    `between`, a lane, where it is not MPI.COMM_NULL, then on `node`.
+    `between`, the leaders, where it is not MPI.COMM_NULL, then on `node`.
     """
     if state.coded is None:
         buckets = -(-state.message.nbytes // transport.bucket_bytes)
         counted = {**counted, "buckets": buckets}
         with clock.exchanging(state.message.device, "Allreduce and Bcast", counted):
-            spent = allreduce_then_bcast_(between, node, state.message, transport, lanes)
+            spent = allreduce_then_bcast_(between, node, state.message, transport)
         clock.broadcast += spent
         return
     message, statistics = state.blocks
     parameters_coded, statistics_coded = state.coded
     rest = state.memory[REST][: message.numel()]
-    ways, started = (transport, clock, lanes), time.perf_counter()
+    ways, started = (transport, clock), time.perf_counter()
     sum_coded_(between, node, parameters_coded, rest, message, *ways)
     sum_coded_(between, node, statistics_coded, statistics, statistics, *ways)
     clock.note("exchange", "sum of codes", started, counted)

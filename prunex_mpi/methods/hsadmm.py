@@ -308,22 +308,22 @@ def inter_node_consensus(
     The only phase whose bytes cross nodes in bulk: leaders agree on the mask (BOR of packed bits,
     unless it was voted), pack z_i + v_i and the BatchNorm statistics into one dense message, add it
     up in buckets, and broadcast the compact result inside their node, where every rank expands it.
-    Where a node has several leaders, each does that for its part. With `behind` it goes on in the
-    helper thread, and z is what it was until `z_arrives`. Returns |z^{k+1} - z^k|^2 per layer where
-    it is measured. Collective on the communicators of the workers, the lane and the node.
+    With `behind` it goes on in the helper thread, and z is what it was until `z_arrives`. Returns
+    |z^{k+1} - z^k|^2 per layer where it is measured. Collective on the communicators of the workers
+    and the node.
     """
-    state, leader, node, lane = context.state, wires.workers, wires.node, wires.lane
+    state, leader, node = context.state, wires.workers, wires.node
     if stage.union:
         mask = agree_by_or(leader, state.mask) if leader.is_member else state.mask
         change_mask(state, node.broadcast_bits(mask))
-    counted = fill_message_(lane, node, wires.lanes, state, context.settings.payload)
+    counted = fill_message_(leader, node, state, context.settings.payload)
     if behind:
         helper = context.behind
-        ways = helper.between, helper.node, wires.lanes, state, helper.transport, helper.clock
+        ways = helper.between, helper.node, state, helper.transport, helper.clock
         state.position.under_way = way_of(state)
         helper.begin(lambda: exchange_message_(*ways, counted))
         return None
-    ways = lane.comm, node.comm, wires.lanes, state, lane.transport, lane.clock
+    ways = leader.comm, node.comm, state, leader.transport, leader.clock
     exchange_message_(*ways, counted)
     take_over_(state, way_of(state), freezes=stage.freeze)
     return squared_distances(state.z, state.last_z, state.layout) if stage.measured else None

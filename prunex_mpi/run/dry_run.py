@@ -1,6 +1,6 @@
 """Forecast what a run would hand to MPI, without training: `--dry-run`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -323,42 +323,34 @@ def cost_table(settings: Settings, asked: Estimate, what: Travelling) -> Table:
     transport = build_transport(
         torch.device("cpu"), settings.bucket_mib, "host", settings.piece_kib
     )
-    leaders = sorted({1, 4, settings.leaders_per_node})
     rows: list[tuple[Cell, ...]] = []
     for payload in PAYLOADS:
         for nodes in asked.nodes:
             if payload == SUMMED and nodes > MOST_SUMMED:
-                rows.append((payload, nodes, *[None] * (3 + len(leaders) + bool(step_s))))
+                rows.append((payload, nodes, *[None] * (4 + bool(step_s))))
                 continue
             pieces = between_nodes(transport, nodes).bucket_bytes
             exchange = exchange_of(payload, what, nodes, pieces)
             kernels = kernels_of(payload, copy_gbs)
-            shared = {count: replace(exchange, leaders=count) for count in leaders}
             row = (payload, nodes, round(sent_bytes(exchange)), bound_s(link, exchange))
-            row += (packing_s(kernels, exchange),)
-            row += tuple(exchange_s(link, kernels, whole) for whole in shared.values())
+            row += (packing_s(kernels, exchange), exchange_s(link, kernels, exchange))
             if step_s:
-                whole = shared[settings.leaders_per_node]
-                waited_for = exchange_s(link, kernels, whole, behind * step_s)
+                waited_for = exchange_s(link, kernels, exchange, behind * step_s)
                 row = (*row, 100 * share(waited_for, steps * step_s))
             rows.append(row)
     columns = ("payload", "nodes", "bytes sent", "bound s", "pack s", "exchange s")
-    columns += tuple(f"{count} leaders s" for count in leaders[1:])
     notes = [
         "bytes sent: by a node per outer iteration, 2 (M - 1)/M of its message between M nodes",
         "bound: these bytes over the link; pack: what is done before they are sent and after",
-        "exchange: bound, pack, latencies and codes; then with so many leaders in each node",
+        "exchange: bound, pack, latencies and codes",
     ]
     if None in (row[2] for row in rows):
         notes.append(f"-: {SUMMED} is for up to {MOST_SUMMED} nodes")
     if step_s:
         columns = (*columns, "share %")
-        many = settings.leaders_per_node
-        by = f" and {many} leaders" if many > 1 else ""
         hidden = f", {behind} of which hide what goes between nodes" if behind else ""
         notes.append(
-            f"share: of an outer iteration with {steps} local steps of {asked.step_ms:g} ms{by}"
-            f"{hidden}"
+            f"share: of an outer iteration with {steps} local steps of {asked.step_ms:g} ms{hidden}"
         )
     pruned = " at the keep ratio" if settings.method.prunes_groups else ""
     return Table(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from prunex_mpi.base.errors import one_line
 from prunex_mpi.comm.agreement import broadcast_text, run_collectively_while
-from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_, reduce_
+from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import worker_weight
 from prunex_mpi.core.admm import update_rho2
@@ -34,7 +34,6 @@ from prunex_mpi.core.schedule import recount_steps_, steps_of
 from prunex_mpi.core.state import (
     EACH,
     OWN,
-    REST,
     Position,
     Problem,
     RunContext,
@@ -268,11 +267,6 @@ def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, context: Run
     for key in _memory_keys(state, topology.world.rank == 0):
         state.memory[key].copy_(tensors[key])
     _bcast_shared_memory(topology, state, transport)
-    if REST in state.memory:
-        # The node may have another number of leaders now; the first message deals it out anew.
-        reduce_(topology.node, state.memory[REST], transport)
-        if not topology.is_leader:
-            state.memory[REST].zero_()
     if numbers["position"]["under_way"]:
         state.stats.copy_(tensors["stats"])
         _put_message(topology, tensors, state, transport)

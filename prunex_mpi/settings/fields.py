@@ -462,14 +462,6 @@ class Settings:
     ranks_per_node: int = setting(
         _S, "make virtual nodes of this many consecutive ranks, 0 for the real nodes", 0, low=0
     )
-    leaders_per_node: int = setting(
-        _S,
-        "leaders per node, which share its messages to other nodes",
-        1,
-        low=1,
-        of="averages",
-        off=1,
-    )
 
     _S = "safety"
     resume: bool = setting(_S, "continue the run in --run-dir where there is one", False)
@@ -587,7 +579,6 @@ OF_THE_JOB = (
     "device",
     "mpi_buffers",
     "ranks_per_node",
-    "leaders_per_node",
     "progress",
     "tensorboard",
     "trace",

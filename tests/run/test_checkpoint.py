@@ -331,63 +331,6 @@ def test_a_restored_run_goes_on_bit_for_bit(scenario: str, ranks_per_node: int) 
         assert_same(whole, second)
 
 
-@pytest.mark.parametrize("leaders", [1, 2])
-@pytest.mark.parametrize("scenario", ["int4", "int8sum"])
-def test_what_two_leaders_have_not_sent_is_sent_by_those_there_are(
-    scenario: str, leaders: int
-) -> None:
-    if WORLD.size != 4:
-        pytest.skip("two nodes of two leaders are four ranks")
-    with run_directory() as files:
-        with nodes_of(2, 2) as topology:
-            whole = new_run(topology, scenario, leaders_per_node=2)
-            records = list(whole.iterate())
-            first = new_run(topology, scenario, leaders_per_node=2)
-            iterations = first.iterate()
-            next(iterations), next(iterations)
-            left = first.state.memory[REST]
-            assert 0 < np.count_nonzero(left) < left.numel()
-            first.save(files)
-            iterations.close()
-            left = left.numpy().copy()
-            WORLD.Allreduce(MPI.IN_PLACE, left)
-        with nodes_of(2, leaders) as topology:
-            second = new_run(topology, scenario, leaders_per_node=leaders)
-            second.restore(files)
-            found = second.state.memory[REST].numpy().copy()
-            assert topology.is_leader or not found.any()
-            WORLD.Allreduce(MPI.IN_PLACE, found)
-            assert np.array_equal(found, left)
-            others = list(second.iterate())
-            if leaders == 2:
-                assert others == records[2:]
-                assert_same(whole, second)
-            assert len(others) == len(records) - 2
-
-
-def test_what_two_leaders_have_not_sent_comes_back_to_a_smaller_network() -> None:
-    """Restored over used variables, as after a divergence, when nothing is masked any more."""
-    if WORLD.size != 4:
-        pytest.skip("two nodes of two leaders are four ranks")
-    with nodes_of(2, 2) as topology, run_directory() as files:
-        whole = new_run(topology, "removed", leaders_per_node=2)
-        expected = list(whole.iterate())
-        run = new_run(topology, "removed", leaders_per_node=2)
-        iterations = run.iterate()
-        records = [next(iterations) for _ in range(4)]
-        assert run.state.removes
-        run.save(files)
-        next(iterations)
-        iterations.close()
-        run.restore(files)
-        records += list(run.iterate())
-        for mine, theirs in zip(records, expected, strict=True):
-            # The leaders of a node have had to hand each other what is left over.
-            del mine["bytes"], theirs["bytes"]
-            assert mine == theirs
-        assert_same(whole, run)
-
-
 class StopsAt:
     """Take the place of StopAgreement: every rank leaves at its `call`-th safe point."""
 

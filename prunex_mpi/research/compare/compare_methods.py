@@ -99,8 +99,7 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
     run_collectively(world, lambda: kept_runs.check_networks(options) if world.rank == 0 else None)
     first = settings_of(options.common, rows[0], options.seeds[0])
     ranks_per_node = options.common.get("ranks_per_node", 0)
-    lanes = options.common.get("leaders_per_node", 1)
-    with take_places(world, ranks_per_node, first.device, lanes=lanes) as place:
+    with take_places(world, ranks_per_node, first.device) as place:
         topology = place.topology
         if world.rank == 0:
             log.info("%s", place.layout)

@@ -70,7 +70,7 @@ SEED = "{seed}"
 # What is alike in all rows: the same images on the same ranks, and one transport.
 SHARED = (
     *OF_SECTION["data"],
-    *("device", "bucket_mib", "piece_kib", "mpi_buffers", "ranks_per_node", "leaders_per_node"),
+    *("device", "bucket_mib", "piece_kib", "mpi_buffers", "ranks_per_node"),
     *("timeout", "progress"),
 )
 MAX_SEED = 2**31 - 1
@@ -516,7 +516,7 @@ def name_seed(settings: Settings) -> Settings:
 def meant_for(name: str, row: Row, common: Mapping[str, Any]) -> bool:
     """Return whether a common setting means something to a row."""
     method = BY_NAME[row.method]
-    if method.flat and name in ("ranks_per_node", "leaders_per_node"):
+    if method.flat and name == "ranks_per_node":
         # Every rank is a node of its own there, which is what is compared.
         return False
     return concerns(name, method)
