@@ -145,6 +145,7 @@ def _check_interval(settings: Settings) -> None:
             "frozen-local-steps needs to know when the masks freeze: give freeze-iteration, and a "
             "negative freeze-drift"
         )
+    _check_fragments(s)
     if not s.method.averages or not s.overlap_steps:
         return
     if s.evaluate_every == 1:
@@ -161,6 +162,38 @@ def _check_interval(settings: Settings) -> None:
             "overlap-steps: residuals are measured on z in every outer iteration, which waits for "
             "it; give --residuals evaluate or off"
         )
+
+
+def _check_fragments(settings: Settings) -> None:
+    """Refuse parts of a message that can't be sent apart."""
+    s = settings
+    if s.fragments == 1:
+        return
+    if AUTO in (s.local_steps, s.overlap_steps):
+        raise UserError(
+            "fragments: auto measures messages that go at once; give local-steps and "
+            "overlap-steps as numbers"
+        )
+    for name in ("local_steps", "frozen_local_steps"):
+        if 0 < getattr(s, name) < s.fragments:
+            raise UserError(
+                f"fragments {s.fragments} is more than the {getattr(s, name)} {key_of(name)}, "
+                "after one of which each leaves; lower it"
+            )
+    if s.local_steps and s.overlap_steps > s.local_steps // s.fragments:
+        raise UserError(
+            f"overlap-steps {s.overlap_steps} is more than the {s.local_steps // s.fragments} "
+            f"local steps between two of {s.fragments} fragments; lower it"
+        )
+    if s.method.consensus and (s.after_freeze != "local-sgd" or not _freezes(s)):
+        raise UserError(
+            "fragments: duals need all of z at once; give masks that freeze, and after-freeze "
+            "local-sgd"
+        )
+
+
+def _freezes(settings: Settings) -> bool:
+    return settings.freeze_iteration > 0 or settings.freeze_drift >= 0
 
 
 def _check_estimate(settings: Settings, estimate: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ Distributed Lion's servers do. With `up` bits for a number and `down` for a resu
 **Sparse vectors**, of which each worker sends some elements, others than the others do.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -115,6 +115,13 @@ def allocate_coded(payload: str, like: Tensor, workers: int, transport: Transpor
     maxima = like.new_empty(blocks if summed else 0)
     received = records.new_empty(room, size)
     return Coded(payload, blocks, workers, bucket_blocks, records, maxima, received)
+
+
+def first_blocks(coded: Coded, like: Tensor) -> Coded:
+    """Return the memory of a vector as long as `like` in that of one which is as long or longer."""
+    blocks = like.numel() // BLOCK
+    records, maxima = coded.records[:blocks], coded.maxima[:blocks]
+    return replace(coded, blocks=blocks, records=records, maxima=maxima)
 
 
 def sum_coded_(

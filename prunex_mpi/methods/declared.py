@@ -63,6 +63,14 @@ LOCAL_SGD = Method(
 class DilocoOptions:
     outer_lr: float = option("learning rate of the step between nodes", 0.7, above=0)
     outer_momentum: float = option("Nesterov momentum of that step", 0.9, low=0, below=1)
+    alpha: float = option(
+        "weight of local parameters where z arrives behind local steps; auto: z, plus all that "
+        "these steps have moved them by",
+        AUTO,
+        low=0,
+        high=1,
+        auto=True,
+    )
 
 
 DILOCO = Method(

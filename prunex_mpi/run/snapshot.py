@@ -336,10 +336,11 @@ def put_common(topology: Topology, parts: Parts, old_size: int, context: RunCont
     if common["position"]["under_way"]:
         # The last that the old nodes have agreed on.
         _put_message(topology, first[0], state, transport)
-        arrive_(state, settings, common["position"]["under_way"])
+        arrive_(state, settings, common["position"]["under_way"], common["position"]["part"])
         if not state.consensus_sgd:
             update_rho2(state, settings)
         common["position"]["under_way"] = ""
+    common["position"]["part"] = 0
     state.theta.copy_(state.z)
     state.z_node.copy_(state.z)
     if world.rank == 0:

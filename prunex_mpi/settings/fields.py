@@ -404,6 +404,16 @@ class Settings:
         of="averages",
         off="fp32",
     )
+    fragments: int = setting(
+        _S,
+        "parts in which the message between nodes is sent, at even distances between local steps; "
+        "prunex: from the freeze on",
+        1,
+        low=1,
+        high=10**4,
+        of="averages nodes",
+        off=1,
+    )
     overlap_steps: int = setting(
         _S,
         "local steps that overlap with the exchange between nodes, 0 for none",

@@ -190,7 +190,31 @@ OVERLAPPED = {
 for name in ("diloco int4 behind", "one-shot bf16 behind"):
     del OVERLAPPED[name]["residuals"]
 OVERLAPPED["one-shot bf16 behind"] |= {"one_shot_prune_iteration": 3, "groups": ("coupled",)}
-SCENARIOS |= {**FEWER_BITS, **OVERLAPPED}
+# Steps 1, 2 and 3 send a part each, or 1 and 3; after the freeze in iteration 3.
+STREAMED = {
+    "diloco int4 in parts": {
+        "method": "diloco",
+        "payload": "int4",
+        "fragments": 3,
+        "overlap_steps": 1,
+        "evaluate_every": 5,
+        "diloco_alpha": 0.5,
+    },
+    "one-shot in parts": {
+        "method": "one-shot",
+        "groups": ("coupled",),
+        "one_shot_prune_iteration": 3,
+        "fragments": 2,
+        "inner_momentum": "reset",
+        "model_ema_decay": 0.75,
+    },
+    "removed int4 in parts": {
+        **FEWER_BITS["removed"],
+        **BEHIND,
+        "fragments": 2,
+    },
+}
+SCENARIOS |= {**FEWER_BITS, **OVERLAPPED, **STREAMED}
 SCENARIOS["qsr int4 behind"] = {**OVERLAPPED["diloco int4 behind"], **SCENARIOS["qsr"]}
 RARELY = ("int8sum", "diloco int4", "behind", "diloco int4 behind", "one-shot bf16 behind")
 
@@ -397,6 +421,26 @@ def test_a_run_left_while_z_is_under_way_goes_on_bit_for_bit(
         # Stopping comes first where z would arrive.
         waits = position.step <= overlap
         assert position.under_way == ((CODED if coded else PLAIN) if waits else "")
+        first.save(files)
+        second = new_run(topology, scenario)
+        second.restore(files)
+        assert records + list(second.iterate()) == expected
+        assert_same(whole, second)
+
+
+@pytest.mark.parametrize("call", [2, 14])
+@pytest.mark.parametrize("scenario", STREAMED)
+def test_a_run_left_between_parts_goes_on_bit_for_bit(scenario: str, call: int) -> None:
+    with nodes_of(1) as topology, run_directory() as files:
+        whole = new_run(topology, scenario)
+        expected = list(whole.iterate())
+        first = new_run(topology, scenario)
+        records = list(first.iterate(StopsAt(call)))
+        position = first.state.position
+        streams = first.state.consensus_sgd
+        assert (position.iteration, position.step) == (call // 3 + 1, call % 3)
+        assert bool(position.part) == streams
+        assert bool(position.under_way) == (streams and first.settings.overlap_steps > 0)
         first.save(files)
         second = new_run(topology, scenario)
         second.restore(files)
