@@ -38,6 +38,11 @@ def check_together(settings: Settings, estimate: Mapping[str, Any]) -> None:
     if s.method.check is not None:
         s.method.check(s)
     _check_fp16(s)
+    if s.optimizer == "muon" and s.method.prunes_weights:
+        raise UserError(
+            f"optimizer muon makes matrices orthogonal, which brings back the single weights that "
+            f"{s.method.name} has pruned; give sgd or adamw"
+        )
     _check_interval(s)
     if not s.method.prunes_groups:
         return
@@ -284,10 +289,10 @@ def _check_fp16(settings: Settings) -> None:
     s = settings
     if s.amp != "fp16":
         return
-    if s.optimizer == "adamw" and s.weight_decay_on == "weights":
+    if s.optimizer != "sgd" and s.weight_decay_on == "weights":
         raise UserError(
-            "weight-decay-on weights: a step of adamw that fp16 leaves out would shrink them all "
-            "the same; use --amp bf16, or all"
+            f"weight-decay-on weights: a step of {s.optimizer} that fp16 leaves out would shrink "
+            "them all the same; use --amp bf16, or all"
         )
     if s.method.per_step and not s.method.overflow_safe:
         raise UserError(

@@ -18,6 +18,7 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wires, find_wires
 from prunex_mpi.core.losses import Teacher
+from prunex_mpi.core.muon import Muon, hidden_matrices
 from prunex_mpi.core.sums import BLOCK, Coded, whole_blocks
 from prunex_mpi.data.batches import BatchStream, Shard
 from prunex_mpi.data.decoding import Reader
@@ -116,12 +117,19 @@ SGD_STATE = {"momentum_buffer": "momentum"}
 ADAMW_STATE = {"exp_avg": "momentum", "exp_avg_sq": "second_moment", "step": "steps_taken"}
 
 
-def build_optimizer(theta: Tensor, settings: Settings) -> torch.optim.Optimizer:
+def build_optimizer(
+    theta: Tensor, settings: Settings, model: nn.Module | None = None, layout: Layout | None = None
+) -> torch.optim.Optimizer:
     """Return the optimizer over the flat `theta`, its state allocated; `theta.grad` is read.
 
     The fused steps make no temporaries: one pass for weight decay, momentum and update. AdamW's
-    weight decay is decoupled: theta *= 1 - lr decay (Loshchilov and Hutter 2019).
+    weight decay is decoupled: theta *= 1 - lr decay (Loshchilov and Hutter 2019). Muon looks for
+    the matrices of `model`.
     """
+    if settings.optimizer == "muon":
+        matrices = hidden_matrices(model, layout)
+        rates = {"lr": settings.lr, "momentum": settings.momentum}
+        return Muon(theta, layout, matrices, beta2=BETA2, eps=EPSILON, **rates)
     if settings.optimizer == "adamw":
         betas = settings.momentum, BETA2
         adamw = torch.optim.AdamW([theta], lr=settings.lr, betas=betas, eps=EPSILON, fused=True)
@@ -140,9 +148,10 @@ def build_optimizer(theta: Tensor, settings: Settings) -> torch.optim.Optimizer:
 def remembered(optimizer: torch.optim.Optimizer, theta: Tensor) -> dict[str, Tensor]:
     """Return what the optimizer remembers, by the names that it has in checkpoints.
 
-    `momentum` and, of AdamW, `second_moment` are as long as `theta`; its `steps_taken` is 0-dim.
+    `momentum` and, of AdamW and Muon, `second_moment` are as long as `theta`; their `steps_taken`
+    is 0-dim.
     """
-    names = ADAMW_STATE if isinstance(optimizer, torch.optim.AdamW) else SGD_STATE
+    names = ADAMW_STATE if isinstance(optimizer, torch.optim.AdamW | Muon) else SGD_STATE
     state = optimizer.state[theta]
     return {name: state[key] for key, name in names.items() if key in state}
 
@@ -381,7 +390,7 @@ def build_state(
         bn_modules=bn_modules,
         theta=theta,
         grad=grad,
-        optimizer=build_optimizer(theta, settings),
+        optimizer=build_optimizer(theta, settings, model, layout),
         scaler=torch.amp.GradScaler(theta.device.type, enabled=settings.amp == "fp16"),
         u=torch.zeros_like(theta),
         v=torch.zeros_like(theta),

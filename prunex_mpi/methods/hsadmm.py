@@ -190,7 +190,10 @@ def local_computation(
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
     decayed = share_decay_(context, settings.weight_decay if in_theta else 0.0)
     rho1 = None if state.consensus_sgd else share_pull_(state, settings)
-    masked = factor_views(state.grad, state.layout, state.groups, state.factors)
+    masked, weights = (
+        factor_views(flat, state.layout, state.groups, state.factors)
+        for flat in (state.grad, state.theta)
+    )
     context.problem.model.train()
     steps = local_steps(context)
     while position.step < steps:
@@ -212,6 +215,9 @@ def local_computation(
         if state.frozen:
             mask_views_(masked, state.factors)
         step_optimizer_(context, decayed)
+        if state.frozen and settings.optimizer == "muon":
+            # Of grouped convolutions a matrix that is made orthogonal is zero elsewhere.
+            mask_views_(weights, state.factors)
         add_loss_(losses, loss, context)
         position.step += 1
         position.clock.note("step", f"step {position.step}", stepped)

@@ -113,16 +113,16 @@ def advice(
             f"local steps apart: below {FEWEST_KEPT} that is stable at very small learning rates "
             "alone; give --inner-momentum reset"
         )
-    if settings.optimizer == "adamw" and settings.inner_momentum == "reset":
+    if settings.optimizer != "sgd" and settings.inner_momentum == "reset":
         lines.append(
             "adamw takes its first steps after each exchange far too short where its first moment "
             "begins anew; give --inner-momentum keep"
         )
     rate = settings.lr * lr_scale
-    if settings.optimizer == "adamw" and rate > HIGH_ADAMW_RATE:
+    if settings.optimizer != "sgd" and rate > HIGH_ADAMW_RATE:
         lines.append(
-            f"lr {rate:g} is high for adamw, which moves every weight by about that much at "
-            "each step; 0.001 is usual"
+            f"lr {rate:g} is high for {settings.optimizer}, which moves every weight by about that "
+            "much at each step; 0.001 is usual"
         )
     if not steady and settings.optimizer == "sgd" and rate > HIGH_UNSTEADY_RATE:
         other = "--optimizer adamw, which is usual for transformers, or "

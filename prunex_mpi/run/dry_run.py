@@ -17,13 +17,13 @@ from prunex_mpi.core.message import STATISTICS, message_bytes
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.schedule import quadratic_rounds, strictness
 from prunex_mpi.core.state import find_stats_groups, kept_stats
-from prunex_mpi.core.sums import MOST_SUMMED, SUMMED, coded_bytes
+from prunex_mpi.core.sums import BLOCK, MOST_SUMMED, SUMMED, coded_bytes
 from prunex_mpi.data.datasets import NOTHING_KNOWN
 from prunex_mpi.data.image_files import Known
 from prunex_mpi.methods.exchanges import code_of
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout, build_layout
-from prunex_mpi.pruning.compaction import Plan, build_plan
+from prunex_mpi.pruning.compaction import Plan, build_plan, cut_plan
 from prunex_mpi.pruning.groups import Groups, out_of_reach
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import select
@@ -88,12 +88,15 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
         return _dry_run_sparse(settings, topology, layout, size, statistics)
     stats_groups = find_stats_groups(model, bn_modules, layout, groups)
 
-    def travelling(strict: float) -> Travelling:
+    def planned(strict: float) -> tuple[Plan, int]:
         mask = nominal_mask(groups, strict, settings.round_to)
         if settings.method.flat:
             mask[:] = True
         plan = build_plan(layout, groups, mask, parameter.device)
-        return travelling_under(plan, kept_stats(mask, stats_groups).size, layout, size)
+        return plan, kept_stats(mask, stats_groups).size
+
+    def travelling(strict: float) -> Travelling:
+        return travelling_under(*planned(strict), layout, size)
 
     warmup, ramp = settings.warmup_iterations, settings.keep_ramp_iterations
     if settings.method.local_sgd:
@@ -120,6 +123,8 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
         ]
         if line := out_of_reach(groups, layout.numel):
             rows.append(("warning", line))
+    if settings.fragments > 1:
+        rows.append(("parts", _parts(settings, *planned(1.0), size)))
     text = format_lines(rows)
     if settings.estimate and settings.estimate.link_gbit:
         table = cost_table(settings, settings.estimate, travels[1.0])
@@ -156,6 +161,21 @@ def _payload_rows(
         (over_the_run, f"{_share_of(total, dense * outer)} of dense fp32, {whole_run}{quality}"),
     ]
     return rows if groups.total else [*rows[:3], rows[4]]
+
+
+def _parts(settings: Settings, plan: Plan, statistics: int, size: int) -> str:
+    """Return how the message leaves in parts: the peak of the link."""
+    count = settings.fragments
+    sizes = [int(part.numel) for _, _, part in cut_plan(plan, count, BLOCK)]
+    carried = [0] * (count - 1) + [statistics]
+    largest = max(
+        message_bytes(settings.payload, numel, extra, size)
+        for numel, extra in zip(sizes, carried, strict=True)
+    )
+    steps = settings.local_steps
+    distance = f"every {steps / count:g} local steps" if steps else f"{count} times per interval"
+    once = ", once the masks are frozen" if settings.method.consensus else ""
+    return f"{count}, one {distance}{once}: {_size_of(largest)} at most; all at once at the end"
 
 
 def _rounds(settings: Settings) -> tuple[int, str]:

@@ -36,6 +36,7 @@ from prunex_mpi.core.evaluation import memory_of_best, memory_of_ema
 from prunex_mpi.core.loading import CPU, find_sizes, load_dataset
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.metrics import prunable_and_kept
+from prunex_mpi.core.muon import describe_muon
 from prunex_mpi.core.problem import build_problem, choose_rules, make_groups, make_model
 from prunex_mpi.core.schedule import total_steps
 from prunex_mpi.core.scores import memory_of_scores
@@ -201,6 +202,8 @@ def log_warnings(world: MPI.Comm, context: RunContext) -> None:
         return
     for excluded in context.state.groups.excluded:
         log.info("not pruned: %s", excluded)
+    if context.settings.optimizer == "muon":
+        log.info("%s", describe_muon(context.problem.model, context.state.layout))
     if line := out_of_reach(context.state.groups, context.state.layout.numel):
         log.warning("%s", line)
     problem = context.problem

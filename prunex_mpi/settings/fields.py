@@ -172,7 +172,7 @@ class Settings:
         of="by_iteration",
     )
     batch_size: int = setting(_S, "images per rank and local step", low=1)
-    lr: float = setting(_S, "peak learning rate (adamw: 0.001)", above=0)
+    lr: float = setting(_S, "peak learning rate (adamw, muon: 0.001)", above=0)
     lr_schedule: str = setting(_S, "learning rate schedule", choices=("constant", "cosine", "step"))
     warmup_ratio: float = setting(
         _S, "linear warm-up of the learning rate, as a fraction of all steps", low=0, below=1
@@ -180,13 +180,16 @@ class Settings:
     min_lr_ratio: float = setting(
         _S, "final learning rate of the cosine schedule, as a fraction of --lr", low=0, high=1
     )
-    momentum: float = setting(_S, "momentum of SGD, beta 1 of AdamW", low=0, below=1, of="momentum")
-    weight_decay: float = setting(_S, "weight decay lambda (adamw, decoupled: 0.05)", low=0)
+    momentum: float = setting(
+        _S, "momentum of SGD and Muon, beta 1 of AdamW", low=0, below=1, of="momentum"
+    )
+    weight_decay: float = setting(_S, "weight decay lambda (adamw, muon, decoupled: 0.05)", low=0)
     optimizer: str = setting(
         _S,
-        "optimizer of the local steps, or of the step on the mean gradient",
+        "optimizer of the local steps, or of the step on the mean gradient; muon: of the matrices "
+        "of hidden layers, adamw for the rest",
         "sgd",
-        choices=("sgd", "adamw"),
+        choices=("sgd", "adamw", "muon"),
         of="optimizer",
     )
     inner_momentum: str = setting(

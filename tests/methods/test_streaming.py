@@ -10,7 +10,9 @@ from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
 from reference_streaming import Simulation
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
+from prunex_mpi.core import streaming
 
 pytestmark = pytest.mark.mpi
 
@@ -78,3 +80,52 @@ def test_program_equals_oracle(ranks_per_node, scenario, fragments):
             if diloco:
                 assert near(state.memory["shared.outer_momentum"], expected.velocity)
             assert_alike_on_all_ranks(state.z)
+
+
+@pytest.mark.parametrize("payload", ["fp32", "int4"])
+def test_as_many_bytes_leave_as_at_once_and_no_more_than_a_part_between_two_steps(
+    payload, monkeypatch
+):
+    """In any window of a third of an outer iteration leaves about a third of the message."""
+    found, sent = {}, []
+    real = streaming.fill_message_
+
+    def noted(leader, node, state, *rest):
+        before = state.position.traffic.payload
+        counted = real(leader, node, state, *rest)
+        now = STEPS * (state.position.iteration - 1) + state.position.step
+        sent.append((now, state.position.traffic.payload - before))
+        return counted
+
+    for fragments in (1, 3):
+        settings = make(**COMMON, method="diloco", payload=payload, fragments=fragments)
+        with nodes_of(1) as topology, monkeypatch.context() as patched:
+            patched.setattr(streaming, "fill_message_", noted)
+            stream = RandomStream(WORLD.rank, torch.float64)
+            runs = run_driver(topology, settings, new_net(), stream, STEPS)
+            found[fragments] = [record["bytes"] for record, _ in runs]
+    assert found[1] == found[3]
+    whole = found[1][0]["payload"]
+    # The last outer iteration sends all at its end.
+    assert [now for now, _ in sent] == list(range(2, 3 * STEPS + 1, STEPS // 3))
+    # Parts end after whole blocks, and statistics go with the last.
+    assert max(size for _, size in sent) < whole / 3 * 1.4
+    for first in range(3 * STEPS):
+        window = [size for now, size in sent if first <= now < first + STEPS // 3]
+        assert sum(window) < whole / 3 * 1.4
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"fragments": 7}, "fragments 7 is more than the 6 local_?-?steps"),
+        ({"fragments": 2, "overlap_steps": 4}, "overlap-steps 4 is more than the 3 local steps"),
+        ({"fragments": 2, "overlap_steps": "auto"}, "auto measures messages"),
+        ({"fragments": 2, "method": "prunex", "after_freeze": "admm"}, "duals need all of z"),
+        ({"fragments": 2, "method": "sparseloco"}, "fragments means nothing to method sparseloco"),
+        ({"fragments": 2, "method": "prunex-flat"}, "fragments means nothing to method"),
+    ],
+)
+def test_what_can_not_be_sent_in_parts_is_refused(changes, line):
+    with pytest.raises(UserError, match=line):
+        make(**{**COMMON, "method": "local-sgd", **changes})

@@ -68,6 +68,8 @@ COMMON = {
     "lr": 0.05,
 }
 RAMP = {"warmup_iterations": 1, "keep_ramp_iterations": 2}
+# Older versions of torch have none.
+MUON = "muon" if hasattr(torch.optim, "Muon") else "adamw"
 SCENARIOS = {
     "recipe": {**RAMP, "freeze_iteration": 4, "model_ema_decay": 0.75},
     "paper": {
@@ -114,6 +116,14 @@ SCENARIOS = {
     "adacgd": {"method": "adacgd", "aggregation": "hierarchical"},
     "diloco": {"method": "diloco"},
     "diloco adamw": {"method": "diloco", "optimizer": "adamw", "lr": 0.002},
+    # MuLoCo.
+    "diloco muon int2": {
+        "method": "diloco",
+        "optimizer": MUON,
+        "inner_momentum": "keep",
+        "payload": "int2",
+        "lr": 0.002,
+    },
     # Its fourth round has six steps.
     "qsr": {"method": "qsr", "qsr_alpha": 0.07},
     "sparseloco": {"method": "sparseloco", "sparseloco_ratio": 0.01, "node_sync": "outer"},
@@ -212,6 +222,8 @@ STREAMED = {
         **FEWER_BITS["removed"],
         **BEHIND,
         "fragments": 2,
+        "optimizer": MUON,
+        "lr": 0.002,
     },
 }
 SCENARIOS |= {**FEWER_BITS, **OVERLAPPED, **STREAMED}
