@@ -64,8 +64,7 @@ class DilocoOptions:
     outer_lr: float = option("learning rate of the step between nodes", 0.7, above=0)
     outer_momentum: float = option("Nesterov momentum of that step", 0.9, low=0, below=1)
     alpha: float = option(
-        "weight of local parameters where z arrives behind local steps; auto: z, plus all that "
-        "these steps have moved them by",
+        "weight of local parameters where z arrives late; auto: z plus what late steps did",
         AUTO,
         low=0,
         high=1,

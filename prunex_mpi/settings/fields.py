@@ -186,8 +186,7 @@ class Settings:
     weight_decay: float = setting(_S, "weight decay lambda (adamw, muon, decoupled: 0.05)", low=0)
     optimizer: str = setting(
         _S,
-        "optimizer of the local steps, or of the step on the mean gradient; muon: of the matrices "
-        "of hidden layers, adamw for the rest",
+        "optimizer of the local steps, or of the step on the mean gradient",
         "sgd",
         choices=("sgd", "adamw", "muon"),
         of="optimizer",
@@ -409,8 +408,7 @@ class Settings:
     )
     fragments: int = setting(
         _S,
-        "parts in which the message between nodes is sent, at even distances between local steps; "
-        "prunex: from the freeze on",
+        "parts of the message, sent at even distances between local steps (prunex: once frozen)",
         1,
         low=1,
         high=10**4,
