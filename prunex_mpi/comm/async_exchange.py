@@ -26,8 +26,8 @@ from prunex_mpi.comm.traffic import Clock
 class AsyncExchange:
     """The helper thread of one rank, and what it is at.
 
-    `between` and `node` are duplicates of the lane and the node of a topology, `transport` has host
-    memory that nobody else writes, `clock` is the thread's own, as is `stream` on a GPU.
+    `between` and `node` are duplicates of the leaders and the node of a topology, `transport` has
+    host memory that nobody else writes, `clock` is the thread's own, as is `stream` on a GPU.
     """
 
     def __init__(self, between: MPI.Comm, node: MPI.Comm, transport: Transport) -> None:
@@ -67,17 +67,16 @@ def exchanging_behind(
     """Have a helper thread for the time of the block, where one is `wanted`.
 
     Raises UserError on every rank where MPI does not allow several threads. Collective on `world`,
-    `node` and `lane`, at both ends: it ends the same on every rank, or the job is ended anyway.
+    `node` and `leader`, at both ends: it ends the same on every rank, or the job is ended anyway.
     """
     if not wanted:
         yield None
         return
     run_collectively(topology.world, check_thread_support)
-    leads = topology.lane != MPI.COMM_NULL
     behind = AsyncExchange(
-        topology.lane.Dup() if leads else MPI.COMM_NULL,
+        topology.leader.Dup() if topology.is_leader else MPI.COMM_NULL,
         topology.node.Dup(),
-        between_nodes(for_another_thread(transport), topology.num_nodes, topology.lanes),
+        between_nodes(for_another_thread(transport), topology.num_nodes),
     )
     try:
         yield behind

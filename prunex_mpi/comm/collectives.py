@@ -78,8 +78,8 @@ def build_transport(
     return Transport(bucket_bytes, staging, piece_kib * KIB)
 
 
-def between_nodes(transport: Transport, nodes: int, lanes: int = 1) -> Transport:
-    """Return the transport for messages between so many nodes, of which each has `lanes` leaders.
+def between_nodes(transport: Transport, nodes: int) -> Transport:
+    """Return the transport for messages between so many nodes.
 
     A large message waits, before it may go on, for answers that queue behind those of the other
     direction: one of 11 MB took up to 1.8 times as long as the link needs, under Open MPI 5.0 and
@@ -87,7 +87,7 @@ def between_nodes(transport: Transport, nodes: int, lanes: int = 1) -> Transport
     """
     if not transport.piece_bytes:
         return transport
-    wanted = transport.piece_bytes * nodes * lanes
+    wanted = transport.piece_bytes * nodes
     return replace(transport, bucket_bytes=min(transport.bucket_bytes, wanted))
 
 
@@ -215,37 +215,31 @@ def bcast_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) ->
 
 
 def allreduce_then_bcast_(
-    lane: MPI.Comm, node: MPI.Comm, flat: Tensor, transport: Transport, lanes: int = 1
+    leader: MPI.Comm, node: MPI.Comm, flat: Tensor, transport: Transport
 ) -> float:
     """Sum `flat` over the nodes and hand the sum to every rank of each node, bucket by bucket.
 
-    The first `lanes` ranks of a node, its leaders, hold what it contributes; each reduces its part
-    of a bucket. Collective on `lane` (where it is not MPI.COMM_NULL), then on `node`. What others
+    Collective on `leader` (where it is not MPI.COMM_NULL), then on `node`. What others than leaders
     pass in is overwritten. The broadcast of a bucket overlaps the reduction of the one behind it,
     except for device memory. Returns the seconds that the broadcasts were waited for.
     """
-    leads = lane != MPI.COMM_NULL and lane.size > 1
+    leads = leader != MPI.COMM_NULL and leader.size > 1
     if not leads and node.size == 1:
         return 0.0
     if flat.device.type == "cuda" and transport.staging is None:
-        parts = parts_of(flat, lanes)
         if leads:
-            allreduce_(lane, parts[node.rank], transport)
+            allreduce_(leader, flat, transport)
         started = time.perf_counter()
-        for root, part in enumerate(parts):
-            bcast_(node, part, transport, root)
+        bcast_(node, flat, transport)
         return time.perf_counter() - started
     spent = 0.0
-    for operand in staged(flat, transport, fetch=lane != MPI.COMM_NULL):
+    for operand in staged(flat, transport, fetch=leader != MPI.COMM_NULL):
         behind: list[MPI.Request] = []
         for bucket in buckets(operand, transport):
-            parts = parts_of(bucket, lanes)
             if leads:
-                _reduce_bucket_(lane, parts[node.rank], MPI.SUM)
+                _reduce_bucket_(leader, bucket, MPI.SUM)
             started = time.perf_counter()
-            requests = []
-            if node.size > 1:
-                requests = [node.Ibcast(mpi_buffer(p), root=root) for root, p in enumerate(parts)]
+            requests = [node.Ibcast(mpi_buffer(bucket), root=0)] if node.size > 1 else []
             MPI.Request.Waitall(behind)
             behind = requests
             spent += time.perf_counter() - started
@@ -253,12 +247,6 @@ def allreduce_then_bcast_(
         MPI.Request.Waitall(behind)
         spent += time.perf_counter() - started
     return spent
-
-
-def parts_of(flat: Tensor, lanes: int) -> list[Tensor]:
-    """Return views of the part of `flat` that is for each of `lanes` leaders of a node."""
-    ends = [flat.numel() * lane // lanes for lane in range(lanes + 1)]
-    return [flat[start:stop] for start, stop in pairwise(ends)]
 
 
 def hierarchical_sum_(leader: MPI.Comm, node: MPI.Comm, values: np.ndarray) -> None:

@@ -26,9 +26,6 @@ from prunex_mpi.comm.agreement import gather_text
 class Topology:
     """The communicators of one rank; `leader` is MPI.COMM_NULL except on node rank 0.
 
-    The first `lanes` ranks of every node share what their node sends: rank l does its part over
-    `lane`, a communicator of the ranks l of all nodes, MPI.COMM_NULL on all others. With one lane,
-    it is `leader`.
     World rank 0 is always rank 0 of its node and of the leaders. `host_rank` and `host_size` count
     the ranks that share the machine, whatever the (virtual) nodes are; `core_sharers` of them,
     this one included, may use the same cores. They choose device and threads.
@@ -37,8 +34,6 @@ class Topology:
     world: MPI.Comm
     node: MPI.Comm
     leader: MPI.Comm
-    lane: MPI.Comm
-    lanes: int
     node_index: int
     node_sizes: tuple[int, ...]
     host_rank: int
@@ -67,12 +62,12 @@ class Topology:
         return self.node.size / self.world.size
 
 
-def build_topology(world: MPI.Comm, ranks_per_node: int = 0, lanes: int = 1) -> Topology:
+def build_topology(world: MPI.Comm, ranks_per_node: int = 0) -> Topology:
     """Split `world` into nodes and leaders. Collective on `world`.
 
     `ranks_per_node` > 0 makes virtual nodes of that many consecutive ranks (the last may be
-    smaller); 0 takes what shares memory. Every node needs `lanes` ranks. Works on a duplicate of
-    `world`, which `free_topology` frees.
+    smaller); 0 takes what shares memory. Works on a duplicate of `world`, which `free_topology`
+    frees.
     """
     if ranks_per_node > world.size:
         raise UserError(
@@ -101,38 +96,17 @@ def build_topology(world: MPI.Comm, ranks_per_node: int = 0, lanes: int = 1) -> 
     if leader != MPI.COMM_NULL:
         leader.Allgather(np.array([node.size], dtype=np.int64), sizes)
     node.Bcast(sizes, root=0)
-    fewest = int(sizes.min())
-    lane = leader
-    if 1 < lanes <= fewest:
-        lane = world.Split(node.rank if node.rank < lanes else MPI.UNDEFINED, key=world.rank)
-    topology = Topology(
-        world,
-        node,
-        leader,
-        lane,
-        lanes,
-        int(shape[0]),
-        tuple(sizes.tolist()),
-        host_rank,
-        host_size,
-        core_sharers,
-    )
-    if lanes > fewest:
-        free_topology(topology)
-        raise UserError(
-            f"--leaders-per-node {lanes} is more than the ranks of the smallest node, {fewest}; "
-            "start more ranks on each node or lower it"
-        )
-    return topology
+    shared = host_rank, host_size, core_sharers
+    return Topology(world, node, leader, int(shape[0]), tuple(sizes.tolist()), *shared)
 
 
 @contextmanager
-def nodes_of(world: MPI.Comm, ranks_per_node: int = 0, lanes: int = 1) -> Iterator[Topology]:
+def nodes_of(world: MPI.Comm, ranks_per_node: int = 0) -> Iterator[Topology]:
     """Build the topology for the time of the block.
 
     Collective on `world`, at both ends: it ends the same on every rank, or the job is ended anyway.
     """
-    topology = build_topology(world, ranks_per_node, lanes)
+    topology = build_topology(world, ranks_per_node)
     try:
         yield topology
     except UserError:
@@ -143,8 +117,6 @@ def nodes_of(world: MPI.Comm, ranks_per_node: int = 0, lanes: int = 1) -> Iterat
 
 def free_topology(topology: Topology) -> None:
     """Free the communicators. Collective on each of them."""
-    if topology.lane not in (MPI.COMM_NULL, topology.leader):
-        topology.lane.Free()
     if topology.leader != MPI.COMM_NULL:
         topology.leader.Free()
     topology.node.Free()

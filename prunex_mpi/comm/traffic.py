@@ -114,6 +114,15 @@ class Clock:
         self.method += now(device) - started - (self.exchange - waited)
 
     @contextmanager
+    def between_steps(self, device: torch.device) -> Iterator[None]:
+        """Count the block, an exchange between two local steps, as one behind them that is late."""
+        started, before = now(device), (self.exchange, self.agreed)
+        yield
+        self.behind += now(device) - started
+        self.late += self.messages - sum(before)
+        self.exchange, self.agreed = before
+
+    @contextmanager
     def setting_up(self, device: torch.device) -> Iterator[None]:
         """Count the block, the messages in it too, as what a method does once to begin."""
         started, before = now(device), (self.exchange, self.agreed, self.broadcast)

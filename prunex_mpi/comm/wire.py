@@ -184,15 +184,12 @@ class Wires:
     (hierarchical). A worker contributes its gradient, or the mean of the node that it leads, times
     its weight, 1/N or P_i/N: so the plain sum of all contributions is the mean over all N ranks,
     with uneven nodes as well, and so is the sum of what compressors send and what they keep for
-    later. `node` is the rank's node, `everyone` all ranks, for what is small and decides. By `lane`
-    the leaders of a node share what it sends in bulk: each speaks for its part.
+    later. `node` is the rank's node, `everyone` all ranks, for what is small and decides.
     """
 
     workers: Wire
     node: Wire
     everyone: Wire
-    lane: Wire
-    lanes: int
     flat: bool
 
     def sum_(self, flat: Tensor) -> None:
@@ -222,10 +219,7 @@ def find_wires(
     node = Wire(topology.node, 1 / topology.node_size, 1, transport, traffic, clock, "intra")
     weight = 1 / topology.world_size
     everyone = Wire(topology.world, weight, ring, transport, traffic, clock)
-    nodes = topology.num_nodes
-    pieces = between_nodes(transport, nodes, topology.lanes)
-    lane = Wire(topology.lane, topology.node_weight, nodes, pieces, traffic, clock)
-    return Wires(workers, node, everyone, lane, topology.lanes, flat)
+    return Wires(workers, node, everyone, flat)
 
 
 def worker_weight(topology: Topology, flat: bool) -> float:

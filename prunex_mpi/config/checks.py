@@ -42,6 +42,11 @@ def check_together(settings: Settings, estimate: Mapping[str, Any]) -> None:
     if s.method.check is not None:
         s.method.check(s)
     _check_fp16(s)
+    if s.optimizer == "muon" and s.method.prunes_weights:
+        raise UserError(
+            f"optimizer muon makes matrices orthogonal, which brings back the single weights that "
+            f"{s.method.name} has pruned; give sgd or adamw"
+        )
     _check_interval(s)
     if not s.method.prunes_groups:
         return
@@ -97,7 +102,7 @@ def check_given(settings: Settings, usual: Mapping[str, Any]) -> None:
     means_nothing = (
         ("min_lr_ratio", "lr_schedule", s.lr_schedule != "cosine"),
         ("freeze_window", "freeze_drift", s.freeze_drift < 0),
-        ("beta2", "optimizer", s.optimizer != "adamw"),
+        ("beta2", "optimizer", s.optimizer == "sgd"),
         *((name, "penalty", s.penalty == "fixed") for name in ("rho_factor", "rho_max")),
     )
     for name, other, idle in means_nothing:
@@ -146,6 +151,7 @@ def _check_interval(settings: Settings) -> None:
             "frozen-local-steps needs to know when the masks freeze: give freeze-iteration, and a "
             "negative freeze-drift"
         )
+    _check_fragments(s)
     if not s.method.averages or not s.overlap_steps:
         return
     if s.evaluate_every == 1:
@@ -162,6 +168,38 @@ def _check_interval(settings: Settings) -> None:
             "overlap-steps: residuals are measured on z in every outer iteration, which waits for "
             "it; give --residuals evaluate or off"
         )
+
+
+def _check_fragments(settings: Settings) -> None:
+    """Refuse parts of a message that can't be sent apart."""
+    s = settings
+    if s.fragments == 1:
+        return
+    if AUTO in (s.local_steps, s.overlap_steps):
+        raise UserError(
+            "fragments: auto measures messages that go at once; give local-steps and "
+            "overlap-steps as numbers"
+        )
+    for name in ("local_steps", "frozen_local_steps"):
+        if 0 < getattr(s, name) < s.fragments:
+            raise UserError(
+                f"fragments {s.fragments} is more than the {getattr(s, name)} {key_of(name)}, "
+                "after one of which each leaves; lower it"
+            )
+    if s.local_steps and s.overlap_steps > s.local_steps // s.fragments:
+        raise UserError(
+            f"overlap-steps {s.overlap_steps} is more than the {s.local_steps // s.fragments} "
+            f"local steps between two of {s.fragments} fragments; lower it"
+        )
+    if s.method.consensus and (s.after_freeze != "local-sgd" or not _freezes(s)):
+        raise UserError(
+            "fragments: duals need all of z at once; give masks that freeze, and after-freeze "
+            "local-sgd"
+        )
+
+
+def _freezes(settings: Settings) -> bool:
+    return settings.freeze_iteration > 0 or settings.freeze_drift >= 0
 
 
 def _check_estimate(settings: Settings, estimate: Mapping[str, Any]) -> None:
@@ -261,10 +299,10 @@ def _check_fp16(settings: Settings) -> None:
     s = settings
     if s.amp != "fp16":
         return
-    if s.optimizer == "adamw" and s.weight_decay_on == "weights":
+    if s.optimizer != "sgd" and s.weight_decay_on == "weights":
         raise UserError(
-            "weight-decay-on weights: a step of adamw that fp16 leaves out would shrink them all "
-            "the same; use --amp bf16, or all"
+            f"weight-decay-on weights: a step of {s.optimizer} that fp16 leaves out would shrink "
+            "them all the same; use --amp bf16, or all"
         )
     if s.method.per_step and not s.method.overflow_safe:
         raise UserError(

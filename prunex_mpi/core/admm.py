@@ -81,8 +81,8 @@ def share_pull_(state: State, settings: Settings) -> Tensor | float:
     set_anchor_(state)
     rho1 = one_or_all(state.rho1)
     if isinstance(rho1, float):
-        # AdamW's decay is no part of the gradient.
-        if settings.optimizer == "adamw":
+        # AdamW's and Muon's decay is no part of the gradient.
+        if settings.optimizer != "sgd":
             return rho1
         state.optimizer.param_groups[0]["weight_decay"] += rho1
         return 0.0

@@ -27,8 +27,14 @@ from prunex_mpi.comm.collectives import Transport, allreduce_then_bcast_
 from prunex_mpi.comm.traffic import NOTHING, Clock
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.evaluation import add_z_
-from prunex_mpi.core.state import CODED, KNOWN, PLAIN, REST, SHARED, State, agreeing
-from prunex_mpi.core.sums import allocate_coded, coded_bytes, sum_coded_
+from prunex_mpi.core.state import CODED, KNOWN, PLAIN, REST, SHARED, Part, State, agreeing
+from prunex_mpi.core.sums import (
+    allocate_coded,
+    coded_bytes,
+    first_blocks,
+    sum_coded_,
+    whole_blocks,
+)
 from prunex_mpi.models import batchnorm
 from prunex_mpi.pruning.compaction import pack_, unpack_
 from prunex_mpi.pruning.masks import apply_factors_
@@ -37,41 +43,46 @@ from prunex_mpi.settings.fields import Settings
 STATISTICS = "bf16"
 
 
-def fill_message_(lane: Wire, node: Wire, lanes: int, state: State, payload: str) -> dict[str, int]:
-    """Write what this node contributes, on all its leaders; count it, and return what was counted.
+def fill_message_(
+    leader: Wire, node: Wire, state: State, payload: str, part: Part | None = None
+) -> dict[str, int]:
+    """Write what this node contributes, on its leader; count it, and return what was counted.
 
-    z_i, v_i and z must stay as they are until `take_over_`. With one node there is nobody to save
-    bytes for: everything is plain. Where the mask has changed, collective on `lane.comm`, then on
-    `node.comm`.
+    The whole message, or one `part` of it. Of that z_i, v_i and z must stay as they are until it is
+    taken over. With one node there is nobody to save bytes for: everything is plain. Where the mask
+    has changed, collective on `leader.comm`.
     """
-    coded = payload != "fp32" and lane.ring > 1
-    _make_room_(state, payload if coded else "", lane)
+    part = part or state.whole_message
+    coded = payload != "fp32" and leader.ring > 1
+    _make_room_(state, payload if coded else "", leader, part)
     # Retired duals are zero.
     dual = None if state.consensus_sgd else state.v
     if not state.plan_agreed:
-        if lane.is_member:
+        if leader.is_member:
             with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
-                alike = digests_agree(lane.comm, state.plan.digest)
+                alike = digests_agree(leader.comm, state.plan.digest)
             if not alike:
                 raise RuntimeError("the leaders' compact layouts differ; nothing was exchanged")
-        if coded and lanes > 1:
-            _share_rest_(lane, node, state)
         state.plan_agreed = True
-    if lane.is_member:
+    kept = part.stats_kept
+    if leader.is_member:
         if coded:
-            _offer_difference_(lane, state, dual)
+            _offer_difference_(leader, state, dual, part)
         else:
-            pack_(state.z_node, state.plan, state.message, dual, lane.weight)
-            statistics = state.message[state.plan.numel :]
-            torch.index_select(state.stats, 0, state.stats_kept, out=statistics)
-            statistics.mul_(lane.weight)
-    size = state.message.element_size()
+            message = state.message(part)
+            pack_(state.z_node, part.plan, message, dual, leader.weight)
+            statistics = message[part.plan.numel :]
+            torch.index_select(state.stats, 0, kept, out=statistics)
+            statistics.mul_(leader.weight)
+    size = state.payload.element_size()
     # A plan's sizes are NumPy's, which JSON does not know.
-    numels = int(state.plan.numel), state.stats_kept.numel()
+    numels = int(part.plan.numel), kept.numel()
     travelling = message_bytes(payload if coded else "fp32", *numels, size)
-    dense = state.whole.layout.numel + state.whole.stats
+    place = part.place
+    dense = state.whole.layout.numel if not part.number else place.stop - place.start
+    dense += state.whole.stats if kept.numel() or not part.number else 0
     state.position.traffic.dense += dense * size
-    return lane.count(travelling) | node.count(travelling)
+    return leader.count(travelling) | node.count(travelling)
 
 
 def message_bytes(payload: str, parameters: int, statistics: int, size: int) -> int:
@@ -84,74 +95,81 @@ def message_bytes(payload: str, parameters: int, statistics: int, size: int) -> 
     return coded_bytes(payload, parameters, size) + coded_bytes(STATISTICS, statistics, size)
 
 
-def _make_room_(state: State, payload: str, lane: Wire) -> None:
+def _make_room_(state: State, payload: str, leader: Wire, part: Part) -> None:
     """Allocate what a message of fewer bits needs; nothing where the last one was as long."""
     if not payload:
         state.coded = None
         return
-    blocks = tuple(part.numel() for part in state.blocks)
-    if state.coded is None or blocks != tuple(c.numel for c in state.coded):
-        ways = zip((payload, STATISTICS), state.blocks, strict=True)
+    lengths = [block.numel() for block in state.blocks(part)]
+    # Parts differ by a few blocks: what is enough for the longest is enough.
+    known = [c.numel for c in state.coded] if state.coded else []
+    enough = [n >= m for n, m in zip(known, lengths, strict=False)]
+    if known != lengths and not (part.number and known and all(enough)):
+        ways = zip((payload, STATISTICS), state.blocks(part), strict=True)
         state.coded = tuple(
-            allocate_coded(way, part, lane.ring, lane.transport) for way, part in ways
+            allocate_coded(way, block, leader.ring, leader.transport) for way, block in ways
         )
+    if part.number and (state.waiting is None or state.waiting.numel() < lengths[0]):
+        state.waiting = state.theta.new_empty(lengths[0])
 
 
-def _share_rest_(lane: Wire, node: Wire, state: State) -> None:
-    """Have all that is left over of the node's messages on each leader, and on nobody else.
-
-    Under a new mask each leader's part is another one. Collective on `node.comm`.
-    """
-    rest = state.memory[REST]
-    node.reduce_(rest)
-    if not lane.is_member:
-        rest.zero_()
-
-
-def _offer_difference_(lane: Wire, state: State, dual: Tensor | None) -> None:
+def _offer_difference_(leader: Wire, state: State, dual: Tensor | None, part: Part) -> None:
     """Add the weighted difference to what is left over; write that of the statistics."""
-    message, statistics = state.blocks
-    rest, kept = state.memory[REST], state.stats_kept
-    numel = state.plan.numel
-    torch.sub(state.z_node, state.z, out=state.scratch)
-    pack_(state.scratch, state.plan, message, dual)
-    rest[:numel].add_(message[:numel], alpha=lane.weight)
+    message, statistics = state.blocks(part)
+    rest, kept, place = state.memory[REST], part.stats_kept, part.place
+    numel = part.plan.numel
+    torch.sub(state.z_node[place], state.z[place], out=state.scratch[place])
+    pack_(state.scratch, part.plan, message, dual)
+    rest[part.span].add_(message[:numel], alpha=leader.weight)
+    values = _waiting(state, part)
+    if part.number:
+        values[:numel].copy_(rest[part.span])
     # int2 has no zero: what fills up the last block has something left over as well.
-    rest[numel : message.numel()].zero_()
+    values[numel:].zero_()
     gap = torch.sub(state.stats, state.memory[KNOWN])
     statistics.zero_()
     torch.index_select(gap, 0, kept, out=statistics[: kept.numel()])
-    statistics.mul_(lane.weight)
+    statistics.mul_(leader.weight)
+
+
+def _waiting(state: State, part: Part) -> Tensor:
+    """Return what is left over of a message, in whole blocks; of parts it is a copy."""
+    blocks = whole_blocks(part.plan.numel)
+    return state.waiting[:blocks] if part.number else state.memory[REST][:blocks]
 
 
 def exchange_message_(
     between: MPI.Comm,
     node: MPI.Comm,
-    lanes: int,
     state: State,
     transport: Transport,
     clock: Clock,
     counted: Mapping[str, int] = NOTHING,
+    part: Part | None = None,
 ) -> None:
-    """Add up the messages of the nodes and hand the sum to every rank of each.
+    """Add up the messages of the nodes, or a `part` of them; hand the sum to all ranks of each.
 
     Touches nothing of the state but the message, what is left over of it, and its codes; `clock` is
     this thread's, `counted` what `fill_message_` has returned, for the trace. Collective on
-    `between`, a lane, where it is not MPI.COMM_NULL, then on `node`.
+    `between`, the leaders, where it is not MPI.COMM_NULL, then on `node`.
     """
+    part = part or state.whole_message
     if state.coded is None:
-        buckets = -(-state.message.nbytes // transport.bucket_bytes)
+        message = state.message(part)
+        buckets = -(-message.nbytes // transport.bucket_bytes)
         counted = {**counted, "buckets": buckets}
-        with clock.exchanging(state.message.device, "Allreduce and Bcast", counted):
-            spent = allreduce_then_bcast_(between, node, state.message, transport, lanes)
+        with clock.exchanging(message.device, "Allreduce and Bcast", counted):
+            spent = allreduce_then_bcast_(between, node, message, transport)
         clock.broadcast += spent
         return
-    message, statistics = state.blocks
-    parameters_coded, statistics_coded = state.coded
-    rest = state.memory[REST][: message.numel()]
-    ways, started = (transport, clock, lanes), time.perf_counter()
-    sum_coded_(between, node, parameters_coded, rest, message, *ways)
+    message, statistics = state.blocks(part)
+    parameters_coded, statistics_coded = map(first_blocks, state.coded, (message, statistics))
+    values = _waiting(state, part)
+    ways, started = (transport, clock), time.perf_counter()
+    sum_coded_(between, node, parameters_coded, values, message, *ways)
     sum_coded_(between, node, statistics_coded, statistics, statistics, *ways)
+    if part.number and between != MPI.COMM_NULL:
+        state.memory[REST][part.span].copy_(values[: part.plan.numel])
     clock.note("exchange", "sum of codes", started, counted)
 
 
@@ -167,15 +185,31 @@ def take_over_(state: State, way: str, behind: bool = False, freezes: bool = Fal
     gone on training since: its statistics move by as much as those of the node by which it began.
     The mask `freezes` where it was chosen in this outer iteration. Does not communicate.
     """
-    coded = way == CODED
-    message, statistics = state.blocks if coded else _plain_parts(state)
+    coded, whole = way == CODED, state.whole_message
+    message, statistics = _arrived(state, whole, coded)
     unpack_(message, state.plan, state.scratch)
     if coded:
         state.scratch.add_(state.z)
     if not state.shrinks or (coded and (freezes or not state.frozen)):
         # z may hold groups that are pruned from now on.
         apply_factors_(state.scratch, state.layout, state.groups, state.factors)
-    kept = state.stats_kept
+    _take_statistics_(state, whole, statistics, coded, behind)
+    state.z, state.scratch = state.scratch, state.z
+
+
+def _arrived(state: State, part: Part, coded: bool) -> tuple[Tensor, Tensor]:
+    """Return the parameters and the statistics that have come, of the former at least these."""
+    if coded:
+        return state.blocks(part)
+    message = state.message(part)
+    return message[: part.plan.numel], message[part.plan.numel :]
+
+
+def _take_statistics_(
+    state: State, part: Part, statistics: Tensor, coded: bool, behind: bool
+) -> None:
+    """Set the model's statistics by those that have come; see `take_over_`."""
+    kept = part.stats_kept
     values = statistics[: kept.numel()]
     if coded:
         values = values.add_(state.memory[KNOWN][kept])
@@ -197,12 +231,6 @@ def take_over_(state: State, way: str, behind: bool = False, freezes: bool = Fal
     elif behind:
         now = now.index_add(0, kept, moved)
     batchnorm.write(state.bn_modules, now, state.alone)
-    state.z, state.scratch = state.scratch, state.z
-
-
-def _plain_parts(state: State) -> tuple[Tensor, Tensor]:
-    numel = state.plan.numel
-    return state.message[:numel], state.message[numel:]
 
 
 VELOCITY = f"{SHARED}outer_momentum"
@@ -220,19 +248,51 @@ def outer_step_(state: State, settings: Settings) -> None:
     without momentum is the mean, bit for bit. The mask is kept: old_z, z and b vanish outside of
     it. Does nothing where the method has no velocity.
     """
-    if VELOCITY not in state.memory:
-        return
+    if VELOCITY in state.memory:
+        _nesterov_(settings, state.last_z, state.z, state.memory[VELOCITY])
+
+
+def _nesterov_(settings: Settings, last: Tensor, mean: Tensor, velocity: Tensor) -> None:
+    """Make the mean what the outer step leads to; `last` is overwritten."""
     lr, momentum = settings.options.outer_lr, settings.options.outer_momentum
-    step = state.last_z.sub_(state.z)
-    velocity = state.memory[VELOCITY].mul_(momentum).add_(step)
-    state.z.add_(step, alpha=1 - lr).add_(velocity, alpha=-lr * momentum)
+    step = last.sub_(mean)
+    velocity.mul_(momentum).add_(step)
+    mean.add_(step, alpha=1 - lr).add_(velocity, alpha=-lr * momentum)
 
 
-def arrive_(state: State, settings: Settings, way: str, behind: bool = False) -> None:
+def arrive_(
+    state: State, settings: Settings, way: str, number: int = 0, behind: bool = False
+) -> slice:
     """Make z what was exchanged for it while training may have gone on `behind` it.
 
-    As `take_over_`, with what follows from a new z.
+    That is the whole message, or part `number` of it. Returns its place in flat vectors. As
+    `take_over_`, with what follows from a new z.
     """
-    take_over_(state, way, behind=behind)
-    outer_step_(state, settings)
-    add_z_(state, settings)
+    if number:
+        part = state.parts_of_message(settings.fragments)[number - 1]
+        _take_part_(state, settings, way, part, behind)
+    else:
+        part = state.whole_message
+        take_over_(state, way, behind=behind)
+        outer_step_(state, settings)
+    if number in (0, settings.fragments):
+        add_z_(state, settings)
+    return part.place
+
+
+def _take_part_(state: State, settings: Settings, way: str, part: Part, behind: bool) -> None:
+    """Do for a part of z what `take_over_` and `outer_step_` do for all of it.
+
+    Masks do not change while parts travel.
+    """
+    coded, place = way == CODED, part.place
+    message, statistics = _arrived(state, part, coded)
+    unpack_(message, part.plan, state.scratch)
+    last, mean = state.z[place], state.scratch[place]
+    if coded:
+        mean.add_(last)
+    if VELOCITY in state.memory:
+        _nesterov_(settings, last, mean, state.memory[VELOCITY][place])
+    last.copy_(mean)
+    if part.number == settings.fragments:
+        _take_statistics_(state, part, statistics, coded, behind)

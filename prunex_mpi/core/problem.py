@@ -147,7 +147,7 @@ def build_problem(
         train_shard=dataset.train,
         test=dataset.test if dataset.val is None else dataset.val,
         batches=feed.batches,
-        steps=steps_of(settings, feed.train.steps_per_epoch),
+        steps=_steps_for_parts(settings, steps_of(settings, feed.train.steps_per_epoch)),
         mean=feed.mean,
         std=feed.std,
         guess_loss=math.log(dataset.num_classes) if loss is F.cross_entropy else 0.0,
@@ -230,3 +230,13 @@ def _digest(model: torch.nn.Module) -> int:
         # Bytes, since numpy knows no bfloat16.
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return int.from_bytes(digest.digest(), "little")
+
+
+def _steps_for_parts(settings: Settings, steps: int) -> int:
+    """Return the local steps of an outer iteration; raise UserError where parts have too few."""
+    if settings.fragments > 1 and steps // settings.fragments < max(1, settings.overlap_steps):
+        raise UserError(
+            f"fragments {settings.fragments}: an outer iteration has {steps} local steps, too few "
+            "for one, or as many as overlap-steps says, between two of them; lower it"
+        )
+    return steps

@@ -18,7 +18,8 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wires, find_wires
 from prunex_mpi.core.losses import Teacher
-from prunex_mpi.core.sums import Coded, whole_blocks
+from prunex_mpi.core.muon import Muon, hidden_matrices
+from prunex_mpi.core.sums import BLOCK, Coded, whole_blocks
 from prunex_mpi.core.task import IMAGES, Task
 from prunex_mpi.data.batches import BatchStream, Shard
 from prunex_mpi.data.decoding import Reader
@@ -28,7 +29,7 @@ from prunex_mpi.models import batchnorm
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.layout import Layout, flatten_
 from prunex_mpi.models.standalone import Sizes
-from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_
+from prunex_mpi.pruning.compaction import Plan, build_plan, cut_plan, pack_, unpack_
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.masks import Factors, apply_factors_, build_factors
 from prunex_mpi.pruning.shrink import smaller_sizes
@@ -45,8 +46,9 @@ class Position:
     `step` counts the local steps that outer iteration `iteration` has behind it, `steps_done` those
     of the outer iterations before; the sums of losses, the bytes and the seconds so far are this
     rank's own. `under_way` says as what travels (PLAIN or CODED) that the last outer iteration has
-    exchanged and z does not hold yet; empty where there is nothing. `converged_of` is the length of
-    a run, in outer iterations, that has converged before it, else 0. `fresh_statistics` says that
+    exchanged and z does not hold yet; empty where there is nothing. `part` is the number, from 1,
+    of the part that was exchanged last, 0 for the whole message. `converged_of` is the length of a
+    run, in outer iterations, that has converged before it, else 0. `fresh_statistics` says that
     BatchNorm's began with this run, and not with trained weights.
     """
 
@@ -61,6 +63,7 @@ class Position:
     freeze_next: bool = False
     vote_next: bool = False
     under_way: str = ""
+    part: int = 0
     first_loss: float | None = None
     # Of the best z so far by held-out images, as `best.Judged` has it.
     best: list[float] = field(default_factory=list)
@@ -116,12 +119,19 @@ SGD_STATE = {"momentum_buffer": "momentum"}
 ADAMW_STATE = {"exp_avg": "momentum", "exp_avg_sq": "second_moment", "step": "steps_taken"}
 
 
-def build_optimizer(theta: Tensor, settings: Settings) -> torch.optim.Optimizer:
+def build_optimizer(
+    theta: Tensor, settings: Settings, model: nn.Module | None = None, layout: Layout | None = None
+) -> torch.optim.Optimizer:
     """Return the optimizer over the flat `theta`, its state allocated; `theta.grad` is read.
 
     The fused steps make no temporaries: one pass for weight decay, momentum and update. AdamW's
-    weight decay is decoupled: theta *= 1 - lr decay (Loshchilov and Hutter 2019).
+    weight decay is decoupled: theta *= 1 - lr decay (Loshchilov and Hutter 2019). Muon looks for
+    the matrices of `model`.
     """
+    if settings.optimizer == "muon":
+        matrices = hidden_matrices(model, layout)
+        rates = {"lr": settings.lr, "momentum": settings.momentum}
+        return Muon(theta, layout, matrices, beta2=settings.beta2, eps=EPSILON, **rates)
     if settings.optimizer == "adamw":
         betas = settings.momentum, settings.beta2
         adamw = torch.optim.AdamW([theta], lr=settings.lr, betas=betas, eps=EPSILON, fused=True)
@@ -140,9 +150,10 @@ def build_optimizer(theta: Tensor, settings: Settings) -> torch.optim.Optimizer:
 def remembered(optimizer: torch.optim.Optimizer, theta: Tensor) -> dict[str, Tensor]:
     """Return what the optimizer remembers, by the names that it has in checkpoints.
 
-    `momentum` and, of AdamW, `second_moment` are as long as `theta`; its `steps_taken` is 0-dim.
+    `momentum` and, of AdamW and Muon, `second_moment` are as long as `theta`; their `steps_taken`
+    is 0-dim.
     """
-    names = ADAMW_STATE if isinstance(optimizer, torch.optim.AdamW) else SGD_STATE
+    names = ADAMW_STATE if isinstance(optimizer, torch.optim.AdamW | Muon) else SGD_STATE
     state = optimizer.state[theta]
     return {name: state[key] for key, name in names.items() if key in state}
 
@@ -210,7 +221,8 @@ class State:
     """Flat vectors of `layout` on one device, host arrays per layer, and the mask in force.
 
     theta, grad, u, v, z_node, z and scratch hold `layout.numel` elements, `payload` has room for
-    all of them and the BatchNorm statistics, both in whole blocks; `coded` is what they travel as.
+    all of them and the BatchNorm statistics, both in whole blocks; `coded` is what they travel as,
+    `waiting` what a part of them in fewer bits begins with, `parts` the messages in place of one.
     `scratch` holds nothing between phases, except that phase 2 lends its memory to z_tilde, which
     phase 3 takes over, and that phase 4 leaves there what z was (`last_z`).
     `stats_groups` is the place in the mask of each entry of `stats`, -1 for those that always
@@ -258,6 +270,8 @@ class State:
     consensus_sgd: bool = False
     plan_agreed: bool = False
     coded: tuple[Coded, Coded] | None = None
+    waiting: Tensor | None = None
+    parts: tuple[Plan, tuple["Part", ...]] | None = None
     sound: Tensor | None = None
     alone: bool = False
 
@@ -287,16 +301,48 @@ class State:
         return self.grad
 
     @property
-    def message(self) -> Tensor:
-        """The part of `payload` that travels: compact parameters, then BatchNorm statistics."""
-        return self.payload[: self.plan.numel + self.stats_kept.numel()]
+    def whole_message(self) -> "Part":
+        """The message of all parameters and statistics."""
+        return Part(0, slice(0, self.layout.numel), 0, self.plan, self.stats_kept)
+
+    def parts_of_message(self, count: int) -> tuple["Part", ...]:
+        """Return `count` messages of about one size in place of one, statistics with the last."""
+        if self.parts is None or self.parts[0] is not self.plan or len(self.parts[1]) != count:
+            none = self.stats_kept[:0]
+            cuts = enumerate(cut_plan(self.plan, count, BLOCK), 1)
+            parts = (Part(n, *cut, self.stats_kept if n == count else none) for n, cut in cuts)
+            self.parts = self.plan, tuple(parts)
+        return self.parts[1]
+
+    def message(self, part: "Part") -> Tensor:
+        """Return the beginning of `payload` that travels: compact parameters, then statistics."""
+        return self.payload[: part.plan.numel + part.stats_kept.numel()]
+
+    def blocks(self, part: "Part") -> tuple[Tensor, Tensor]:
+        """Return the same two apart, each in whole blocks, as they travel in fewer bits."""
+        first = whole_blocks(part.plan.numel)
+        last = first + whole_blocks(part.stats_kept.numel())
+        return self.payload[:first], self.payload[first:last]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What travels in one message: everything (`number` 0), or one of several parts of it, from 1.
+
+    `place` is its part of flat vectors, `start` where its compact parameters begin in the whole
+    message, `plan` packs them, and `stats_kept` are the BatchNorm statistics that go along.
+    """
+
+    number: int
+    place: slice
+    start: int
+    plan: Plan
+    stats_kept: Tensor
 
     @property
-    def blocks(self) -> tuple[Tensor, Tensor]:
-        """The same two apart, each in whole blocks, as they travel in fewer bits."""
-        first = whole_blocks(self.plan.numel)
-        last = first + whole_blocks(self.stats_kept.numel())
-        return self.payload[:first], self.payload[first:last]
+    def span(self) -> slice:
+        """Its part of the compact parameters of the whole message."""
+        return slice(self.start, self.start + self.plan.numel)
 
 
 @dataclass(frozen=True)
@@ -350,7 +396,7 @@ def build_state(
         bn_modules=bn_modules,
         theta=theta,
         grad=grad,
-        optimizer=build_optimizer(theta, settings),
+        optimizer=build_optimizer(theta, settings, model, layout),
         scaler=torch.amp.GradScaler(theta.device.type, enabled=settings.amp == "fp16"),
         u=torch.zeros_like(theta),
         v=torch.zeros_like(theta),
@@ -463,11 +509,11 @@ def freeze(state: State, consensus_sgd: bool) -> None:
         state.payload = new_payload(state.theta, state.plan.numel, state.stats_kept.numel())
 
 
-def forget_momentum_(state: State) -> None:
-    """Let the optimizer begin without momentum, of AdamW without first moment."""
+def forget_momentum_(state: State, place: slice = slice(None)) -> None:
+    """Let the optimizer begin without momentum, of AdamW without first moment, in one `place`."""
     momentum = momentum_of(state.optimizer, state.theta)
     if momentum is not None:
-        momentum.zero_()
+        momentum[place].zero_()
 
 
 def starts_from_z(state: State, settings: Settings) -> bool:

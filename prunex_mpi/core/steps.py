@@ -182,9 +182,9 @@ def clip_(context: RunContext) -> None:
 
 
 def shrink_(settings: Settings, rate: float, decayed: Pairs) -> None:
-    """Let weight decay act on some parameters alone; AdamW's is decoupled from the gradient."""
+    """Let weight decay act on some parameters alone; only SGD's is a part of the gradient."""
     gradients, values = decayed
-    if settings.optimizer == "adamw":
+    if settings.optimizer != "sgd":
         torch._foreach_mul_(values, 1 - rate * settings.weight_decay)
     else:
         torch._foreach_add_(gradients, values, alpha=settings.weight_decay)

@@ -7,8 +7,7 @@ owner (Alltoallv); the owner adds up the shares in the vector's own precision, e
 sends it to everyone (Allgather, Allgatherv where shares are not of one size). So each leader sends
 2 (M - 1)/M of the coded vector, whatever algorithms MPI chooses, nothing is added up by MPI in a
 type that it may not know, and all ranks decode the same bytes: they hold the same bits. The
-quantisation error stays with the rank that rounded, to be sent later. With several lanes a node has
-as many leaders: each does all of this for its part of every bucket, over a communicator of its own.
+quantisation error stays with the rank that rounded, to be sent later.
 
 `int8sum` needs nothing but Allreduce, which every CUDA-aware MPI does on the device: the leaders
 share the scale of a block, so that their integers can be added up as they are.
@@ -22,8 +21,7 @@ Distributed Lion's servers do. With `up` bits for a number and `down` for a resu
 **Sparse vectors**, of which each worker sends some elements, others than the others do.
 """
 
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -119,6 +117,13 @@ def allocate_coded(payload: str, like: Tensor, workers: int, transport: Transpor
     return Coded(payload, blocks, workers, bucket_blocks, records, maxima, received)
 
 
+def first_blocks(coded: Coded, like: Tensor) -> Coded:
+    """Return the memory of a vector as long as `like` in that of one which is as long or longer."""
+    blocks = like.numel() // BLOCK
+    records, maxima = coded.records[:blocks], coded.maxima[:blocks]
+    return replace(coded, blocks=blocks, records=records, maxima=maxima)
+
+
 def sum_coded_(
     between: MPI.Comm,
     node: MPI.Comm,
@@ -127,46 +132,32 @@ def sum_coded_(
     out: Tensor,
     transport: Transport,
     clock: Clock,
-    lanes: int = 1,
 ) -> None:
     """Set `out` [blocks * 128] on all ranks to the decoded sum of the leaders' `values`.
 
-    On the leaders `values`, as long, become what rounding left over of them, zero in the parts of
-    the node's other leaders. The broadcast of a bucket overlaps the exchange of the one behind it,
-    except for memory of a device. `clock` counts messages without the codes. Collective on
-    `between` (where it is not MPI.COMM_NULL), then on `node`.
+    On the leaders `values`, as long, become what rounding left over of them. The broadcast of a
+    bucket overlaps the exchange of the one behind it, except for memory of a device. `clock` counts
+    messages without the codes. Collective on `between` (where it is not MPI.COMM_NULL), then on
+    `node`.
     """
     device = values.device
     previous: list[MPI.Request] = []
     done = 0
     for first in range(0, coded.blocks, coded.bucket_blocks):
         end = min(first + coded.bucket_blocks, coded.blocks)
-        cuts = _cut(first, end, coded.workers, lanes)
         if between != MPI.COMM_NULL:
-            own, after = cuts[node.rank], cuts[node.rank + 1]
-            _run(values, first, own).zero_()
-            _run(values, after, end).zero_()
             if coded.payload == SUMMED:
-                _sum_integers_(between, coded, values, (own, after), transport, clock)
+                _sum_integers_(between, coded, values, (first, end), transport, clock)
             else:
-                _sum_records_(between, coded, values, (own, after), transport, clock)
-        requests = []
+                _sum_records_(between, coded, values, (first, end), transport, clock)
         with clock.broadcasting(device):
-            for root, (start, stop) in enumerate(pairwise(cuts)):
-                requests += _broadcast_(node, coded, start, stop, transport, root)
+            requests = _broadcast_(node, coded, first, end, transport)
             MPI.Request.Waitall(previous)
         _decode_(coded, done, first, out)
         previous, done = requests, first
     with clock.broadcasting(device):
         MPI.Request.Waitall(previous)
     _decode_(coded, done, coded.blocks, out)
-
-
-def _cut(start: int, stop: int, workers: int, lanes: int) -> list[int]:
-    """Return the ends of `lanes` runs of blocks, all but the last as many for each worker."""
-    rounds = -(-(stop - start) // workers)
-    ends = [start + rounds * lane // lanes * workers for lane in range(lanes + 1)]
-    return [min(end, stop) for end in ends]
 
 
 def _run(flat: Tensor, start: int, stop: int) -> Tensor:
@@ -223,7 +214,7 @@ def _sum_integers_(
 
 
 def _broadcast_(
-    node: MPI.Comm, coded: Coded, start: int, stop: int, transport: Transport, root: int
+    node: MPI.Comm, coded: Coded, start: int, stop: int, transport: Transport
 ) -> list[MPI.Request]:
     """Start to hand blocks `start` to `stop` to the ranks of the node. Collective on `node`."""
     if node.size == 1 or start == stop:
@@ -232,9 +223,9 @@ def _broadcast_(
     pieces = [piece for piece in pieces if piece.numel()]
     if coded.records.device.type == "cuda":
         for piece in pieces:
-            bcast_(node, piece, transport, root)
+            bcast_(node, piece, transport)
         return []
-    return [node.Ibcast(mpi_buffer(piece), root=root) for piece in pieces]
+    return [node.Ibcast(mpi_buffer(piece), root=0) for piece in pieces]
 
 
 def _decode_(coded: Coded, start: int, stop: int, out: Tensor) -> None:

@@ -63,6 +63,13 @@ LOCAL_SGD = Method(
 class DilocoOptions:
     outer_lr: float = option("learning rate of the step between nodes", 0.7, above=0)
     outer_momentum: float = option("Nesterov momentum of that step", 0.9, low=0, below=1)
+    alpha: float = option(
+        "weight of local parameters where z arrives late; auto: z plus what late steps did",
+        AUTO,
+        low=0,
+        high=1,
+        auto=True,
+    )
 
 
 DILOCO = Method(
@@ -382,4 +389,7 @@ METHODS = (
     *(LOCAL_SGD, DILOCO, QSR, SPARSELOCO, ONE_SHOT),
 )
 # Where an optimizer's defaults are not those of SGD: rates of another size, and what goes by them.
-OPTIMIZER_DEFAULTS = {"adamw": {"lr": 0.001, "weight_decay": 0.05, "qsr_alpha": 0.001}}
+OPTIMIZER_DEFAULTS = {
+    "adamw": {"lr": 0.001, "weight_decay": 0.05, "qsr_alpha": 0.001},
+    "muon": {"lr": 0.001, "weight_decay": 0.05, "qsr_alpha": 0.001, "momentum": 0.95},
+}

@@ -90,9 +90,9 @@ def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
     state.z_node, state.scratch = candidate, state.z_node
     if not state.frozen:
         state.factors = Factors(())
-    lane = wires.lane
-    counted = fill_message_(lane, wires.node, wires.lanes, state, settings.payload)
-    ways = lane.comm, wires.node.comm, wires.lanes, state, lane.transport, lane.clock
+    counted = fill_message_(wires.workers, wires.node, state, settings.payload)
+    leader = wires.workers
+    ways = leader.comm, wires.node.comm, state, leader.transport, leader.clock
     exchange_message_(*ways, counted)
     take_over_(state, way_of(state))
     if not state.consensus_sgd and settings.weight_decay_in == "z":

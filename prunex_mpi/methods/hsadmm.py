@@ -64,7 +64,6 @@ from prunex_mpi.core.schedule import (
     local_steps,
     may_stop,
     note_drift_,
-    steps_behind,
 )
 from prunex_mpi.core.scores import scored, watch_
 from prunex_mpi.core.state import (
@@ -88,7 +87,14 @@ from prunex_mpi.core.steps import (
     step_optimizer_,
     stops_here,
 )
-from prunex_mpi.models import batchnorm
+from prunex_mpi.core.streaming import (
+    arrival_step,
+    average_statistics_,
+    goes_in_parts,
+    merge_,
+    part_after_step,
+    send_part_,
+)
 from prunex_mpi.models.layout import bits_digest, squared_distances
 from prunex_mpi.pruning.masks import (
     apply_factors_,
@@ -116,21 +122,28 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
         for this in rounds(context):
             measured = measures_residuals(context, this)
             stage = find_stage(this.k, settings, state.frozen, position, measured)
+            parted = goes_in_parts(context, this, stage)
             with phase(context, this, "local"):
-                loss = local_computation(averager, context)
+                loss = local_computation(averager, context, wires if parted else None)
                 if loss is None:
                     return
                 check_divergence(topology, context, loss)
             split_local(context, this, waiting="intra")
-            with phase(context, this, "intra"):
-                z_tilde = intra_node_consensus(node, state, settings)
-            with phase(context, this, "project"):
-                moved_node = project(leader, node, state, settings, z_tilde, stage)
-                if stage.freeze:
-                    freeze(state, settings.after_freeze == "local-sgd")
-            with phase(context, this, "inter"):
-                behind = goes_behind(context, this, stage)
-                moved = inter_node_consensus(wires, context, stage, behind)
+            moved_node = moved = None
+            if parted:
+                with phase(context, this, "inter"):
+                    behind = goes_behind(context, this, stage)
+                    send_part_(wires, context, settings.fragments, behind)
+            else:
+                with phase(context, this, "intra"):
+                    z_tilde = intra_node_consensus(node, state, settings)
+                with phase(context, this, "project"):
+                    moved_node = project(leader, node, state, settings, z_tilde, stage)
+                    if stage.freeze:
+                        freeze(state, settings.after_freeze == "local-sgd")
+                with phase(context, this, "inter"):
+                    behind = goes_behind(context, this, stage)
+                    moved = inter_node_consensus(wires, context, stage, behind)
             with phase(context, this, "dual"):
                 norms = None if state.consensus_sgd else update_duals(state, moved_node, moved)
                 forget_duals_(state, settings)
@@ -150,14 +163,17 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
 # --------------------------------------------------------------------------------------------------
 
 
-def local_computation(averager: GradientAverager | None, context: RunContext) -> float | None:
+def local_computation(
+    averager: GradientAverager | None, context: RunContext, wires: Wires | None = None
+) -> float | None:
     """Take T steps on f_ij(theta) + rho1/2 |theta - z_i + u|^2; return the mean loss.
 
     Eq. 8, by the inner optimizer. No communication, unless `averager` averages each step's gradient
     inside the node (then collective on its communicator). Consensus SGD starts from z and has no
     proximal term. Where an exchange is under way the node goes on from its own z_i, and z arrives
-    after some of the steps. Returns None where the ranks agree to stop, before all that belongs to
-    the step at which `position` then is.
+    after some of the steps. With `wires` all parts of the message but the last are sent between
+    the steps, see `core/streaming.py` (then collective on their communicators). Returns None where
+    the ranks agree to stop, before all that belongs to the step at which `position` then is.
     """
     state, settings, position = context.state, context.settings, context.state.position
     losses, started = loss_sums(context), time.perf_counter()
@@ -165,22 +181,27 @@ def local_computation(averager: GradientAverager | None, context: RunContext) ->
         if stops_here(context, losses, started):
             return None
         remove_dropped_(context, averager)
-        if starts_from_z(state, settings):
-            start_from_(state, settings, state.z_node if position.under_way else state.z)
-        if settings.inner_momentum == "reset":
-            forget_momentum_(state)
+        # A part of z is taken over as soon as it has been sent.
+        if not position.part:
+            if starts_from_z(state, settings):
+                start_from_(state, settings, state.z_node if position.under_way else state.z)
+            if settings.inner_momentum == "reset":
+                forget_momentum_(state)
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
     decayed = share_decay_(context, settings.weight_decay if in_theta else 0.0)
     rho1 = None if state.consensus_sgd else share_pull_(state, settings)
-    masked = factor_views(state.grad, state.layout, state.groups, state.factors)
+    masked, weights = (
+        factor_views(flat, state.layout, state.groups, state.factors)
+        for flat in (state.grad, state.theta)
+    )
     context.problem.model.train()
-    steps, arrival = local_steps(context), steps_behind(context)
+    steps = local_steps(context)
     while position.step < steps:
         if position.step and stops_here(context, losses, started):
             return None
         context.heartbeat.beat(position.step)
         stepped = time.perf_counter()
-        if position.under_way and position.step >= arrival:
+        if position.under_way and position.step >= arrival_step(context):
             z_arrives(context)
         loss = forward_backward(context, averager)
         finish_average_(context, averager)
@@ -194,9 +215,17 @@ def local_computation(averager: GradientAverager | None, context: RunContext) ->
         if state.frozen:
             mask_views_(masked, state.factors)
         step_optimizer_(context, decayed)
+        if state.frozen and settings.optimizer == "muon":
+            # Of grouped convolutions a matrix that is made orthogonal is zero elsewhere.
+            mask_views_(weights, state.factors)
         add_loss_(losses, loss, context)
         position.step += 1
         position.clock.note("step", f"step {position.step}", stepped)
+        if wires is not None and (number := part_after_step(context)):
+            if position.under_way:
+                z_arrives(context)
+            with position.clock.between_steps(state.theta.device):
+                send_part_(wires, context, number, behind=context.behind is not None)
     if position.under_way:
         z_arrives(context)
     return float(losses[0] / losses[1])
@@ -216,9 +245,7 @@ def intra_node_consensus(node: Wire, state: State, settings: Settings) -> Tensor
     node, and so is their mean. In the memory of `scratch`. Collective on `node.comm`.
     """
     ranks = node.comm.size
-    batchnorm.read_(state.bn_modules, state.stats)
-    node.reduce_(state.stats)
-    state.stats.div_(ranks)
+    average_statistics_(node, state)
     decay = decay_of_layers(settings, state.layout) * (settings.weight_decay_in == "z")
     if settings.node_sync == "step" or ranks == 1:
         z_tilde = own_candidate(state, decay)
@@ -308,22 +335,23 @@ def inter_node_consensus(
     The only phase whose bytes cross nodes in bulk: leaders agree on the mask (BOR of packed bits,
     unless it was voted), pack z_i + v_i and the BatchNorm statistics into one dense message, add it
     up in buckets, and broadcast the compact result inside their node, where every rank expands it.
-    Where a node has several leaders, each does that for its part. With `behind` it goes on in the
-    helper thread, and z is what it was until `z_arrives`. Returns |z^{k+1} - z^k|^2 per layer where
-    it is measured. Collective on the communicators of the workers, the lane and the node.
+    With `behind` it goes on in the helper thread, and z is what it was until `z_arrives`. Returns
+    |z^{k+1} - z^k|^2 per layer where it is measured. Collective on the communicators of the workers
+    and the node.
     """
-    state, leader, node, lane = context.state, wires.workers, wires.node, wires.lane
+    state, leader, node = context.state, wires.workers, wires.node
     if stage.union:
         mask = agree_by_or(leader, state.mask) if leader.is_member else state.mask
         change_mask(state, node.broadcast_bits(mask))
-    counted = fill_message_(lane, node, wires.lanes, state, context.settings.payload)
+    counted = fill_message_(leader, node, state, context.settings.payload)
+    state.position.part = 0
     if behind:
         helper = context.behind
-        ways = helper.between, helper.node, wires.lanes, state, helper.transport, helper.clock
+        ways = helper.between, helper.node, state, helper.transport, helper.clock
         state.position.under_way = way_of(state)
         helper.begin(lambda: exchange_message_(*ways, counted))
         return None
-    ways = lane.comm, node.comm, wires.lanes, state, lane.transport, lane.clock
+    ways = leader.comm, node.comm, state, leader.transport, leader.clock
     exchange_message_(*ways, counted)
     take_over_(state, way_of(state), freezes=stage.freeze)
     return squared_distances(state.z, state.last_z, state.layout) if stage.measured else None
@@ -332,7 +360,7 @@ def inter_node_consensus(
 def z_arrives(context: RunContext) -> None:
     """Finish what phase 4 of the last outer iteration has begun: theta += z - z_i, v += z_i - z.
 
-    Waits for the helper thread.
+    Or what has begun since, with a part of the message. Waits for the helper thread.
     """
     state, clock = context.state, context.state.position.clock
     started = now(state.theta.device)
@@ -340,14 +368,15 @@ def z_arrives(context: RunContext) -> None:
         context.behind.finish()
         clock.late += time.perf_counter() - started
         clock.note("message", "wait for the helper", started)
-    arrive_(state, context.settings, state.position.under_way, behind=True)
+    position = state.position
+    place = arrive_(state, context.settings, position.under_way, position.part, behind=True)
     if starts_from_z(state, context.settings):
-        state.theta.add_(state.z).sub_(state.z_node)
+        merge_(state, context.settings, place)
     if not state.consensus_sgd:
         state.v.add_(state.z_node).sub_(state.z)
         update_rho2(state, context.settings)
         set_anchor_(state)
-    state.position.under_way = ""
+    position.under_way = ""
     clock.behind += now(state.theta.device) - started
 
 

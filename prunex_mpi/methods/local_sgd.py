@@ -23,6 +23,7 @@ from prunex_mpi.core.message import outer_step_
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import RunContext, freeze, wires_of
 from prunex_mpi.core.steps import averaging
+from prunex_mpi.core.streaming import goes_in_parts, send_part_
 from prunex_mpi.methods.exchanges import code_of
 from prunex_mpi.methods.hsadmm import (
     inter_node_consensus,
@@ -58,28 +59,34 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
             prune = method.prunes_once and this.k == settings.options.prune_iteration
             stage = Stage(strict=1.0, choose=prune, vote=True, freeze=prune, measured=False)
 
+            parted = goes_in_parts(context, this, stage)
             with phase(context, this, "local"):
-                loss = local_computation(averager, context)
+                loss = local_computation(averager, context, wires if parted else None)
                 if loss is None:
                     return
                 check_divergence(topology, context, loss)
             split_local(context, this, waiting="intra")
-            with phase(context, this, "intra"):
-                mean = intra_node_consensus(node, state, settings)
-            with phase(context, this, "project"):
-                project(leader, node, state, settings, mean, stage)
-                if stage.freeze:
-                    freeze(state, True)
-            with phase(context, this, "inter"):
-                behind = goes_behind(context, this, stage)
-                if code is not None:
-                    code.exchange_(wires, space, context)
-                else:
-                    inter_node_consensus(wires, context, stage, behind)
-                loss = mean_loss(topology.world, state, loss)
-            with phase(context, this, "dual"):
-                if not behind:
-                    outer_step_(state, settings)
+            behind = goes_behind(context, this, stage)
+            if parted:
+                with phase(context, this, "inter"):
+                    send_part_(wires, context, settings.fragments, behind)
+                    loss = mean_loss(topology.world, state, loss)
+            else:
+                with phase(context, this, "intra"):
+                    mean = intra_node_consensus(node, state, settings)
+                with phase(context, this, "project"):
+                    project(leader, node, state, settings, mean, stage)
+                    if stage.freeze:
+                        freeze(state, True)
+                with phase(context, this, "inter"):
+                    if code is not None:
+                        code.exchange_(wires, space, context)
+                    else:
+                        inter_node_consensus(wires, context, stage, behind)
+                    loss = mean_loss(topology.world, state, loss)
+                with phase(context, this, "dual"):
+                    if not behind:
+                        outer_step_(state, settings)
 
             # Nobody was trained with z: its statistics are estimated where it is looked at.
             estimate = ""
@@ -106,16 +113,16 @@ def advice(
             f"local steps apart: below {FEWEST_KEPT} that is stable at very small learning rates "
             "alone; give --inner-momentum reset"
         )
-    if settings.optimizer == "adamw" and settings.inner_momentum == "reset":
+    if settings.optimizer != "sgd" and settings.inner_momentum == "reset":
         lines.append(
             "adamw takes its first steps after each exchange far too short where its first moment "
             "begins anew; give --inner-momentum keep"
         )
     rate = settings.lr * lr_scale
-    if settings.optimizer == "adamw" and rate > HIGH_ADAMW_RATE:
+    if settings.optimizer != "sgd" and rate > HIGH_ADAMW_RATE:
         lines.append(
-            f"lr {rate:g} is high for adamw, which moves every weight by about that much at "
-            "each step; 0.001 is usual"
+            f"lr {rate:g} is high for {settings.optimizer}, which moves every weight by about that "
+            "much at each step; 0.001 is usual"
         )
     if not steady and settings.optimizer == "sgd" and rate > HIGH_UNSTEADY_RATE:
         other = "--optimizer adamw, which is usual for transformers, or "

@@ -8,7 +8,7 @@ whole and channels gathered, tile by tile, in one pass over memory.
 import functools
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -90,6 +90,48 @@ def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.d
     parts = (_describe(layout), places.tobytes(), np.packbits(mask).tobytes())
     digest = int.from_bytes(hashlib.sha256(b"".join(parts)).digest()[:8], "little")
     return Plan(tuple(pieces), start, digest)
+
+
+def cut_plan(plan: Plan, count: int, unit: int) -> list[tuple[slice, int, Plan]]:
+    """Return `count` parts of a plan, of about as many kept elements each.
+
+    (place in flat vectors, start in the payload, plan) of each; the plan's places in the payload
+    are counted from that start. A part ends after a multiple of `unit` elements of the payload, or
+    with a layer where that has lost some. Small networks may leave parts empty.
+    """
+    ends = [_end_near(plan, number * plan.numel / count, unit) for number in range(1, count)]
+    pieces, found, start = list(plan.pieces), [], 0
+    offset = 0
+    for end in (*ends, plan.numel):
+        end, mine, begin = max(end, start), [], offset
+        last = len(found) == count - 1
+        while pieces and (pieces[0].start + pieces[0].kept <= end or pieces[0].start < end):
+            p = pieces.pop(0)
+            inside = min(p.kept, end - p.start)
+            if inside < p.kept:
+                pieces.insert(0, _whole(p.offset + inside, end, p.kept - inside))
+                p = _whole(p.offset, p.start, inside)
+            mine.append(replace(p, start=p.start - start))
+            offset = p.offset + p.numel
+        assert not last or not pieces
+        found.append((slice(begin, offset), start, Plan(tuple(mine), end - start, plan.digest)))
+        start = end
+    return found
+
+
+def _whole(offset: int, start: int, numel: int) -> Piece:
+    return Piece(offset, numel, start, numel)
+
+
+def _end_near(plan: Plan, wanted: float, unit: int) -> int:
+    """Return the place in the payload nearest to `wanted` at which a part may end."""
+    for p in plan.pieces:
+        stop = p.start + p.kept
+        if wanted <= stop:
+            if p.shape is not None:
+                return p.start if wanted - p.start < stop - wanted else stop
+            return min(max(round(wanted / unit) * unit, p.start), stop)
+    return plan.numel
 
 
 @functools.lru_cache(maxsize=8)

@@ -5,8 +5,7 @@ exchange of records (Alltoallv, then Allgather) move the same. That over the lin
 bound. To it the model adds what messages wait for one after the other, 2 (M - 1) of them for each
 bucket of records (fewer where an MPI posts all of them at once) and 2 log2 M for each Allreduce, as
 by Rabenseifner's algorithm; and what the processor does meanwhile. Nothing of this overlaps, but
-for what `--overlap-steps` hides. Several leaders of a node share its link, and encode and add up
-side by side. The broadcast inside a node is left out.
+for what `--overlap-steps` hides. The broadcast inside a node is left out.
 """
 
 import math
@@ -47,7 +46,7 @@ class Exchange:
 
     Each hands over `message_bytes`, in `reductions` calls of Allreduce and `gatherings` (Alltoallv
     and Allgather); as float32 the values that travel are `values_bytes`, the model `model_bytes`,
-    packed in `pieces` pieces. The `leaders` leaders of each node share its message.
+    packed in `pieces` pieces.
     """
 
     nodes: int
@@ -57,7 +56,6 @@ class Exchange:
     values_bytes: int
     model_bytes: int
     pieces: int
-    leaders: int = 1
 
 
 # How many times as long as copying the same bytes a step takes, and what a piece adds. Measured on
@@ -115,8 +113,7 @@ def coding_s(kernels: Kernels, exchange: Exchange) -> float:
     others = (exchange.nodes - 1) / exchange.nodes
     if not others:
         return 0.0
-    shared = (1 / kernels.encode + others / kernels.add) / exchange.leaders
-    per_byte = shared + 1 / kernels.decode
+    per_byte = 1 / kernels.encode + others / kernels.add + 1 / kernels.decode
     return exchange.values_bytes * per_byte / 1e9
 
 

@@ -1,6 +1,6 @@
 """Forecast what a run would hand to MPI, without training: `--dry-run`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,13 +17,13 @@ from prunex_mpi.core.message import STATISTICS, message_bytes
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.schedule import quadratic_rounds, strictness
 from prunex_mpi.core.state import find_stats_groups, kept_stats
-from prunex_mpi.core.sums import MOST_SUMMED, SUMMED, coded_bytes
+from prunex_mpi.core.sums import BLOCK, MOST_SUMMED, SUMMED, coded_bytes
 from prunex_mpi.data.datasets import NOTHING_KNOWN
 from prunex_mpi.data.image_files import Known
 from prunex_mpi.methods.exchanges import code_of
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout, build_layout
-from prunex_mpi.pruning.compaction import Plan, build_plan
+from prunex_mpi.pruning.compaction import Plan, build_plan, cut_plan
 from prunex_mpi.pruning.groups import Groups, out_of_reach
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import select
@@ -88,12 +88,15 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
         return _dry_run_sparse(settings, topology, layout, size, statistics)
     stats_groups = find_stats_groups(model, bn_modules, layout, groups)
 
-    def travelling(strict: float) -> Travelling:
+    def planned(strict: float) -> tuple[Plan, int]:
         mask = nominal_mask(groups, strict, settings.round_to)
         if settings.method.flat:
             mask[:] = True
         plan = build_plan(layout, groups, mask, parameter.device)
-        return travelling_under(plan, kept_stats(mask, stats_groups).size, layout, size)
+        return plan, kept_stats(mask, stats_groups).size
+
+    def travelling(strict: float) -> Travelling:
+        return travelling_under(*planned(strict), layout, size)
 
     warmup, ramp = settings.warmup_iterations, settings.keep_ramp_iterations
     if settings.method.local_sgd:
@@ -120,6 +123,8 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
         ]
         if line := out_of_reach(groups, layout.numel):
             rows.append(("warning", line))
+    if settings.fragments > 1:
+        rows.append(("parts", _parts(settings, *planned(1.0), size)))
     text = format_lines(rows)
     if settings.estimate and settings.estimate.link_gbit:
         table = cost_table(settings, settings.estimate, travels[1.0])
@@ -156,6 +161,21 @@ def _payload_rows(
         (over_the_run, f"{_share_of(total, dense * outer)} of dense fp32, {whole_run}{quality}"),
     ]
     return rows if groups.total else [*rows[:3], rows[4]]
+
+
+def _parts(settings: Settings, plan: Plan, statistics: int, size: int) -> str:
+    """Return how the message leaves in parts: the peak of the link."""
+    count = settings.fragments
+    sizes = [int(part.numel) for _, _, part in cut_plan(plan, count, BLOCK)]
+    carried = [0] * (count - 1) + [statistics]
+    largest = max(
+        message_bytes(settings.payload, numel, extra, size)
+        for numel, extra in zip(sizes, carried, strict=True)
+    )
+    steps = settings.local_steps
+    distance = f"every {steps / count:g} local steps" if steps else f"{count} times per interval"
+    once = ", once the masks are frozen" if settings.method.consensus else ""
+    return f"{count}, one {distance}{once}: {_size_of(largest)} at most; all at once at the end"
 
 
 def _rounds(settings: Settings) -> tuple[int, str]:
@@ -323,42 +343,34 @@ def cost_table(settings: Settings, asked: Estimate, what: Travelling) -> Table:
     transport = build_transport(
         torch.device("cpu"), settings.bucket_mib, "host", settings.piece_kib
     )
-    leaders = sorted({1, 4, settings.leaders_per_node})
     rows: list[tuple[Cell, ...]] = []
     for payload in PAYLOADS:
         for nodes in asked.nodes:
             if payload == SUMMED and nodes > MOST_SUMMED:
-                rows.append((payload, nodes, *[None] * (3 + len(leaders) + bool(step_s))))
+                rows.append((payload, nodes, *[None] * (4 + bool(step_s))))
                 continue
             pieces = between_nodes(transport, nodes).bucket_bytes
             exchange = exchange_of(payload, what, nodes, pieces)
             kernels = kernels_of(payload, copy_gbs)
-            shared = {count: replace(exchange, leaders=count) for count in leaders}
             row = (payload, nodes, round(sent_bytes(exchange)), bound_s(link, exchange))
-            row += (packing_s(kernels, exchange),)
-            row += tuple(exchange_s(link, kernels, whole) for whole in shared.values())
+            row += (packing_s(kernels, exchange), exchange_s(link, kernels, exchange))
             if step_s:
-                whole = shared[settings.leaders_per_node]
-                waited_for = exchange_s(link, kernels, whole, behind * step_s)
+                waited_for = exchange_s(link, kernels, exchange, behind * step_s)
                 row = (*row, 100 * share(waited_for, steps * step_s))
             rows.append(row)
     columns = ("payload", "nodes", "bytes sent", "bound s", "pack s", "exchange s")
-    columns += tuple(f"{count} leaders s" for count in leaders[1:])
     notes = [
         "bytes sent: by a node per outer iteration, 2 (M - 1)/M of its message between M nodes",
         "bound: these bytes over the link; pack: what is done before they are sent and after",
-        "exchange: bound, pack, latencies and codes; then with so many leaders in each node",
+        "exchange: bound, pack, latencies and codes",
     ]
     if None in (row[2] for row in rows):
         notes.append(f"-: {SUMMED} is for up to {MOST_SUMMED} nodes")
     if step_s:
         columns = (*columns, "share %")
-        many = settings.leaders_per_node
-        by = f" and {many} leaders" if many > 1 else ""
         hidden = f", {behind} of which hide what goes between nodes" if behind else ""
         notes.append(
-            f"share: of an outer iteration with {steps} local steps of {asked.step_ms:g} ms{by}"
-            f"{hidden}"
+            f"share: of an outer iteration with {steps} local steps of {asked.step_ms:g} ms{hidden}"
         )
     pruned = " at the keep ratio" if settings.method.prunes_groups else ""
     return Table(

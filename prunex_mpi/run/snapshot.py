@@ -24,7 +24,7 @@ from torch import Tensor
 
 from prunex_mpi.base.errors import one_line
 from prunex_mpi.comm.agreement import broadcast_text, run_collectively_while
-from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_, reduce_
+from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import worker_weight
 from prunex_mpi.core.admm import update_rho2
@@ -34,7 +34,6 @@ from prunex_mpi.core.schedule import recount_steps_, steps_of
 from prunex_mpi.core.state import (
     EACH,
     OWN,
-    REST,
     Position,
     Problem,
     RunContext,
@@ -269,11 +268,6 @@ def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, context: Run
     for key in _memory_keys(state, topology.world.rank == 0):
         state.memory[key].copy_(tensors[key])
     _bcast_shared_memory(topology, state, transport)
-    if REST in state.memory:
-        # The node may have another number of leaders now; the first message deals it out anew.
-        reduce_(topology.node, state.memory[REST], transport)
-        if not topology.is_leader:
-            state.memory[REST].zero_()
     if numbers["position"]["under_way"]:
         state.stats.copy_(tensors["stats"])
         _put_message(topology, tensors, state, transport)
@@ -343,10 +337,11 @@ def put_common(topology: Topology, parts: Parts, old_size: int, context: RunCont
     if common["position"]["under_way"]:
         # The last that the old nodes have agreed on.
         _put_message(topology, first[0], state, transport)
-        arrive_(state, settings, common["position"]["under_way"])
+        arrive_(state, settings, common["position"]["under_way"], common["position"]["part"])
         if not state.consensus_sgd:
             update_rho2(state, settings)
         common["position"]["under_way"] = ""
+    common["position"]["part"] = 0
     state.theta.copy_(state.z)
     state.z_node.copy_(state.z)
     if world.rank == 0:

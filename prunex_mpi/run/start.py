@@ -36,6 +36,7 @@ from prunex_mpi.core.evaluation import memory_of_best, memory_of_ema
 from prunex_mpi.core.loading import CPU, find_inputs, load_dataset
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.metrics import prunable_and_kept
+from prunex_mpi.core.muon import describe_muon
 from prunex_mpi.core.problem import build_problem, choose_rules, make_groups, make_model
 from prunex_mpi.core.schedule import total_steps
 from prunex_mpi.core.scores import memory_of_scores
@@ -112,14 +113,13 @@ def check_alike(world: MPI.Comm, settings: Settings) -> dict[str, str]:
 
 @contextmanager
 def take_places(
-    world: MPI.Comm, ranks_per_node: int, device: str, threads: int = 0, lanes: int = 1
+    world: MPI.Comm, ranks_per_node: int, device: str, threads: int = 0
 ) -> Iterator[Place]:
     """Divide `world` into nodes for the time of the block; give each rank its device and threads.
 
-    `device` and `ranks_per_node` are settings, `lanes` is --leaders-per-node; `threads` 0 are a
-    fair share. Collective on `world`.
+    `device` and `ranks_per_node` are settings; `threads` 0 are a fair share. Collective on `world`.
     """
-    with nodes_of(world, ranks_per_node, lanes) as topology:
+    with nodes_of(world, ranks_per_node) as topology:
         chosen = run_collectively(world, lambda: choose_device(device, topology.host_rank))
         require_same(world, "the kinds of device (some ranks found no GPU)", chosen.type)
         if chosen.type == "cpu":
@@ -135,7 +135,7 @@ def places_of(world: MPI.Comm, settings: Settings) -> AbstractContextManager[Pla
     """Take the places of a run with these settings, see `take_places`. Collective on `world`."""
     # Without leaders every rank is a node of its own.
     ranks_per_node = 1 if settings.method.flat else settings.ranks_per_node
-    return take_places(world, ranks_per_node, settings.device, lanes=settings.leaders_per_node)
+    return take_places(world, ranks_per_node, settings.device)
 
 
 def prepare(place: Place, settings: Settings) -> Transport:
@@ -202,6 +202,8 @@ def log_warnings(world: MPI.Comm, context: RunContext) -> None:
         return
     for excluded in context.state.groups.excluded:
         log.info("not pruned: %s", excluded)
+    if context.settings.optimizer == "muon":
+        log.info("%s", describe_muon(context.problem.model, context.state.layout))
     if line := out_of_reach(context.state.groups, context.state.layout.numel):
         log.warning("%s", line)
     problem = context.problem

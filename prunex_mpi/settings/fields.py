@@ -186,7 +186,7 @@ class Settings:
         of="by_iteration",
     )
     batch_size: int = setting(_S, "images, or windows of text, per rank and local step", low=1)
-    lr: float = setting(_S, "peak learning rate (adamw: 0.001)", above=0)
+    lr: float = setting(_S, "peak learning rate (adamw, muon: 0.001)", above=0)
     lr_schedule: str = setting(_S, "learning rate schedule", choices=("constant", "cosine", "step"))
     warmup_ratio: float = setting(
         _S, "linear warm-up of the learning rate, as a fraction of all steps", low=0, below=1
@@ -194,21 +194,23 @@ class Settings:
     min_lr_ratio: float = setting(
         _S, "final learning rate of the cosine schedule, as a fraction of --lr", low=0, high=1
     )
-    momentum: float = setting(_S, "momentum of SGD, beta 1 of AdamW", low=0, below=1, of="momentum")
+    momentum: float = setting(
+        _S, "momentum of SGD and Muon, beta 1 of AdamW", low=0, below=1, of="momentum"
+    )
     beta2: float = setting(
         _S,
-        "beta 2 of AdamW; language models take 0.95 to 0.99",
+        "beta 2 of AdamW, and of what Muon leaves to it; language models take 0.95 to 0.99",
         0.999,
         low=0,
         below=1,
         of="optimizer",
     )
-    weight_decay: float = setting(_S, "weight decay lambda (adamw, decoupled: 0.05)", low=0)
+    weight_decay: float = setting(_S, "weight decay lambda (adamw, muon, decoupled: 0.05)", low=0)
     optimizer: str = setting(
         _S,
         "optimizer of the local steps, or of the step on the mean gradient",
         "sgd",
-        choices=("sgd", "adamw"),
+        choices=("sgd", "adamw", "muon"),
         of="optimizer",
     )
     inner_momentum: str = setting(
@@ -426,6 +428,15 @@ class Settings:
         of="averages",
         off="fp32",
     )
+    fragments: int = setting(
+        _S,
+        "parts of the message, sent at even distances between local steps (prunex: once frozen)",
+        1,
+        low=1,
+        high=10**4,
+        of="averages nodes",
+        off=1,
+    )
     overlap_steps: int = setting(
         _S,
         "local steps that overlap with the exchange between nodes, 0 for none",
@@ -482,14 +493,6 @@ class Settings:
     )
     ranks_per_node: int = setting(
         _S, "make virtual nodes of this many consecutive ranks, 0 for the real nodes", 0, low=0
-    )
-    leaders_per_node: int = setting(
-        _S,
-        "leaders per node, which share its messages to other nodes",
-        1,
-        low=1,
-        of="averages",
-        off=1,
     )
 
     _S = "safety"
@@ -571,7 +574,7 @@ OF_FILES = ("data_mode", "workers", "skip_corrupt")
 FROM_FILES = ("imagefolder", "webdataset")
 # What means something to images alone, and to text alone.
 OF_IMAGES = (
-    *("stem", "image_size", "image_mean", "image_std", "normalise_samples", "augment"),
+    *("stem", "image_size", "image_mean", "image_std", "augment"),
     *("transforms", "mixup", "cutmix", "channels_last"),
 )
 OF_TEXT = ("tokenizer", "context")
@@ -601,7 +604,6 @@ OF_THE_JOB = (
     "device",
     "mpi_buffers",
     "ranks_per_node",
-    "leaders_per_node",
     "progress",
     "tensorboard",
     "trace",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from driving import assert_alike_on_all_ranks, wire_of
-from nodes import WORLD, nodes_of, with_leaders
+from nodes import NODE_SHAPES, WORLD, nodes_of
 from torch import Tensor
 
 from mpi4py import MPI
@@ -230,20 +230,17 @@ def test_bcast_copies_the_root(dtype: torch.dtype, kind: str) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("ranks_per_node", "lanes"), with_leaders())
-def test_leaders_sum_reaches_every_rank_of_every_node(
-    ranks_per_node: int, lanes: int, kind: str
-) -> None:
+@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
+def test_leaders_sum_reaches_every_rank_of_every_node(ranks_per_node: int, kind: str) -> None:
     leaders = range(0, WORLD.size, min(ranks_per_node, WORLD.size))
     how = transport(kind)
-    with nodes_of(ranks_per_node, lanes) as topology:
+    with nodes_of(ranks_per_node) as topology:
         for dtype in (torch.float32, torch.float64):
             for size in SIZES:
-                # All leaders of a node hold the same.
                 flat = numbers(WORLD.rank - topology.node.rank, size, dtype)
-                if topology.lane == MPI.COMM_NULL:
+                if not topology.is_leader:
                     flat.fill_(torch.nan)
-                allreduce_then_bcast_(topology.lane, topology.node, flat, how, lanes)
+                allreduce_then_bcast_(topology.leader, topology.node, flat, how)
                 assert torch.equal(flat, total(size, dtype, leaders))
 
 
@@ -277,7 +274,6 @@ def test_pieces_between_nodes_grow_with_them() -> None:
     pieces = build_transport(torch.device("cpu"), 1.0, "host", 60)
     assert pieces.bucket_bytes == 2**20
     assert between_nodes(pieces, 2).bucket_bytes == 2 * 60 * 1024
-    assert between_nodes(pieces, 4, lanes=2).bucket_bytes == 8 * 60 * 1024
     assert between_nodes(pieces, 64).bucket_bytes == 2**20
     assert between_nodes(pieces, 2).staging is pieces.staging
 

@@ -4,7 +4,7 @@ import socket
 
 import numpy as np
 import pytest
-from nodes import NODE_SHAPES, WORLD, least_of, nodes_of, with_leaders
+from nodes import NODE_SHAPES, WORLD, nodes_of
 
 from mpi4py import MPI
 
@@ -49,33 +49,6 @@ def test_virtual_nodes_hold_consecutive_ranks_and_the_last_takes_the_rest(
         weights = np.array([topology.node_weight if topology.is_leader else 0.0])
         WORLD.Allreduce(MPI.IN_PLACE, weights, op=MPI.SUM)
         assert weights[0] == pytest.approx(1, abs=1e-15)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize(("ranks_per_node", "lanes"), with_leaders())
-def test_lanes_join_the_ranks_of_the_same_number(ranks_per_node: int, lanes: int) -> None:
-    with nodes_of(ranks_per_node, lanes) as topology:
-        assert topology.lanes == lanes
-        assert (topology.lane == MPI.COMM_NULL) == (topology.node.rank >= lanes)
-        if lanes == 1:
-            assert topology.lane == topology.leader
-        elif topology.lane != MPI.COMM_NULL:
-            ranks = np.empty(topology.num_nodes, dtype=np.int64)
-            topology.lane.Allgather(np.array([topology.node.rank]), ranks)
-            assert set(ranks) == {topology.node.rank}
-            assert topology.lane.rank == topology.node_index
-    assert topology.lane == MPI.COMM_NULL
-
-
-@pytest.mark.mpi
-def test_more_leaders_than_a_node_has_ranks_are_refused_everywhere() -> None:
-    for ranks in range(1, WORLD.size + 1):
-        fewest = least_of(ranks)
-        with (
-            pytest.raises(UserError, match=f"-node {fewest + 1} is more .* node, {fewest};"),
-            nodes_of(ranks, fewest + 1),
-        ):
-            pass
 
 
 @pytest.mark.mpi

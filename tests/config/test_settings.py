@@ -585,7 +585,6 @@ BAD_FLAGS = [
     ("--method qsr --diloco-outer-lr 1", "diloco.outer-lr means nothing to method qsr"),
     ("--method sparseloco --payload int4", "payload means nothing to method sparseloco"),
     ("--method sparseloco --overlap-steps 2", "overlap-steps means nothing to method sparseloco"),
-    ("--method sparseloco --leaders-per-node 2", "leaders-per-node means nothing to method"),
     ("--method sparseloco --dry-run --link-gbit 1", "link-gbit means nothing to method"),
     (
         "--method sparseloco --diloco-outer-momentum 0.5",

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.mpi
 @pytest.mark.parametrize("scenario", ["recipe", "int4", "local sgd", "sparseloco"])
 def test_losses_norms_and_digests_are_counted_apart(scenario: str) -> None:
     with nodes_of(1) as topology, small_run(topology, scenario) as context:
-        world, lane = Counting(topology.world), Counting(topology.lane)
-        counted = replace(topology, world=world, lane=lane)
+        world, leader = Counting(topology.world), Counting(topology.leader)
+        counted = replace(topology, world=world, leader=leader)
         records = driver_of(context.settings).outer_iterations(counted, replace(context, stop=None))
         control = sum(record["bytes"]["control"] for record in records)
-    assert control == world.operands + lane.digests > 0
+    assert control == world.operands + leader.digests > 0

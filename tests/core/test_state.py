@@ -52,9 +52,9 @@ def test_freezing_masks_what_lives_on(consensus_sgd: bool) -> None:
     for dual in (state.u, state.v):
         assert int((dual == 0).sum()) == (dual.numel() if consensus_sgd else pruned)
     travelling = state.plan.numel + state.stats.numel()
-    assert state.message.numel() == travelling
+    assert state.message(state.whole_message).numel() == travelling
     # In whole blocks; without duals nothing else will travel any more.
-    room = sum(part.numel() for part in state.blocks)
+    room = sum(part.numel() for part in state.blocks(state.whole_message))
     assert state.payload.numel() == room if consensus_sgd else state.payload.numel() >= room
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from counting import Counting
 from driving import assert_alike_on_all_ranks, wire_of
-from nodes import WORLD, nodes_of, with_leaders
+from nodes import NODE_SHAPES, WORLD, nodes_of
 from reference_payload import RECORD, coded_sum
 
 from mpi4py import MPI
@@ -50,15 +50,14 @@ def sum_up(
     """Return the sum and what is left over on this rank."""
     transport = Transport(bucket_bytes)
     values = contribution(topology.node_index, blocks * BLOCK, dtype)
-    if topology.lane == MPI.COMM_NULL:
+    if not topology.is_leader:
         values.fill_(torch.nan)
     out = torch.full_like(values, torch.nan)
     coded = allocate_coded(payload, values, topology.num_nodes, transport)
     scales = blocks * values.element_size() if payload == "int8sum" else 0
     wanted = blocks * RECORD[payload] + scales
     assert coded_bytes(payload, values.numel(), values.element_size()) == wanted
-    lane, lanes = topology.lane, topology.lanes
-    sum_coded_(lane, topology.node, coded, values, out, transport, Clock(), lanes)
+    sum_coded_(topology.leader, topology.node, coded, values, out, transport, Clock())
     return out, values
 
 
@@ -66,13 +65,11 @@ def sum_up(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("blocks", SIZES)
 @pytest.mark.parametrize("payload", CODES)
-@pytest.mark.parametrize(("ranks_per_node", "lanes"), with_leaders())
+@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
 def test_sums_are_those_of_one_process(
-    ranks_per_node: int, lanes: int, payload: str, blocks: int, dtype: torch.dtype
+    ranks_per_node: int, payload: str, blocks: int, dtype: torch.dtype
 ) -> None:
-    if lanes > 1 and (dtype == torch.float32 or blocks not in (1, SIZES[-1])):
-        pytest.skip("covered by fewer leaders: the arithmetic is the same")
-    with nodes_of(ranks_per_node, lanes) as topology:
+    with nodes_of(ranks_per_node) as topology:
         if topology.num_nodes == 1:
             pytest.skip("a node alone sends nothing")
         out, left = sum_up(topology, payload, blocks, dtype, BUCKET_BYTES)
@@ -85,7 +82,7 @@ def test_sums_are_those_of_one_process(
         parts = [contribution(i, out.numel(), torch.float64) for i in range(topology.num_nodes)]
         exact = np.sum([part.numpy() for part in parts], axis=0)
         # Nothing is lost: what came and what is left over are what there was.
-        leads = topology.lane != MPI.COMM_NULL
+        leads = topology.is_leader
         mine = left.double().numpy() if leads else np.zeros(out.numel())
         total = np.empty_like(mine)
         WORLD.Allreduce(mine, total)
@@ -93,16 +90,14 @@ def test_sums_are_those_of_one_process(
         gap = (out.double().numpy() + total - exact).reshape(-1, BLOCK) / scale
         assert np.abs(gap).max() < 64 * torch.finfo(dtype).eps
         if dtype == torch.float64:
-            expected, rests = coded_sum(parts, payload, BUCKET_BYTES, lanes)
+            expected, rests = coded_sum(parts, payload, BUCKET_BYTES)
             torch.testing.assert_close(out, expected.double(), rtol=1e-12, atol=1e-12)
-            # Each leader holds what is left over of its part, and nothing of the others'.
-            whole = left.numpy().copy() if leads else np.zeros(out.numel())
-            assert leads or left.isnan().all()
-            topology.node.Allreduce(MPI.IN_PLACE, whole)
-            rest = rests[topology.node_index].numpy()
-            np.testing.assert_allclose(whole, rest, rtol=1e-9, atol=1e-12)
-            if lanes == 2 and topology.node.rank < 2 and blocks == SIZES[-1]:
-                assert 0 < np.count_nonzero(left) < np.count_nonzero(whole)
+            # The leader holds what is left over.
+            if leads:
+                rest = rests[topology.node_index].numpy()
+                np.testing.assert_allclose(left.numpy(), rest, rtol=1e-9, atol=1e-12)
+            else:
+                assert left.isnan().all()
 
 
 @pytest.mark.mpi
@@ -123,25 +118,22 @@ def test_buckets_decide_only_who_adds_up(payload: str) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("blocks", SIZES)
 @pytest.mark.parametrize("payload", CODES)
-def test_what_is_counted_is_what_is_handed_to_mpi(payload: str, blocks: int, lanes: int) -> None:
+def test_what_is_counted_is_what_is_handed_to_mpi(payload: str, blocks: int) -> None:
     """Not padded to whole shares, and no call reaches farther than its bucket."""
-    if WORLD.size % lanes or WORLD.size == lanes:
-        pytest.skip("nodes of as many ranks need as many")
-    with nodes_of(lanes, lanes) as topology:
-        lane = Counting(topology.lane)
+    with nodes_of(1) as topology:
+        leader = Counting(topology.leader)
         values = contribution(topology.node_index, blocks * BLOCK, torch.float32)
-        ways = Transport(BUCKET_BYTES), Clock(), lanes
+        ways = Transport(BUCKET_BYTES), Clock()
         coded = allocate_coded(payload, values, topology.num_nodes, ways[0])
-        sum_coded_(lane, topology.node, coded, values, torch.empty_like(values), *ways)
-        total = np.array([lane.sent])
+        sum_coded_(leader, topology.node, coded, values, torch.empty_like(values), *ways)
+        total = np.array([leader.sent])
         WORLD.Allreduce(MPI.IN_PLACE, total)
         nodes = topology.num_nodes
         operand = coded_bytes(payload, values.numel(), values.element_size())
         assert total[0] == pytest.approx(2 * (nodes - 1) * operand)
-        assert lane.farthest <= max(BUCKET_BYTES, nodes * coded.records.shape[1])
+        assert leader.farthest <= max(BUCKET_BYTES, nodes * coded.records.shape[1])
 
 
 @pytest.mark.mpi

@@ -95,8 +95,7 @@ def test_a_union_of_bits_is_that_of_the_cpu():
 def test_sums_between_nodes_are_those_of_the_cpu(size, ranks_per_node):
     with nodes_of(ranks_per_node) as topology:
         flat = numbers(topology.node_index, size, torch.float32).to(DEVICE, copy=True)
-        lane = topology.leader if topology.is_leader else MPI.COMM_NULL
-        allreduce_then_bcast_(lane, topology.node, flat, transport())
+        allreduce_then_bcast_(topology.leader, topology.node, flat, transport())
         nodes = [numbers(node, size, torch.float32) for node in range(topology.num_nodes)]
         assert torch.equal(flat.cpu(), torch.stack(nodes).sum(0))
 

@@ -144,8 +144,6 @@ CASES = {
     "val-split": f"{PRUNE} --val-split 0.2",
     "val-share-ema": "--method local-sgd --val-split 0.2 --model-ema-decay 0.5",
     "teacher": f"{PRUNE} --teacher NET --distillation-alpha 0.3",
-    "leaders-2": f"{PRUNE} --leaders-per-node 2",
-    "leaders-2-int4": f"{PRUNE} --leaders-per-node 2 --payload int4",
     "amp-bf16": f"{PRUNE} --amp bf16",
     "lr-step-linear": f"{PRUNE} --lr-schedule step --lr-scaling linear",
     "channels-last": f"{PRUNE} --lr-schedule constant --channels-last",

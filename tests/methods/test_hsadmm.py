@@ -118,13 +118,7 @@ SCENARIOS |= {
         "payload": "int8",
     },
 }
-# Both ranks of a node are leaders.
-TWO = {"leaders_per_node": 2}
-SCENARIOS |= {
-    "paper-two-leaders": {**PAPER, **TWO},
-    "recipe-int4-two-leaders": {**COUPLED, **TWO, "payload": "int4"},
-    "recipe-int8sum-behind-two-leaders": {**COUPLED, **BEHIND, **TWO, "payload": "int8sum"},
-}
+SCENARIOS["recipe-int8sum-behind"] = {**COUPLED, **BEHIND, "payload": "int8sum"}
 # What z drops shrinks in theta; with groups that come back, and duals that go on after the freeze.
 SHRUNK = {**COUPLED, "dropped": "shrink", "keep_ramp_iterations": 3, "freeze_iteration": 5}
 SCENARIOS |= {
@@ -174,7 +168,7 @@ EXACT, ROUNDINGS = 1e-11, 8
 
 def run_driver(world, ranks_per_node, model, stream, settings, loss=F.cross_entropy, steps=STEPS):
     """Yield (record, state, topology) after each outer iteration of the real driver."""
-    topology = build_topology(world, ranks_per_node, settings.leaders_per_node)
+    topology = build_topology(world, ranks_per_node)
     with exchanging_behind(topology, settings.overlap_steps != 0, SMALL_BUCKETS) as behind:
         context = replace(make_context(settings, model, stream, steps, loss), behind=behind)
         for record in outer_iterations(topology, context):
@@ -192,8 +186,6 @@ def test_program_equals_oracle(ranks_per_node, scenario, dtype):
         pytest.skip("covered by a smaller node size: the job has fewer ranks")
     settings = make(**SCENARIOS[scenario])
     sizes = node_sizes_of(world.size, ranks_per_node)
-    if settings.leaders_per_node > min(sizes):
-        pytest.skip("refused: a node has fewer ranks than leaders")
     torch.manual_seed(7)
     coupled = settings.groups == ("coupled",)
     model = (CoupledNet() if coupled else Net()).to(dtype)
@@ -294,16 +286,14 @@ def rarely(payloads):
 @pytest.mark.mpi
 @pytest.mark.parametrize("groups", [("coupled",), ("channel", "filter")])
 @pytest.mark.parametrize("payload", rarely(CODES))
-@pytest.mark.parametrize(("ranks_per_node", "lanes"), [(1, 1), (2, 1), (2, 2), (3, 1)])
-def test_duals_in_fewer_bits_add_up_to_what_was_left_over(ranks_per_node, lanes, payload, groups):
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3])
+def test_duals_in_fewer_bits_add_up_to_what_was_left_over(ranks_per_node, payload, groups):
     """sum_i P_i v_i = N (E_k - E_{k-1}) on the mask, E the sum of what rounding left over."""
     world = MPI.COMM_WORLD
     if ranks_per_node > world.size:
         pytest.skip("covered by a smaller node size: the job has fewer ranks")
-    if lanes > 1 and world.size % ranks_per_node:
-        pytest.skip("refused: a node has fewer ranks than leaders")
     changes = {"after_freeze": "admm", "groups": groups, "payload": payload}
-    settings = make(**{**RECIPE, **changes, "leaders_per_node": lanes})
+    settings = make(**{**RECIPE, **changes})
     torch.manual_seed(3)
     model = CoupledNet().double() if groups == ("coupled",) else Net().double()
     stream = RandomStream(world.rank, torch.float64)

@@ -232,7 +232,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
     coded = None
     if s.payload != "fp32" and nodes > 1:
         first = [moments(m) for m in batchnorms(model).values()]
-        coded = CodedMeans(start, first, node_sizes, s.payload, s.bucket_bytes, s.leaders_per_node)
+        coded = CodedMeans(start, first, node_sizes, s.payload, s.bucket_bytes)
     pending = None
 
     def arrive():

@@ -29,31 +29,23 @@ def in_blocks(vector):
     return list(padded.view(-1, BLOCK).clone())
 
 
-def owners(blocks, payload, leaders, bucket_bytes, lanes=1):
-    """Return who adds up each block: equal shares of each bucket, the last ones may lack some.
-
-    With several lanes a bucket is cut into as many parts first, of as many blocks for each leader.
-    """
+def owners(blocks, payload, leaders, bucket_bytes):
+    """Return who adds up each block: equal shares of each bucket, the last ones may lack some."""
     bucket = max(1, bucket_bytes // (RECORD[payload] * leaders)) * leaders
     result = []
     for first in range(0, blocks, bucket):
-        left = min(bucket, blocks - first)
-        rounds = -(-left // leaders)
-        for lane in range(lanes):
-            part = (rounds * (lane + 1) // lanes - rounds * lane // lanes) * leaders
-            count = min(part, left)
-            share = max(1, -(-count // leaders))
-            result += [number // share for number in range(count)]
-            left -= count
+        count = min(bucket, blocks - first)
+        share = -(-count // leaders)
+        result += [number // share for number in range(count)]
     return result
 
 
-def coded_sum(contributions, payload, bucket_bytes, lanes=1):
+def coded_sum(contributions, payload, bucket_bytes):
     """Return (sum as all decode it, what is left over of each contribution), vectors [n]."""
     leaders, numel = len(contributions), contributions[0].numel()
     cut = [in_blocks(c) for c in contributions]
     totals = []
-    for number, owner in enumerate(owners(len(cut[0]), payload, leaders, bucket_bytes, lanes)):
+    for number, owner in enumerate(owners(len(cut[0]), payload, leaders, bucket_bytes)):
         mine = [c[number] for c in cut]
         if payload == "int8sum":
             levels = 127 // leaders
@@ -78,9 +70,9 @@ def coded_sum(contributions, payload, bucket_bytes, lanes=1):
 class CodedMeans:
     """What nodes remember from one exchange in fewer bits to the next."""
 
-    def __init__(self, start, statistics, node_sizes, payload, bucket_bytes, lanes):
+    def __init__(self, start, statistics, node_sizes, payload, bucket_bytes):
         self.shares = [size / sum(node_sizes) for size in node_sizes]
-        self.payload, self.how = payload, (bucket_bytes, lanes)
+        self.payload, self.bucket_bytes = payload, bucket_bytes
         self.rests = [{n: torch.zeros_like(x) for n, x in start.items()} for _ in node_sizes]
         self.known = [x.clone() for x in statistics]
 
@@ -91,7 +83,7 @@ class CodedMeans:
         for share, value, rest in zip(self.shares, values, self.rests, strict=True):
             parts = [(share * (value[n] - z[n]) + rest[n])[kept[n]] for n in z]
             vectors.append(torch.cat(parts))
-        total, left = coded_sum(vectors, self.payload, *self.how)
+        total, left = coded_sum(vectors, self.payload, self.bucket_bytes)
         for rest, vector in zip(self.rests, left, strict=True):
             rest.update(expand(vector, kept))
         change = expand(total, kept)
@@ -107,7 +99,7 @@ class CodedMeans:
             gaps = [share * (s - k) for s, k in zip(statistics, self.known, strict=True)]
             kept = [gap[:, ~g].flatten() for gap, g in zip(gaps, gone, strict=True)]
             vectors.append(torch.cat(kept))
-        total, _ = coded_sum(vectors, "bf16", *self.how)
+        total, _ = coded_sum(vectors, "bf16", self.bucket_bytes)
         new = []
         for known, g in zip(self.known, gone, strict=True):
             count = 2 * int((~g).sum())

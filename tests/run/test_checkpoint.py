@@ -69,6 +69,8 @@ COMMON = {
     "lr": 0.05,
 }
 RAMP = {"warmup_iterations": 1, "keep_ramp_iterations": 2}
+# Older versions of torch have none.
+MUON = "muon" if hasattr(torch.optim, "Muon") else "adamw"
 SCENARIOS = {
     "recipe": {**RAMP, "freeze_iteration": 4, "model_ema_decay": 0.75},
     "paper": {
@@ -115,6 +117,14 @@ SCENARIOS = {
     "adacgd": {"method": "adacgd", "aggregation": "hierarchical"},
     "diloco": {"method": "diloco"},
     "diloco adamw": {"method": "diloco", "optimizer": "adamw", "lr": 0.002},
+    # MuLoCo.
+    "diloco muon int2": {
+        "method": "diloco",
+        "optimizer": MUON,
+        "inner_momentum": "keep",
+        "payload": "int2",
+        "lr": 0.002,
+    },
     # Its fourth round has six steps.
     "qsr": {"method": "qsr", "qsr_alpha": 0.07},
     "sparseloco": {"method": "sparseloco", "sparseloco_ratio": 0.01, "node_sync": "outer"},
@@ -191,7 +201,33 @@ OVERLAPPED = {
 for name in ("diloco int4 behind", "one-shot bf16 behind"):
     del OVERLAPPED[name]["residuals"]
 OVERLAPPED["one-shot bf16 behind"] |= {"one_shot_prune_iteration": 3, "groups": ("coupled",)}
-SCENARIOS |= {**FEWER_BITS, **OVERLAPPED}
+# Steps 1, 2 and 3 send a part each, or 1 and 3; after the freeze in iteration 3.
+STREAMED = {
+    "diloco int4 in parts": {
+        "method": "diloco",
+        "payload": "int4",
+        "fragments": 3,
+        "overlap_steps": 1,
+        "evaluate_every": 5,
+        "diloco_alpha": 0.5,
+    },
+    "one-shot in parts": {
+        "method": "one-shot",
+        "groups": ("coupled",),
+        "one_shot_prune_iteration": 3,
+        "fragments": 2,
+        "inner_momentum": "reset",
+        "model_ema_decay": 0.75,
+    },
+    "removed int4 in parts": {
+        **FEWER_BITS["removed"],
+        **BEHIND,
+        "fragments": 2,
+        "optimizer": MUON,
+        "lr": 0.002,
+    },
+}
+SCENARIOS |= {**FEWER_BITS, **OVERLAPPED, **STREAMED}
 SCENARIOS["qsr int4 behind"] = {**OVERLAPPED["diloco int4 behind"], **SCENARIOS["qsr"]}
 RARELY = ("int8sum", "diloco int4", "behind", "diloco int4 behind", "one-shot bf16 behind")
 
@@ -332,63 +368,6 @@ def test_a_restored_run_goes_on_bit_for_bit(scenario: str, ranks_per_node: int) 
         assert_same(whole, third)
 
 
-@pytest.mark.parametrize("leaders", [1, 2])
-@pytest.mark.parametrize("scenario", ["int4", "int8sum"])
-def test_what_two_leaders_have_not_sent_is_sent_by_those_there_are(
-    scenario: str, leaders: int
-) -> None:
-    if WORLD.size != 4:
-        pytest.skip("two nodes of two leaders are four ranks")
-    with run_directory() as files:
-        with nodes_of(2, 2) as topology:
-            whole = new_run(topology, scenario, leaders_per_node=2)
-            records = list(whole.iterate())
-            first = new_run(topology, scenario, leaders_per_node=2)
-            iterations = first.iterate()
-            next(iterations), next(iterations)
-            left = first.state.memory[REST]
-            assert 0 < np.count_nonzero(left) < left.numel()
-            first.save(files)
-            iterations.close()
-            left = left.numpy().copy()
-            WORLD.Allreduce(MPI.IN_PLACE, left)
-        with nodes_of(2, leaders) as topology:
-            second = new_run(topology, scenario, leaders_per_node=leaders)
-            second.restore(files)
-            found = second.state.memory[REST].numpy().copy()
-            assert topology.is_leader or not found.any()
-            WORLD.Allreduce(MPI.IN_PLACE, found)
-            assert np.array_equal(found, left)
-            others = list(second.iterate())
-            if leaders == 2:
-                assert others == records[2:]
-                assert_same(whole, second)
-            assert len(others) == len(records) - 2
-
-
-def test_what_two_leaders_have_not_sent_comes_back_to_a_smaller_network() -> None:
-    """Restored over used variables, as after a divergence, when nothing is masked any more."""
-    if WORLD.size != 4:
-        pytest.skip("two nodes of two leaders are four ranks")
-    with nodes_of(2, 2) as topology, run_directory() as files:
-        whole = new_run(topology, "removed", leaders_per_node=2)
-        expected = list(whole.iterate())
-        run = new_run(topology, "removed", leaders_per_node=2)
-        iterations = run.iterate()
-        records = [next(iterations) for _ in range(4)]
-        assert run.state.removes
-        run.save(files)
-        next(iterations)
-        iterations.close()
-        run.restore(files)
-        records += list(run.iterate())
-        for mine, theirs in zip(records, expected, strict=True):
-            # The leaders of a node have had to hand each other what is left over.
-            del mine["bytes"], theirs["bytes"]
-            assert mine == theirs
-        assert_same(whole, run)
-
-
 class StopsAt:
     """Take the place of StopAgreement: every rank leaves at its `call`-th safe point."""
 
@@ -455,6 +434,26 @@ def test_a_run_left_while_z_is_under_way_goes_on_bit_for_bit(
         # Stopping comes first where z would arrive.
         waits = position.step <= overlap
         assert position.under_way == ((CODED if coded else PLAIN) if waits else "")
+        first.save(files)
+        second = new_run(topology, scenario)
+        second.restore(files)
+        assert records + list(second.iterate()) == expected
+        assert_same(whole, second)
+
+
+@pytest.mark.parametrize("call", [2, 14])
+@pytest.mark.parametrize("scenario", STREAMED)
+def test_a_run_left_between_parts_goes_on_bit_for_bit(scenario: str, call: int) -> None:
+    with nodes_of(1) as topology, run_directory() as files:
+        whole = new_run(topology, scenario)
+        expected = list(whole.iterate())
+        first = new_run(topology, scenario)
+        records = list(first.iterate(StopsAt(call)))
+        position = first.state.position
+        streams = first.state.consensus_sgd
+        assert (position.iteration, position.step) == (call // 3 + 1, call % 3)
+        assert bool(position.part) == streams
+        assert bool(position.under_way) == (streams and first.settings.overlap_steps > 0)
         first.save(files)
         second = new_run(topology, scenario)
         second.restore(files)

@@ -104,13 +104,6 @@ def test_the_only_leader_is_held_against_its_usual_time() -> None:
     assert (straggler.rank, straggler.seconds, straggler.iterations) == (0, 4.0, (4,))
 
 
-def test_several_leaders_of_a_node_are_likes() -> None:
-    work = {"inter": [5.0, 5.0, 1.0, 5.0, 8.0, 1.0]}
-    found = find_stragglers([record(1, [0, 0, 0, 1, 1, 1], work)], leaders=2)
-    assert found is not None
-    assert [(s.rank, s.seconds) for s in found.stragglers] == [(4, 3.0)]
-
-
 def test_stragglers_name_host_and_iterations() -> None:
     quick, slow = {"local": [1.0, 1.0]}, {"local": [1.0, 2.0]}
     found = find_stragglers(

@@ -7,7 +7,6 @@ predict of the whole exchange of phase 4 is then compared with that exchange.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -306,7 +305,7 @@ def _packing(bench: Bench, payload: str) -> tuple[float, float, float]:
     for name in (*SMALL, bench.settings.model):
         state = _prepare(bench, name)
         wires = wires_of(bench.topology, state, bench.transport)
-        fill = partial(fill_message_, wires.lane, wires.node, wires.lanes, state, payload)
+        fill = partial(fill_message_, wires.workers, wires.node, state, payload)
         take = partial(_take_over, state)
         columns.append((4 * state.layout.numel / 1e9, len(state.plan.pieces)))
         times.append((bench.slowest(fill), bench.slowest(take, fill)))
@@ -335,9 +334,9 @@ def _predictions(bench: Bench, link: Link, kernels: dict[str, Kernels]) -> Table
         size, statistics = state.theta.element_size(), state.stats_kept.numel()
         what = travelling_under(state.plan, statistics, state.layout, size)
         for payload, rates in kernels.items():
-            nodes, lanes = bench.topology.num_nodes, bench.topology.lanes
-            pieces = between_nodes(bench.transport, nodes, lanes).bucket_bytes
-            exchange = replace(exchange_of(payload, what, nodes, pieces), leaders=lanes)
+            nodes = bench.topology.num_nodes
+            pieces = between_nodes(bench.transport, nodes).bucket_bytes
+            exchange = exchange_of(payload, what, nodes, pieces)
             predicted = exchange_s(link, rates, exchange)
             measured = bench.slowest(partial(_phase_4, bench, state, payload))
             mib = exchange.message_bytes / MIB
@@ -352,12 +351,12 @@ def _predictions(bench: Bench, link: Link, kernels: dict[str, Kernels]) -> Table
 
 
 def _phase_4(bench: Bench, state: State, payload: str) -> None:
-    """Do all of phase 4 but the agreement on the mask. Collective on `lane`, then on `node`."""
+    """Do all of phase 4 but the agreement on the mask. Collective on `leader`, then on `node`."""
     topology, transport = bench.topology, bench.transport
     wires = wires_of(topology, state, transport)
-    lane, node, lanes = wires.lane, wires.node, wires.lanes
-    fill_message_(lane, node, lanes, state, payload)
-    exchange_message_(lane.comm, node.comm, lanes, state, lane.transport, lane.clock)
+    leader, node = wires.workers, wires.node
+    fill_message_(leader, node, state, payload)
+    exchange_message_(leader.comm, node.comm, state, leader.transport, leader.clock)
     _take_over(state)
 
 

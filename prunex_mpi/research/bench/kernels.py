@@ -77,7 +77,7 @@ def _steps(bench: Bench, state: State) -> Table:
         torch.add(state.theta, state.u, out=state.scratch)
 
     def fill_payload() -> None:
-        pack_(state.theta, state.plan, state.message)
+        pack_(state.theta, state.plan, state.message(state.whole_message))
 
     node = wires_of(bench.topology, state, bench.transport).node
 
@@ -103,13 +103,16 @@ def _steps(bench: Bench, state: State) -> Table:
             "pack",
             "the payload",
             (payload,),
-            Action(lambda: pack_(state.theta, state.plan, state.message)),
+            Action(lambda: pack_(state.theta, state.plan, state.message(state.whole_message))),
         ),
         (
             "unpack",
             "the model",
             (theta,),
-            Action(lambda: unpack_(state.message, state.plan, state.scratch), fill_payload),
+            Action(
+                lambda: unpack_(state.message(state.whole_message), state.plan, state.scratch),
+                fill_payload,
+            ),
         ),
         (
             "dual update",

@@ -89,8 +89,7 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
     revealed = read_reveal(world, options)
     first = settings_of(options.common, rows[0], options.seeds[0])
     ranks_per_node = options.common.get("ranks_per_node", 0)
-    lanes = options.common.get("leaders_per_node", 1)
-    with take_places(world, ranks_per_node, first.device, lanes=lanes) as place:
+    with take_places(world, ranks_per_node, first.device) as place:
         topology = place.topology
         if world.rank == 0:
             log.info("%s", place.layout)

@@ -58,10 +58,7 @@ else:
 
 # What the comparison itself decides, or what only a run of its own can do.
 OWN = ("seed", "eps_abs", "eps_rel", "epochs", "run_dir", "dry_run", *ESTIMATED)
-ALONE = (
-    *("resume", "checkpoint_every", "time_limit", "preempt_signals", "on_divergence"),
-    *("tensorboard", "trace"),
-)
+ALONE = ("resume", "checkpoint_every", "time_limit", "tensorboard", "trace")
 COMMON = tuple(name for name in FIELDS if name not in ("method", *OWN, *ALONE))
 # What a shorter run has fewer of, or more often.
 COUNTING_ITERATIONS = ("outer_iterations", "evaluate_every", "prunetrain_reconfigure_every")
@@ -79,7 +76,7 @@ SEED = "{seed}"
 # What is alike in all rows: the same images on the same ranks, and one transport.
 SHARED = (
     *OF_SECTION["data"],
-    *("device", "bucket_mib", "piece_kib", "mpi_buffers", "ranks_per_node", "leaders_per_node"),
+    *("device", "bucket_mib", "piece_kib", "mpi_buffers", "ranks_per_node"),
     *("timeout", "progress"),
 )
 MAX_SEED = 2**31 - 1
@@ -292,7 +289,7 @@ def name_seed(settings: Settings) -> Settings:
 def meant_for(name: str, row: Row, common: Mapping[str, Any]) -> bool:
     """Return whether a common setting means something to a row."""
     method = BY_NAME[row.method]
-    if method.flat and name in ("ranks_per_node", "leaders_per_node"):
+    if method.flat and name == "ranks_per_node":
         # Every rank is a node of its own there, which is what is compared.
         return False
     return concerns(name, method)

@@ -72,7 +72,7 @@ OF_ONE_CURVE = (
     *("lr_scaling", "image_mean", "image_std", "test_samples"),
     *("warmup_iterations", "keep_ramp_iterations", "freeze_iteration", "one_shot_prune_iteration"),
     *("dgc_warmup_epochs", "prunetrain_reconfigure_every", "evaluate_every"),
-    *("ranks_per_node", "leaders_per_node"),
+    "ranks_per_node",
 )
 SCALING_APART = tuple(toml_key(name) for name in FIELDS if name not in OF_ONE_CURVE)
 PAPER_ACCURACY = {

@@ -430,7 +430,7 @@ def communication(run: Run) -> dict[str, float]:
     """
     seconds = dict.fromkeys(PARTS, 0.0)
     for record in read_ranks(run.path):
-        leads = roles_of(record.node, run.leaders)
+        leads = roles_of(record.node)
         for part, taken in record.exchange.items():
             if part in PARTS:
                 seconds[part] += float(np.nan_to_num(taken[leads]).mean())

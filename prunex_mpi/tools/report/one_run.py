@@ -47,7 +47,7 @@ def page_of(run: Run) -> Page:
     """Return the page of a run, having read the rest of its files; raise UserError."""
     layers = read_layers(run.path, wanted_iterations(run))
     per_rank = run_pictures.RankResiduals()
-    times = find_stragglers(per_rank.watch(read_ranks(run.path)), run.leaders)
+    times = find_stragglers(per_rank.watch(read_ranks(run.path)))
     words = lead(run, times)
     notices = [*([words[0]] if run.status in BAD or not run.complete else []), *run.notes]
     sections = [

@@ -116,12 +116,6 @@ class Run:
         """Return what config.toml says."""
         return self.config.get(key, otherwise)
 
-    @property
-    def leaders(self) -> int:
-        """How many leaders a node has."""
-        found = self.setting("leaders-per-node", 1)
-        return found if isinstance(found, int) else 1
-
     def sizes(self) -> list[int]:
         """Return how many ranks the nodes have, as far as it is known."""
         sizes = self.summary.get("nodes")

@@ -236,7 +236,7 @@ def table_of(runs: Sequence[Run]) -> Table:
     """Return the figures of the runs, a row each."""
     rows: list[tuple[Cell, ...]] = []
     for number, run in enumerate(runs):
-        times = find_stragglers(read_ranks(run.path), run.leaders)
+        times = find_stragglers(read_ranks(run.path))
         reached, dense = run.final, np.nansum(run.column("bytes.dense"))
         sent = np.nansum(run.column("bytes.payload"))
         rows.append(

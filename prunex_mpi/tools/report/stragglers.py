@@ -88,11 +88,11 @@ class RankTimes:
         return len(self.node)
 
 
-def find_stragglers(records: Iterable[RankRecord], leaders: int = 1) -> RankTimes | None:
+def find_stragglers(records: Iterable[RankRecord]) -> RankTimes | None:
     """Return which ranks the others waited for in a run, None where there are no records.
 
-    Nodes have so many `leaders`. Records are consumed one block at a time; ranks may become more or
-    fewer, and move, where a run goes on in another job.
+    Records are consumed one block at a time; ranks may become more or fewer, and move, where a run
+    goes on in another job.
     """
     work: dict[str, np.ndarray] = {}
     waiting: dict[str, np.ndarray] = {}
@@ -102,7 +102,7 @@ def find_stragglers(records: Iterable[RankRecord], leaders: int = 1) -> RankTime
     node, names, count = np.zeros(0, dtype=np.int64), (), 0
     for records_of_block in blocks(records):
         block = stack(records_of_block)
-        delays += delays_of(block, leaders)
+        delays += delays_of(block)
         count += len(records_of_block)
         names = next((r.hosts for r in reversed(records_of_block) if r.hosts), names)
         node = block.node if len(block.node) >= len(node) else node
@@ -187,10 +187,9 @@ def split_exchange(exchange: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return exchange - transmitting, transmitting
 
 
-def roles_of(node: np.ndarray, leaders: int) -> np.ndarray:
-    """Return for each rank whether it leads: it is among the first of its node; bool [ranks]."""
-    before = [np.count_nonzero(node[:rank] == place) for rank, place in enumerate(node)]
-    return np.array(before) < leaders
+def roles_of(node: np.ndarray) -> np.ndarray:
+    """Return for each rank whether it leads: it is the first of its node; bool [ranks]."""
+    return np.array([place not in node[:rank] for rank, place in enumerate(node)])
 
 
 def excess(work: np.ndarray, phase: str, roles: np.ndarray) -> np.ndarray:
@@ -216,10 +215,10 @@ def lower_median(work: np.ndarray) -> np.ndarray:
     return np.sort(work, axis=1)[:, (work.shape[1] - 1) // 2, None]
 
 
-def delays_of(block: Block, leaders: int) -> list[RankDelay]:
+def delays_of(block: Block) -> list[RankDelay]:
     """Walk the phases of the outer iterations of a block and return what was lost in them."""
     count, ranks = len(block.iterations), len(block.node)
-    roles = roles_of(block.node, leaders)
+    roles = roles_of(block.node)
     nothing = np.zeros((count, ranks))
     # How late each rank is since all last met, its parts by phase, and whose excess a part is:
     # where the ranks of a node have met, it is that of the one that came last there.

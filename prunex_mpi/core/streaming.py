@@ -1,0 +1,121 @@
+"""The message in parts, each sent at a step of its own (`--fragments`): the link's peak is lower.
+
+Of F parts the f-th leaves after local step f T/F of an outer iteration of T, so that each is
+exchanged every T steps, as the whole is (Streaming DiLoCo, Douillard et al. 2025). To it alone
+belongs what follows from an exchange: theta goes on from z, or from z_i where z arrives behind
+local steps, the outer step, what rounding has left over, momentum that begins anew. BatchNorm
+statistics go with the last part. Parts are runs of the compact message of equal size, whatever
+layers they cut; of layers that have lost channels they are whole ones.
+
+All of it goes at once, at its end, in an outer iteration whose z must be of one moment: the last,
+and the one that freezes the masks. While there are duals there are no parts.
+"""
+
+from prunex_mpi.comm.agreement import DIGEST_BYTES, digests_agree
+from prunex_mpi.comm.wire import Wire, Wires
+from prunex_mpi.core.loop import Round
+from prunex_mpi.core.message import arrive_, exchange_message_, fill_message_, way_of
+from prunex_mpi.core.schedule import Stage, local_steps, steps_behind
+from prunex_mpi.core.state import RunContext, State, agreeing, forget_momentum_
+from prunex_mpi.models import batchnorm
+from prunex_mpi.models.layout import bits_digest
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.values import AUTO
+
+
+def goes_in_parts(context: RunContext, this: Round, stage: Stage) -> bool:
+    """Return whether this outer iteration sends its message in parts."""
+    at_once = this.last or stage.freeze or not context.state.consensus_sgd
+    return context.settings.fragments > 1 and not at_once
+
+
+def step_of_part(context: RunContext, number: int) -> int:
+    """Return the local step of the outer iteration under way after which a part leaves."""
+    return number * local_steps(context) // context.settings.fragments
+
+
+def part_after_step(context: RunContext) -> int:
+    """Return the number of the part that leaves now, between two local steps, 0 for none."""
+    step, fragments = context.state.position.step, context.settings.fragments
+    numbers = (n for n in range(1, fragments) if step_of_part(context, n) == step)
+    return next(numbers, 0)
+
+
+def arrival_step(context: RunContext) -> int:
+    """Return after how many local steps what is under way is waited for."""
+    number = context.state.position.part
+    between = 0 < number < context.settings.fragments
+    return steps_behind(context) + (step_of_part(context, number) if between else 0)
+
+
+def send_part_(wires: Wires, context: RunContext, number: int, behind: bool) -> None:
+    """Exchange part `number` of theta's means over the nodes, in the helper thread if `behind`.
+
+    What was under way must have arrived. Collective on `node.comm`, then on `workers.comm` and
+    `node.comm`.
+    """
+    state, settings = context.state, context.settings
+    leader, node = wires.workers, wires.node
+    part = state.parts_of_message(settings.fragments)[number - 1]
+    place = part.place
+    if number == settings.fragments:
+        average_statistics_(node, state)
+    _average_in_node_(node, state, settings, place)
+    counted = fill_message_(leader, node, state, settings.payload, part)
+    way = way_of(state)
+    state.position.part = number
+    if settings.inner_momentum == "reset":
+        forget_momentum_(state, place)
+    if behind:
+        helper = context.behind
+        ways = helper.between, helper.node, state, helper.transport, helper.clock
+        state.position.under_way = way
+        helper.begin(lambda: exchange_message_(*ways, counted, part))
+        state.theta[place].copy_(state.z_node[place])
+        return
+    ways = leader.comm, node.comm, state, leader.transport, leader.clock
+    exchange_message_(*ways, counted, part)
+    arrive_(state, settings, way, number)
+    state.theta[place].copy_(state.z[place])
+
+
+def average_statistics_(node: Wire, state: State) -> None:
+    """Leave the mean of the node's BatchNorm statistics in `stats`. Collective on `node.comm`."""
+    batchnorm.read_(state.bn_modules, state.stats)
+    node.reduce_(state.stats)
+    state.stats.div_(node.comm.size)
+
+
+def _average_in_node_(node: Wire, state: State, settings: Settings, place: slice) -> None:
+    """Set a part of z_i to the mean of the node's theta. Collective on `node.comm`.
+
+    Where gradients were averaged at each step, theta is compared and becomes the leader's where it
+    differs, as `make_alike_` does for all of it.
+    """
+    mean = state.z_node[place].copy_(state.theta[place])
+    if node.comm.size == 1:
+        return
+    if settings.node_sync == "outer":
+        node.reduce_(mean)
+        mean.div_(node.comm.size)
+        return
+    # From the beginning of a vector, as words of 64 bits ask for.
+    first = state.scratch[: mean.numel()].copy_(mean)
+    with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
+        alike = digests_agree(node.comm, bits_digest(first, state.spare[: mean.numel()]))
+    if not alike:
+        node.broadcast_(mean)
+
+
+def merge_(state: State, settings: Settings, place: slice) -> None:
+    """Let theta go on from z, which has arrived behind local steps, with what these have found.
+
+    theta += z - z_i keeps all that they have moved theta by; with a merging factor alpha (`diloco`)
+    theta = alpha theta + (1 - alpha) z, as in Streaming DiLoCo.
+    """
+    theta, z, z_node = (flat[place] for flat in (state.theta, state.z, state.z_node))
+    alpha = settings.options.alpha if settings.method.outer_step else AUTO
+    if alpha == AUTO:
+        theta.add_(z).sub_(z_node)
+    else:
+        theta.lerp_(z, 1 - alpha)

@@ -1,0 +1,120 @@
+"""Muon on flat vectors beside torch's own optimizers on the tensors of a model."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from driving import by_name, element_masks, run_driver
+from nets import CoupledNet, RandomStream, new_net
+from nodes import WORLD, nodes_of
+from torch import nn
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.config.resolve import make
+from prunex_mpi.core.muon import describe_muon, hidden_matrices, require_muon
+from prunex_mpi.core.state import build_optimizer, remembered
+from prunex_mpi.models.layout import build_layout, flatten_
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+
+
+class Words(nn.Module):
+    """Embedding, positions, a hidden layer and a head tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 6)
+        self.places = nn.Parameter(torch.randn(4, 6))
+        self.hidden, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.between, self.head = nn.Linear(6, 6), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.words.weight
+
+
+def test_hidden_matrices_are_muons_and_all_else_is_adamws() -> None:
+    model = Words()
+    layout = build_layout(model)
+    names = [segment.name for segment in hidden_matrices(model, layout)]
+    assert names == ["hidden.weight", "between.weight"]
+    line = describe_muon(model, layout)
+    assert "2 matrices" in line and "places, words.weight" in line
+    net = new_net()
+    names = [segment.name for segment in hidden_matrices(net, build_layout(net))]
+    assert [name for name in names if name.startswith("fc")] == []
+    assert len(names) == 4
+
+
+def test_steps_are_those_of_torchs_optimizers() -> None:
+    torch.manual_seed(3)
+    model = new_net(torch.float32)
+    other = copy.deepcopy(model)
+    settings = make(optimizer="muon", lr=0.01, weight_decay=0.1)
+    layout = build_layout(model)
+    theta, _ = flatten_(model, layout)
+    mine = build_optimizer(theta, settings, model, layout)
+    mine.param_groups[0]["weight_decay"] = settings.weight_decay
+    chosen = {segment.name for segment in hidden_matrices(model, layout)}
+    parameters = dict(other.named_parameters())
+    matrices = {n: nn.Parameter(parameters[n].detach().flatten(1)) for n in chosen}
+    rest = [p for n, p in parameters.items() if n not in chosen]
+    theirs = [
+        torch.optim.Muon(
+            matrices.values(),
+            lr=0.01,
+            weight_decay=0.1,
+            momentum=0.95,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(rest, lr=0.01, betas=(0.95, 0.999), weight_decay=0.1),
+    ]
+    for _ in range(3):
+        images, labels = torch.randn(8, 3, 6, 6), torch.randint(5, (8,))
+        for net in (model, other):
+            for p in net.parameters():
+                p.grad.zero_() if p.grad is not None else None
+            F.cross_entropy(net(images), labels).backward()
+        for name, matrix in matrices.items():
+            matrix.grad = parameters[name].grad.flatten(1)
+        mine.step()
+        for optimizer in theirs:
+            optimizer.step()
+        for name, matrix in matrices.items():
+            parameters[name].data.copy_(matrix.detach().view(parameters[name].shape))
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+    kept = remembered(mine, theta)
+    assert set(kept) == {"momentum", "second_moment", "steps_taken"}
+    assert int(kept["steps_taken"]) == 3
+
+
+@pytest.mark.mpi
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("groups", [("coupled",), ("filter", "channel")])
+def test_what_is_pruned_stays_zero(groups: tuple[str, ...]) -> None:
+    changes = {"warmup_iterations": 0, "keep_ramp_iterations": 1, "freeze_iteration": 2}
+    changes |= {"rho1": 0.02, "rho2": 0.005, "residuals": "off", "outer_iterations": 4}
+    settings = make(optimizer="muon", lr=0.01, groups=groups, bn="average", **changes)
+    model = CoupledNet() if groups == ("coupled",) else new_net(torch.float32)
+    with nodes_of(1) as topology:
+        stream = RandomStream(WORLD.rank, torch.float32)
+        pruned = False
+        for _, state in run_driver(topology, settings, model, stream):
+            if not state.frozen:
+                continue
+            for view, factor in _pruned(state):
+                assert not view[factor].any()
+                pruned |= bool(factor.any())
+    assert pruned
+
+
+def _pruned(state):
+    theta = by_name(state.theta, state)
+    return [(theta[name], ~mask) for name, mask in element_masks(state).items()]
+
+
+def test_a_torch_without_muon_is_refused_in_one_line(monkeypatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(UserError, match=r"optimizer muon: torch .* has none; install"):
+        require_muon()
+    with pytest.raises(UserError, match="single weights that pactrain"):
+        make(method="pactrain", optimizer="muon")

@@ -1,0 +1,132 @@
+"""Messages in parts (`--fragments`), against a simulation in one process."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from driving import SMALL_BUCKETS, assert_alike_on_all_ranks, node_sizes_of, run_driver
+from nets import RandomStream, new_net
+from nodes import WORLD, nodes_of
+from reference_streaming import Simulation
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.config.resolve import make
+from prunex_mpi.core import streaming
+
+pytestmark = pytest.mark.mpi
+
+STEPS = 6
+COMMON = {"outer_iterations": 4, "lr": 0.05, "lr_schedule": "constant", "warmup_ratio": 0.0}
+COMMON |= {"bn": "average", "local_steps": STEPS, "evaluate_every": 100, "weight_decay": 0.01}
+SCENARIOS = {
+    "local-sgd": {"method": "local-sgd", "node_sync": "outer"},
+    "local-sgd int4": {"method": "local-sgd", "payload": "int4"},
+    "local-sgd int2 behind": {"method": "local-sgd", "payload": "int2", "overlap_steps": 1},
+    "diloco": {"method": "diloco"},
+    "diloco behind": {"method": "diloco", "overlap_steps": 2},
+    "diloco int4 behind alpha": {
+        "method": "diloco",
+        "payload": "int4",
+        "overlap_steps": 2,
+        "diloco_alpha": 0.5,
+    },
+    "diloco behind alpha outer": {
+        "method": "diloco",
+        "node_sync": "outer",
+        "overlap_steps": 1,
+        "diloco_alpha": 0.3,
+        "inner_momentum": "keep",
+    },
+}
+
+
+# The others differ in one of what these have.
+OFTEN = ("local-sgd", "diloco int4 behind alpha")
+
+
+def seldom():
+    return [n if n in OFTEN else pytest.param(n, marks=pytest.mark.long) for n in SCENARIOS]
+
+
+def near(mine, theirs):
+    return float((mine.cpu() - theirs).norm() / theirs.norm()) < 1e-11
+
+
+@pytest.mark.parametrize("fragments", [2, 3])
+@pytest.mark.parametrize("scenario", seldom())
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_program_equals_oracle(ranks_per_node, scenario, fragments):
+    if ranks_per_node > WORLD.size:
+        pytest.skip("covered by a smaller node size: the job has fewer ranks")
+    settings = make(**COMMON, **SCENARIOS[scenario], fragments=fragments)
+    options = settings.options
+    diloco = settings.method.name == "diloco"
+    wanted = {**vars(settings), "steps": STEPS, "bucket_bytes": SMALL_BUCKETS.bucket_bytes}
+    wanted["outer"] = (options.outer_lr, options.outer_momentum) if diloco else None
+    wanted["alpha"] = options.alpha if diloco and options.alpha >= 0 else None
+    model = new_net()
+    sizes = node_sizes_of(WORLD.size, ranks_per_node)
+    streams = [RandomStream(r, torch.float64) for r in range(WORLD.size)]
+    history = Simulation(model, streams, sizes, F.cross_entropy, SimpleNamespace(**wanted)).run()
+    with nodes_of(ranks_per_node) as topology:
+        stream = RandomStream(WORLD.rank, torch.float64)
+        runs = run_driver(topology, settings, model, stream, STEPS)
+        for number, ((_, state), expected) in enumerate(zip(runs, history, strict=True), 1):
+            assert near(state.z, expected.z), number
+            # After the last exchange nobody goes on from z.
+            if number < settings.outer_iterations:
+                assert near(state.theta, expected.theta[WORLD.rank]), number
+            if diloco:
+                assert near(state.memory["shared.outer_momentum"], expected.velocity)
+            assert_alike_on_all_ranks(state.z)
+
+
+@pytest.mark.parametrize("payload", ["fp32", "int4"])
+def test_as_many_bytes_leave_as_at_once_and_no_more_than_a_part_between_two_steps(
+    payload, monkeypatch
+):
+    """In any window of a third of an outer iteration leaves about a third of the message."""
+    found, sent = {}, []
+    real = streaming.fill_message_
+
+    def noted(leader, node, state, *rest):
+        before = state.position.traffic.payload
+        counted = real(leader, node, state, *rest)
+        now = STEPS * (state.position.iteration - 1) + state.position.step
+        sent.append((now, state.position.traffic.payload - before))
+        return counted
+
+    for fragments in (1, 3):
+        settings = make(**COMMON, method="diloco", payload=payload, fragments=fragments)
+        with nodes_of(1) as topology, monkeypatch.context() as patched:
+            patched.setattr(streaming, "fill_message_", noted)
+            stream = RandomStream(WORLD.rank, torch.float64)
+            runs = run_driver(topology, settings, new_net(), stream, STEPS)
+            found[fragments] = [record["bytes"] for record, _ in runs]
+    assert found[1] == found[3]
+    whole = found[1][0]["payload"]
+    # The last outer iteration sends all at its end.
+    assert [now for now, _ in sent] == list(range(2, 3 * STEPS + 1, STEPS // 3))
+    # Parts end after whole blocks, and statistics, one block of them, go with the last.
+    most = whole / 3 + {"fp32": 2 * 128 * 8, "int4": 66 + 256}[payload]
+    assert max(size for _, size in sent) < most < whole
+    for first in range(3 * STEPS):
+        window = [size for now, size in sent if first <= now < first + STEPS // 3]
+        assert sum(window) < most
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"fragments": 7}, "fragments 7 is more than the 6 local_?-?steps"),
+        ({"fragments": 2, "overlap_steps": 4}, "overlap-steps 4 is more than the 3 local steps"),
+        ({"fragments": 2, "overlap_steps": "auto"}, "auto measures messages"),
+        ({"fragments": 2, "method": "prunex", "after_freeze": "admm"}, "duals need all of z"),
+        ({"fragments": 2, "method": "sparseloco"}, "fragments means nothing to method sparseloco"),
+        ({"fragments": 2, "method": "prunex-flat"}, "fragments means nothing to method"),
+    ],
+)
+def test_what_can_not_be_sent_in_parts_is_refused(changes, line):
+    with pytest.raises(UserError, match=line):
+        make(**{**COMMON, "method": "local-sgd", **changes})

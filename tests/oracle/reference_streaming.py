@@ -1,0 +1,133 @@
+"""Streaming DiLoCo and streaming local SGD of all ranks, simulated in one process.
+
+Algorithm 2 of Douillard et al. 2025, on flat vectors: after step t with t - t_p divisible by H a
+fragment p of z - theta is sent; tau steps later the outer step has moved that fragment of z, and
+the replicas go on from it. In the last outer iteration all fragments are sent at its end.
+"""
+
+import copy
+from types import SimpleNamespace
+
+import torch
+from reference_payload import coded_sum
+
+BLOCK = 128
+
+
+def fragments_of(numel, count):
+    """Return slices of about equal length that end after whole blocks."""
+    ends = [BLOCK * round(f * numel / count / BLOCK) for f in range(1, count)] + [numel]
+    return [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def flat(model):
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+class Simulation:
+    """What all replicas hold; `history` has z, theta and velocity after each outer iteration."""
+
+    def __init__(self, model, streams, node_sizes, loss_fn, s):
+        self.s, self.loss_fn, self.streams = s, loss_fn, streams
+        self.models = [copy.deepcopy(model) for _ in streams]
+        self.node_of = [i for i, size in enumerate(node_sizes) for _ in range(size)]
+        self.sizes, self.total = node_sizes, sum(node_sizes)
+        self.theta = [flat(model) for _ in streams]
+        self.momentum = [torch.zeros_like(x) for x in self.theta]
+        self.z, self.velocity = flat(model), torch.zeros_like(flat(model))
+        self.rests = [torch.zeros_like(self.z) for _ in node_sizes]
+        self.history = []
+
+    def node_means(self, vectors):
+        found = []
+        for i, size in enumerate(self.sizes):
+            found.append(
+                sum(v for v, n in zip(vectors, self.node_of, strict=True) if n == i) / size
+            )
+        return found
+
+    def inner_step(self):
+        gradients = []
+        for model, theta, stream in zip(self.models, self.theta, self.streams, strict=True):
+            torch.nn.utils.vector_to_parameters(theta, model.parameters())
+            images, labels = stream.next()
+            model.train()
+            model.zero_grad()
+            self.loss_fn(model(images), labels).backward()
+            gradients.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+        if self.s.node_sync == "step":
+            means = self.node_means(gradients)
+            gradients = [means[i] for i in self.node_of]
+        for r, gradient in enumerate(gradients):
+            gradient = gradient + self.s.weight_decay * self.theta[r]
+            self.momentum[r] = self.s.momentum * self.momentum[r] + gradient
+            self.theta[r] = self.theta[r] - self.s.lr * self.momentum[r]
+
+    def send(self, p):
+        """Return what becomes of fragment p of z, and what the nodes held of it."""
+        held = [x[p] for x in self.node_means(self.theta)]
+        shares = [size / self.total for size in self.sizes]
+        z = self.z[p]
+        if self.s.payload == "fp32" or len(self.sizes) == 1:
+            mean = sum(w * x for w, x in zip(shares, held, strict=True))
+        else:
+            offers = [
+                w * (x - z) + rest[p] for w, x, rest in zip(shares, held, self.rests, strict=True)
+            ]
+            change, left = coded_sum(offers, self.s.payload, self.s.bucket_bytes)
+            for rest, vector in zip(self.rests, left, strict=True):
+                rest[p] = vector
+            mean = z + change
+        for r, momentum in enumerate(self.momentum):
+            if self.s.inner_momentum == "reset":
+                momentum[p] = 0
+            self.theta[r][p] = held[self.node_of[r]]
+        return p, mean, held
+
+    def receive(self, sent, behind):
+        p, mean, held = sent
+        if self.s.outer:
+            lr, mu = self.s.outer
+            gradient = self.z[p] - mean
+            self.velocity[p] = mu * self.velocity[p] + gradient
+            self.z[p] = self.z[p] - lr * (gradient + mu * self.velocity[p])
+        else:
+            self.z[p] = mean
+        for r, theta in enumerate(self.theta):
+            if not behind:
+                theta[p] = self.z[p]
+            elif self.s.alpha is None:
+                theta[p] = theta[p] + self.z[p] - held[self.node_of[r]]
+            else:
+                theta[p] = self.s.alpha * theta[p] + (1 - self.s.alpha) * self.z[p]
+
+    def run(self):
+        s, steps, now = self.s, self.s.steps, 0
+        parts = fragments_of(self.z.numel(), s.fragments)
+        sends = {f * steps // s.fragments: p for f, p in enumerate(parts, 1)}
+        pending = None
+        for k in range(1, s.outer_iterations + 1):
+            last = k == s.outer_iterations
+            for t in range(1, steps + 1):
+                self.inner_step()
+                now += 1
+                if pending and now == pending[0] + s.overlap_steps:
+                    self.receive(pending[1], True)
+                    pending = None
+                if t not in sends or last:
+                    continue
+                sent = self.send(sends[t])
+                if s.overlap_steps:
+                    pending = now, sent
+                else:
+                    self.receive(sent, False)
+            if last:
+                self.receive(self.send(slice(0, self.z.numel())), False)
+            self.history.append(
+                SimpleNamespace(
+                    z=self.z.clone(),
+                    theta=[x.clone() for x in self.theta],
+                    velocity=self.velocity.clone(),
+                )
+            )
+        return self.history
