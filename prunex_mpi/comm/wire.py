@@ -162,7 +162,7 @@ class Wire:
             return {}
         counted = {kind: operand}
         setattr(self.traffic, kind, getattr(self.traffic, kind) + operand)
-        if kind not in ("evaluate", "setup") and self.ring > 1:
+        if kind not in ("evaluate", "setup", "control") and self.ring > 1:
             travelling = operand if travelling is None else travelling
             counted["sent"] = ring_bytes(self.ring, travelling, passes)
             self.traffic.sent += counted["sent"]
