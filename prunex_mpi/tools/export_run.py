@@ -222,7 +222,7 @@ def loader_source() -> str:
 def write_onnx(folder: Path, model: nn.Module, images: Tensor, allowed: float) -> float:
     """Write model.onnx for batches of any size; return how far its outputs are from the model's.
 
-    `images` [n, 3, H, W], n > 1, are what both are tried on, on the CPU; `allowed` is what rounding
+    `images` [n, 3, H, W] are what both are tried on, on the CPU; `allowed` is what rounding
     explains. Raises UserError where the model can't be written so or computes something else.
     """
     import onnxruntime
@@ -272,7 +272,9 @@ def write_torch_export(folder: Path, model: nn.Module, images: Tensor, allowed: 
 def _trace(model: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
     """Return the model's graph for batches of any size."""
     batch = {0: torch.export.Dim("batch")}
-    return torch.export.export(model, (images[:2],), dynamic_shapes=(batch,))
+    # Of one image torch would make a graph for one alone.
+    two = images[:1].repeat(2, 1, 1, 1) if len(images) == 1 else images[:2]
+    return torch.export.export(model, (two,), dynamic_shapes=(batch,))
 
 
 @torch.no_grad()
