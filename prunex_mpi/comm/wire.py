@@ -195,13 +195,13 @@ class Wires:
     lanes: int
     flat: bool
 
-    def sum_(self, flat: Tensor) -> None:
+    def sum_(self, flat: Tensor, kind: str = "") -> None:
         """Sum `flat` over all ranks in place. Collective on `world`, or `node` and `leader`."""
         if self.flat:
-            self.workers.reduce_(flat)
+            self.workers.reduce_(flat, kind=kind)
         else:
-            self.node.reduce_(flat)
-            reduce_between_nodes_(self.workers, self.node, flat)
+            self.node.reduce_(flat, kind=kind)
+            reduce_between_nodes_(self.workers, self.node, flat, kind)
 
 
 def find_wires(

@@ -68,6 +68,7 @@ from prunex_mpi.core.schedule import (
 )
 from prunex_mpi.core.scores import scored, watch_
 from prunex_mpi.core.state import (
+    KNOWN,
     RunContext,
     State,
     change_mask,
@@ -76,6 +77,7 @@ from prunex_mpi.core.state import (
     starts_from_z,
     wires_of,
 )
+from prunex_mpi.core.statistics import find_reference_
 from prunex_mpi.core.steps import (
     add_loss_,
     averaging,
@@ -122,6 +124,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
                 check_divergence(topology, context, loss)
             split_local(context, this, waiting="intra")
             with phase(context, this, "intra"):
+                find_reference_(wires, state)
                 z_tilde = intra_node_consensus(node, state, settings)
             with phase(context, this, "project"):
                 moved_node = project(leader, node, state, settings, z_tilde, stage)
@@ -215,7 +218,7 @@ def intra_node_consensus(node: Wire, state: State, settings: Settings) -> Tensor
     node, and so is their mean. In the memory of `scratch`. Collective on `node.comm`.
     """
     ranks = node.comm.size
-    batchnorm.read_(state.bn_modules, state.stats)
+    batchnorm.read_(state.bn_modules, state.stats, state.memory[KNOWN])
     node.reduce_(state.stats)
     state.stats.div_(ranks)
     decay = decay_of_layers(settings, state.layout) * (settings.weight_decay_in == "z")

@@ -22,6 +22,7 @@ from prunex_mpi.core.loop import finish_round, goes_behind, phase, rounds, split
 from prunex_mpi.core.message import outer_step_
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import RunContext, freeze, wires_of
+from prunex_mpi.core.statistics import find_reference_
 from prunex_mpi.core.steps import averaging
 from prunex_mpi.methods.exchanges import code_of
 from prunex_mpi.methods.hsadmm import (
@@ -65,6 +66,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
                 check_divergence(topology, context, loss)
             split_local(context, this, waiting="intra")
             with phase(context, this, "intra"):
+                find_reference_(wires, state)
                 mean = intra_node_consensus(node, state, settings)
             with phase(context, this, "project"):
                 project(leader, node, state, settings, mean, stage)

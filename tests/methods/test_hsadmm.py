@@ -533,7 +533,8 @@ def test_ranks_of_a_node_that_differ_go_on_from_their_leaders_variables():
         found = intra_node_consensus(node, state, settings)
         assert torch.equal(found, expected)
         # Both variables have come over, and what would make them differ at the next step.
-        three = 3 * 8 * state.layout.numel + 8 if topology.node_size > 1 else 0
+        over = 8 * (3 * state.layout.numel + state.stats.numel() + 1)
+        three = over if topology.node_size > 1 else 0
         digests = 2 * DIGEST_BYTES if topology.node_size > 1 else 0
         assert node.traffic.intra == 2 * statistics
         assert state.position.traffic.control == digests
