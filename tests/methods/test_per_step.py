@@ -16,6 +16,7 @@ from driving import (
     assert_alike_on_all_ranks,
     by_name,
     difference,
+    make_context,
     node_sizes_of,
     run_driver,
 )
@@ -24,10 +25,12 @@ from nodes import WORLD, nodes_of
 from reference_rivals import CONSTANTS, simulate_per_step
 from torch import nn
 
+from prunex_mpi.base.errors import Diverged
 from prunex_mpi.base.logs import log
 from prunex_mpi.config.resolve import BY_NAME, make
 from prunex_mpi.core.state import remembered
 from prunex_mpi.methods import declared, exchanges
+from prunex_mpi.run.supervision import driver_of
 
 pytestmark = pytest.mark.mpi
 
@@ -301,3 +304,18 @@ def test_ranks_whose_weights_differ_go_on_from_those_of_the_first(
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (WORLD.size > 1 and WORLD.rank == 0)
     assert all("weights differed between ranks of the run, by up to" in line for line in said)
+
+
+@pytest.mark.any_mpi
+def test_a_gradient_beyond_float16_is_named_with_the_method_that_can_send_it():
+    settings = make(method="fp16", **COMMON)
+    with nodes_of(1) as topology:
+        stream = RandomStream(WORLD.rank, torch.float32)
+        model = new_net(torch.float32)
+        # On the last rank its gradients are so many times as large.
+        factor = 1e9 if WORLD.rank == WORLD.size - 1 else 1.0
+        loss = lambda outputs, labels: factor * F.cross_entropy(outputs, labels)  # noqa: E731
+        stream.steps_per_epoch = STEPS_PER_EPOCH
+        context = make_context(settings, model, stream, loss=loss)
+        with pytest.raises(Diverged, match=r"beyond 65504, the largest that float16 holds: .*bf16"):
+            list(driver_of(settings).outer_iterations(topology, context))
