@@ -157,7 +157,7 @@ class Wire:
         Returns what has been counted, for the trace.
         """
         kind = kind or self.kind
-        if kind == "intra" and self.comm.size == 1:
+        if self.kind == "intra" and self.comm.size == 1:
             # Nothing travels inside a node of one rank.
             return {}
         counted = {kind: operand}
@@ -240,8 +240,10 @@ def reduce_between_nodes_(leader: Wire, node: Wire, flat: Tensor, kind: str = ""
 
     What followers pass in is overwritten. Collective on `leader.comm`, then on `node.comm`.
     """
-    # Nothing leaves a node by its own wire: what the two have counted are other kinds.
-    counted = leader.count(flat.nbytes, kind=kind) | node.count(flat.nbytes)
+    counted = leader.count(flat.nbytes, kind=kind)
+    # What a method sends once is of one kind, in the node as well.
+    for key, value in node.count(flat.nbytes, kind=kind if kind == "setup" else "").items():
+        counted[key] = counted.get(key, 0) + value
     with node.clock.exchanging(flat.device, "Allreduce and Bcast", counted):
         spent = allreduce_then_bcast_(leader.comm, node.comm, flat, leader.transport)
     # Evaluating is no part of training.
