@@ -157,12 +157,12 @@ class Wire:
         Returns what has been counted, for the trace.
         """
         kind = kind or self.kind
-        if kind == "intra" and self.comm.size == 1:
+        if self.kind == "intra" and self.comm.size == 1:
             # Nothing travels inside a node of one rank.
             return {}
         counted = {kind: operand}
         setattr(self.traffic, kind, getattr(self.traffic, kind) + operand)
-        if kind not in ("evaluate", "setup") and self.ring > 1:
+        if kind not in ("evaluate", "setup", "control") and self.ring > 1:
             travelling = operand if travelling is None else travelling
             counted["sent"] = ring_bytes(self.ring, travelling, passes)
             self.traffic.sent += counted["sent"]
@@ -192,13 +192,13 @@ class Wires:
     everyone: Wire
     flat: bool
 
-    def sum_(self, flat: Tensor) -> None:
+    def sum_(self, flat: Tensor, kind: str = "") -> None:
         """Sum `flat` over all ranks in place. Collective on `world`, or `node` and `leader`."""
         if self.flat:
-            self.workers.reduce_(flat)
+            self.workers.reduce_(flat, kind=kind)
         else:
-            self.node.reduce_(flat)
-            reduce_between_nodes_(self.workers, self.node, flat)
+            self.node.reduce_(flat, kind=kind)
+            reduce_between_nodes_(self.workers, self.node, flat, kind)
 
 
 def find_wires(
@@ -234,8 +234,10 @@ def reduce_between_nodes_(leader: Wire, node: Wire, flat: Tensor, kind: str = ""
 
     What followers pass in is overwritten. Collective on `leader.comm`, then on `node.comm`.
     """
-    # Nothing leaves a node by its own wire: what the two have counted are other kinds.
-    counted = leader.count(flat.nbytes, kind=kind) | node.count(flat.nbytes)
+    counted = leader.count(flat.nbytes, kind=kind)
+    # What a method sends once is of one kind, in the node as well.
+    for key, value in node.count(flat.nbytes, kind=kind if kind == "setup" else "").items():
+        counted[key] = counted.get(key, 0) + value
     with node.clock.exchanging(flat.device, "Allreduce and Bcast", counted):
         spent = allreduce_then_bcast_(leader.comm, node.comm, flat, leader.transport)
     # Evaluating is no part of training.

@@ -20,6 +20,7 @@ from prunex_mpi.comm.wire import reduce_between_nodes_
 from prunex_mpi.core.metrics import density
 from prunex_mpi.core.schedule import strictness
 from prunex_mpi.core.state import (
+    KNOWN,
     SHARED,
     RunContext,
     State,
@@ -63,13 +64,12 @@ def add_z_(state: State, settings: Settings) -> None:
     if EMA not in state.memory:
         return
     average, of_statistics = state.memory[EMA], state.memory[EMA_STATS]
-    statistics = batchnorm.as_plain(state.bn_modules, state.stats, state.alone)
     if int(state.memory[EMA_COUNT]):
         average.lerp_(state.z, 1 - settings.model_ema_decay)
-        of_statistics.lerp_(statistics, 1 - settings.model_ema_decay)
+        of_statistics.lerp_(state.stats, 1 - settings.model_ema_decay)
     else:
         average.copy_(state.z)
-        of_statistics.copy_(statistics)
+        of_statistics.copy_(state.stats)
     state.memory[EMA_COUNT].add_(1)
 
 
@@ -335,9 +335,14 @@ def estimate_statistics(topology: Topology, context: RunContext) -> None:
     with weights(state, state.z):
         batchnorm.estimate(problem.model, state.bn_modules, images)
     check_readable(topology.world, context)
-    batchnorm.read_(state.bn_modules, state.stats)
+    if state.alone:
+        batchnorm.read_plain_(state.bn_modules, state.stats)
+        return
+    known = state.memory[KNOWN]
+    batchnorm.read_(state.bn_modules, state.stats, known)
     _average_(topology, context, state.stats)
-    batchnorm.write(state.bn_modules, state.stats, state.alone)
+    batchnorm.as_plain_(state.bn_modules, state.stats, known)
+    batchnorm.write_plain(state.bn_modules, state.stats)
 
 
 def check_readable(world: MPI.Comm, context: RunContext) -> None:

@@ -89,8 +89,12 @@ def split_local(context: RunContext, this: Round, waiting: str) -> None:
 
 def evaluates(context: RunContext, this: Round, ends: bool = False) -> bool:
     """Return whether z is evaluated in this outer iteration; where the run `ends` it is."""
-    due = ends or this.last or falls_due(context, this.k)
-    return due and context.problem.test is not None
+    return (ends or is_due(context, this)) and context.problem.test is not None
+
+
+def is_due(context: RunContext, this: Round) -> bool:
+    """Return whether this outer iteration is one to look at: the last, or one of an interval."""
+    return this.last or falls_due(context, this.k)
 
 
 def falls_due(context: RunContext, k: int) -> bool:

@@ -9,7 +9,8 @@ leaves over is the next e_i. So z changes by exactly what all ranks decode. With
 
 what the last rounding left over, less the one before. It does not add up over iterations. Groups
 that are pruned take what was left over of them along. BatchNorm statistics travel as differences
-to the last known ones as well, in bfloat16, without feedback: they are found anew every time.
+to the last known ones as well, in bfloat16, without feedback: they are found anew every time. The
+first known ones are a mean in float32 (`find_reference_`).
 
 DiLoCo's step between nodes (Douillard et al. 2023) follows: SGD with Nesterov momentum on z.
 """
@@ -126,7 +127,7 @@ def _offer_difference_(leader: Wire, state: State, dual: Tensor | None, part: Pa
         values[:numel].copy_(rest[part.span])
     # int2 has no zero: what fills up the last block has something left over as well.
     values[numel:].zero_()
-    gap = torch.sub(state.stats, state.memory[KNOWN])
+    gap = torch.sub(state.stats, batchnorm.of_reference(state.bn_modules, state.memory[KNOWN]))
     statistics.zero_()
     torch.index_select(gap, 0, kept, out=statistics[: kept.numel()])
     statistics.mul_(leader.weight)
@@ -208,29 +209,30 @@ def _arrived(state: State, part: Part, coded: bool) -> tuple[Tensor, Tensor]:
 def _take_statistics_(
     state: State, part: Part, statistics: Tensor, coded: bool, behind: bool
 ) -> None:
-    """Set the model's statistics by those that have come; see `take_over_`."""
-    kept = part.stats_kept
+    """Set the statistics of the model, those that are known, and `stats` to the mean that came."""
+    modules, known, kept = state.bn_modules, state.memory[KNOWN], part.stats_kept
     values = statistics[: kept.numel()]
     if coded:
-        values = values.add_(state.memory[KNOWN][kept])
-    mine = torch.empty_like(state.stats) if behind else None
-    moved = None
+        values = values.add_(batchnorm.of_reference(modules, known)[kept])
+    mean = state.stats.index_copy(0, kept, values)
+    model = mean
     if behind:
-        batchnorm.read_(state.bn_modules, mine)
-        moved = torch.sub(mine, state.stats)[kept]
-    if kept.numel() < state.stats.numel():
-        batchnorm.reset_(state.bn_modules, state.stats)
-    state.stats.index_copy_(0, kept, values)
-    if coded:
-        state.memory[KNOWN].copy_(state.stats)
+        moved = torch.empty_like(mean)
+        batchnorm.read_(modules, moved, known)
+        model = mean + moved.sub_(state.stats)
+        batchnorm.as_plain_(modules, model, known)
+    batchnorm.as_plain_(modules, mean, known)
+    if state.alone:
+        # Its own, without the rounding of differences.
+        own = torch.empty_like(mean)
+        batchnorm.read_plain_(modules, own)
+        model = own
+        mean = mean if behind else own
+    known.index_copy_(0, kept, mean[kept])
     # Removed channels are left as they have been reset.
-    now = state.stats
-    if behind and state.alone:
-        # The same, without the rounding of the difference.
-        now = now.index_copy(0, kept, mine[kept])
-    elif behind:
-        now = now.index_add(0, kept, moved)
-    batchnorm.write(state.bn_modules, now, state.alone)
+    batchnorm.reset_(modules, state.stats)
+    batchnorm.write_plain(modules, state.stats.index_copy(0, kept, model[kept]))
+    state.stats.index_copy_(0, kept, mean[kept])
 
 
 VELOCITY = f"{SHARED}outer_momentum"

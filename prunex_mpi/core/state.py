@@ -49,7 +49,8 @@ class Position:
     exchanged and z does not hold yet; empty where there is nothing. `part` is the number, from 1,
     of the part that was exchanged last, 0 for the whole message. `converged_of` is the length of a
     run, in outer iterations, that has converged before it, else 0. `fresh_statistics` says that
-    BatchNorm's began with this run, and not with trained weights.
+    BatchNorm's began with this run, and not with trained weights; `has_reference` that all ranks
+    share those about which they are averaged.
     """
 
     iteration: int = 1
@@ -69,6 +70,7 @@ class Position:
     best: list[float] = field(default_factory=list)
     converged_of: int = 0
     fresh_statistics: bool = False
+    has_reference: bool = False
 
 
 def next_iteration(position: Position, loss: float) -> None:
@@ -170,8 +172,8 @@ def momentum_of(optimizer: torch.optim.Optimizer, theta: Tensor) -> Tensor | Non
 # ranks that use them.
 OWN, EACH, SHARED = "own.", "each.", "shared."
 # What a payload of fewer bits remembers: what rounding has left over, in the order of the message
-# and as heavy as this worker's contribution; and, where statistics travel as differences, the
-# BatchNorm statistics that all ranks know.
+# and as heavy as this worker's contribution. And the BatchNorm means and variances that all ranks
+# know, those of the last exchange, about which they are averaged.
 REST, KNOWN = f"{OWN}rounding_rest", f"{SHARED}known_statistics"
 # Of methods that prune single weights and not groups: which are pruned, bool [numel].
 PRUNED = f"{SHARED}pruned"
@@ -387,7 +389,7 @@ def build_state(
     theta, grad = flatten_(model, layout)
     bn_modules = batchnorm.find(model)
     stats = theta.new_empty(batchnorm.numel(bn_modules))
-    batchnorm.read_(bn_modules, stats)
+    batchnorm.read_plain_(bn_modules, stats)
     mask = np.ones(groups.total, dtype=bool)
     layers = len(layout.segments)
     return State(
@@ -439,9 +441,10 @@ def sends_codes(settings: Settings) -> bool:
 
 def memory_of_message(settings: Settings, theta: Tensor, stats: Tensor) -> dict[str, Tensor]:
     """Allocate what messages between nodes leave: nothing left over, first statistics."""
+    memory = {KNOWN: stats.clone()}
     if sends_codes(settings):
-        return {REST: theta.new_zeros(whole_blocks(theta.numel())), KNOWN: stats.clone()}
-    return {KNOWN: stats.clone()} if settings.method.own_format else {}
+        memory[REST] = theta.new_zeros(whole_blocks(theta.numel()))
+    return memory
 
 
 def find_stats_groups(

@@ -16,7 +16,7 @@ from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core.loop import Round
 from prunex_mpi.core.message import arrive_, exchange_message_, fill_message_, way_of
 from prunex_mpi.core.schedule import Stage, local_steps, steps_behind
-from prunex_mpi.core.state import RunContext, State, agreeing, forget_momentum_
+from prunex_mpi.core.state import KNOWN, RunContext, State, agreeing, forget_momentum_
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import bits_digest
 from prunex_mpi.settings.fields import Settings
@@ -81,7 +81,7 @@ def send_part_(wires: Wires, context: RunContext, number: int, behind: bool) -> 
 
 def average_statistics_(node: Wire, state: State) -> None:
     """Leave the mean of the node's BatchNorm statistics in `stats`. Collective on `node.comm`."""
-    batchnorm.read_(state.bn_modules, state.stats)
+    batchnorm.read_(state.bn_modules, state.stats, state.memory[KNOWN])
     node.reduce_(state.stats)
     state.stats.div_(node.comm.size)
 

@@ -35,7 +35,8 @@ from prunex_mpi.core.loop import measures_residuals, phase, rounds, split_local
 from prunex_mpi.core.mask_agreement import project_locally
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
 from prunex_mpi.core.schedule import Stage, find_stage, may_stop
-from prunex_mpi.core.state import RunContext, State, change_mask, freeze, wires_of
+from prunex_mpi.core.state import KNOWN, RunContext, State, change_mask, freeze, wires_of
+from prunex_mpi.core.statistics import find_reference_
 from prunex_mpi.methods.hsadmm import end_iteration, local_computation, update_duals
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import scale_, squared_distances
@@ -84,7 +85,8 @@ def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
     Until the masks are frozen nothing is masked: a group that was pruned may come back. What z was
     before is `last_z`. Collective on `leader.comm`, which holds all ranks.
     """
-    batchnorm.read_(state.bn_modules, state.stats)
+    find_reference_(wires, state)
+    batchnorm.read_(state.bn_modules, state.stats, state.memory[KNOWN])
     # z_i is z, whose value is at hand: its memory may hold what this rank sends.
     candidate = sum_candidate(state)
     state.z_node, state.scratch = candidate, state.z_node

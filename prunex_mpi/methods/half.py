@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.state import RunContext
+from prunex_mpi.core.steps import ask_to_stop_
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
@@ -43,7 +45,25 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     """
     rounded = space["rounded"].copy_(context.state.grad)
     wire.reduce_halves_(rounded)
+    note_overflow_(rounded, context)
     context.state.grad.copy_(rounded)
+
+
+def note_overflow_(total: Tensor, context: RunContext) -> None:
+    """Note as a failure that finite gradients have become infinite in float16.
+
+    `total` is their rounded sum, `grad` still this worker's own. A loss scaler leaves such a step
+    out instead.
+    """
+    state = context.state
+    if total.dtype != torch.float16 or state.scaler.is_enabled() or context.failures:
+        return
+    if bool(torch.isinf(total).any()) and bool(torch.isfinite(state.grad).all()):
+        most = torch.finfo(torch.float16).max
+        text = f"gradients are beyond {most:g}, the largest that float16 holds"
+        advice = "give --method bf16, which has the range of float32, or lower --lr"
+        context.failures.append(UserError(f"{text}: {advice}", FAILURE))
+        ask_to_stop_(context)
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from prunex_mpi.comm.agreement import DIGEST_BYTES, digests_agree
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
@@ -45,6 +44,7 @@ from prunex_mpi.core.admm import (
     update_rho2,
     weigh_candidate,
 )
+from prunex_mpi.core.alike import holds_alike, take_first_
 from prunex_mpi.core.evaluation import LASTING, PASSING, check_divergence
 from prunex_mpi.core.loop import (
     Round,
@@ -69,13 +69,13 @@ from prunex_mpi.core.scores import scored, watch_
 from prunex_mpi.core.state import (
     RunContext,
     State,
-    agreeing,
     change_mask,
     forget_momentum_,
     freeze,
     starts_from_z,
     wires_of,
 )
+from prunex_mpi.core.statistics import find_reference_
 from prunex_mpi.core.steps import (
     add_loss_,
     averaging,
@@ -95,7 +95,7 @@ from prunex_mpi.core.streaming import (
     part_after_step,
     send_part_,
 )
-from prunex_mpi.models.layout import bits_digest, squared_distances
+from prunex_mpi.models.layout import squared_distances
 from prunex_mpi.pruning.masks import (
     apply_factors_,
     build_factors,
@@ -132,10 +132,12 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
             moved_node = moved = None
             if parted:
                 with phase(context, this, "inter"):
+                    find_reference_(wires, state)
                     behind = goes_behind(context, this, stage)
                     send_part_(wires, context, settings.fragments, behind)
             else:
                 with phase(context, this, "intra"):
+                    find_reference_(wires, state)
                     z_tilde = intra_node_consensus(node, state, settings)
                 with phase(context, this, "project"):
                     moved_node = project(leader, node, state, settings, z_tilde, stage)
@@ -264,18 +266,12 @@ def own_candidate(state: State, decay: np.ndarray) -> Tensor:
 def make_alike_(node: Wire, state: State, decay: np.ndarray) -> None:
     """See that z_tilde, in `scratch`, is the same on all ranks of the node, bit for bit.
 
-    MPI does not promise the same bits of a sum of gradients to all ranks. Where they differ the
-    leader's theta and u become everyone's. Collective on `node.comm`.
+    Where sums of gradients had other bits on another rank, the leader's theta and u become
+    everyone's. Collective on `node.comm`.
     """
-    if node.comm.size == 1:
+    if node.comm.size == 1 or holds_alike(node, state, state.scratch, state.spare):
         return
-    digest = bits_digest(state.scratch, state.spare)
-    with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
-        alike = digests_agree(node.comm, digest)
-    if alike:
-        return
-    node.broadcast_(state.theta)
-    node.broadcast_(state.u)
+    take_first_(node, state, "of a node")
     own_candidate(state, decay)
 
 

@@ -22,6 +22,7 @@ from prunex_mpi.core.loop import finish_round, goes_behind, phase, rounds, split
 from prunex_mpi.core.message import outer_step_
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import RunContext, freeze, wires_of
+from prunex_mpi.core.statistics import find_reference_
 from prunex_mpi.core.steps import averaging
 from prunex_mpi.core.streaming import goes_in_parts, send_part_
 from prunex_mpi.methods.exchanges import code_of
@@ -69,10 +70,12 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
             behind = goes_behind(context, this, stage)
             if parted:
                 with phase(context, this, "inter"):
+                    find_reference_(wires, state)
                     send_part_(wires, context, settings.fragments, behind)
                     loss = mean_loss(topology.world, state, loss)
             else:
                 with phase(context, this, "intra"):
+                    find_reference_(wires, state)
                     mean = intra_node_consensus(node, state, settings)
                 with phase(context, this, "project"):
                     project(leader, node, state, settings, mean, stage)

@@ -6,11 +6,11 @@
 | exchange             | workers             | the method's own          | what the method sends|
 | result in the node   | node (hierarchical) | Bcast                     | gradient, dense      |
 
-and, once per outer iteration, the BatchNorm statistics of all ranks. The workers are all ranks or
-the node leaders (`comm/wire.py`); the mean over all N ranks is what every exchange aims at, and all
-ranks hold the same theta after every step. An outer iteration is T steps, as in H-SADMM, so that
-evaluations, checkpoints and records come at the same places. What a method does is in its file
-(`code`); `exchanges.py` says what that has.
+and, once per outer iteration, the BatchNorm statistics of all ranks and, where it is evaluated, a
+digest of theta. The workers are all ranks or the node leaders (`comm/wire.py`); the mean over all N
+ranks is what every exchange aims at, and all ranks hold the same theta after every step. An outer
+iteration is T steps, as in H-SADMM, so that evaluations, checkpoints and records come at the same
+places. What a method does is in its file (`code`); `exchanges.py` says what that has.
 """
 
 import time
@@ -22,9 +22,11 @@ from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wire, Wires, reduce_between_nodes_
 from prunex_mpi.core.admm import mean_loss
+from prunex_mpi.core.alike import see_alike_
 from prunex_mpi.core.evaluation import check_divergence
-from prunex_mpi.core.loop import finish_round, phase, rounds, split_local
+from prunex_mpi.core.loop import finish_round, is_due, phase, rounds, split_local
 from prunex_mpi.core.state import RunContext, wires_of
+from prunex_mpi.core.statistics import average_statistics
 from prunex_mpi.core.steps import (
     add_loss_,
     averaging,
@@ -40,7 +42,6 @@ from prunex_mpi.core.steps import (
     stops_here,
 )
 from prunex_mpi.methods.exchanges import code_of
-from prunex_mpi.models import batchnorm
 from prunex_mpi.settings.fields import Settings
 
 
@@ -66,7 +67,9 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
                 drift = prune_(code, wires, context, done=this.k)
             split_local(context, this, waiting="inter")
             with phase(context, this, "inter"):
-                average_statistics(wires, context)
+                average_statistics(wires, state)
+                if is_due(context, this):
+                    see_alike_(wires.everyone, state, "of the run")
                 loss = mean_loss(topology.world, state, loss)
             if settings.method.removes:
                 with phase(context, this, "project"):
@@ -169,15 +172,3 @@ def average_gradient_(
         wires.node.broadcast_(grad)
     if hasattr(code, "follow_"):
         code.follow_(wires, space, context)
-
-
-def average_statistics(wires: Wires, context: RunContext) -> None:
-    """Average the BatchNorm statistics over all ranks, by second moments.
-
-    Collective on `world`, or on `node` and `leader`.
-    """
-    state = context.state
-    batchnorm.read_(state.bn_modules, state.stats)
-    wires.sum_(state.stats)
-    state.stats.div_(wires.everyone.comm.size)
-    batchnorm.write(state.bn_modules, state.stats, state.alone)

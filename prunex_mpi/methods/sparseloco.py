@@ -73,15 +73,18 @@ def exchange_(wires: Wires, space: Space, context: RunContext) -> None:
     """
     state, settings = context.state, context.settings
     chunks, everyone = space.chunks, space.everyone
-    known = state.memory[KNOWN]
+    known, modules = state.memory[KNOWN], state.bn_modules
+    total = batchnorm.of_reference(modules, known)
     if wires.workers.is_member:
         wires.workers.gather_(_fill(wires.workers.weight, space, context), everyone)
     wires.node.broadcast_(everyone.view(-1))
     for message in everyone:
         add_decoded_(message, chunks, state.z, -settings.options.outer_lr)
-        known.add_(_statistics_in(message, chunks))
-    state.stats.copy_(known)
-    batchnorm.write(state.bn_modules, state.stats)
+        total.add_(_statistics_in(message, chunks))
+    batchnorm.as_plain_(modules, total, known)
+    batchnorm.write_plain(modules, total)
+    state.stats.copy_(total)
+    known.copy_(total)
     dense = state.layout.numel + state.stats.numel()
     state.position.traffic.dense += dense * state.theta.element_size()
 
@@ -95,7 +98,8 @@ def _fill(weight: float, space: Space, context: RunContext) -> Tensor:
     left.add_(state.scratch, alpha=weight)
     encode_(left, chunks, message)
     add_decoded_(message, chunks, left, -1.0)
-    gap = torch.sub(state.stats, state.memory[KNOWN]).mul_(weight).to(STATISTICS)
+    known = batchnorm.of_reference(state.bn_modules, state.memory[KNOWN])
+    gap = torch.sub(state.stats, known).mul_(weight).to(STATISTICS)
     message[chunks.extra : chunks.positions].copy_(gap.view(torch.uint8))
     return message
 

@@ -1,8 +1,13 @@
 """Consensus of BatchNorm running statistics.
 
-Means and second moments are averaged: var = mean(var + mu^2) - mean(mu)^2, the variance of the
-pooled data. They are sent behind the compact parameters in the same payload. After pruning, the
-statistics of theta do not fit z, so they can be estimated again on z.
+Means and second moments about a reference r that all ranks share are averaged, d = mu - r:
+
+    mu = r + mean(d),   var = mean(var + d^2) - mean(d)^2,
+
+the mean and the variance of the pooled data. With r near the means nothing cancels; about 0 a
+variance below 1e-7 of the squared mean would be lost in float32. They are sent behind the compact
+parameters in the same payload. After pruning, the statistics of theta do not fit z, so they can be
+estimated again on z.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,24 +32,26 @@ def numel(modules: list[_BatchNorm]) -> int:
     return sum(2 * m.num_features for m in modules)
 
 
-def read_(modules: list[_BatchNorm], flat: Tensor) -> None:
-    """Write means and second moments of `modules` into `flat` [numel], module after module."""
-    if not modules:
-        return
-    parts: list[Tensor] = []
-    for m in modules:
-        parts += [m.running_mean, m.running_var + m.running_mean.square()]
-    torch.cat(parts, out=flat)
+def read_(modules: list[_BatchNorm], flat: Tensor, reference: Tensor) -> None:
+    """Write d and var + d^2 of `modules` into `flat` [numel], module after module.
+
+    `reference` [numel] holds means and variances, as of `read_plain_`; its means are r.
+    """
+    read_plain_(modules, flat)
+    for (_, mean, variance), (_, shared, _) in zip(
+        _parts(modules, flat), _parts(modules, reference), strict=True
+    ):
+        variance.add_(mean.sub_(shared).square())
 
 
 def reset_(modules: list[_BatchNorm], flat: Tensor) -> None:
-    """Fill `flat` [numel] with mean 0 and second moment 1, the statistics of a removed channel.
+    """Fill `flat` [numel] with mean 0 and variance 1, the statistics of a removed channel.
 
     If it came back, a variance of 0 would blow it up.
     """
-    for _, mean, second in _parts(modules, flat):
+    for _, mean, variance in _parts(modules, flat):
         mean.zero_()
-        second.fill_(1)
+        variance.fill_(1)
 
 
 def _parts(modules: list[_BatchNorm], flat: Tensor) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
@@ -53,26 +60,22 @@ def _parts(modules: list[_BatchNorm], flat: Tensor) -> Iterator[tuple[_BatchNorm
         yield m, *part.view(2, -1)
 
 
-def write(modules: list[_BatchNorm], flat: Tensor, alone: bool = False) -> None:
-    """Set the running statistics of `modules` from `flat` [numel], see `as_plain`."""
-    write_plain(modules, as_plain(modules, flat, alone))
-
-
-def as_plain(modules: list[_BatchNorm], flat: Tensor, alone: bool = False) -> Tensor:
-    """Return `flat` [numel] with variances in place of second moments.
-
-    A variance that is small beside the squared mean is lost in the second moment. On a rank that is
-    `alone` nothing has been averaged, and what equals a module's own statistics is those.
-    """
-    plain = flat.clone()
-    for m, mean, second in _parts(modules, plain):
-        own = second == m.running_var + m.running_mean.square() if alone else None
-        # Rounding can push the difference of two large moments below zero.
+def as_plain_(modules: list[_BatchNorm], flat: Tensor, reference: Tensor) -> None:
+    """Make means and variances of what `flat` [numel] holds about the means of `reference`."""
+    for (_, mean, second), (_, shared, _) in zip(
+        _parts(modules, flat), _parts(modules, reference), strict=True
+    ):
+        # Rounding can push a difference below zero.
         second.sub_(mean.square()).clamp_(min=0)
-        if own is not None:
-            own &= mean == m.running_mean
-            second.copy_(torch.where(own, m.running_var, second))
-    return plain
+        mean.add_(shared)
+
+
+def of_reference(modules: list[_BatchNorm], reference: Tensor) -> Tensor:
+    """Return what `read_` gives where the statistics are those of the reference: 0 and var."""
+    flat = reference.clone()
+    for _, mean, _ in _parts(modules, flat):
+        mean.zero_()
+    return flat
 
 
 def are_fresh(modules: list[_BatchNorm]) -> bool:

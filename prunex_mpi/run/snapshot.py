@@ -293,7 +293,9 @@ def put_common(topology: Topology, parts: Parts, old_size: int, context: RunCont
     state, problem = context.state, context.problem
     means = remembered(state.optimizer, state.theta)
     means |= {key: tensor for key, tensor in state.memory.items() if key.startswith(EACH)}
-    stats = torch.zeros_like(state.stats)
+    # About 0, which float64 has the digits for.
+    stats = torch.zeros_like(state.stats, dtype=torch.float64)
+    each, zero = torch.empty_like(stats), torch.zeros_like(stats)
     for mean in means.values():
         mean.zero_()
     own = [key for key in state.memory if key.startswith(OWN)]
@@ -307,8 +309,8 @@ def put_common(topology: Topology, parts: Parts, old_size: int, context: RunCont
                 first = tensors, numbers
             for name, buffer in problem.model.named_buffers():
                 buffer.copy_(tensors[f"buffer.{name}"])
-            batchnorm.read_(state.bn_modules, state.stats)
-            stats.add_(state.stats)
+            batchnorm.read_(state.bn_modules, each, zero)
+            stats.add_(each)
             for name, mean in means.items():
                 mean.add_(tensors[name].to(mean.device))
             for key in own:
@@ -349,7 +351,8 @@ def put_common(topology: Topology, parts: Parts, old_size: int, context: RunCont
             buffer.copy_(first[0][f"buffer.{name}"])
     for buffer in problem.model.buffers():
         broadcast_tensor_(world, buffer.detach(), transport)
-    batchnorm.write(state.bn_modules, stats.div_(old_size))
+    batchnorm.as_plain_(state.bn_modules, stats.div_(old_size), zero)
+    batchnorm.write_plain(state.bn_modules, stats)
     _put_position(state.position, common["position"])
     samples = problem.train.samples_among(old_size, common["order"])
     before = steps_of(settings, max(1, samples // problem.train.batch_size))

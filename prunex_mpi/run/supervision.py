@@ -177,14 +177,16 @@ def recorded(
 ) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the record and the status of each outer iteration, once it is in the run's files.
 
-    Collective on `world`.
+    What is yielded has `exchange` as well: the seconds of each phase that this rank spent in
+    messages. Collective on `world`.
     """
     ranks = RankRecords(topology)
     for record in driver_of(context.settings).outer_iterations(topology, context):
         context.heartbeat.enter("record")
         layers = record.pop("layers")
         status = record.pop("status")
-        row = ranks.gather(record["iteration"], record.pop("rank"))
+        rank = record.pop("rank")
+        row = ranks.gather(record["iteration"], rank)
         if files is not None:
             files.append("metrics.jsonl", [record])
             files.append("layers.jsonl", layers)
@@ -193,7 +195,7 @@ def recorded(
                 files.tensorboard.add(record)
         write_trace(topology.world, files, context)
         progress.update(record, context.state.position.steps_done, local_steps(context))
-        yield record, status
+        yield {**record, "exchange": rank["exchange"]}, status
 
 
 def driver_of(settings: Settings) -> ModuleType:

@@ -273,7 +273,7 @@ def write_onnx(
 ) -> str:
     """Write model.onnx for batches of any size; return a line: how far its outputs are off.
 
-    `images` [n, 3, H, W], n > 1, are what both are tried on, on the CPU; `allowed` is what rounding
+    `images` [n, 3, H, W] are what both are tried on, on the CPU; `allowed` is what rounding
     explains. Raises UserError where the model can't be written so or computes something else.
     """
     import onnxruntime
@@ -331,15 +331,17 @@ def _trace(
 
     Windows of tokens may be shorter as well, where the model's code lets them.
     """
+    # Of one image torch would make a graph for one alone.
+    two = images[:1].expand(2, *images.shape[1:]) if len(images) == 1 else images[:2]
     every = {d: torch.export.Dim(n, max=m) for d, (n, m) in inputs.of_any_size().items()}
     try:
-        return torch.export.export(model, (images[:2],), dynamic_shapes=(every,)), ""
+        return torch.export.export(model, (two,), dynamic_shapes=(every,)), ""
     # Whatever its code states, or the exporter meets in it.
     except Exception:
         if len(every) == 1:
             raise
     batch = {0: every[0]}
-    program = torch.export.export(model, (images[:2],), dynamic_shapes=(batch,))
+    program = torch.export.export(model, (two,), dynamic_shapes=(batch,))
     return program, f"; for windows of {images.shape[1]} tokens alone"
 
 

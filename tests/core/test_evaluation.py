@@ -289,12 +289,7 @@ class Watching:
         state = self.context.state
         if not same(state.z, self.last):
             # It has just arrived: those of the model have gone on.
-            flat, plain = state.stats.double(), []
-            for module in state.bn_modules:
-                mean, second = flat[: 2 * module.num_features].chunk(2)
-                flat = flat[2 * module.num_features :]
-                plain += [mean, second - mean**2]
-            self.note(torch.cat(plain))
+            self.note(state.stats)
         return False
 
     def note_record(self) -> None:

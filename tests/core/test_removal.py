@@ -71,7 +71,7 @@ def run(settings, ranks_per_node, make_model):
         for record, state in run_driver(topology, settings, model, stream):
             momentum = next(iter(state.optimizer.state[state.theta].values()))
             statistics = torch.empty_like(state.stats)
-            batchnorm.read_(state.bn_modules, statistics)
+            batchnorm.read_plain_(state.bn_modules, statistics)
             kept = state.stats_kept
             vectors = [state.z.clone(), momentum.clone(), statistics[kept]]
             found.append((state.mask, vectors, record["bytes"], record["train_loss"]))

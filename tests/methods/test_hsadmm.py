@@ -24,10 +24,11 @@ from torch import nn
 
 from mpi4py import MPI
 
+from prunex_mpi.comm.agreement import DIGEST_BYTES
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.topology import build_topology, free_topology
 from prunex_mpi.config.resolve import make, with_overrides
-from prunex_mpi.core.state import REST
+from prunex_mpi.core.state import REST, momentum_of
 from prunex_mpi.methods.hsadmm import intra_node_consensus, outer_iterations
 from prunex_mpi.pruning.compaction import unpack_
 from prunex_mpi.pruning.masks import apply_factors_
@@ -520,15 +521,21 @@ def test_ranks_of_a_node_that_differ_go_on_from_their_leaders_variables():
         expected = intra_node_consensus(node, state, settings).clone()
         statistics = 8 * state.stats.numel() if topology.node_size > 1 else 0
         assert node.traffic.intra == statistics
+        momentum = momentum_of(state.optimizer, state.theta).fill_(topology.node.rank)
         if topology.node.rank == topology.node_size - 1 and topology.node_size > 1:
             state.theta[5] = torch.nextafter(state.theta[5], torch.tensor(9.0).double())
         found = intra_node_consensus(node, state, settings)
         assert torch.equal(found, expected)
-        # Both variables have come over.
-        both = 2 * 8 * state.layout.numel if topology.node_size > 1 else 0
-        assert node.traffic.intra == 2 * statistics + both
+        # Both variables have come over, and what would make them differ at the next step.
+        over = 8 * (3 * state.layout.numel + state.stats.numel() + 1)
+        three = over if topology.node_size > 1 else 0
+        digests = 2 * DIGEST_BYTES if topology.node_size > 1 else 0
+        assert node.traffic.intra == 2 * statistics
+        assert state.position.traffic.control == digests
+        assert node.traffic.control == three
+        assert not momentum.any() or not three
         intra_node_consensus(node, state, settings)
-        assert node.traffic.intra == 3 * statistics + both
+        assert node.traffic.control == three
 
 
 @pytest.mark.any_mpi

@@ -16,6 +16,7 @@ from driving import (
     assert_alike_on_all_ranks,
     by_name,
     difference,
+    make_context,
     node_sizes_of,
     run_driver,
 )
@@ -24,8 +25,12 @@ from nodes import WORLD, nodes_of
 from reference_rivals import CONSTANTS, simulate_per_step
 from torch import nn
 
+from prunex_mpi.base.errors import Diverged
+from prunex_mpi.base.logs import log
 from prunex_mpi.config.resolve import BY_NAME, make
+from prunex_mpi.core.state import remembered
 from prunex_mpi.methods import declared, exchanges
+from prunex_mpi.run.supervision import driver_of
 
 pytestmark = pytest.mark.mpi
 
@@ -272,3 +277,45 @@ def test_dense_with_mixed_precision_stays_the_same_on_all_ranks(amp):
         for record, state in run_driver(topology, settings, new_net(torch.float32), stream):
             assert_alike_on_all_ranks(state.theta)
             assert np.isfinite(record["train_loss"])
+
+
+@pytest.mark.parametrize("method", ["dense", "powersgd", "lion"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_ranks_whose_weights_differ_go_on_from_those_of_the_first(
+    method, aggregation, caplog, monkeypatch
+):
+    """As after sums of gradients that have not the same bits on all ranks."""
+    changes = {**COMMON, **METHODS.get(method, {}), "method": method, "outer_iterations": 4}
+    settings = make(**changes, aggregation=aggregation, evaluate_every=2)
+    last = WORLD.rank == WORLD.size - 1 and WORLD.size > 1
+    monkeypatch.setattr(log, "propagate", True)
+    with nodes_of(2) as topology:
+        stream = RandomStream(WORLD.rank, torch.float32)
+        control = []
+        for record, state in run_driver(topology, settings, new_net(torch.float32), stream):
+            control.append(record["bytes"]["control"])
+            if record["iteration"] == 2 and last:
+                state.theta.mul_(1 + 1e-6)
+    for tensor in (state.theta, state.z, *remembered(state.optimizer, state.theta).values()):
+        assert_alike_on_all_ranks(tensor)
+    # A digest where it is evaluated; then what has come over.
+    assert control[1] - control[0] == 16 * (WORLD.size > 1)
+    assert control[3] - control[2] >= (16 + 4 * state.layout.numel) * (WORLD.size > 1)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (WORLD.size > 1 and WORLD.rank == 0)
+    assert all("weights differed between ranks of the run, by up to" in line for line in said)
+
+
+@pytest.mark.any_mpi
+def test_a_gradient_beyond_float16_is_named_with_the_method_that_can_send_it():
+    settings = make(method="fp16", **COMMON)
+    with nodes_of(1) as topology:
+        stream = RandomStream(WORLD.rank, torch.float32)
+        model = new_net(torch.float32)
+        # On the last rank its gradients are so many times as large.
+        factor = 1e9 if WORLD.rank == WORLD.size - 1 else 1.0
+        loss = lambda outputs, labels: factor * F.cross_entropy(outputs, labels)  # noqa: E731
+        stream.steps_per_epoch = STEPS_PER_EPOCH
+        context = make_context(settings, model, stream, loss=loss)
+        with pytest.raises(Diverged, match=r"beyond 65504, the largest that float16 holds: .*bf16"):
+            list(driver_of(settings).outer_iterations(topology, context))

@@ -231,8 +231,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
     history = []
     coded = None
     if s.payload != "fp32" and nodes > 1:
-        first = [moments(m) for m in batchnorms(model).values()]
-        coded = CodedMeans(start, first, node_sizes, s.payload, s.bucket_bytes)
+        coded = CodedMeans(start, node_sizes, s.payload, s.bucket_bytes)
     pending = None
 
     def arrive():
@@ -405,7 +404,11 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
         if coded:
             values = [{n: z_node[i][n] + v[i][n] for n in names} for i in range(nodes)]
             new_z = coded.mean_(values, z, mask)
-            statistics = coded.statistics_(node_statistics, gone(mask))
+            plain = [
+                [torch.stack((m.running_mean, m.running_var)) for m in batchnorms(r.model).values()]
+                for r in ranks
+            ]
+            statistics = coded.statistics_(node_statistics, plain, gone(mask))
         else:
             new_z = masked(plain, mask)
             statistics = []

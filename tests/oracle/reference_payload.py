@@ -70,11 +70,11 @@ def coded_sum(contributions, payload, bucket_bytes):
 class CodedMeans:
     """What nodes remember from one exchange in fewer bits to the next."""
 
-    def __init__(self, start, statistics, node_sizes, payload, bucket_bytes):
+    def __init__(self, start, node_sizes, payload, bucket_bytes):
         self.shares = [size / sum(node_sizes) for size in node_sizes]
         self.payload, self.bucket_bytes = payload, bucket_bytes
         self.rests = [{n: torch.zeros_like(x) for n, x in start.items()} for _ in node_sizes]
-        self.known = [x.clone() for x in statistics]
+        self.known = None
 
     def mean_(self, values, z, mask):
         """Return the mean of the nodes' `values` on `mask` as all decode it, zero elsewhere."""
@@ -89,26 +89,36 @@ class CodedMeans:
         change = expand(total, kept)
         return {n: (z[n] + change[n]) * kept[n] for n in z}
 
-    def statistics_(self, nodes, gone):
+    def statistics_(self, nodes, ranks, gone):
         """Return the mean of the nodes' lists of (mean, second moment), of removed channels (0, 1).
 
-        They travel as differences to the last known ones, in bfloat16, and nothing is left over.
+        They travel about the last known means, as differences to the last known variances, in
+        bfloat16, and nothing is left over. The first known ones are the plain mean of all `ranks`'
+        lists of (mean, variance); those of a removed channel are the last that it had.
         """
+        if self.known is None:
+            self.known = [sum(each) / len(ranks) for each in zip(*ranks, strict=True)]
         vectors = []
         for share, statistics in zip(self.shares, nodes, strict=True):
-            gaps = [share * (s - k) for s, k in zip(statistics, self.known, strict=True)]
-            kept = [gap[:, ~g].flatten() for gap, g in zip(gaps, gone, strict=True)]
-            vectors.append(torch.cat(kept))
+            gaps = []
+            for (mean, second), (shared, variance), g in zip(
+                statistics, self.known, gone, strict=True
+            ):
+                about = second - 2 * shared * mean + shared**2
+                gaps.append(share * torch.stack((mean - shared, about - variance))[:, ~g])
+            vectors.append(torch.cat([gap.flatten() for gap in gaps]))
         total, _ = coded_sum(vectors, "bf16", self.bucket_bytes)
         new = []
         for known, g in zip(self.known, gone, strict=True):
             count = 2 * int((~g).sum())
-            part, total = total[:count], total[count:]
+            part, total = total[:count].view(2, -1), total[count:]
+            mean = known[0, ~g] + part[0]
+            variance = known[1, ~g] + part[1] - part[0] ** 2
+            known[:, ~g] = torch.stack((mean, variance))
             value = torch.tensor([[0.0], [1.0]], dtype=known.dtype).repeat(1, len(g))
-            value[:, ~g] = known[:, ~g] + part.view(2, -1)
+            value[:, ~g] = torch.stack((mean, variance + mean**2))
             new.append(value)
-        self.known = new
-        return [x.clone() for x in new]
+        return new
 
 
 def expand(vector, kept):

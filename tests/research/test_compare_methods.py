@@ -11,6 +11,7 @@ from compared import assert_sane, cells, column, comparison, outcomes
 from filelock import FileLock
 from image_folders import write_folder
 from safetensors.torch import load_file
+from torch import nn
 
 from mpi4py import MPI
 
@@ -35,7 +36,12 @@ from prunex_mpi.research.compare.outcomes import (
     at_chance,
     to_dict,
 )
-from prunex_mpi.research.compare.run_rows import count_zeros, curve_of, operations
+from prunex_mpi.research.compare.run_rows import (
+    count_zeros,
+    curve_of,
+    operations,
+    split_seconds,
+)
 from prunex_mpi.tools import evaluate_options
 from prunex_mpi.tools.evaluate_network import evaluate
 
@@ -98,6 +104,28 @@ def test_a_curve_adds_up_what_was_sent_and_leaves_evaluations_out():
     for record in records:
         del record["val_accuracy"]
     assert [point.quality for point in curve_of(records)] == [Quality(None, 2.0)] * 2
+
+
+def test_inference_is_measured_on_the_network_that_is_exported():
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
+    model.append(nn.Linear(8, 2)).eval()
+    images = torch.rand(4, 3, 8, 8)
+    with torch.no_grad():
+        model[0].weight[::2] = 0
+        model[0].bias[::2] = 0
+        small = run_rows.exported(model, images)
+        assert small[0].weight.shape[0] == 4 and model[0].weight.shape[0] == 8
+        torch.testing.assert_close(small(images), model(images))
+
+
+def test_messages_are_told_from_work_alike_in_all_phases():
+    # A vote in the projection, coding between nodes, a loss that the ranks agree on in phase 5.
+    seconds = {"local": 8.0, "intra": 1.0, "project": 2.0, "inter": 4.0, "dual": 1.0}
+    exchange = {"local": 0.5, "project": 1.5, "inter": 3.0, "dual": 0.25, "evaluate": 9.0}
+    records = 2 * [{"seconds": {**seconds, "evaluate": 10.0}, "exchange": exchange}]
+    assert split_seconds(records) == (10.5, 6.5, 15.0)
 
 
 def test_the_operations_of_every_method_are_named():

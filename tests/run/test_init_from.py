@@ -86,7 +86,7 @@ def test_every_rank_and_every_variable_begins_with_the_weights(
                 assert torch.equal(flat, wanted)
             assert not state.u.any() and not state.v.any()
             stats = torch.empty_like(state.stats)
-            batchnorm.read_(batchnorm.find(model), stats)
+            batchnorm.read_plain_(batchnorm.find(model), stats)
             assert torch.equal(state.stats, stats)
             counters = [b for n, b in context.problem.model.named_buffers() if "num_batches" in n]
             assert counters and all(int(b) == 1 for b in counters)

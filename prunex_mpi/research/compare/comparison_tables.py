@@ -135,9 +135,9 @@ def results_table(found: Comparison) -> Table:
         "place: by the mean; +-: standard deviation over the seeds; sent: what leaves a node in "
         "the whole run by ring algorithms, masks included",
         *_of_the_protocol(found),
-        "sync: the phases that exchange messages, between nodes and inside them, waiting for the "
-        "slowest rank included; own: the method's other work beside forward, backward and step, "
-        "and its share of these; train: all but evaluation",
+        "sync: all messages, between nodes and inside them, votes and losses too, waiting for the "
+        "slowest rank included; own: the method's work beside forward, backward and step, coding "
+        "too, and its share of these; train: all but evaluation",
         "times as rank 0 takes them; means over the seeds; parameters left: those that are not 0",
     )
     chance = [
@@ -268,6 +268,7 @@ def measured_table(outcomes: Sequence[Outcome]) -> Table:
                 dense_sent / sent if dense_sent and sent else None,
                 dense_wait / wait if dense_wait and wait else None,
                 _mean(done, lambda m: m.dense_forward_s / m.forward_s),
+                _mean(done, lambda m: m.forward_spread * m.dense_forward_s / m.forward_s),
             )
         )
     columns = (
@@ -280,6 +281,7 @@ def measured_table(outcomes: Sequence[Outcome]) -> Table:
         "bytes saved, times",
         "sync saved, times",
         "inference, times",
+        "+-",
     )
     return Table(
         "The same rows in the columns of the PruneX paper's Table 1, measured",
@@ -291,8 +293,8 @@ def measured_table(outcomes: Sequence[Outcome]) -> Table:
             "metadata: indices, bitmaps and masks, as a share of the operands",
             "saved: what leaves a node, and the synchronisation time, of the row dense over the "
             "row's own",
-            "inference: the forward pass of the dense network over that of the network as training "
-            "leaves it, in turns",
+            "inference: the forward pass of the dense network over that of the exported, smaller "
+            "one, medians of turns; +-: half the distance of the quartiles",
         ),
     )
 

@@ -73,10 +73,12 @@ class Measured:
     `extra_samples` those that the method looked at besides, to decide what to prune.
     `payload_bytes` are operands that one worker hands to collectives between nodes, masks included,
     `metadata_bytes` the part of them that says where values belong; `sent_bytes` leave a node for
-    them by ring algorithms. `sync_s` is waiting for messages, `own_s` the method's own work. Of
-    `weights`, the elements of matrices and kernels in the delivered model, `zeros` are 0 and
-    `line_zeros` of these fill whole rows or columns. `operations` is what it calls to send between
-    nodes. Exchanges run behind a part `hidden` of the computing.
+    them by ring algorithms. `sync_s` is waiting for messages, `own_s` the method's own work,
+    `local_s` forward, backward and step. Of `weights`, the elements of matrices and kernels in the
+    delivered model, `zeros` are 0 and `line_zeros` of these fill whole rows or columns. A forward
+    pass of the exported network takes `forward_s`, of a dense one `dense_forward_s`; their ratio
+    has the relative `forward_spread`. `operations` is what it calls to send between nodes.
+    Exchanges run behind a part `hidden` of the computing.
     """
 
     accuracy: float | None
@@ -103,6 +105,7 @@ class Measured:
     ranks: int
     operations: str
     curve: tuple[Point, ...] = ()
+    forward_spread: float = 0.0
     hidden: float = 0.0
 
     @property

@@ -1,5 +1,6 @@
 """The runs of a comparison: each trains as one by itself does, is kept, and is measured."""
 
+import copy
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpi4py import MPI
 
@@ -19,6 +20,7 @@ from prunex_mpi.base.errors import Diverged, UserError
 from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
+from prunex_mpi.base.record_keys import CONSENSUS_PHASES
 from prunex_mpi.comm.agreement import run_collectively, run_collectively_while
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
@@ -51,10 +53,11 @@ from prunex_mpi.run.supervision import (
     recorded,
 )
 from prunex_mpi.settings.fields import Settings, key_of
+from prunex_mpi.tools.export_run import smaller
 from prunex_mpi.tools.timing import Action, wall_times
 
 FORWARD_BATCH = 32
-FORWARD_TURNS = 5
+FORWARD_TURNS = 15
 
 
 @dataclass(frozen=True)
@@ -173,8 +176,8 @@ def run_one(
         bench.heartbeat.enter("finish")
         exits.enter_context(delivered(context))
         total_s = time.perf_counter() - started
-        forward_s, dense_forward_s = forward_seconds(mine, dataset, context)
-        sums = add_up(records)
+        forward_s, dense_forward_s, forward_spread = forward_seconds(mine, dataset, context)
+        sums, (sync_s, own_s, local_s) = add_up(records), split_seconds(records)
         seconds, counted = sums["seconds"], sums["bytes"]
         stream = problem.train
         batches = stream.epoch * stream.steps_per_epoch + stream.position
@@ -192,9 +195,9 @@ def run_one(
             payload_bytes=counted["payload"] + counted["mask"],
             sent_bytes=counted["sent"],
             metadata_bytes=metadata_bytes(settings, state, counted, len(records)),
-            sync_s=seconds["intra"] + seconds["inter"],
-            own_s=seconds["project"] + seconds["dual"],
-            local_s=seconds["local"],
+            sync_s=sync_s,
+            own_s=own_s,
+            local_s=local_s,
             train_s=seconds["total"] - seconds["evaluate"],
             parameters=state.whole.layout.numel,
             parameters_left=int(torch.count_nonzero(state.z)),
@@ -203,6 +206,7 @@ def run_one(
             line_zeros=line_zeros,
             forward_s=forward_s,
             dense_forward_s=dense_forward_s,
+            forward_spread=forward_spread,
             speakers=world.size if every_rank_sends(settings) else mine.num_nodes,
             ranks=world.size,
             operations=operations(settings),
@@ -341,10 +345,11 @@ def size_of(dataset: Dataset | TextSet) -> int:
 
 def forward_seconds(
     topology: Topology, dataset: Dataset, context: RunContext
-) -> tuple[float, float]:
-    """Return the seconds of a forward pass of the delivered network and of a dense one, in turns.
+) -> tuple[float, float, float]:
+    """Return the seconds of a forward pass of the exported network and of a dense one, in turns.
 
-    All ranks do the same at the same time, as in training. Collective on `world`.
+    Medians; and half the distance of the quartiles of their ratio, as a share of it. All ranks do
+    the same at the same time, as in training. Collective on `world`.
     """
     state, problem, settings = context.state, context.problem, context.settings
     dense = make_model(settings, inputs_from(dataset.sizes())).to(state.theta.device)
@@ -352,18 +357,48 @@ def forward_seconds(
     images, _ = next(problem.batches(dataset.train, batch_size=size))
     dense.eval()
     problem.model.eval()
-    topology.world.Barrier()
     with torch.no_grad(), weights(state, state.z):
+        small = exported(problem.model, images)
+    topology.world.Barrier()
+    actions = {
+        "exported": Action(lambda: small(images)),
+        "dense": Action(lambda: dense(images)),
+    }
+    with torch.no_grad():
         times = wall_times(
-            {
-                "delivered": Action(lambda: problem.model(images)),
-                "dense": Action(lambda: dense(images)),
-            },
-            FORWARD_TURNS,
-            state.theta.device,
-            context.heartbeat,
+            actions, FORWARD_TURNS, state.theta.device, context.heartbeat, alternate=True
         )
-    return float(times["delivered"].min()), float(times["dense"].min())
+    quartiles = np.percentile(times["dense"] / times["exported"], [25, 50, 75])
+    spread = float((quartiles[2] - quartiles[0]) / (2 * quartiles[1]))
+    return float(np.median(times["exported"])), float(np.median(times["dense"])), spread
+
+
+def exported(model: nn.Module, images: Tensor) -> nn.Module:
+    """Return a copy of `model` as `export` writes it: without the channels that masks removed.
+
+    As it is where nothing can be taken out.
+    """
+    copied = copy.deepcopy(model).cpu()
+    copied.eval()
+    try:
+        copied = smaller(copied, images.cpu())
+    except UserError as error:
+        log.info("inference is measured at full size: %s", error)
+    return copied.to(images.device)
+
+
+def split_seconds(records: list[dict[str, Any]]) -> tuple[float, float, float]:
+    """Return the seconds of training in messages, in the method's own work, and in steps.
+
+    The same for all methods: every message of phases 1 to 5, votes and losses too, waiting for the
+    slowest rank included; what phases 2 to 5 do besides, coding too; what phase 1 does besides.
+    """
+    phases = {
+        phase: sum(r["seconds"][phase] for r in records) for phase in ("local", *CONSENSUS_PHASES)
+    }
+    messages = {phase: sum(r["exchange"].get(phase, 0.0) for r in records) for phase in phases}
+    own = sum(phases[phase] - messages[phase] for phase in CONSENSUS_PHASES)
+    return sum(messages.values()), own, phases["local"] - messages["local"]
 
 
 def quality_of(record: Mapping[str, Any]) -> Quality | None:

@@ -1,0 +1,57 @@
+"""What ranks hold alike, bit for bit: whether they do, and the first rank's for all where not.
+
+MPI does not promise the same bits of a sum to all ranks, nor do devices of two kinds compute them.
+Ranks that step on the same gradients would part a little more with every step.
+"""
+
+import torch
+from torch import Tensor
+
+from mpi4py import MPI
+
+from prunex_mpi.base.logs import log
+from prunex_mpi.comm.agreement import DIGEST_BYTES, digests_agree
+from prunex_mpi.comm.wire import Wire
+from prunex_mpi.core.state import SHARED, State, agreeing, remembered
+from prunex_mpi.models.layout import bits_digest
+
+
+def holds_alike(wire: Wire, state: State, flat: Tensor, spare: Tensor) -> bool:
+    """Return whether `flat` has the same bits on all ranks; `spare`, as long, is overwritten.
+
+    Collective on `wire.comm`.
+    """
+    digest = bits_digest(flat, spare)
+    with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
+        return digests_agree(wire.comm, digest)
+
+
+def take_first_(wire: Wire, state: State, where: str) -> None:
+    """Go on from the first rank's theta, and from all of its that moves theta; a line says so.
+
+    That is u, what the optimizer remembers, and of the method's memory what ranks share. All that
+    is of this rank alone stays. The gradient is overwritten. Collective on `wire.comm`.
+    """
+    theta, before = state.theta, state.spare
+    before.copy_(theta)
+    shared = [tensor for name, tensor in state.memory.items() if name.startswith(SHARED)]
+    for tensor in (theta, state.u, *remembered(state.optimizer, theta).values(), *shared):
+        wire.broadcast_(tensor.view(-1), kind="control")
+    gap = before.sub_(theta).abs_().max().view(1)
+    wire.reduce_(gap, MPI.MAX, kind="control")
+    if wire.comm.rank == 0:
+        largest = float(torch.linalg.vector_norm(theta, torch.inf))
+        log.warning(
+            "weights differed between ranks %s, by up to %.1e (largest weight %.1e), after outer "
+            "iteration %d: all go on from those of the first rank",
+            where,
+            float(gap),
+            largest,
+            state.position.iteration,
+        )
+
+
+def see_alike_(wire: Wire, state: State, where: str) -> None:
+    """See that theta has the same bits on all ranks. Collective on `wire.comm`."""
+    if wire.comm.size > 1 and not holds_alike(wire, state, state.theta, state.spare):
+        take_first_(wire, state, where)

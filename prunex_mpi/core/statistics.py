@@ -1,0 +1,41 @@
+"""The mean of all ranks' BatchNorm statistics, about a reference that they share."""
+
+from prunex_mpi.comm.wire import Wires
+from prunex_mpi.core.state import KNOWN, State
+from prunex_mpi.models import batchnorm
+
+
+def find_reference_(wires: Wires, state: State) -> None:
+    """Have a first reference, the plain mean of all ranks, if there is none yet.
+
+    From then on it is what the last exchange gave. Float32, before the first exchange: what is far
+    from its reference cannot be sent in fewer bits. Collective on `world`, or on `node` and
+    `leader`.
+    """
+    if state.position.has_reference or not state.bn_modules:
+        return
+    known = state.memory[KNOWN]
+    batchnorm.read_plain_(state.bn_modules, known)
+    if not state.alone:
+        wires.sum_(known, kind="setup")
+        known.div_(wires.everyone.comm.size)
+    state.position.has_reference = True
+
+
+def average_statistics(wires: Wires, state: State) -> None:
+    """Set the statistics of the model, and the reference, to the mean of all ranks.
+
+    A rank that is `alone` keeps its own, bit for bit. Collective on `world`, or on `node` and
+    `leader`.
+    """
+    find_reference_(wires, state)
+    known, modules = state.memory[KNOWN], state.bn_modules
+    if state.alone:
+        batchnorm.read_plain_(modules, state.stats)
+    else:
+        batchnorm.read_(modules, state.stats, known)
+        wires.sum_(state.stats)
+        state.stats.div_(wires.everyone.comm.size)
+        batchnorm.as_plain_(modules, state.stats, known)
+        batchnorm.write_plain(modules, state.stats)
+    known.copy_(state.stats)

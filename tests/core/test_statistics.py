@@ -1,0 +1,69 @@
+"""The mean of BatchNorm statistics of all ranks where variances are small beside means."""
+
+import pytest
+import torch
+from driving import make_context, wires_of
+from nets import RandomStream
+from nodes import WORLD, nodes_of
+from torch import nn
+
+from prunex_mpi.config.resolve import make
+from prunex_mpi.core.schedule import Stage
+from prunex_mpi.core.statistics import average_statistics, find_reference_
+from prunex_mpi.methods import sparseloco
+from prunex_mpi.methods.hsadmm import inter_node_consensus, intra_node_consensus
+
+pytestmark = pytest.mark.mpi
+
+# Of each channel: a mean, and by how much of it the deviation is smaller.
+MEANS = torch.tensor([100.0, -100.0, 3000.0, 1.0])
+RATIOS = torch.tensor([1e-4, 1 / 30, 1e-3, 1.0])
+UNCHANGED = Stage(strict=1.0, choose=False, vote=True, freeze=False, measured=False)
+
+
+def net() -> nn.Module:
+    """Return a network with one BatchNorm of four channels."""
+    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5))
+
+
+def statistics_of(rank: int, round_: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return means and variances, float64 [4], of a rank in an exchange."""
+    deviations = (MEANS * RATIOS).abs().double()
+    moved = torch.cos(torch.arange(4) + 2.0 * rank + 5.0 * round_).double()
+    means = (MEANS.double() + 0.3 * moved * deviations).float().double()
+    return means, deviations**2 * (1 + 0.2 * moved)
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+@pytest.mark.parametrize("way", ["per step", "fp32", "int4", "sparseloco"])
+def test_small_variances_beside_large_means_survive_every_exchange(way, ranks_per_node) -> None:
+    method = {"per step": "dense", "sparseloco": "sparseloco"}.get(way, "local-sgd")
+    payload = {"payload": way} if way in ("fp32", "int4") else {}
+    settings = make(method=method, **payload)
+    context = make_context(settings, net(), RandomStream(WORLD.rank, torch.float32))
+    state, module = context.state, context.problem.model[1]
+    with nodes_of(ranks_per_node) as topology:
+        wires = wires_of(topology, flat=way == "per step")
+        for round_ in range(3):
+            mean, variance = statistics_of(WORLD.rank, round_)
+            module.running_mean.copy_(mean)
+            module.running_var.copy_(variance)
+            if way == "per step":
+                average_statistics(wires, state)
+            else:
+                find_reference_(wires, state)
+                z_node = intra_node_consensus(wires.node, state, settings)
+                state.z_node, state.scratch = z_node, state.z_node
+            if way == "sparseloco":
+                sparseloco.exchange_(
+                    wires, sparseloco.allocate(topology.num_nodes, context), context
+                )
+            elif way != "per step":
+                inter_node_consensus(wires, context, UNCHANGED, behind=False)
+            ranks = [statistics_of(rank, round_) for rank in range(WORLD.size)]
+            means, variances = (torch.stack(each) for each in zip(*ranks, strict=True))
+            pooled = (variances + (means - means.mean(0)) ** 2).mean(0)
+            found = module.running_var.double()
+            assert ((found - pooled).abs() / pooled).max() < 0.01, round_
+            gap = (module.running_mean - means.mean(0)).abs() / pooled.sqrt()
+            assert gap.max() < 0.01, round_
