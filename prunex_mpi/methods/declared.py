@@ -249,6 +249,21 @@ OMNIREDUCE = Method(
     per_step=True,
 )
 
+
+@dataclass(frozen=True)
+class SpardlOptions:
+    ratio: float = option("share of each worker's block that travels", 0.01, above=0, high=1)
+
+
+SPARDL = Method(
+    name="spardl",
+    help="sums of the largest elements, by shares that stay sparse",
+    driver="per_step",
+    code="spardl",
+    options=SpardlOptions,
+    per_step=True,
+)
+
 TERNGRAD = Method(
     name="terngrad",
     help="gradients as -1, 0 or 1 times a shared scale",
@@ -382,6 +397,7 @@ METHODS = (
     *(PRUNEX, PRUNEX_FLAT),
     *(DENSE, TOPK, DGC, POWERSGD, OMNIREDUCE, FP16, BF16),
     *(TERNGRAD, LION, ADACGD, PRUNETRAIN, PACTRAIN),
+    SPARDL,
     *(LOCAL_SGD, DILOCO, QSR, SPARSELOCO, ONE_SHOT),
 )
 # Where an optimizer's defaults are not those of SGD: rates of another size, and what goes by them.

@@ -556,6 +556,9 @@ BAD_FLAGS = [
     ("--method terngrad --amp fp16", "amp fp16: what terngrad keeps or scales by"),
     ("--method adacgd --amp fp16", "amp fp16: what adacgd"),
     ("--method lion --momentum 0.5", "momentum means nothing to method lion"),
+    ("--method spardl --spardl-ratio 0", "--spardl-ratio must be above 0"),
+    ("--method spardl --spardl-ratio 1.5", "--spardl-ratio must be at most 1"),
+    ("--method spardl --amp fp16", "amp fp16: what spardl keeps"),
     ("--method omnireduce --omnireduce-block-size 0", "--omnireduce-block-size must be at least 1"),
     ("--method omnireduce --omnireduce-block-ratio 0", "--omnireduce-block-ratio must be above 0"),
     (

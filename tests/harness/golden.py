@@ -118,6 +118,7 @@ CASES = {
             ("powersgd", ""),
             ("omnireduce", "--omnireduce-block-size 16 --omnireduce-block-ratio 0.3"),
             ("pactrain", "--pactrain-stable-window 3"),
+            ("spardl", "--spardl-ratio 0.05"),
         )
         for aggregation in ("flat", "hierarchical")
     },

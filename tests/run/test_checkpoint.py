@@ -619,6 +619,7 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
         ("powersgd", "flat"),
         ("sparseloco", ""),
         ("omnireduce", "flat"),
+        ("spardl", "hierarchical"),
         ("lion", "hierarchical"),
     ],
 )

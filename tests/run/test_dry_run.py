@@ -49,6 +49,11 @@ SPARSE = 8 * -(-(23 * 16 + 480 * 2 + 23 * 64 * 12 // 8 + (23 * 64 + 490 + 3) // 
         ({"method": "omnireduce", "omnireduce_block_ratio": 1.0}, [4 * 75_290, 37]),
         # 3 of them.
         ({"method": "omnireduce"}, [3 * (4 * 256 + 4)]),
+        # A tenth of a block for each worker: 7,529, 2 * 3,765 or 4 * 1,883.
+        (
+            {"method": "spardl", "spardl_ratio": 0.1},
+            [8 * {1: 7_529, 2: 7_530, 4: 7_532}.get(WORLD.size, 0)],
+        ),
         ({"method": "fp16"}, [2 * 75_290]),
         # The finest level, a tenth.
         ({"method": "adacgd"}, [8 * 7_529 + 8]),
