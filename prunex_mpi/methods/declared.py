@@ -381,6 +381,26 @@ def check_pactrain(settings: Settings) -> None:
         raise UserError("amp fp16: the scale of pactrain.ternary must not overflow; use bf16")
 
 
+def check_gossip(settings: Settings) -> None:
+    """Refuse gradients that all ranks send."""
+    if settings.aggregation == "flat":
+        raise UserError(
+            "aggregation flat: with gossip one leader speaks for each node; leave it away, or make "
+            "every rank a node with ranks-per-node 1"
+        )
+
+
+GOSSIP = Method(
+    name="gossip",
+    help="GossipGraD: each node averages its gradient with that of one other at a time",
+    driver="per_step",
+    code="gossip",
+    defaults={"aggregation": "hierarchical"},
+    check=check_gossip,
+    per_step=True,
+    drifts=True,
+)
+
 PACTRAIN = Method(
     name="pactrain",
     help="pruned weights, and gradients whose sparsity all workers know",
@@ -397,7 +417,7 @@ METHODS = (
     *(PRUNEX, PRUNEX_FLAT),
     *(DENSE, TOPK, DGC, POWERSGD, OMNIREDUCE, FP16, BF16),
     *(TERNGRAD, LION, ADACGD, PRUNETRAIN, PACTRAIN),
-    SPARDL,
+    *(SPARDL, GOSSIP),
     *(LOCAL_SGD, DILOCO, QSR, SPARSELOCO, ONE_SHOT),
 )
 # Where an optimizer's defaults are not those of SGD: rates of another size, and what goes by them.

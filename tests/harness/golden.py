@@ -128,6 +128,7 @@ CASES = {
     "terngrad": "--method terngrad",
     "lion": "--method lion",
     "adacgd": "--method adacgd",
+    "gossip": "--method gossip",
     "prunetrain": "--method prunetrain --prunetrain-reconfigure-every 2 "
     "--prunetrain-threshold 0.45",
     "pactrain-grasp-of-ten": "--method pactrain --pactrain-score grasp --pactrain-stable-window 3 "

@@ -431,6 +431,73 @@ def simulate_per_step(model, streams, node_sizes, loss_fn, s):
     return history
 
 
+def partners(size, seed):
+    """Yield, step after step, {node: the one it receives from}, as gossip_grad.py has it.
+
+    What torchdistx draws with `random` is drawn with NumPy here; the first shuffle comes first.
+    """
+    generator = np.random.default_rng([seed, size])
+    shuffles = [list(generator.permutation(size)) for _ in range(size)]
+    period, step = max(1, math.ceil(math.log(size, 2))), 0
+    while True:
+        circle = shuffles[step // period % size]
+        power = step % period
+        yield {
+            int(node): int(circle[(place - 2**power + size) % size])
+            for place, node in enumerate(circle)
+        }
+        step += 1
+
+
+def simulate_gossip(model, streams, node_sizes, loss_fn, s):
+    """Train one model per node; return one SimpleNamespace per outer iteration."""
+    total = sum(node_sizes)
+    nodes = [ranks for ranks, _ in workers_of(node_sizes, "hierarchical")]
+    models = [copy.deepcopy(model) for _ in streams]
+    optimizers = [sgd(m, s, s.momentum, s.weight_decay) for m in models]
+    history, meetings = [], partners(len(nodes), s.seed)
+    for k in range(1, s.outer_iterations + 1):
+        losses = []
+        for step in range(s.steps):
+            for m, stream, optimizer in zip(models, streams, optimizers, strict=True):
+                images, labels = stream.next()
+                m.train()
+                optimizer.zero_grad()
+                warm_up_(m, model, (k - 1) * s.steps + step + 1)
+                loss = loss_fn(m(images), labels)
+                loss.backward()
+                losses.append(float(loss.detach()))
+            means = [
+                {
+                    n: sum(parameters(models[r])[n].grad for r in ranks) / len(ranks)
+                    for n in parameters(model)
+                }
+                for ranks in nodes
+            ]
+            sources = next(meetings)
+            for node, ranks in enumerate(nodes):
+                other = means[sources[node]]
+                for rank in ranks:
+                    for n, p in parameters(models[rank]).items():
+                        p.grad.copy_((means[node][n] + other[n]) / 2)
+                    optimizers[rank].step()
+        average_batchnorm(models)
+        thetas = [{n: p.detach().clone() for n, p in parameters(m).items()} for m in models]
+        z = {n: sum(t[n] for t in thetas) / total for n in thetas[0]}
+        apart = sum(float(((t[n] - z[n]) ** 2).sum()) for t in thetas for n in z) / total
+        size = sum(float((x**2).sum()) for x in z.values())
+        history.append(
+            SimpleNamespace(
+                z=z,
+                thetas=thetas,
+                distance=(apart / size) ** 0.5,
+                loss=sum(losses) / len(losses),
+                statistics=statistics_of(models[0]),
+            )
+        )
+    return history
+
+
 def statistics_of(model):
     return [(m.running_mean.clone(), m.running_var.clone()) for m in batchnorms(model).values()]
 

@@ -146,7 +146,7 @@ def test_a_shorter_run_still_has_exchanges_behind_its_steps():
 @pytest.mark.parametrize(
     ("plan", "rows"),
     [
-        ("compare_cifar10.toml", 27),
+        ("compare_cifar10.toml", 28),
         ("compare_resnet20.toml", 9),
         ("ways_cifar10.toml", 5),
         ("pruned_cifar10.toml", 11),
