@@ -42,7 +42,8 @@ class Position:
     `step` counts the local steps that outer iteration `iteration` has behind it, `steps_done` those
     of the outer iterations before; the sums of losses, the bytes and the seconds so far are this
     rank's own. `under_way` says as what travels (PLAIN or CODED) that the last outer iteration has
-    exchanged and z does not hold yet; empty where there is nothing. `converged_of` is the length of
+    exchanged and z does not hold yet; empty where there is nothing. `apart` says that it has not
+    exchanged at all: nodes go on from their own z_i. `converged_of` is the length of
     a run, in outer iterations, that has converged before it, else 0. `fresh_statistics` says that
     BatchNorm's began with this run, and not with trained weights.
     """
@@ -58,6 +59,7 @@ class Position:
     freeze_next: bool = False
     vote_next: bool = False
     under_way: str = ""
+    apart: bool = False
     first_loss: float | None = None
     # Of the best z so far by held-out images, as `best.Judged` has it.
     best: list[float] = field(default_factory=list)

@@ -19,10 +19,52 @@ GRASP_BELOW = 0.3
 # H-SADMM
 # --------------------------------------------------------------------------------------------------
 
+
+@dataclass(frozen=True)
+class PrunexOptions:
+    t_sync: int = option(
+        "exchange between nodes in every so manyth outer iteration; in between nodes go on from "
+        "their own consensus",
+        1,
+        low=1,
+    )
+
+
+def check_prunex(settings: Settings) -> None:
+    """Refuse what looks at z, masks or seconds of exchanges where there is no exchange."""
+    every = settings.options.t_sync
+    if every == 1:
+        return
+    what = f"prunex.t-sync {every}"
+    if every > settings.outer_iterations:
+        raise UserError(f"{what} is more than the {settings.outer_iterations} outer-iterations")
+    if settings.evaluate_every % every:
+        raise UserError(
+            f"{what}: what is evaluated is z, which an exchange makes; give an --evaluate-every "
+            f"that is a multiple of {every}"
+        )
+    if settings.residuals == "every":
+        raise UserError(
+            f"{what}: residuals are measured on z, which an exchange makes; give --residuals "
+            "evaluate or off"
+        )
+    if settings.freeze_drift >= 0:
+        raise UserError(
+            f"{what}: masks change with exchanges alone, and would seem to have settled in "
+            "between; give a negative --freeze-drift"
+        )
+    if settings.overlap_steps:
+        raise UserError(f"{what}: overlap-steps is for exchanges in each outer iteration; give one")
+    if settings.local_steps == AUTO:
+        raise UserError(f"{what}: local-steps auto sets the interval by itself; give one of them")
+
+
 PRUNEX = Method(
     name="prunex",
     help="H-SADMM: prunes the consensus of each node before it leaves the node",
     driver="hsadmm",
+    options=PrunexOptions,
+    check=check_prunex,
     consensus=True,
     prunes_groups=True,
 )

@@ -346,6 +346,7 @@ def put_common(topology: Topology, parts: Parts, old_size: int, context: RunCont
         if not state.consensus_sgd:
             update_rho2(state, settings)
         common["position"]["under_way"] = ""
+    common["position"]["apart"] = False
     state.theta.copy_(state.z)
     state.z_node.copy_(state.z)
     if world.rank == 0:

@@ -134,6 +134,13 @@ SCENARIOS |= {
     "shrunk-admm": {**SHRUNK, "after_freeze": "admm", "node_sync": "outer"},
     "union-shrunk": {**UNION, "theta_start": "z", "dropped": "shrink", "freeze_iteration": 5},
 }
+# Exchanges in iterations 2, 4, 5, which freezes, and 6; 3 and 6, of which 4 freezes.
+APART = {"evaluate_every": 6, "residuals": "off", "freeze_iteration": 5, "prunex_t_sync": 2}
+SCENARIOS |= {
+    "apart-int4": {**COUPLED, **APART, "payload": "int4"},
+    "apart-admm-outer": {**UNION, **APART, "node_sync": "outer", "penalty": "ramp"},
+    "apart-shrunk": {**SHRUNK, **APART, "prunex_t_sync": 3, "freeze_iteration": 4},
+}
 CASES = [(name, torch.float64) for name in SCENARIOS]
 # The same code with messages of half the size.
 CASES += [(name, torch.float32) for name in ("recipe", "paper")]
@@ -158,6 +165,8 @@ ARITHMETIC = (
     "adamw",
     "gates",
     "shrunk-admm",
+    "apart-shrunk",
+    "apart-admm-outer",
 )
 
 
