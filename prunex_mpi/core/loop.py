@@ -184,8 +184,8 @@ def average_z_(topology: Topology, context: RunContext, changed: bool, estimated
         return
     if changed:
         begin_anew_(state)
-    if state.position.under_way:
-        # It is taken in when it arrives; what z still is has been already.
+    if state.position.under_way or state.position.apart:
+        # It is taken in when it arrives, or is new; what z still is has been already.
         return
     add_z_(state, context.settings)
     if estimated and is_mean_of_several(state):

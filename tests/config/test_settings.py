@@ -558,6 +558,23 @@ BAD_FLAGS = [
     ("--method terngrad --amp fp16", "amp fp16: what terngrad keeps or scales by"),
     ("--method adacgd --amp fp16", "amp fp16: what adacgd"),
     ("--method lion --momentum 0.5", "momentum means nothing to method lion"),
+    ("--prunex-t-sync 0", "--prunex-t-sync must be at least 1"),
+    ("--prunex-t-sync 3", "t-sync 3: what is evaluated is z"),
+    ("--prunex-t-sync 99 --evaluate-every 99", "is more than the 64 outer-iterations"),
+    ("--prunex-t-sync 2 --evaluate-every 4", "t-sync 2: residuals are measured on z"),
+    (
+        "--prunex-t-sync 2 --evaluate-every 4 --residuals off --freeze-drift 0",
+        "t-sync 2: masks change with exchanges alone",
+    ),
+    (
+        "--prunex-t-sync 2 --evaluate-every 4 --residuals off --overlap-steps 1",
+        "t-sync 2: overlap-steps is for exchanges in each",
+    ),
+    (
+        "--prunex-t-sync 2 --evaluate-every 4 --residuals off --local-steps auto",
+        "t-sync 2: local-steps auto sets the interval",
+    ),
+    ("--method local-sgd --prunex-t-sync 2", "prunex.t-sync means nothing to method local-sgd"),
     ("--method gossip --aggregation flat", "aggregation flat: with gossip one leader speaks"),
     ("--method gossip --amp fp16", "amp fp16: what gossip keeps"),
     ("--method spardl --spardl-ratio 0", "--spardl-ratio must be above 0"),

@@ -286,6 +286,30 @@ def test_invariants_hold_in_every_iteration(ranks_per_node, scenario):
             assert np.array_equal(reference, array)
 
 
+@pytest.mark.mpi
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("node_sync", ["step", "outer"])
+def test_between_exchanges_nothing_leaves_a_node(node_sync: str) -> None:
+    """Exchanges in iterations 2, 4, 5, which freezes, and 6."""
+    world = MPI.COMM_WORLD
+    settings = make(**{**RECIPE, **APART, "node_sync": node_sync})
+    stream = RandomStream(world.rank, torch.float64)
+    runs = run_driver(world, 1, Net().double(), stream, settings)
+    before = None
+    for (record, state, _), exchanges in zip(runs, (0, 1, 0, 1, 1, 1), strict=True):
+        counted = record["bytes"]
+        assert (counted["payload"] > 0) == bool(exchanges)
+        assert (counted["sent"] > 0) == (bool(exchanges) and world.size > 1)
+        assert counted["mask"] == 0 or exchanges
+        if not exchanges and before is not None:
+            z, v, u, mask = before
+            assert torch.equal(state.z, z) and torch.equal(state.v, v)
+            assert np.array_equal(state.mask, mask)
+            assert not torch.equal(state.u, u)
+            assert not torch.equal(state.z_node, state.z)
+        before = state.z.clone(), state.v.clone(), state.u.clone(), state.mask.copy()
+
+
 CODES = [payload for payload in PAYLOADS if payload != "fp32"]
 # One of records, and the one of shared scales; the others differ in arithmetic alone.
 SOME = ("fp32", "int4", "int8sum")
