@@ -23,3 +23,15 @@ def dealt_bytes(workers: int, inside: int, operand: int, passes: int = 0) -> int
     shares for workers of other nodes leave the node. Then so many `passes` around the ring.
     """
     return (inside * (workers - inside) + passes * (workers - 1)) * operand // workers
+
+
+def shifted_bytes(workers: int, inside: int, distance: int, operand: int) -> int:
+    """Return the bytes that leave a node with `inside` of the `workers`, each sending `operand`.
+
+    Worker r sends it to worker r + distance, counted around; a node's workers are neighbours.
+    """
+    if workers == 1:
+        return 0
+    distance %= workers
+    staying = max(0, inside - distance) + max(0, inside + distance - workers)
+    return (inside - staying) * operand

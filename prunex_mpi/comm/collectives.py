@@ -330,6 +330,24 @@ def deal_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transport) 
         target.copy_(coming)
 
 
+def shift_(
+    comm: MPI.Comm, mine: Tensor, to: int, received: Tensor, source: int, transport: Transport
+) -> None:
+    """Send `mine` to rank `to` while as much comes from rank `source` into `received`.
+
+    One Sendrecv per bucket. All ranks of `comm` call it together, so that each that is sent to
+    receives.
+    """
+    pairs = zip(buckets(mine, transport), buckets(received, transport), strict=True)
+    for part, target in pairs:
+        leaving, coming = host_memory(transport, part, target)
+        if leaving is not part:
+            leaving.copy_(part)
+        comm.Sendrecv(mpi_buffer(leaving), to, recvbuf=mpi_buffer(coming), source=source)
+        if coming is not target:
+            target.copy_(coming)
+
+
 # --------------------------------------------------------------------------------------------------
 # Sums by shares: each rank adds up everyone's part of its own share, and hands the sum to all
 # --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.base.units import dealt_bytes, ring_bytes
+from prunex_mpi.base.units import dealt_bytes, ring_bytes, shifted_bytes
 from prunex_mpi.comm.collectives import (
     Transport,
     allgather_,
@@ -25,6 +25,7 @@ from prunex_mpi.comm.collectives import (
     deal_,
     gather_counts,
     reduce_,
+    shift_,
     sum_halves_,
 )
 from prunex_mpi.comm.topology import Topology
@@ -126,6 +127,18 @@ class Wire:
         counted = self.count_dealt(mine.nbytes)
         with self.clock.exchanging(mine.device, "Alltoall", counted):
             deal_(self.comm, mine, received, self.transport)
+
+    def shift_(self, mine: Tensor, to: int, received: Tensor, source: int) -> None:
+        """Send `mine` to rank `to`, receive as much from `source`. All ranks of `comm` together.
+
+        Counted as if every rank sent as far: of a node's ranks, what stays in it does not leave it.
+        """
+        distance = (to - self.comm.rank) % self.comm.size
+        counted = self.count(mine.nbytes, travelling=0)
+        sent = shifted_bytes(self.ring, self.inside, distance, mine.nbytes)
+        self.traffic.sent += sent
+        with self.clock.exchanging(mine.device, "Sendrecv", counted | {"sent": sent}):
+            shift_(self.comm, mine, to, received, source, self.transport)
 
     def reduce_halves_(self, flat: Tensor) -> None:
         """Sum a float16 or bfloat16 vector in place, alike on all ranks. Collective on `comm`."""

@@ -58,12 +58,21 @@ def select_top_(
     """
     start = 0
     for segment, count in zip(layout.segments, counts, strict=True):
-        piece = accumulated[segment.place]
-        chosen = torch.topk(piece.abs(), count, sorted=False).indices
-        torch.index_select(piece, 0, chosen, out=values[start : start + count])
-        piece.index_fill_(0, chosen, 0.0)
-        positions[start : start + count].copy_(chosen.add_(segment.offset))
+        part = slice(start, start + count)
+        move_top_(accumulated[segment.place], values[part], positions[part])
+        positions[part].add_(segment.offset)
         start += count
+
+
+def move_top_(piece: Tensor, values: Tensor, positions: Tensor) -> None:
+    """Move as many elements of largest magnitude out of `piece` as `values` [k] has room for.
+
+    `positions`, int32 [k], receives where they were; zeros remain there.
+    """
+    chosen = torch.topk(piece.abs(), values.numel(), sorted=False).indices
+    torch.index_select(piece, 0, chosen, out=values)
+    piece.index_fill_(0, chosen, 0.0)
+    positions.copy_(chosen)
 
 
 def add_sparse_(flat: Tensor, values: Iterable[Tensor], positions: Iterable[Tensor]) -> None:

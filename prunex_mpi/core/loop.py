@@ -119,12 +119,16 @@ def measures_residuals(context: RunContext, this: Round) -> bool:
 
 
 def goes_behind(context: RunContext, this: Round, stage: Stage) -> bool:
-    """Return whether this outer iteration's exchange runs behind the next one's local steps.
+    """Return whether this outer iteration's exchange runs behind the next one's local steps."""
+    return context.behind is not None and not needs_z(context, this, stage)
 
-    Not where z is looked at before: to be evaluated or delivered, to measure residuals, to freeze.
+
+def needs_z(context: RunContext, this: Round, stage: Stage) -> bool:
+    """Return whether z is looked at in this outer iteration.
+
+    To be evaluated or delivered, to measure residuals, to freeze.
     """
-    waited_for = this.last or stage.freeze or stage.measured or evaluates(context, this)
-    return context.behind is not None and not waited_for
+    return this.last or stage.freeze or stage.measured or evaluates(context, this)
 
 
 def finish_round(
@@ -187,8 +191,8 @@ def average_z_(topology: Topology, context: RunContext, changed: bool, estimated
         return
     if changed:
         begin_anew_(state)
-    if state.position.under_way:
-        # It is taken in when it arrives; what z still is has been already.
+    if state.position.under_way or state.position.apart:
+        # It is taken in when it arrives, or is new; what z still is has been already.
         return
     add_z_(state, context.settings)
     if estimated and is_mean_of_several(state):

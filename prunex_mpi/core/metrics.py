@@ -83,6 +83,8 @@ def iteration_record(
         "rho1": float(state.rho1.mean()) if penalties else None,
         "rho2": float(state.rho2.mean()) if penalties else None,
         "lr": state.optimizer.param_groups[0]["lr"],
+        # Of methods whose nodes drift apart; their driver measures it.
+        "replica_distance": None,
     }
 
 

@@ -47,7 +47,8 @@ class Position:
     of the outer iterations before; the sums of losses, the bytes and the seconds so far are this
     rank's own. `under_way` says as what travels (PLAIN or CODED) that the last outer iteration has
     exchanged and z does not hold yet; empty where there is nothing. `part` is the number, from 1,
-    of the part that was exchanged last, 0 for the whole message. `converged_of` is the length of a
+    of the part that was exchanged last, 0 for the whole message; `apart` says that it has not
+    exchanged at all: nodes go on from their own z_i. `converged_of` is the length of a
     run, in outer iterations, that has converged before it, else 0. `fresh_statistics` says that
     BatchNorm's began with this run, and not with trained weights; `has_reference` that all ranks
     share those about which they are averaged.
@@ -65,6 +66,7 @@ class Position:
     vote_next: bool = False
     under_way: str = ""
     part: int = 0
+    apart: bool = False
     first_loss: float | None = None
     # Of the best z so far by held-out images, as `best.Judged` has it.
     best: list[float] = field(default_factory=list)

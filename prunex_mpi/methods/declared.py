@@ -19,10 +19,54 @@ GRASP_BELOW = 0.3
 # H-SADMM
 # --------------------------------------------------------------------------------------------------
 
+
+@dataclass(frozen=True)
+class PrunexOptions:
+    t_sync: int = option(
+        "exchange between nodes in every so manyth outer iteration; in between nodes go on from "
+        "their own consensus",
+        1,
+        low=1,
+    )
+
+
+def check_prunex(settings: Settings) -> None:
+    """Refuse what looks at z, masks or seconds of exchanges where there is no exchange."""
+    every = settings.options.t_sync
+    if every == 1:
+        return
+    what = f"prunex.t-sync {every}"
+    if every > settings.outer_iterations:
+        raise UserError(f"{what} is more than the {settings.outer_iterations} outer-iterations")
+    if settings.evaluate_every % every:
+        raise UserError(
+            f"{what}: what is evaluated is z, which an exchange makes; give an --evaluate-every "
+            f"that is a multiple of {every}"
+        )
+    if settings.residuals == "every":
+        raise UserError(
+            f"{what}: residuals are measured on z, which an exchange makes; give --residuals "
+            "evaluate or off"
+        )
+    if settings.freeze_drift >= 0:
+        raise UserError(
+            f"{what}: masks change with exchanges alone, and would seem to have settled in "
+            "between; give a negative --freeze-drift"
+        )
+    if settings.fragments > 1:
+        raise UserError(f"{what}: fragments are sent in each outer iteration; give one of them")
+    if settings.overlap_steps:
+        raise UserError(f"{what}: overlap-steps is for exchanges in each outer iteration; give one")
+    if settings.local_steps == AUTO:
+        raise UserError(f"{what}: local-steps auto sets the interval by itself; give one of them")
+
+
 PRUNEX = Method(
     name="prunex",
     help="H-SADMM: prunes the consensus of each node before it leaves the node",
     driver="hsadmm",
+    options=PrunexOptions,
+    check=check_prunex,
     consensus=True,
     prunes_groups=True,
 )
@@ -253,6 +297,21 @@ OMNIREDUCE = Method(
     per_step=True,
 )
 
+
+@dataclass(frozen=True)
+class SpardlOptions:
+    ratio: float = option("share of each worker's block that travels", 0.01, above=0, high=1)
+
+
+SPARDL = Method(
+    name="spardl",
+    help="sums of the largest elements, by shares that stay sparse",
+    driver="per_step",
+    code="spardl",
+    options=SpardlOptions,
+    per_step=True,
+)
+
 TERNGRAD = Method(
     name="terngrad",
     help="gradients as -1, 0 or 1 times a shared scale",
@@ -370,6 +429,26 @@ def check_pactrain(settings: Settings) -> None:
         raise UserError("amp fp16: the scale of pactrain.ternary must not overflow; use bf16")
 
 
+def check_gossip(settings: Settings) -> None:
+    """Refuse gradients that all ranks send."""
+    if settings.aggregation == "flat":
+        raise UserError(
+            "aggregation flat: with gossip one leader speaks for each node; leave it away, or make "
+            "every rank a node with ranks-per-node 1"
+        )
+
+
+GOSSIP = Method(
+    name="gossip",
+    help="GossipGraD: each node averages its gradient with that of one other at a time",
+    driver="per_step",
+    code="gossip",
+    defaults={"aggregation": "hierarchical"},
+    check=check_gossip,
+    per_step=True,
+    drifts=True,
+)
+
 PACTRAIN = Method(
     name="pactrain",
     help="pruned weights, and gradients whose sparsity all workers know",
@@ -386,6 +465,7 @@ METHODS = (
     *(PRUNEX, PRUNEX_FLAT),
     *(DENSE, TOPK, DGC, POWERSGD, OMNIREDUCE, FP16, BF16),
     *(TERNGRAD, LION, ADACGD, PRUNETRAIN, PACTRAIN),
+    *(SPARDL, GOSSIP),
     *(LOCAL_SGD, DILOCO, QSR, SPARSELOCO, ONE_SHOT),
 )
 # Where an optimizer's defaults are not those of SGD: rates of another size, and what goes by them.

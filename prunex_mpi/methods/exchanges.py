@@ -7,7 +7,8 @@ A method's own code is a module with one face. One that communicates at each ste
   on every rank, also on those that are no member: their wire has no communicator;
 - `exchange_(wire, space, context)`: replaces a worker's weighted gradient in `grad` by the sum over
   all workers, the same bits on each; what it leaves out of the sum stays in the memory; a method
-  with the trait `plain_mean` has none, the driver adds up its gradients;
+  with the trait `plain_mean` has none, the driver adds up its gradients, and one that `drifts`
+  replaces a node's mean gradient by what the node takes its step along;
 - `payload(settings, layout, size, workers)`: bytes that a worker hands over in a step, or the most
   of them, and what they are in words, for the dry run;
 - `OPERATIONS`: its messages, as rows (what, communicator, MPI operation, operand);

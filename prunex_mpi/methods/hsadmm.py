@@ -12,11 +12,13 @@
 Names as in the paper: theta_ij, u_ij per rank; z_tilde (z~_i), z_node (z_i), v_i per node; z
 everywhere. All are flat vectors over all parameters (`layout`). P_i ranks in node i, N in all.
 With step sync phase 2 sends statistics alone; without duals phase 5 sends the loss alone. With a
-payload of fewer bits phase 4 adds up codes, by Alltoallv and Allgather (`core/sums.py`).
+payload of fewer bits phase 4 adds up codes, by Alltoallv and Allgather (`core/sums.py`). With
+`--prunex-t-sync` most outer iterations have neither phase 4 nor masks to choose.
 """
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,7 @@ from prunex_mpi.core.loop import (
     finish_round,
     goes_behind,
     measures_residuals,
+    needs_z,
     phase,
     rounds,
     split_local,
@@ -67,6 +70,7 @@ from prunex_mpi.core.schedule import (
 )
 from prunex_mpi.core.scores import scored, watch_
 from prunex_mpi.core.state import (
+    KNOWN,
     RunContext,
     State,
     change_mask,
@@ -95,6 +99,7 @@ from prunex_mpi.core.streaming import (
     part_after_step,
     send_part_,
 )
+from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import squared_distances
 from prunex_mpi.pruning.masks import (
     apply_factors_,
@@ -123,6 +128,9 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
             measured = measures_residuals(context, this)
             stage = find_stage(this.k, settings, state.frozen, position, measured)
             parted = goes_in_parts(context, this, stage)
+            apart = this.k % settings.options.t_sync > 0 and not needs_z(context, this, stage)
+            if apart:
+                stage = replace(stage, choose=False)
             with phase(context, this, "local"):
                 loss = local_computation(averager, context, wires if parted else None)
                 if loss is None:
@@ -143,9 +151,13 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
                     moved_node = project(leader, node, state, settings, z_tilde, stage)
                     if stage.freeze:
                         freeze(state, settings.after_freeze == "local-sgd")
+                position.apart = apart
                 with phase(context, this, "inter"):
-                    behind = goes_behind(context, this, stage)
-                    moved = inter_node_consensus(wires, context, stage, behind)
+                    if apart:
+                        stay_apart_(state)
+                    else:
+                        behind = goes_behind(context, this, stage)
+                        moved = inter_node_consensus(wires, context, stage, behind)
             with phase(context, this, "dual"):
                 norms = None if state.consensus_sgd else update_duals(state, moved_node, moved)
                 forget_duals_(state, settings)
@@ -186,7 +198,8 @@ def local_computation(
         # A part of z is taken over as soon as it has been sent.
         if not position.part:
             if starts_from_z(state, settings):
-                start_from_(state, settings, state.z_node if position.under_way else state.z)
+                alone = position.under_way or position.apart
+                start_from_(state, settings, state.z_node if alone else state.z)
             if settings.inner_momentum == "reset":
                 forget_momentum_(state)
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
@@ -351,6 +364,20 @@ def inter_node_consensus(
     exchange_message_(*ways, counted)
     take_over_(state, way_of(state), freezes=stage.freeze)
     return squared_distances(state.z, state.last_z, state.layout) if stage.measured else None
+
+
+def stay_apart_(state: State) -> None:
+    """Finish an outer iteration without an exchange: z_i, on the mask in force, and statistics.
+
+    Both are the node's own, in place of those of all. z and v are those of the last exchange, and
+    z - v in phase 2 goes on pulling z~_i towards it. Does not communicate.
+    """
+    apply_factors_(state.z_node, state.layout, state.groups, state.factors)
+    if state.alone:
+        batchnorm.read_plain_(state.bn_modules, state.stats)
+        return
+    batchnorm.as_plain_(state.bn_modules, state.stats, state.memory[KNOWN])
+    batchnorm.write_plain(state.bn_modules, state.stats)
 
 
 def z_arrives(context: RunContext) -> None:

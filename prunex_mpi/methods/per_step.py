@@ -8,16 +8,20 @@
 
 and, once per outer iteration, the BatchNorm statistics of all ranks and, where it is evaluated, a
 digest of theta. The workers are all ranks or the node leaders (`comm/wire.py`); the mean over all N
-ranks is what every exchange aims at, and all ranks hold the same theta after every step. An outer
-iteration is T steps, as in H-SADMM, so that evaluations, checkpoints and records come at the same
-places. What a method does is in its file (`code`); `exchanges.py` says what that has.
+ranks is what every exchange aims at, and all ranks hold the same theta after every step. With a
+method that `drifts` only those of a node do: z, which is evaluated and delivered, is the mean then,
+and theta stays each node's. An outer iteration is T steps, as in H-SADMM, so that evaluations,
+checkpoints and records come at the same places. What a method does is in its file (`code`);
+`exchanges.py` says what that has.
 """
 
+import sys
 import time
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from prunex_mpi.comm.agreement import alike_bytes, mean_over_ranks
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wire, Wires, reduce_between_nodes_
@@ -25,7 +29,7 @@ from prunex_mpi.core.admm import mean_loss
 from prunex_mpi.core.alike import see_alike_
 from prunex_mpi.core.evaluation import check_divergence
 from prunex_mpi.core.loop import finish_round, is_due, phase, rounds, split_local
-from prunex_mpi.core.state import RunContext, wires_of
+from prunex_mpi.core.state import RunContext, agreeing, wires_of
 from prunex_mpi.core.statistics import average_statistics
 from prunex_mpi.core.steps import (
     add_loss_,
@@ -42,6 +46,7 @@ from prunex_mpi.core.steps import (
     stops_here,
 )
 from prunex_mpi.methods.exchanges import code_of
+from prunex_mpi.models.layout import norm, squared_distances
 from prunex_mpi.settings.fields import Settings
 
 
@@ -68,20 +73,23 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
             split_local(context, this, waiting="inter")
             with phase(context, this, "inter"):
                 average_statistics(wires, state)
-                if is_due(context, this):
+                if is_due(context, this) and not settings.method.drifts:
                     see_alike_(wires.everyone, state, "of the run")
                 loss = mean_loss(topology.world, state, loss)
+                distance = average_replicas_(wires, context) if settings.method.drifts else None
             if settings.method.removes:
                 with phase(context, this, "project"):
                     if code.reshape_(wires, space, context, done=this.k):
                         space = code.allocate(wires.workers, context)
                         if averager is not None:
                             averager.listen_to(context.problem.model, state.layout, state.grad)
-            state.z.copy_(state.theta)
+            if distance is None:
+                state.z.copy_(state.theta)
             state.z_node.copy_(state.theta)
             dense = context.problem.steps * state.whole.layout.numel + state.whole.stats
             position.traffic.dense += dense * state.theta.element_size()
-            yield finish_round(topology, context, this, loss, drift=drift)
+            record = finish_round(topology, context, this, loss, drift=drift)
+            yield record | {"replica_distance": distance}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -166,9 +174,25 @@ def average_gradient_(
             reduce_between_nodes_(workers, wires.node, grad)
         return
     if workers.is_member:
-        grad.mul_(workers.weight)
+        if not context.settings.method.drifts:
+            grad.mul_(workers.weight)
         code.exchange_(workers, space, context)
     if not wires.flat:
         wires.node.broadcast_(grad)
     if hasattr(code, "follow_"):
         code.follow_(wires, space, context)
+
+
+def average_replicas_(wires: Wires, context: RunContext) -> float:
+    """Set z to the mean of theta over all ranks; return how far apart the nodes are.
+
+    That is the root of the mean over ranks of |theta - z|^2, divided by |z|. Counted as evaluation.
+    Collective on `node` and `leader`, then on `world`.
+    """
+    state = context.state
+    state.z.copy_(state.theta).mul_(wires.workers.weight)
+    reduce_between_nodes_(wires.workers, wires.node, state.z, kind="evaluate")
+    squares = float(squared_distances(state.theta, state.z, state.layout).sum())
+    with agreeing(state, "Allreduce and Bcast of a distance", alike_bytes(1)):
+        squares = mean_over_ranks(wires.everyone.comm, squares)
+    return squares**0.5 / max(float(norm(state.z)), sys.float_info.min)

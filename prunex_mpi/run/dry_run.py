@@ -39,7 +39,7 @@ from prunex_mpi.run.cost import (
 )
 from prunex_mpi.run.pretrained import check_initial
 from prunex_mpi.run.tuning import LATEST
-from prunex_mpi.settings.fields import PAYLOADS, Estimate, Settings
+from prunex_mpi.settings.fields import PAYLOADS, Estimate, Settings, known_freeze
 from prunex_mpi.settings.values import AUTO
 
 # GB/s of copies where --copy-gbs does not say it: one core of a CPU, a GPU's memory.
@@ -103,13 +103,14 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
         # None of them but one-shot prunes.
         warmup, ramp = getattr(settings.options, "prune_iteration", 1) - 1, 0
     count = _rounds(settings)[0]
-    run = [strictness(k, warmup, ramp) for k in range(1, count + 1)]
+    run = [strictness(k, warmup, ramp) for k in exchanges_in(settings, count)]
     travels = {s: travelling(s) for s in {0.0, 1.0, *run}}
     payloads = {s: bytes_of(settings.payload, t) for s, t in travels.items()}
     total = sum(payloads[s] for s in run)
     dense = (layout.numel + statistics) * size
     model_row, topology_row = _what_runs(settings, topology, layout, statistics)
-    payload_rows = _payload_rows(settings, groups, dense, payloads[0.0], payloads[1.0], total)
+    sizes = dense, payloads[0.0], payloads[1.0]
+    payload_rows = _payload_rows(settings, groups, sizes, total, len(run))
     rows = [model_row, topology_row, *payload_rows]
     if groups.total:
         kept = sum(kept_numel(nominal_mask(groups, 1.0, settings.round_to), groups))
@@ -132,15 +133,26 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
     return text
 
 
+def exchanges_in(settings: Settings, outer: int) -> list[int]:
+    """Return the outer iterations of a run that exchange between nodes, `outer` being all."""
+    every = getattr(settings.options, "t_sync", 1)
+    needed = (outer, known_freeze(settings))
+    return [k for k in range(1, outer + 1) if k % every == 0 or k in needed]
+
+
 def _payload_rows(
-    settings: Settings, groups: Groups, dense: int, first: int, final: int, total: int
+    settings: Settings, groups: Groups, sizes: tuple[int, int, int], total: int, exchanges: int
 ) -> list[tuple[str, str]]:
     """Return what a leader hands over in phase 4, from bytes.
 
-    `dense` is the whole model as it is; in the format of the payload, `first` and `final` are one
-    outer iteration's before and after the keep ratio falls, and `total` the run's.
+    Of the `sizes` the first is the whole model as it is; the others, in the format of the payload,
+    are one outer iteration's before and after the keep ratio falls. `total` is that of all
+    `exchanges` of the run.
     """
-    outer, many = _rounds(settings)
+    (dense, first, final), outer = sizes, exchanges
+    _, many = _rounds(settings)
+    if exchanges < settings.outer_iterations and getattr(settings.options, "t_sync", 1) > 1:
+        many = f"{exchanges} exchanges in {many}"
     quality = _quality(settings, groups)
     each, over_the_run = "payload per outer iteration", f"payload over {many}"
     whole = _size_of(dense)

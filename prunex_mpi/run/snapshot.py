@@ -344,6 +344,7 @@ def put_common(topology: Topology, parts: Parts, old_size: int, context: RunCont
             update_rho2(state, settings)
         common["position"]["under_way"] = ""
     common["position"]["part"] = 0
+    common["position"]["apart"] = False
     state.theta.copy_(state.z)
     state.z_node.copy_(state.z)
     if world.rank == 0:

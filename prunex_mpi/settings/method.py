@@ -52,6 +52,8 @@ class Method:
     removes: bool = False
     # Of those that exchange at each step: the step takes the mean gradient as it is.
     plain_mean: bool = False
+    # Nodes take their steps along gradients of their own: z is the mean of their parameters.
+    drifts: bool = False
     # Momentum is inside what the workers send; the weights are decayed there, too.
     own_momentum: bool = False
     own_decay: bool = False

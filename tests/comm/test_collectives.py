@@ -394,3 +394,17 @@ def test_a_sum_of_halves_counts_as_a_reduction_and_a_deal_as_one_pass() -> None:
     each = 12 * WORLD.size
     assert wire.traffic.payload == 20 + each
     assert wire.traffic.sent == ring_bytes(WORLD.size, 20) + ring_bytes(WORLD.size, each, passes=1)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("distance", range(1, WORLD.size))
+def test_what_is_shifted_comes_from_as_far_behind(distance: int, staged: bool) -> None:
+    """Many buckets, each rank to one ahead and from one behind."""
+    mine = torch.arange(100, dtype=torch.float64) + 1000 * WORLD.rank
+    received = torch.empty_like(mine)
+    to, source = ((WORLD.rank + step) % WORLD.size for step in (distance, -distance))
+    wire = wire_of(WORLD, transports()[staged])
+    wire.shift_(mine, to, received, source)
+    assert torch.equal(received, torch.arange(100, dtype=torch.float64) + 1000 * source)
+    assert wire.traffic == Traffic(payload=800, sent=800)

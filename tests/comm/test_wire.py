@@ -10,7 +10,7 @@ from nodes import NODE_SHAPES, WORLD, nodes_of
 from mpi4py import MPI
 
 from prunex_mpi.base.trace import Trace
-from prunex_mpi.base.units import dealt_bytes, ring_bytes
+from prunex_mpi.base.units import dealt_bytes, ring_bytes, shifted_bytes
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import find_wires, reduce_between_nodes_
 
@@ -112,6 +112,14 @@ def test_shares_for_other_nodes_leave_a_node_whatever_the_way() -> None:
         assert dealt_bytes(4, inside, 60, passes=1) == 15 * (len(leaving) + 3)
     assert dealt_bytes(4, 1, 60) == ring_bytes(4, 60, passes=1)
     assert dealt_bytes(1, 1, 60, passes=1) == 0
+
+
+def test_what_is_shifted_leaves_a_node_where_its_receiver_is_in_another() -> None:
+    for inside in (1, 2, 3, 4):
+        for distance in (1, 2, 3):
+            leaving = [rank for rank in range(inside) if (rank + distance) % 4 >= inside]
+            assert shifted_bytes(4, inside, distance, 60) == 60 * len(leaving)
+    assert shifted_bytes(1, 1, 3, 60) == 0
 
 
 @pytest.mark.parametrize("flat", [True, False])

@@ -255,8 +255,10 @@ def test_every_method_runs_without_further_flags_and_reads_its_file_back(tmp_pat
     assert parse(["--config", path]) == settings
     # The values of settings that another method has no use for are defaults: nobody gave them.
     other = "dense" if method != "dense" else "local-sgd"
-    # Learning rate and weight decay are nobody's own, so the file's count.
+    # Learning rate, weight decay and aggregation are nobody's own, so the file's count.
     kept = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    if settings.method.per_step and other == "dense":
+        kept["aggregation"] = settings.aggregation
     assert parse(["--config", path, "--method", other]) == make(preset, method=other, **kept)
     # A share of a run's length that the method ignores does not tie it to that length.
     if not settings.method.consensus:
@@ -555,6 +557,28 @@ BAD_FLAGS = [
     ("--method terngrad --amp fp16", "amp fp16: what terngrad keeps or scales by"),
     ("--method adacgd --amp fp16", "amp fp16: what adacgd"),
     ("--method lion --momentum 0.5", "momentum means nothing to method lion"),
+    ("--prunex-t-sync 0", "--prunex-t-sync must be at least 1"),
+    ("--prunex-t-sync 3", "t-sync 3: what is evaluated is z"),
+    ("--prunex-t-sync 99 --evaluate-every 99", "is more than the 64 outer-iterations"),
+    ("--prunex-t-sync 2 --evaluate-every 4", "t-sync 2: residuals are measured on z"),
+    (
+        "--prunex-t-sync 2 --evaluate-every 4 --residuals off --freeze-drift 0",
+        "t-sync 2: masks change with exchanges alone",
+    ),
+    (
+        "--prunex-t-sync 2 --evaluate-every 4 --residuals off --overlap-steps 1",
+        "t-sync 2: overlap-steps is for exchanges in each",
+    ),
+    (
+        "--prunex-t-sync 2 --evaluate-every 4 --residuals off --local-steps auto",
+        "t-sync 2: local-steps auto sets the interval",
+    ),
+    ("--method local-sgd --prunex-t-sync 2", "prunex.t-sync means nothing to method local-sgd"),
+    ("--method gossip --aggregation flat", "aggregation flat: with gossip one leader speaks"),
+    ("--method gossip --amp fp16", "amp fp16: what gossip keeps"),
+    ("--method spardl --spardl-ratio 0", "--spardl-ratio must be above 0"),
+    ("--method spardl --spardl-ratio 1.5", "--spardl-ratio must be at most 1"),
+    ("--method spardl --amp fp16", "amp fp16: what spardl keeps"),
     ("--method omnireduce --omnireduce-block-size 0", "--omnireduce-block-size must be at least 1"),
     ("--method omnireduce --omnireduce-block-ratio 0", "--omnireduce-block-ratio must be above 0"),
     (

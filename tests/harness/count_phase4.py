@@ -1,8 +1,10 @@
-"""Train, and write what the kernel counts on this host's link during each phase 4.
+"""Train, and write what the kernel counts on this host's link during each exchange.
+
+That is each phase 4, or of methods that exchange at each step the average of each step's gradient.
 
     mpirun -n 4 python count_phase4.py FILE [flags of prunex_mpi.train]
 
-Each leader writes FILE-NODE, a JSON list: what `eth0` has sent in each outer iteration.
+Each leader writes FILE-NODE, a JSON list: what `eth0` has sent in each of them.
 """
 
 import json
@@ -12,26 +14,31 @@ from pathlib import Path
 from mpi4py import MPI
 
 from prunex_mpi import train
-from prunex_mpi.methods import hsadmm
+from prunex_mpi.methods import hsadmm, per_step
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 sent: list[int] = []
 nodes: list[int] = []
-real = hsadmm.inter_node_consensus
 
 
-def counted(wires, *arguments):
-    """Do phase 4 between two readings; nothing else is on the link."""
-    MPI.COMM_WORLD.Barrier()
-    before = int(COUNTER.read_text())
-    moved = real(wires, *arguments)
-    MPI.COMM_WORLD.Barrier()
-    sent.append(int(COUNTER.read_text()) - before)
-    nodes[:] = [wires.workers.comm.rank] if wires.workers.is_member else []
-    return moved
+def counted(real, place):
+    """Return `real` between two readings; nothing else is on the link. Its wires are at `place`."""
+
+    def function(*arguments):
+        MPI.COMM_WORLD.Barrier()
+        before = int(COUNTER.read_text())
+        result = real(*arguments)
+        MPI.COMM_WORLD.Barrier()
+        sent.append(int(COUNTER.read_text()) - before)
+        workers = arguments[place].workers
+        nodes[:] = [workers.comm.rank] if workers.is_member else []
+        return result
+
+    return function
 
 
-hsadmm.inter_node_consensus = counted
+hsadmm.inter_node_consensus = counted(hsadmm.inter_node_consensus, 0)
+per_step.average_gradient_ = counted(per_step.average_gradient_, 1)
 status = train.main(sys.argv[2:])
 for node in nodes:
     Path(f"{sys.argv[1]}-{node}").write_text(json.dumps(sent))

@@ -51,6 +51,12 @@ class Counting:
         self._reach(counts, places)
         self.comm.Allgatherv(mine, everyone)
 
+    def Sendrecv(self, mine, dest, recvbuf, source) -> None:
+        array = _array(mine)
+        self.positions += array.nbytes if array.dtype == np.int32 else 0
+        self.sent += array.nbytes
+        self.comm.Sendrecv(mine, dest, recvbuf=recvbuf, source=source)
+
     def Alltoall(self, mine, received) -> None:
         self._pass(_array(mine))
         self.comm.Alltoall(mine, received)

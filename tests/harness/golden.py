@@ -87,6 +87,7 @@ CASES = {
     "prunex-ramp": f"{PRUNE} --penalty ramp --rho-factor 1.5",
     "prunex-converges": f"{PRUNE} --after-freeze admm --eps-abs 0.05 --eps-rel 0.5",
     "prunex-shrink": f"{PRUNE} --dropped shrink",
+    "prunex-t-sync": f"{PRUNE} --prunex-t-sync 3 --evaluate-every 3 --residuals evaluate",
     "prunex-frozen-steps": f"{PRUNE} --frozen-local-steps 3",
     "prunex-adamw": f"{PRUNE} --optimizer adamw --weight-decay-on weights",
     "prunex-no-batchnorm": f"{PRUNE} --model odd_models:small --groups filter",
@@ -120,6 +121,7 @@ CASES = {
             ("powersgd", ""),
             ("omnireduce", "--omnireduce-block-size 16 --omnireduce-block-ratio 0.3"),
             ("pactrain", "--pactrain-stable-window 3"),
+            ("spardl", "--spardl-ratio 0.05"),
         )
         for aggregation in ("flat", "hierarchical")
     },
@@ -129,6 +131,7 @@ CASES = {
     "terngrad": "--method terngrad",
     "lion": "--method lion",
     "adacgd": "--method adacgd",
+    "gossip": "--method gossip",
     "prunetrain": "--method prunetrain --prunetrain-reconfigure-every 2 "
     "--prunetrain-threshold 0.45",
     "pactrain-grasp-of-ten": "--method pactrain --pactrain-score grasp --pactrain-stable-window 3 "

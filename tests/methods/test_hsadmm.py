@@ -129,6 +129,13 @@ SCENARIOS |= {
     "shrunk-admm": {**SHRUNK, "after_freeze": "admm", "node_sync": "outer"},
     "union-shrunk": {**UNION, "theta_start": "z", "dropped": "shrink", "freeze_iteration": 5},
 }
+# Exchanges in iterations 2, 4, 5, which freezes, and 6; 3 and 6, of which 4 freezes.
+APART = {"evaluate_every": 6, "residuals": "off", "freeze_iteration": 5, "prunex_t_sync": 2}
+SCENARIOS |= {
+    "apart-int4": {**COUPLED, **APART, "payload": "int4"},
+    "apart-admm-outer": {**UNION, **APART, "node_sync": "outer", "penalty": "ramp"},
+    "apart-shrunk": {**SHRUNK, **APART, "prunex_t_sync": 3, "freeze_iteration": 4},
+}
 CASES = [(name, torch.float64) for name in SCENARIOS]
 # The same code with messages of half the size.
 CASES += [(name, torch.float32) for name in ("recipe", "paper")]
@@ -153,6 +160,8 @@ ARITHMETIC = (
     "adamw",
     "gates",
     "shrunk-admm",
+    "apart-shrunk",
+    "apart-admm-outer",
 )
 
 
@@ -272,6 +281,30 @@ def test_invariants_hold_in_every_iteration(ranks_per_node, scenario):
             reference = array.copy()
             world.Bcast(reference, root=0)
             assert np.array_equal(reference, array)
+
+
+@pytest.mark.mpi
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("node_sync", ["step", "outer"])
+def test_between_exchanges_nothing_leaves_a_node(node_sync: str) -> None:
+    """Exchanges in iterations 2, 4, 5, which freezes, and 6."""
+    world = MPI.COMM_WORLD
+    settings = make(**{**RECIPE, **APART, "node_sync": node_sync})
+    stream = RandomStream(world.rank, torch.float64)
+    runs = run_driver(world, 1, Net().double(), stream, settings)
+    before = None
+    for (record, state, _), exchanges in zip(runs, (0, 1, 0, 1, 1, 1), strict=True):
+        counted = record["bytes"]
+        assert (counted["payload"] > 0) == bool(exchanges)
+        assert (counted["sent"] > 0) == (bool(exchanges) and world.size > 1)
+        assert counted["mask"] == 0 or exchanges
+        if not exchanges and before is not None:
+            z, v, u, mask = before
+            assert torch.equal(state.z, z) and torch.equal(state.v, v)
+            assert np.array_equal(state.mask, mask)
+            assert not torch.equal(state.u, u)
+            assert not torch.equal(state.z_node, state.z)
+        before = state.z.clone(), state.v.clone(), state.u.clone(), state.mask.copy()
 
 
 CODES = [payload for payload in PAYLOADS if payload != "fp32"]

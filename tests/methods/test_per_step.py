@@ -45,6 +45,7 @@ METHODS = {
     "powersgd": {},
     "omnireduce": {"omnireduce_block_size": 16, "omnireduce_block_ratio": 0.2},
     "omnireduce, all": {"omnireduce_block_size": 16, "omnireduce_block_ratio": 1.0},
+    "spardl": {"spardl_ratio": 0.05},
     "fp16": {},
     "bf16": {},
     "terngrad": {},
@@ -58,8 +59,8 @@ SMALL = {
     "dgc": {"SAMPLE": 0.05},
     "adacgd": {"LEVELS": (0.1, 0.3, 0.6), "ZETA": 0.5},
 }
-# All others as they are by default; what prunes has a file of its own.
-COVERED = {"pactrain", "prunetrain", *(name.partition(",")[0] for name in METHODS)}
+# All others as they are by default; what prunes or drifts has a file of its own.
+COVERED = {"pactrain", "prunetrain", "gossip", *(name.partition(",")[0] for name in METHODS)}
 PER_STEP = [method for method in declared.METHODS if method.per_step]
 METHODS |= {m.name: {} for m in PER_STEP if m.name not in COVERED}
 # Those that keep what they have not sent for a later step.
@@ -193,6 +194,11 @@ def test_what_is_sent_and_what_is_kept_are_the_gradients(
         assert np.abs(left).max() > 0.01 * np.abs(total).max()
 
 
+def leaving(here, distance, workers):
+    """Return how many of the first `here` workers send to one that is none of them."""
+    return sum((rank + distance) % workers >= here for rank in range(here))
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("aggregation", "ranks_per_node"), [*SHAPES, ("flat", 3), ("flat", 4)])
 def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method, monkeypatch):
@@ -218,7 +224,7 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method, monkeypa
             return
     workers = WORLD.size if aggregation == "flat" else nodes
     dense = 4 * (STEPS * parameters + statistics)
-    reduced, gathered, dealt, halves, mask = dense, 0, 0, 0, 0
+    reduced, gathered, dealt, halves, shifted, mask = dense, 0, 0, 0, 0, 0
     if method == "topk":
         gathered = STEPS * 8 * sum(-(-p.numel() // 20) for p in model.parameters())
         reduced = 4 * statistics
@@ -245,6 +251,10 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method, monkeypa
         # The first step is dense.
         reduced = 4 * (parameters + statistics)
         gathered = (STEPS - 1) * (8 * 481 + 8)
+    elif method == "spardl":
+        # A twentieth of each block: all but one worker's go to others in rounds, one to all.
+        each = 8 * {1: 41, 2: 21, 4: 11}[workers]
+        reduced, gathered, shifted = 4 * statistics, STEPS * each, STEPS * (workers - 1) * each
     elif method == "omnireduce" and settings.options.block_ratio < 1:
         # 11 of 51 blocks and their numbers; the last block, of one element, would be filled up.
         reduced, gathered = 4 * statistics, STEPS * 11 * (4 * 16 + 4)
@@ -252,10 +262,13 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method, monkeypa
         # 801 elements make 51 blocks, these 7 bytes.
         assert parameters == 801
         mask = STEPS * 7
-    payload = reduced + gathered + dealt + halves
+    payload = reduced + gathered + dealt + halves + shifted
     sent = (gathered * workers + halves + 2 * (reduced + mask)) * (workers - 1) / workers
     # What the node's workers deal out to those of other nodes: of 2 + 2 workers half, twice.
     sent += (dealt + halves) * here * (workers - here) / workers
+    # Of 4 workers each sends two blocks over 2 ranks and one over 1, of 2 one block over 1.
+    over = {2: [1], 4: [2, 2, 1]}.get(workers, [])
+    sent += shifted // max(1, workers - 1) * sum(leaving(here, d, workers) for d in over)
     if nodes == 1:
         sent = 0
     intra = 0

@@ -232,7 +232,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
     coded = None
     if s.payload != "fp32" and nodes > 1:
         coded = CodedMeans(start, node_sizes, s.payload, s.bucket_bytes)
-    pending = None
+    pending, apart = None, False
 
     def arrive():
         """Take over what was exchanged while the nodes went on from their own z_i."""
@@ -285,7 +285,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
         # Phase 1
         for r in ranks:
             if s.theta_start == "z" or sgd_only:
-                source = z_node[node_of[ranks.index(r)]] if pending else z
+                source = z_node[node_of[ranks.index(r)]] if pending or apart else z
                 for n, p in parameters(r.model).items():
                     start_at = source[n]
                     if n in mask and s.dropped != "cut" and not frozen:
@@ -358,7 +358,11 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
             mine = [some[:1] if s.node_sync == "step" else some for some in mine]
             sets = range(len(s.sets))
             weighed = [[sum(f[g] for f in some) / len(some) for g in sets] for some in mine]
-        if not frozen:
+        # Without an exchange nodes can agree on nothing: masks, z and v stay what they are.
+        apart = (
+            k % getattr(s.options, "t_sync", 1) > 0 and not freeze_now and k < s.outer_iterations
+        )
+        if not frozen and not apart:
             if vote:
                 mask = support(weighed, ratio, node_sizes)
                 node_masks = [mask] * nodes
@@ -401,7 +405,9 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
             mine = [r for j, r in enumerate(ranks) if node_of[j] == i]
             each = zip(*(batchnorms(r.model).values() for r in mine), strict=True)
             node_statistics.append([sum(map(moments, ms)) / len(ms) for ms in each])
-        if coded:
+        if apart:
+            outside = 0.0
+        elif coded:
             values = [{n: z_node[i][n] + v[i][n] for n in names} for i in range(nodes)]
             new_z = coded.mean_(values, z, mask)
             plain = [
@@ -418,7 +424,13 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                 # Those of a channel removed as a whole do not travel.
                 mean[:, g] = torch.tensor([[0.0], [1.0]], dtype=mean.dtype)
                 statistics.append(mean)
-        if behind:
+        if apart:
+            for j, r in enumerate(ranks):
+                for m, pair in zip(
+                    batchnorms(r.model).values(), node_statistics[node_of[j]], strict=True
+                ):
+                    set_moments_(m, pair)
+        elif behind:
             pending = new_z, statistics, node_statistics
         else:
             z = new_z
@@ -452,7 +464,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                 r.u = {n: r.u[n] + theta[j][n] - z_node[node_of[j]][n] for n in names}
                 if s.dropped != "cut":
                     r.u = masked(r.u, mask)
-            if not behind:
+            if not behind and not apart:
                 v = [{n: v[i][n] + z_node[i][n] - z[n] for n in names} for i in range(nodes)]
         if not sgd_only and s.penalty == "ramp":
             ramp_(rho1, [r.u for r in ranks])

@@ -216,6 +216,71 @@ def omnireduce(contributions, memory, s):
     return {n: p.view(x.shape) for p, (n, x) in zip(pieces, contributions[0].items(), strict=True)}
 
 
+def spardl_rounds(workers):
+    """Return (gap, blocks) of each round, in the words of the authors' init_send_info()."""
+    count = math.ceil(math.log2(workers)) if workers > 1 else 0
+    sizes = [2**i for i in range(count - 1)]
+    sizes += [workers - 2 ** (count - 1)] if count else []
+    sizes = sizes[::-1]
+    gap, schedule = workers - sizes[0] if sizes else 0, []
+    for size in sizes:
+        schedule.append((gap, size))
+        gap //= 2
+    return schedule
+
+
+def largest(numbers, count):
+    """Return the places of the largest magnitudes."""
+    return sorted(range(len(numbers)), key=lambda i: -abs(numbers[i]))[:count]
+
+
+def spardl(contributions, memory, s):
+    """Send block by block, as the authors' run() does with one team; the residual is global."""
+    rows = [torch.cat([x.reshape(-1) for x in c.values()]).tolist() for c in contributions]
+    workers, numel = len(rows), len(rows[0])
+    size = math.ceil(numel / workers)
+    count = max(1, math.ceil(s.options.ratio * size - 1e-9))
+    waiting = memory.setdefault("residuals", [[0.0] * numel for _ in rows])
+    held = [[r + g for r, g in zip(*pair, strict=True)] for pair in zip(waiting, rows, strict=True)]
+    starts = [block * size for block in range(workers)]
+    split = [[row[i : i + size] + [0.0] * (i + size - numel) for i in starts] for row in held]
+    left = [[list(block) for block in row] for row in split]
+
+    def choose(worker, block):
+        """Take the largest of a block as it is; all else of it is left out."""
+        picked = largest(split[worker][block], count)
+        left[worker][block] = list(split[worker][block])
+        for i in picked:
+            left[worker][block][i] = 0.0
+        return {i: split[worker][block][i] for i in picked}
+
+    for gap, many in spardl_rounds(workers):
+        mail = [
+            ((worker + gap) % workers, block, choose(worker, block))
+            for worker in range(workers)
+            for block in ((worker + gap + b) % workers for b in range(many))
+        ]
+        for receiver, block, sent in mail:
+            for i, value in sent.items():
+                split[receiver][block][i] += value
+    total = [0.0] * (size * workers)
+    for block in range(workers):
+        for i, value in choose(block, block).items():
+            place = block * size + i
+            total[place] = value
+    for block in range(workers):
+        kept = [i for i in range(size) if block * size + i < numel]
+        for worker in range(workers):
+            for i in kept:
+                place = block * size + i
+                chosen = total[place] != 0
+                waiting[worker][place] = left[worker][block][i] if chosen else held[worker][place]
+    like = list(contributions[0].values())
+    pieces = torch.tensor(total[:numel], dtype=like[0].dtype).split([x.numel() for x in like])
+    names = contributions[0].items()
+    return {n: p.view(x.shape).to(x.device) for p, (n, x) in zip(pieces, names, strict=True)}
+
+
 def adacgd(contributions, memory, s):
     """Mend each worker's estimate by the coarsest level that the last change of its gradient asks.
 
@@ -311,6 +376,7 @@ PER_STEP = {
     "dgc": dgc,
     "powersgd": powersgd,
     "omnireduce": omnireduce,
+    "spardl": spardl,
     "pactrain": pactrain,
 }
 
@@ -358,6 +424,73 @@ def simulate_per_step(model, streams, node_sizes, loss_fn, s):
             SimpleNamespace(
                 z={n: p.detach().clone() for n, p in parameters(models[0]).items()},
                 memory=copy.deepcopy(memory),
+                loss=sum(losses) / len(losses),
+                statistics=statistics_of(models[0]),
+            )
+        )
+    return history
+
+
+def partners(size, seed):
+    """Yield, step after step, {node: the one it receives from}, as gossip_grad.py has it.
+
+    What torchdistx draws with `random` is drawn with NumPy here; the first shuffle comes first.
+    """
+    generator = np.random.default_rng([seed, size])
+    shuffles = [list(generator.permutation(size)) for _ in range(size)]
+    period, step = max(1, math.ceil(math.log(size, 2))), 0
+    while True:
+        circle = shuffles[step // period % size]
+        power = step % period
+        yield {
+            int(node): int(circle[(place - 2**power + size) % size])
+            for place, node in enumerate(circle)
+        }
+        step += 1
+
+
+def simulate_gossip(model, streams, node_sizes, loss_fn, s):
+    """Train one model per node; return one SimpleNamespace per outer iteration."""
+    total = sum(node_sizes)
+    nodes = [ranks for ranks, _ in workers_of(node_sizes, "hierarchical")]
+    models = [copy.deepcopy(model) for _ in streams]
+    optimizers = [sgd(m, s, s.momentum, s.weight_decay) for m in models]
+    history, meetings = [], partners(len(nodes), s.seed)
+    for k in range(1, s.outer_iterations + 1):
+        losses = []
+        for step in range(s.steps):
+            for m, stream, optimizer in zip(models, streams, optimizers, strict=True):
+                images, labels = stream.next()
+                m.train()
+                optimizer.zero_grad()
+                warm_up_(m, model, (k - 1) * s.steps + step + 1)
+                loss = loss_fn(m(images), labels)
+                loss.backward()
+                losses.append(float(loss.detach()))
+            means = [
+                {
+                    n: sum(parameters(models[r])[n].grad for r in ranks) / len(ranks)
+                    for n in parameters(model)
+                }
+                for ranks in nodes
+            ]
+            sources = next(meetings)
+            for node, ranks in enumerate(nodes):
+                other = means[sources[node]]
+                for rank in ranks:
+                    for n, p in parameters(models[rank]).items():
+                        p.grad.copy_((means[node][n] + other[n]) / 2)
+                    optimizers[rank].step()
+        average_batchnorm(models)
+        thetas = [{n: p.detach().clone() for n, p in parameters(m).items()} for m in models]
+        z = {n: sum(t[n] for t in thetas) / total for n in thetas[0]}
+        apart = sum(float(((t[n] - z[n]) ** 2).sum()) for t in thetas for n in z) / total
+        size = sum(float((x**2).sum()) for x in z.values())
+        history.append(
+            SimpleNamespace(
+                z=z,
+                thetas=thetas,
+                distance=(apart / size) ** 0.5,
                 loss=sum(losses) / len(losses),
                 statistics=statistics_of(models[0]),
             )

@@ -106,6 +106,34 @@ def test_the_link_carries_no_more_than_is_enough(
         assert max(ratios) < 1.2
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("tasks", [[1, 1], [1, 1, 1], [2, 1]], ids=str)
+@pytest.mark.parametrize(
+    "flags", ["spardl --spardl-ratio 0.5 --aggregation hierarchical", "gossip"]
+)
+def test_the_link_carries_what_ranks_send_each_other(
+    tasks: list[int], flags: str, hosts: Cluster, tmp_path: Path
+) -> None:
+    script = str(ROOT / "tests" / "harness" / "count_phase4.py")
+    given = [*SMALL, "--method", *flags.split(), "--model", "resnet20", "--run-dir", "run"]
+    some = Cluster(hosts.hosts[: len(tasks)], hosts.folder)
+    words = [*mpirun_words(some, tasks), sys.executable, script, str(tmp_path / "sent"), *given]
+    require(run_on(some, words, tmp_path, LIMIT_S))
+    found, records = summary(tmp_path / "run"), repeatable_metrics(tmp_path / "run")
+    assert found["nodes"] == tasks
+    nodes, steps, rounds = len(tasks), 2, len(records)
+    # Of an outer iteration, without its statistics: those of resnet20 are 2 of 688 channels.
+    statistics = 2 * (nodes - 1) * 4 * 2 * 688 // nodes
+    wanted = [(record["bytes"]["sent"] - statistics) / steps for record in records]
+    assert min(wanted) > 500_000
+    for node in range(nodes):
+        sent = json.loads((tmp_path / f"sent-{node}").read_text())
+        assert len(sent) == steps * rounds
+        ratios = [s / wanted[step // steps] for step, s in enumerate(sent)]
+        assert 0.99 < min(ratios) < 1.05
+        assert max(ratios) < 1.2
+
+
 @pytest.mark.any_mpi
 def test_a_job_on_hosts_is_stopped_and_goes_on_exactly(
     hosts: Cluster, whole: Path, tmp_path: Path

@@ -36,6 +36,7 @@ RECORD = {
     "bytes",
     "density",
     "mask_drift",
+    "replica_distance",
     "frozen",
     "residuals",
     "rho1",

@@ -95,6 +95,16 @@ SCENARIOS = {
         "after_freeze": "admm",
         "payload": "int4",
     },
+    # Exchanges in iterations 3, 5, which freezes, and 6.
+    "apart": {
+        **RAMP,
+        "freeze_iteration": 5,
+        "prunex_t_sync": 3,
+        "evaluate_every": 6,
+        "residuals": "off",
+        "node_sync": "outer",
+        "model_ema_decay": 0.75,
+    },
     "dense": {"method": "dense"},
     "dense adamw": {"method": "dense", "optimizer": "adamw", "lr": 0.002},
     "topk": {"method": "topk", "aggregation": "hierarchical"},
@@ -339,6 +349,8 @@ def assert_same(first: Run, second: Run) -> None:
         ("paper", 3),
         ("fp16", 2),
         ("one-shot", 3),
+        ("apart", 1),
+        ("gossip", 1),
         ("prunetrain", 3),
         ("flat", 1),
         *seldom([*FEWER_BITS, *OVERLAPPED], 1),
@@ -516,7 +528,7 @@ def test_weights_that_are_not_trained_come_back(after: int) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (3, 2)])
-@pytest.mark.parametrize("scenario", ["recipe", "paper"])
+@pytest.mark.parametrize("scenario", ["recipe", "paper", "apart"])
 def test_other_nodes_take_over_what_is_common(scenario: str, before: int, after: int) -> None:
     if WORLD.size == 1:
         pytest.skip("one rank makes one kind of node")
@@ -547,6 +559,7 @@ def test_other_nodes_take_over_what_is_common(scenario: str, before: int, after:
             mean = torch.from_numpy(momentum / WORLD.size)
             torch.testing.assert_close(new["momentum"], mean, rtol=1e-12, atol=1e-12)
             assert (second.state.position.iteration, second.state.position.step) == (4, 0)
+            assert not second.state.position.apart
             records = list(second.iterate())
             assert [record["iteration"] for record in records] == [4, 5, 6]
             assert records[-1]["density"] < 0.7
@@ -619,6 +632,7 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
         ("powersgd", "flat"),
         ("sparseloco", ""),
         ("omnireduce", "flat"),
+        ("spardl", "hierarchical"),
         ("lion", "hierarchical"),
     ],
 )

@@ -50,6 +50,11 @@ SPARSE = 8 * -(-(23 * 16 + 480 * 2 + 23 * 64 * 12 // 8 + (23 * 64 + 490 + 3) // 
         ({"method": "omnireduce", "omnireduce_block_ratio": 1.0}, [4 * 75_290, 37]),
         # 3 of them.
         ({"method": "omnireduce"}, [3 * (4 * 256 + 4)]),
+        # A tenth of a block for each worker: 7,529, 2 * 3,765 or 4 * 1,883.
+        (
+            {"method": "spardl", "spardl_ratio": 0.1},
+            [8 * {1: 7_529, 2: 7_530, 4: 7_532}.get(WORLD.size, 0)],
+        ),
         ({"method": "fp16"}, [2 * 75_290]),
         # The finest level, a tenth.
         ({"method": "adacgd"}, [8 * 7_529 + 8]),
@@ -66,6 +71,12 @@ SPARSE = 8 * -(-(23 * 16 + 480 * 2 + 23 * 64 * 12 // 8 + (23 * 64 + 490 + 3) // 
         # 23 chunks send 64 values each, 490 others travel without.
         ({"method": "sparseloco"}, [DENSE, SPARSE, 64 * SPARSE, 64 * DENSE]),
         ({"method": "prunex-flat"}, [DENSE, 64 * DENSE]),
+        # 16 exchanges: that of iteration 40 freezes.
+        (
+            {"method": "prunex", "prunex_t_sync": 4, "evaluate_every": 8, "residuals": "off"}
+            | {"keep_ratio": (1.0,)},
+            [DENSE, DENSE, 16 * DENSE],
+        ),
         # Pruned in iteration 16 of 64, whose payload is the first to be smaller.
         (
             {"method": "one-shot", "one_shot_prune_iteration": 16},

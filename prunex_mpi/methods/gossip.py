@@ -1,0 +1,69 @@
+"""A step of GossipGraD (Daily et al. 2018): a node meets one other at each step, never all.
+
+The leaders of M nodes stand in a shuffled circle. At step t, counted in a period of ceil(log2 M)
+steps, the one at place r sends the mean gradient of its node to place r + 2^t and receives that of
+place r - 2^t; its node takes its step along the mean of the two (pytorch/torchdistx,
+gossip_grad.py, dissemination). Each period has the next of M shuffles. So M nodes know of each
+other after a period, for one message a step, and drift apart meanwhile: theta and momentum are each
+node's own, and what is evaluated and delivered, z, is the mean over all ranks.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prunex_mpi.comm.wire import Wire
+from prunex_mpi.core.schedule import steps_taken
+from prunex_mpi.core.state import RunContext
+from prunex_mpi.models.layout import Layout
+from prunex_mpi.settings.fields import Settings
+
+OPERATIONS = (
+    ("gradient of the node", "leader", "Sendrecv", "dense"),
+    ("z, the mean", "leader", "Allreduce SUM", "dense, once per outer iteration, to evaluate"),
+)
+
+
+def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    """Return what a step hands to the next: nothing."""
+    return {}
+
+
+def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
+    """Return memory for another node's gradient, and the shuffled circles."""
+    if not wire.is_member:
+        return {}
+    circles = make_circles(context.settings.seed, wire.comm.size)
+    return {"received": torch.empty_like(context.state.theta), "circles": circles}
+
+
+def make_circles(seed: int, nodes: int) -> list[list[int]]:
+    """Return as many shuffles of the nodes as there are nodes."""
+    generator = np.random.default_rng([seed, nodes])
+    return [generator.permutation(nodes).tolist() for _ in range(nodes)]
+
+
+def neighbours(circles: list[list[int]], node: int, step: int) -> tuple[int, int]:
+    """Return the node that `node` sends to, and the one that it receives from, at a step."""
+    nodes = len(circles)
+    period = (nodes - 1).bit_length()
+    circle = circles[step // period % nodes]
+    place, distance = circle.index(node), 1 << step % period
+    return circle[(place + distance) % nodes], circle[(place - distance) % nodes]
+
+
+def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
+    """Set `grad` to its mean with another node's. Collective on `wire.comm`."""
+    if wire.comm.size == 1:
+        return
+    grad, received = context.state.grad, space["received"]
+    to, source = neighbours(space["circles"], wire.comm.rank, steps_taken(context))
+    wire.shift_(grad, to, received, source)
+    grad.add_(received).mul_(0.5)
+
+
+def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
+    """Return the bytes that a worker hands over in a step, and what they are."""
+    return layout.numel * size if workers > 1 else 0, "to one other node"
