@@ -19,7 +19,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import HELPER
 from prunex_mpi.comm.agreement import run_collectively
 from prunex_mpi.comm.collectives import Transport, between_nodes, for_another_thread
-from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.topology import Topology, duplicate
 from prunex_mpi.comm.traffic import Clock
 
 
@@ -75,14 +75,18 @@ def exchanging_behind(
     run_collectively(topology.world, check_thread_support)
     leads = topology.lane != MPI.COMM_NULL
     behind = AsyncExchange(
-        topology.lane.Dup() if leads else MPI.COMM_NULL,
-        topology.node.Dup(),
+        duplicate(topology, topology.lane) if leads else MPI.COMM_NULL,
+        duplicate(topology, topology.node),
         between_nodes(for_another_thread(transport), topology.num_nodes, topology.lanes),
     )
     try:
         yield behind
     except UserError:
         _free(behind)
+        raise
+    except MPI.Exception:
+        # The thread ends once its communicators are revoked, or the job is ended.
+        behind.pool.shutdown(wait=False)
         raise
     _free(behind)
 

@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -44,6 +44,8 @@ class Topology:
     host_rank: int
     host_size: int
     core_sharers: int
+    # All communicators that were made of it: who goes on without a lost node revokes them.
+    made: list[MPI.Comm] = field(default_factory=list)
 
     @property
     def world_size(self) -> int:
@@ -67,20 +69,23 @@ class Topology:
         return self.node.size / self.world.size
 
 
-def build_topology(world: MPI.Comm, ranks_per_node: int = 0, lanes: int = 1) -> Topology:
+def build_topology(
+    world: MPI.Comm, ranks_per_node: int = 0, lanes: int = 1, made: list[MPI.Comm] | None = None
+) -> Topology:
     """Split `world` into nodes and leaders. Collective on `world`.
 
     `ranks_per_node` > 0 makes virtual nodes of that many consecutive ranks (the last may be
     smaller); 0 takes what shares memory. Every node needs `lanes` ranks. Works on a duplicate of
-    `world`, which `free_topology` frees.
+    `world`, which `free_topology` frees. Each communicator is put into `made` as soon as it exists.
     """
     if ranks_per_node > world.size:
         raise UserError(
             f"--ranks-per-node {ranks_per_node} is more than the job's {world.size} ranks; "
             "start more ranks or lower it"
         )
-    world = world.Dup()
-    host = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
+    made = [] if made is None else made
+    made.append(world := world.Dup())
+    made.append(host := world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank))
     host_rank, host_size = host.rank, host.size
     affinity = repr(sorted(os.sched_getaffinity(0))).encode()
     mine = np.frombuffer(hashlib.sha256(affinity).digest()[:8], dtype=np.uint64)
@@ -88,11 +93,13 @@ def build_topology(world: MPI.Comm, ranks_per_node: int = 0, lanes: int = 1) -> 
     host.Allgather(mine, everyone)
     core_sharers = int(np.count_nonzero(everyone == mine))
     if ranks_per_node:
+        made.remove(host)
         host.Free()
-        node = world.Split(world.rank // ranks_per_node, key=world.rank)
+        made.append(node := world.Split(world.rank // ranks_per_node, key=world.rank))
     else:
         node = host
     leader = world.Split(0 if node.rank == 0 else MPI.UNDEFINED, key=world.rank)
+    made.append(leader)
     shape = np.zeros(2, dtype=np.int64)
     if leader != MPI.COMM_NULL:
         shape[:] = leader.rank, leader.size
@@ -105,6 +112,7 @@ def build_topology(world: MPI.Comm, ranks_per_node: int = 0, lanes: int = 1) -> 
     lane = leader
     if 1 < lanes <= fewest:
         lane = world.Split(node.rank if node.rank < lanes else MPI.UNDEFINED, key=world.rank)
+        made.append(lane)
     topology = Topology(
         world,
         node,
@@ -116,6 +124,7 @@ def build_topology(world: MPI.Comm, ranks_per_node: int = 0, lanes: int = 1) -> 
         host_rank,
         host_size,
         core_sharers,
+        made,
     )
     if lanes > fewest:
         free_topology(topology)
@@ -127,12 +136,14 @@ def build_topology(world: MPI.Comm, ranks_per_node: int = 0, lanes: int = 1) -> 
 
 
 @contextmanager
-def nodes_of(world: MPI.Comm, ranks_per_node: int = 0, lanes: int = 1) -> Iterator[Topology]:
-    """Build the topology for the time of the block.
+def nodes_of(
+    world: MPI.Comm, ranks_per_node: int = 0, lanes: int = 1, made: list[MPI.Comm] | None = None
+) -> Iterator[Topology]:
+    """Build the topology for the time of the block, as `build_topology` does.
 
     Collective on `world`, at both ends: it ends the same on every rank, or the job is ended anyway.
     """
-    topology = build_topology(world, ranks_per_node, lanes)
+    topology = build_topology(world, ranks_per_node, lanes, made)
     try:
         yield topology
     except UserError:
@@ -141,8 +152,15 @@ def nodes_of(world: MPI.Comm, ranks_per_node: int = 0, lanes: int = 1) -> Iterat
     free_topology(topology)
 
 
+def duplicate(topology: Topology, comm: MPI.Comm) -> MPI.Comm:
+    """Return a duplicate of one of the communicators. Collective on it."""
+    topology.made.append(copy := comm.Dup())
+    return copy
+
+
 def free_topology(topology: Topology) -> None:
     """Free the communicators. Collective on each of them."""
+    topology.made.clear()
     if topology.lane not in (MPI.COMM_NULL, topology.leader):
         topology.lane.Free()
     if topology.leader != MPI.COMM_NULL:

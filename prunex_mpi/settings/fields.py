@@ -501,6 +501,16 @@ class Settings:
         "stop",
         choices=("stop", "rollback"),
     )
+    on_node_loss: str = setting(
+        _S,
+        "stop, or continue with the other nodes from the last outer iteration, where the MPI can "
+        "(Open MPI: mpirun --with-ft ulfm)",
+        "stop",
+        choices=("stop", "continue"),
+    )
+    min_nodes: int = setting(
+        _S, "nodes below which a run that lost one writes a checkpoint and ends", 1, low=1
+    )
     divergence_factor: float = setting(
         _S,
         "a loss above this many times the first one counts as divergence; 0: only one that is "
@@ -578,6 +588,8 @@ OF_THE_JOB = (
     "time_limit",
     "preempt_signals",
     "on_divergence",
+    "on_node_loss",
+    "min_nodes",
     "divergence_factor",
     "data_dir",
     "download",

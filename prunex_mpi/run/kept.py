@@ -1,0 +1,183 @@
+"""What each rank keeps in memory, so that those who are left go on when a node is lost.
+
+At the end of each outer iteration a rank copies what the ranks have in common: z and all that goes
+with it, as a checkpoint that goes on on other nodes does (`snapshot`). Every rank keeps all of it,
+since nobody knows who will be left. Of the last two, since one rank may have finished an outer
+iteration that another one has not.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import FAILURE, UserError
+from prunex_mpi.base.logs import log
+from prunex_mpi.comm.agreement import broadcast_text, gather_text, run_collectively
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.removal import fit_network
+from prunex_mpi.core.state import OWN, RunContext
+from prunex_mpi.run.directory import RunDirectory
+from prunex_mpi.run.snapshot import Numbers, Tensors, common_contents, put_common
+from prunex_mpi.settings.fields import Settings
+
+NODES = "nodes.jsonl"
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of the job as it was before a loss."""
+
+    node: int
+    host: str
+    pid: int
+    born: str
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Which nodes and ranks do not go on, by their numbers before."""
+
+    nodes: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def describe(self) -> str:
+        """Return it in words."""
+        what = "ranks", self.ranks
+        if self.nodes:
+            what = "nodes", self.nodes
+        name = what[0] if len(what[1]) > 1 else what[0][:-1]
+        return f"{name} {', '.join(map(str, what[1]))}"
+
+
+def born(pid: int) -> str:
+    """Return when a process of this machine began, "" where there is none: numbers come again."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    # A process that has ended and that nobody has asked for holds nothing any more.
+    return "" if fields[0] == "Z" else fields[19]
+
+
+@dataclass
+class Snapshot:
+    """What ranks have in common before outer iteration `iteration`, and how long files were."""
+
+    iteration: int
+    tensors: Tensors
+    numbers: Numbers
+    left: str
+    sizes: dict[str, list[int]]
+
+
+@dataclass
+class Kept:
+    """What outlives the loss of a node on one rank.
+
+    `settings` are those to go on with once the run has `began`, `made` the communicators in use,
+    `members` the ranks by number; `loss` what was lost just now, `too_few` that no more nodes are
+    left than a run may have; `losses` all that was lost. But for `made` it is the same everywhere.
+    """
+
+    settings: Settings
+    began: bool = False
+    started: float = field(default_factory=time.time)
+    made: list[MPI.Comm] = field(default_factory=list)
+    members: list[Member] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
+    loss: Loss | None = None
+    lost_at: float = 0.0
+    too_few: bool = False
+    losses: list[dict[str, Any]] = field(default_factory=list)
+
+
+def begin(topology: Topology, context: RunContext, path: str, kept: Kept) -> None:
+    """Note who is there, and how to go on with the run in `path`. Collective on `world`."""
+    problem = context.problem
+    colours = {
+        "image_mean": tuple(problem.mean.tolist()),
+        "image_std": tuple(problem.std.tolist()),
+    }
+    kept.settings = replace(context.settings, run_dir=path, resume=True, **colours)
+    here = json.dumps([topology.node_index, socket.gethostname(), os.getpid(), born(os.getpid())])
+    lines = broadcast_text(topology.world, "\n".join(gather_text(topology.world, here)))
+    kept.members = [Member(*json.loads(line)) for line in lines.split("\n")]
+    kept.began = True
+
+
+def keep(topology: Topology, files: RunDirectory | None, context: RunContext, kept: Kept) -> None:
+    """Copy what the ranks have in common, in place of the last but one. Collective on `world`."""
+    state = context.state
+    sizes = json.loads(broadcast_text(topology.world, json.dumps(files.lengths() if files else 0)))
+    behind = context.behind
+    tensors, numbers = common_contents(state, context.problem, behind is None or behind.at_rest)
+    left = np.packbits(state.mask).tobytes().hex() if state.removes else ""
+    old = kept.snapshots.pop(0).tensors if len(kept.snapshots) == 2 else {}
+    for key, tensor in tensors.items():
+        there = old.get(key)
+        if there is not None and there.shape == tensor.shape and there.dtype == tensor.dtype:
+            # Memory that is there already: new pages would cost more than the copy.
+            tensors[key] = there.copy_(tensor)
+        else:
+            tensors[key] = tensor.detach().to("cpu", copy=True).contiguous()
+    kept.snapshots.append(Snapshot(state.position.iteration, tensors, numbers, left, sizes))
+
+
+def put_back(
+    topology: Topology, files: RunDirectory | None, context: RunContext, kept: Kept
+) -> None:
+    """Go on from the last outer iteration that all who are left have finished.
+
+    Of what each rank had not sent yet the part of those who are gone is lost. Collective on
+    `world`.
+    """
+    world = topology.world
+    newest = kept.snapshots[-1].iteration if kept.snapshots else 0
+    oldest = np.array([newest], dtype=np.int64)
+    world.Allreduce(MPI.IN_PLACE, oldest, op=MPI.MIN)
+    found = [s for s in kept.snapshots if s.iteration == oldest[0]]
+    if not oldest[0]:
+        return
+
+    def check() -> None:
+        if not found:
+            raise UserError("the ranks that are left have no outer iteration in common", FAILURE)
+        if reason := fit_network(found[0].left, context):
+            raise UserError(f"what was kept does not fit the network: {reason}", FAILURE)
+        if files is not None:
+            files.rewind(found[0].sizes)
+
+    run_collectively(world, check)
+
+    def parts(going: Callable[[], None]) -> Iterator[tuple[Tensors, Numbers]]:
+        going()
+        yield found[0].tensors, found[0].numbers
+
+    put_common(topology, parts, world.size, context)
+    kept.snapshots = found
+    seconds = time.time() - kept.lost_at
+    told = {"iteration": int(oldest[0]), "seconds": seconds, **asdict(kept.loss)}
+    kept.losses.append(told | {"nodes_left": topology.num_nodes, "ranks_left": world.size})
+    if files is not None:
+        files.append_line(NODES, kept.losses[-1])
+    unsent = any(key.startswith(OWN) for key in context.state.memory)
+    log.info(
+        "%s lost: %d nodes with %d ranks go on from outer iteration %d, after %.2g s, with %d "
+        "samples per step%s",
+        kept.loss.describe(),
+        topology.num_nodes,
+        world.size,
+        oldest[0],
+        seconds,
+        context.problem.train.batch_size * world.size,
+        "; what it had not sent yet is dropped" if unsent else "",
+    )

@@ -1,0 +1,133 @@
+"""Go on without the nodes that were lost: shrink the job, in the same processes, and train on.
+
+A rank learns of a loss by an error of MPI in whatever it does then, from the failed rank itself or
+since another rank has revoked the communicator (ULFM). It leaves all that it was at, revokes what
+was made of the job's communicator, so that nobody waits for ever, and all who are left shrink that
+to themselves. Nodes of which a rank is missing leave as a whole. The others run the job anew on the
+smaller communicator, from what they keep in memory (`kept`).
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+
+import numpy as np
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import FAILURE, UserError
+from prunex_mpi.base.single_process import say_error
+from prunex_mpi.comm.preemption import ReceivedSignal
+from prunex_mpi.run import job
+from prunex_mpi.run.kept import Kept, Loss, born
+from prunex_mpi.run.watchdog import Watchdog
+from prunex_mpi.settings.fields import Settings
+
+NAME = "prunex_mpi.train"
+# For a process that is killed to be gone, with what it holds.
+GONE_S, LOOK_S = 5.0, 0.01
+
+
+def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: ReceivedSignal) -> int:
+    """Do what `job.run` does, again where nodes were lost; return the exit code.
+
+    Collective on `world`.
+    """
+    kept, here = Kept(settings), world
+    while True:
+        try:
+            return job.run(here, kept.settings, watchdog, received, kept)
+        except UserError as error:
+            if here is world:
+                raise
+            return end_together(here, error)
+        except MPI.Exception as error:
+            at = time.time()
+            watchdog.leave_if_lost()
+            # What was under way holds on to its memory as long as the error is there.
+            left, stay, loss = shrink(here, kept, error)
+        if not kept.began:
+            text = f"{loss.describe()} was lost before training began; start the job again"
+            return end_together(left, UserError(text, FAILURE))
+        if stay == MPI.COMM_NULL:
+            text = f"rank {here.rank} on {socket.gethostname()} leaves, as its node is not whole"
+            print(f"prunex_mpi: {text}", file=sys.stderr, flush=True)
+            return 0
+        kept.loss, kept.lost_at, here = loss, at, stay
+        watchdog.move(here.rank)
+
+
+def end_together(world: MPI.Comm, error: UserError) -> int:
+    """Print an error on rank 0 and return its exit code, once it is out. Collective on `world`.
+
+    Rank 0 of the whole job, which does it otherwise, may be gone.
+    """
+    if world.rank == 0:
+        say_error(NAME, error)
+    world.Barrier()
+    return error.exit_code
+
+
+def shrink(world: MPI.Comm, kept: Kept, error: MPI.Exception) -> tuple[MPI.Comm, MPI.Comm, Loss]:
+    """Return the communicators of all ranks that are left and of those that go on, and the loss.
+
+    The second is COMM_NULL on ranks whose node has lost one. Raises `error` where nobody is lost:
+    then it is another one. Collective on what is left of `world`.
+    """
+    for comm in (*kept.made, world):
+        if comm != MPI.COMM_NULL:
+            comm.Revoke()
+    kept.made.clear()
+    left = world
+    while True:
+        left = left.Shrink()
+        if left.size == world.size:
+            raise error
+        stay, loss, done = MPI.COMM_NULL, Loss((), ()), False
+        with suppress(MPI.Exception):
+            ranks = np.zeros(left.size, dtype=np.int64)
+            left.Allgather(np.array([world.rank], dtype=np.int64), ranks)
+            fence(kept, ranks.tolist())
+            whole, loss = divide(kept, ranks.tolist(), world.size)
+            stay = left.Split(0 if world.rank in whole else MPI.UNDEFINED, key=left.rank)
+            done = True
+        # Where another one was lost meanwhile, all begin again.
+        with suppress(MPI.Exception):
+            if left.Agree(int(done)):
+                return left, stay, loss
+        left.Revoke()
+
+
+def divide(kept: Kept, ranks: list[int], size: int) -> tuple[list[int], Loss]:
+    """Return which of the `ranks` that are left of `size` go on, and what is lost.
+
+    Nodes go as a whole; where none is whole all go on, to write a checkpoint.
+    """
+    gone = tuple(sorted(set(range(size)) - set(ranks)))
+    if not kept.began:
+        return ranks, Loss((), gone)
+    broken = tuple(sorted({kept.members[rank].node for rank in gone}))
+    whole = [rank for rank in ranks if kept.members[rank].node not in broken]
+    nodes = Counter(kept.members[rank].node for rank in whole)
+    kept.too_few = len(nodes) < kept.settings.min_nodes or not whole
+    stay = whole or ranks
+    return stay, Loss(broken, tuple(sorted(set(range(size)) - set(stay))))
+
+
+def fence(kept: Kept, ranks: list[int]) -> None:
+    """Kill what was declared lost and is on this machine still: a process that is stopped.
+
+    It would hold the run directory, and write into it once it wakes.
+    """
+    host, end = socket.gethostname(), time.monotonic() + GONE_S
+    for rank, member in enumerate(kept.members):
+        if rank in ranks or member.host != host or member.born != born(member.pid):
+            continue
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(member.pid, signal.SIGKILL)
+        while born(member.pid) == member.born and time.monotonic() < end:
+            time.sleep(LOOK_S)
