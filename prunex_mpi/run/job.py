@@ -41,6 +41,9 @@ def run(
     heartbeat.enter("start")
     started = kept.started if kept else time.time()
     set_up_logging(world.rank, world.size)
+    if not (kept and kept.began):
+        # Of those who are left there may be one.
+        start.check_launched_together(world)
     versions = start.check_alike(world, settings)
     with start.places_of(world, settings, kept.made if kept else None) as place:
         topology = place.topology

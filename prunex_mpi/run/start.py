@@ -101,7 +101,6 @@ def check_alike(world: MPI.Comm, settings: Settings) -> dict[str, str]:
 
     Raises UserError on every rank where they differ. Collective on `world`.
     """
-    check_launched_together(world)
     versions = recorded_versions()
     asked = to_toml(settings, versions)
     require_same(world, "the settings or the versions of the software", asked)
