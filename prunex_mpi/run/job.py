@@ -81,9 +81,7 @@ def run(
                     log.info("%s is complete: there is nothing left to do", path)
                     return 0
                 heartbeat.enter("checkpoint")
-                if kept and kept.snapshots:
-                    put_back(topology, files, context, kept)
-                else:
+                if not (kept and kept.began and put_back(topology, files, context, kept)):
                     checkpoint.resume(topology, files, context, versions)
             if kept:
                 begin(topology, context, str(path), kept)
@@ -103,7 +101,7 @@ def run(
                 write_last_checkpoint(topology, files, context, checkpoints)
                 heartbeat.enter("finish")
                 totals |= {"seconds_total": time.time() - started, "resumed": restores}
-                totals |= {"losses": kept.losses} if kept else {}
+                totals |= {"nodes": kept.changes} if kept else {}
                 totals["checkpoints"] = {"count": checkpoints.count, "seconds": checkpoints.seconds}
 
             def end() -> None:

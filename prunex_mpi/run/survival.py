@@ -7,6 +7,7 @@ to themselves. Nodes of which a rank is missing leave as a whole. The others run
 smaller communicator, from what they keep in memory (`kept`).
 """
 
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,13 +23,16 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.single_process import say_error
+from prunex_mpi.comm.agreement import broadcast_text, run_collectively
 from prunex_mpi.comm.preemption import ReceivedSignal
 from prunex_mpi.run import job
-from prunex_mpi.run.kept import Kept, Loss, born
+from prunex_mpi.run.kept import READY, Grown, Kept, Loss, born
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
 
 NAME = "prunex_mpi.train"
+# What Open MPI's mpirun sets with --with-ft ulfm.
+ENABLED = "OMPI_MCA_mpi_ft_enable"
 # For a process that is killed to be gone, with what it holds.
 GONE_S, LOOK_S = 5.0, 0.01
 
@@ -37,10 +42,25 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
 
     Collective on `world`.
     """
-    kept, here = Kept(settings), world
+    parent = MPI.Comm.Get_parent()
+    if parent != MPI.COMM_NULL:
+        try:
+            kept, here = join(world, parent, settings)
+        except MPI.Exception:
+            text = f"rank {world.rank} of new ones on {socket.gethostname()} found nobody to join"
+            print(f"prunex_mpi: {text}", file=sys.stderr, flush=True)
+            return 0
+        watchdog.move(here.rank)
+    else:
+        run_collectively(world, check_support)
+        kept, here = Kept(settings), world
     while True:
         try:
             return job.run(here, kept.settings, watchdog, received, kept)
+        except Grown:
+            here = grow(here, kept)
+            watchdog.move(here.rank)
+            continue
         except UserError as error:
             if here is world:
                 raise
@@ -57,8 +77,54 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             text = f"rank {here.rank} on {socket.gethostname()} leaves, as its node is not whole"
             print(f"prunex_mpi: {text}", file=sys.stderr, flush=True)
             return 0
-        kept.loss, kept.lost_at, here = loss, at, stay
+        kept.missing += [kept.members[rank].host for rank in loss.ranks]
+        kept.loss, kept.lost_at, kept.new_ranks, kept.joining = loss, at, 0, None
+        here = stay
         watchdog.move(here.rank)
+
+
+def check_support() -> None:
+    """Raise UserError where MPI ends the job when a rank fails, or can't tell."""
+    if os.environ.get(ENABLED) != "1":
+        raise UserError(
+            "on-node-loss continue: this MPI ends the job when a process fails; start it with Open "
+            "MPI's mpirun --with-ft ulfm, or leave it away"
+        )
+
+
+def grow(world: MPI.Comm, kept: Kept) -> MPI.Comm:
+    """Return the communicator of all ranks of `world` and those who join. Collective on both.
+
+    Where that fails, it is `world`: they are started again later.
+    """
+    kept.made.clear()
+    joining, kept.joining = kept.joining, None
+    kept.lost_at = time.time()
+    if world.rank == 0:
+        joining.Recv(np.zeros(1, dtype=np.uint8), source=0, tag=READY)
+    merged = joining.Merge(high=False)
+    told = {"changes": kept.changes, "started": kept.started}
+    colours = {name: getattr(kept.settings, name) for name in ("image_mean", "image_std")}
+    broadcast_text(merged, json.dumps(told | colours))
+    kept.new_ranks, kept.missing = merged.size - world.size, []
+    return merged
+
+
+def join(world: MPI.Comm, parent: MPI.Intercomm, settings: Settings) -> tuple[Kept, MPI.Comm]:
+    """Join those who have started this rank; return what it needs to know, and all together.
+
+    Collective on `world` and on those who go on.
+    """
+    kept = Kept(settings, began=True, new_ranks=world.size)
+    world.Barrier()
+    if world.rank == 0:
+        parent.Send(np.ones(1, dtype=np.uint8), dest=0, tag=READY)
+    merged = parent.Merge(high=True)
+    told = json.loads(broadcast_text(merged, ""))
+    colours = {name: tuple(told[name]) for name in ("image_mean", "image_std")}
+    kept.settings = replace(settings, **colours)
+    kept.changes, kept.started, kept.lost_at = told["changes"], told["started"], time.time()
+    return kept, merged
 
 
 def end_together(world: MPI.Comm, error: UserError) -> int:

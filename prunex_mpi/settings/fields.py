@@ -511,6 +511,12 @@ class Settings:
     min_nodes: int = setting(
         _S, "nodes below which a run that lost one writes a checkpoint and ends", 1, low=1
     )
+    regrow_after: float = setting(
+        _S,
+        "seconds from a loss until new processes take the place of lost ones, 0: never",
+        30.0,
+        low=0,
+    )
     divergence_factor: float = setting(
         _S,
         "a loss above this many times the first one counts as divergence; 0: only one that is "
@@ -590,6 +596,7 @@ OF_THE_JOB = (
     "on_divergence",
     "on_node_loss",
     "min_nodes",
+    "regrow_after",
     "divergence_factor",
     "data_dir",
     "download",
