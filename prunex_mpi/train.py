@@ -45,9 +45,10 @@ def train(world: "MPI.Comm", settings: Settings, lines: Sequence[str] = ()) -> i
         print(f"prunex_mpi: {line}", file=sys.stderr, flush=True)
     with watched(world, settings.timeout) as watchdog:
         from prunex_mpi.comm.preemption import catching
-        from prunex_mpi.run.job import run
+        from prunex_mpi.run import job, survival
 
         with catching(world.rank) as received:
+            run = survival.run if settings.on_node_loss == "continue" else job.run
             return run(world, settings, watchdog, received)
 
 

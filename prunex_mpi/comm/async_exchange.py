@@ -19,7 +19,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import HELPER
 from prunex_mpi.comm.agreement import run_collectively
 from prunex_mpi.comm.collectives import Transport, between_nodes, for_another_thread
-from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.topology import Topology, duplicate
 from prunex_mpi.comm.traffic import Clock
 
 
@@ -74,14 +74,18 @@ def exchanging_behind(
         return
     run_collectively(topology.world, check_thread_support)
     behind = AsyncExchange(
-        topology.leader.Dup() if topology.is_leader else MPI.COMM_NULL,
-        topology.node.Dup(),
+        duplicate(topology, topology.leader) if topology.is_leader else MPI.COMM_NULL,
+        duplicate(topology, topology.node),
         between_nodes(for_another_thread(transport), topology.num_nodes),
     )
     try:
         yield behind
     except UserError:
         _free(behind)
+        raise
+    except MPI.Exception:
+        # The thread ends once its communicators are revoked, or the job is ended.
+        behind.pool.shutdown(wait=False)
         raise
     _free(behind)
 

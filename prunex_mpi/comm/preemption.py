@@ -143,13 +143,18 @@ class StopAgreement:
 
 @contextmanager
 def stop_agreement(
-    world: MPI.Comm, received: ReceivedSignal, deadline: float | None
+    world: MPI.Comm,
+    received: ReceivedSignal,
+    deadline: float | None,
+    made: list[MPI.Comm] | None = None,
 ) -> Iterator[StopAgreement]:
-    """Make an agreement with a communicator of its own for the time of the block.
+    """Make an agreement with a communicator of its own, put into `made`, for the time of the block.
 
     Collective on `world`, at both ends: it ends the same on every rank, or the job is ended anyway.
     """
     stop = StopAgreement(world.Dup(), received, deadline)
+    if made is not None:
+        made.append(stop.comm)
 
     def release() -> None:
         if stop.request is not None:

@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -39,6 +39,8 @@ class Topology:
     host_rank: int
     host_size: int
     core_sharers: int
+    # All communicators that were made of it: who goes on without a lost node revokes them.
+    made: list[MPI.Comm] = field(default_factory=list)
 
     @property
     def world_size(self) -> int:
@@ -62,20 +64,23 @@ class Topology:
         return self.node.size / self.world.size
 
 
-def build_topology(world: MPI.Comm, ranks_per_node: int = 0) -> Topology:
+def build_topology(
+    world: MPI.Comm, ranks_per_node: int = 0, made: list[MPI.Comm] | None = None
+) -> Topology:
     """Split `world` into nodes and leaders. Collective on `world`.
 
     `ranks_per_node` > 0 makes virtual nodes of that many consecutive ranks (the last may be
     smaller); 0 takes what shares memory. Works on a duplicate of `world`, which `free_topology`
-    frees.
+    frees. Each communicator is put into `made` as soon as it exists.
     """
     if ranks_per_node > world.size:
         raise UserError(
             f"--ranks-per-node {ranks_per_node} is more than the job's {world.size} ranks; "
             "start more ranks or lower it"
         )
-    world = world.Dup()
-    host = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
+    made = [] if made is None else made
+    made.append(world := world.Dup())
+    made.append(host := world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank))
     host_rank, host_size = host.rank, host.size
     affinity = repr(sorted(os.sched_getaffinity(0))).encode()
     mine = np.frombuffer(hashlib.sha256(affinity).digest()[:8], dtype=np.uint64)
@@ -83,11 +88,13 @@ def build_topology(world: MPI.Comm, ranks_per_node: int = 0) -> Topology:
     host.Allgather(mine, everyone)
     core_sharers = int(np.count_nonzero(everyone == mine))
     if ranks_per_node:
+        made.remove(host)
         host.Free()
-        node = world.Split(world.rank // ranks_per_node, key=world.rank)
+        made.append(node := world.Split(world.rank // ranks_per_node, key=world.rank))
     else:
         node = host
     leader = world.Split(0 if node.rank == 0 else MPI.UNDEFINED, key=world.rank)
+    made.append(leader)
     shape = np.zeros(2, dtype=np.int64)
     if leader != MPI.COMM_NULL:
         shape[:] = leader.rank, leader.size
@@ -97,16 +104,18 @@ def build_topology(world: MPI.Comm, ranks_per_node: int = 0) -> Topology:
         leader.Allgather(np.array([node.size], dtype=np.int64), sizes)
     node.Bcast(sizes, root=0)
     shared = host_rank, host_size, core_sharers
-    return Topology(world, node, leader, int(shape[0]), tuple(sizes.tolist()), *shared)
+    return Topology(world, node, leader, int(shape[0]), tuple(sizes.tolist()), *shared, made)
 
 
 @contextmanager
-def nodes_of(world: MPI.Comm, ranks_per_node: int = 0) -> Iterator[Topology]:
-    """Build the topology for the time of the block.
+def nodes_of(
+    world: MPI.Comm, ranks_per_node: int = 0, made: list[MPI.Comm] | None = None
+) -> Iterator[Topology]:
+    """Build the topology for the time of the block, as `build_topology` does.
 
     Collective on `world`, at both ends: it ends the same on every rank, or the job is ended anyway.
     """
-    topology = build_topology(world, ranks_per_node)
+    topology = build_topology(world, ranks_per_node, made)
     try:
         yield topology
     except UserError:
@@ -115,8 +124,15 @@ def nodes_of(world: MPI.Comm, ranks_per_node: int = 0) -> Iterator[Topology]:
     free_topology(topology)
 
 
+def duplicate(topology: Topology, comm: MPI.Comm) -> MPI.Comm:
+    """Return a duplicate of one of the communicators. Collective on it."""
+    topology.made.append(copy := comm.Dup())
+    return copy
+
+
 def free_topology(topology: Topology) -> None:
     """Free the communicators. Collective on each of them."""
+    topology.made.clear()
     if topology.leader != MPI.COMM_NULL:
         topology.leader.Free()
     topology.node.Free()

@@ -126,3 +126,20 @@ def _rebuild_(
     new.optimizer.param_groups[0]["lr"] = state.optimizer.param_groups[0]["lr"]
     for field in fields(State):
         setattr(state, field.name, getattr(new, field.name))
+
+
+def fit_network(left: str, context: RunContext) -> str:
+    """Give a network that becomes smaller the sizes it had; return why that can't be, or ""."""
+    state = context.state
+    if not (state.removes or left):
+        return ""
+    if not left and not context.settings.method.removes:
+        left = np.packbits(np.ones_like(state.mask)).tobytes().hex()
+    bits = np.frombuffer(bytes.fromhex(left), dtype=np.uint8)
+    if bits.size != np.packbits(state.mask).size:
+        return "it does not say what was left of the network"
+    mask = np.unpackbits(bits, count=state.mask.size).astype(bool)
+    as_it_is = np.array_equal(mask, state.mask) if state.removes else mask.all()
+    if not as_it_is:
+        resize_to_(state, context.problem.model, mask, context.settings)
+    return ""

@@ -28,7 +28,7 @@ from prunex_mpi.comm.agreement import (
     run_collectively_while,
 )
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.removal import resize_to_
+from prunex_mpi.core.removal import fit_network
 from prunex_mpi.core.schedule import rate_now
 from prunex_mpi.core.state import OWN, RunContext
 from prunex_mpi.run import checkpoint_files
@@ -217,7 +217,7 @@ def restore(topology: Topology, run: RunDirectory | None, context: RunContext) -
         digests = {"model": model_digest(state), "data": context.problem.digest}
         path, manifest, reason = _read_manifest(world, run, name, digests)
         if not reason:
-            reason = run_collectively(world, partial(_fit_network, manifest["left"], context))
+            reason = run_collectively(world, partial(fit_network, manifest["left"], context))
         if not reason:
             other = manifest["nodes"] != nodes.tolist()
             parts = partial(_read_parts, topology, path, name, manifest, other, context)
@@ -266,23 +266,6 @@ def _read_manifest(
     reason = broadcast_text(world, reason)
     text, path = broadcast_text(world, text), broadcast_text(world, path)
     return Path(path), json.loads(text) if text else {}, reason
-
-
-def _fit_network(left: str, context: RunContext) -> str:
-    """Give a network that becomes smaller the sizes it had; return why that can't be, or ""."""
-    state = context.state
-    if not (state.removes or left):
-        return ""
-    if not left and not context.settings.method.removes:
-        left = np.packbits(np.ones_like(state.mask)).tobytes().hex()
-    bits = np.frombuffer(bytes.fromhex(left), dtype=np.uint8)
-    if bits.size != np.packbits(state.mask).size:
-        return "it does not say what was left of the network"
-    mask = np.unpackbits(bits, count=state.mask.size).astype(bool)
-    as_it_is = np.array_equal(mask, state.mask) if state.removes else mask.all()
-    if not as_it_is:
-        resize_to_(state, context.problem.model, mask, context.settings)
-    return ""
 
 
 def _read_parts(

@@ -194,11 +194,20 @@ class RunDirectory:
             file.write(text)
         self.records[name] = self.records[name].extended(text.encode())
 
+    def append_line(self, name: str, record: dict[str, Any]) -> None:
+        """Append a line to a file that is no part of checkpoints."""
+        with open(self.path / name, "a", encoding="utf-8", opener=no_links) as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
     def sizes(self) -> dict[str, list[int]]:
         """Bring the lines to the disk; return the size and checksum that each file then has."""
         for name in LINES:
             if (self.path / name).exists():
                 sync(self.path / name)
+        return self.lengths()
+
+    def lengths(self) -> dict[str, list[int]]:
+        """Return the size and checksum of each file of lines."""
         return {name: [record.size, record.crc32] for name, record in self.records.items()}
 
     def check(self, sizes: dict[str, list[int]]) -> None:

@@ -19,22 +19,33 @@ from prunex_mpi.core.loading import load_dataset, share_contents
 from prunex_mpi.run import checkpoint, delivery, directory, start
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.dry_run import dry_run
-from prunex_mpi.run.supervision import Checkpoints, train, write_last_checkpoint
+from prunex_mpi.run.kept import Kept, begin, put_back
+from prunex_mpi.run.supervision import Checkpoints, train, write_checkpoint, write_last_checkpoint
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
 
 
-def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: ReceivedSignal) -> int:
+def run(
+    world: MPI.Comm,
+    settings: Settings,
+    watchdog: Watchdog,
+    received: ReceivedSignal,
+    kept: Kept | None = None,
+) -> int:
     """Do all that the program does once it has its settings; return the exit code.
 
-    Collective on `world`.
+    With `kept` it goes on from there, where a node was lost, and keeps what that takes. Collective
+    on `world`.
     """
     heartbeat = watchdog.heartbeat
     heartbeat.enter("start")
-    started = time.time()
+    started = kept.started if kept else time.time()
     set_up_logging(world.rank, world.size)
+    if not (kept and kept.began):
+        # Of those who are left there may be one.
+        start.check_launched_together(world)
     versions = start.check_alike(world, settings)
-    with start.places_of(world, settings) as place:
+    with start.places_of(world, settings, kept.made if kept else None) as place:
         topology = place.topology
         if world.rank == 0:
             log.info("%s", place.layout)
@@ -74,9 +85,17 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                     log.info("%s is complete: there is nothing left to do", path)
                     return 0
                 heartbeat.enter("checkpoint")
-                checkpoint.resume(topology, files, context, versions)
+                if not (kept and kept.began and put_back(topology, files, context, kept)):
+                    checkpoint.resume(topology, files, context, versions)
+            if kept:
+                begin(topology, context, str(path), kept)
             checkpoints = Checkpoints(settings.checkpoint_every)
-            status, reason = train(topology, files, context, checkpoints, received, deadline)
+            if kept and kept.too_few:
+                write_checkpoint(topology, files, context, checkpoints)
+                status, reason = "preempted", f"{kept.loss.describe()} lost: --min-nodes"
+            else:
+                around = topology, files, context, checkpoints, received, deadline
+                status, reason = train(*around, kept)
 
             heartbeat.enter("finish")
             if status == "preempted":
@@ -86,6 +105,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                 write_last_checkpoint(topology, files, context, checkpoints)
                 heartbeat.enter("finish")
                 totals |= {"seconds_total": time.time() - started, "resumed": restores}
+                totals |= {"nodes": kept.changes} if kept else {}
                 totals["checkpoints"] = {"count": checkpoints.count, "seconds": checkpoints.seconds}
 
             def end() -> None:

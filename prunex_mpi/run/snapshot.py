@@ -96,6 +96,24 @@ def contents(topology: Topology, state: State, problem: Problem) -> tuple[Tensor
     }, numbers
 
 
+def common_contents(state: State, problem: Problem, complete: bool) -> tuple[Tensors, Numbers]:
+    """Return what `put_common` needs of a rank of which nothing else may be left, no copies.
+
+    Where what was under way between the nodes is not `complete`, z is what it was before.
+    """
+    tensors = {f"buffer.{name}": buffer for name, buffer in problem.model.named_buffers()}
+    tensors |= remembered(state.optimizer, state.theta) | state.memory | _fixed(problem)
+    tensors |= {"z": state.z, "order": problem.train.order}
+    tensors["mask"] = torch.from_numpy(np.packbits(state.mask))
+    tensors["rho1"], tensors["rho2"] = map(torch.from_numpy, (state.rho1, state.rho2))
+    numbers = _numbers(state, problem.train, state.position)
+    if state.position.under_way and complete:
+        tensors["message"] = state.payload
+    elif state.position.under_way:
+        numbers["position"]["under_way"] = ""
+    return tensors, numbers
+
+
 def _fixed(problem: Problem) -> Tensors:
     """Return the parameters that are not trained, by the names that a checkpoint gives them."""
     parameters = problem.model.named_parameters()

@@ -104,7 +104,6 @@ def check_alike(world: MPI.Comm, settings: Settings) -> dict[str, str]:
 
     Raises UserError on every rank where they differ. Collective on `world`.
     """
-    check_launched_together(world)
     versions = recorded_versions()
     asked = to_toml(settings, versions)
     require_same(world, "the settings or the versions of the software", asked)
@@ -113,13 +112,18 @@ def check_alike(world: MPI.Comm, settings: Settings) -> dict[str, str]:
 
 @contextmanager
 def take_places(
-    world: MPI.Comm, ranks_per_node: int, device: str, threads: int = 0
+    world: MPI.Comm,
+    ranks_per_node: int,
+    device: str,
+    threads: int = 0,
+    made: list[MPI.Comm] | None = None,
 ) -> Iterator[Place]:
     """Divide `world` into nodes for the time of the block; give each rank its device and threads.
 
-    `device` and `ranks_per_node` are settings; `threads` 0 are a fair share. Collective on `world`.
+    `device` and `ranks_per_node` are settings; `threads` 0 are a fair share. Communicators are put
+    into `made`. Collective on `world`.
     """
-    with nodes_of(world, ranks_per_node) as topology:
+    with nodes_of(world, ranks_per_node, made) as topology:
         chosen = run_collectively(world, lambda: choose_device(device, topology.host_rank))
         require_same(world, "the kinds of device (some ranks found no GPU)", chosen.type)
         if chosen.type == "cpu":
@@ -131,11 +135,13 @@ def take_places(
         yield Place(topology, chosen, threads, describe(topology, f"{chosen}, {threads} threads"))
 
 
-def places_of(world: MPI.Comm, settings: Settings) -> AbstractContextManager[Place]:
+def places_of(
+    world: MPI.Comm, settings: Settings, made: list[MPI.Comm] | None = None
+) -> AbstractContextManager[Place]:
     """Take the places of a run with these settings, see `take_places`. Collective on `world`."""
     # Without leaders every rank is a node of its own.
     ranks_per_node = 1 if settings.method.flat else settings.ranks_per_node
-    return take_places(world, ranks_per_node, settings.device)
+    return take_places(world, ranks_per_node, settings.device, made=made)
 
 
 def prepare(place: Place, settings: Settings) -> Transport:

@@ -27,6 +27,7 @@ from prunex_mpi.core.state import RunContext
 from prunex_mpi.core.sums import MOST_SUMMED, SUMMED
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory
+from prunex_mpi.run.kept import Kept, keep
 from prunex_mpi.run.pretrained import evaluate_initial
 from prunex_mpi.run.records import RankRecords, tracing, write_trace
 from prunex_mpi.settings.fields import Settings
@@ -70,8 +71,11 @@ def train(
     checkpoints: Checkpoints,
     received: ReceivedSignal,
     deadline: float | None,
+    kept: Kept | None = None,
 ) -> tuple[str, str]:
     """Train with all that goes on meanwhile; return the status, and what stopped the run, or "".
+
+    With `kept` each outer iteration is kept in memory.
 
     Collective on `world`.
     """
@@ -83,14 +87,14 @@ def train(
 
     run_collectively(world, lambda: telling_disk_errors("the folder tensorboard", open_tensorboard))
     with (
-        stop_agreement(world, received, deadline) as stop,
+        stop_agreement(world, received, deadline, topology.made) as stop,
         exchanging_behind(topology, goes_behind_steps(settings), context.transport) as behind,
     ):
         context = replace(context, stop=stop, behind=behind)
         received.training = True
         evaluate_initial(topology, files, context)
         with tracing(topology, files, context):
-            status = run_to_end(topology, files, context, checkpoints)
+            status = run_to_end(topology, files, context, checkpoints, kept)
     return status, stop.reason
 
 
@@ -118,7 +122,11 @@ def check_exchange(topology: Topology, settings: Settings) -> None:
 
 
 def run_to_end(
-    topology: Topology, files: RunDirectory | None, context: RunContext, checkpoints: Checkpoints
+    topology: Topology,
+    files: RunDirectory | None,
+    context: RunContext,
+    checkpoints: Checkpoints,
+    kept: Kept | None = None,
 ) -> str:
     """Iterate from where the state stands; return "completed", "converged" or "preempted".
 
@@ -127,7 +135,7 @@ def run_to_end(
     """
     with closing(progress_of(topology, context)) as bar:
         try:
-            return iterate(topology, files, context, checkpoints, bar)
+            return iterate(topology, files, context, checkpoints, bar, kept)
         except Diverged as error:
             if files is not None:
                 files.note_divergence(str(error))
@@ -155,6 +163,7 @@ def iterate(
     context: RunContext,
     checkpoints: Checkpoints,
     progress: Progress,
+    kept: Kept | None = None,
 ) -> str:
     """Run the driver until it ends, stops or diverges; return the status. Collective."""
     # Nothing is left where a job ended between its last checkpoint and its summary.
@@ -162,6 +171,8 @@ def iterate(
         return "converged"
     status = "running" if rounds_left(context, most=1) > 0 else "completed"
     for record, status in recorded(topology, files, context, progress):
+        if status == "running" and kept:
+            keep(topology, files, context, kept)
         if status == "running" and checkpoints.due(topology.world, record["iteration"]):
             write_checkpoint(topology, files, context, checkpoints)
     if context.stop is not None and context.stop.reason:

@@ -9,6 +9,7 @@ process that is stopped can't report itself.
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -99,6 +100,18 @@ class Watchdog:
         self._publish()
         self.size, self.folder = size, folder
 
+    def move(self, rank: int) -> None:
+        """Watch this rank under the number that it has from now on, until it meets others anew."""
+        # Its file stays open: the thread may be about to write, by a number that another may get.
+        self.folder, self.file, self.size, self.rank = None, -1, 1, rank
+
+    def leave_if_lost(self) -> None:
+        """End this process where the others have gone on without it: their records are new ones."""
+        if self.folder is not None and os.fstat(self.file).st_nlink == 0:
+            text = f"prunex_mpi: rank {self.rank} on {self.host} was lost to the others, and ends"
+            print(text, file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def close(self) -> None:
         """Stop watching and take this rank's record away."""
         self.ended.set()
@@ -132,6 +145,7 @@ class Watchdog:
                 if idle_s > self.timeout_s:
                     self._end(self._own_reason, idle_s)
                 continue
+            self.leave_if_lost()
             self._publish()
             successor = read_heartbeat(self.folder, (self.rank + 1) % self.size)
             # A rank that has left takes its record away.

@@ -513,6 +513,22 @@ class Settings:
         0.0,
         low=0,
     )
+    on_node_loss: str = setting(
+        _S,
+        "stop, or continue with the other nodes from the last outer iteration, where the MPI can "
+        "(Open MPI: mpirun --with-ft ulfm)",
+        "stop",
+        choices=("stop", "continue"),
+    )
+    min_nodes: int = setting(
+        _S, "nodes below which a run that lost one writes a checkpoint and ends", 1, low=1
+    )
+    regrow_after: float = setting(
+        _S,
+        "seconds from a loss until new processes take the place of lost ones, 0: never",
+        30.0,
+        low=0,
+    )
 
     _S = "output"
     run_dir: str = setting(
@@ -596,6 +612,9 @@ OF_THE_JOB = (
     "checkpoint_every",
     "timeout",
     "time_limit",
+    "on_node_loss",
+    "min_nodes",
+    "regrow_after",
     "data_dir",
     "download",
     "data_mode",

@@ -1,0 +1,293 @@
+"""What each rank keeps in memory, so that those who are left go on when a node is lost.
+
+At the end of each outer iteration a rank copies what the ranks have in common: z and all that goes
+with it, as a checkpoint that goes on on other nodes does (`snapshot`). Every rank keeps all of it,
+since nobody knows who will be left. Of the last two, since one rank may have finished an outer
+iteration that another one has not.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import FAILURE, UserError, one_line
+from prunex_mpi.base.logs import log
+from prunex_mpi.comm.agreement import (
+    broadcast_text,
+    digests_agree,
+    gather_text,
+    run_collectively,
+)
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.removal import fit_network
+from prunex_mpi.core.state import OWN, RunContext
+from prunex_mpi.models.layout import bits_digest
+from prunex_mpi.run.directory import RunDirectory
+from prunex_mpi.run.snapshot import Numbers, Tensors, common_contents, put_common
+from prunex_mpi.settings.fields import Settings
+
+NODES = "nodes.jsonl"
+# What is done about missing ranks between two outer iterations.
+SPAWN, MERGE, FORGET = "spawn", "merge", "forget"
+# Tag of the message that new ranks are ready; no outer iteration.
+READY, NONE = 11, 2**62
+
+
+class Grown(UserError):
+    """End what all ranks are at, in good order, as new ones join them."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of the job as it was before a loss."""
+
+    node: int
+    host: str
+    pid: int
+    born: str
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Which nodes and ranks do not go on, by their numbers before."""
+
+    nodes: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def describe(self) -> str:
+        """Return it in words."""
+        what = "ranks", self.ranks
+        if self.nodes:
+            what = "nodes", self.nodes
+        name = what[0] if len(what[1]) > 1 else what[0][:-1]
+        return f"{name} {', '.join(map(str, what[1]))}"
+
+
+def born(pid: int) -> str:
+    """Return when a process of this machine began, "" where there is none: numbers come again."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    # A process that has ended and that nobody has asked for holds nothing any more.
+    return "" if fields[0] == "Z" else fields[19]
+
+
+@dataclass
+class Snapshot:
+    """What ranks have in common before outer iteration `iteration`, and how long files were."""
+
+    iteration: int
+    tensors: Tensors
+    numbers: Numbers
+    left: str
+    sizes: dict[str, list[int]]
+
+
+@dataclass
+class Kept:
+    """What outlives the loss of a node on one rank.
+
+    `settings` are those to go on with once the run has `began`, `made` the communicators in use,
+    `members` the ranks by number; `loss` what was lost just now and `lost_at` when, `too_few` that
+    fewer nodes are left than a run may have; `new_ranks` how many have
+    just joined, `missing` the hosts of ranks that are to be replaced,
+    `joining` leads to those who will; `changes` tell of all that was lost and has joined. But for
+    times and communicators it is the same everywhere.
+    """
+
+    settings: Settings
+    began: bool = False
+    started: float = field(default_factory=time.time)
+    made: list[MPI.Comm] = field(default_factory=list)
+    members: list[Member] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
+    loss: Loss | None = None
+    lost_at: float = 0.0
+    too_few: bool = False
+    new_ranks: int = 0
+    missing: list[str] = field(default_factory=list)
+    joining: MPI.Intercomm | None = None
+    changes: list[dict[str, Any]] = field(default_factory=list)
+
+
+def begin(topology: Topology, context: RunContext, path: str, kept: Kept) -> None:
+    """Note who is there, and how to go on with the run in `path`. Collective on `world`."""
+    problem = context.problem
+    colours = {
+        "image_mean": tuple(problem.mean.tolist()),
+        "image_std": tuple(problem.std.tolist()),
+    }
+    kept.settings = replace(context.settings, run_dir=path, resume=True, **colours)
+    here = json.dumps([topology.node_index, socket.gethostname(), os.getpid(), born(os.getpid())])
+    lines = broadcast_text(topology.world, "\n".join(gather_text(topology.world, here)))
+    kept.members = [Member(*json.loads(line)) for line in lines.split("\n")]
+    kept.began = True
+
+
+def keep(topology: Topology, files: RunDirectory | None, context: RunContext, kept: Kept) -> None:
+    """Copy what the ranks have in common, in place of the last but one; replace those who are lost.
+
+    Raises Grown on every rank once the new ones are ready. Collective on `world`.
+    """
+    state, behind, world = context.state, context.behind, topology.world
+    told = json.dumps([files.lengths(), next_of(kept)]) if files else ""
+    sizes, step = json.loads(broadcast_text(world, told))
+    if step == MERGE and behind is not None:
+        behind.finish()
+    tensors, numbers = common_contents(state, context.problem, behind is None or behind.at_rest)
+    left = np.packbits(state.mask).tobytes().hex() if state.removes else ""
+    old = kept.snapshots.pop(0).tensors if len(kept.snapshots) == 2 else {}
+    for key, tensor in tensors.items():
+        there = old.get(key)
+        if there is not None and there.shape == tensor.shape and there.dtype == tensor.dtype:
+            # Memory that is there already: new pages would cost more than the copy.
+            tensors[key] = there.copy_(tensor)
+        else:
+            tensors[key] = tensor.detach().to("cpu", copy=True).contiguous()
+    kept.snapshots.append(Snapshot(state.position.iteration, tensors, numbers, left, sizes))
+    if step == SPAWN:
+        start_new_ranks(world, kept)
+    elif step == MERGE:
+        raise Grown("new ranks join")
+    elif step == FORGET:
+        forget_new_ranks(kept)
+
+
+def next_of(kept: Kept) -> str:
+    """Return what world rank 0 wants to be done about ranks that are missing, "" for nothing."""
+    after = kept.settings.regrow_after
+    if kept.joining is None:
+        due = kept.missing and after and time.time() - kept.lost_at >= after
+        return SPAWN if due else ""
+    try:
+        return MERGE if kept.joining.Iprobe(source=0, tag=READY) else ""
+    except MPI.Exception:
+        return FORGET
+
+
+def start_new_ranks(world: MPI.Comm, kept: Kept) -> None:
+    """Start a process in place of each that is missing, on its host. Collective on `world`."""
+    flags = [*without_folder(sys.argv[1:]), "--resume", "--run-dir", kept.settings.run_dir]
+    command = ["-m", "prunex_mpi.train", *flags]
+    hosts = Counter(kept.missing)
+    try:
+        kept.joining = world.Spawn_multiple(
+            [sys.executable] * len(hosts),
+            [command] * len(hosts),
+            list(hosts.values()),
+            [MPI.Info.Create({"host": host}) for host in hosts],
+            root=0,
+        )
+        kept.made.append(kept.joining)
+    except MPI.Exception as error:
+        if is_loss(error):
+            raise
+        kept.lost_at = time.time()
+        log.warning("no new ranks can be started (%s); trying again later", one_line(error))
+
+
+def forget_new_ranks(kept: Kept) -> None:
+    """Give up those who were to join and have failed; others will be started later."""
+    kept.made.remove(kept.joining)
+    kept.joining.Revoke()
+    kept.joining, kept.lost_at = None, time.time()
+    log.warning("the new ranks have failed before they joined; trying again later")
+
+
+def without_folder(flags: Sequence[str]) -> list[str]:
+    """Return flags without those that say which folder a run is in, and that it goes on."""
+    rest, skips = [], False
+    for flag in flags:
+        if not skips and flag != "--resume" and not flag.startswith("--run-dir"):
+            rest.append(flag)
+        skips = flag == "--run-dir"
+    return rest
+
+
+def is_loss(error: MPI.Exception) -> bool:
+    """Return whether an error says that a rank is lost, or that another one has learnt of it."""
+    return error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED)
+
+
+def put_back(
+    topology: Topology, files: RunDirectory | None, context: RunContext, kept: Kept
+) -> bool:
+    """Go on from the last outer iteration that all who have one have finished, if there is one.
+
+    Of what each rank had not sent yet the part of those who are gone is lost; those who are new
+    have none. Raises UserError where not all ranks hold the same then. Collective on `world`.
+    """
+    world, state = topology.world, context.state
+    newest = np.array([kept.snapshots[-1].iteration if kept.snapshots else NONE], dtype=np.int64)
+    world.Allreduce(MPI.IN_PLACE, newest, op=MPI.MIN)
+    if newest[0] == NONE:
+        return False
+    found = [s for s in kept.snapshots if s.iteration == newest[0]]
+    left = broadcast_text(world, found[0].left if found else "")
+
+    def fit() -> None:
+        if kept.snapshots and not found:
+            raise UserError("the ranks that are left have no outer iteration in common", FAILURE)
+        if reason := fit_network(left, context):
+            raise UserError(f"what was kept does not fit the network: {reason}", FAILURE)
+        if files is not None:
+            files.rewind(found[0].sizes)
+
+    run_collectively(world, fit)
+
+    def parts(going: Callable[[], None]) -> Iterator[tuple[Tensors, Numbers]]:
+        going()
+        for snapshot in found:
+            yield snapshot.tensors, snapshot.numbers
+
+    put_common(topology, parts, world.size - kept.new_ranks, context)
+    if not digests_agree(world, bits_digest(state.z, state.spare)):
+        raise UserError("the ranks that go on do not hold the same parameters", FAILURE)
+    kept.snapshots = found
+    tell(topology, files, context, kept, int(newest[0]))
+    return True
+
+
+def tell(
+    topology: Topology,
+    files: RunDirectory | None,
+    context: RunContext,
+    kept: Kept,
+    iteration: int,
+) -> None:
+    """Log and note what was lost, or how many have joined, and who goes on."""
+    ranks, nodes, seconds = topology.world_size, topology.num_nodes, time.time() - kept.lost_at
+    change: dict[str, Any] = {"iteration": iteration, "seconds": seconds}
+    if kept.new_ranks:
+        change["joined"] = kept.new_ranks
+        what = f"{kept.new_ranks} ranks joined"
+    else:
+        change |= {"lost_nodes": kept.loss.nodes, "lost_ranks": kept.loss.ranks}
+        what = f"{kept.loss.describe()} lost"
+        if any(key.startswith(OWN) for key in context.state.memory):
+            what += " with what had not been sent yet"
+    kept.changes.append(change | {"nodes": nodes, "ranks": ranks})
+    if files is not None:
+        files.append_line(NODES, kept.changes[-1])
+    log.info(
+        "%s: %d nodes with %d ranks go on from outer iteration %d after %.2g s, with %d samples "
+        "per step",
+        what,
+        nodes,
+        ranks,
+        iteration,
+        seconds,
+        context.problem.train.batch_size * ranks,
+    )

@@ -1,0 +1,199 @@
+"""Go on without the nodes that were lost: shrink the job, in the same processes, and train on.
+
+A rank learns of a loss by an error of MPI in whatever it does then, from the failed rank itself or
+since another rank has revoked the communicator (ULFM). It leaves all that it was at, revokes what
+was made of the job's communicator, so that nobody waits for ever, and all who are left shrink that
+to themselves. Nodes of which a rank is missing leave as a whole. The others run the job anew on the
+smaller communicator, from what they keep in memory (`kept`).
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import FAILURE, UserError
+from prunex_mpi.base.single_process import say_error
+from prunex_mpi.comm.agreement import broadcast_text, run_collectively
+from prunex_mpi.comm.preemption import ReceivedSignal
+from prunex_mpi.run import job
+from prunex_mpi.run.kept import READY, Grown, Kept, Loss, born
+from prunex_mpi.run.watchdog import Watchdog
+from prunex_mpi.settings.fields import Settings
+
+NAME = "prunex_mpi.train"
+# What Open MPI's mpirun sets with --with-ft ulfm.
+ENABLED = "OMPI_MCA_mpi_ft_enable"
+# For a process that is killed to be gone, with what it holds.
+GONE_S, LOOK_S = 5.0, 0.01
+
+
+def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: ReceivedSignal) -> int:
+    """Do what `job.run` does, again where nodes were lost; return the exit code.
+
+    Collective on `world`.
+    """
+    parent = MPI.Comm.Get_parent()
+    if parent != MPI.COMM_NULL:
+        try:
+            kept, here = join(world, parent, settings)
+        except MPI.Exception:
+            text = f"rank {world.rank} of new ones on {socket.gethostname()} found nobody to join"
+            print(f"prunex_mpi: {text}", file=sys.stderr, flush=True)
+            return 0
+        watchdog.move(here.rank)
+    else:
+        run_collectively(world, check_support)
+        kept, here = Kept(settings), world
+    while True:
+        try:
+            return job.run(here, kept.settings, watchdog, received, kept)
+        except Grown:
+            here = grow(here, kept)
+            watchdog.move(here.rank)
+            continue
+        except UserError as error:
+            if here is world:
+                raise
+            return end_together(here, error)
+        except MPI.Exception as error:
+            at = time.time()
+            watchdog.leave_if_lost()
+            # What was under way holds on to its memory as long as the error is there.
+            left, stay, loss = shrink(here, kept, error)
+        if not kept.began:
+            text = f"{loss.describe()} was lost before training began; start the job again"
+            return end_together(left, UserError(text, FAILURE))
+        if stay == MPI.COMM_NULL:
+            text = f"rank {here.rank} on {socket.gethostname()} leaves, as its node is not whole"
+            print(f"prunex_mpi: {text}", file=sys.stderr, flush=True)
+            return 0
+        kept.missing += [kept.members[rank].host for rank in loss.ranks]
+        kept.loss, kept.lost_at, kept.new_ranks, kept.joining = loss, at, 0, None
+        here = stay
+        watchdog.move(here.rank)
+
+
+def check_support() -> None:
+    """Raise UserError where MPI ends the job when a rank fails, or can't tell."""
+    if os.environ.get(ENABLED) != "1":
+        raise UserError(
+            "on-node-loss continue: this MPI ends the job when a process fails; start it with Open "
+            "MPI's mpirun --with-ft ulfm, or leave it away"
+        )
+
+
+def grow(world: MPI.Comm, kept: Kept) -> MPI.Comm:
+    """Return the communicator of all ranks of `world` and those who join. Collective on both.
+
+    Where that fails, it is `world`: they are started again later.
+    """
+    kept.made.clear()
+    joining, kept.joining = kept.joining, None
+    kept.lost_at = time.time()
+    if world.rank == 0:
+        joining.Recv(np.zeros(1, dtype=np.uint8), source=0, tag=READY)
+    merged = joining.Merge(high=False)
+    told = {"changes": kept.changes, "started": kept.started}
+    colours = {name: getattr(kept.settings, name) for name in ("image_mean", "image_std")}
+    broadcast_text(merged, json.dumps(told | colours))
+    kept.new_ranks, kept.missing = merged.size - world.size, []
+    return merged
+
+
+def join(world: MPI.Comm, parent: MPI.Intercomm, settings: Settings) -> tuple[Kept, MPI.Comm]:
+    """Join those who have started this rank; return what it needs to know, and all together.
+
+    Collective on `world` and on those who go on.
+    """
+    kept = Kept(settings, began=True, new_ranks=world.size)
+    world.Barrier()
+    if world.rank == 0:
+        parent.Send(np.ones(1, dtype=np.uint8), dest=0, tag=READY)
+    merged = parent.Merge(high=True)
+    told = json.loads(broadcast_text(merged, ""))
+    colours = {name: tuple(told[name]) for name in ("image_mean", "image_std")}
+    kept.settings = replace(settings, **colours)
+    kept.changes, kept.started, kept.lost_at = told["changes"], told["started"], time.time()
+    return kept, merged
+
+
+def end_together(world: MPI.Comm, error: UserError) -> int:
+    """Print an error on rank 0 and return its exit code, once it is out. Collective on `world`.
+
+    Rank 0 of the whole job, which does it otherwise, may be gone.
+    """
+    if world.rank == 0:
+        say_error(NAME, error)
+    world.Barrier()
+    return error.exit_code
+
+
+def shrink(world: MPI.Comm, kept: Kept, error: MPI.Exception) -> tuple[MPI.Comm, MPI.Comm, Loss]:
+    """Return the communicators of all ranks that are left and of those that go on, and the loss.
+
+    The second is COMM_NULL on ranks whose node has lost one. Raises `error` where nobody is lost:
+    then it is another one. Collective on what is left of `world`.
+    """
+    for comm in (*kept.made, world):
+        if comm != MPI.COMM_NULL:
+            comm.Revoke()
+    kept.made.clear()
+    left = world
+    while True:
+        left = left.Shrink()
+        if left.size == world.size:
+            raise error
+        stay, loss, done = MPI.COMM_NULL, Loss((), ()), False
+        with suppress(MPI.Exception):
+            ranks = np.zeros(left.size, dtype=np.int64)
+            left.Allgather(np.array([world.rank], dtype=np.int64), ranks)
+            fence(kept, ranks.tolist())
+            whole, loss = divide(kept, ranks.tolist(), world.size)
+            stay = left.Split(0 if world.rank in whole else MPI.UNDEFINED, key=left.rank)
+            done = True
+        # Where another one was lost meanwhile, all begin again.
+        with suppress(MPI.Exception):
+            if left.Agree(int(done)):
+                return left, stay, loss
+        left.Revoke()
+
+
+def divide(kept: Kept, ranks: list[int], size: int) -> tuple[list[int], Loss]:
+    """Return which of the `ranks` that are left of `size` go on, and what is lost.
+
+    Nodes go as a whole; where none is whole all go on, to write a checkpoint.
+    """
+    gone = tuple(sorted(set(range(size)) - set(ranks)))
+    if not kept.began:
+        return ranks, Loss((), gone)
+    broken = tuple(sorted({kept.members[rank].node for rank in gone}))
+    whole = [rank for rank in ranks if kept.members[rank].node not in broken]
+    nodes = Counter(kept.members[rank].node for rank in whole)
+    kept.too_few = len(nodes) < kept.settings.min_nodes or not whole
+    stay = whole or ranks
+    return stay, Loss(broken, tuple(sorted(set(range(size)) - set(stay))))
+
+
+def fence(kept: Kept, ranks: list[int]) -> None:
+    """Kill what was declared lost and is on this machine still: a process that is stopped.
+
+    It would hold the run directory, and write into it once it wakes.
+    """
+    host, end = socket.gethostname(), time.monotonic() + GONE_S
+    for rank, member in enumerate(kept.members):
+        if rank in ranks or member.host != host or member.born != born(member.pid):
+            continue
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(member.pid, signal.SIGKILL)
+        while born(member.pid) == member.born and time.monotonic() < end:
+            time.sleep(LOOK_S)
