@@ -75,7 +75,7 @@ def _feed_of_images(
     if settings.image_mean:
         mean, std = torch.tensor(settings.image_mean), torch.tensor(settings.image_std)
     else:
-        mean, std = measure_colours(topology, settings, dataset, heartbeat)
+        mean, std = measure_colours(topology, dataset, heartbeat)
     device, dtype = where
     look = Look(mean, std, device, dtype, settings.channels_last)
     resized_crop = settings.augment == "resized-crop"

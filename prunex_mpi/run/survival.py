@@ -49,14 +49,19 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
         except MPI.Exception:
             text = f"rank {world.rank} of new ones on {socket.gethostname()} found nobody to join"
             print(f"prunex_mpi: {text}", file=sys.stderr, flush=True)
-            return 0
+            # Those who have started it would wait for it as they leave.
+            os.kill(os.getpid(), signal.SIGKILL)
         watchdog.move(here.rank)
     else:
         run_collectively(world, check_support)
         kept, here = Kept(settings), world
     while True:
         try:
-            return job.run(here, kept.settings, watchdog, received, kept)
+            code = job.run(here, kept.settings, watchdog, received, kept)
+            if kept.joining is not None:
+                # It comes too late.
+                kept.joining.Revoke()
+            return code
         except Grown:
             here = grow(here, kept)
             watchdog.move(here.rank)
