@@ -43,7 +43,7 @@ from prunex_mpi.models.slim import (
 # Sizes of modules and shapes of their parameters: {module: {attribute: number or shape}}.
 Sizes = dict[str, dict[str, int | list[int]]]
 
-FORMAT = 3
+FORMAT = 4
 # Places of a transformer, each with weights of its own.
 MOST_PATCHES = 2**18
 MODEL, PLAN = "model.safetensors", "plan.json"

@@ -212,7 +212,7 @@ def test_round_trip_through_the_file_of_a_run(tmp_path, flags):
     text = to_toml(settings, {"torch": "2.4", "mpi": "Open MPI\n5"})
     table = tomllib.loads(text)
     assert table["versions"] == {"torch": "2.4", "mpi": "Open MPI\n5", "format": str(FORMAT)}
-    assert set(table) == {key_of(name) for name in SHARED} | {"method", "versions"}
+    assert set(table) == {key_of(name) for name in SHARED} | {"method", "prunex", "versions"}
     assert parse(["--config", write(tmp_path, text)]) == settings
 
 

@@ -16,7 +16,7 @@ FOLDER = Path(prunex_mpi.__file__).parent
 WORDS = {
     "train": "--keep-ratio",
     "doctor": "--mpi-buffers",
-    "bench": "kernels, collectives, overhead, ddp, model or all",
+    "bench": "kernels, collectives, overhead, ddp, model, text or all",
     "export": "--torch-export",
     "evaluate": "--classes",
     "report": "--png",
