@@ -405,16 +405,17 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
             mine = [r for j, r in enumerate(ranks) if node_of[j] == i]
             each = zip(*(batchnorms(r.model).values() for r in mine), strict=True)
             node_statistics.append([sum(map(moments, ms)) / len(ms) for ms in each])
+        if coded:
+            coded.refer_to(
+                [torch.stack((m.running_mean, m.running_var)) for m in batchnorms(r.model).values()]
+                for r in ranks
+            )
         if apart:
             outside = 0.0
         elif coded:
             values = [{n: z_node[i][n] + v[i][n] for n in names} for i in range(nodes)]
             new_z = coded.mean_(values, z, mask)
-            plain = [
-                [torch.stack((m.running_mean, m.running_var)) for m in batchnorms(r.model).values()]
-                for r in ranks
-            ]
-            statistics = coded.statistics_(node_statistics, plain, gone(mask))
+            statistics = coded.statistics_(node_statistics, gone(mask))
         else:
             new_z = masked(plain, mask)
             statistics = []

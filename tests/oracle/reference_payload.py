@@ -89,15 +89,18 @@ class CodedMeans:
         change = expand(total, kept)
         return {n: (z[n] + change[n]) * kept[n] for n in z}
 
-    def statistics_(self, nodes, ranks, gone):
+    def refer_to(self, ranks):
+        """Take the plain mean of all ranks' lists of (mean, variance) as the first known ones."""
+        if self.known is None:
+            lists = list(ranks)
+            self.known = [sum(each) / len(lists) for each in zip(*lists, strict=True)]
+
+    def statistics_(self, nodes, gone):
         """Return the mean of the nodes' lists of (mean, second moment), of removed channels (0, 1).
 
         They travel about the last known means, as differences to the last known variances, in
-        bfloat16, and nothing is left over. The first known ones are the plain mean of all `ranks`'
-        lists of (mean, variance); those of a removed channel are the last that it had.
+        bfloat16, and nothing is left over. Those of a removed channel are the last that it had.
         """
-        if self.known is None:
-            self.known = [sum(each) / len(ranks) for each in zip(*ranks, strict=True)]
         vectors = []
         for share, statistics in zip(self.shares, nodes, strict=True):
             gaps = []
