@@ -81,7 +81,7 @@ def resize_to_(state: State, model: nn.Module, mask: np.ndarray, settings: Setti
     The model may be larger or smaller before. Sizes are those of the whole network, and masks are
     in force again, where everything is left and the method does not remove from the beginning.
     """
-    resize_(model, state.whole.sizes)
+    resize_(model, state.whole.sizes, grows=True)
     sizes = smaller_sizes(model, state.groups.coupling, ~mask)
     resize_(model, sizes)
     _rebuild_(state, model, mask, sizes, settings)

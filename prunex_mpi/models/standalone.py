@@ -263,14 +263,14 @@ class SmallVgg(nn.Module):
 # --------------------------------------------------------------------------------------------------
 
 
-def resize_(model: nn.Module, sizes: Sizes) -> None:
+def resize_(model: nn.Module, sizes: Sizes, grows: bool = False) -> None:
     """Resize the modules named in `sizes`; tensors of another shape lose their values.
 
     Convolutions have in_channels, out_channels and groups, linear layers in_features and
     out_features, BatchNorm, InstanceNorm and LayerNorm num_features, GroupNorm num_groups and
     num_channels, attention num_heads and embed_dim, embeddings embedding_dim. What several modules
     share they go on to share. Other modules have their own numbers and shapes of parameters.
-    Raises ValueError where a module lacks what is stated, or would grow.
+    Raises ValueError where a module lacks what is stated, or would become larger unless it `grows`.
     """
     shared = _shared_parameters(model)
     for name, stated in sizes.items():
@@ -278,7 +278,7 @@ def resize_(model: nn.Module, sizes: Sizes) -> None:
         wanted = {key: size for key, size in stated.items() if isinstance(size, int)}
         for key, shape in stated.items():
             if not isinstance(shape, int):
-                _reallocate_(module, key, tuple(shape))
+                _reallocate_(module, key, tuple(shape), grows)
         if isinstance(module, ATTENTIONS):
             module_of_fewer = slim_attention(module, **wanted)
         elif isinstance(module, nn.LayerNorm | SlimLayerNorm):
@@ -290,7 +290,7 @@ def resize_(model: nn.Module, sizes: Sizes) -> None:
         elif type(module) in WINDOWS:
             module_of_fewer = slim_windows(module, **wanted)
         else:
-            _resize_alone_(module, wanted)
+            _resize_alone_(module, wanted, grows)
             continue
         if module_of_fewer is not module:
             parent, _, attribute = name.rpartition(".")
@@ -309,10 +309,10 @@ def _shared_parameters(model: nn.Module) -> list[list[str]]:
     return [every for every in names.values() if len(every) > 1]
 
 
-def _resize_alone_(module: nn.Module, wanted: Mapping[str, int]) -> None:
+def _resize_alone_(module: nn.Module, wanted: Mapping[str, int], grows: bool) -> None:
     if isinstance(module, (*CONVOLUTIONS, nn.Linear, nn.Embedding, nn.GroupNorm, *BATCH_NORMS)):
         for attribute, shape in _shapes_for(module)(**wanted).items():
-            _reallocate_(module, attribute, shape)
+            _reallocate_(module, attribute, shape, grows)
     for key, size in wanted.items():
         # "sizes.0" is the first of several numbers.
         attribute, _, place = key.partition(".")
@@ -349,12 +349,12 @@ def _shapes_for(module: nn.Module) -> Callable[..., dict[str, tuple[int, ...]]]:
     return lambda num_features: dict.fromkeys(names, (num_features,))
 
 
-def _reallocate_(module: nn.Module, attribute: str, shape: tuple[int, ...]) -> None:
+def _reallocate_(module: nn.Module, attribute: str, shape: tuple[int, ...], grows: bool) -> None:
     """Replace a parameter or buffer, unless it is None, by an empty one of another shape."""
     old = getattr(module, attribute)
     if old is None or tuple(old.shape) == shape:
         return
-    if math.prod(shape) > old.numel():
+    if not grows and math.prod(shape) > old.numel():
         raise ValueError(f"{attribute} {list(shape)} is larger than it was, {list(old.shape)}")
     new = old.detach().new_empty(shape)
     if isinstance(old, nn.Parameter):

@@ -36,7 +36,7 @@ from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.run.delivery import print_result
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.run.start import Place, check_launched_together, take_places
-from prunex_mpi.settings.fields import DATASET_DEFAULTS, SHARED, TEXT
+from prunex_mpi.settings.fields import DATASET_DEFAULTS, FROM_FILES, SHARED, TEXT
 from prunex_mpi.tools.evaluate_options import Options
 from prunex_mpi.tools.evaluate_text import describe_text, measure_text
 
@@ -214,7 +214,8 @@ def data_of(network: Network, options: Options) -> dict[str, Any]:
     if (data["dataset"] == TEXT) != isinstance(network.inputs, Tokens):
         kind = "text" if isinstance(network.inputs, Tokens) else "images"
         raise UserError(f"the network reads {kind}: give --dataset another name")
-    if data["dataset"] == TEXT and options.skip_corrupt:
+    files = data["dataset"] in FROM_FILES or ":" in data["dataset"]
+    if options.skip_corrupt and not files:
         raise UserError("skip-corrupt is for images in files; leave it away")
     where = f"{options.network}/config.toml"
     check_named("dataset", data["dataset"], (options.dataset,), where, options.network)
