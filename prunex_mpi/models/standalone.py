@@ -324,7 +324,7 @@ def _resize_alone_(module: nn.Module, wanted: Mapping[str, int], grows: bool) ->
             several = list(whole)
             old, several[int(place)] = several[int(place)], size
             value = type(whole)(several)
-        if isinstance(old, int) and size > old:
+        if not grows and isinstance(old, int) and size > old:
             raise ValueError(f"a {type(module).__name__} has {key} {old}, not {size}")
         setattr(module, attribute, value)
 
