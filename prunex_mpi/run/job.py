@@ -19,7 +19,7 @@ from prunex_mpi.core.loading import load_dataset, share_contents
 from prunex_mpi.run import checkpoint, delivery, directory, start
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.dry_run import dry_run
-from prunex_mpi.run.kept import Kept, begin, put_back
+from prunex_mpi.run.kept import Kept, begin, put_back, tell
 from prunex_mpi.run.supervision import Checkpoints, train, write_checkpoint, write_last_checkpoint
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
@@ -85,8 +85,11 @@ def run(
                     log.info("%s is complete: there is nothing left to do", path)
                     return 0
                 heartbeat.enter("checkpoint")
-                if not (kept and kept.began and put_back(topology, files, context, kept)):
+                again = kept is not None and kept.began
+                if not (again and put_back(topology, files, context, kept)):
                     checkpoint.resume(topology, files, context, versions)
+                if again:
+                    tell(topology, files, context, kept)
             if kept:
                 begin(topology, context, str(path), kept)
             checkpoints = Checkpoints(settings.checkpoint_every)

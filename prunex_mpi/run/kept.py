@@ -256,7 +256,6 @@ def put_back(
     if not digests_agree(world, bits_digest(state.z, state.spare)):
         raise UserError("the ranks that go on do not hold the same parameters", FAILURE)
     kept.snapshots = found
-    tell(topology, files, context, kept, int(newest[0]))
     return True
 
 
@@ -265,9 +264,9 @@ def tell(
     files: RunDirectory | None,
     context: RunContext,
     kept: Kept,
-    iteration: int,
 ) -> None:
     """Log and note what was lost, or how many have joined, and who goes on."""
+    iteration = context.state.position.iteration
     ranks, nodes, seconds = topology.world_size, topology.num_nodes, time.time() - kept.lost_at
     change: dict[str, Any] = {"iteration": iteration, "seconds": seconds}
     if kept.new_ranks:

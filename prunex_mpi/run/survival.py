@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 
@@ -61,6 +62,8 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             if kept.joining is not None:
                 # It comes too late.
                 kept.joining.Revoke()
+            if here is not world:
+                leave(here, watchdog, code)
             return code
         except Grown:
             here = grow(here, kept)
@@ -69,7 +72,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
         except UserError as error:
             if here is world:
                 raise
-            return end_together(here, error)
+            end_together(here, watchdog, error)
         except MPI.Exception as error:
             at = time.time()
             watchdog.leave_if_lost()
@@ -77,11 +80,12 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             left, stay, loss = shrink(here, kept, error)
         if not kept.began:
             text = f"{loss.describe()} was lost before training began; start the job again"
-            return end_together(left, UserError(text, FAILURE))
+            end_together(left, watchdog, UserError(text, FAILURE))
         if stay == MPI.COMM_NULL:
             text = f"rank {here.rank} on {socket.gethostname()} leaves, as its node is not whole"
             print(f"prunex_mpi: {text}", file=sys.stderr, flush=True)
-            return 0
+            # As one that has failed: the others have gone on without it.
+            os.kill(os.getpid(), signal.SIGKILL)
         kept.missing += [kept.members[rank].host for rank in loss.ranks]
         kept.loss, kept.lost_at, kept.new_ranks, kept.joining = loss, at, 0, None
         here = stay
@@ -132,15 +136,26 @@ def join(world: MPI.Comm, parent: MPI.Intercomm, settings: Settings) -> tuple[Ke
     return kept, merged
 
 
-def end_together(world: MPI.Comm, error: UserError) -> int:
-    """Print an error on rank 0 and return its exit code, once it is out. Collective on `world`.
+def leave(world: MPI.Comm, watchdog: Watchdog, code: int) -> NoReturn:
+    """End this process, with all that are left, without MPI_Finalize. Collective on `world`.
+
+    That waits for those who are lost, now and then for ever.
+    """
+    watchdog.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    world.Barrier()
+    os._exit(code)
+
+
+def end_together(world: MPI.Comm, watchdog: Watchdog, error: UserError) -> NoReturn:
+    """Print an error on rank 0 and leave with its exit code. Collective on `world`.
 
     Rank 0 of the whole job, which does it otherwise, may be gone.
     """
     if world.rank == 0:
         say_error(NAME, error)
-    world.Barrier()
-    return error.exit_code
+    leave(world, watchdog, error.exit_code)
 
 
 def shrink(world: MPI.Comm, kept: Kept, error: MPI.Exception) -> tuple[MPI.Comm, MPI.Comm, Loss]:

@@ -184,7 +184,7 @@ PARTS_OF_ONE = {"batch_size": 8, "grad_accum_steps": 8}
         (
             {"batch_size": 32, "grad_accum_steps": 32},
             own_model,
-            "does not divide the 16 images of a step",
+            "does not divide the 16 samples of a step",
         ),
         (ONE_IMAGE, flat_model, "batches are of one image, of which BatchNorm 2 sees one value"),
         (PARTS_OF_ONE, flat_model, "grad-accum-steps 8 leaves parts of one image, .*; lower it"),

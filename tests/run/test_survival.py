@@ -1,0 +1,209 @@
+"""Jobs that go on when nodes are lost, under Open MPI with ULFM; what they refuse."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import LIMIT_S, environment, launcher, repeatable_metrics, train
+
+FAULTY = str(Path(__file__).parents[1] / "harness" / "faulty.py")
+ITERATIONS = 8
+SMALL = [
+    *("--model", "faulty:noisy", "--dataset", "synthetic", "--image-size", "8"),
+    *("--train-samples", "96", "--test-samples", "16", "--batch-size", "8"),
+    *("--outer-iterations", str(ITERATIONS), "--local-steps", "3", "--progress", "off"),
+    *("--regrow-after", "0"),
+]
+CONTINUE = ["--on-node-loss", "continue"]
+BEHIND = ["--payload", "int4", "--overlap-steps", "1", "--evaluate-every", "4"]
+# What a node may be at when it is lost, and flags with which it comes to that.
+PLACES = {
+    "start": ("prunex_mpi.run.job:load_dataset", []),
+    "step": ("prunex_mpi.methods.hsadmm:step_optimizer_", []),
+    "masks": ("prunex_mpi.methods.hsadmm:agree_by_vote", []),
+    "message": ("prunex_mpi.core.message:pack_", []),
+    "helper": ("prunex_mpi.methods.hsadmm:exchange_message_", [*BEHIND, "--method", "diloco"]),
+    "evaluation": ("prunex_mpi.core.evaluation:judge", []),
+    "checkpoint": ("prunex_mpi.run.checkpoint_files:write_rank_file", ["--checkpoint-every", "2"]),
+    "keeping": ("prunex_mpi.run.kept:common_contents", []),
+    "end": ("prunex_mpi.run.delivery:deliver", []),
+}
+
+
+def with_ulfm() -> list[str]:
+    """Return the launcher that lets the others go on when a process fails; else skip."""
+    command = launcher()
+    told = subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout
+    if "Open MPI" not in told:
+        pytest.skip("only Open MPI goes on when a process fails")
+    return [*command, "--with-ft", "ulfm"]
+
+
+def start(ranks: int, arguments: list[str], cwd: Path) -> subprocess.Popen[str]:
+    command = [*with_ulfm(), "-n", str(ranks), sys.executable, *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=cwd, env=environment(), **pipes)
+
+
+def run_with_fault(
+    ranks: int, fault: dict[str, Any], flags: list[str], cwd: Path
+) -> tuple[int, str]:
+    """Run a training with one fault; return the exit code and what it printed."""
+    fault = {"side": "before", "what": "kill", "mark": str(cwd / "mark"), **fault}
+    flags = [*SMALL, *CONTINUE, "--run-dir", "run", *flags]
+    job = start(ranks, [FAULTY, json.dumps(fault), *flags], cwd)
+    text, _ = job.communicate(timeout=LIMIT_S)
+    return job.returncode, text
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text())
+
+
+def assert_whole(run: Path) -> None:
+    """Assert that a run came to its end with each outer iteration once."""
+    assert summary(run)["status"] == "completed"
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == list(range(1, ITERATIONS + 1))
+
+
+def kill_rank(run: Path, rank: int, job: subprocess.Popen[str]) -> None:
+    """Kill a rank of a job that trains."""
+    record, end = run / f"heartbeats/rank-{rank:05}", time.monotonic() + LIMIT_S / 2
+    while not ((run / "metrics.jsonl").exists() and record.exists()):
+        assert time.monotonic() < end and job.poll() is None
+        time.sleep(0.05)
+    os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
+
+
+@pytest.mark.jobs
+def test_the_others_go_on_without_a_node_and_rank_0(tmp_path: Path) -> None:
+    fault = {"rank": 1, "at": PLACES["step"][0], "call": 8}
+    code, text = run_with_fault(4, fault, ["--ranks-per-node", "2"], tmp_path)
+    assert code == 0, text
+    assert_whole(tmp_path / "run")
+    (change,) = summary(tmp_path / "run")["nodes"]
+    assert change["lost_nodes"] == [0] and change["lost_ranks"] == [0, 1]
+    assert change["nodes"] == 1 and change["ranks"] == 2
+    assert "rank 0 on" in text and "leaves, as its node is not whole" in text
+    assert "node 0 lost: 1 nodes with 2 ranks go on from outer iteration 3" in text
+
+
+@pytest.mark.jobs
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("place", [name for name in PLACES if name != "start"])
+def test_a_node_may_be_lost_at_any_time(tmp_path: Path, place: str, rank: int) -> None:
+    at, flags = PLACES[place]
+    call = {"end": 1, "checkpoint": 2, "evaluation": 2}.get(place, 3)
+    fault = {"rank": rank, "at": at, "call": call}
+    code, text = run_with_fault(3, fault, ["--ranks-per-node", "1", *flags], tmp_path)
+    assert code == 0, text
+    assert (tmp_path / "mark").exists()
+    assert_whole(tmp_path / "run")
+    assert summary(tmp_path / "run")["nodes"][0]["lost_ranks"] == [rank]
+
+
+@pytest.mark.jobs
+@pytest.mark.long
+def test_another_node_may_be_lost_as_the_others_recover(tmp_path: Path) -> None:
+    at = "prunex_mpi.run.kept:put_common"
+    fault = {"rank": 2, "at": at, "call": 1, "side": "before", "what": "kill"}
+    fault["mark"] = str(tmp_path / "mark")
+    flags = [*SMALL, *CONTINUE, "--outer-iterations", "300", "--ranks-per-node", "1"]
+    job = start(3, [FAULTY, json.dumps(fault), *flags, "--run-dir", "run"], tmp_path)
+    kill_rank(tmp_path / "run", 0, job)
+    text, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 0, text
+    assert (tmp_path / "mark").exists()
+    assert summary(tmp_path / "run")["status"] == "completed"
+    assert summary(tmp_path / "run")["nodes"][-1]["ranks"] == 1
+
+
+@pytest.mark.jobs
+@pytest.mark.long
+def test_a_node_that_is_lost_before_training_ends_the_job(tmp_path: Path) -> None:
+    fault = {"rank": 1, "at": PLACES["start"][0], "call": 1}
+    code, text = run_with_fault(3, fault, ["--ranks-per-node", "1"], tmp_path)
+    assert code == 1 and "rank 1 was lost before training began; start the job again" in text
+
+
+@pytest.mark.jobs
+def test_below_the_least_number_of_nodes_it_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    fault = {"rank": 1, "at": PLACES["step"][0], "call": 8}
+    flags = ["--ranks-per-node", "1", "--min-nodes", "2"]
+    code, text = run_with_fault(2, fault, flags, tmp_path)
+    assert code == 75, text
+    assert "stopped by node 1 lost: --min-nodes: go on with --resume" in text
+    assert list((tmp_path / "run/checkpoints").glob("*-iteration-3-*"))
+    assert train(1, ["--resume", "--run-dir", "run"], tmp_path).returncode == 0
+    assert_whole(tmp_path / "run")
+
+
+@pytest.mark.jobs
+@pytest.mark.long
+def test_without_a_loss_no_bit_is_another(tmp_path: Path) -> None:
+    for name, flags in (("stop", []), ("continue", CONTINUE)):
+        flags = [*SMALL, "--ranks-per-node", "1", "--run-dir", name, *flags]
+        job = start(2, ["-m", "prunex_mpi.train", *flags], tmp_path)
+        job.communicate(timeout=LIMIT_S)
+        assert job.returncode == 0
+    assert repeatable_metrics(tmp_path / "stop") == repeatable_metrics(tmp_path / "continue")
+
+
+@pytest.mark.jobs
+@pytest.mark.long
+def test_a_new_process_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
+    longer = [*SMALL, "--outer-iterations", "4000", "--evaluate-every", "4000"]
+    flags = [*longer, *CONTINUE, "--ranks-per-node", "1", "--regrow-after", "0.5"]
+    job = start(2, ["-m", "prunex_mpi.train", *flags, "--run-dir", "run"], tmp_path)
+    kill_rank(tmp_path / "run", 1, job)
+    nodes, end = tmp_path / "run/nodes.jsonl", time.monotonic() + LIMIT_S / 2
+    while not (nodes.exists() and len(nodes.read_text().splitlines()) == 2):
+        assert time.monotonic() < end and job.poll() is None
+        time.sleep(0.1)
+    job.send_signal(signal.SIGUSR1)
+    text, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 75, text
+    lost, joined = map(json.loads, nodes.read_text().splitlines())
+    assert lost["lost_ranks"] == [1] and lost["ranks"] == 1
+    assert joined["joined"] == 1 and joined["ranks"] == 2
+    assert joined["iteration"] >= lost["iteration"]
+
+
+@pytest.mark.jobs
+def test_an_mpi_that_can_t_go_on_is_refused(tmp_path: Path) -> None:
+    done = train(2, [*SMALL, *CONTINUE, "--run-dir", "run"], tmp_path)
+    assert done.returncode == 2
+    assert "start it with Open MPI's mpirun --with-ft ulfm, or leave it away" in done.stderr
+
+
+@pytest.mark.faults
+@pytest.mark.jobs
+def test_drawn_losses(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """A fault in any place, of one rank or of one more in the recovery: an end that is told."""
+    wanted, seed = request.config.getoption("fault_trials"), request.config.getoption("fault_seed")
+    if not wanted:
+        pytest.skip("a campaign needs --fault-trials N")
+    draw = random.Random(seed)
+    for number in range(wanted):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        place = draw.choice(list(PLACES))
+        at, flags = PLACES[place]
+        ranks, each = draw.choice([(2, 1), (3, 1), (4, 2), (3, 2)])
+        fault = {"rank": draw.randrange(ranks), "at": at, "call": draw.randint(1, 6)}
+        fault["side"] = draw.choice(["before", "after"])
+        code, text = run_with_fault(ranks, fault, ["--ranks-per-node", str(each), *flags], folder)
+        print(place, ranks, each, fault, "code", code)
+        told = "lost before training began" in text or "stopped by" in text
+        assert code == 0 or told, text
+        if code == 0:
+            assert_whole(folder / "run")
