@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import NoReturn
 
 import numpy as np
@@ -27,7 +27,7 @@ from prunex_mpi.base.single_process import say_error
 from prunex_mpi.comm.agreement import broadcast_text, run_collectively
 from prunex_mpi.comm.preemption import ReceivedSignal
 from prunex_mpi.run import job
-from prunex_mpi.run.kept import READY, Grown, Kept, Loss, born
+from prunex_mpi.run.kept import READY, Grown, Kept, Loss, Member, born
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
 
@@ -86,7 +86,6 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             print(f"prunex_mpi: {text}", file=sys.stderr, flush=True)
             # As one that has failed: the others have gone on without it.
             os.kill(os.getpid(), signal.SIGKILL)
-        kept.missing += [kept.members[rank].host for rank in loss.ranks]
         kept.loss, kept.lost_at, kept.new_ranks, kept.joining = loss, at, 0, None
         here = stay
         watchdog.move(here.rank)
@@ -112,10 +111,13 @@ def grow(world: MPI.Comm, kept: Kept) -> MPI.Comm:
     if world.rank == 0:
         joining.Recv(np.zeros(1, dtype=np.uint8), source=0, tag=READY)
     merged = joining.Merge(high=False)
-    told = {"changes": kept.changes, "started": kept.started}
+    kept.new_ranks, kept.missing = merged.size - world.size, []
+    # Until they all meet, a new rank is a node of its own.
+    kept.members += [Member(-number, "", 0, "?") for number in range(1, kept.new_ranks + 1)]
+    members = [astuple(member) for member in kept.members]
+    told = {"changes": kept.changes, "started": kept.started, "members": members}
     colours = {name: getattr(kept.settings, name) for name in ("image_mean", "image_std")}
     broadcast_text(merged, json.dumps(told | colours))
-    kept.new_ranks, kept.missing = merged.size - world.size, []
     return merged
 
 
@@ -132,6 +134,7 @@ def join(world: MPI.Comm, parent: MPI.Intercomm, settings: Settings) -> tuple[Ke
     told = json.loads(broadcast_text(merged, ""))
     colours = {name: tuple(told[name]) for name in ("image_mean", "image_std")}
     kept.settings = replace(settings, **colours)
+    kept.members = [Member(*member) for member in told["members"]]
     kept.changes, kept.started, kept.lost_at = told["changes"], told["started"], time.time()
     return kept, merged
 
@@ -184,6 +187,10 @@ def shrink(world: MPI.Comm, kept: Kept, error: MPI.Exception) -> tuple[MPI.Comm,
         # Where another one was lost meanwhile, all begin again.
         with suppress(MPI.Exception):
             if left.Agree(int(done)):
+                if kept.began:
+                    kept.missing += [kept.members[rank].host for rank in loss.ranks]
+                    # By their numbers from now on: another loss may come before they meet anew.
+                    kept.members = [kept.members[rank] for rank in sorted(whole)]
                 return left, stay, loss
         left.Revoke()
 

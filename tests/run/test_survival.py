@@ -143,7 +143,8 @@ def test_below_the_least_number_of_nodes_it_ends_with_a_checkpoint(tmp_path: Pat
     assert code == 75, text
     assert "stopped by node 1 lost: --min-nodes: go on with --resume" in text
     assert list((tmp_path / "run/checkpoints").glob("*-iteration-3-*"))
-    assert train(1, ["--resume", "--run-dir", "run"], tmp_path).returncode == 0
+    flags = ["--run-dir", "run", "--model", "faulty:noisy", "--on-node-loss", "stop"]
+    assert train(1, ["--resume", *flags], tmp_path).returncode == 0
     assert_whole(tmp_path / "run")
 
 
