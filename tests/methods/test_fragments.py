@@ -14,7 +14,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core import streaming
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 STEPS = 6
 COMMON = {"outer_iterations": 4, "lr": 0.05, "lr_schedule": "constant", "warmup_ratio": 0.0}

@@ -784,7 +784,7 @@ def dealt_out_in_turn() -> Iterator[Topology]:
     leader = world.Split(0 if node.rank == 0 else MPI.UNDEFINED, key=world.rank)
     sizes = (world.size - world.size // 2, world.size // 2)
     here = node.rank, node.size, 1
-    topology = Topology(world, node, leader, leader, 1, world.rank % 2, sizes, *here)
+    topology = Topology(world, node, leader, world.rank % 2, sizes, *here)
     try:
         yield topology
     finally:

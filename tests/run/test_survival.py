@@ -136,6 +136,7 @@ def test_a_node_that_is_lost_before_training_ends_the_job(tmp_path: Path) -> Non
 
 
 @pytest.mark.jobs
+@pytest.mark.long
 def test_below_the_least_number_of_nodes_it_ends_with_a_checkpoint(tmp_path: Path) -> None:
     fault = {"rank": 1, "at": PLACES["step"][0], "call": 8}
     flags = ["--ranks-per-node", "1", "--min-nodes", "2"]
