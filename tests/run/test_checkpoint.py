@@ -514,7 +514,7 @@ def test_a_place_that_no_data_have_is_refused(place: list[int]) -> None:
         tensors, numbers = contents(topology, run.state, run.problem)
         whose = {"leader": True, "first": WORLD.rank == 0, "same_nodes": True}
         found = misfit(tensors, {**numbers, "data": place}, run.state, run.problem, **whose)
-        assert found == f"epoch {place[0]}, step {place[1]} is no place in this rank's images"
+        assert found == f"epoch {place[0]}, step {place[1]} is no place in this rank's data"
 
 
 @pytest.mark.parametrize("after", [1, 3])
