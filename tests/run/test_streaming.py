@@ -18,7 +18,7 @@ from small_runs import small_run
 from prunex_mpi import train
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.comm.agreement import broadcast_text
-from prunex_mpi.core import steps
+from prunex_mpi.core import feed, steps
 from prunex_mpi.core.evaluation import estimate_statistics
 from prunex_mpi.methods import pactrain_samples
 from prunex_mpi.methods.pactrain_samples import batches_to_score
