@@ -1,6 +1,6 @@
 """The mean of all ranks' BatchNorm statistics, about a reference that they share."""
 
-from prunex_mpi.comm.wire import Wires
+from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core.state import KNOWN, State
 from prunex_mpi.models import batchnorm
 
@@ -20,6 +20,16 @@ def find_reference_(wires: Wires, state: State) -> None:
         wires.sum_(known, kind="setup")
         known.div_(wires.everyone.comm.size)
     state.position.has_reference = True
+
+
+def average_in_node_(node: Wire, state: State) -> None:
+    """Leave the mean of the node's statistics, about the reference, in `stats`.
+
+    Collective on `node.comm`.
+    """
+    batchnorm.read_(state.bn_modules, state.stats, state.memory[KNOWN])
+    node.reduce_(state.stats)
+    state.stats.div_(node.comm.size)
 
 
 def average_statistics(wires: Wires, state: State) -> None:

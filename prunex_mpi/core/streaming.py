@@ -11,14 +11,13 @@ All of it goes at once, at its end, in an outer iteration whose z must be of one
 and the one that freezes the masks. While there are duals there are no parts.
 """
 
-from prunex_mpi.comm.agreement import DIGEST_BYTES, digests_agree
 from prunex_mpi.comm.wire import Wire, Wires
+from prunex_mpi.core.alike import holds_alike
 from prunex_mpi.core.loop import Round
 from prunex_mpi.core.message import arrive_, exchange_message_, fill_message_, way_of
 from prunex_mpi.core.schedule import Stage, local_steps, steps_behind
-from prunex_mpi.core.state import KNOWN, RunContext, State, agreeing, forget_momentum_
-from prunex_mpi.models import batchnorm
-from prunex_mpi.models.layout import bits_digest
+from prunex_mpi.core.state import RunContext, State, forget_momentum_
+from prunex_mpi.core.statistics import average_in_node_
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.values import AUTO
 
@@ -59,8 +58,8 @@ def send_part_(wires: Wires, context: RunContext, number: int, behind: bool) -> 
     part = state.parts_of_message(settings.fragments)[number - 1]
     place = part.place
     if number == settings.fragments:
-        average_statistics_(node, state)
-    _average_in_node_(node, state, settings, place)
+        average_in_node_(node, state)
+    _average_part_(node, state, settings, place)
     counted = fill_message_(leader, node, state, settings.payload, part)
     way = way_of(state)
     state.position.part = number
@@ -79,14 +78,7 @@ def send_part_(wires: Wires, context: RunContext, number: int, behind: bool) -> 
     state.theta[place].copy_(state.z[place])
 
 
-def average_statistics_(node: Wire, state: State) -> None:
-    """Leave the mean of the node's BatchNorm statistics in `stats`. Collective on `node.comm`."""
-    batchnorm.read_(state.bn_modules, state.stats, state.memory[KNOWN])
-    node.reduce_(state.stats)
-    state.stats.div_(node.comm.size)
-
-
-def _average_in_node_(node: Wire, state: State, settings: Settings, place: slice) -> None:
+def _average_part_(node: Wire, state: State, settings: Settings, place: slice) -> None:
     """Set a part of z_i to the mean of the node's theta. Collective on `node.comm`.
 
     Where gradients were averaged at each step, theta is compared and becomes the leader's where it
@@ -101,9 +93,7 @@ def _average_in_node_(node: Wire, state: State, settings: Settings, place: slice
         return
     # From the beginning of a vector, as words of 64 bits ask for.
     first = state.scratch[: mean.numel()].copy_(mean)
-    with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
-        alike = digests_agree(node.comm, bits_digest(first, state.spare[: mean.numel()]))
-    if not alike:
+    if not holds_alike(node, state, first, state.spare[: mean.numel()]):
         node.broadcast_(mean)
 
 

@@ -167,8 +167,7 @@ class BatchStream:
 
     def reshuffle(self, entropy: Sequence[int]) -> None:
         """Begin a first epoch in an order drawn from `entropy`."""
-        mixed_seed = np.random.SeedSequence(entropy).generate_state(1)[0]
-        self.generator.manual_seed(int(mixed_seed))
+        seed_(self.generator, entropy)
         self.epoch, self.position = 0, 0
         self.order = torch.randperm(len(self.labels), generator=self.generator)
 
@@ -236,6 +235,11 @@ class BatchStream:
         padded = F.pad(images, (self.pad,) * 4).flatten(2)
         source = self.windows.index_select(0, mirrored) + (down * self.stride + right)[:, None]
         return padded.gather(2, source[:, None].expand(-1, 3, -1)).view_as(images)
+
+
+def seed_(generator: torch.Generator, entropy: Sequence[int]) -> None:
+    """Seed a generator by numbers that are mixed first: neighbouring ones give unlike draws."""
+    generator.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
 
 
 def evaluation_batches(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
-from prunex_mpi.data.batches import Device, upload
+from prunex_mpi.data.batches import Device, seed_, upload
 from prunex_mpi.data.text_files import Prepared, Tokenizer, embedded_text, forget, prepare
 
 # Of ten parts of the text, those to train on.
@@ -128,8 +128,7 @@ class WindowStream:
 
     def reshuffle(self, entropy: Sequence[int]) -> None:
         """Begin a first epoch with windows drawn from `entropy`."""
-        mixed_seed = np.random.SeedSequence(entropy).generate_state(1)[0]
-        self.generator.manual_seed(int(mixed_seed))
+        seed_(self.generator, entropy)
         self.epoch, self.position = 0, 0
 
     def samples_among(self, ranks: int, order: int) -> int:

@@ -79,7 +79,7 @@ from prunex_mpi.core.state import (
     starts_from_z,
     wires_of,
 )
-from prunex_mpi.core.statistics import find_reference_
+from prunex_mpi.core.statistics import average_in_node_, find_reference_
 from prunex_mpi.core.steps import (
     add_loss_,
     averaging,
@@ -93,7 +93,6 @@ from prunex_mpi.core.steps import (
 )
 from prunex_mpi.core.streaming import (
     arrival_step,
-    average_statistics_,
     goes_in_parts,
     merge_,
     part_after_step,
@@ -260,7 +259,7 @@ def intra_node_consensus(node: Wire, state: State, settings: Settings) -> Tensor
     node, and so is their mean. In the memory of `scratch`. Collective on `node.comm`.
     """
     ranks = node.comm.size
-    average_statistics_(node, state)
+    average_in_node_(node, state)
     decay = decay_of_layers(settings, state.layout) * (settings.weight_decay_in == "z")
     if settings.node_sync == "step" or ranks == 1:
         z_tilde = own_candidate(state, decay)

@@ -7,7 +7,6 @@ written before the first test image is read; from then on the plan, its runs and
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -146,8 +145,7 @@ def _test(
     for name, quality in results.items():
         log.info("%s: %.4g on the test set", name, Quality(**quality).shown)
     if dataset is not None:
-        with closing(dataset):
-            pass
+        dataset.close()
     return results, told
 
 
