@@ -40,6 +40,8 @@ from prunex_mpi.settings.fields import Settings
 NODES = "nodes.jsonl"
 # What is done about missing ranks between two outer iterations.
 SPAWN, MERGE, FORGET = "spawn", "merge", "forget"
+# For new ranks to start Python, torch and MPI.
+JOIN_LIMIT_S = 120.0
 # Tag of the message that new ranks are ready; no outer iteration.
 READY, NONE = 11, 2**62
 
@@ -103,7 +105,8 @@ class Kept:
     `members` the ranks by number; `loss` what was lost just now and `lost_at` when, `too_few` that
     fewer nodes are left than a run may have; `new_ranks` how many have
     just joined, `missing` the hosts of ranks that are to be replaced,
-    `joining` leads to those who will; `changes` tell of all that was lost and has joined. But for
+    `joining` leads to those who will,
+    who were `started_at` that time; `changes` tell of all that was lost and has joined. But for
     times and communicators it is the same everywhere.
     """
 
@@ -119,6 +122,7 @@ class Kept:
     new_ranks: int = 0
     missing: list[str] = field(default_factory=list)
     joining: MPI.Intercomm | None = None
+    started_at: float = 0.0
     changes: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -172,9 +176,12 @@ def next_of(kept: Kept) -> str:
         due = kept.missing and after and time.time() - kept.lost_at >= after
         return SPAWN if due else ""
     try:
-        return MERGE if kept.joining.Iprobe(source=0, tag=READY) else ""
+        if kept.joining.Iprobe(source=0, tag=READY):
+            return MERGE
     except MPI.Exception:
         return FORGET
+    # MPI does not tell of those who fail before anything was exchanged with them.
+    return FORGET if time.time() - kept.started_at > JOIN_LIMIT_S else ""
 
 
 def start_new_ranks(world: MPI.Comm, kept: Kept) -> None:
@@ -191,6 +198,7 @@ def start_new_ranks(world: MPI.Comm, kept: Kept) -> None:
             root=0,
         )
         kept.made.append(kept.joining)
+        kept.started_at = time.time()
     except MPI.Exception as error:
         if is_loss(error):
             raise
@@ -272,6 +280,9 @@ def tell(
     if kept.new_ranks:
         change["joined"] = kept.new_ranks
         what = f"{kept.new_ranks} ranks joined"
+    elif kept.loss is None:
+        change["failed"] = len(kept.missing)
+        what = "the new ranks failed as they joined"
     else:
         change |= {"lost_nodes": kept.loss.nodes, "lost_ranks": kept.loss.ranks}
         what = f"{kept.loss.describe()} lost"

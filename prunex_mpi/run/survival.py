@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter
 from contextlib import suppress
 from dataclasses import astuple, replace
 from typing import NoReturn
@@ -34,6 +33,8 @@ from prunex_mpi.settings.fields import Settings
 NAME = "prunex_mpi.train"
 # What Open MPI's mpirun sets with --with-ft ulfm.
 ENABLED = "OMPI_MCA_mpi_ft_enable"
+# What is measured on the images of all, and stays as it is.
+COLOURS = ("image_mean", "image_std")
 # For a process that is killed to be gone, with what it holds.
 GONE_S, LOOK_S = 5.0, 0.01
 
@@ -56,8 +57,16 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
     else:
         run_collectively(world, check_support)
         kept, here = Kept(settings), world
+    grows = False
     while True:
         try:
+            if grows:
+                # Another loss may come meanwhile.
+                grows = False
+                here = grow(here, kept)
+                watchdog.move(here.rank)
+                if kept.new_ranks:
+                    introduce(here, kept)
             code = job.run(here, kept.settings, watchdog, received, kept)
             if kept.joining is not None:
                 # It comes too late.
@@ -66,8 +75,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
                 leave(here, watchdog, code)
             return code
         except Grown:
-            here = grow(here, kept)
-            watchdog.move(here.rank)
+            grows = True
             continue
         except UserError as error:
             if here is world:
@@ -103,22 +111,35 @@ def check_support() -> None:
 def grow(world: MPI.Comm, kept: Kept) -> MPI.Comm:
     """Return the communicator of all ranks of `world` and those who join. Collective on both.
 
-    Where that fails, it is `world`: they are started again later.
+    Where one of the latter has failed meanwhile it is `world`: they are started again later.
     """
     kept.made.clear()
     joining, kept.joining = kept.joining, None
-    kept.lost_at = time.time()
-    if world.rank == 0:
-        joining.Recv(np.zeros(1, dtype=np.uint8), source=0, tag=READY)
-    merged = joining.Merge(high=False)
+    kept.lost_at, kept.loss, kept.new_ranks = time.time(), None, 0
+    merged, done = MPI.COMM_NULL, False
+    with suppress(MPI.Exception):
+        if world.rank == 0:
+            joining.Recv(np.zeros(1, dtype=np.uint8), source=0, tag=READY)
+        merged = joining.Merge(high=False)
+        done = True
+    if not world.Agree(int(done)):
+        for comm in (joining, merged):
+            if comm != MPI.COMM_NULL:
+                comm.Revoke()
+        return world
     kept.new_ranks, kept.missing = merged.size - world.size, []
     # Until they all meet, a new rank is a node of its own.
     kept.members += [Member(-number, "", 0, "?") for number in range(1, kept.new_ranks + 1)]
+    return merged
+
+
+def introduce(world: MPI.Comm, kept: Kept) -> None:
+    """Tell those who have joined what `join` asks for. Collective on `world`, them included."""
     members = [astuple(member) for member in kept.members]
     told = {"changes": kept.changes, "started": kept.started, "members": members}
-    colours = {name: getattr(kept.settings, name) for name in ("image_mean", "image_std")}
-    broadcast_text(merged, json.dumps(told | colours))
-    return merged
+    broadcast_text(
+        world, json.dumps(told | {name: getattr(kept.settings, name) for name in COLOURS})
+    )
 
 
 def join(world: MPI.Comm, parent: MPI.Intercomm, settings: Settings) -> tuple[Kept, MPI.Comm]:
@@ -132,8 +153,7 @@ def join(world: MPI.Comm, parent: MPI.Intercomm, settings: Settings) -> tuple[Ke
         parent.Send(np.ones(1, dtype=np.uint8), dest=0, tag=READY)
     merged = parent.Merge(high=True)
     told = json.loads(broadcast_text(merged, ""))
-    colours = {name: tuple(told[name]) for name in ("image_mean", "image_std")}
-    kept.settings = replace(settings, **colours)
+    kept.settings = replace(settings, **{name: tuple(told[name]) for name in COLOURS})
     kept.members = [Member(*member) for member in told["members"]]
     kept.changes, kept.started, kept.lost_at = told["changes"], told["started"], time.time()
     return kept, merged
@@ -205,7 +225,7 @@ def divide(kept: Kept, ranks: list[int], size: int) -> tuple[list[int], Loss]:
         return ranks, Loss((), gone)
     broken = tuple(sorted({kept.members[rank].node for rank in gone}))
     whole = [rank for rank in ranks if kept.members[rank].node not in broken]
-    nodes = Counter(kept.members[rank].node for rank in whole)
+    nodes = {kept.members[rank].node for rank in whole}
     kept.too_few = len(nodes) < kept.settings.min_nodes or not whole
     stay = whole or ranks
     return stay, Loss(broken, tuple(sorted(set(range(size)) - set(stay))))
