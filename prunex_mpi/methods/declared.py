@@ -470,6 +470,7 @@ METHODS = (
 )
 # Where an optimizer's defaults are not those of SGD: rates of another size, and what goes by them.
 OPTIMIZER_DEFAULTS = {
-    "adamw": {"lr": 0.001, "weight_decay": 0.05, "qsr_alpha": 0.001},
-    "muon": {"lr": 0.001, "weight_decay": 0.05, "qsr_alpha": 0.001, "momentum": 0.95},
+    "adamw": {"lr": 0.001, "weight_decay": 0.05, "qsr_alpha": 0.001, "inner_momentum": "keep"},
+    "muon": {"lr": 0.001, "weight_decay": 0.05, "qsr_alpha": 0.001, "inner_momentum": "keep"}
+    | {"momentum": 0.95},
 }

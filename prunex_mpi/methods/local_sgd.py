@@ -110,7 +110,7 @@ def advice(
     """
     lines = []
     kept = settings.method.outer_step and settings.inner_momentum == "keep" and settings.momentum
-    if kept and steps < FEWEST_KEPT:
+    if kept and settings.optimizer == "sgd" and steps < FEWEST_KEPT:
         lines.append(
             f"{settings.method.name} keeps the inner momentum over exchanges that are {steps} "
             f"local steps apart: below {FEWEST_KEPT} that is stable at very small learning rates "

@@ -8,6 +8,7 @@ A name is a size and what differs from GPT-2, as nanoGPT has it: `gpt_nano`, `gp
     -swiglu   GELU: SwiGLU, of as many weights
     -gqa      keys and values of each head: each two heads share them
     -untied   the weights of the embedding: an output layer with weights of its own
+    -w64      the size's width: 64, in fewer heads that are as wide
 
 There are no biases and no dropout. Export writes this file as a part of load_model.py.
 """
@@ -39,10 +40,22 @@ class GptShape:
 def gpt_shape(name: str) -> GptShape | None:
     """Return what a name of a model stands for, None where it is none of these."""
     size, *variants = name.split("-")
-    known = set(variants) <= set(GPT_VARIANTS) and len(set(variants)) == len(variants)
-    if size not in GPT_SIZES or not known:
+    if size not in GPT_SIZES:
         return None
-    return GptShape(*GPT_SIZES[size], frozenset(variants))
+    layers, heads, width = GPT_SIZES[size]
+    head_dim = width // heads
+    narrow = [variant for variant in variants if variant in _narrower(width, head_dim)]
+    if len(narrow) == 1:
+        variants.remove(narrow[0])
+        width = int(narrow[0][1:])
+    if not set(variants) <= set(GPT_VARIANTS) or len(set(variants)) < len(variants):
+        return None
+    return GptShape(layers, width // head_dim, width, frozenset(variants))
+
+
+def _narrower(width: int, head_dim: int) -> list[str]:
+    """Return the suffixes of fewer heads; an even number, since two may share keys and values."""
+    return [f"w{narrow}" for narrow in range(2 * head_dim, width, 2 * head_dim)]
 
 
 class Gpt(nn.Module):

@@ -215,7 +215,7 @@ class Settings:
     )
     inner_momentum: str = setting(
         _S,
-        "keep or reset the optimizer's momentum at each exchange (diloco: reset)",
+        "keep or reset the optimizer's momentum at each exchange (diloco with sgd: reset)",
         "keep",
         choices=("keep", "reset"),
         of="local_sgd",

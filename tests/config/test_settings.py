@@ -330,6 +330,9 @@ def test_methods_differ_in_what_they_do_with_momentum_and_statistics():
         "sparseloco": ("keep", "recalibrate"),
         "one-shot": ("keep", "recalibrate"),
     }
+    assert {make(method="diloco", optimizer=o).inner_momentum for o in ("adamw", "muon")} == {
+        "keep"
+    }
     thin = make("thin", method="sparseloco")
     assert (thin.payload, thin.overlap_steps, thin.options.ratio) == ("fp32", 0, 1 / 64)
 

@@ -85,7 +85,8 @@ def test_what_is_known_to_go_wrong_is_said():
     adamw = make(method="prunex", optimizer="adamw", lr=0.008)
     assert advice(adamw, 9) == []
     assert "lr 0.032 is high for adamw" in advice(adamw, 9, lr_scale=4.0)[0]
-    (line,) = advice(make(method="diloco", optimizer="adamw", lr=0.001), 16)
+    assert advice(make(method="diloco", optimizer="adamw"), 16) == []
+    (line,) = advice(make(method="diloco", optimizer="adamw", inner_momentum="reset"), 16)
     assert "give --inner-momentum keep" in line
     (line,) = advice(make(method="qsr", optimizer="adamw", lr=0.2), 4)
     assert "lr 0.2 is high for adamw" in line

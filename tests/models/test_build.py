@@ -10,7 +10,8 @@ from torch import nn
 
 from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.models.build import build_model, model_names
-from prunex_mpi.models.inputs import Images
+from prunex_mpi.models.gpt import GptShape, gpt_shape
+from prunex_mpi.models.inputs import Images, Tokens
 from prunex_mpi.models.standalone import BasicBlock
 
 
@@ -198,3 +199,14 @@ def test_bad_factories_are_refused_in_one_line(name: str, says: str) -> None:
 @pytest.mark.usefixtures("own_models")
 def test_a_factory_has_no_stem() -> None:
     assert "--stem cifar" in refuse("own_models:net", stem="cifar")
+
+
+def test_a_narrow_transformer_has_fewer_heads_of_the_same_width() -> None:
+    assert gpt_shape("gpt_nano-w64-gqa") == GptShape(4, 2, 64, frozenset({"gqa"}))
+    # Twelve matrices of 64 x 64 per block and nine norms; tokens, tied, and positions.
+    assert count(build_model("gpt_nano-w64", Tokens(65, 64))) == 4 * 12 * 64**2 + 9 * 64 + 129 * 64
+
+
+@pytest.mark.parametrize("suffixes", ["w32", "w96", "w128", "w64-w64", "rms-rms", "x"])
+def test_other_transformers_are_unknown(suffixes: str) -> None:
+    assert gpt_shape(f"gpt_nano-{suffixes}") is None

@@ -153,7 +153,7 @@ def notes_of(bench: Bench) -> list[str]:
     if options.tunes:
         notes = [
             f"each row: the best of {protocol.trials} trials of {protocol.length} of its length, "
-            f"seed {protocol.tune_seed}, by the images held out"
+            f"seed {protocol.tune_seed}, by the data held out"
         ]
     if options.length != 1:
         notes.append(f"{options.length} of each row's outer iterations")

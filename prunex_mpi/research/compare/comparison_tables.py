@@ -84,7 +84,7 @@ def measures_accuracy(found: Comparison) -> bool:
 
 
 def quality_names(found: Comparison) -> tuple[str, str]:
-    """Return what the mean is of, with its unit, and on which images."""
+    """Return what the mean is of, with its unit, and on which data."""
     what = "accuracy %" if measures_accuracy(found) else "loss"
     return what, "test" if found.revealed or not found.plan else "validation"
 
@@ -166,13 +166,13 @@ def results_table(found: Comparison) -> Table:
 
 
 def _of_the_protocol(found: Comparison) -> list[str]:
-    """Return on which images networks were judged, and of which plan they are."""
+    """Return on which data networks were judged, and of which plan they are."""
     if not found.plan:
         return ["a former protocol: choices were made with test accuracies known"]
     when = (
-        f"test images, looked at once, {found.revealed}"
+        f"test data, looked at once, {found.revealed}"
         if found.revealed
-        else ("images held out of the training set; no test image was read")
+        else ("data held out of the training set; no test data were read")
     )
     return [f"plan {found.plan}; networks are judged on {when}"]
 
@@ -222,7 +222,7 @@ def target_table(found: Comparison, target: float) -> Table:
         rows.append((row, f"{len(reached)} of {len(runs)}", *means))
     what = f"{100 * target:g} % accuracy" if measures_accuracy(found) else f"a loss of {target:g}"
     notes = (
-        "the first evaluation on held-out images that reaches it, held at the next one; means over "
+        "the first evaluation on held-out data that reaches it, held at the next one; means over "
         "the seeds that do",
         "seconds: those of computing, as measured, and the bytes at the link's rate, of which "
         "overlapping steps hide what they can; latency is not counted",
@@ -300,7 +300,7 @@ def measured_table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def tuning_table(found: Comparison) -> Table:
-    """Return what each row reached in each of its trials, on images held out."""
+    """Return what each row reached in each of its trials, on data held out."""
     rows = []
     for tuning in found.tunings:
         best = None if tuning.best is None else tuning.runs[tuning.best]
@@ -310,7 +310,7 @@ def tuning_table(found: Comparison) -> Table:
         rows.append((tuning.row, chosen, edge, "yes" if tuning.chance else "no", tried))
     columns = ("row", "chosen", "at the edge", "at chance", "trials")
     what, _ = quality_names(found)
-    return Table("Trials", columns, tuple(rows), (f"{what} on images held out", *found.notes[:1]))
+    return Table("Trials", columns, tuple(rows), (f"{what} on data held out", *found.notes[:1]))
 
 
 def _words(run: Outcome) -> str:

@@ -76,7 +76,7 @@ def reveal(
             "begins anew: choose another --dir"
         )
     if before.get("results"):
-        log.info("the test images were looked at %s, and are not again", before["at"])
+        log.info("the test data were looked at %s, and are not again", before["at"])
         return before
     at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     found = before or {"plan": options.plan, "at": at, "networks": networks, "results": {}}

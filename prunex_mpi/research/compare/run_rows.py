@@ -217,7 +217,7 @@ def run_one(
         names = dataset.class_names
         done = partial(finish, files, mine, context, records, total_s, names)
         run_collectively_while(world, done, bench.heartbeat.go_on)
-    log.info("%s: %.4g on images held out", name, found.quality.shown)
+    log.info("%s: %.4g on data held out", name, found.quality.shown)
     return Outcome(row, settings.seed, settings.lr, found, settings=digest)
 
 
