@@ -1,6 +1,7 @@
 """Train, and write what the kernel counts on this host's link during each exchange.
 
-That is each phase 4, or of methods that exchange at each step the average of each step's gradient.
+That is each phase 4, of messages in parts each part, or of methods that exchange at each step the
+average of each step's gradient.
 
     mpirun -n 4 python count_phase4.py FILE [flags of prunex_mpi.train]
 
@@ -14,7 +15,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from prunex_mpi import train
-from prunex_mpi.methods import hsadmm, per_step
+from prunex_mpi.methods import hsadmm, local_sgd, per_step
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 sent: list[int] = []
@@ -24,10 +25,10 @@ nodes: list[int] = []
 def counted(real, place):
     """Return `real` between two readings; nothing else is on the link. Its wires are at `place`."""
 
-    def function(*arguments):
+    def function(*arguments, **named):
         MPI.COMM_WORLD.Barrier()
         before = int(COUNTER.read_text())
-        result = real(*arguments)
+        result = real(*arguments, **named)
         MPI.COMM_WORLD.Barrier()
         sent.append(int(COUNTER.read_text()) - before)
         workers = arguments[place].workers
@@ -38,6 +39,7 @@ def counted(real, place):
 
 
 hsadmm.inter_node_consensus = counted(hsadmm.inter_node_consensus, 0)
+hsadmm.send_part_ = local_sgd.send_part_ = counted(hsadmm.send_part_, 0)
 per_step.average_gradient_ = counted(per_step.average_gradient_, 1)
 status = train.main(sys.argv[2:])
 for node in nodes:

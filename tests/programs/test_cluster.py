@@ -134,6 +134,29 @@ def test_the_link_carries_what_ranks_send_each_other(
         assert max(ratios) < 1.2
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("payload", ["fp32", "int4"])
+def test_the_link_carries_a_message_in_equal_parts(
+    payload: str, hosts: Cluster, tmp_path: Path
+) -> None:
+    script = str(ROOT / "tests" / "harness" / "count_phase4.py")
+    flags = ["--method", "diloco", "--fragments", "2", "--payload", payload, "--bn", "average"]
+    given = [*SMALL, *flags, "--model", "resnet20", "--run-dir", "run"]
+    some = Cluster(hosts.hosts[:2], hosts.folder)
+    words = [*mpirun_words(some, [1, 1]), sys.executable, script, str(tmp_path / "sent"), *given]
+    require(run_on(some, words, tmp_path, LIMIT_S))
+    wanted = [record["bytes"]["sent"] for record in repeatable_metrics(tmp_path / "run")]
+    for node in range(2):
+        sent = json.loads((tmp_path / f"sent-{node}").read_text())
+        parts = list(zip(sent[::2], sent[1::2], strict=True))
+        # The last outer iteration sends all at its end.
+        assert len(parts) == len(wanted) - 1
+        ratios = [sum(pair) / whole for pair, whole in zip(parts, wanted, strict=False)]
+        assert 0.99 < min(ratios) < 1.05
+        # Statistics go with the last part.
+        assert all(max(pair) < 0.55 * sum(pair) for pair in parts)
+
+
 @pytest.mark.any_mpi
 def test_a_job_on_hosts_is_stopped_and_goes_on_exactly(
     hosts: Cluster, whole: Path, tmp_path: Path
