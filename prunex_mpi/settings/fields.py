@@ -601,6 +601,7 @@ DATASET_DEFAULTS = {
         "model": "gpt_nano",
         "optimizer": "adamw",
         "weight_decay_on": "weights",
+        "groups": ("coupled",),
     }
 }
 # The data sets that --download fetches.

@@ -320,6 +320,13 @@ def test_epochs_say_how_long_a_run_is(tmp_path):
     assert parse(["--config", path, "--epochs", "8"]).outer_iterations == 32
 
 
+def test_text_has_defaults_of_its_own():
+    s = make(dataset="text")
+    assert (s.model, s.optimizer, s.groups) == ("gpt_nano", "adamw", ("coupled",))
+    assert make(dataset="text", method="dgc").model == "gpt_nano"
+    assert make("paper", dataset="text", model="gpt_micro").groups == ("coupled",)
+
+
 def test_methods_differ_in_what_they_do_with_momentum_and_statistics():
     local = [method.name for method in METHODS if method.local_sgd]
     found = {m: (make(method=m).inner_momentum, make(method=m).bn) for m in local}
