@@ -344,6 +344,10 @@ def test_what_the_trees_promise_is_what_python_loads() -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     result = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
