@@ -257,6 +257,7 @@ def test_program_equals_oracle(ranks_per_node, scenario, dtype):
     assert count == settings.outer_iterations
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize("scenario", ["recipe-admm-filter-channel", "paper-unfrozen-composed"])
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 3])
@@ -317,6 +318,7 @@ def rarely(payloads):
     return [p if p in SOME else pytest.param(p, marks=pytest.mark.long) for p in payloads]
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize("groups", [("coupled",), ("channel", "filter")])
 @pytest.mark.parametrize("payload", rarely(CODES))
@@ -502,6 +504,7 @@ def test_convergence_before_the_freeze_delivers_voted_masks(agreement):
     assert voted[-1] and all(voted) == (agreement == "vote")
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize("freeze", [3, 5])
 def test_no_run_stops_before_its_masks_are_those_it_delivers(freeze):
@@ -540,6 +543,7 @@ def test_residuals_that_are_not_asked_for_change_nothing_else():
         assert np.array_equal(rho1, found["every"][1])
 
 
+@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_ranks_of_a_node_that_differ_go_on_from_their_leaders_variables():
     """As after sums of gradients that have not the same bits on all ranks."""
