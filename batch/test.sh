@@ -6,8 +6,8 @@
 # tests on several ranks and those that start jobs.
 # Tests marked `long`, which take long and guard what rarely breaks, run with PRUNEX_LONG=1 and
 # whenever arguments are given: who names tests gets all of them. So do the run on one rank, where
-# little happens that the others do not show, and on two ranks the tests marked `any_mpi`: four are
-# two nodes as well. Without them, processes load torch.compile's modules late, see
+# little happens that the others do not show, on two ranks the tests marked `any_mpi`, since four are
+# two nodes as well, and on four those marked `two_ranks`. Without them, processes load torch.compile's modules late, see
 # tests/harness/late_compiler.
 # RUN_TIMEOUT_S (2400) is the limit of each run of pytest.
 
@@ -69,18 +69,22 @@ threads_of() {
 # The first failure of a rank ends the job with its message in that rank's log: -x makes pytest exit
 # and mpi4py turns the exit into an abort, where the other ranks would wait in a collective for ever.
 test_in_parallel() {
-    local ranks=$1 again=
+    local ranks=$1 which=
     shift
     if [[ $narrowed == no ]]; then set -- $(files_of mpi); fi
-    if [[ -n ${PRUNEX_AGAIN:-} || ($ranks == 2 && -n $NOT_LONG) ]]; then
-        again=" and not any_mpi"
+    if [[ -n ${PRUNEX_AGAIN:-} ]]; then
+        which=" and not any_mpi"
+    elif [[ -n $NOT_LONG && $ranks == 2 ]]; then
+        which=" and (two_ranks or not any_mpi)"
+    elif [[ -n $NOT_LONG ]]; then
+        which=" and not two_ranks"
     fi
     export PRUNEX_TEST_LOGS=$SCRATCH/$ranks
     mkdir "$PRUNEX_TEST_LOGS"
     echo "==== ranks: $ranks, $PRUNEX_MPI"
     if ! OMP_NUM_THREADS=$(threads_of "$ranks") \
         run_mpi "$ranks" bash -c "$RANK_SCRIPT" rank "$VENV_PYTHON" -m mpi4py "${PYTEST[@]}" \
-        --with-mpi -m "mpi$again$NOT_LONG" -x -p no:cacheprovider --color=no "$@"; then
+        --with-mpi -m "mpi$which$NOT_LONG" -x -p no:cacheprovider --color=no "$@"; then
         show_failed_ranks "$ranks"
         echo "error: the tests failed on $ranks ranks under $PRUNEX_MPI" >&2
         exit 1
