@@ -6,8 +6,9 @@
 # tests on several ranks and those that start jobs.
 # Tests marked `long`, which take long and guard what rarely breaks, run with PRUNEX_LONG=1 and
 # whenever arguments are given: who names tests gets all of them. So do the run on one rank, where
-# little happens that the others do not show, and on two ranks the tests marked `any_mpi`: four are
-# two nodes as well.
+# little happens that the others do not show, on two ranks the tests marked `any_mpi`, since four are
+# two nodes as well, and on four those marked `two_ranks`. Without them, processes load torch.compile's modules late, see
+# tests/harness/late_compiler.
 # RUN_TIMEOUT_S (2400) is the limit of each run of pytest.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_install.sh"
@@ -53,6 +54,11 @@ show_failed_ranks() {
     done
 }
 
+# Print the files that have tests with a mark: all ranks would read the others for nothing.
+files_of() {
+    grep -rlE "mark\.$1\b" "$ROOT/tests" --include='test_*.py' | sort
+}
+
 # Print how many threads each of so many processes may have: in all no more than there are cores.
 threads_of() {
     local cores
@@ -63,30 +69,36 @@ threads_of() {
 # The first failure of a rank ends the job with its message in that rank's log: -x makes pytest exit
 # and mpi4py turns the exit into an abort, where the other ranks would wait in a collective for ever.
 test_in_parallel() {
-    local ranks=$1 again=
+    local ranks=$1 which=
     shift
-    if [[ -n ${PRUNEX_AGAIN:-} || ($ranks == 2 && -n $NOT_LONG) ]]; then
-        again=" and not any_mpi"
+    if [[ $narrowed == no ]]; then set -- $(files_of mpi); fi
+    if [[ -n ${PRUNEX_AGAIN:-} ]]; then
+        which=" and not any_mpi"
+    elif [[ -n $NOT_LONG && $ranks == 2 ]]; then
+        which=" and (two_ranks or not any_mpi)"
+    elif [[ -n $NOT_LONG ]]; then
+        which=" and not two_ranks"
     fi
     export PRUNEX_TEST_LOGS=$SCRATCH/$ranks
     mkdir "$PRUNEX_TEST_LOGS"
     echo "==== ranks: $ranks, $PRUNEX_MPI"
     if ! OMP_NUM_THREADS=$(threads_of "$ranks") \
         run_mpi "$ranks" bash -c "$RANK_SCRIPT" rank "$VENV_PYTHON" -m mpi4py "${PYTEST[@]}" \
-        --with-mpi -m "mpi$again$NOT_LONG" -x -p no:cacheprovider --color=no "$@"; then
+        --with-mpi -m "mpi$which$NOT_LONG" -x -p no:cacheprovider --color=no "$@"; then
         show_failed_ranks "$ranks"
         echo "error: the tests failed on $ranks ranks under $PRUNEX_MPI" >&2
         exit 1
     fi
 }
 
-# Without a launcher, on `workers` processes: those marked so.
+# Without a launcher, on two processes: those marked so. Starting jobs leaves cores idle.
 test_serially() {
-    local status=0 workers=$1 marks=$2$NOT_LONG
-    shift 2
+    local status=0 marks=$1$NOT_LONG
+    shift
+    if [[ $narrowed == no && $marks == jobs* ]]; then set -- $(files_of jobs); fi
     echo "==== without a launcher, $PRUNEX_MPI: $marks"
-    OMP_NUM_THREADS=$(threads_of "$workers") timeout --foreground -k 15 "$RUN_TIMEOUT_S" \
-        "$VENV_PYTHON" "${PYTEST[@]}" -n "$workers" --dist loadfile -m "$marks" "$@" || status=$?
+    OMP_NUM_THREADS=$(threads_of 2) timeout --foreground -k 15 "$RUN_TIMEOUT_S" \
+        "$VENV_PYTHON" "${PYTEST[@]}" -n 2 --dist loadfile -m "$marks" "$@" || status=$?
     # 5: whoever asked for some tests may have asked for none of these.
     if [[ $status != 0 && ($status != 5 || $narrowed == no) ]]; then
         echo "error: the tests failed without a launcher (status $status)" >&2
@@ -114,6 +126,13 @@ prunex_install test
 install_s=$SECONDS
 SCRATCH=$(mktemp -d)
 trap 'rm -rf "$SCRATCH"' EXIT
+# Else each process would compile the package, and rewrite the assertions of all tests, anew.
+unset PYTHONDONTWRITEBYTECODE
+# Waiting ranks of one job let those of another go on.
+export OMPI_MCA_mpi_yield_when_idle=1
+if [[ -n $NOT_LONG ]]; then
+    export PYTHONPATH=$ROOT/tests/harness/late_compiler${PYTHONPATH:+:$PYTHONPATH}
+fi
 # A test that hangs shows where before the limit ends it.
 PYTEST=(-m pytest -q -o "faulthandler_timeout=$((RUN_TIMEOUT_S / 2))")
 
@@ -122,11 +141,9 @@ if [[ -z ${PRUNEX_AGAIN:-} ]]; then
     "$VENV_PYTHON" -m ruff format --check prunex_mpi tests
 fi
 if [[ -n ${PRUNEX_AGAIN:-} ]]; then
-    test_serially 1 "jobs and not any_mpi" "$@"
+    test_serially "jobs and not any_mpi" "$@"
 else
-    # Jobs take all cores themselves.
-    test_serially 2 "not jobs" "$@"
-    test_serially 1 "jobs" "$@"
+    test_serially "not mpi" "$@"
 fi
 if [[ $narrowed == no ]] || any_parallel_test "$@"; then
     counts=(2 4)

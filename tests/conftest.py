@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import sys
 
 import pytest
 import torch
@@ -24,10 +25,20 @@ def pytest_addoption(parser):
     parser.addoption("--soak-iterations", type=int, default=60, help="outer iterations of a soak")
 
 
-def pytest_collection_finish(session):
-    # What is loaded by now stays: collecting it again after every parallel test takes a second.
+_loaded = 0
+
+
+def _freeze_what_is_loaded():
+    """Leave modules out of collections from now on: after each test they would take a second."""
+    global _loaded
     gc.collect()
-    gc.freeze()
+    if len(sys.modules) > _loaded:
+        gc.freeze()
+        _loaded = len(sys.modules)
+
+
+def pytest_collection_finish(session):
+    _freeze_what_is_loaded()
 
 
 def pytest_sessionfinish(session):
@@ -85,5 +96,5 @@ def _end_together(request):
     if request.node.get_closest_marker("mpi") and _FAILED not in request.node.stash:
         from mpi4py import MPI
 
-        gc.collect()
+        _freeze_what_is_loaded()
         MPI.COMM_WORLD.Barrier()

@@ -119,6 +119,7 @@ RUN = {
 }
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize(
     "model",
     [

@@ -119,6 +119,7 @@ def faults_of_memory_taken_again(environment: dict[str, str], *, keep: bool) -> 
     return int(faults)
 
 
+@pytest.mark.any_mpi
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this is not glibc")
 def test_memory_that_was_freed_is_not_mapped_anew() -> None:
     pages = 2**26 // resource.getpagesize()
@@ -126,6 +127,7 @@ def test_memory_that_was_freed_is_not_mapped_anew() -> None:
     assert faults_of_memory_taken_again({}, keep=False) >= 10 * pages
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     "asked", [{"MALLOC_ARENA_MAX": "4"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=4"}]
 )

@@ -817,6 +817,7 @@ def test_program_says_what_the_library_lacks(tmp_path: Path) -> None:
         assert ended.stdout.count(words) == 1, ended.stdout
 
 
+@pytest.mark.any_mpi
 @pytest.mark.jobs
 def test_program_says_what_would_fail(tmp_path: Path) -> None:
     arguments = ["--quick", "--run-dir", "/proc/none/run", "--device", "cpu"]
@@ -852,6 +853,7 @@ def test_singletons_are_one_finding_told_by_one_of_them(
             assert printed.endswith("training would fail: launcher\n")
 
 
+@pytest.mark.any_mpi
 @pytest.mark.jobs
 def test_training_says_the_same(tmp_path: Path) -> None:
     """More ranks than cores is said once; what can't work is refused with the doctor's words."""

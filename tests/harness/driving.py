@@ -1,10 +1,13 @@
 """Run a driver on a small network, and compare what comes of it with an oracle."""
 
+import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from nets import RandomStream
 from nodes import WORLD
 from places import BUFFERS, DEVICE, Moved
 
@@ -41,6 +44,22 @@ def run_driver(topology, settings, model, stream, steps=STEPS):
         context = replace(make_context(settings, model, stream, steps=steps), behind=behind)
         for record in driver_of(settings).outer_iterations(topology, context):
             yield record, context.state
+
+
+def simulated(simulate, model, settings, ranks_per_node=None):
+    """Return the history of an oracle: all ranks in one process, so rank 0 runs it for all.
+
+    Without `ranks_per_node` the oracle knows of no nodes. Collective on COMM_WORLD.
+    """
+    history = None
+    if WORLD.rank == 0:
+        streams = [RandomStream(rank, torch.float64) for rank in range(WORLD.size)]
+        nodes = []
+        if ranks_per_node is not None:
+            nodes = [node_sizes_of(WORLD.size, min(ranks_per_node, WORLD.size))]
+        wanted = SimpleNamespace(**settings)
+        history = simulate(copy.deepcopy(model), streams, *nodes, F.cross_entropy, wanted)
+    return WORLD.bcast(history, root=0)
 
 
 def make_context(settings, model, stream, steps=STEPS, loss=F.cross_entropy, side=6):

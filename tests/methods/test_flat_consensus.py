@@ -1,13 +1,10 @@
 """Flat consensus against a simulation in one process, and what it leaves alone."""
 
-import copy
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from driving import by_name, difference, element_masks, run_driver
+from driving import by_name, difference, element_masks, run_driver, simulated
 from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
 from reference_flat import simulate_flat
@@ -52,12 +49,7 @@ SCENARIOS = {
 def test_program_equals_oracle(scenario):
     settings = make(**SCENARIOS[scenario])
     model = new_net()
-    history = simulate_flat(
-        copy.deepcopy(model),
-        [RandomStream(r, torch.float64) for r in range(WORLD.size)],
-        F.cross_entropy,
-        SimpleNamespace(**{**vars(settings), "steps": STEPS}),
-    )
+    history = simulated(simulate_flat, model, {**vars(settings), "steps": STEPS})
     with nodes_of(1) as topology:
         stream = RandomStream(WORLD.rank, torch.float64)
         runs = list_of(run_driver(topology, settings, model, stream, STEPS))

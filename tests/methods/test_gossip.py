@@ -1,20 +1,16 @@
 """GossipGraD over MPI: nodes that drift apart, each like its oracle, and their mean."""
 
-import copy
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from driving import (
     COMMON,
     STEPS,
     assert_alike_on_all_ranks,
     by_name,
     difference,
-    node_sizes_of,
     run_driver,
+    simulated,
 )
 from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
@@ -36,10 +32,8 @@ def run(topology, **changes):
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 3])
 def test_nodes_and_their_mean_equal_the_oracle(ranks_per_node: int) -> None:
-    settings = SimpleNamespace(**{**vars(make(**CHANGES)), "steps": STEPS})
-    sizes = node_sizes_of(WORLD.size, min(ranks_per_node, WORLD.size))
-    streams = [RandomStream(r, torch.float64) for r in range(WORLD.size)]
-    history = simulate_gossip(copy.deepcopy(new_net()), streams, sizes, F.cross_entropy, settings)
+    wanted = {**vars(make(**CHANGES)), "steps": STEPS}
+    history = simulated(simulate_gossip, new_net(), wanted, ranks_per_node)
     size = 8 * sum(p.numel() for p in new_net().parameters())
     with nodes_of(ranks_per_node) as topology:
         nodes = topology.num_nodes

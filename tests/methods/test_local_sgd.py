@@ -1,19 +1,16 @@
 """Methods that average parameters once per outer iteration, against a simulation in one process."""
 
-import copy
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from driving import (
     assert_alike_on_all_ranks,
     by_name,
     difference,
     element_masks,
-    node_sizes_of,
     run_driver,
+    simulated,
 )
 from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
@@ -84,6 +81,7 @@ COVERED = {changes["method"] for changes in SCENARIOS.values()}
 SCENARIOS |= {m.name: {"method": m.name} for m in METHODS if m.local_sgd and m.name not in COVERED}
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("ranks_per_node", "scenario"),
     [
@@ -99,13 +97,7 @@ def test_program_equals_oracle(ranks_per_node, scenario, monkeypatch):
     wanted = {**vars(settings), "steps": STEPS, "keep_ratio": settings.keep_ratio[0]}
     wanted["chunk"] = CHUNK
     model = new_net()
-    history = simulate_local(
-        copy.deepcopy(model),
-        [RandomStream(r, torch.float64) for r in range(WORLD.size)],
-        node_sizes_of(WORLD.size, min(ranks_per_node, WORLD.size)),
-        F.cross_entropy,
-        SimpleNamespace(**wanted),
-    )
+    history = simulated(simulate_local, model, wanted, ranks_per_node)
     payloads = []
     with nodes_of(ranks_per_node) as topology:
         stream = RandomStream(WORLD.rank, torch.float64)

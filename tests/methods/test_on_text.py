@@ -13,7 +13,7 @@ from prunex_mpi.config.resolve import make
 from prunex_mpi.methods.declared import METHODS
 from prunex_mpi.settings.fields import Settings
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
 
 TEXT = "".join(f"{i} times {j} is {i * j};\n" for i in range(12) for j in range(12))
 COUPLED = {"groups": ("coupled",), "keep_ratio": (0.5,)}

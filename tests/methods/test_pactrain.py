@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +14,8 @@ from driving import (
     by_name,
     difference,
     make_context,
-    node_sizes_of,
     run_driver,
+    simulated,
     wire_of,
     wires_of,
 )
@@ -87,15 +86,9 @@ CASES = [
 @pytest.mark.parametrize(("aggregation", "ranks_per_node", "changes"), CASES)
 def test_program_equals_masked_sgd(aggregation, ranks_per_node, changes):
     settings = make(aggregation=aggregation, **COMMON, **changes)
-    wanted = SimpleNamespace(**{**vars(settings), "steps": STEPS})
     model = new_net()
-    history = simulate_per_step(
-        copy.deepcopy(model),
-        [RandomStream(r, torch.float64) for r in range(WORLD.size)],
-        node_sizes_of(WORLD.size, min(ranks_per_node, WORLD.size)),
-        F.cross_entropy,
-        wanted,
-    )
+    wanted = {**vars(settings), "steps": STEPS}
+    history = simulated(simulate_per_step, model, wanted, ranks_per_node)
     payloads = []
     with nodes_of(ranks_per_node) as topology:
         stream = RandomStream(WORLD.rank, torch.float64)

@@ -2,7 +2,6 @@
 
 import copy
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,8 +16,8 @@ from driving import (
     by_name,
     difference,
     make_context,
-    node_sizes_of,
     run_driver,
+    simulated,
 )
 from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
@@ -66,6 +65,11 @@ METHODS |= {m.name: {} for m in PER_STEP if m.name not in COVERED}
 # Those that keep what they have not sent for a later step.
 WITH_RESIDUAL = [m.name for m in PER_STEP if hasattr(exchanges.code_of(m), "RESIDUAL")]
 AGGREGATIONS = ("flat", "hierarchical")
+# Leaders call among themselves what all ranks do in "flat": once for both MPIs.
+ONCE_FOR_NODES = [
+    pytest.param(*shape, marks=[] if shape[0] == "flat" else pytest.mark.any_mpi)
+    for shape in SHAPES
+]
 
 
 @pytest.fixture(autouse=True)
@@ -83,19 +87,12 @@ def changes_of(name):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
+@pytest.mark.parametrize(("aggregation", "ranks_per_node"), ONCE_FOR_NODES)
 def test_program_equals_oracle(aggregation, ranks_per_node, method):
     settings = make(aggregation=aggregation, **changes_of(method))
-    sizes = {"steps": STEPS, "steps_per_epoch": STEPS_PER_EPOCH}
-    wanted = SimpleNamespace(**{**vars(settings), **sizes})
+    wanted = {**vars(settings), "steps": STEPS, "steps_per_epoch": STEPS_PER_EPOCH}
     model = new_net()
-    history = simulate_per_step(
-        copy.deepcopy(model),
-        [RandomStream(r, torch.float64) for r in range(WORLD.size)],
-        node_sizes_of(WORLD.size, min(ranks_per_node, WORLD.size)),
-        F.cross_entropy,
-        wanted,
-    )
+    history = simulated(simulate_per_step, model, wanted, ranks_per_node)
     with nodes_of(ranks_per_node) as topology:
         stream = RandomStream(WORLD.rank, torch.float64)
         runs = run_driver(topology, settings, model, stream)
@@ -124,6 +121,7 @@ class Shares:
         return images[self.rank :: self.size], labels[self.rank :: self.size]
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_dense_is_the_optimizer_on_the_large_batch(aggregation, optimizer):
@@ -156,6 +154,7 @@ def test_dense_is_the_optimizer_on_the_large_batch(aggregation, optimizer):
     assert difference(found, {n: p.detach() for n, p in alone.named_parameters()}) < 1e-11
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("method", WITH_RESIDUAL)
 @pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES[::2])
 def test_what_is_sent_and_what_is_kept_are_the_gradients(
@@ -199,6 +198,7 @@ def leaving(here, distance, workers):
     return sum((rank + distance) % workers >= here for rank in range(here))
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("aggregation", "ranks_per_node"), [*SHAPES, ("flat", 3), ("flat", 4)])
 def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method, monkeypatch):
@@ -282,6 +282,7 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method, monkeypa
     assert (found["mask"], found["evaluate"]) == (mask, 0)
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_dense_with_mixed_precision_stays_the_same_on_all_ranks(amp):
     settings = make(method="dense", aggregation="hierarchical", amp=amp, **COMMON)
@@ -292,6 +293,7 @@ def test_dense_with_mixed_precision_stays_the_same_on_all_ranks(amp):
             assert np.isfinite(record["train_loss"])
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("method", ["dense", "powersgd", "lion"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_ranks_whose_weights_differ_go_on_from_those_of_the_first(

@@ -1,13 +1,12 @@
 """PruneTrain: a network that becomes smaller on all ranks alike, against one that keeps zeros."""
 
 import copy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from driving import assert_alike_on_all_ranks, by_name, difference, run_driver
+from driving import assert_alike_on_all_ranks, by_name, difference, run_driver, simulated
 from masking import draw, mask_
 from nets import CoupledNet, RandomStream
 from nodes import WORLD, nodes_of
@@ -53,12 +52,7 @@ def test_program_equals_oracle(aggregation, ranks_per_node):
     settings = make(aggregation=aggregation, **COMMON)
     model = new_net()
     wanted = {**vars(settings), "steps": STEPS, "sets": CoupledNet.SETS}
-    history = simulate_prunetrain(
-        copy.deepcopy(model),
-        [RandomStream(r, torch.float64) for r in range(WORLD.size)],
-        F.cross_entropy,
-        SimpleNamespace(**wanted),
-    )
+    history = simulated(simulate_prunetrain, model, wanted)
     # Something goes at both reconfigurations, something stays.
     sizes = [len(expected.dead) for expected in history]
     assert 0 == sizes[0] < sizes[1] == sizes[2] < sizes[3] == sizes[4] < 24

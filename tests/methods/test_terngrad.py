@@ -9,6 +9,8 @@ from nodes import WORLD
 from prunex_mpi.config.resolve import make
 from prunex_mpi.methods import terngrad
 
+pytestmark = pytest.mark.two_ranks
+
 
 def test_scales_by_hand() -> None:
     """clip_gradients_by_stddev: the standard deviation of all elements, the mean taken out."""

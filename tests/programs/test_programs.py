@@ -38,7 +38,7 @@ def python(
     environment = {**os.environ, **variables}
     command = [sys.executable, *words]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, cwd=cwd, env=environment
+        command, capture_output=True, text=True, timeout=300, cwd=cwd, env=environment
     )
 
 
@@ -110,6 +110,28 @@ def test_a_wrong_flag_is_told_without_an_mpi_library(tmp_path: Path) -> None:
     assert done.returncode == USAGE
     (line,) = done.stderr.splitlines()
     assert "unknown flag --vresion" in line
+
+
+COMPILING = """
+import sys, torch, torchvision
+weight = torch.ones(2, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.5)
+weight.sum().backward()
+optimizer.step()
+assert weight.tolist() == [0.5, 0.5]
+assert not hasattr(sys.modules["torch._dynamo"], "__file__")
+assert torch.compile(lambda x: 2 * x, backend="eager")(weight).tolist() == [1, 1]
+import torch._dynamo.config
+assert torch._dynamo.config is torch._dynamo.symbolic_convert.config
+assert torch._dynamo.__file__
+"""
+
+
+@pytest.mark.long
+def test_the_compiler_that_tests_load_late_is_the_whole_one() -> None:
+    late = Path(__file__).parents[1] / "harness" / "late_compiler"
+    done = python("-c", COMPILING, PYTHONPATH=path_with(late))
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("asks", [True, False])

@@ -247,12 +247,14 @@ def assert_refused(result, code: int, words: str) -> None:
         (["--keep-ration", "0.5"], 2, "--keep-ratio"),
         (["--model", "odd_models:differs_between_ranks"], 2, "differ between ranks"),
         pytest.param(
-            ["--dataset", "cifar10", "--data-dir", "nowhere"],
-            3,
-            "nowhere",
-            marks=pytest.mark.any_mpi,
+            ["--dataset", "cifar10", "--data-dir", "nowhere"], 3, "nowhere", marks=pytest.mark.long
         ),
-        (["--dataset", "synthetic", "--train-samples", "1"], 2, "2 ranks"),
+        pytest.param(
+            ["--dataset", "synthetic", "--train-samples", "1"],
+            2,
+            "2 ranks",
+            marks=pytest.mark.long,
+        ),
         (["--model", "odd_models:small", "--lr", "1e18", "--outer-iterations", "2"], 1, "finite"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
@@ -272,6 +274,7 @@ def test_exception_on_one_rank_ends_the_job(tmp_path):
     assert not (tmp_path / "run/summary.json").exists()
 
 
+@pytest.mark.any_mpi
 def test_what_cannot_compile_says_so_before_it_trains(tmp_path):
     places = {"CXX": str(tmp_path / "none"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}
     result = train(2, [*QUICK, "--compile", "--run-dir", "run"], tmp_path, **places)
@@ -335,7 +338,6 @@ def test_rivals_leave_the_same_files(tmp_path, method):
 
 
 @pytest.mark.any_mpi
-@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name == "resnet18" else pytest.mark.long) for name in BY_HAND],
@@ -371,6 +373,7 @@ def test_digits_train_above_95_percent(tmp_path):
     assert summary["density"] == 0.5
 
 
+@pytest.mark.any_mpi
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 def test_a_terminal_that_is_gone_makes_no_failure_of_a_complete_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "prunex_mpi.train", "--model", "resnet8-w4"]

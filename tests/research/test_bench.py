@@ -28,6 +28,8 @@ from prunex_mpi.research.bench.workbench import Bench, make_state
 from prunex_mpi.settings.fields import PAYLOADS, Settings
 from prunex_mpi.tools.timing import Action, wall_times
 
+pytestmark = pytest.mark.two_ranks
+
 CPU = torch.device("cpu")
 SMALL = make(model="resnet8", batch_size=4, device="cpu")
 

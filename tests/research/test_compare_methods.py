@@ -55,6 +55,8 @@ WORLD = MPI.COMM_WORLD
 
 
 # Two outer iterations of one step each, on images that cost next to nothing.
+pytestmark = pytest.mark.two_ranks
+
 TINY = [
     *("--model=resnet8", "--dataset=synthetic", "--image-size=8", "--batch-size=4"),
     *("--test-samples=16", "--outer-iterations=2", "--local-steps=1", "--ranks-per-node=1"),

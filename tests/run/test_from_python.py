@@ -15,7 +15,7 @@ from prunex_mpi.config.resolve import make
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.run.from_python import Data, find_classes
 
-pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi, pytest.mark.two_ranks]
 SIDE, CLASSES, IMAGES = 8, 3, 16
 SHORT = {"outer_iterations": 4, "local_steps": 2, "batch_size": 4, "warmup_iterations": 0}
 SHORT |= {"keep_ramp_iterations": 0, "freeze_iteration": 3, "groups": ("coupled",), "lr": 0.05}

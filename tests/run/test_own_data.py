@@ -21,7 +21,7 @@ from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.tools.evaluate_network import evaluate
 from prunex_mpi.tools.evaluate_options import parse
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
 SMALL: dict[str, Any] = {
     **PRUNING,
     "model": "odd_models:small",

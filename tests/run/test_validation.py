@@ -19,7 +19,7 @@ from prunex_mpi.core.metrics import density
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.run.supervision import driver_of
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
 NEVER = {"freeze_iteration": 0, "freeze_drift": -1.0}
 UNFROZEN = {
     "never frozen": NEVER,

@@ -23,6 +23,8 @@ from prunex_mpi.tools import export_run as export
 from prunex_mpi.tools.evaluate_network import describe, evaluate, outcome, read_network
 from prunex_mpi.tools.evaluate_options import Options, parse
 
+pytestmark = pytest.mark.two_ranks
+
 NAMES = ("ant", "bee", "cat")
 
 

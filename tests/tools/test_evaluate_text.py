@@ -15,7 +15,7 @@ from prunex_mpi.tools.evaluate_network import evaluate
 from prunex_mpi.tools.evaluate_options import parse
 from prunex_mpi.tools.report.read_runs import read_run as read_for_report
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
 
 TEXT = "".join(f"{i} times {j} is {i * j};\n" for i in range(12) for j in range(12))
 MODEL = "tiny_text:gpt"

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from launch import environment
+from jobs import run_job_here
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from prunex_mpi import export
 from prunex_mpi.base.errors import FAILURE, UNREADABLE, USAGE, UserError
 from prunex_mpi.base.files import FORMAT
+from prunex_mpi.config import cli
 from prunex_mpi.data.batches import Look, evaluation_batches
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model
@@ -28,7 +29,6 @@ from prunex_mpi.run import finished_run
 from prunex_mpi.tools import export_run
 from prunex_mpi.tools.export_proof import EXACT, ROUNDINGS, count_multiply_adds, prove
 
-OUR_OWN = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "harness")]
 FACTORY = """
 from torch import nn
 def net(*, num_classes, image_size):
@@ -72,33 +72,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def smaller_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train one that becomes smaller while it is trained."""
-    flags = [
-        "--method",
-        "prunetrain",
-        "--prunetrain-reconfigure-every",
-        "2",
-        "--prunetrain-threshold",
-        "0.26",
-    ]
+    flags = ["--method", "prunetrain", "--prunetrain-reconfigure-every", "2"]
+    flags += ["--prunetrain-threshold", "0.26"]
     return train(tmp_path_factory.mktemp("smaller"), flags)
 
 
 def train(folder: Path, flags: list[str]) -> Path:
     (folder / "exported_models.py").write_text(factory())
     flags = [
-        *("--run-dir", "run", "--model", "exported_models:net"),
+        *("--run-dir", str(folder / "run"), "--model", "exported_models:net"),
         *("--outer-iterations", "3", "--local-steps", "8", "--test-samples", "60"),
-        *flags,
+        *("--progress", "off", *flags),
     ]
-    result = subprocess.run(
-        [sys.executable, "-m", "prunex_mpi.train", *flags],
-        cwd=folder,
-        env=environment(PYTHONPATH=os.pathsep.join([str(folder), *OUR_OWN])),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        assert run_job_here(cli.parse(flags)) == 0
+    sys.modules.pop("exported_models", None)
     return folder / "run"
 
 

@@ -13,6 +13,8 @@ from prunex_mpi.models import standalone
 from prunex_mpi.tools.export_options import parse
 from prunex_mpi.tools.export_run import SAMPLED_TOKENS, export, smaller
 
+pytestmark = pytest.mark.two_ranks
+
 MODEL, CONTEXT = "tiny_text:gpt", 8
 RUN = {
     "dataset": "text",
