@@ -46,6 +46,7 @@ from prunex_mpi.core.state import (
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.data.text import WindowStream
 from prunex_mpi.models import batchnorm
+from prunex_mpi.models.layout import trained_parameters
 
 FIXED = "fixed."
 OF_THE_MODEL = ("buffer.", FIXED)
@@ -116,8 +117,8 @@ def common_contents(state: State, problem: Problem, complete: bool) -> tuple[Ten
 
 def _fixed(problem: Problem) -> Tensors:
     """Return the parameters that are not trained, by the names that a checkpoint gives them."""
-    parameters = problem.model.named_parameters()
-    return {f"{FIXED}{name}": p.detach() for name, p in parameters if not p.requires_grad}
+    trained, every = trained_parameters(problem.model), problem.model.named_parameters()
+    return {f"{FIXED}{name}": p.detach() for name, p in every if name not in trained}
 
 
 def _numbers(state: State, stream: BatchStream | WindowStream, position: Position) -> Numbers:
