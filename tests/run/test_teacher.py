@@ -8,7 +8,7 @@ import pytest
 import torch
 from jobs import metrics_of, run_folder, run_job_here
 from nodes import WORLD, nodes_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_runs import COMMON, SCENARIOS, small_run
 
 from prunex_mpi.base.errors import UserError
@@ -27,7 +27,7 @@ PAINTED = {"image_mean": (0.3,) * 3, "image_std": (0.4,) * 3}
 def save(folder: Path, classes: int = 10, name: str = "teacher.pt") -> str:
     torch.manual_seed(11)
     model = build_model(MODEL, Images(8, classes))
-    torch.save(model.state_dict(), folder / name)
+    save_file(model.state_dict(), folder / name)
     return str(folder / name)
 
 
@@ -95,7 +95,7 @@ def test_a_taught_run_goes_on_as_if_it_had_not_ended_and_with_its_teacher_alone(
             (run / "summary.json").unlink()
             torch.manual_seed(12)
             other = build_model(MODEL, Images(8, 10))
-            torch.save(other.state_dict(), path)
+            save_file(other.state_dict(), path)
         WORLD.Barrier()
         with pytest.raises(UserError, match=r"is not the file of before.*--teacher-digest"):
             run_job_here(parse(["--resume", "--run-dir", str(run)]))
