@@ -142,7 +142,7 @@ class GradientAverager:
         parts = [self.grad[start:stop] for start, stop in self.bounds]
         # What waits for the current stream would wait for all of backward.
         with cuda.stream(self.stream):
-            self.wire.reduce_parts_(parts, [mark.synchronize for mark in self.marks])
+            self.wire.reduce_parts_(parts, [mark.wait for mark in self.marks])
         cuda.current_stream(self.grad.device).wait_stream(self.stream)
 
     def _start(self, all_of_them: bool = False) -> None:
