@@ -41,7 +41,7 @@ def run_settings(folder: Path, **changes: Any) -> dict[str, Any]:
 def test_every_rank_learns_from_the_network_of_a_file(scenario: str) -> None:
     with run_folder() as folder:
         path = WORLD.bcast(save(folder) if WORLD.rank == 0 else None)
-        wanted = torch.load(path, weights_only=True)
+        wanted = load_file(path)
         common = {"model": MODEL, "teacher": path, "distillation_alpha": 1.0}
         with nodes_of(2) as topology, small_run(topology, scenario, **common) as context:
             problem = context.problem
