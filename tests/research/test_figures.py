@@ -305,6 +305,7 @@ def test_large_patterns_are_drawn_as_shares() -> None:
         ("14 RUN", "no figure '14'"),
         ("5 RUN --output x.txt", ".svg, .png or .pdf"),
         ("5 RUN --layers a", "--layers is for figures 11 and 13"),
+        ("10 RUN --layers a", "ranks record norms over all layers"),
         ("5 NOWHERE", "there is no run"),
         ("5", "required: RUN"),
     ],
