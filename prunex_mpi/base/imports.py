@@ -41,18 +41,26 @@ def find_own_modules() -> None:
 
 
 def check_named(
-    what: str, name: str, given: Iterable[str], where: str, folder: Path | None = None
+    what: str,
+    name: str,
+    given: Iterable[str],
+    where: str,
+    folder: Path | None = None,
+    whole: bool = True,
 ) -> None:
-    """Raise UserError unless the user has named the module of `name`, which comes from a file.
+    """Raise UserError unless the user has named the function `name`, which comes from a file.
 
-    Importing a module runs its code. `name` is that of a setting `what`, package.module:function
-    or any other, which is no module; `given` are names that the user has given; `where` describes
-    the file. A module inside `folder`, which is read, is refused in any case.
+    Importing a module runs its code, and the function is called. `name` is that of a setting
+    `what`, package.module:function or any other, which is no module; `given` are names that the
+    user has given; `where` describes the file. Not `whole`, another function of the module will do:
+    where one flag can't name all there are. A module inside `folder`, which is read, is refused in
+    any case.
     """
     module, colon, _ = name.partition(":")
     if not colon:
         return
-    if module not in {other.partition(":")[0] for other in given if ":" in other}:
+    known = {other if whole else other.partition(":")[0] for other in given if ":" in other}
+    if (name if whole else module) not in known:
         raise UserError(
             f"{where} names the {what} {quote(name)}, and importing it runs its code: if you trust "
             f"it, repeat it as --{what} {name}",

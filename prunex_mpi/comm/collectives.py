@@ -14,7 +14,7 @@ than that at any size; MPICH's Reduce_scatter folds as well, below 512 KiB.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -139,25 +139,55 @@ def staged(
     `flat` itself where nothing is staged; else stretches of whole buckets, of which the next one is
     copied to the host while the caller is busy. `fetch` and `back` say which way to copy.
     """
+    for operand, _ in staged_parts([flat], [_at_once], transport, fetch, back):
+        yield operand
+
+
+def _at_once() -> None:
+    """Wait for nothing."""
+
+
+def staged_parts(
+    parts: Sequence[Tensor],
+    ready: Sequence[Callable[[], None]],
+    transport: Transport,
+    fetch: bool = True,
+    back: bool = True,
+) -> Iterator[tuple[Tensor, bool]]:
+    """Yield the same of several parts of a vector, and whether it is the last, one after the other.
+
+    `ready` has the current stream wait for the values of a part, without waiting itself: so the
+    first stretch of a part is on its way while the caller is busy with the part before.
+    """
     if transport.staging is None:
-        yield flat
+        for number, (part, wait) in enumerate(zip(parts, ready, strict=True), 1):
+            wait()
+            yield part, number == len(parts)
         return
     fit = max(1, transport.staging[0].nbytes // transport.bucket_bytes)
-    stretches = flat.split(fit * max(1, transport.bucket_bytes // flat.element_size()))
+    stretches, waits = [], []
+    for part, wait in zip(parts, ready, strict=True):
+        cut = part.split(fit * max(1, transport.bucket_bytes // part.element_size()))
+        stretches += cut
+        waits += [wait] + [_at_once] * (len(cut) - 1)
     # A stretch shares its memory with the one before the last.
     operands = [
         _shaped(transport.staging[number % 2], stretch) for number, stretch in enumerate(stretches)
     ]
+    waits[0]()
     if fetch:
         operands[0].copy_(stretches[0])
     for number, operand in enumerate(operands):
-        if fetch and number + 1 < len(operands):
-            operands[number + 1].copy_(stretches[number + 1], non_blocking=True)
-        yield operand
+        last = number + 1 == len(operands)
+        if not last:
+            waits[number + 1]()
+            if fetch:
+                operands[number + 1].copy_(stretches[number + 1], non_blocking=True)
+        yield operand, last
         if back:
             stretches[number].copy_(operand, non_blocking=True)
-        if flat.device.type == "cuda":
-            torch.cuda.current_stream(flat.device).synchronize()
+        if stretches[number].device.type == "cuda":
+            torch.cuda.current_stream(stretches[number].device).synchronize()
 
 
 def host_memory(transport: Transport, *parts: Tensor) -> tuple[Tensor, ...]:
@@ -186,9 +216,16 @@ def allreduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, op: MPI.Op = 
     if comm.size == 1:
         return
     for operand in staged(flat, transport):
-        # Blocking: Open MPI's Iallreduce over TCP took twice as long between two nodes.
-        for bucket in buckets(operand, transport):
-            _reduce_bucket_(comm, bucket, op)
+        reduce_operand_(comm, operand, transport, op)
+
+
+def reduce_operand_(
+    comm: MPI.Comm, operand: Tensor, transport: Transport, op: MPI.Op = MPI.SUM
+) -> None:
+    """Reduce in place what MPI can take, bucket by bucket. Collective on `comm`."""
+    # Blocking: Open MPI's Iallreduce over TCP took twice as long between two nodes.
+    for bucket in buckets(operand, transport):
+        _reduce_bucket_(comm, bucket, op)
 
 
 def reduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) -> None:

@@ -18,7 +18,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.collectives import mpi_buffer
 from prunex_mpi.comm.topology import library_name
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.models.layout import Layout
+from prunex_mpi.models.layout import Layout, trained_parameters
 
 # Smaller than the payload's buckets: the first can leave early, and the last is what is waited for.
 BUCKET_BYTES = 4 * 2**20
@@ -78,7 +78,7 @@ class GradientAverager:
             # Torch has few, and hands them out in turn: another one may be the current stream.
             self.stream = self.stream or cuda.Stream(grad.device)
         self.members = [bucket_of.count(b) for b in range(len(self.bounds))]
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        parameters = list(trained_parameters(model).values())
         for bucket, parameter in zip(bucket_of, parameters, strict=True):
             hook = self._make_hook(bucket)
             self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -142,7 +142,7 @@ class GradientAverager:
         parts = [self.grad[start:stop] for start, stop in self.bounds]
         # What waits for the current stream would wait for all of backward.
         with cuda.stream(self.stream):
-            self.wire.reduce_parts_(parts, [mark.synchronize for mark in self.marks])
+            self.wire.reduce_parts_(parts, [mark.wait for mark in self.marks])
         cuda.current_stream(self.grad.device).wait_stream(self.stream)
 
     def _start(self, all_of_them: bool = False) -> None:

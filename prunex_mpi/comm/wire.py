@@ -5,6 +5,7 @@ A wire is made from one communicator and says so: whoever is handed a wire commu
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,9 @@ from prunex_mpi.comm.collectives import (
     deal_,
     gather_counts,
     reduce_,
+    reduce_operand_,
     shift_,
+    staged_parts,
     sum_halves_,
 )
 from prunex_mpi.comm.topology import Topology
@@ -65,18 +68,17 @@ class Wire:
             allreduce_(self.comm, flat, self.transport, op)
 
     def reduce_parts_(self, parts: Sequence[Tensor], ready: Sequence[Callable[[], None]]) -> None:
-        """Reduce the parts of a vector in place, each after its `ready` has returned.
+        """Reduce the parts of a vector in place, one after the other.
 
-        Counted as one; waiting for messages begins when the last part is there. Collective on
-        `comm`.
+        Each `ready` has the current stream wait for its part; where parts are staged the next one
+        is copied while one is reduced. Counted as one; waiting for messages begins when the last
+        part is there. Collective on `comm`.
         """
         counted = self.count(sum(part.nbytes for part in parts)) | {"buckets": len(parts)}
-        for part, wait in zip(parts[:-1], ready, strict=False):
-            wait()
-            allreduce_(self.comm, part, self.transport)
-        ready[-1]()
-        with self.clock.exchanging(parts[-1].device, "rest of Allreduce", counted):
-            allreduce_(self.comm, parts[-1], self.transport)
+        for operand, last in staged_parts(parts, ready, self.transport):
+            waiting = self.clock.exchanging(parts[-1].device, "rest of Allreduce", counted)
+            with waiting if last else nullcontext():
+                reduce_operand_(self.comm, operand, self.transport)
 
     def reduce_to_first_(self, flat: Tensor, kind: str = "") -> None:
         """Sum `flat` in place on rank 0; the others keep theirs. Collective on `comm`."""

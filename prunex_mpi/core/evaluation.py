@@ -30,6 +30,7 @@ from prunex_mpi.core.state import (
     wires_of,
 )
 from prunex_mpi.models import batchnorm
+from prunex_mpi.models.layout import trained_parameters
 from prunex_mpi.settings.fields import Settings
 
 # A mean loss of so many times the first one is no training any more.
@@ -412,9 +413,9 @@ def _detached_gradient(context: RunContext) -> UserError | None:
     The optimizer would move it no more, and nothing would tell.
     """
     whole = context.state.grad.untyped_storage().data_ptr()
-    for name, parameter in context.problem.model.named_parameters():
+    for name, parameter in trained_parameters(context.problem.model).items():
         grad = parameter.grad
-        if parameter.requires_grad and (grad is None or grad.untyped_storage().data_ptr() != whole):
+        if grad is None or grad.untyped_storage().data_ptr() != whole:
             return UserError(
                 f"the gradient of {name} was replaced, as by zero_grad(set_to_none=True): the "
                 "model's own code must leave gradients alone"

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,24 +13,49 @@ from prunex_mpi.base.errors import USAGE, UserError, one_line
 from prunex_mpi.base.imports import import_function
 from prunex_mpi.settings.fields import CROSS_ENTROPY, Settings
 
-# A loss of a batch: of outputs [b, classes] and labels [b], or class shares [b, classes].
-Loss = Callable[[Tensor, Tensor], Tensor]
+# A loss of a batch: of outputs [b, classes] and labels [b], or class shares [b, classes]. Some
+# models return more while they train (deep supervision), of which a function of the user's can make
+# a loss: a tuple or list, whose first is the logits.
+Loss = Callable[[Any, Tensor], Tensor]
 TRIED_IMAGES = 2
 
 
-def check_single_output(outputs: object, loss: Loss) -> None:
-    """Raise UserError where cross-entropy would get more than one tensor of outputs.
-
-    Some models return others while they train (deep supervision), of which a function of the user's
-    can make a loss.
-    """
-    ours = loss.func if isinstance(loss, partial) else loss
-    if ours is F.cross_entropy and not isinstance(outputs, Tensor):
+def cross_entropy(outputs: Any, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Return the mean cross-entropy of a batch; raise UserError for more than one output."""
+    if not isinstance(outputs, Tensor):
         raise UserError(
             f"the model returns {type(outputs).__name__} while it trains, of which cross-entropy "
             "can't be taken; let it return one tensor [b, classes], or give --loss a function that "
             "takes both"
         )
+    return F.cross_entropy(outputs, labels, label_smoothing=smoothing)
+
+
+def logits_of(outputs: Any, wanted: torch.Size, what: str) -> Tensor:
+    """Return the logits among what a model returns while it trains: it, or the first of several.
+
+    Raises UserError that names `what` needs them unless they have the shape `wanted`.
+    """
+    first = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
+    if not isinstance(first, Tensor) or first.shape != wanted:
+        found = list(first.shape) if isinstance(first, Tensor) else type(first).__name__
+        raise UserError(
+            f"{what} needs logits {list(wanted)}, and while it trains the model returns {found} "
+            "first; let it return the logits, or a tuple that begins with them"
+        )
+    return first
+
+
+def softened(outputs: Any, temperature: float) -> Any:
+    """Return outputs whose logits are divided by `temperature`: the first, and all of its shape."""
+    if isinstance(outputs, Tensor):
+        return outputs / temperature
+    if not isinstance(outputs, tuple | list):
+        return outputs
+    shape = next((output.shape for output in outputs[:1] if isinstance(output, Tensor)), None)
+    logits = [isinstance(output, Tensor) and output.shape == shape for output in outputs]
+    pairs = zip(outputs, logits, strict=True)
+    return tuple(output / temperature if is_logits else output for output, is_logits in pairs)
 
 
 def find_losses(settings: Settings, classes: int, device: torch.device) -> tuple[Loss, Loss]:
@@ -39,8 +65,8 @@ def find_losses(settings: Settings, classes: int, device: torch.device) -> tuple
     UserError (USAGE) where it can't be imported or does not return a loss.
     """
     if settings.loss == CROSS_ENTROPY:
-        smoothed = partial(F.cross_entropy, label_smoothing=settings.smoothing)
-        return F.cross_entropy, smoothed if settings.smoothing else F.cross_entropy
+        smoothed = partial(cross_entropy, smoothing=settings.smoothing)
+        return cross_entropy, smoothed if settings.smoothing else cross_entropy
     loss = import_function("loss", settings.loss, "of outputs and labels")
     outputs = torch.zeros(TRIED_IMAGES, classes, device=device, requires_grad=True)
     labels = torch.zeros(TRIED_IMAGES, dtype=torch.int64, device=device)
@@ -80,20 +106,22 @@ class Teacher:
     shift: Tensor | None = None
 
 
-def distilled(teacher: Teacher, images: Tensor, outputs: Tensor, loss: Tensor) -> Tensor:
+def distilled(teacher: Teacher, images: Tensor, outputs: Any, loss: Tensor) -> Tensor:
     """Return (1 - a) loss + a T^2 KL(p || q), p and q softmax(logits / T) of teacher and learner.
 
     a is the teacher's share and T the temperature; KL is the mean over the batch. `images` are
-    [b, 3, S, S], or tokens, as the learner saw them, `outputs` its logits of them. T^2 keeps the
-    size of the gradient whatever T.
+    [b, 3, S, S], or tokens, as the learner saw them, `outputs` its logits of them, or what begins
+    with them. T^2 keeps the size of the gradient whatever T. Raises UserError for other outputs.
     """
     if teacher.scale is not None:
         images = images * teacher.scale + teacher.shift
-    # Of 16 bits the logarithms of small probabilities would be rounded away.
-    exact = torch.promote_types(outputs.dtype, torch.float32)
     with torch.no_grad():
-        wanted = F.log_softmax(teacher.model(images).to(exact) / teacher.temperature, dim=-1)
-    softened = F.log_softmax(outputs.to(exact) / teacher.temperature, dim=-1)
+        known = teacher.model(images)
+    logits = logits_of(outputs, known.shape, "--teacher")
+    # Of 16 bits the logarithms of small probabilities would be rounded away.
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    wanted = F.log_softmax(known.to(exact) / teacher.temperature, dim=-1)
+    softened = F.log_softmax(logits.to(exact) / teacher.temperature, dim=-1)
     # Of text each position counts as an image does.
     softened, wanted = softened.flatten(0, -2), wanted.flatten(0, -2)
     apart = F.kl_div(softened, wanted, reduction="batchmean", log_target=True)

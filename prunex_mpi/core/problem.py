@@ -6,7 +6,6 @@ import socket
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 
 from mpi4py import MPI
 
@@ -16,7 +15,7 @@ from prunex_mpi.comm.agreement import digests_agree, run_collectively
 from prunex_mpi.comm.collectives import Transport, bcast_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.feed import feed_of
-from prunex_mpi.core.losses import find_losses
+from prunex_mpi.core.losses import cross_entropy, find_losses
 from prunex_mpi.core.schedule import steps_of
 from prunex_mpi.core.state import Problem
 from prunex_mpi.data.datasets import Dataset
@@ -25,7 +24,7 @@ from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.inputs import Inputs, inputs_from
-from prunex_mpi.models.layout import Layout
+from prunex_mpi.models.layout import Layout, trained_parameters
 from prunex_mpi.models.slim import evaluates_alone
 from prunex_mpi.pruning.coupling import PLAIN
 from prunex_mpi.pruning.groups import Groups, find_groups
@@ -119,7 +118,7 @@ def build_problem(
 
     Collective on `node`, `leader` and `world`.
     """
-    where = device, next(p.dtype for p in model.parameters() if p.requires_grad)
+    where = device, next(iter(trained_parameters(model).values())).dtype
     feed = feed_of(topology, settings, dataset, where, heartbeat or Heartbeat())
     inputs = inputs_from(dataset.sizes())
     run_collectively(
@@ -150,7 +149,7 @@ def build_problem(
         steps=_steps_for_parts(settings, steps_of(settings, feed.train.steps_per_epoch)),
         mean=feed.mean,
         std=feed.std,
-        guess_loss=math.log(dataset.num_classes) if loss is F.cross_entropy else 0.0,
+        guess_loss=math.log(dataset.num_classes) if loss is cross_entropy else 0.0,
         objective=feed.task.losses(objective),
         mixing=feed.mixing,
         lr_scale=lr_scale_of(settings, topology.world_size),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from prunex_mpi.comm.gradients import GradientAverager, several_passes
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.losses import check_single_output, distilled
+from prunex_mpi.core.losses import distilled
 from prunex_mpi.core.schedule import rate_now, steps_taken
 from prunex_mpi.core.state import RunContext, State
 from prunex_mpi.data.transforms import mix
@@ -95,9 +95,7 @@ def forward(context: RunContext, part: tuple[Tensor, Tensor], number: int = 0) -
     ):
         # A compiled network is compiled anew for each momentum.
         outputs = (problem.model if warming else problem.forward)(images)
-        objective = problem.objective or problem.loss
-        check_single_output(outputs, objective)
-        loss = objective(outputs, labels)
+        loss = (problem.objective or problem.loss)(outputs, labels)
         return distilled(problem.teacher, images, outputs, loss) if problem.teacher else loss
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from prunex_mpi.base.record_keys import SPEED
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,19 @@ IMAGES = Task(
 )
 
 
-def by_position(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of outputs [b, context, vocabulary] and targets [b, context]."""
-    return loss(outputs.flatten(0, 1), targets.flatten())
+def by_position(loss: Loss, outputs: Any, targets: Tensor) -> Tensor:
+    """Return the loss of outputs [b, context, vocabulary] and targets [b, context].
+
+    Of a tuple or list of outputs it gets each that is one of positions as [b context, ...].
+    """
+
+    def rows(output: Any) -> Any:
+        by_context = isinstance(output, Tensor) and output.shape[:2] == targets.shape
+        return output.flatten(0, 1) if by_context else output
+
+    several = isinstance(outputs, tuple | list)
+    given = tuple(map(rows, outputs)) if several else rows(outputs)
+    return loss(given, targets.flatten())
 
 
 def text_outcome(bytes_per_token: float, loss: float, right: float) -> dict[str, float]:

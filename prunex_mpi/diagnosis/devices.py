@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -12,9 +13,10 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.agreement import broadcast_text
-from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.topology import Topology, library_name
 from prunex_mpi.diagnosis.findings import errors
 from prunex_mpi.diagnosis.launcher import check_launcher
+from prunex_mpi.diagnosis.probe import BEGUN, PASSED
 from prunex_mpi.diagnosis.ranks import device_buffers_on_cpu, device_buffers_refused
 
 PROBE_TIMEOUT_S = 60
@@ -32,6 +34,11 @@ LAUNCHER_PREFIXES = (
     "OMPI_COMM_WORLD",
     "OMPI_MCA_ess",
     "PRTE_LAUNCHED",
+)
+# Of Slurm's, what makes a process one of a step; the rest names the allocation.
+STEP_PREFIXES = (
+    *("SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID"),
+    *("SLURM_GTIDS", "SLURM_SRUN", "SLURM_LAUNCH", "SLURM_MPI_TYPE", "SLURM_PMI"),
 )
 
 
@@ -107,33 +114,63 @@ def probe(device: str, operation: str = "") -> str:
     ends with a segmentation fault, hence a separate job, of two ranks on this host: what lies
     between nodes is not tried. One rank exchanges nothing, so without an mpiexec nothing is right.
     """
-    command = [sys.executable, "-m", "prunex_mpi.diagnosis.probe", device]
-    command += [operation] if operation else []
+    return _try([device, operation] if operation else [device])[1]
+
+
+def probe_between(device: str, hosts: Sequence[str]) -> tuple[bool, str]:
+    """Try all collectives of `probe.py` on `device` between the first and the last of `hosts`.
+
+    Returns whether the job began there, which takes a launcher that reaches them from here (ssh, or
+    srun inside an allocation of Slurm), and what went wrong, "" for nothing.
+    """
+    return _try([device], (hosts[0], hosts[-1]))
+
+
+def _try(words: list[str], hosts: Sequence[str] = ()) -> tuple[bool, str]:
+    """Run the probe; return whether it began, and what went wrong."""
+    command = [sys.executable, "-m", "prunex_mpi.diagnosis.probe", *words]
     launcher = shutil.which("mpiexec")
     if launcher is None:
-        return "there is no mpiexec on PATH to try it with"
+        return False, "there is no mpiexec on PATH to try it with"
     try:
-        result = run_separately(command, launcher, PROBE_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"the probe did not end: {type(error).__name__}"
-    if result.returncode == 0 and "probe passed" in result.stdout:
-        return ""
-    lines = (result.stdout + result.stderr).strip().splitlines()
-    return f"the probe ended with code {result.returncode}: {lines[-1] if lines else 'no output'}"
+        result = run_separately(command, launcher, PROBE_TIMEOUT_S, hosts)
+    except OSError as error:
+        return False, f"the probe did not end: {type(error).__name__}"
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout or b""
+        return BEGUN in str(said), f"the probe did not end: {type(error).__name__}"
+    begun = BEGUN in result.stdout
+    if result.returncode == 0 and PASSED in result.stdout:
+        return begun, ""
+    output = (result.stdout + result.stderr).replace(BEGUN, "").strip().splitlines()
+    problem = f"code {result.returncode}: {output[-1] if output else 'no output'}"
+    return begun, f"the probe ended with {problem}"
 
 
 def run_separately(
-    command: list[str], launcher: str, timeout_s: float
+    command: list[str], launcher: str, timeout_s: float, hosts: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run `command` as a job of two ranks of its own, even from inside a job.
+    """Run `command` as a job of two ranks of its own, even from inside a job: here, or on `hosts`.
 
     Raises OSError or subprocess.TimeoutExpired when it cannot start or does not end.
     """
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    dropped = LAUNCHER_PREFIXES
+    if hosts:
+        # Slurm's mpiexec starts what it needs on other hosts by srun, beside the step of this job.
+        dropped = (*(p for p in dropped if p != "SLURM"), *STEP_PREFIXES)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
     environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
     environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+    places: list[str] = []
+    if hosts and library_name().startswith("Open MPI"):
+        places = ["--host", ",".join(f"{host}:1" for host in hosts)]
+        places += ["-x", "PYTHONPATH"] if "PYTHONPATH" in environment else []
+    elif hosts:
+        places = ["-hosts", ",".join(hosts), "-ppn", "1"]
+    if hosts:
+        environment["SLURM_OVERLAP"] = "1"
     return subprocess.run(
-        [launcher, "-n", "2", *command],
+        [launcher, "-n", "2", *places, *command],
         env=environment,
         timeout=timeout_s,
         capture_output=True,

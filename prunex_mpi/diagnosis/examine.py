@@ -23,7 +23,13 @@ from prunex_mpi.base.tables import Table, format_table
 from prunex_mpi.comm.agreement import broadcast_text, gather_text, run_collectively
 from prunex_mpi.comm.preemption import UNSET, ended_before
 from prunex_mpi.comm.topology import Topology, nodes_of
-from prunex_mpi.diagnosis.devices import choose_device, claimed_cuda_support, probe, set_threads
+from prunex_mpi.diagnosis.devices import (
+    choose_device,
+    claimed_cuda_support,
+    probe,
+    probe_between,
+    set_threads,
+)
 from prunex_mpi.diagnosis.facts import existing_folder, gather_facts, software_versions
 from prunex_mpi.diagnosis.findings import SEVERITIES, Finding, RankFacts, errors
 from prunex_mpi.diagnosis.launcher import check_launcher, describe_launcher, launcher_rank
@@ -31,6 +37,7 @@ from prunex_mpi.diagnosis.library import check_library
 from prunex_mpi.diagnosis.links import Link, measure_links, wait_asleep
 from prunex_mpi.diagnosis.options import Options
 from prunex_mpi.diagnosis.ranks import (
+    check_between,
     check_mpi_buffers,
     check_ranks,
     check_shared_folder,
@@ -72,6 +79,12 @@ def examine(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
         problems = try_folder(topology, settings.run_dir)
         heartbeat.enter("probe")
         claimed, probed = ask_mpi(topology, settings.mpi_buffers, device, options.quick, heartbeat)
+        hosts = list(dict.fromkeys(fact.host for fact in facts))
+        between = None
+        # Where one host shows that it can't be, or is not to be tried.
+        if probed is not None and len(hosts) > 1 and not any(probed.values()):
+            between = probe_between(device.type, hosts)
+        wait_asleep(topology.world)
         if world.rank == 0:
             staged = goes_through_host(settings.mpi_buffers, device.type, claimed, probed)
             findings = [
@@ -81,6 +94,7 @@ def examine(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
                 *check_library(facts, staged),
                 *check_shared_folder(settings.run_dir, problems),
                 *check_mpi_buffers(settings.mpi_buffers, device.type, claimed, probed),
+                *check_between(settings.mpi_buffers, hosts, between),
             ]
             print(format_software(), format_topology(facts), sep="\n\n", end="\n\n")
             print(format_findings(findings), flush=True)

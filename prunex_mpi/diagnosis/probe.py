@@ -1,7 +1,7 @@
 """Try collectives on device tensors in a job of its own, which may crash.
 
 `python -m prunex_mpi.diagnosis.probe cuda [sum | reduce | bcast | bor | alltoallv | allgather |
-allgatherv]`, under a launcher or alone.
+allgatherv]`, under a launcher or alone. Started as a job is, it tries what that job would go over.
 """
 
 import sys
@@ -13,6 +13,7 @@ from mpi4py import MPI
 from prunex_mpi.comm.collectives import mpi_buffer
 
 ELEMENTS = 1 << 18
+BEGUN, PASSED = "probe began", "probe passed"
 
 
 def try_sum(world: MPI.Comm, device: str) -> None:
@@ -100,10 +101,14 @@ TRIALS = {
 def main(device: str, *operations: str) -> None:
     """Try the `operations`, by default all, on `device` tensors; say "probe passed" at the end."""
     world = MPI.COMM_WORLD
+    # Whatever the device does, these ranks have found each other.
+    world.Barrier()
+    if world.rank == 0:
+        print(BEGUN, flush=True)
     for operation in operations or TRIALS:
         TRIALS[operation](world, device)
     if world.rank == 0:
-        print("probe passed", flush=True)
+        print(PASSED, flush=True)
 
 
 if __name__ == "__main__":

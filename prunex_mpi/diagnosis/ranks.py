@@ -309,16 +309,47 @@ def check_mpi_buffers(
     if requested == "host":
         return [Finding("ok", subject, f"not needed: --mpi-buffers host; {claim}")]
     if claimed is False:
-        return [_unusable(requested, claim)]
+        return [device_buffers_refused(claim) if requested == "device" else _staged(claim)]
     if probed is None:
         return [Finding("note", subject, f"{claim}; not probed")]
     findings = []
     for operation, problem in probed.items():
-        if problem:
-            findings.append(_unusable(requested, f"{operation} on CUDA buffers: {problem}"))
+        reason = f"{operation} on CUDA buffers: {problem}"
+        if problem and requested == "device":
+            findings.append(_overridden(reason))
+        elif problem:
+            findings.append(_staged(reason))
         else:
             findings.append(Finding("ok", subject, f"{operation} passed on CUDA buffers; {claim}"))
     return findings
+
+
+def check_between(
+    requested: str, hosts: Sequence[str], tried: tuple[bool, str] | None
+) -> list[Finding]:
+    """Judge what the probe found between the first and the last of `hosts`; None: not tried.
+
+    `tried` is what `probe_between` returns.
+    """
+    if tried is None:
+        return []
+    begun, problem = tried
+    subject, where = "CUDA-aware MPI", f"between {hosts[0]} and {hosts[-1]}"
+    if not begun:
+        return [
+            Finding(
+                "note",
+                subject,
+                f"not tried {where}: no job of its own could be started there ({problem})",
+                "start python -m prunex_mpi.diagnosis.probe cuda as the job is to be started",
+            )
+        ]
+    if not problem:
+        return [Finding("ok", subject, f"every operation passed on CUDA buffers {where}")]
+    if requested == "device":
+        return [_overridden(f"{where}: {problem}")]
+    reason = f"{where}: {problem}; training, which tries one host alone, would hand them over"
+    return [Finding("error", subject, reason, "give --mpi-buffers host")]
 
 
 def goes_through_host(
@@ -349,9 +380,12 @@ def device_buffers_refused(reason: str) -> Finding:
     return Finding("error", "--mpi-buffers device", reason, remedy)
 
 
-def _unusable(requested: str, reason: str) -> Finding:
-    if requested == "device":
-        return device_buffers_refused(reason)
+def _overridden(reason: str) -> Finding:
+    text = f"{reason}; --mpi-buffers device overrides that, and training may crash"
+    return Finding("warning", "--mpi-buffers device", text, "use --mpi-buffers host or auto")
+
+
+def _staged(reason: str) -> Finding:
     return Finding(
         "note",
         "CUDA-aware MPI",

@@ -137,15 +137,14 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
                 check_divergence(topology, context, loss)
             split_local(context, this, waiting="intra")
             moved_node = moved = None
+            with phase(context, this, "intra"):
+                find_reference_(wires, state)
+                z_tilde = None if parted else intra_node_consensus(node, state, settings)
             if parted:
                 with phase(context, this, "inter"):
-                    find_reference_(wires, state)
                     behind = goes_behind(context, this, stage)
                     send_part_(wires, context, settings.fragments, behind)
             else:
-                with phase(context, this, "intra"):
-                    find_reference_(wires, state)
-                    z_tilde = intra_node_consensus(node, state, settings)
                 with phase(context, this, "project"):
                     moved_node = project(leader, node, state, settings, z_tilde, stage)
                     if stage.freeze:

@@ -68,15 +68,14 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
                 check_divergence(topology, context, loss)
             split_local(context, this, waiting="intra")
             behind = goes_behind(context, this, stage)
+            with phase(context, this, "intra"):
+                find_reference_(wires, state)
+                mean = None if parted else intra_node_consensus(node, state, settings)
             if parted:
                 with phase(context, this, "inter"):
-                    find_reference_(wires, state)
                     send_part_(wires, context, settings.fragments, behind)
                     loss = mean_loss(topology.world, state, loss)
             else:
-                with phase(context, this, "intra"):
-                    find_reference_(wires, state)
-                    mean = intra_node_consensus(node, state, settings)
                 with phase(context, this, "project"):
                     project(leader, node, state, settings, mean, stage)
                     if stage.freeze:

@@ -6,6 +6,7 @@ to be zero may move.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import run_collectively
 from prunex_mpi.comm.wire import Wire, Wires
+from prunex_mpi.core.losses import softened
 from prunex_mpi.core.state import RunContext, State, momentum_of
 from prunex_mpi.methods.declared import GRASP_BELOW
 from prunex_mpi.methods.pactrain_samples import batches_to_score
@@ -87,8 +89,8 @@ def hessian_gradient_product(everyone: Wire, context: RunContext) -> Tensor:
     layout, model, temperature = state.layout, problem.model, GRASP_TEMPERATURE
     batches = batches_to_score(everyone, context)
 
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        return problem.loss(logits / temperature, labels)
+    def loss(outputs: Any, labels: Tensor) -> Tensor:
+        return problem.loss(softened(outputs, temperature), labels)
 
     slope, product = torch.zeros_like(state.theta), torch.zeros_like(state.theta)
     # The passes must leave no trace in the statistics of BatchNorm.

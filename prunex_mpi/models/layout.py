@@ -88,6 +88,11 @@ def one_or_all(values: np.ndarray) -> float | np.ndarray:
     return float(values[0]) if np.all(values == values[0]) else values
 
 
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return by name the parameters that are trained; one without an element never is."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
+
+
 def build_layout(model: nn.Module) -> Layout:
     """Return the layout of all trainable parameters of `model`.
 
@@ -97,8 +102,8 @@ def build_layout(model: nn.Module) -> Layout:
     _refuse_shared_memory(model)
     segments = []
     offset = 0
-    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    dtypes = {p.dtype for _, p in parameters}
+    parameters = trained_parameters(model)
+    dtypes = {p.dtype for p in parameters.values()}
     if len(dtypes) != 1 or not dtypes <= set(PARAMETER_DTYPES):
         raise UserError(
             "the model's trainable parameters must all be float32 or all float64, found "
@@ -111,7 +116,7 @@ def build_layout(model: nn.Module) -> Layout:
         raise UserError(
             f"the model holds {', '.join(sorted(map(str, odd)))}; make it float32 and use --amp"
         )
-    for name, parameter in parameters:
+    for name, parameter in parameters.items():
         segments.append(Segment(name, tuple(parameter.shape), offset, parameter.numel()))
         offset += parameter.numel()
     return Layout(tuple(segments), offset)
@@ -122,7 +127,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
     `flatten_` moves it elsewhere, and so would separate them.
     """
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    trained = trained_parameters(model).keys()
     spans = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.numel() or tensor.is_meta:
@@ -164,7 +169,7 @@ def flatten_(model: nn.Module, layout: Layout) -> tuple[Tensor, Tensor]:
     Returns (theta, grad): 1-D tensors of `layout.numel` elements with the parameters' dtype and
     device. `theta.grad` is `grad`, so an optimizer over `[theta]` updates the model in one pass.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = list(trained_parameters(model).values())
     theta = torch.cat([p.detach().reshape(-1) for p in parameters])
     grad = torch.zeros_like(theta)
     views = zip(parameters, layout.views(theta), layout.views(grad), strict=True)

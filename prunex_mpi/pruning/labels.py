@@ -143,7 +143,7 @@ class Labels:
     def join_along(self, labels: Tensor, dim: int) -> bool:
         """Join all labels along `dim`; return whether anything changed."""
         few = thin(labels)[0]
-        return self.join(few.narrow(dim, 0, 1).expand(few.shape), few)
+        return self.join(_first(few, dim).expand(few.shape), few)
 
     def pin(self, tensors: Iterable[object], reason: str) -> bool:
         """Keep all groups that occur in `tensors`; return whether anything changed."""
@@ -195,7 +195,7 @@ def thin(*labels: Tensor) -> list[Tensor]:
     found = list(labels)
     for dim in range(labels[0].dim()):
         if all(t.stride(dim) == 0 for t in found):
-            found = [t.narrow(dim, 0, 1) for t in found]
+            found = [_first(t, dim) for t in found]
     return found
 
 
@@ -207,7 +207,12 @@ def distinct(labels: Iterable[Tensor]) -> set[int]:
 def varying(labels: Tensor) -> list[int]:
     """Return the dimensions along which labels vary."""
     few = thin(labels)[0]
-    return [d for d in range(few.dim()) if bool((few != few.narrow(d, 0, 1)).any())]
+    return [d for d in range(few.dim()) if bool((few != _first(few, d)).any())]
+
+
+def _first(labels: Tensor, dim: int) -> Tensor:
+    """Return the first slice of labels along `dim`, an empty one where there is none."""
+    return labels.narrow(dim, 0, min(1, labels.shape[dim]))
 
 
 def first_along(labels: Tensor, dim: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from prunex_mpi.base.errors import UserError, one_line
-from prunex_mpi.models.layout import Layout, matrices
+from prunex_mpi.models.layout import Layout, matrices, trained_parameters
 from prunex_mpi.pruning.projection import kept_count
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -70,7 +70,7 @@ def add_gradients_(
     total: Tensor, layout: Layout, model: nn.Module, loss: Loss, batches: Batches
 ) -> None:
     """Add ∇L of each batch to `total`; the parameters' own gradients are left alone."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = list(trained_parameters(model).values())
     for images, labels in batches:
         value = loss(model(images), labels)
         _add_(total, layout, torch.autograd.grad(value, parameters, allow_unused=True))
@@ -88,7 +88,7 @@ def add_hessian_products_(
 
     Raises UserError for a model that cannot be differentiated twice.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = list(trained_parameters(model).values())
     for images, labels in batches:
         try:
             # Only the plain kernel of attention has a second derivative.

@@ -64,11 +64,13 @@ def read_run(
     with_data: bool = True,
     going: Callable[[], None] = lambda: None,
     given: Collection[str] = (),
+    whole: bool = True,
 ) -> FinishedRun:
     """Return the run in the folder `path`; its data may have moved to `data_dir`.
 
     Only `with_data` are there test images. `going` is called as its file is read. Of what the run
-    names as package.module:function, modules are imported that the user has `given` alone.
+    names as package.module:function, only what the user has `given` is imported; not `whole`,
+    another function of its module as well.
 
     Raises UserError (UNREADABLE) for a run that did not end well, damaged files, a model whose
     source has changed, and missing data; UserError (USAGE) for a model that can't be built.
@@ -79,7 +81,7 @@ def read_run(
         raise UserError(f"{path} is not the folder of a run: it has no config.toml", UNREADABLE)
     settings = resumed(read_saved(str(path)), {"data_dir": data_dir} if data_dir else {})
     config = f"{path}/config.toml"
-    check_named("model", settings.model, given, config, path)
+    check_named("model", settings.model, given, config, path, whole)
     if with_data:
         check_named("dataset", settings.dataset, given, config, path)
     summary = read_summary(path)

@@ -285,7 +285,9 @@ def _read(
     found: dict[str, Any] = {"description": None, "layers": {}, "look": None, "classes": []}
     if path.is_dir():
         check_not_exported(path, "--teacher")
-        run = read_run(path, with_data=False, going=going, given=(settings.model, settings.loss))
+        # --model names the learner: of the user's own, its module may have the teacher as well.
+        given = settings.model, settings.loss
+        run = read_run(path, with_data=False, going=going, given=given, whole=False)
         network, name = run.model, run.settings.model
         found |= {"description": run.description, "look": (run.mean.tolist(), run.std.tolist())}
         found["layers"] = run.summary["delivered"].get("layers", {})

@@ -46,6 +46,7 @@ from prunex_mpi.core.state import (
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.data.text import WindowStream
 from prunex_mpi.models import batchnorm
+from prunex_mpi.models.layout import trained_parameters
 
 FIXED = "fixed."
 OF_THE_MODEL = ("buffer.", FIXED)
@@ -116,8 +117,8 @@ def common_contents(state: State, problem: Problem, complete: bool) -> tuple[Ten
 
 def _fixed(problem: Problem) -> Tensors:
     """Return the parameters that are not trained, by the names that a checkpoint gives them."""
-    parameters = problem.model.named_parameters()
-    return {f"{FIXED}{name}": p.detach() for name, p in parameters if not p.requires_grad}
+    trained, every = trained_parameters(problem.model), problem.model.named_parameters()
+    return {f"{FIXED}{name}": p.detach() for name, p in every if name not in trained}
 
 
 def _numbers(state: State, stream: BatchStream | WindowStream, position: Position) -> Numbers:
@@ -305,8 +306,11 @@ def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, context: Run
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
 
 
-def put_common(topology: Topology, parts: Parts, old_size: int, context: RunContext) -> None:
-    """Restore what ranks on other nodes have in common. Collective on `world` and `node`."""
+def put_common(topology: Topology, parts: Parts, old_size: int, context: RunContext) -> bool:
+    """Restore what ranks on other nodes have in common; return whether outer iterations are lost.
+
+    Those of nodes that were apart since z was agreed on. Collective on `world` and `node`.
+    """
     world, settings, transport = topology.world, context.settings, context.transport
     state, problem = context.state, context.problem
     means = remembered(state.optimizer, state.theta)
@@ -362,6 +366,7 @@ def put_common(topology: Topology, parts: Parts, old_size: int, context: RunCont
             update_rho2(state, settings)
         common["position"]["under_way"] = ""
     common["position"]["part"] = 0
+    lost = common["position"]["apart"]
     common["position"]["apart"] = False
     state.theta.copy_(state.z)
     state.z_node.copy_(state.z)
@@ -381,6 +386,7 @@ def put_common(topology: Topology, parts: Parts, old_size: int, context: RunCont
         state.scaler.load_state_dict(common["scaler"])
     problem.train.reshuffle([settings.seed, world.rank, state.position.iteration])
     torch.manual_seed((settings.seed + state.position.iteration) * world.size + world.rank)
+    return lost
 
 
 def _put_fixed(

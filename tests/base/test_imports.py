@@ -16,7 +16,10 @@ def test_what_a_file_alone_names_is_not_imported(tmp_path: Path, monkeypatch) ->
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="repeat it as --model trap:f"):
         check_named("model", "trap:f", ["other:f"], "plan.json")
+    with pytest.raises(UserError, match="repeat it as --model trap:f"):
+        check_named("model", "trap:f", ["trap:g"], "plan.json")
     assert "trap" not in sys.modules
+    check_named("model", "trap:f", ["trap:g"], "plan.json", whole=False)
     check_named("model", "trap:f", ["trap:f"], "plan.json")
     check_named("model", "resnet8", [], "plan.json")
 

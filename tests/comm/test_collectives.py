@@ -1,6 +1,7 @@
 """Collectives on tensors against numpy: any size, dtype and node shape, staged or not."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -32,6 +33,7 @@ from prunex_mpi.comm.collectives import (
     mpi_buffer,
     reduce_,
     staged,
+    staged_parts,
     sum_halves_,
 )
 from prunex_mpi.comm.traffic import Traffic
@@ -254,6 +256,31 @@ def test_pieces_are_staged_together_and_cut_as_if_they_were_not() -> None:
     assert [len(pieces) for pieces in stretches] == [2, 1]
     assert list(chain(*stretches)) == [p.tolist() for p in torch.arange(26.0).split(10)]
     assert flat.equal(torch.arange(26.0) + 1)
+
+
+def test_the_next_part_is_copied_while_one_is_reduced() -> None:
+    """And the stream waits for its values before, but not the caller."""
+    way, begun = transport("staged", 40), []
+    flat = torch.arange(25.0)
+    parts = [flat[:8], flat[8:20], flat[20:]]
+    ready = [partial(begun.append, number) for number in range(3)]
+    found = []
+    for operand, last in staged_parts(parts, ready, way):
+        ahead = next(t for t in way.staging if t.data_ptr() != operand.data_ptr())
+        found.append((operand.tolist(), list(begun), last))
+        if not last:
+            place = sum(len(values) for values, *_ in found)
+            assert ahead[:4].view(torch.float32) == flat[place]
+        operand.add_(100)
+    assert [begun for _, begun, _ in found] == [[0, 1], [0, 1], [0, 1, 2], [0, 1, 2]]
+    assert [last for *_, last in found] == [False, False, False, True]
+    # Stretches are those of each part alone: so MPI adds up as if they came one by one.
+    assert [len(values) for values, *_ in found] == [8, 10, 2, 5]
+    assert torch.equal(flat, torch.arange(25.0) + 100)
+    begun.clear()
+    for _ in staged_parts(parts, ready, transport("direct", 40)):
+        found.append(len(begun))
+    assert found[-3:] == [1, 2, 3]
 
 
 def test_what_is_staged_is_copied_where_it_is_wanted() -> None:

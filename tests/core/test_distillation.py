@@ -69,6 +69,15 @@ def test_half_precision_is_compared_in_float32() -> None:
     assert loss.dtype == torch.float32
 
 
+def test_of_several_outputs_the_teacher_looks_at_the_first() -> None:
+    images = torch.randn(BATCH, 3, SIDE, SIDE, dtype=torch.float64)
+    teacher, outputs = Teacher(linear(1), 0.5, 4.0), linear(2)(images)
+    alone, among = (distilled(teacher, images, o, 0.0) for o in (outputs, (outputs, images)))
+    assert torch.equal(alone, among)
+    with pytest.raises(UserError, match="--teacher needs logits"):
+        distilled(teacher, images, (images, outputs), 0.0)
+
+
 @pytest.mark.parametrize("given", [{"distillation_alpha": 0.3}, {"distillation_tau": 2.0}])
 def test_settings_of_a_teacher_need_one(given: dict[str, float]) -> None:
     with pytest.raises(UserError, match="means nothing without --teacher"):

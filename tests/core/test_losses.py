@@ -9,7 +9,8 @@ from pretended import CPU, GPU, pretended_gpu
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.losses import check_single_output, find_losses
+from prunex_mpi.core.losses import cross_entropy, find_losses, logits_of, softened
+from prunex_mpi.core.task import by_position
 
 
 def scalar(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -48,9 +49,32 @@ def test_a_loss_is_tried_where_it_will_be_used(monkeypatch: pytest.MonkeyPatch) 
 
 def test_several_outputs_are_for_a_loss_of_one_s_own() -> None:
     outputs = torch.zeros(2, 3), torch.zeros(2, 3)
-    smoothed = partial(F.cross_entropy, label_smoothing=0.1)
-    for loss in (F.cross_entropy, smoothed):
-        check_single_output(outputs[0], loss)
+    labels = torch.zeros(2, dtype=torch.int64)
+    for loss in (cross_entropy, partial(cross_entropy, smoothing=0.1)):
+        loss(outputs[0], labels)
         with pytest.raises(UserError, match="returns tuple while it trains"):
-            check_single_output(outputs, loss)
-    check_single_output(outputs, lambda pair, labels: F.cross_entropy(pair[0], labels))
+            loss(outputs, labels)
+
+
+def test_of_several_outputs_of_text_a_loss_gets_each_by_position() -> None:
+    logits, share = torch.randn(2, 4, 3), torch.tensor(0.5)
+    targets = torch.tensor([[0, 1, 2, 0], [2, 2, 1, 0]])
+
+    def both(outputs: tuple[torch.Tensor, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs[0], labels) + outputs[1]
+
+    found = by_position(both, (logits, share), targets)
+    assert found == F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + share
+    with pytest.raises(UserError, match="returns tuple while it trains"):
+        by_position(cross_entropy, (logits, share), targets)
+
+
+def test_of_several_outputs_the_first_are_the_logits() -> None:
+    logits, features = torch.randn(2, 3), torch.randn(2, 8)
+    assert logits_of([logits, features], logits.shape, "x") is logits
+    for outputs in ((features, logits), {"logits": logits}, (), (None, logits)):
+        with pytest.raises(UserError, match=r"x needs logits \[2, 3\].* the model returns"):
+            logits_of(outputs, logits.shape, "x")
+    first, second, third = softened((logits, features, 2 * logits), 4.0)
+    assert torch.equal(first, logits / 4) and torch.equal(third, logits / 2)
+    assert second is features

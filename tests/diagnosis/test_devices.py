@@ -216,6 +216,34 @@ def test_probe_of_one_operation_names_it(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
 
+@pytest.mark.parametrize("library", ["Open MPI v5.0.11", "MPICH 5.0.2"])
+def test_probe_between_hosts_is_one_job_on_two_of_them(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside an allocation, beside the step of this job."""
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    def run(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess:
+        started.append((command, env))
+        said = "probe began\n" if len(started) == 1 else ""
+        return subprocess.CompletedProcess(command, 139, said, "no route")
+
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_PROCID", "SLURM_STEP_ID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(devices, "library_name", lambda: library)
+    monkeypatch.setattr(devices.shutil, "which", lambda _: "mpiexec")
+    monkeypatch.setattr(devices.subprocess, "run", run)
+    problem = "the probe ended with code 139: no route"
+    assert devices.probe_between("cuda", ["a", "b", "c"]) == (True, problem)
+    assert devices.probe_between("cuda", ["a", "b", "c"]) == (False, problem)
+    command, env = started[0]
+    places = ["--host", "a:1,c:1"] if "Open" in library else ["-hosts", "a,c", "-ppn", "1"]
+    assert command[:5] == ["mpiexec", "-n", "2", *places[:2]]
+    assert command[-3:] == ["-m", "prunex_mpi.diagnosis.probe", "cuda"]
+    assert {"SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_OVERLAP"} <= set(env)
+    assert not {"SLURM_PROCID", "SLURM_STEP_ID"} & set(env)
+
+
 def test_probe_is_not_started_as_a_rank_of_this_job(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, str] = {}
 

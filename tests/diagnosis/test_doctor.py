@@ -261,7 +261,8 @@ def test_a_job_of_slurm_that_is_over_fails() -> None:
         ("device", "cuda", False, None, ["error"]),
         ("auto", "cuda", None, PASSED, ["ok", "ok"]),
         ("auto", "cuda", True, CRASHED, ["ok", "note"]),
-        ("device", "cuda", True, CRASHED, ["ok", "error"]),
+        # The user's word overrides the probe, and training takes it.
+        ("device", "cuda", True, CRASHED, ["ok", "warning"]),
     ],
 )
 def test_cuda_awareness_is_what_the_probe_says(
@@ -280,6 +281,25 @@ def test_cuda_awareness_is_what_the_probe_says(
         assert "Bcast on CUDA buffers: the probe ended with code 139" in found[1].reason
     for finding in errors(found):
         assert finding.subject == "--mpi-buffers device"
+
+
+@pytest.mark.parametrize(
+    ("requested", "tried", "severities"),
+    [
+        ("auto", None, []),
+        ("auto", (True, ""), ["ok"]),
+        ("auto", (False, "code 255: Host key verification failed"), ["note"]),
+        ("auto", (True, "the probe ended with code 139"), ["error"]),
+        ("device", (True, "the probe ended with code 139"), ["warning"]),
+    ],
+)
+def test_the_path_between_hosts_is_judged_by_what_was_tried(
+    requested: str, tried: tuple[bool, str] | None, severities: list[str]
+) -> None:
+    found = findings_ranks.check_between(requested, ["first", "second", "last"], tried)
+    assert [f.severity for f in found] == severities
+    for finding in found:
+        assert "between first and last" in finding.reason and tried[1] in finding.reason
 
 
 @pytest.mark.parametrize(

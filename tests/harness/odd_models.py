@@ -6,6 +6,7 @@ import time
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.nn.utils import weight_norm
 
 from prunex_mpi.models.build import build_model
@@ -44,6 +45,13 @@ class _MoreWhileTraining(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         outputs = self.body(x)
         return (outputs, outputs) if self.training else outputs
+
+
+def loss_of_both(
+    outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor
+) -> torch.Tensor:
+    several = outputs if isinstance(outputs, tuple) else (outputs,)
+    return sum(cross_entropy(output, labels) for output in several)
 
 
 def more_while_training(num_classes: int, image_size: int) -> nn.Module:
@@ -220,3 +228,23 @@ def randomise_(model: nn.Module) -> None:
                 buffer.copy_(0.3 * values)
             elif key.endswith("running_var"):
                 buffer.copy_(0.5 + values.square())
+
+
+class _WithEmpty(nn.Module):
+    """Hold parameters of no element: on its own, inside a layer, and of a layer of no output."""
+
+    def __init__(self, body: nn.Module, num_classes: int):
+        super().__init__()
+        self.first = nn.Parameter(torch.empty(0, 3))
+        self.body = body
+        self.body[0].register_parameter("extra", nn.Parameter(torch.empty(0)))
+        self.none = nn.Linear(num_classes, 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = self.body(x)
+        outputs = outputs + self.first.sum() + self.body[0].extra.sum()
+        return torch.cat([outputs, self.none(outputs)], dim=1)
+
+
+def with_empty_parameters(num_classes: int, image_size: int) -> nn.Module:
+    return _WithEmpty(small(num_classes, image_size), num_classes)

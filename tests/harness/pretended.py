@@ -146,7 +146,7 @@ def pretended_gpu() -> Iterator[Counter[str]]:
         waits["synchronize"] += 1
 
     stream = SimpleNamespace(synchronize=count, wait_stream=lambda other: None)
-    event = SimpleNamespace(synchronize=lambda: None, record=lambda stream: None)
+    event = SimpleNamespace(wait=lambda: None, record=lambda stream: None)
     with pytest.MonkeyPatch.context() as patch:
         cuda = torch.cuda
         for name in ("Stream", "current_stream"):

@@ -5,6 +5,7 @@ import torch
 from driving import COMMON, run_driver
 from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
+from small_runs import small_run
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
@@ -13,6 +14,7 @@ from prunex_mpi.core.state import EACH, OWN, SHARED
 from prunex_mpi.methods.declared import METHODS
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout
+from prunex_mpi.run.supervision import driver_of
 
 
 def remembered(method: str, **changes: object) -> dict[str, torch.Tensor]:
@@ -41,6 +43,31 @@ def test_what_workers_keep_of_gradients_is_not_for_float16(method: str) -> None:
     """A step whose gradient overflows is left out, but not what it has left in a memory."""
     with pytest.raises(UserError, match="amp fp16"):
         make(method=method, amp="fp16")
+
+
+@pytest.mark.skipif(WORLD.size > 1, reason="one rank compresses as several do")
+@pytest.mark.parametrize("method", [m.name for m in METHODS])
+def test_parameters_without_elements_do_no_harm(method: str) -> None:
+    changes = {"prunetrain_reconfigure_every": 1} if method == "prunetrain" else {}
+    changes |= {"model": "odd_models:with_empty_parameters", "outer_iterations": 2}
+    with nodes_of(1) as topology, small_run(topology, "dense", method=method, **changes) as context:
+        before = context.state.theta.clone()
+        for _ in driver_of(context.settings).outer_iterations(topology, context):
+            pass
+        assert torch.isfinite(context.state.theta).all()
+        assert not torch.equal(
+            context.state.theta[: len(before)], before[: len(context.state.theta)]
+        )
+
+
+@pytest.mark.skipif(WORLD.size > 1, reason="samples of all ranks are those of one")
+def test_grasp_takes_several_outputs_as_training_does() -> None:
+    both = {"model": "odd_models:more_while_training", "loss": "odd_models:loss_of_both"}
+    grasp = {"pactrain_score": "grasp", "pactrain_prune_iteration": 1, "train_samples": 400}
+    with nodes_of(1) as topology, small_run(topology, "pactrain", **both, **grasp) as context:
+        for _ in driver_of(context.settings).outer_iterations(topology, context):
+            pass
+        assert context.state.frozen
 
 
 class Bright(RandomStream):

@@ -46,11 +46,12 @@ def test_segments_follow_named_parameters_without_gaps() -> None:
     assert offsets == [0, *np.cumsum([p.numel() for _, p in named])]
 
 
-def test_shared_modules_count_once_and_frozen_parameters_not_at_all() -> None:
+def test_shared_modules_count_once_and_frozen_or_empty_parameters_not_at_all() -> None:
     layout = build_layout(Tied())
     names = [s.name for s in layout.segments]
-    assert names == ["gain", "nothing", "inner.weight", "inner.bias"]
-    assert layout.numel == 1 + 0 + 9 + 3
+    # What has no element has nothing to train.
+    assert names == ["gain", "inner.weight", "inner.bias"]
+    assert layout.numel == 1 + 9 + 3
 
 
 class Sharing(nn.Module):
@@ -116,8 +117,7 @@ def test_model_computes_and_differentiates_in_the_flat_vectors(dtype: torch.dtyp
     assert torch.equal(model(x), before)
 
     model(x).sum().backward()
-    found = [v for v in layout.views(grad) if v.numel()]
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(layout.views(grad), expected, strict=True):
         torch.testing.assert_close(one, other)
     theta.zero_()
     assert torch.equal(model(x), torch.zeros_like(before))
@@ -169,7 +169,7 @@ def tied_vector() -> tuple[Layout, Tensor]:
     return layout, torch.arange(1.0, 1 + layout.numel, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("factors", [[3, 3, 3, 3], [2, 5, -1, 0.5]])
+@pytest.mark.parametrize("factors", [[3, 3, 3], [2, -1, 0.5]])
 def test_scale_multiplies_each_segment_by_its_factor(factors: list[float]) -> None:
     layout, flat = tied_vector()
     expected = flat.clone()
@@ -206,7 +206,7 @@ def test_fill_and_squared_distances_go_segment_by_segment(
     assert distances.dtype == np.float64
     np.testing.assert_allclose(distances, 4 * np.array(expected), rtol=1e-14)
 
-    values = np.array([4.0, 9.0, -2.0, 0.25])
+    values = np.array([4.0, -2.0, 0.25])
     fill_(flat, layout, values)
     for view, value in zip(layout.views(flat), values, strict=True):
         assert torch.all(view == value)

@@ -274,6 +274,9 @@ def test_patterns_are_those_of_the_weights(run: Path) -> None:
         drawn = run_figures.patterns(read_run(run), ("a", "b.weight"))
     (stripes, dense) = (axes.images[0].get_array() for axes in drawn.figure.axes)
     assert stripes.shape == (4, 12) and dense.shape == (2, 18)
+    # White zeros at an edge are told from the page by a frame.
+    frames = [spine for axes in drawn.figure.axes for spine in axes.spines.values()]
+    assert all(spine.get_visible() for spine in frames)
     assert stripes[1].max() == 0 and stripes[:, 8:].max() == 0 and stripes[0, :8].min() == 1
     assert "whole rows of zeros 1 of 4, columns 4 of 12" in below(drawn)["a.weight"][0]
     # Unasked, only what has zeros is shown.
@@ -305,6 +308,7 @@ def test_large_patterns_are_drawn_as_shares() -> None:
         ("14 RUN", "no figure '14'"),
         ("5 RUN --output x.txt", ".svg, .png or .pdf"),
         ("5 RUN --layers a", "--layers is for figures 11 and 13"),
+        ("10 RUN --layers a", "ranks record norms over all layers"),
         ("5 NOWHERE", "there is no run"),
         ("5", "required: RUN"),
     ],

@@ -537,6 +537,22 @@ def test_weights_that_are_not_trained_come_back(after: int) -> None:
                 assert not parameter.requires_grad
 
 
+def test_what_nodes_did_apart_is_said_to_be_lost_on_others() -> None:
+    if WORLD.size == 1:
+        pytest.skip("one rank makes one kind of node")
+    with run_directory() as files:
+        with nodes_of(1) as topology:
+            first = new_run(topology, "apart")
+            # In the fifth iteration, which is the first to exchange after the third.
+            list(first.iterate(StopsAt(13)))
+            first.save(files)
+        with nodes_of(WORLD.size) as topology:
+            restored = new_run(topology, "apart").restore(files)
+            assert restored.lost and "since nodes last exchanged are lost" in restored.describe()[0]
+        with nodes_of(1) as topology:
+            assert not new_run(topology, "apart").restore(files).lost
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (3, 2)])
 @pytest.mark.parametrize("scenario", ["recipe", "paper", "apart"])
 def test_other_nodes_take_over_what_is_common(scenario: str, before: int, after: int) -> None:
@@ -557,7 +573,7 @@ def test_other_nodes_take_over_what_is_common(scenario: str, before: int, after:
                 return
             second = new_run(topology, scenario, torch.float64)
             restored = second.restore(files)
-            assert restored.other_nodes
+            assert restored.other_nodes and not restored.lost
             assert "duals start at" in restored.describe()[0]
             new = vectors(second)
             for name in ("z", "mask", "rho1", "rho2"):

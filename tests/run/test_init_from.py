@@ -53,7 +53,7 @@ def trained(classes: int = 10) -> torch.nn.Module:
 
 
 def save(folder: Path) -> str:
-    torch.save({"state_dict": trained().state_dict()}, folder / "weights.pt")
+    save_file(trained().state_dict(), folder / "weights.pt")
     return str(folder / "weights.pt")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from jobs import metrics_of, run_folder, run_job_here
 from nodes import WORLD, nodes_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_runs import COMMON, SCENARIOS, small_run
 
 from prunex_mpi.base.errors import UserError
@@ -27,7 +27,7 @@ PAINTED = {"image_mean": (0.3,) * 3, "image_std": (0.4,) * 3}
 def save(folder: Path, classes: int = 10, name: str = "teacher.pt") -> str:
     torch.manual_seed(11)
     model = build_model(MODEL, Images(8, classes))
-    torch.save(model.state_dict(), folder / name)
+    save_file(model.state_dict(), folder / name)
     return str(folder / name)
 
 
@@ -41,7 +41,7 @@ def run_settings(folder: Path, **changes: Any) -> dict[str, Any]:
 def test_every_rank_learns_from_the_network_of_a_file(scenario: str) -> None:
     with run_folder() as folder:
         path = WORLD.bcast(save(folder) if WORLD.rank == 0 else None)
-        wanted = torch.load(path, weights_only=True)
+        wanted = load_file(path)
         common = {"model": MODEL, "teacher": path, "distillation_alpha": 1.0}
         with nodes_of(2) as topology, small_run(topology, scenario, **common) as context:
             problem = context.problem
@@ -95,7 +95,7 @@ def test_a_taught_run_goes_on_as_if_it_had_not_ended_and_with_its_teacher_alone(
             (run / "summary.json").unlink()
             torch.manual_seed(12)
             other = build_model(MODEL, Images(8, 10))
-            torch.save(other.state_dict(), path)
+            save_file(other.state_dict(), path)
         WORLD.Barrier()
         with pytest.raises(UserError, match=r"is not the file of before.*--teacher-digest"):
             run_job_here(parse(["--resume", "--run-dir", str(run)]))

@@ -194,7 +194,8 @@ def check_plan_names(common: Mapping[str, Any], rows: Sequence[Row], words: Sequ
     given = [word.partition("=")[2] if word.startswith("--") else word for word in words]
     for values in (common, *(row.own for row in rows)):
         for what in ("model", "dataset", "loss"):
-            check_named(what, values.get(what, ""), given, "the file of --plan")
+            # Rows may have several models, of which a flag names one.
+            check_named(what, values.get(what, ""), given, "the file of --plan", whole=False)
 
 
 def _row(name: str, table: Mapping[str, Any], where: str) -> Row:

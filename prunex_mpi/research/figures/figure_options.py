@@ -56,6 +56,11 @@ def parse(argv: Sequence[str]) -> Options:
     given = build_parser().parse_all(argv)
     if given.number not in FIGURES:
         raise UserError(f"there is no figure {quote(given.number)}; there are {', '.join(FIGURES)}")
+    if given.layers and given.number == "10":
+        raise UserError(
+            "--layers: ranks record norms over all layers, since a norm of each layer on each rank "
+            "would be ranks times as much as layers.jsonl; figure 11 has layers, over all ranks"
+        )
     if given.layers and given.number not in ("11", "13"):
         raise UserError("--layers is for figures 11 and 13; leave it away")
     output = given.output or f"figure-{given.number}.svg"

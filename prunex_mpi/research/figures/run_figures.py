@@ -535,6 +535,8 @@ def patterns(run: Run, wanted: Sequence[str]) -> Drawn:
             extent=(0, kept.shape[1], kept.shape[0], 0),
         )
         panel.grid(False)
+        # Zeros are as white as what is around them.
+        panel.spines[:].set_visible(True)
         panel.set_title(plain(name), loc="left", fontsize=8)
         panel.set_ylabel("C_out", fontsize=8)
         gone = (~kept.any(axis=1)).sum(), (~kept.any(axis=0)).sum()
