@@ -140,13 +140,6 @@ class DroppingAttention(nn.Module):
         return self.proj_drop(self.proj(y.transpose(1, 2).reshape(n, s, c)))
 
 
-class HiddenDropout(OwnAttention):
-    """One whose dropout is no module."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(super().forward(x), 0.1, self.training)
-
-
 class ApartAttention(nn.Module):
     """Three layers for queries, keys and values, and numbers that the module keeps."""
 
@@ -223,10 +216,6 @@ def own_attention(num_classes: int, image_size: int) -> nn.Module:
 
 def dropping_attention(num_classes: int, image_size: int) -> nn.Module:
     return OwnTransformer(DroppingAttention, num_classes, image_size)
-
-
-def hidden_dropout(num_classes: int, image_size: int) -> nn.Module:
-    return OwnTransformer(HiddenDropout, num_classes, image_size)
 
 
 def apart_attention(num_classes: int, image_size: int) -> nn.Module:
