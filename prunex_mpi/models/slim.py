@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # The keys under which channels of a SlimRMSNorm and the numbers of torch calls are stated.
@@ -288,7 +288,7 @@ def slim_attention(
 ATTENTIONS = (nn.MultiheadAttention, SlimAttention)
 TORCH_FILES = str(Path(torch.__file__).parent / "_")[:-1]
 # Functions of modes, which stand between a line of code and torch.
-PASSING = ("__torch_function__", "call_corrected", "_call_whole")
+PASSING = ("__torch_function__", "call_corrected", "run_corrected")
 # By line of code, for each torch call in it what it asks for and gets: [asked, given] or None for
 # each argument, in their order; {"sizes": [...]} for pieces; {"whole": [argument, dimension, size,
 # places of what is left], "back": dimension of the result, "numbers": [...]} where zeros are filled
@@ -371,7 +371,11 @@ def call_corrected(
         dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
         return torch.split(args[0], given["sizes"], dim)
     if isinstance(given, dict):
-        return _call_whole(given, func, args, kwargs)
+        filled = Filled(func, given)
+        if has_torch_function(tensors := [t for t in flatten(args) if isinstance(t, Tensor)]):
+            # Other modes see a single call, with what its code gives.
+            return handle_torch_function(filled, tensors, *args, **kwargs)
+        return filled(*args, **kwargs)
     leaves = flatten((args, kwargs))
     if len(leaves) != len(given):
         raise RuntimeError(f"{func.__name__} has {len(leaves)} arguments where it had {len(given)}")
@@ -389,18 +393,27 @@ def call_corrected(
     return func(*args, **kwargs)
 
 
-def _call_whole(given: dict[str, Any], func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call `func` with zeros in the place of channels that are gone, and leave them out again."""
-    leaves, (place, dim, size, kept) = flatten((args, kwargs)), given["whole"]
-    for number, wanted in enumerate(given["numbers"]):
-        leaves[number] = leaves[number] if wanted is None else wanted
-    x = leaves[place]
-    places = torch.tensor(kept, device=x.device)
-    shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
-    leaves[place] = x.new_zeros(shape).index_copy(dim, places, x)
-    args, kwargs = rebuild((args, kwargs), iter(leaves))
-    result = func(*args, **kwargs)
-    return result if given["back"] is None else result.index_select(given["back"], places)
+class Filled:
+    """A torch function that gets zeros in the place of channels that are gone.
+
+    What it returns is without them again.
+    """
+
+    def __init__(self, func: Callable, given: dict[str, Any]) -> None:
+        self.func, self.given, self.__name__ = func, given, func.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        leaves, (place, dim, size, kept) = flatten((args, kwargs)), self.given["whole"]
+        for number, wanted in enumerate(self.given["numbers"]):
+            leaves[number] = leaves[number] if wanted is None else wanted
+        x = leaves[place]
+        places = torch.tensor(kept, device=x.device)
+        shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+        leaves[place] = x.new_zeros(shape).index_copy(dim, places, x)
+        args, kwargs = rebuild((args, kwargs), iter(leaves))
+        result, back = self.func(*args, **kwargs), self.given["back"]
+        return result if back is None else result.index_select(back, places)
 
 
 class CallsCorrected:
@@ -408,9 +421,7 @@ class CallsCorrected:
 
     corrected_calls: Calls
 
-    # Reading frames is nothing to compile.
-    @torch.compiler.disable
-    def forward(self, *args: Any, **options: Any) -> Any:
+    def run_corrected(self, *args: Any, **options: Any) -> Any:
         """Run the forward pass of the module's class with other numbers."""
         with Corrected(self, self.corrected_calls) as mode:
             result = super().forward(*args, **options)
@@ -419,6 +430,9 @@ class CallsCorrected:
                 raise RuntimeError(f"{type(self).__name__} no longer has the code '{lost[0]}'")
             self.found_calls = True
         return result
+
+    # Reading frames is nothing to compile.
+    forward = torch.compiler.disable(run_corrected)
 
 
 @functools.cache

@@ -17,7 +17,14 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.dummy_input import dummy_input, evaluating
 from prunex_mpi.models.inputs import Inputs
-from prunex_mpi.models.slim import SlimRMSNorm, as_rms_norm, call_site, flatten, norm_dim
+from prunex_mpi.models.slim import (
+    SlimLayerNorm,
+    SlimRMSNorm,
+    as_rms_norm,
+    call_site,
+    flatten,
+    norm_dim,
+)
 from prunex_mpi.pruning import label_attention, label_layers
 from prunex_mpi.pruning.label_shapes import TEMPLATES, shape
 from prunex_mpi.pruning.labels import (
@@ -290,6 +297,7 @@ def follow_input(model: nn.Module, inputs: Inputs, plain: frozenset[str], pins: 
         for name, module in model.named_modules()
         if (isinstance(module, nn.LayerNorm) and norm_dim(module) is not None)
         or (isinstance(module, nn.GroupNorm) and module.num_groups == 1 and module.affine)
+        or isinstance(module, SlimLayerNorm)
     }
     labels.norms |= {f"{name}.weight" for name in find_rms_norms(model)}
     given = dummy_input(model, inputs)
@@ -315,11 +323,15 @@ def find_rms_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def plain_norms(model: nn.Module) -> Iterator[None]:
-    """Make every RMSNorm written by hand call torch's own while the context lasts."""
+    """Make norms written by hand, and those that became smaller, call torch's own for a while."""
     changed = [m for m in find_rms_norms(model).values() if not isinstance(m, nn.RMSNorm)]
+    slim = [m for m in model.modules() if isinstance(m, SlimLayerNorm)]
     try:
         for module in changed:
             module.forward = partial(_normalise, as_rms_norm(module))
+        for module in slim:
+            module.forward = partial(_normalise_layer, module)
+        changed += slim
         yield
     finally:
         for module in changed:
@@ -331,6 +343,15 @@ def _normalise(norm: SlimRMSNorm, x: Tensor) -> Tensor:
     share = norm.weight.numel() / norm.width
     eps = None if norm.eps is None else norm.eps / share
     return F.rms_norm(x, norm.weight.shape, norm.weight, eps) * share**-0.5
+
+
+def _normalise_layer(norm: SlimLayerNorm, x: Tensor) -> Tensor:
+    if norm.dim is None:
+        return F.group_norm(x, 1, norm.weight, norm.bias, norm.eps)
+    x = x.movedim(norm.dim, -1)
+    return F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps).movedim(
+        -1, norm.dim
+    )
 
 
 def _is_positive(exponent: object) -> bool:

@@ -105,8 +105,11 @@ def multiply_matrices(labels: Labels, result: Tensor, first: Tensor, second: Ten
             labels.pin([second], "all channels are multiplied by it")
             labels.label(result, found[0].narrow(-1, 0, 1).expand(result.shape), zeros[0])
             return
-        if ways == [[first.dim() - 1], [second.dim() - 2]] and any(zeros):
+        if (
+            ways == [[first.dim() - 1], [second.dim() - 2]]
             # A sum over channels, to which those of zero add nothing.
+            and all([labels.mix(first, -1, filled=False), labels.mix(second, -2, filled=False)])
+        ):
             inner = [first_along(f, d[0]) for f, d in zip(found, ways, strict=True)]
             labels.join(*inner)
             labels.label_pinned([result])

@@ -148,7 +148,8 @@ class Activity(TorchFunctionMode):
             self.look(operands[0], (*operands, *named.values()), READERS[name])
             # A weight that is computed from the module's own.
             own = f"{self.places.module}{WEIGHT}"
-            if own in self.readers and not any(isinstance(a, nn.Parameter) for a in operands):
+            weight = named.get("weight", operands[1] if len(operands) > 1 else None)
+            if own in self.readers and id(weight) not in self.names:
                 self.note(own, operands[0], self.readers[own], READERS[name])
         elif name in PRODUCTS:
             place = PRODUCTS[name]

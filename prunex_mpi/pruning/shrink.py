@@ -163,9 +163,11 @@ def _add_own_sizes(
 class Fitting(TorchFunctionMode):
     """Correct all torch calls as `numbers` says without `removed`; note in `found` which differ."""
 
-    def __init__(self, places: Places, coupling: Coupling, removed: np.ndarray) -> None:
+    def __init__(
+        self, places: Places, coupling: Coupling, removed: np.ndarray, before: dict[str, Calls]
+    ) -> None:
         super().__init__()
-        self.places, self.removed = places, removed
+        self.places, self.removed, self.before = places, removed, before
         self.wanted: dict[Site, list[Numbers | tuple[Mixed, np.ndarray]]] = {}
         mixed = {call.site: (call, ids) for call, ids in coupling.mixed if call.filled}
         for entry in coupling.calls:
@@ -223,17 +225,25 @@ class Fitting(TorchFunctionMode):
 
     def fill(self, call: Mixed, ids: np.ndarray, leaves: list[object]) -> object:
         """Return with which zeros, and with which numbers, a call mixes channels."""
-        kept = kept_slices(ids, self.removed)
-        if kept.all():
-            return None
+        name, line, number = call.site
+        known = self.before.get(name, {}).get(line, [])[number : number + 1]
+        before = known[0] if known and isinstance(known[0], dict) else None
+        size, places = len(ids), np.arange(len(ids))
         numbers = [
-            number if number is not None and number != leaf else None
-            for number, leaf in zip(call.numbers, leaves, strict=True)
+            wanted if wanted is not None and wanted != asked else None
+            for wanted, asked in zip(call.numbers, leaves, strict=True)
         ]
+        # A network that is smaller already keeps the places of the whole one.
+        if before is not None:
+            _, _, size, places = before["whole"]
+            places, numbers = np.array(places), before["numbers"]
+        kept = places[kept_slices(ids, self.removed)]
+        if len(kept) == size:
+            return None
         return {
-            "whole": [call.place, call.dim, len(kept), np.flatnonzero(kept).tolist()],
+            "whole": [call.place, call.dim, size, kept.tolist()],
             "back": call.back,
-            "numbers": numbers if any(n is not None for n in numbers) else [],
+            "numbers": numbers,
         }
 
 
@@ -244,13 +254,14 @@ def _find_calls(
 
     A smaller copy of the model runs once, on the CPU.
     """
-    smaller = copy.deepcopy(model).cpu()
-    for module in smaller.modules():
+    smaller, before = copy.deepcopy(model).cpu(), {}
+    for name, module in smaller.named_modules():
+        before[name] = getattr(module, "corrected_calls", {})
         correct_calls_(module, {})
     resize_(smaller, sizes)
     fill_(smaller, smaller_tensors(model, coupling, removed))
     places = Places()
-    fitting = Fitting(places, coupling, removed)
+    fitting = Fitting(places, coupling, removed, before)
     given = coupling.inputs.draw(1, next(smaller.parameters()).dtype)
     # What fails here fails again where it is reported.
     with suppress(Exception), evaluating(smaller), following(smaller, places), fitting:

@@ -1,4 +1,4 @@
-"""Coupled groups of timm's networks: what half of them leaves, how long it takes, and why.
+"""Coupled groups of timm's networks: what half of them leaves, CPU seconds, and why.
 
 `python tests/harness/timm_nets.py [NAME ...]` prints a line of JSON per network. A family is a
 module of timm and the letters that a name begins with; the smallest of each family counts, where it
@@ -55,14 +55,14 @@ def build(name: str) -> tuple[nn.Module, Images]:
 def look_at(name: str) -> dict[str, object]:
     """Return the share of parameters that half of each set leaves, seconds, and what went wrong."""
     model, inputs = build(name)
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         rules = find_rules(model, inputs)
     except UserError as error:
-        seconds = round(time.perf_counter() - start, 1)
+        seconds = round(time.process_time() - start, 1)
         return {"name": name, "refused": str(error), "seconds": seconds}
     coupling = find_coupling_by(model, inputs, rules)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     layout = build_layout(model)
     groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=coupling)
     scores = group_energies(torch.randn(layout.numel), layout, groups, groups.kinds[0]).numpy()

@@ -101,7 +101,8 @@ def test_what_became_smaller_becomes_smaller_again(factory, tmp_path: Path) -> N
     second = np.zeros(coupling.total, dtype=bool)
     for s in coupling.sets:
         second[s.start + s.count - 1] = s.count > 1
-    assert second.any()
+    # Nothing becomes one group or stays that could be removed before.
+    assert coupling.total == first.size - first.sum() and second.any()
     mask_(model, coupling, second)
     images = torch.randn(3, 3, SIDE, SIDE, dtype=torch.float64)
     wanted = model(images)
@@ -124,7 +125,8 @@ def test_half_of_the_groups_leave_a_quarter_and_what_is_odd(factory) -> None:
     coupling = find_coupling_by(model, Images(SIDE), find_rules(model, Images(SIDE)))
     layout = build_layout(model)
     groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=coupling)
-    assert all("classes" in reason for reason in groups.excluded), groups.excluded
+    fixed = ("classes", "applied along", "all channels are multiplied by it")
+    assert all(any(f in reason for f in fixed) for reason in groups.excluded), groups.excluded
     flat = torch.randn(layout.numel)
     scores = group_energies(flat, layout, groups, groups.kinds[0]).numpy()
     mask = select(scores, groups.kinds[0], 1.0)
