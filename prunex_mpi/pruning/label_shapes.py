@@ -1,7 +1,7 @@
 """Rules for labels: reshaping, slicing, splitting and concatenating.
 
-Labels move as the data do. What the code relies on is recorded for `coupling.settle`: tensors must
-stay rectangular when channels are gone, and numbers that a module keeps must count what is left.
+Labels move as the data do. What the code relies on is recorded: tensors must stay rectangular when
+channels are gone, and numbers in calls must count what is left.
 """
 
 import itertools
