@@ -23,7 +23,7 @@ CHUNK_BYTES = 4 * MIB
 # How often to look whether what a thread does has gone on.
 LOOK_S = 0.5
 # Of checkpoints, configurations and exported networks: a file of another number is refused.
-FORMAT = 4
+FORMAT = 5
 # The files of a run directory that grow by lines.
 LINES = ("metrics.jsonl", "layers.jsonl", "ranks.jsonl")
 SUMMARY, STATE = "summary.json", "state.safetensors"

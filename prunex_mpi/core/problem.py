@@ -25,7 +25,6 @@ from prunex_mpi.models.build import build_model
 from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.inputs import Inputs, inputs_from
 from prunex_mpi.models.layout import Layout, trained_parameters
-from prunex_mpi.models.slim import evaluates_alone
 from prunex_mpi.pruning.coupling import PLAIN
 from prunex_mpi.pruning.groups import Groups, find_groups
 from prunex_mpi.pruning.projection import with_budget
@@ -45,8 +44,6 @@ def choose_rules(settings: Settings, model: torch.nn.Module, inputs: Inputs) -> 
     if not removing and (not settings.method.prunes_groups or "coupled" not in settings.groups):
         return Rules()
     rules = find_rules(model, inputs, Rules(plain=PLAIN if removing else frozenset()))
-    if settings.remove_dropped:
-        _refuse_other_attention(model, rules)
     if settings.remove_dropped or removing:
         reason = training_failure(model, find_coupling_by(model, inputs, rules), inputs)
         what, instead = "remove-dropped", "leave remove-dropped away"
@@ -58,16 +55,6 @@ def choose_rules(settings: Settings, model: torch.nn.Module, inputs: Inputs) -> 
                 f"in training alone ({reason}); {instead}"
             )
     return rules
-
-
-def _refuse_other_attention(model: torch.nn.Module, rules: Rules) -> None:
-    """Raise UserError where what stands in for a user's attention would train another way."""
-    for name in evaluates_alone(model, sorted(rules.swapped)):
-        kind = type(model.get_submodule(name)).__name__
-        raise UserError(
-            f"remove-dropped: a smaller {kind} ({name}) would lose what it does in training alone; "
-            "leave remove-dropped away, or let it be nn.Dropout after softmax and at its end"
-        )
 
 
 def make_groups(

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.models.inputs import inputs_from
-from prunex_mpi.models.slim import SlimSelfAttention, evaluates_alone
 from prunex_mpi.models.standalone import FORMAT, PLAN, build, fill_, resize_
 
 
@@ -26,8 +25,8 @@ def fresh(folder: str | Path, **sizes: int) -> nn.Module:
 
     They are drawn from torch's global generator for the network of full size and cut; weights are
     divided by the root of the share of inputs kept, so that sums have the same variance. Raises
-    UserError (USAGE) for a folder without a plan, a plan of other `sizes` of inputs, parameters
-    of other names than in the network of full size, and attention that would train differently.
+    UserError (USAGE) for a folder without a plan, a plan of other `sizes` of inputs, or
+    parameters of other names than in the network of full size.
     """
     path = Path(folder) / PLAN
     try:
@@ -45,11 +44,6 @@ def fresh(folder: str | Path, **sizes: int) -> nn.Module:
     whole = build(description).state_dict()
     network = build(description)
     resize_(network, plan["layers"])
-    slim = [
-        name for name, module in network.named_modules() if isinstance(module, SlimSelfAttention)
-    ]
-    if lost := evaluates_alone(network, slim):
-        raise UserError(f"{path}: {lost[0]} would lose what it does in training alone", USAGE)
     left = network.state_dict()
     if left.keys() != whole.keys():
         raise UserError(f"{path}: its network has other parameters than the whole one", USAGE)

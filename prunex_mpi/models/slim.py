@@ -4,19 +4,22 @@ They replace the originals and have the same names of parameters.
 """
 
 import copy
-import itertools
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import functools
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.models import swin_transformer as swin
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# The keys under which heads of a SlimSelfAttention and channels of a SlimRMSNorm are stated.
-ATTENTION_HEADS, RMS_FEATURES = "self_attention_heads", "rms_norm_features"
+# The keys under which channels of a SlimRMSNorm and the numbers of torch calls are stated.
+RMS_FEATURES, CALLS = "rms_norm_features", "calls"
 # Sizes of inputs at which an epsilon of RMSNorm shows.
 RMS_SCALES = (1.0, 1e-2, 1e-3, 1e-4, 1e-5)
 BATCH_NORMS = (
@@ -48,9 +51,13 @@ def norm_dim(module: nn.LayerNorm) -> int | None:
 
 
 class SlimLayerNorm(nn.Module):
-    """LayerNorm over `width` channels, of which only some are present and the others are zero."""
+    """LayerNorm over `width` channels, of which only some are present and the others are zero.
 
-    def __init__(self, kept: int, width: int, eps: float, bias: bool, dim: int) -> None:
+    They are the last ones, or along dimension 1; with `dim` None they are along 1 and it is over
+    all positions as well, as a GroupNorm of one group.
+    """
+
+    def __init__(self, kept: int, width: int, eps: float, bias: bool, dim: int | None) -> None:
         super().__init__()
         self.width, self.eps, self.dim = width, eps, dim
         self.weight = nn.Parameter(torch.ones(kept))
@@ -58,33 +65,37 @@ class SlimLayerNorm(nn.Module):
 
     @classmethod
     def fitting(
-        cls, module: "nn.LayerNorm | SlimLayerNorm", num_features: int
-    ) -> "nn.LayerNorm | SlimLayerNorm":
+        cls, module: "nn.LayerNorm | nn.GroupNorm | SlimLayerNorm", num_features: int
+    ) -> "nn.LayerNorm | nn.GroupNorm | SlimLayerNorm":
         """Return `module`, or a smaller one with fresh weights unless it has `num_features`."""
         if num_features == module.weight.numel():
             return module
-        slim = isinstance(module, SlimLayerNorm)
-        dim = module.dim if slim else norm_dim(module)
-        if dim is None or num_features > module.weight.numel():
+        slim, group = isinstance(module, SlimLayerNorm), isinstance(module, nn.GroupNorm)
+        dim = module.dim if slim else None if group else norm_dim(module)
+        known = slim or (module.num_groups == 1 if group else dim is not None)
+        if not known or num_features > module.weight.numel():
             raise ValueError(f"a {type(module).__name__} can't be made {num_features} wide")
-        width = module.width if slim else module.normalized_shape[0]
+        width = module.width if slim else len(module.weight)
         new = cls(num_features, width, module.eps, module.bias is not None, dim)
         new.to(module.weight).train(module.training)
         return new
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., kept], or [n, kept, ...] with `dim` 1, to the same shape."""
-        given, x = x.dtype, x.movedim(self.dim, -1)
+        dim = 1 if self.dim is None else self.dim
+        given, x = x.dtype, x.movedim(dim, -1)
+        over = tuple(range(1, x.dim())) if self.dim is None else (-1,)
         # As torch's own, which computes 16-bit inputs in float32.
         x = x.float() if x.element_size() < 4 else x
-        mean = x.sum(-1, keepdim=True) / self.width
+        positions = x[0, ..., 0].numel() if self.dim is None else 1
+        mean = x.sum(over, keepdim=True) / (self.width * positions)
         centred = x - mean
         # Absent channels are zeros, each (0 - mean)^2 from the mean.
-        squares = centred.square().sum(-1, keepdim=True)
+        squares = centred.square().sum(over, keepdim=True) / positions
         squares = squares + (self.width - x.shape[-1]) * mean.square()
         out = centred * torch.rsqrt(squares / self.width + self.eps) * self.weight
         out = out if self.bias is None else out + self.bias
-        return out.to(given).movedim(-1, self.dim)
+        return out.to(given).movedim(-1, dim)
 
 
 class SlimRMSNorm(nn.Module):
@@ -261,57 +272,6 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
     return like.new_zeros(mask.shape).masked_fill(mask, float("-inf"))
 
 
-class SlimWindows:
-    """The forward pass of torchvision's window attention for any number of heads and any width.
-
-    torchvision's function assumes that a head is width / heads wide: where it is not, inputs and
-    weights are padded with zeros, and the padding is cut from the result.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [n, h, w, c] to the same shape."""
-        inner, width = self.proj.in_features, x.shape[-1]
-        heads = max(self.num_heads, -(-width // self.head_dim))
-        full = heads * self.head_dim
-        wider, taller, more = full - width, full - inner, heads - self.num_heads
-        qkv_bias = self.qkv.bias
-        if qkv_bias is not None:
-            qkv_bias = F.pad(qkv_bias.view(3, inner), (0, taller)).flatten()
-        scale = getattr(self, "logit_scale", None)
-        out = swin.shifted_window_attention(
-            F.pad(x, (0, wider)),
-            F.pad(self.qkv.weight.view(3, inner, width), (0, wider, 0, taller)).flatten(0, 1),
-            F.pad(self.proj.weight, (0, taller, 0, wider)),
-            F.pad(self.get_relative_position_bias(), (0, 0, 0, 0, 0, more)),
-            self.window_size,
-            heads,
-            shift_size=self.shift_size,
-            attention_dropout=self.attention_dropout,
-            dropout=self.dropout,
-            qkv_bias=qkv_bias,
-            proj_bias=None if self.proj.bias is None else F.pad(self.proj.bias, (0, wider)),
-            logit_scale=None if scale is None else F.pad(scale, (0, 0, 0, 0, 0, more)),
-            training=self.training,
-        )
-        return out[..., :width]
-
-
-class SlimWindowAttention(SlimWindows, swin.ShiftedWindowAttention):
-    """Window attention of Swin Transformers."""
-
-
-class SlimWindowAttentionV2(SlimWindows, swin.ShiftedWindowAttentionV2):
-    """Window attention of the second Swin Transformers."""
-
-
-SLIM_WINDOWS = {
-    swin.ShiftedWindowAttention: SlimWindowAttention,
-    swin.ShiftedWindowAttentionV2: SlimWindowAttentionV2,
-}
-# Exact types: a user's subclass may compute something else.
-WINDOWS = (*SLIM_WINDOWS, *SLIM_WINDOWS.values())
-
-
 def slim_attention(
     module: nn.MultiheadAttention | SlimAttention, num_heads: int, embed_dim: int | None = None
 ) -> nn.MultiheadAttention | SlimAttention:
@@ -321,145 +281,170 @@ def slim_attention(
     return SlimAttention.of(module, num_heads, embed_dim)
 
 
-def slim_windows(module: nn.Module, num_heads: int, embed_dim: int) -> nn.Module:
-    """Return the window attention `module`, changed to the given heads and width."""
-    if (num_heads, embed_dim) != (module.num_heads, module.qkv.in_features):
-        if type(module) in SLIM_WINDOWS:
-            module.head_dim = module.proj.in_features // module.num_heads
-            module.__class__ = SLIM_WINDOWS[type(module)]
-        module.num_heads = num_heads
-    return module
-
-
-@dataclass(frozen=True)
-class SelfAttention:
-    """The names of the linear layers of plain self-attention, its heads and its dropout.
-
-    `firsts` is the layer that makes queries, keys and values, or the three that do. `dropouts` are
-    the names of the nn.Dropout after softmax and of the one of the output, "" for none; they are
-    None where training does something else, so that only evaluation is known.
-    """
-
-    firsts: tuple[str, ...]
-    last: str
-    heads: int
-    head_dim: int
-    dropouts: tuple[str, str] | None = None
-
-
-def self_attend(module: nn.Module, parts: SelfAttention, x: Tensor) -> Tensor:
-    """Map [n, s, c] to the same shape by plain self-attention with the layers of `module`."""
-    made = [module.get_submodule(name)(x) for name in parts.firsts]
-    made = made if len(made) == 3 else made[0].chunk(3, dim=-1)
-    q, k, v = (y.unflatten(-1, (-1, parts.head_dim)).transpose(1, 2) for y in made)
-    inside, outside = parts.dropouts or ("", "")
-    dropout = module.get_submodule(inside) if inside else None
-    rate = dropout.p if dropout is not None and dropout.training else 0.0
-    heads = F.scaled_dot_product_attention(q, k, v, dropout_p=rate)
-    out = module.get_submodule(parts.last)(heads.transpose(1, 2).flatten(2))
-    return module.get_submodule(outside)(out) if outside else out
-
-
-class SlimSelfAttention(nn.Module):
-    """Plain self-attention for any number of heads and any width, in place of a user's module.
-
-    It takes over the child modules, dropout included, under their names.
-    """
-
-    def __init__(self, module: nn.Module, num_heads: int) -> None:
-        super().__init__()
-        parts = self_attention_parts(module)
-        if parts is None:
-            raise ValueError(f"a {type(module).__name__} is not plain self-attention")
-        self.parts, self.training = replace(parts, heads=num_heads), module.training
-        for name, child in module.named_children():
-            self.add_module(name, child)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [n, s, c] to the same shape; raise RuntimeError in training if that is not known."""
-        if self.training and self.parts.dropouts is None:
-            raise RuntimeError("this attention became smaller for evaluation alone: call eval()")
-        return self_attend(self, self.parts, x)
-
-
-@torch.no_grad()
-def self_attention_parts(module: nn.Module) -> SelfAttention | None:
-    """Return the parts of plain self-attention, None for any other module.
-
-    It is recognised by trial: `module` must compute the same as `self_attend` in float64, on random
-    inputs and with random weights, since its own may be zero or not finite.
-    """
-    if isinstance(module, SlimSelfAttention):
-        return module.parts
-    layers = {name: m for name, m in module.named_modules() if isinstance(m, nn.Linear)}
-    roles = [(order[:-1], order[-1]) for order in _orders(layers)]
-    if not roles:
-        return None
-    firsts, last = roles[0]
-    inner, width = layers[last].in_features, layers[firsts[0]].in_features
-    x = (torch.linspace(-3, 3, 10 * width, dtype=torch.float64) * 7).sin().view(2, 5, -1)
-    double = copy.deepcopy(module).double().cpu()
-    double.eval()
-    generator = torch.Generator().manual_seed(0)
-    for parameter in double.parameters():
-        drawn = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-        parameter.copy_(drawn / math.sqrt(math.prod(parameter.shape[1:])))
-    for heads in {v for v in vars(module).values() if type(v) is int and v > 0}:
-        for firsts, last in roles if inner % heads == 0 else ():
-            parts = SelfAttention(firsts, last, heads, inner // heads)
-            if _computes(double, parts, x):
-                return replace(parts, dropouts=_find_dropouts(double, parts, x))
-    return None
-
-
-def _orders(layers: dict[str, nn.Linear]) -> list[tuple[str, ...]]:
-    """Return the possible roles of layers: those of queries, keys and values, then the output."""
-    if len(layers) not in (2, 4):
-        return []
-    # Of two, the first makes queries, keys and values.
-    every = [tuple(layers)] if len(layers) == 2 else itertools.permutations(layers)
-    found = []
-    for *firsts, last in every:
-        shapes = {(layers[name].in_features, layers[name].out_features) for name in firsts}
-        width = layers[firsts[0]].in_features, 3 * layers[last].in_features // len(firsts)
-        if shapes == {width}:
-            found.append((*firsts, last))
-    return found
-
-
-def _find_dropouts(module: nn.Module, parts: SelfAttention, x: Tensor) -> tuple[str, str] | None:
-    """Return the `dropouts` with which `self_attend` does what `module` does in training."""
-    module.train()
-    found = {name: m for name, m in module.named_modules() if type(m) is nn.Dropout and m.p > 0}
-    # Different rates tell them apart.
-    for number, dropout in enumerate(found.values(), 1):
-        dropout.p = number / (len(found) + 1)
-    for pair in itertools.product(("", *found), repeat=2):
-        if _computes(module, replace(parts, dropouts=pair), x):
-            return pair
-    return None
-
-
-def _computes(module: nn.Module, parts: SelfAttention, x: Tensor) -> bool:
-    """Return whether `self_attend` and `module` compute the same with the same random numbers."""
-    # The generators of other devices stay as they are.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        try:
-            wanted = module(x)
-            torch.default_generator.manual_seed(0)
-            found = self_attend(module, parts, x)
-        # Its code may raise anything.
-        except Exception:
-            return False
-    alike = getattr(wanted, "shape", None) == found.shape and wanted.dtype == found.dtype
-    return alike and torch.allclose(found, wanted)
-
-
-def evaluates_alone(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return which of these self-attention modules can't be trained when smaller."""
-    parts = {name: self_attention_parts(model.get_submodule(name)) for name in names}
-    return [name for name, found in parts.items() if found and found.dropouts is None]
-
+# --------------------------------------------------------------------------------------------------
+# Numbers in a module's own code
+# --------------------------------------------------------------------------------------------------
 
 ATTENTIONS = (nn.MultiheadAttention, SlimAttention)
+TORCH_FILES = str(Path(torch.__file__).parent / "_")[:-1]
+# Functions of modes, which stand between a line of code and torch.
+PASSING = ("__torch_function__", "call_corrected", "run_corrected")
+# By line of code, for each torch call in it what it asks for and gets: [asked, given] or None for
+# each argument, in their order; {"sizes": [...]} for pieces; {"whole": [argument, dimension, size,
+# places of what is left], "back": dimension of the result, "numbers": [...]} where zeros are filled
+# in.
+Calls = dict[str, list[Any]]
+
+
+def flatten(values: object) -> list[object]:
+    """Return what nested arguments hold, slices included, in order."""
+    if isinstance(values, list | tuple):
+        return [leaf for value in values for leaf in flatten(value)]
+    if isinstance(values, dict):
+        return flatten(tuple(values.values()))
+    if isinstance(values, slice):
+        return [values.start, values.stop, values.step]
+    return [values]
+
+
+def rebuild(values: object, leaves: Iterator[object]) -> Any:
+    """Return nested arguments like `values` that hold `leaves`."""
+    if isinstance(values, list | tuple):
+        # A tuple of any other kind is none of numbers.
+        return (list if isinstance(values, list) else tuple)(rebuild(v, leaves) for v in values)
+    if isinstance(values, dict):
+        return {key: rebuild(value, leaves) for key, value in values.items()}
+    if isinstance(values, slice):
+        return slice(next(leaves), next(leaves), next(leaves))
+    return next(leaves)
+
+
+def call_site(frame: FrameType | None) -> str:
+    """Return the function and the text of the line that `frame` is in; "" in torch's modules."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(TORCH_FILES):
+            if code.co_name == "_call_impl":
+                break
+        elif code.co_name not in PASSING:
+            text = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            return f"{code.co_name}: {text or frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def running(frame: FrameType | None) -> nn.Module | None:
+    """Return the innermost module whose forward `frame` is a part of."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_call_impl" and code.co_filename.startswith(TORCH_FILES):
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None
+
+
+class Corrected(TorchFunctionMode):
+    """Give the torch calls of one module's own code the numbers that fit its smaller tensors."""
+
+    def __init__(self, module: nn.Module, calls: Calls) -> None:
+        super().__init__()
+        self.module, self.calls = module, calls
+        # The number of torch calls so far, by line.
+        self.seen: dict[str, int] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, frame = kwargs or {}, sys._getframe(1)
+        line = call_site(frame)
+        if line in self.calls and running(frame) is self.module:
+            known, number = self.calls[line], self.seen.get(line, 0)
+            self.seen[line] = number + 1
+            if number < len(known) and known[number] is not None:
+                return call_corrected(known[number], func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def call_corrected(
+    given: list[Any] | dict[str, Any], func: Callable, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Call `func` with other numbers; those that grow with a batch or an image go on to."""
+    if isinstance(given, dict) and "sizes" in given:
+        dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+        return torch.split(args[0], given["sizes"], dim)
+    if isinstance(given, dict):
+        filled = Filled(func, given)
+        if has_torch_function(tensors := [t for t in flatten(args) if isinstance(t, Tensor)]):
+            # Other modes see a single call, with what its code gives.
+            return handle_torch_function(filled, tensors, *args, **kwargs)
+        return filled(*args, **kwargs)
+    leaves = flatten((args, kwargs))
+    if len(leaves) != len(given):
+        raise RuntimeError(f"{func.__name__} has {len(leaves)} arguments where it had {len(given)}")
+    for place, pair in enumerate(given):
+        if pair is None:
+            continue
+        asked, wanted = pair
+        if not asked:
+            leaves[place] = wanted
+        elif isinstance(asked, int) and isinstance(wanted, int):
+            leaves[place] = leaves[place] * wanted // asked
+        else:
+            leaves[place] = wanted if leaves[place] == asked else leaves[place] * wanted / asked
+    args, kwargs = rebuild((args, kwargs), iter(leaves))
+    return func(*args, **kwargs)
+
+
+class Filled:
+    """A torch function that gets zeros in the place of channels that are gone.
+
+    What it returns is without them again.
+    """
+
+    def __init__(self, func: Callable, given: dict[str, Any]) -> None:
+        self.func, self.given, self.__name__ = func, given, func.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        leaves, (place, dim, size, kept) = flatten((args, kwargs)), self.given["whole"]
+        for number, wanted in enumerate(self.given["numbers"]):
+            leaves[number] = leaves[number] if wanted is None else wanted
+        x = leaves[place]
+        places = torch.tensor(kept, device=x.device)
+        shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+        leaves[place] = x.new_zeros(shape).index_copy(dim, places, x)
+        args, kwargs = rebuild((args, kwargs), iter(leaves))
+        result, back = self.func(*args, **kwargs), self.given["back"]
+        return result if back is None else result.index_select(back, places)
+
+
+class CallsCorrected:
+    """A module whose code counts channels of the whole network: its torch calls are corrected."""
+
+    corrected_calls: Calls
+
+    def run_corrected(self, *args: Any, **options: Any) -> Any:
+        """Run the forward pass of the module's class with other numbers."""
+        with Corrected(self, self.corrected_calls) as mode:
+            result = super().forward(*args, **options)
+        if not (self.training or self.found_calls):
+            if lost := [line for line in self.corrected_calls if line not in mode.seen]:
+                raise RuntimeError(f"{type(self).__name__} no longer has the code '{lost[0]}'")
+            self.found_calls = True
+        return result
+
+    # Reading frames is nothing to compile.
+    forward = torch.compiler.disable(run_corrected)
+
+
+@functools.cache
+def _corrected(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (CallsCorrected, kind), {"__module__": kind.__module__})
+
+
+def correct_calls_(module: nn.Module, calls: Calls) -> None:
+    """Let the code of `module` run with the numbers in `calls`, with its own where that is {}."""
+    if isinstance(module, CallsCorrected):
+        module.__class__ = type(module).__mro__[2]
+        del module.corrected_calls, module.found_calls
+    if calls:
+        module.__class__ = _corrected(type(module))
+        module.corrected_calls, module.found_calls = calls, False

@@ -27,23 +27,22 @@ from torch import Tensor, nn
 from prunex_mpi.models.gpt import Gpt, gpt_shape
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.slim import (
-    ATTENTION_HEADS,
     ATTENTIONS,
     BATCH_NORMS,
+    CALLS,
     CONVOLUTIONS,
     RMS_FEATURES,
-    WINDOWS,
     SlimLayerNorm,
     SlimRMSNorm,
-    SlimSelfAttention,
+    correct_calls_,
     slim_attention,
-    slim_windows,
 )
 
-# Sizes of modules and shapes of their parameters: {module: {attribute: number or shape}}.
-Sizes = dict[str, dict[str, int | list[int]]]
+# Sizes of modules and shapes of their parameters: {module: {attribute: number or shape}}. Under
+# `CALLS` are the numbers for torch calls of the module's code.
+Sizes = dict[str, dict[str, Any]]
 
-FORMAT = 4
+FORMAT = 5
 # Places of a transformer, each with weights of its own.
 MOST_PATCHES = 2**18
 MODEL, PLAN = "model.safetensors", "plan.json"
@@ -277,21 +276,21 @@ def resize_(model: nn.Module, sizes: Sizes, grows: bool = False) -> None:
         module = model.get_submodule(name)
         wanted = {key: size for key, size in stated.items() if isinstance(size, int)}
         for key, shape in stated.items():
-            if not isinstance(shape, int):
+            if not isinstance(shape, int) and key != CALLS:
                 _reallocate_(module, key, tuple(shape), grows)
         if isinstance(module, ATTENTIONS):
             module_of_fewer = slim_attention(module, **wanted)
-        elif isinstance(module, nn.LayerNorm | SlimLayerNorm):
+        elif isinstance(module, nn.LayerNorm | nn.GroupNorm | SlimLayerNorm) and (
+            "num_features" in wanted
+        ):
             module_of_fewer = SlimLayerNorm.fitting(module, **wanted)
         elif RMS_FEATURES in wanted:
             module_of_fewer = SlimRMSNorm.fitting(module, wanted[RMS_FEATURES])
-        elif ATTENTION_HEADS in wanted:
-            module_of_fewer = SlimSelfAttention(module, wanted[ATTENTION_HEADS])
-        elif type(module) in WINDOWS:
-            module_of_fewer = slim_windows(module, **wanted)
         else:
             _resize_alone_(module, wanted, grows)
-            continue
+            module_of_fewer = module
+        if CALLS in stated:
+            correct_calls_(module_of_fewer, stated[CALLS])
         if module_of_fewer is not module:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, module_of_fewer)
@@ -350,13 +349,13 @@ def _shapes_for(module: nn.Module) -> Callable[..., dict[str, tuple[int, ...]]]:
 
 
 def _reallocate_(module: nn.Module, attribute: str, shape: tuple[int, ...], grows: bool) -> None:
-    """Replace a parameter or buffer, unless it is None, by an empty one of another shape."""
+    """Replace a parameter or buffer, unless it is None, by one of another shape, of zeros."""
     old = getattr(module, attribute)
     if old is None or tuple(old.shape) == shape:
         return
     if not grows and math.prod(shape) > old.numel():
         raise ValueError(f"{attribute} {list(shape)} is larger than it was, {list(old.shape)}")
-    new = old.detach().new_empty(shape)
+    new = old.detach().new_zeros(shape)
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)
     setattr(module, attribute, new)

@@ -3,6 +3,7 @@
 `coupling` builds groups from the labels that a dummy input leaves.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,14 +17,21 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.dummy_input import dummy_input, evaluating
 from prunex_mpi.models.inputs import Inputs
-from prunex_mpi.models.slim import SlimRMSNorm, as_rms_norm, norm_dim
-from prunex_mpi.pruning import label_layers
+from prunex_mpi.models.slim import (
+    SlimLayerNorm,
+    SlimRMSNorm,
+    as_rms_norm,
+    call_site,
+    flatten,
+    norm_dim,
+)
+from prunex_mpi.pruning import label_attention, label_layers
 from prunex_mpi.pruning.label_shapes import TEMPLATES, shape
 from prunex_mpi.pruning.labels import (
     NUMBER,
     PINNED,
-    Counted,
     Labels,
+    Site,
     by_position,
     mixes,
     tensors_in,
@@ -54,6 +62,7 @@ class Places:
     def __init__(self) -> None:
         self.inside: list[str] = []
         self.calls: list[int] = []
+        self.lines: list[dict[str, int]] = []
 
     @property
     def module(self) -> str:
@@ -67,15 +76,24 @@ class Places:
         self.calls[-1] += 1
         return self.inside[-1], self.calls[-1] - 1
 
+    def site(self, line: str) -> Site:
+        """Count a torch call in `line` of the code that is running and return where it is."""
+        if not self.inside:
+            return "", "", 0
+        number = self.lines[-1][line] = self.lines[-1].get(line, -1) + 1
+        return self.inside[-1], line, number
+
     def enter(self, name: str) -> None:
         """Push the module `name`."""
         self.inside.append(name)
         self.calls.append(0)
+        self.lines.append({})
 
     def leave(self) -> None:
         """Pop the innermost module."""
         self.inside.pop()
         self.calls.pop()
+        self.lines.pop()
 
 
 class Failing(TorchFunctionMode):
@@ -125,6 +143,7 @@ SHAPING = {
     *("unsqueeze", "expand", "expand_as", "cat", "concat", "stack", "chunk", "split", "unbind"),
     *("__getitem__", "swapaxes", "narrow", "select", "t", "tensor_split", "broadcast_to"),
 }
+RESHAPING_WEIGHTS = {"view", "reshape", "flatten", "view_as", "reshape_as"}
 # The same, but not with plain rules; `zeros_like` and `zero_` keep zeros zero.
 MORE_ZERO_PRESERVING = {"zeros_like", "zero_", "type_as"}
 MORE_ELEMENTWISE = {"clamp", "clamp_", "masked_fill", "masked_fill_", "ones_like", "full_like"}
@@ -156,13 +175,14 @@ ADDITIONS = {
     *("rsub", "__rsub__", "subtract", "subtract_"),
 }
 PRODUCTS = {"mul", "mul_", "__mul__", "__imul__", "__rmul__", "multiply", "multiply_"}
+REDUCTIONS = {"mean", "sum", "amax", "norm", "vector_norm"}
 # By a number.
 SCALINGS = {"div", "div_", "__truediv__", "__itruediv__", "true_divide"}
 RULES = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), label_layers.convolve),
     "linear": label_layers.multiply,
     "batch_norm": label_layers.normalise_batch,
-    "multi_head_attention_forward": label_layers.attend_module,
+    "multi_head_attention_forward": label_attention.attend_module,
     "pad": label_layers.pad,
 }
 # Not with plain rules.
@@ -170,12 +190,14 @@ MORE_RULES = {
     "group_norm": label_layers.normalise_groups,
     "instance_norm": label_layers.normalise_each,
     **dict.fromkeys(("prelu", "_prelu_kernel"), label_layers.bend),
-    "scaled_dot_product_attention": label_layers.attend,
-    **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), label_layers.multiply_matrices),
+    "scaled_dot_product_attention": label_attention.attend,
+    **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), label_attention.multiply_matrices),
     "addmm": label_layers.add_product,
     "embedding": label_layers.embed,
     "rms_norm": label_layers.normalise_squares,
-    "softmax": label_layers.soften,
+    "softmax": label_attention.soften,
+    "addcmul": label_layers.add_scaled,
+    **dict.fromkeys(SCALINGS, label_layers.divide),
 }
 
 
@@ -188,13 +210,15 @@ class Trace(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, call = kwargs or {}, self.places.count()
-        self.labels.plain = not self.plain.isdisjoint(self.places.inside)
+        labels = self.labels
+        labels.site, labels.given = self.places.site(call_site(sys._getframe(1))), (args, kwargs)
+        labels.plain = not self.plain.isdisjoint(self.places.inside)
         if call in self.pins.all_before:
-            self.labels.pin_all(f"{_plain_name(func)} counts them; {NUMBER}")
+            labels.pin_all(f"{_plain_name(func)} counts them; {NUMBER}")
         result = func(*args, **kwargs)
         if call in self.pins.arguments:
             reason = f"{_plain_name(func)} counts its channels; {NUMBER}"
-            self.labels.pin([args, kwargs], reason)
+            labels.pin([args, kwargs], reason)
         if result is None and getattr(func, "__name__", "") != "__get__":
             # For example an assignment to a part of a tensor.
             self._keep(args, func, args, kwargs)
@@ -202,6 +226,7 @@ class Trace(TorchFunctionMode):
             args, kwargs = by_position(args, kwargs)
             try:
                 self.follow(result, func, args, kwargs)
+                _ask_numbers(labels, func)
             except UserError:
                 raise
             # An unexpected signature: nothing is known about the result.
@@ -219,6 +244,8 @@ class Trace(TorchFunctionMode):
         labels, name = self.labels, getattr(func, "__name__", "")
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
+        if name in RESHAPING_WEIGHTS and label_layers.reshape_weight(labels, result, args[0]):
+            return
         if name in RULES:
             RULES[name](labels, result, *args, **kwargs)
         elif name in ADDITIONS or name in PRODUCTS:
@@ -229,7 +256,7 @@ class Trace(TorchFunctionMode):
             labels.label(result, labels.of(args[0])[0], zero=False)
         elif name in POOLING and isinstance(result, Tensor):
             label_layers.pool(labels, result, args[0])
-        elif name in ("mean", "sum", "amax"):
+        elif name in REDUCTIONS:
             label_layers.reduce(labels, result, func, args, kwargs)
         elif name in SHAPING or (name in MORE_SHAPING and not labels.plain):
             shape(labels, result, func, args, kwargs)
@@ -240,7 +267,7 @@ class Trace(TorchFunctionMode):
         elif name == "layer_norm" and len(args[1]) == 1:
             label_layers.normalise_layer(labels, result, *args, **kwargs)
         elif name == "normalize":
-            label_layers.normalise_length(labels, result, self.places.module, *args, **kwargs)
+            label_layers.normalise_length(labels, result, *args, **kwargs)
         elif name in MORE_ZERO_PRESERVING or (name in POWERS and _is_positive(args[1])):
             labels.label(result, *labels.of(args[0]))
         elif name in MORE_ELEMENTWISE:
@@ -249,6 +276,13 @@ class Trace(TorchFunctionMode):
             labels.label_pinned([result])
         else:
             self._keep(result, func, args, kwargs)
+
+
+def _ask_numbers(labels: Labels, func) -> None:
+    """Record that a call gets the same numbers in a smaller network, as the scale of attention."""
+    whole = getattr(func, "__name__", "") in ADDITIONS | PRODUCTS | SCALINGS
+    kinds = (float, int) if whole else (float,)
+    labels.ask([leaf if type(leaf) in kinds else None for leaf in flatten(labels.given)])
 
 
 def follow_input(model: nn.Module, inputs: Inputs, plain: frozenset[str], pins: Pins) -> Labels:
@@ -261,7 +295,9 @@ def follow_input(model: nn.Module, inputs: Inputs, plain: frozenset[str], pins: 
     labels.norms = {
         f"{name}.weight" if name else "weight"
         for name, module in model.named_modules()
-        if isinstance(module, nn.LayerNorm) and norm_dim(module) is not None
+        if (isinstance(module, nn.LayerNorm) and norm_dim(module) is not None)
+        or (isinstance(module, nn.GroupNorm) and module.num_groups == 1 and module.affine)
+        or isinstance(module, SlimLayerNorm)
     }
     labels.norms |= {f"{name}.weight" for name in find_rms_norms(model)}
     given = dummy_input(model, inputs)
@@ -270,7 +306,6 @@ def follow_input(model: nn.Module, inputs: Inputs, plain: frozenset[str], pins: 
     trace = Trace(labels, places, plain, pins)
     with (
         evaluating(model),
-        _numbers_named(model),
         following(model, places),
         plain_norms(model),
         trace,
@@ -288,11 +323,15 @@ def find_rms_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def plain_norms(model: nn.Module) -> Iterator[None]:
-    """Make every RMSNorm written by hand call torch's own while the context lasts."""
+    """Make norms written by hand, and those that became smaller, call torch's own for a while."""
     changed = [m for m in find_rms_norms(model).values() if not isinstance(m, nn.RMSNorm)]
+    slim = [m for m in model.modules() if isinstance(m, SlimLayerNorm)]
     try:
         for module in changed:
             module.forward = partial(_normalise, as_rms_norm(module))
+        for module in slim:
+            module.forward = partial(_normalise_layer, module)
+        changed += slim
         yield
     finally:
         for module in changed:
@@ -306,36 +345,17 @@ def _normalise(norm: SlimRMSNorm, x: Tensor) -> Tensor:
     return F.rms_norm(x, norm.weight.shape, norm.weight, eps) * share**-0.5
 
 
+def _normalise_layer(norm: SlimLayerNorm, x: Tensor) -> Tensor:
+    if norm.dim is None:
+        return F.group_norm(x, 1, norm.weight, norm.bias, norm.eps)
+    x = x.movedim(norm.dim, -1)
+    return F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps).movedim(
+        -1, norm.dim
+    )
+
+
 def _is_positive(exponent: object) -> bool:
     return isinstance(exponent, int | float) and exponent > 0
-
-
-@contextmanager
-def _numbers_named(model: nn.Module) -> Iterator[None]:
-    """Replace the int attributes of modules by `Counted` ones while the context lasts."""
-    changed = []
-    try:
-        for name, module in model.named_modules():
-            if is_own(module):
-                for key, value in list(vars(module).items()):
-                    found = _named(value, name, key)
-                    if found is not value:
-                        changed.append((module, key, value))
-                        module.__dict__[key] = found
-        yield
-    finally:
-        for module, key, value in changed:
-            module.__dict__[key] = value
-
-
-def _named(value: object, module: str, key: str) -> object:
-    if type(value) is int and value > 1:
-        found = Counted(value)
-        found.source = (module, key)
-        return found
-    if type(value) in (list, tuple) and value and all(type(v) is int for v in value):
-        return type(value)(_named(v, module, f"{key}.{i}") for i, v in enumerate(value))
-    return value
 
 
 def is_own(module: nn.Module) -> bool:

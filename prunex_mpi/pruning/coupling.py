@@ -23,6 +23,7 @@ pass. Running the model itself under a TorchFunctionMode needs neither, and an o
 unknown here pins its channels, which is safe.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,7 +32,17 @@ from torch import Tensor, nn
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.pruning.channel_trace import NO_PINS, Pins, follow_input
-from prunex_mpi.pruning.labels import PINNED, VOID, Cut, Labels, Use, first_along, thin, varying
+from prunex_mpi.pruning.labels import (
+    PINNED,
+    VOID,
+    Cut,
+    Labels,
+    Mixed,
+    Site,
+    Size,
+    first_along,
+    varying,
+)
 
 # Plain rules everywhere: convolutions, linear layers and BatchNorm only.
 PLAIN = frozenset([""])
@@ -51,6 +62,19 @@ class ChannelSet:
     unit: int
 
 
+# What an argument must be: as many as the ids that are left, times a sign; a number; anything.
+Wanted = tuple[int, np.ndarray] | float | None
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the arguments of a torch call must be, or the sizes of its `pieces`; see `Asked`."""
+
+    site: Site
+    wanted: tuple[Wanted, ...]
+    pieces: bool
+
+
 @dataclass(frozen=True)
 class Coupling:
     """The groups of a model: an id per row and per input channel of each parameter, -1 for none.
@@ -60,12 +84,11 @@ class Coupling:
     and the ids. `positions` is the number of positions of one image's feature map at which a weight
     is applied, from which follow its multiply-adds. `excluded` are lines on what stays, and why.
 
-    `numbers` holds the ids that a module's attribute counts, by (module, attribute). `norms` are
-    the weights of LayerNorm and RMSNorm, which read all channels, and `lengths` the ids of
-    F.normalize, which does too, by the module that calls it. Modules in `swapped` are attention
-    whose code relies on the width of all heads; in a smaller network they are replaced. Weights in
+    `calls` are the torch calls whose numbers depend on the channels that are left. `norms` are the
+    weights of norms that read all channels, and `mixed` other calls that do. Weights in
     `transposed` have their outputs, the channels that they make, as columns, and so have
-    embeddings.
+    embeddings. `inputs` is what the model reads. `zeros` are the buffers of zeros that have
+    groups along some dimension.
     """
 
     rows: dict[str, np.ndarray]
@@ -75,11 +98,12 @@ class Coupling:
     positions: dict[str, int]
     excluded: tuple[str, ...]
     inner: dict[str, tuple[int, np.ndarray]] = field(default_factory=dict)
-    numbers: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
+    calls: tuple[Numbers, ...] = ()
     norms: frozenset[str] = frozenset()
-    lengths: dict[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
-    swapped: frozenset[str] = frozenset()
+    mixed: tuple[tuple[Mixed, np.ndarray], ...] = ()
     transposed: frozenset[str] = frozenset()
+    inputs: Inputs | None = None
+    zeros: dict[str, tuple[int, np.ndarray]] = field(default_factory=dict)
 
     def makers(self) -> dict[str, tuple[int, np.ndarray]]:
         """Return by weight the (dimension, ids) of the channels that it makes."""
@@ -110,13 +134,17 @@ class Coupling:
         def of(ids: np.ndarray) -> np.ndarray:
             return ids[stays[ids]]
 
+        def of_size(wanted: Wanted) -> Wanted:
+            return (wanted[0], of(wanted[1])) if isinstance(wanted, tuple) else wanted
+
         return replace(
             self,
             rows={name: of(ids) for name, ids in self.rows.items()},
             columns={name: of(ids) for name, ids in self.columns.items()},
             inner={name: (dim, of(ids)) for name, (dim, ids) in self.inner.items()},
-            numbers={key: of(ids) for key, ids in self.numbers.items()},
-            lengths={name: tuple(map(of, every)) for name, every in self.lengths.items()},
+            zeros={name: (dim, of(ids)) for name, (dim, ids) in self.zeros.items()},
+            calls=tuple(replace(c, wanted=tuple(map(of_size, c.wanted))) for c in self.calls),
+            mixed=tuple((call, of(ids)) for call, ids in self.mixed),
         )
 
 
@@ -131,8 +159,7 @@ def find_coupling(
     """
     labels = follow_input(model, inputs, plain, pins)
     _settle(labels)
-    counted = _numbers(labels)
-    return _collect(labels, counted)
+    return replace(_collect(labels), inputs=inputs)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -146,7 +173,6 @@ def _settle(labels: Labels) -> None:
     changed = True
     while changed:
         changed = any([_make_rectangular(labels, cut) for cut in cuts])
-        changed |= any([_make_countable(labels, use) for use in labels.uses])
         for name in labels.free.keys() & (labels.rows.keys() | labels.columns.keys()):
             changed |= labels.pin_labels(
                 labels.free[name].flatten().tolist(), f"{name} is more than a weight"
@@ -183,39 +209,12 @@ def _misfits(found: Tensor, along: list[int], dim: int) -> int:
     return int((found != first).sum())
 
 
-def _make_countable(labels: Labels, use: Use) -> bool:
-    """Pin channels that a module's number counts in a tensor that varies along several dims."""
-    found = labels.roots(use.labels)
-    along = varying(found)
-    if use.dim in along and len(along) > 1:
-        return labels.pin_labels(thin(found)[0].flatten().tolist(), "a number counts it")
-    return False
-
-
-def _numbers(labels: Labels) -> dict[tuple[str, str], np.ndarray]:
-    """Return the labels that each module's number counts; pin them where it counts others too."""
-    while True:
-        known: dict[tuple[str, str], np.ndarray] = {}
-        changed = False
-        for use in labels.uses:
-            found = labels.roots(use.labels)
-            if use.dim in varying(found):
-                one = first_along(found, use.dim)
-                before = known.setdefault(use.source, one)
-                if len(before) != len(one) or (before != one).any():
-                    both = [v for v in (*before.tolist(), *one.tolist()) if v != PINNED]
-                    changed |= labels.pin_labels(both, "one number counts it and others")
-        if not changed:
-            return known
-        _settle(labels)
-
-
 # --------------------------------------------------------------------------------------------------
 # From labels to groups
 # --------------------------------------------------------------------------------------------------
 
 
-def _collect(labels: Labels, counted: dict[tuple[str, str], np.ndarray]) -> Coupling:
+def _collect(labels: Labels) -> Coupling:
     """Number the removable groups, set after set, and translate labels to their ids."""
     free = _along_one_dimension(labels)
     places: dict[int, dict[tuple[str, int], int]] = {}
@@ -230,17 +229,19 @@ def _collect(labels: Labels, counted: dict[tuple[str, str], np.ndarray]) -> Coup
     # Every group must be the outputs of some weight.
     homeless = [root for root, at in places.items() if not any(makes(*place) for place in at)]
     labels.pin_labels(homeless, "no weight makes it")
-    members: dict[frozenset[tuple[tuple[str, int], int]], list[int]] = {}
+    # Groups with as many slices in the same places compete with each other, of one piece each.
+    members: dict[tuple[frozenset[tuple[tuple[str, int], int]], frozenset[int]], list[int]] = {}
+    pieces = _pieces(labels)
     for root, at in places.items():
         if root not in labels.reasons:
-            # Groups with as many slices in the same places compete with each other.
-            members.setdefault(frozenset(at.items()), []).append(root)
+            key = frozenset(at.items()), frozenset(pieces.get(root, ()))
+            members.setdefault(key, []).append(root)
     ids: dict[int, int] = {}
     sets, excluded = [], []
     rows_first = {
         name: number for number, name in enumerate(dict.fromkeys([*labels.rows, *labels.columns]))
     }
-    for found, roots in members.items():
+    for (found, _), roots in members.items():
         rows = {name: count for (name, dim), count in found if makes(name, dim)}
         columns = {name: count for (name, dim), count in found if not makes(name, dim)}
         name, start = min(rows, key=rows_first.__getitem__), len(ids)
@@ -263,11 +264,13 @@ def _collect(labels: Labels, counted: dict[tuple[str, str], np.ndarray]) -> Coup
         return {name: found for name, found in every.items() if (found >= 0).any()}
 
     rows, columns = translate_all(labels.rows), translate_all(labels.columns)
-    inner = {}
+    inner, zeros = {}, {}
     for name, (dim, found) in free.items():
         if (translated := translate(found)).max() < 0:
             continue
-        if dim < 2:
+        if name not in labels.shapes:
+            zeros[name] = (dim, translated)
+        elif dim < 2:
             (rows, columns)[dim][name] = translated
         else:
             inner[name] = (dim, translated)
@@ -289,10 +292,11 @@ def _collect(labels: Labels, counted: dict[tuple[str, str], np.ndarray]) -> Coup
         dict(labels.positions),
         tuple(excluded),
         inner,
-        translate_all(counted),
+        _numbers(labels, translate),
         frozenset(labels.norms & rows.keys()),
-        {name: tuple(map(translate, every)) for name, every in _lengths(labels).items()},
+        tuple((call, translate(found)) for call, found in _mixed(labels)),
         transposed=frozenset(transposed),
+        zeros=zeros,
     )
 
 
@@ -315,14 +319,45 @@ def _find_places(
             at[place] = at.get(place, 0) + 1
 
 
-def _lengths(labels: Labels) -> dict[str, list[np.ndarray]]:
-    """Return by module the labels of the channels that its F.normalize reads together."""
-    found: dict[str, list[np.ndarray]] = {}
-    for module, own, dim in labels.lengths:
-        roots = labels.roots(own)
-        # Otherwise the length is of a single channel or group.
-        if dim in varying(roots):
-            found.setdefault(module, []).append(first_along(roots, dim))
+def _pieces(labels: Labels) -> dict[int, list[int]]:
+    """Return by group the numbers of the pieces that it is in, none of which may become empty."""
+    found: dict[int, list[int]] = {}
+    for number, size in enumerate(labels.pieces):
+        roots = labels.roots(size.labels)
+        if size.dim in varying(roots):
+            for root in np.unique(first_along(roots, size.dim)[size.start : size.stop]).tolist():
+                found.setdefault(root, []).append(number)
+    return found
+
+
+def _numbers(labels: Labels, translate: Callable[[np.ndarray], np.ndarray]) -> tuple[Numbers, ...]:
+    """Return the calls whose arguments depend on the groups that are left."""
+
+    def of(wanted: Size | float | None) -> Wanted:
+        if not isinstance(wanted, Size):
+            return wanted
+        roots = labels.roots(wanted.labels)
+        if wanted.dim not in varying(roots):
+            return wanted.given
+        sign = -1 if wanted.given < 0 else 1
+        return sign, translate(first_along(roots, wanted.dim)[wanted.start : wanted.stop])
+
+    found = []
+    for call in labels.calls:
+        wanted = tuple(map(of, call.wanted))
+        if any(w is not None for w in wanted):
+            found.append(Numbers(call.site, wanted, call.pieces))
+    return tuple(found)
+
+
+def _mixed(labels: Labels) -> list[tuple[Mixed, np.ndarray]]:
+    """Return the calls that read several groups together, with their labels."""
+    found = []
+    for call in labels.mixed:
+        roots = labels.roots(call.labels)
+        # Otherwise they read a single channel or group.
+        if call.dim in varying(roots):
+            found.append((replace(call, labels=None), first_along(roots, call.dim)))
     return found
 
 

@@ -1,15 +1,27 @@
-"""Rules for labels: convolutions, linear layers, norms, additions, products, pooling, attention.
+"""Rules for labels: convolutions, linear layers, norms, additions, products, pooling.
 
 Each function labels the result of one torch function, and joins or pins groups of its arguments.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.pruning.labels import PINNED, VOID, Cut, Labels, first_along, mixes, thin, varying
+from prunex_mpi.models.slim import flatten
+from prunex_mpi.pruning.labels import (
+    PINNED,
+    VOID,
+    Labels,
+    Mixed,
+    Standardised,
+    first_along,
+    mixes,
+    thin,
+    varying,
+)
 
 COMPUTED_WEIGHT = "a computed weight"
 COMPUTED = f"{COMPUTED_WEIGHT} is no parameter; leave weight_norm and its like away"
@@ -56,6 +68,10 @@ def convolve(
 
     `rest` begins with stride, padding, dilation and groups.
     """
+    if _convolve_channels(labels, result, x, weight):
+        return
+    made = labels.standardised.get(id(weight))
+    weight = weight if made is None or made.mixed is None else made.weight
     name = labels.names.get(id(weight), COMPUTED_WEIGHT)
     groups = rest[3] if len(rest) > 3 else options.get("groups", 1)
     # Without a batch dimension nothing is known.
@@ -78,10 +94,59 @@ def convolve(
         rows = _convolve_in_groups(labels, weight, columns, groups)
     labels.note(labels.rows, weight, rows)
     _note_bias(labels, bias, rows)
+    if made is not None:
+        _note_standardised(labels, made, name, rows)
     if name in labels.shapes:
         labels.count(name, result[0, 0].numel())
     shape = (1, -1, *[1] * (result.dim() - 2))
     labels.label(result, torch.from_numpy(rows).view(shape).expand(result.shape))
+
+
+def reshape_weight(labels: Labels, result: Tensor, x: Tensor) -> bool:
+    """Follow a weight [outputs, ...] to [1, outputs, fan-in] and back; return whether it is one."""
+    made = labels.standardised.get(id(x))
+    if made is not None and result.shape == made.weight.shape:
+        labels.standardised[id(result)] = replace(made, tensor=result)
+    elif id(x) in labels.names and x.dim() > 2 and result.shape == (1, len(x), x[0].numel()):
+        labels.standardised[id(result)] = Standardised(result, x)
+    else:
+        return False
+    labels.label_pinned([result])
+    return True
+
+
+def _note_standardised(labels: Labels, made: Standardised, name: str, rows: np.ndarray) -> None:
+    """Tie the gain of a standardised weight to its rows, and let it be filled up for its fan-in."""
+    if made.gain is not None:
+        found, zero = labels.of(made.gain)
+        if zero:
+            labels.join(found.numpy(), rows)
+        else:
+            labels.pin_labels(rows.tolist(), "its gain is no parameter")
+    if made.mixed is not None and (columns := labels.columns.get(name)) is not None:
+        fan_in = np.repeat(columns, made.weight[0, 0].numel())
+        labels.mixed.append(replace(made.mixed, labels=torch.from_numpy(fan_in).view(1, 1, -1)))
+
+
+def _convolve_channels(labels: Labels, result: Tensor, x: Tensor, weight: Tensor) -> bool:
+    """Label a convolution along channels, as over their means; return whether it is one."""
+    found = labels.of(x)[0]
+    along = varying(found)
+    if labels.plain or len(along) != 1 or not 1 < along[0] == result.dim() - 1:
+        return False
+    if result.shape[-1] != x.shape[-1] or not labels.mix(x, -1, back=along[0]):
+        return False
+    _keep_layer(labels, weight, "it is applied along channels")
+    # Each gets something from its neighbours.
+    labels.label(result, found.narrow(1, 0, 1).expand(result.shape), zero=False)
+    return True
+
+
+def _keep_layer(labels: Labels, weight: Tensor, reason: str) -> None:
+    """Keep the outputs of a layer that makes no channels."""
+    rows = labels.fresh(weight.shape[0])
+    labels.pin_labels(rows.tolist(), reason)
+    labels.note(labels.rows, weight, rows)
 
 
 def _convolve_in_groups(
@@ -110,6 +175,14 @@ def multiply(
 ) -> None:
     """Label a linear layer as `convolve` does a convolution; `x` has its channels last."""
     name = labels.names.get(id(weight))
+    found, zero = labels.of(x)
+    along = varying(found)
+    if name and along and x.dim() - 1 not in along and not labels.plain:
+        # Over positions, each channel by itself.
+        _keep_layer(labels, weight, "it is applied along positions")
+        labels.count(name, result[..., 0].numel())
+        labels.label(result, found.narrow(-1, 0, 1).expand(result.shape), zero and bias is None)
+        return
     columns = read(labels, x, -1, name or COMPUTED_WEIGHT)
     rows = labels.fresh(weight.shape[0])
     if name is None:
@@ -191,7 +264,14 @@ def normalise_batch(
     *rest: object,
     **options: object,
 ) -> None:
-    """Tie BatchNorm's gamma and beta to the channels of `x`."""
+    """Tie BatchNorm's gamma and beta to the channels of `x`, which may be a weight's outputs."""
+    made = labels.standardised.get(id(x))
+    if made is not None and mean is None and var is None and bias is None and labels.site[1]:
+        numbers = (None,) * len(flatten(labels.given))
+        mixed = Mixed(labels.site, 0, None, 2, True, 2, numbers)
+        labels.standardised[id(result)] = replace(made, tensor=result, gain=weight, mixed=mixed)
+        labels.label_pinned([result])
+        return
     found, _ = labels.of(x)
     along = _along(found, 1)
     whole = not bool((along != along[:, :1]).any())
@@ -215,8 +295,16 @@ def normalise_groups(
     eps: float = 1e-5,
 ) -> None:
     """Join each group of GroupNorm, unless there are fewer groups than channels per group."""
-    found, _ = labels.of(x)
+    found, zero = labels.of(x)
     known = all(id(p) in labels.names for p in (weight, bias))
+    if groups == 1 and varying(found) == [1] and labels.names.get(id(weight)) in labels.norms:
+        # As LayerNorm over channels and positions.
+        if not (known and zero):
+            labels.pin([x], "group_norm mixes it with others")
+        for parameter in (weight, bias):
+            labels.note(labels.rows, parameter, first_along(found, 1))
+        labels.label(result, found)
+        return
     few = groups < max(2, x.shape[1] // groups)
     if not known or few or set(varying(found)) - {1}:
         hint = "; take as many groups as each has channels, or more" if few and known else ""
@@ -316,22 +404,17 @@ def normalise_squares(
 def normalise_length(
     labels: Labels,
     result: Tensor,
-    module: str,
     x: Tensor,
     p: float = 2.0,
     dim: int = 1,
     *rest: object,
     **options: object,
 ) -> None:
-    """Pass on the labels of F.normalize's input, and record that `module` reads all channels.
-
-    Zeros add nothing to the length; any other channel does.
-    """
+    """Pass on the labels of F.normalize's input; zeros add nothing to the length, others do."""
     found, zero = labels.of(x)
-    own = thin(found)[0]
-    labels.lengths.append((module, own, dim % x.dim()))
-    if len(varying(own)) > 1:
-        labels.cuts.append(Cut(own))
+    if dim % x.dim() in varying(found) and not labels.mix(x, dim, filled=False):
+        labels.keep([x], [result], "normalize mixes it with others")
+        return
     labels.label(result, found, zero)
 
 
@@ -351,11 +434,12 @@ def meet(labels: Labels, result: Tensor, product: bool, *operands: object) -> No
         labels.label_pinned([result])
         return
     if len(found) == 2 and not labels.plain:
-        scaled = _keep_fixed(labels, found) if product else None
+        sizes = [_true_shape(o) for o in operands[:2]]
+        scaled = _keep_fixed(labels, found, sizes) if product else None
         if scaled is not None:
             labels.label(result, scaled.expand(result.shape), any(zeros))
             return
-        shared = _find_shared(labels, found, operands)
+        shared = _find_shared(labels, found, operands, sizes)
         if shared is not None:
             one = found.pop(shared)
             labels.pin_labels(thin(one)[0].unique().tolist(), "it is the same for all channels")
@@ -374,14 +458,40 @@ def meet(labels: Labels, result: Tensor, product: bool, *operands: object) -> No
     labels.label(result, joined.expand(result.shape), any(zeros) if product else all(zeros))
 
 
-def _keep_fixed(labels: Labels, found: list[Tensor]) -> Tensor | None:
+def divide(labels: Labels, result: Tensor, x: object, by: object, **options: object) -> None:
+    """Label a quotient as a product, which is zero where `x` is; 0 / 0 would be no number."""
+    zero = isinstance(x, Tensor) and labels.of(x)[1]
+    if isinstance(by, Tensor):
+        found, may_be_zero = labels.of(by)
+        if options or (may_be_zero and varying(found)):
+            labels.keep([x, by], [result], "a quotient divides by what may be zero")
+            return
+    meet(labels, result, True, x, by)
+    labels.label(result, labels.of(result)[0], zero)
+
+
+def add_scaled(
+    labels: Labels, result: Tensor, x: Tensor, first: Tensor, second: Tensor, **options: object
+) -> None:
+    """Label addcmul, x + first * second."""
+    product = first * second
+    meet(labels, product, True, first, second)
+    meet(labels, result, False, x, product)
+
+
+def _true_shape(x: Tensor) -> list[int]:
+    """Return the shape of `x` before it was expanded."""
+    return [1 if stride == 0 else n for n, stride in zip(x.shape, x.stride(), strict=True)]
+
+
+def _keep_fixed(labels: Labels, found: list[Tensor], sizes: list[list[int]]) -> Tensor | None:
     """Return the labels of a product with what stays, such as the angles of rotary positions.
 
     Where that is the same along some dimension of channels, as along heads, all channels along the
     other dimensions, whose sizes it has, become one group. None where there is no such dimension.
     """
-    for one, other in (found, found[::-1]):
-        shape = _shape_beside(one, other)
+    for one, other, size in ((*found, sizes[0]), (*found[::-1], sizes[1])):
+        shape = _shape_beside(size, other)
         along = varying(other)
         whole = [d for d in along if shape[d] != 1]
         if whole and len(whole) < len(along) and bool((thin(one)[0] == PINNED).all()):
@@ -391,17 +501,18 @@ def _keep_fixed(labels: Labels, found: list[Tensor]) -> Tensor | None:
     return None
 
 
-def _shape_beside(one: Tensor, other: Tensor) -> list[int]:
-    """Return the shape of `one` in the dimensions of `other`."""
-    dims = other.dim()
-    return [1] * (dims - one.dim()) + list(one.shape[max(0, one.dim() - dims) :])
+def _shape_beside(size: list[int], other: Tensor) -> list[int]:
+    """Return the shape `size` in the dimensions of `other`."""
+    return [1] * (other.dim() - len(size)) + size[max(0, len(size) - other.dim()) :]
 
 
-def _find_shared(labels: Labels, found: list[Tensor], operands: tuple[object, ...]) -> int | None:
+def _find_shared(
+    labels: Labels, found: list[Tensor], operands: tuple[object, ...], sizes: list[list[int]]
+) -> int | None:
     """Return which of two operands is broadcast along the other's channels, parameters first."""
     for i in sorted((0, 1), key=lambda i: id(operands[i]) not in labels.names):
-        one, other = found[i], found[1 - i]
-        shape, along = _shape_beside(one, other), varying(other)
+        other = found[1 - i]
+        shape, along = _shape_beside(sizes[i], other), varying(other)
         if along and all(shape[d] == 1 for d in along):
             return i
     return None
@@ -422,16 +533,34 @@ def pool(labels: Labels, result: Tensor, x: Tensor) -> None:
 def reduce(
     labels: Labels, result: object, func: Callable, args: tuple, kwargs: dict[str, object]
 ) -> None:
-    """Pass on the labels of a sum, mean or maximum over dimensions in which they are equal."""
-    found, zero = labels.of(args[0])
-    dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
-    if dims is not None and isinstance(result, Tensor):
-        low, high = found.amin(dims, keepdim=keep), found.amax(dims, keepdim=keep)
-        if bool((low == high).all()):
-            labels.label(result, low, zero)
+    """Pass on the labels of a sum, mean or maximum over dimensions in which they are equal.
+
+    Where they differ along those and others, they become equal along those. A result without
+    channels is of them all.
+    """
+    x, first = args[0], 2 if func.__name__ in ("norm", "vector_norm") else 1
+    dims = kwargs.get("dim", args[first] if len(args) > first else None)
+    keep = kwargs.get("keepdim", args[first + 1] if len(args) > first + 1 else False)
+    found, zero = labels.of(x)
+    if dims is None or not isinstance(result, Tensor):
+        labels.keep([x], [result], f"{func.__name__} mixes it with others")
+        return
+    over = {d % x.dim() for d in ([dims] if isinstance(dims, int) else dims)}
+    along = set(varying(found))
+    if len(along & over) == 1 and along <= over:
+        (dim,) = along
+        # Zeros change neither a sum nor a length.
+        if labels.mix(x, dim, filled=func.__name__ not in ("sum", "norm", "vector_norm")):
+            labels.label_pinned([result])
             return
-    labels.keep([args[0]], [result], f"{func.__name__} mixes it with others")
+    elif not labels.plain or not along & over:
+        for dim in along & over:
+            labels.join_along(found, dim)
+        found = labels.roots(found)
+        if not over & set(varying(found)):
+            labels.label(result, found.amin(tuple(over), keepdim=keep), zero)
+            return
+    labels.keep([x], [result], f"{func.__name__} mixes it with others")
 
 
 def pad(
@@ -459,139 +588,3 @@ def pad(
             moved = torch.where(inside, moved, VOID)
         found = moved
     labels.label(result, found, zero)
-
-
-# --------------------------------------------------------------------------------------------------
-# Attention: a head goes as a whole, out of queries, keys and values
-# --------------------------------------------------------------------------------------------------
-
-MIXES = "attention mixes it with others"
-
-
-def attend_module(
-    labels: Labels,
-    result: object,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim: int,
-    heads: int,
-    *args: object,
-    **options: object,
-) -> None:
-    """Label nn.MultiheadAttention: each head is a group, and so is each channel it reads."""
-    weight, bias, bias_k, bias_v, zero_attn, _, out_weight, out_bias = args[:8]
-    labels.label_pinned([result])
-    plain = weight is not None and bias_k is None and bias_v is None and not zero_attn
-    if labels.plain or not plain:
-        labels.pin([query, key, value], "self-attention keeps its width")
-    if not (plain and id(weight) in labels.names and id(out_weight) in labels.names):
-        return
-    size = embed_dim // heads
-    by_head = labels.fresh(heads)
-    by_row = np.tile(np.repeat(by_head, size), 3)
-    labels.note(labels.rows, weight, by_row)
-    labels.note(labels.rows, bias, by_row)
-    labels.note(labels.columns, out_weight, np.repeat(by_head, size))
-    rows = labels.fresh(out_weight.shape[0])
-    labels.note(labels.rows, out_weight, rows)
-    labels.note(labels.rows, out_bias, rows)
-    names = [labels.names[id(p)] for p in (weight, out_weight)]
-    for name in names:
-        labels.count(name, query.numel() // query.shape[-1])
-    mask = options.get("attn_mask")
-    if mask is not None and mask.dim() > 2:
-        labels.pin_labels(by_head.tolist(), "a mask of each head counts them")
-    if labels.plain:
-        labels.pin_labels(rows.tolist(), "self-attention keeps its width")
-        return
-    for x in dict.fromkeys((query, key, value)):
-        labels.note(labels.columns, weight, read(labels, x, -1, names[0]))
-    output = result[0]
-    labels.label(output, torch.from_numpy(rows).expand(output.shape))
-
-
-def attend(
-    labels: Labels,
-    result: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    *rest: object,
-    **options: object,
-) -> None:
-    """Label scaled_dot_product_attention of tensors [..., heads, positions, channels]."""
-    found = [labels.of(x)[0] for x in (query, key, value)]
-    zero = labels.of(value)[1]
-    if options.get("enable_gqa"):
-        # So many heads of queries have the same keys and values.
-        sharing = query.shape[-3] // key.shape[-3]
-        found[1:] = [f.repeat_interleave(sharing, dim=-3) for f in found[1:]]
-    head = _join_heads(labels, found, result)
-    if head is None:
-        # Without heads, the scale of the product depends on the number of channels.
-        labels.pin([query, key], MIXES)
-        _keep_columns(labels, result, value)
-        return
-    if attn_mask is not None and attn_mask.is_floating_point():
-        own = labels.of(attn_mask)[0]
-        if varying(own):
-            labels.join(*thin(*torch.broadcast_tensors(head, own)))
-    labels.label(result, head.expand(result.shape), zero)
-
-
-def multiply_matrices(labels: Labels, result: Tensor, first: Tensor, second: Tensor) -> None:
-    """Label a product of matrices [..., n, k] and [..., k, m]."""
-    if id(second) in labels.names and second.dim() == 2:
-        multiply_transposed(labels, result, first, second)
-        return
-    if first.dim() > 1 and second.dim() > 1:
-        found, zeros = zip(*(labels.of(x) for x in (first, second)), strict=True)
-        head = _join_heads(labels, list(found), result)
-        if head is not None:
-            labels.label(result, head.expand(result.shape), any(zeros))
-            return
-        if not varying(found[0]):
-            _keep_columns(labels, result, second)
-            return
-    labels.keep([first, second], [result], "a product of matrices mixes it with others")
-
-
-def _join_heads(labels: Labels, found: list[Tensor], result: Tensor) -> Tensor | None:
-    """Join all channels of each head; return labels [..., heads, 1, 1], None without heads."""
-    batch = result.shape[:-2]
-    wide = [f.expand(*batch, *f.shape[-2:]) for f in found]
-    dims = {d for f in wide for d in varying(f) if d < len(batch)}
-    if not dims:
-        return None
-    heads = None
-    for own, f in zip(found, wide, strict=True):
-        # An operand that all heads share, such as a mask of positions, belongs to none.
-        sizes = [1] * (f.dim() - own.dim()) + list(own.shape)
-        if not varying(own) and all(sizes[d] == 1 for d in dims):
-            continue
-        first = f[..., :1, :1]
-        labels.join(*thin(first.expand(f.shape), f))
-        if heads is not None:
-            labels.join(*thin(heads, first))
-        heads = first
-    return labels.roots(heads)
-
-
-def _keep_columns(labels: Labels, result: Tensor, second: Tensor) -> None:
-    """Pass on the labels of a product's second factor where they vary along its columns only."""
-    found, zero = labels.of(second)
-    if set(varying(found)) <= {second.dim() - 1}:
-        labels.label(result, found.narrow(-2, 0, 1).expand(result.shape), zero)
-        return
-    labels.keep([second], [result], MIXES)
-
-
-def soften(labels: Labels, result: Tensor, x: Tensor, dim: int | None = None, **rest) -> None:
-    """Pass on the labels of a softmax that is not over channels; zeros do not stay zero."""
-    found, _ = labels.of(x)
-    if dim is None or dim % x.dim() in varying(found):
-        labels.keep([x], [result], "softmax mixes it with others")
-        return
-    labels.label(result, found, zero=False)

@@ -1,21 +1,22 @@
 """Rules for labels: reshaping, slicing, splitting and concatenating.
 
-Labels move as the data do. What the code relies on is recorded for `coupling.settle`: tensors must
-stay rectangular when channels are gone, and numbers that a module keeps must count what is left.
+Labels move as the data do. What the code relies on is recorded: tensors must stay rectangular when
+channels are gone, and numbers in calls must count what is left.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from prunex_mpi.models.slim import flatten
 from prunex_mpi.pruning.labels import (
     CUTTING,
     RESHAPING,
-    Counted,
     Cut,
     Labels,
-    Use,
+    Size,
     counts,
     distinct,
     pinned,
@@ -55,7 +56,7 @@ def shape(
         sound = _cut(labels, name, args, kwargs)
     else:
         sound = True
-        _count(labels, name, args, kwargs, moved)
+        _ask(labels, name, args, moved)
     if not sound:
         labels.pin(operands, counts(name, plain=labels.plain))
     for tensor, found in zip(outputs, moved, strict=True):
@@ -123,24 +124,28 @@ def _align(
             labels.join(*thin(found[0], other))
 
 
-def _count(
-    labels: Labels, name: str, args: tuple, kwargs: dict[str, object], moved: list[Tensor]
-) -> None:
-    """Record that a reshaped tensor is rectangular, and which sizes are a module's numbers."""
+def _ask(labels: Labels, name: str, args: tuple, moved: list[Tensor]) -> None:
+    """Record that a reshaped tensor is rectangular, and which arguments are its sizes."""
     for found in moved:
         if len(varying(found)) > 1:
             labels.cuts.append(Cut(thin(found)[0]))
-    if name in RESHAPING and len(moved) == 1:
-        dims, first, given = moved[0].dim(), 0, args[1:]
-        if name == "unflatten":
-            # `dim` counts the dimensions before.
-            first = kwargs.get("dim", args[1] if len(args) > 1 else 0) % args[0].dim()
-            given = args[2:]
-        if len(given) == 1 and isinstance(given[0], list | tuple):
-            given = given[0]
-        for number, size in enumerate(given or kwargs.get("sizes", ())):
-            if isinstance(size, Counted) and first + number < dims:
-                labels.uses.append(Use(size.source, thin(moved[0])[0], first + number))
+    if name not in RESHAPING or len(moved) != 1:
+        return
+    few, (given, named) = thin(moved[0])[0], labels.given
+    leaves = flatten((given, named))
+    # Sizes are all whole numbers but the dimension that `unflatten` begins with.
+    places = [p for p, leaf in enumerate(leaves) if type(leaf) is int]
+    first = 0
+    if name == "unflatten":
+        dim = named.get("dim", args[1] if len(args) > 1 else 0)
+        first = dim % args[0].dim()
+        places.remove(next(p for p in places if leaves[p] == dim))
+    wanted: list[Size | None] = [None] * len(leaves)
+    for dim, place in enumerate(places, first):
+        # -1 is found by torch, and 1 is no channels.
+        if leaves[place] > 1:
+            wanted[place] = Size(few, dim, leaves[place])
+    labels.ask(wanted)
 
 
 def _cut(labels: Labels, name: str, args: tuple, kwargs: dict[str, object]) -> bool:
@@ -152,24 +157,26 @@ def _cut(labels: Labels, name: str, args: tuple, kwargs: dict[str, object]) -> b
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
         return _fix(labels, found, dim % found.dim())
     if name == "narrow":
-        dim, start, length = (
-            kwargs.get(key, args[i] if len(args) > i else None)
-            for i, key in ((1, "dim"), (2, "start"), (3, "length"))
-        )
-        return _slice(labels, found, dim % found.dim(), slice(start, start + length))
-    given = next((v for k, v in kwargs.items() if k != "dim"), args[1] if len(args) > 1 else None)
+        dim, start, length = args[1:] if len(args) == 4 else (0, None, None)
+        if not isinstance(start, int) or kwargs:
+            return not varying(found)
+        if (dim := dim % found.dim()) in varying(found):
+            piece = Size(found, dim, length, start, start + length)
+            labels.pieces.append(piece)
+            labels.ask([None, None, Size(found, dim, start, 0, start), piece])
+            return _fix_others(labels, found, dim)
+        return True
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) % found.dim()
-    size = found.shape[dim]
     if dim not in varying(found):
         return True
-    if isinstance(given, list | tuple) and name == "split":
-        return _pieces(labels, found, dim, given)
-    if not isinstance(given, int) or (name != "split" and size % given):
-        return False
-    length = given if name == "split" else size // given
-    if isinstance(length, Counted):
-        labels.uses.append(Use(length.source, found.narrow(dim, 0, length), dim))
-    return _equal_pieces(labels, found, dim, length)
+    # Labels are cut as the data were.
+    how = {key: value for key, value in kwargs.items() if key != "dim"}
+    cut = getattr(torch, name)(torch.arange(found.shape[dim]), *args[1:2], **how)
+    ends = [0, *itertools.accumulate(map(len, cut))]
+    sizes = [Size(found, dim, b - a, a, b) for a, b in itertools.pairwise(ends)]
+    labels.pieces += sizes
+    labels.ask(sizes, pieces=True)
+    return _fix_others(labels, found, dim)
 
 
 def _index(labels: Labels, found: Tensor, index: object) -> bool:
@@ -177,12 +184,15 @@ def _index(labels: Labels, found: Tensor, index: object) -> bool:
     items = index if isinstance(index, tuple) else (index,)
     count = sum(item is not None and item is not Ellipsis for item in items)
     sound, dim = True, 0
+    # Of the tensor itself.
+    wanted: list[Size | None] = [None]
     for item in items:
+        numbers: list[Size | None] = [None] * len(flatten(item))
         if item is Ellipsis:
             dim = found.dim() - (count - dim)
         elif item is not None:
             if isinstance(item, slice):
-                sound &= _slice(labels, found, dim, item)
+                sound &= _slice(labels, found, dim, item, numbers)
             elif isinstance(item, int):
                 sound &= _fix(labels, found, dim)
             else:
@@ -190,43 +200,34 @@ def _index(labels: Labels, found: Tensor, index: object) -> bool:
                 sound &= isinstance(item, Tensor) and item.dtype == torch.int64
                 sound &= _fix_beside(labels, found, dim)
             dim += 1
+        wanted += numbers
+    labels.ask(wanted)
     return sound
 
 
-def _slice(labels: Labels, found: Tensor, dim: int, item: slice) -> bool:
+def _slice(
+    labels: Labels, found: Tensor, dim: int, item: slice, numbers: list[Size | None]
+) -> bool:
+    """Record in `numbers` what the ends of a slice count."""
     size = found.shape[dim]
     start, stop, step = item.indices(size)
     if dim not in varying(found) or (start, stop, step) == (0, size, 1):
         return True
-    if step != 1 or stop <= start:
+    # For example the positions of embeddings, of which code takes any part.
+    if step != 1 or stop <= start or varying(found) != [dim]:
         return _fix_beside(labels, found, dim)
-    ends = [end for end in (item.start, item.stop) if end is not None and end != 0]
-    if all(isinstance(end, Counted) and end > 0 for end in ends):
-        for end in ends:
-            labels.uses.append(Use(end.source, found.narrow(dim, 0, end), dim))
-        return True
-    equal = start % (stop - start) == 0 and _equal_pieces(labels, found, dim, stop - start)
-    return equal or _fix_beside(labels, found, dim)
+    labels.pieces.append(Size(found, dim, stop - start, start, stop))
+    for place, (end, count) in enumerate(((item.start, start), (item.stop, stop))):
+        if end is not None and end < 0:
+            numbers[place] = Size(found, dim, count - size, count)
+        elif end is not None and 0 < count < size:
+            numbers[place] = Size(found, dim, count, 0, count)
+    return True
 
 
-def _pieces(labels: Labels, found: Tensor, dim: int, sizes: Sequence[int]) -> bool:
-    """Record pieces of given sizes, which are a module's numbers or all equal."""
-    if all(isinstance(size, Counted) for size in sizes):
-        start = 0
-        for size in sizes:
-            labels.uses.append(Use(size.source, found.narrow(dim, start, size), dim))
-            start += size
-        return True
-    equal = len(set(sizes)) == 1 and _equal_pieces(labels, found, dim, sizes[0])
-    return equal or _fix_beside(labels, found, dim)
-
-
-def _equal_pieces(labels: Labels, found: Tensor, dim: int, length: int) -> bool:
-    """Record pieces of equal length, each of which must lose as many channels as the others."""
-    if found.shape[dim] % length:
-        return False
-    pieces = thin(found)[0].unflatten(dim, (-1, int(length)))
-    labels.cuts.append(Cut(pieces, (dim,)))
+def _fix_others(labels: Labels, found: Tensor, dim: int) -> bool:
+    if len(varying(found)) > 1:
+        labels.cuts.append(Cut(thin(found)[0]))
     return True
 
 

@@ -4,24 +4,20 @@
 operations. At the end are the reasons why channels stay, with hints on what to write instead.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from prunex_mpi.models.slim import flatten
+
 # Elements in no group: VOID is constant zero, as padding, and constrains nothing; PINNED stays.
 VOID = -1
 PINNED = 0
 # A larger parameter gets no labels for its elements.
 LARGEST_FREE = 2**21
-
-
-class Counted(int):
-    """An int that a module keeps as an attribute; `source` is (module, attribute)."""
-
-    source: tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -36,12 +32,64 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Use:
-    """A module's number that is the size of `labels` along `dim`."""
+class Size:
+    """An argument that is the size of `labels` along `dim`, from `start` to `stop`.
 
-    source: tuple[str, str]
+    It is `given` in the whole network, which may be below zero, and stays so where labels do not
+    vary along `dim`.
+    """
+
     labels: Tensor
     dim: int
+    given: int
+    start: int = 0
+    stop: int | None = None
+
+
+# (module, line of its own code, number, from 0, of a torch call in that line).
+Site = tuple[str, str, int]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call of a module's code with numbers: what is wanted of each argument, None for any.
+
+    `pieces`: instead these are the sizes of what the call cuts its first argument into.
+    """
+
+    site: Site
+    wanted: tuple[Size | float | None, ...]
+    pieces: bool = False
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A call that reads all channels of its argument number `place` together, along `dim`.
+
+    Where it is `filled` it gets zeros for those that are absent, and numbers as in the whole
+    network; what it returns is without them again along `back`, None where that has no channels.
+    """
+
+    site: Site
+    place: int
+    labels: Tensor | None
+    dim: int
+    filled: bool
+    back: int | None
+    numbers: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class Standardised:
+    """A tensor made of a weight, whose fan-in is normalised for each output, times a gain.
+
+    `mixed` is the call that does so, None before it.
+    """
+
+    tensor: Tensor
+    weight: Tensor
+    gain: Tensor | None = None
+    mixed: Mixed | None = None
 
 
 class Labels:
@@ -63,10 +111,19 @@ class Labels:
         # Weights [inputs, outputs], and embeddings.
         self.transposed: set[str] = set()
         self.embeddings: set[str] = set()
-        # (module whose code calls F.normalize, labels of its input, dimension).
-        self.lengths: list[tuple[str, Tensor, int]] = []
+        self.mixed: list[Mixed] = []
+        self.standardised: dict[int, Standardised] = {}
+        # Buffers of zeros that no state dict holds, which may have any size.
+        self.zeros = {
+            id(buffer): name for name, buffer in model.named_buffers() if is_blank(model, name)
+        }
         self.cuts: list[Cut] = []
-        self.uses: list[Use] = []
+        self.calls: list[Asked] = []
+        # What tensors are cut into, none of which may become empty.
+        self.pieces: list[Size] = []
+        # Where the call is that is being followed, and its arguments as they were given.
+        self.site: Site = ("", "", 0)
+        self.given: tuple[tuple, dict] = ((), {})
         # Plain rules know convolutions, linear layers and BatchNorm only.
         self.plain = False
 
@@ -79,7 +136,7 @@ class Labels:
         found = self.known.get(id(tensor))
         if found is not None:
             return self.roots(found[1]), found[2]
-        name = self.names.get(id(tensor))
+        name = self.names.get(id(tensor), self.zeros.get(id(tensor)))
         if name is None or self.plain or tensor.numel() > LARGEST_FREE:
             return pinned(tensor), False
         if name not in self.free:
@@ -180,9 +237,41 @@ class Labels:
             known[name] = labels
         return True
 
+    def ask(self, wanted: Sequence[Size | float | None], pieces: bool = False) -> None:
+        """Record what is wanted of the arguments of the call that is being followed."""
+        # Torch's own modules are resized by their attributes.
+        if self.site[1] and any(w is not None for w in wanted):
+            self.calls.append(Asked(self.site, tuple(wanted), pieces))
+
+    def mix(self, x: Tensor, dim: int, filled: bool = True, back: int | None = None) -> bool:
+        """Record that the call being followed reads all channels of `x`, along `dim`, together.
+
+        Return False, and keep them, where what is removed isn't zero in the whole network, and
+        where zeros can't be put into the call.
+        """
+        found, zero = self.of(x)
+        own, leaves = thin(found)[0], flatten(self.given)
+        place = next((n for n, leaf in enumerate(leaves) if leaf is x), None)
+        if self.plain or not zero or place is None:
+            return False
+        numbers = tuple(leaf if type(leaf) in (int, float) else None for leaf in leaves)
+        self.mixed.append(Mixed(self.site, place, own, dim % x.dim(), filled, back, numbers))
+        if len(varying(own)) > 1:
+            self.cuts.append(Cut(own))
+        return True
+
     def count(self, name: str, positions: int) -> None:
         """Add to the number of positions at which the weight `name` is applied."""
         self.positions[name] = self.positions.get(name, 0) + positions
+
+
+def is_blank(model: nn.Module, name: str) -> bool:
+    """Return whether a buffer is zero and in no state dict."""
+    owner, _, attribute = name.rpartition(".")
+    module = model.get_submodule(owner)
+    buffer = getattr(module, attribute)
+    kept = attribute not in module._non_persistent_buffers_set
+    return not kept and buffer.is_floating_point() and buffer.dim() > 0 and not buffer.any()
 
 
 def pinned(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ pass. With coupled groups, gamma and beta are masked as well, so that the consta
 other groups such a channel stays, and is reported.
 """
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -19,13 +20,22 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from prunex_mpi.models.dummy_input import evaluating
+from prunex_mpi.models.slim import call_site, flatten
 from prunex_mpi.pruning.channel_trace import Places, following, plain_norms
 from prunex_mpi.pruning.coupling import ChannelSet, Coupling
-from prunex_mpi.pruning.labels import by_position
+from prunex_mpi.pruning.labels import Mixed, Site, by_position
 from prunex_mpi.pruning.shrink import WEIGHT, attention_of
 
 # Functions that read channels with a weight, and the dimension of the channels.
-READERS = {"linear": -1, "layer_norm": -1, "rms_norm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
+READERS = {
+    "linear": -1,
+    "layer_norm": -1,
+    "rms_norm": -1,
+    "group_norm": 1,
+    "conv1d": 1,
+    "conv2d": 1,
+    "conv3d": 1,
+}
 # Those that may do so with a weight [inputs, outputs], and the place of what they read.
 PRODUCTS = {"matmul": 0, "__matmul__": 0, "mm": 0, "addmm": 1}
 SHOWN = 2  # names per line of a report
@@ -57,9 +67,9 @@ def judge(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
         {name: ids for name, (_, ids) in sides.items()}
         for sides in (coupling.makers(), coupling.readers())
     )
-    # LayerNorm and RMSNorm read all channels, and so does F.normalize.
+    # Norms read all channels, and so do other calls.
     together = [coupling.rows[name] for name in coupling.norms]
-    together += [ids for every in coupling.lengths.values() for ids in every]
+    together += [ids for _, ids in coupling.mixed]
     felt = np.isin(np.arange(coupling.total), np.concatenate([*together, [-1]]))
     active = _activity(model, coupling, images)
     nothing = np.zeros(coupling.total, dtype=bool)
@@ -123,23 +133,30 @@ class Activity(TorchFunctionMode):
         self.found: dict[str, np.ndarray] = {}
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.coupling = coupling
+        self.mixed: dict[Site, list[tuple[Mixed, np.ndarray]]] = {}
+        for call, ids in coupling.mixed:
+            self.mixed.setdefault(call.site, []).append((call, ids))
         self.readers = {name: ids for name, (_, ids) in coupling.readers().items()}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
+        site = self.places.site(call_site(sys._getframe(1)))
+        for call, ids in self.mixed.get(site, ()):
+            self.note(name_of(call), flatten((args, kwargs or {}))[call.place], ids, call.dim)
         operands, named = by_position(args, kwargs or {})
         if name in READERS:
             self.look(operands[0], (*operands, *named.values()), READERS[name])
+            # A weight that is computed from the module's own.
+            own = f"{self.places.module}{WEIGHT}"
+            weight = named.get("weight", operands[1] if len(operands) > 1 else None)
+            if own in self.readers and id(weight) not in self.names:
+                self.note(own, operands[0], self.readers[own], READERS[name])
         elif name in PRODUCTS:
             place = PRODUCTS[name]
             self.look(operands[place], operands[place + 1 : place + 2], -1)
         elif name == "multi_head_attention_forward":
             for x in operands[:3]:
                 self.look(x, operands[5:6], -1)
-        elif name == "normalize":
-            dim = named.get("dim", operands[2] if len(operands) > 2 else 1)
-            for ids in self.coupling.lengths.get(self.places.module, ()):
-                self.note(length_of(self.places.module), operands[0], ids, dim)
         return func(*args, **(kwargs or {}))
 
     def look(self, x: Tensor, arguments: Iterable[object], dim: int) -> None:
@@ -159,9 +176,10 @@ class Activity(TorchFunctionMode):
             self.found[name] = before | _carried(ids, marks, self.coupling.total)
 
 
-def length_of(module: str) -> str:
-    """Return the name under which F.normalize in the code of `module` is reported."""
-    return f"{module}.normalize".removeprefix(".")
+def name_of(call: Mixed) -> str:
+    """Return the name under which a call that reads all channels is reported."""
+    module, line, _ = call.site
+    return f"{module or 'the model'} ({line or 'a function of torch'})"
 
 
 def _activity(model: nn.Module, coupling: Coupling, images: Tensor) -> dict[str, np.ndarray]:
@@ -181,9 +199,9 @@ def _activity(model: nn.Module, coupling: Coupling, images: Tensor) -> dict[str,
             found[name] = _carried(ids, marks, coupling.total)
         elif name not in found:
             found[name] = _carried(ids, True, coupling.total)
-    for module, every in coupling.lengths.items():
-        if length_of(module) not in found:
-            found[length_of(module)] = _carried(np.concatenate(every), True, coupling.total)
+    for call, ids in coupling.mixed:
+        if name_of(call) not in found:
+            found[name_of(call)] = _carried(ids, True, coupling.total)
     return found
 
 

@@ -7,33 +7,41 @@ can be removed from a model's own code.
 import copy
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from prunex_mpi.base.errors import UserError, one_line
+from prunex_mpi.models.dummy_input import evaluating
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.models.slim import (
-    ATTENTION_HEADS,
     ATTENTIONS,
     BATCH_NORMS,
+    CALLS,
     CONVOLUTIONS,
     RMS_FEATURES,
-    WINDOWS,
+    Calls,
+    CallsCorrected,
     SlimAttention,
     SlimLayerNorm,
     SlimRMSNorm,
-    SlimSelfAttention,
+    call_corrected,
+    call_site,
+    correct_calls_,
     doubled,
-    self_attention_parts,
+    flatten,
 )
 from prunex_mpi.models.standalone import Sizes, fill_, resize_
 from prunex_mpi.pruning.channel_trace import NO_PINS, Call, Failing, Pins, Places, following, is_own
-from prunex_mpi.pruning.coupling import PLAIN, Coupling, find_coupling
+from prunex_mpi.pruning.coupling import PLAIN, Coupling, Numbers, find_coupling
+from prunex_mpi.pruning.labels import Mixed, Site
 
 WEIGHT = ".weight"
 STATISTICS = (".running_mean", ".running_var")
@@ -67,18 +75,10 @@ def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> 
             rows = left(coupling.rows, f"{name}.in_proj_weight", 3 * inner)
             width = left(coupling.columns, f"{name}.in_proj_weight", module.embed_dim)
             sizes[name] = {"num_heads": rows // (3 * module.head_dim), "embed_dim": width}
-        elif type(module) in WINDOWS:
-            inner, width = module.proj.in_features, module.qkv.in_features
-            heads = left(coupling.columns, f"{name}.proj.weight", inner) * module.num_heads // inner
-            width = left(coupling.columns, f"{name}.qkv.weight", width)
-            sizes[name] = {"num_heads": heads, "embed_dim": width}
-        elif name in coupling.swapped or isinstance(module, SlimSelfAttention):
-            parts = self_attention_parts(module)
-            weight = f"{name}.{parts.last}{WEIGHT}"
-            left_of = left(coupling.columns, weight, parts.heads * parts.head_dim)
-            sizes[name] = {ATTENTION_HEADS: left_of // parts.head_dim}
         elif isinstance(module, BATCH_NORMS):
             sizes[name] = {"num_features": left(coupling.rows, weight, module.num_features)}
+        elif weight in coupling.norms and isinstance(module, nn.GroupNorm):
+            sizes[name] = {"num_features": left(coupling.rows, weight, module.num_channels)}
         elif isinstance(module, nn.GroupNorm) and weight in coupling.rows:
             kept = kept_slices(coupling.rows[weight], removed).reshape(module.num_groups, -1)
             sizes[name] = {
@@ -111,6 +111,13 @@ def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> 
                 "groups": groups,
             }
     _add_own_sizes(model, coupling, removed, sizes)
+    sites = {c.site for c in coupling.calls} | {c.site for c, _ in coupling.mixed if c.filled}
+    calls = _find_calls(model, coupling, removed, sizes) if sites and removed.any() else {}
+    for name in {name for name, *_ in sites}:
+        module = model.get_submodule(name)
+        # Others may have been corrected before.
+        if name in calls or isinstance(module, CallsCorrected) or not removed.any():
+            sizes.setdefault(name, {})[CALLS] = calls.get(name, {})
     return sizes
 
 
@@ -133,23 +140,133 @@ def _add_own_sizes(
     sizes: Sizes,
 ) -> None:
     """Add the shapes of parameters and the numbers of other modules to `sizes`."""
-    known = sizes.keys() - {n for n, m in model.named_modules() if type(m) in WINDOWS}
-    known |= coupling.swapped
-    named = {id(model.get_submodule(name)) for name in known}
+    named = {id(model.get_submodule(name)) for name in sizes}
+    for name, (dim, ids) in coupling.zeros.items():
+        owner, _, attribute = name.rpartition(".")
+        shape = list(model.get_buffer(name).shape)
+        shape[dim] = int(kept_slices(ids, removed).sum())
+        sizes.setdefault(owner, {})[attribute] = shape
     coupled = {*coupling.rows, *coupling.columns, *coupling.inner}
     for name, first in first_names(model).items():
         owner, _, attribute = name.rpartition(".")
         # A module that has two names is in `sizes` under its first.
-        if first not in coupled or id(model.get_submodule(owner)) in named:
+        known = attribute in ("weight", "bias") and id(model.get_submodule(owner)) in named
+        if first not in coupled or known:
             continue
         if attention_of(model, name) is None:
             shape = list(model.get_parameter(name).shape)
             for dim, ids in coupling.slices(first):
                 shape[dim] = int(kept_slices(ids, removed).sum())
             sizes.setdefault(owner, {})[attribute] = shape
-    for (owner, attribute), ids in coupling.numbers.items():
-        if owner not in known and attribute not in sizes.get(owner, {}):
-            sizes.setdefault(owner, {})[attribute] = int(kept_slices(ids, removed).sum())
+
+
+class Fitting(TorchFunctionMode):
+    """Correct all torch calls as `numbers` says without `removed`; note in `found` which differ."""
+
+    def __init__(
+        self, places: Places, coupling: Coupling, removed: np.ndarray, before: dict[str, Calls]
+    ) -> None:
+        super().__init__()
+        self.places, self.removed, self.before = places, removed, before
+        self.wanted: dict[Site, list[Numbers | tuple[Mixed, np.ndarray]]] = {}
+        mixed = {call.site: (call, ids) for call, ids in coupling.mixed if call.filled}
+        for entry in coupling.calls:
+            if entry.site not in mixed:
+                self.wanted.setdefault(entry.site, []).append(entry)
+        for call, ids in coupling.mixed:
+            if call.filled:
+                self.wanted.setdefault(call.site, []).append((call, ids))
+        self.runs: dict[Site, list[object]] = {}
+        self.found: dict[str, Calls] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        site = self.places.site(call_site(sys._getframe(1)))
+        if site not in self.wanted:
+            return func(*args, **kwargs)
+        before = self.runs.setdefault(site, [])
+        # A module that runs several times asks several times.
+        numbers = self.wanted[site][min(len(before), len(self.wanted[site]) - 1)]
+        given = self.correction(numbers, func, args, kwargs)
+        before.append(given)
+        if given != before[0]:
+            raise RuntimeError(f"{func.__name__} gets other channels each time")
+        if given is None:
+            return func(*args, **kwargs)
+        name, line, number = site
+        known = self.found.setdefault(name, {}).setdefault(line, [])
+        known += [None] * (number + 1 - len(known))
+        known[number] = given
+        return call_corrected(given, func, args, kwargs)
+
+    def correction(
+        self, numbers: Numbers | tuple[Mixed, np.ndarray], func, args: tuple, kwargs: dict
+    ) -> object:
+        """Return what a call must get instead of what it asks for, None where that is the same."""
+        if not isinstance(numbers, Numbers):
+            return self.fill(*numbers, flatten((args, kwargs)))
+        wanted = [
+            w[0] * int(kept_slices(w[1], self.removed).sum()) if isinstance(w, tuple) else w
+            for w in numbers.wanted
+        ]
+        if numbers.pieces:
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+            try:
+                same = [piece.shape[dim] for piece in func(*args, **kwargs)] == wanted
+            # Sizes that do not add up.
+            except RuntimeError:
+                same = False
+            return None if same else {"sizes": wanted}
+        pairs = [
+            [asked, want] if want is not None and asked not in (want, -1, None) else None
+            for asked, want in zip(flatten((args, kwargs)), wanted, strict=True)
+        ]
+        return pairs if any(pairs) else None
+
+    def fill(self, call: Mixed, ids: np.ndarray, leaves: list[object]) -> object:
+        """Return with which zeros, and with which numbers, a call mixes channels."""
+        name, line, number = call.site
+        known = self.before.get(name, {}).get(line, [])[number : number + 1]
+        before = known[0] if known and isinstance(known[0], dict) else None
+        size, places = len(ids), np.arange(len(ids))
+        numbers = [
+            wanted if wanted is not None and wanted != asked else None
+            for wanted, asked in zip(call.numbers, leaves, strict=True)
+        ]
+        # A network that is smaller already keeps the places of the whole one.
+        if before is not None:
+            _, _, size, places = before["whole"]
+            places, numbers = np.array(places), before["numbers"]
+        kept = places[kept_slices(ids, self.removed)]
+        if len(kept) == size:
+            return None
+        return {
+            "whole": [call.place, call.dim, size, kept.tolist()],
+            "back": call.back,
+            "numbers": numbers,
+        }
+
+
+def _find_calls(
+    model: nn.Module, coupling: Coupling, removed: np.ndarray, sizes: Sizes
+) -> dict[str, Calls]:
+    """Return by module what to correct in the torch calls of its code without `removed`.
+
+    A smaller copy of the model runs once, on the CPU.
+    """
+    smaller, before = copy.deepcopy(model).cpu(), {}
+    for name, module in smaller.named_modules():
+        before[name] = getattr(module, "corrected_calls", {})
+        correct_calls_(module, {})
+    resize_(smaller, sizes)
+    fill_(smaller, smaller_tensors(model, coupling, removed))
+    places = Places()
+    fitting = Fitting(places, coupling, removed, before)
+    given = coupling.inputs.draw(1, next(smaller.parameters()).dtype)
+    # What fails here fails again where it is reported.
+    with suppress(Exception), evaluating(smaller), following(smaller, places), fitting:
+        smaller(given)
+    return fitting.found
 
 
 def smaller_tensors(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> dict[str, Tensor]:
@@ -228,39 +345,37 @@ class Failure:
 class Rules:
     """The rules by which a model's coupled groups are found.
 
-    Plain rules hold in the modules of `plain`; those of `swapped` are attention that is replaced
-    when smaller; channels that the calls of `pins` touch stay.
+    Plain rules hold in the modules of `plain`; channels that the calls of `pins` touch stay.
     """
 
     plain: frozenset[str] = frozenset()
-    swapped: frozenset[str] = frozenset()
     pins: Pins = NO_PINS
 
     def text(self) -> str:
         """Return the rules as JSON, for `rules_of`."""
-        every = self.plain, self.swapped, self.pins.arguments, self.pins.all_before
+        every = self.plain, self.pins.arguments, self.pins.all_before
         return json.dumps([sorted(names) for names in every])
 
 
 def rules_of(text: str) -> Rules:
     """Return the rules that `Rules.text` made `text` of."""
-    plain, swapped, *calls = json.loads(text)
+    plain, *calls = json.loads(text)
     pins = Pins(*(frozenset(map(tuple, every)) for every in calls))
-    return Rules(frozenset(plain), frozenset(swapped), pins)
+    return Rules(frozenset(plain), pins)
 
 
 def find_coupling_by(model: nn.Module, inputs: Inputs, rules: Rules) -> Coupling:
     """Find the coupled groups of `model` by `rules`, without a trial."""
-    return replace(find_coupling(model, inputs, rules.plain, rules.pins), swapped=rules.swapped)
+    return find_coupling(model, inputs, rules.plain, rules.pins)
 
 
 def find_rules(model: nn.Module, inputs: Inputs, rules: Rules = Rules()) -> Rules:
     """Return the widest rules, from `rules` down, by which `model` works without any group.
 
-    Where the code of a module fails at a smaller size, attention is replaced by ours, and in other
-    modules of its class plain rules hold. Before they would hold in the whole model, the arguments
-    of the failing call stay; when they do, all channels made before it. Raises UserError when no
-    group can be removed, and where none of this helps.
+    Where the code of a module fails at a smaller size, the arguments of the failing call stay, in
+    all modules of its class; where that doesn't help, plain rules hold in them, and then in those
+    around them. When they hold in the whole model, all channels made before the call stay. Raises
+    UserError when no group can be removed, and where none of this helps.
     """
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise UserError(
@@ -276,23 +391,20 @@ def find_rules(model: nn.Module, inputs: Inputs, rules: Rules = Rules()) -> Rule
         failure = next((failure for failure in attempts if failure is not None), None)
         if failure is None:
             return rules
-        whole = rules.plain >= PLAIN
+        whole, pins = rules.plain >= PLAIN, rules.pins
+        calls = _calls_alike(model, failure.call)
         alike = _alike(model, failure.module)
-        attention = frozenset(n for n in alike if self_attention_parts(model.get_submodule(n)))
-        if attention - rules.swapped - rules.plain and not whole:
-            rules = replace(rules, swapped=rules.swapped | attention)
-            continue
         # Modules of its class, then those around them, at last the whole model.
         name = failure.module
         while name and alike <= rules.plain:
             name = name.rpartition(".")[0]
             alike = _alike(model, name)
+        tried = {name for name, _ in pins.arguments}
         plain = rules.plain | (alike or PLAIN)
-        calls, pins = _calls_alike(model, failure.call), rules.pins
-        if plain >= PLAIN and calls - pins.arguments:
+        if calls - pins.arguments and (plain >= PLAIN or tried.isdisjoint(n for n, _ in calls)):
             rules = replace(rules, pins=replace(pins, arguments=pins.arguments | calls))
         elif not whole:
-            rules = replace(rules, plain=plain, swapped=rules.swapped - alike)
+            rules = replace(rules, plain=plain)
         elif calls - pins.all_before:
             rules = replace(rules, pins=replace(pins, all_before=pins.all_before | calls))
         else:
@@ -328,15 +440,18 @@ def attempt(
     """
     given = inputs.draw(1, torch.float64)
     masked, allowed = doubled(_masked_copy(model, coupling, removed)), EXACT
+    # What a module remembers of a forward pass would be of the whole network.
+    unused = copy.deepcopy(masked)
     wanted = _in_double(masked, given)
     if wanted is None:
         masked, allowed = _masked_copy(model, coupling, removed), TOLERANCE
+        unused = copy.deepcopy(masked)
         given = inputs.draw(1, next(masked.parameters()).dtype)
         wanted = masked(given)
     places = Places()
     failing = Failing(places)
     try:
-        smaller = shrink(masked, coupling, removed)
+        smaller = shrink(unused, coupling, removed)
         with following(smaller, places), failing:
             found = smaller(given)
     # The model's own code may raise anything at other sizes.

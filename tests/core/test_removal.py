@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from coupled_nets import dropping_attention, hidden_dropout
+from coupled_nets import dropping_attention
 from driving import run_driver
 from jobs import run_folder, run_job_here
 from nets import CoupledNet, RandomStream
@@ -20,7 +20,7 @@ from prunex_mpi.config.resolve import make
 from prunex_mpi.core.problem import choose_rules
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.inputs import Images
-from prunex_mpi.models.slim import SlimSelfAttention
+from prunex_mpi.models.slim import CallsCorrected
 from prunex_mpi.models.standalone import load
 from prunex_mpi.pruning.shrink import Rules, cut
 from prunex_mpi.run.finished_run import read_run
@@ -182,18 +182,10 @@ def test_what_drops_out_goes_on_to_after_the_removal():
     _, state = run(make(**{**COMMON, **PRUNEX}, remove_dropped=True), 2, make_model)
     assert state.theta.numel() < state.whole.layout.numel
     (model,) = made
-    assert {type(attention) for attention in model.attentions} == {SlimSelfAttention}
+    assert all(isinstance(attention, CallsCorrected) for attention in model.attentions)
     images = torch.randn(2, 3, 6, 6, dtype=torch.float64)
     assert not torch.equal(model.train()(images), model(images))
     assert torch.equal(model.eval()(images), model(images))
-
-
-def test_attention_that_would_lose_its_dropout_is_refused():
-    settings = {"groups": ("coupled",), "model": "coupled_nets:hidden_dropout"}
-    model = hidden_dropout(5, 16)
-    assert choose_rules(make(**settings), model, Images(16)).swapped
-    with pytest.raises(UserError, match=r"HiddenDropout \(attentions\.0\) would lose what"):
-        choose_rules(make(**settings, remove_dropped=True), model, Images(16))
 
 
 class AuxiliaryHead(nn.Module):

@@ -140,13 +140,6 @@ class DroppingAttention(nn.Module):
         return self.proj_drop(self.proj(y.transpose(1, 2).reshape(n, s, c)))
 
 
-class HiddenDropout(OwnAttention):
-    """One whose dropout is no module."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(super().forward(x), 0.1, self.training)
-
-
 class ApartAttention(nn.Module):
     """Three layers for queries, keys and values, and numbers that the module keeps."""
 
@@ -223,10 +216,6 @@ def own_attention(num_classes: int, image_size: int) -> nn.Module:
 
 def dropping_attention(num_classes: int, image_size: int) -> nn.Module:
     return OwnTransformer(DroppingAttention, num_classes, image_size)
-
-
-def hidden_dropout(num_classes: int, image_size: int) -> nn.Module:
-    return OwnTransformer(HiddenDropout, num_classes, image_size)
 
 
 def apart_attention(num_classes: int, image_size: int) -> nn.Module:
@@ -332,6 +321,151 @@ class Around(nn.Module):
         return self.fc(self.middle(self.stem(x)).mean(dim=(2, 3)))
 
 
+class ResponseNorm(nn.Module):
+    """Lengths over positions, relative to their mean over channels, as in ConvNeXt V2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(24, 48, 1), nn.Conv2d(48, 24, 1)
+        self.gamma, self.beta = (nn.Parameter(torch.randn(48)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.up(x)).permute(0, 2, 3, 1)
+        length = y.norm(p=2, dim=(1, 2), keepdim=True)
+        share = length / (length.mean(dim=-1, keepdim=True) + 1e-6)
+        y = y + torch.addcmul(self.beta, self.gamma, y * share)
+        return x + self.down(y.permute(0, 3, 1, 2))
+
+
+class OneGroup(nn.Module):
+    """A norm over all channels and positions, and a gate of channels by their neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.last = (
+            nn.GroupNorm(1, 24),
+            *(nn.Conv2d(24, 24, 3, padding=1) for _ in range(2)),
+        )
+        self.gate = nn.Conv1d(1, 1, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.first(self.norm(x)))
+        gate = self.gate(y.mean((2, 3)).view(len(y), 1, -1)).sigmoid().view(len(y), -1, 1, 1)
+        return x + self.last(y * gate.expand_as(y))
+
+
+class SpatialGate(nn.Module):
+    """Half of the channels gate the others after a layer over positions, as in gMLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(24), nn.Linear(24, 48), nn.Linear(24, 24)
+        self.inner, self.over = nn.LayerNorm(24), nn.Linear(SIDE, SIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.avg_pool2d(x, SIDE // 4)
+        y = x.flatten(2).transpose(1, 2)
+        u, v = F.gelu(self.up(self.norm(y))).chunk(2, dim=-1)
+        v = self.over(self.inner(v).transpose(-1, -2)).transpose(-1, -2)
+        return x + self.down(u * v).transpose(1, 2).reshape(x.shape)
+
+
+class SplitAttention(nn.Module):
+    """Two copies of each channel, weighed by a softmax over both, as in ResNeSt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(24, 48, 3, padding=1, groups=2), nn.BatchNorm2d(48)
+        self.down, self.up, self.last = (
+            nn.Conv2d(24, 12, 1),
+            nn.Conv2d(12, 48, 1),
+            nn.Conv2d(24, 24, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, _, h, w = x.shape
+        both = F.relu(self.norm(self.first(x))).reshape(n, 2, 24, h, w)
+        share = self.up(F.relu(self.down(both.sum(dim=1).mean((2, 3), keepdim=True))))
+        share = share.view(n, 1, 2, -1).transpose(1, 2).softmax(dim=1).reshape(n, 2, 24, 1, 1)
+        return x + self.last((both * share).sum(dim=1))
+
+
+class Context(nn.Module):
+    """The sum of all positions, weighed; and a single head of attention over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weigh, self.add = nn.Conv2d(24, 1, 1), nn.Conv2d(24, 24, 1)
+        self.qkv, self.out = nn.Conv2d(24, 16 + 16 + 24, 1), nn.Conv2d(24, 24, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, c, h, w = x.shape
+        share = self.weigh(x).reshape(n, 1, h * w).softmax(-1)
+        found = x.reshape(n, c, h * w).unsqueeze(1) @ share.unsqueeze(3)
+        x = x + self.add(found.view(n, c, 1, 1))
+        q, k, v = (y.flatten(2) for y in self.qkv(x).split([16, 16, 24], dim=1))
+        scores = (q.transpose(-2, -1) @ k * 16**-0.5).softmax(dim=-1)
+        return x + self.out((v @ scores.transpose(-2, -1)).reshape(n, 24, h, w))
+
+
+class ScaledConv(nn.Conv2d):
+    """A weight without mean and of unit variance in each output, times a gain."""
+
+    def __init__(self, *sizes: int, **options: int) -> None:
+        super().__init__(*sizes, **options)
+        self.gain = nn.Parameter(torch.ones(self.out_channels, 1, 1, 1))
+        self.scale = self.weight[0].numel() ** -0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = F.batch_norm(
+            self.weight.reshape(1, self.out_channels, -1),
+            None,
+            None,
+            weight=(self.gain * self.scale).view(-1),
+            training=True,
+            momentum=0.0,
+        ).reshape_as(self.weight)
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding, 1, self.groups)
+
+
+class Scaled(nn.Module):
+    """Standardised convolutions of one group, of several and of one for each channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(ScaledConv(24, 24, 3, padding=1), nn.ReLU(), ScaledConv(24, 24, 1, groups=2)),
+            *(nn.ReLU(), ScaledConv(24, 24, 3, padding=1, groups=24), nn.ReLU()),
+            ScaledConv(24, 24, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.2 * self.layers(x * 1.1) + x
+
+
+class HalfBiased(nn.Module):
+    """A bias of which a part is a buffer of zeros, and numbers that are divided by others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(24, 72, bias=False), nn.Linear(24, 24)
+        self.q_bias, self.v_bias = (nn.Parameter(torch.randn(24)) for _ in range(2))
+        self.register_buffer("k_bias", torch.zeros(24), persistent=False)
+        self.table = nn.Parameter(torch.randn(9, 3))
+        places = torch.arange(SIDE**2)[:, None] * torch.arange(SIDE**2)
+        self.register_buffer("places", places % 9, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, c, h, w = x.shape
+        bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+        qkv = F.linear(x.flatten(2).transpose(1, 2), self.qkv.weight, bias)
+        q, k, v = qkv.reshape(n, h * w, 3, 3, c // 3).permute(2, 0, 3, 1, 4).unbind(0)
+        table = self.table[self.places.view(-1)].view(h * w, h * w, -1).permute(2, 0, 1)
+        scores = q * (c // 3) ** -0.5 @ k.transpose(-2, -1) + table.unsqueeze(0)
+        found = (scores.softmax(dim=-1) @ v).transpose(1, 2).reshape(n, h * w, c)
+        return x + self.out(found).transpose(1, 2).reshape(n, c, h, w)
+
+
 def gated(num_classes: int, image_size: int) -> nn.Module:
     return Around(Gated(), num_classes)
 
@@ -348,7 +482,34 @@ def normed(num_classes: int, image_size: int) -> nn.Module:
     return Around(Normed(), num_classes)
 
 
-# With the share of all elements that half of the groups leave: small layers are hard to halve.
+def response_norm(num_classes: int, image_size: int) -> nn.Module:
+    return Around(ResponseNorm(), num_classes)
+
+
+def one_group(num_classes: int, image_size: int) -> nn.Module:
+    return Around(OneGroup(), num_classes)
+
+
+def spatial_gate(num_classes: int, image_size: int) -> nn.Module:
+    return Around(SpatialGate(), num_classes)
+
+
+def split_attention(num_classes: int, image_size: int) -> nn.Module:
+    return Around(SplitAttention(), num_classes)
+
+
+def context(num_classes: int, image_size: int) -> nn.Module:
+    return Around(Context(), num_classes)
+
+
+def scaled(num_classes: int, image_size: int) -> nn.Module:
+    return Around(Scaled(), num_classes)
+
+
+def half_biased(num_classes: int, image_size: int) -> nn.Module:
+    return Around(HalfBiased(), num_classes)
+
+
 class Keywords(nn.Module):
     """Operands by keyword, and numpy's word for a dimension."""
 
@@ -369,6 +530,7 @@ def keywords(num_classes: int, image_size: int) -> nn.Module:
     return Keywords(num_classes)
 
 
+# With the share of all elements that half of the groups leave: small layers are hard to halve.
 NETWORKS: dict[Callable[[int, int], nn.Module], float] = {
     resnext: 0.27,
     regnet_y: 0.32,
@@ -394,4 +556,11 @@ NETWORKS: dict[Callable[[int, int], nn.Module], float] = {
     parts: 0.31,
     shuffled: 0.31,
     keywords: 0.45,
+    response_norm: 0.35,
+    one_group: 0.31,
+    spatial_gate: 0.42,
+    split_attention: 0.37,
+    context: 0.35,
+    scaled: 0.35,
+    half_biased: 0.4,
 }

@@ -69,10 +69,3 @@ def test_other_classes_or_images_are_refused(
 def test_a_folder_without_a_plan_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"plan\.json can't be read .* name an exported model"):
         fresh(tmp_path, num_classes=10, image_size=32)
-
-
-def test_a_network_that_would_lose_its_dropout_is_refused(tmp_path: Path) -> None:
-    model = {**MODEL, "name": "coupled_nets:hidden_dropout", "image_size": 16}
-    write_plan(tmp_path, model=model, layers={"attentions.0": {"self_attention_heads": 3}})
-    with pytest.raises(UserError, match=r"attentions\.0 would lose what it does in training"):
-        fresh(tmp_path, num_classes=10, image_size=16)

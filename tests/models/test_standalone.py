@@ -4,17 +4,15 @@ import ast
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from coupled_nets import DroppingAttention, HiddenDropout, OwnAttention, SeparateAttention
 from safetensors.torch import save_file
 from torch import nn
 
 from prunex_mpi.models import standalone
-from prunex_mpi.models.slim import SlimAttention, SlimSelfAttention, self_attention_parts
+from prunex_mpi.models.slim import SlimAttention
 from prunex_mpi.models.standalone import load, resize_
 from prunex_mpi.tools.export_run import loader_source
 
@@ -86,55 +84,6 @@ def test_variants_of_attention_are_refused(options: dict[str, object]) -> None:
     model = nn.Sequential(nn.MultiheadAttention(12, 3, **{"batch_first": True, **options}))
     with pytest.raises(ValueError, match="only attention of one width"):
         resize_(model, {"0": {"num_heads": 2}})
-
-
-@pytest.mark.parametrize("value", [0.0, float("nan")])
-@pytest.mark.parametrize(
-    ("kind", "firsts", "last"),
-    [
-        (OwnAttention, ("qkv",), "proj"),
-        (SeparateAttention, ("query", "key", "value"), "out"),
-    ],
-)
-@torch.no_grad()
-def test_attention_is_known_whatever_its_weights_are(
-    kind: type[nn.Module], firsts: tuple[str, ...], last: str, value: float
-) -> None:
-    attention = kind(12, 3)
-    for parameter in attention.parameters():
-        parameter.fill_(value)
-    found = self_attention_parts(attention)
-    assert (found.firsts, found.last, found.heads, found.head_dim) == (firsts, last, 3, 4)
-    slim = SlimSelfAttention(attention, 2)
-    assert self_attention_parts(slim) == replace(found, heads=2)
-    assert self_attention_parts(nn.Sequential(nn.Linear(4, 12), nn.Linear(4, 4))) is None
-
-
-@pytest.mark.parametrize("inside", [0.3, 0.0])
-@pytest.mark.parametrize("fused", [False, True])
-@torch.no_grad()
-def test_smaller_attention_drops_out_what_the_whole_one_does(inside: float, fused: bool) -> None:
-    """All heads are left, so that both draw the same."""
-    attention, x = DroppingAttention(12, 3, inside, fused), torch.randn(2, 5, 12)
-    drawn = torch.get_rng_state()
-    slim = SlimSelfAttention(attention, 3)
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert slim.parts.dropouts == ("attn_drop" if inside else "", "proj_drop")
-    for training in (True, False):
-        found = []
-        for module in (attention.train(training), slim.train(training)):
-            torch.manual_seed(3)
-            found.append(module(x))
-        torch.testing.assert_close(found[1], found[0])
-    torch.testing.assert_close(slim(x), slim(x))
-    assert not torch.equal(slim.train()(x), slim(x))
-
-
-def test_attention_that_hides_its_dropout_is_for_evaluation() -> None:
-    slim, x = SlimSelfAttention(HiddenDropout(12, 3), 2), torch.randn(2, 5, 12)
-    with pytest.raises(RuntimeError, match="for evaluation alone"):
-        slim(x)
-    assert slim.parts.dropouts is None
 
 
 def test_modules_take_their_sizes() -> None:

@@ -245,13 +245,12 @@ class Opaque(nn.Module):
 @pytest.mark.parametrize(
     ("middle", "reason"),
     [
-        (Opaque(lambda x: torch.softmax(x, dim=1)), "softmax mixes it with others"),
+        (Opaque(lambda x: torch.softmax(x, dim=1)), "fc.weight reads what isn't zero without it"),
         (Opaque(torch.sigmoid), "fc.weight reads what isn't zero without it"),
         (Opaque(lambda x: x + 1), "fc.weight reads what isn't zero without it"),
-        (Opaque(lambda x: x[:, :4].repeat(1, 2, 1, 1)[:, :6]), "__getitem__ counts its channels"),
+        (Opaque(lambda x: x[:, ::2].repeat(1, 2, 1, 1)), "__getitem__ counts its channels"),
         (Opaque(lambda x: x.cumsum(1)), "cumsum mixes it with others"),
         (Opaque(lambda x: F.pad(x, (1, 1, 1, 1), value=2.0)), "padding that isn't zero"),
-        (Opaque(lambda x: x.mean(1, keepdim=True).expand(-1, 6, -1, -1)), "mean mixes it"),
         (nn.GroupNorm(2, 6), "group_norm mixes it with others"),
         (AcrossChannels(), "stem.0.weight [coupled]: middle.over.weight reads all of them as one"),
         (nn.LocalResponseNorm(3), "mixes it with others"),

@@ -121,36 +121,20 @@ def test_a_parameter_of_a_users_own_module_becomes_smaller() -> None:
     assert smaller[1].weight.shape == (3, 48)
 
 
-class FixedWidth(nn.Module):
-    """Count on four channels where their number should be asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, 4, 1), nn.Linear(64, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.relu(self.first(x)).reshape(-1, 64))
-
-
 class Wrong(Tied):
     """Do to a channel what depends on how many there are."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.first.out_channels
+        x = super().forward(x)
+        for _ in range(self.first.out_channels):
+            x = x + x
+        return x
 
 
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
-        (FixedWidth(), r"first\.weight \[coupled\]: reshape counts its channels"),
-        (Wrong(), "the outputs differ by .* choose another --model"),
-    ],
-)
-def test_channels_that_cannot_be_missed_are_refused_before_training(
-    model: nn.Module, reason: str
-) -> None:
+def test_channels_that_cannot_be_missed_are_refused_before_training() -> None:
+    model = Wrong()
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    with pytest.raises(UserError, match=reason):
+    with pytest.raises(UserError, match=r"the outputs differ by .* choose another --model"):
         find_rules(model, Images(4))
     assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
 
@@ -159,7 +143,10 @@ class AlmostRight(Tied):
     """Wrong by less than float32 would show."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + 1e-8 * self.first.out_channels
+        x = super().forward(x)
+        for _ in range(self.first.out_channels):
+            x = x + 1e-8
+        return x
 
 
 class Single(Tied):
