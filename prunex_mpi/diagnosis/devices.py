@@ -31,10 +31,14 @@ LAUNCHER_PREFIXES = (
     "MV2_COMM_WORLD",
     "SLURM",
     "HYDRA",
+    "HYDI",
+    "MPI_LOCAL",
     "OMPI_COMM_WORLD",
     "OMPI_MCA_ess",
     "PRTE_LAUNCHED",
 )
+# What users set for hydra to reach other hosts.
+OF_THE_USER = ("HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC", "HYDRA_IFACE")
 # Of Slurm's, what makes a process one of a step; the rest names the allocation.
 STEP_PREFIXES = (
     *("SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID"),
@@ -158,7 +162,11 @@ def run_separately(
     if hosts:
         # Slurm's mpiexec starts what it needs on other hosts by srun, beside the step of this job.
         dropped = (*(p for p in dropped if p != "SLURM"), *STEP_PREFIXES)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(dropped) or (hosts and name in OF_THE_USER)
+    }
     environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
     environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
     places: list[str] = []
@@ -170,9 +178,10 @@ def run_separately(
     if hosts:
         environment["SLURM_OVERLAP"] = "1"
     return subprocess.run(
-        [launcher, "-n", "2", *places, *command],
+        [launcher, *places, "-n", "2", *command],
         env=environment,
         timeout=timeout_s,
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
     )

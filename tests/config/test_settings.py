@@ -379,6 +379,22 @@ def test_a_resumed_run_may_be_given_what_was_asked_for_and_measured_otherwise(tm
             assert_refused(lambda given=(*again, *other): parse([*given]), words)
 
 
+@pytest.mark.parametrize(
+    ("given", "rate"),
+    [
+        ({"method": "dgc"}, 0.05),
+        ({"method": "dense", "optimizer": "sgd"}, 0.05),
+        ({"method": "dense"}, 0.001),
+        ({"method": "lion"}, 0.001),
+        ({"method": "dgc", "dataset": "digits"}, 0.2),
+        ({"method": "dgc", "lr": 0.3}, 0.3),
+    ],
+    ids=str,
+)
+def test_rates_are_those_of_the_kind_of_problem(given, rate):
+    assert make(**{"dataset": "text", **given}).lr == rate
+
+
 @pytest.mark.parametrize("preset", ["recipe", "small", "finetune"])
 def test_defaults_may_depend_on_the_optimizer(preset):
     found = make(preset, method="dense", optimizer="adamw")

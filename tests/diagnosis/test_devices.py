@@ -238,7 +238,7 @@ def test_probe_between_hosts_is_one_job_on_two_of_them(
     assert devices.probe_between("cuda", ["a", "b", "c"]) == (False, problem)
     command, env = started[0]
     places = ["--host", "a:1,c:1"] if "Open" in library else ["-hosts", "a,c", "-ppn", "1"]
-    assert command[:5] == ["mpiexec", "-n", "2", *places[:2]]
+    assert command[: 1 + len(places)] == ["mpiexec", *places] and "-n 2" in " ".join(command)
     assert command[-3:] == ["-m", "prunex_mpi.diagnosis.probe", "cuda"]
     assert {"SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_OVERLAP"} <= set(env)
     assert not {"SLURM_PROCID", "SLURM_STEP_ID"} & set(env)
