@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -38,12 +39,19 @@ from prunex_mpi.run.snapshot import Numbers, Tensors, common_contents, put_commo
 from prunex_mpi.settings.fields import Settings
 
 NODES = "nodes.jsonl"
-# What is done about missing ranks between two outer iterations.
-SPAWN, MERGE, FORGET = "spawn", "merge", "forget"
-# For new ranks to start Python, torch and MPI.
-JOIN_LIMIT_S = 120.0
-# Tag of the message that new ranks are ready; no outer iteration.
-READY, NONE = 11, 2**62
+# For new ranks to start Python, torch and MPI: then they end, and others are started.
+JOIN_LIMIT_S = 120
+# What a new rank runs: whatever it waits for, it does not outlive its limit until it has joined.
+NEWCOMER = f"""import signal, sys
+signal.alarm({JOIN_LIMIT_S})
+from prunex_mpi.train import main
+sys.exit(main())"""
+# Tags of the messages that new ranks are ready, with the port where they can be met, and that the
+# others come there.
+READY, COME = 11, 12
+PORT_BYTES = 4096
+# No outer iteration.
+NONE = 2**62
 
 
 class Grown(UserError):
@@ -103,11 +111,10 @@ class Kept:
 
     `settings` are those to go on with once the run has `began`, `made` the communicators in use,
     `members` the ranks by number; `loss` what was lost just now and `lost_at` when, `too_few` that
-    fewer nodes are left than a run may have; `new_ranks` how many have
-    just joined, `missing` the hosts of ranks that are to be replaced,
-    `joining` leads to those who will,
-    who were `started_at` that time; `changes` tell of all that was lost and has joined. But for
-    times and communicators it is the same everywhere.
+    fewer nodes are left than a run may have; `new_ranks` how many have just joined, `missing` the
+    hosts of ranks that are to be replaced, `start` how they are started, on world rank 0 alone, and
+    `port` where they can be met, "" until they are ready; `changes` tell of all that was lost and
+    has joined. But for times and communicators it is the same everywhere.
     """
 
     settings: Settings
@@ -121,9 +128,66 @@ class Kept:
     too_few: bool = False
     new_ranks: int = 0
     missing: list[str] = field(default_factory=list)
-    joining: MPI.Intercomm | None = None
-    started_at: float = 0.0
+    start: "Start | None" = None
+    port: str = ""
     changes: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Start:
+    """Start a process in place of each of `missing`, on its host, behind the training.
+
+    In a thread, since MPI waits for ever for one that dies as it starts: then the thread is left to
+    itself. `comm` leads to those who were started.
+    """
+
+    def __init__(self, missing: Sequence[str], command: Sequence[str]) -> None:
+        self.hosts = Counter(missing)
+        self.command = list(command)
+        self.at = time.monotonic()
+        self.comm: MPI.Intercomm | None = None
+        self.error = ""
+        self.thread = threading.Thread(target=self._spawn, name="newcomers", daemon=True)
+        self.thread.start()
+
+    def _spawn(self) -> None:
+        try:
+            # By this rank alone: the others would wait with it, all of them in vain.
+            self.comm = MPI.COMM_SELF.Spawn_multiple(
+                [sys.executable] * len(self.hosts),
+                [self.command] * len(self.hosts),
+                list(self.hosts.values()),
+                [MPI.Info.Create({"host": host}) for host in self.hosts],
+                root=0,
+            )
+        except MPI.Exception as error:
+            self.error = one_line(error)
+
+    def ready(self) -> str:
+        """Return the port where the new ranks can be met, "" where they are not ready yet."""
+        try:
+            if self.comm is not None and self.comm.Iprobe(source=0, tag=READY):
+                port = np.zeros(PORT_BYTES, dtype=np.uint8)
+                self.comm.Recv(port, source=0, tag=READY)
+                return port.tobytes().rstrip(b"\0").decode()
+        except MPI.Exception as error:
+            self.error = one_line(error)
+        if not self.error and time.monotonic() - self.at > JOIN_LIMIT_S:
+            # MPI does not tell of those who die before anything was exchanged with them.
+            self.error = f"nothing was heard of them for {JOIN_LIMIT_S} s"
+        return ""
+
+    def call(self) -> bool:
+        """Have the new ranks wait at their port; return whether they still can."""
+        try:
+            self.comm.Send(np.ones(1, dtype=np.uint8), dest=0, tag=COME)
+        except MPI.Exception:
+            return False
+        return True
+
+    def give_up(self) -> None:
+        """Have the new ranks leave, as far as they can be reached."""
+        if self.comm is not None:
+            self.comm.Revoke()
 
 
 def begin(topology: Topology, context: RunContext, path: str, kept: Kept) -> None:
@@ -146,9 +210,9 @@ def keep(topology: Topology, files: RunDirectory | None, context: RunContext, ke
     Raises Grown on every rank once the new ones are ready. Collective on `world`.
     """
     state, behind, world = context.state, context.behind, topology.world
-    told = json.dumps([files.lengths(), next_of(kept)]) if files else ""
-    sizes, step = json.loads(broadcast_text(world, told))
-    if step == MERGE and behind is not None:
+    told = json.dumps([files.lengths(), replace_missing(kept)]) if files else ""
+    sizes, kept.port = json.loads(broadcast_text(world, told))
+    if kept.port and behind is not None:
         behind.finish()
     tensors, numbers = common_contents(state, context.problem, behind is None or behind.at_rest)
     left = np.packbits(state.mask).tobytes().hex() if state.removes else ""
@@ -161,57 +225,27 @@ def keep(topology: Topology, files: RunDirectory | None, context: RunContext, ke
         else:
             tensors[key] = tensor.detach().to("cpu", copy=True).contiguous()
     kept.snapshots.append(Snapshot(state.position.iteration, tensors, numbers, left, sizes))
-    if step == SPAWN:
-        start_new_ranks(world, kept)
-    elif step == MERGE:
+    if kept.port:
         raise Grown("new ranks join")
-    elif step == FORGET:
-        forget_new_ranks(kept)
 
 
-def next_of(kept: Kept) -> str:
-    """Return what world rank 0 wants to be done about ranks that are missing, "" for nothing."""
+def replace_missing(kept: Kept) -> str:
+    """Start new ranks where it is time to; return the port of those who are ready, else "".
+
+    On world rank 0 alone.
+    """
     after = kept.settings.regrow_after
-    if kept.joining is None:
-        due = kept.missing and after and time.time() - kept.lost_at >= after
-        return SPAWN if due else ""
-    try:
-        if kept.joining.Iprobe(source=0, tag=READY):
-            return MERGE
-    except MPI.Exception:
-        return FORGET
-    # MPI does not tell of those who fail before anything was exchanged with them.
-    return FORGET if time.time() - kept.started_at > JOIN_LIMIT_S else ""
-
-
-def start_new_ranks(world: MPI.Comm, kept: Kept) -> None:
-    """Start a process in place of each that is missing, on its host. Collective on `world`."""
-    flags = [*without_folder(sys.argv[1:]), "--resume", "--run-dir", kept.settings.run_dir]
-    command = ["-m", "prunex_mpi.train", *flags]
-    hosts = Counter(kept.missing)
-    try:
-        kept.joining = world.Spawn_multiple(
-            [sys.executable] * len(hosts),
-            [command] * len(hosts),
-            list(hosts.values()),
-            [MPI.Info.Create({"host": host}) for host in hosts],
-            root=0,
-        )
-        kept.made.append(kept.joining)
-        kept.started_at = time.time()
-    except MPI.Exception as error:
-        if is_loss(error):
-            raise
-        kept.lost_at = time.time()
-        log.warning("no new ranks can be started (%s); trying again later", one_line(error))
-
-
-def forget_new_ranks(kept: Kept) -> None:
-    """Give up those who were to join and have failed; others will be started later."""
-    kept.made.remove(kept.joining)
-    kept.joining.Revoke()
-    kept.joining, kept.lost_at = None, time.time()
-    log.warning("the new ranks have failed before they joined; trying again later")
+    if kept.start is None:
+        if kept.missing and after and time.time() - kept.lost_at >= after:
+            flags = [*without_folder(sys.argv[1:]), "--resume", "--run-dir", kept.settings.run_dir]
+            kept.start = Start(kept.missing, ["-c", NEWCOMER, *flags])
+        return ""
+    port = kept.start.ready()
+    if kept.start.error:
+        log.warning("new ranks failed before they joined (%s); later again", kept.start.error)
+        kept.start.give_up()
+        kept.start, kept.lost_at = None, time.time()
+    return port
 
 
 def without_folder(flags: Sequence[str]) -> list[str]:
@@ -222,11 +256,6 @@ def without_folder(flags: Sequence[str]) -> list[str]:
             rest.append(flag)
         skips = flag == "--run-dir"
     return rest
-
-
-def is_loss(error: MPI.Exception) -> bool:
-    """Return whether an error says that a rank is lost, or that another one has learnt of it."""
-    return error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED)
 
 
 def put_back(

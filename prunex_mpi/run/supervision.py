@@ -118,7 +118,7 @@ def check_exchange(topology: Topology, settings: Settings) -> None:
             "sum must fit into 8 bits; use int8 or int4"
         )
     if settings.overlap_steps:
-        run_collectively(topology.world, check_thread_support)
+        run_collectively(topology.world, lambda: check_thread_support("overlap-steps"))
 
 
 def run_to_end(

@@ -1,5 +1,6 @@
 """Jobs that go on when nodes are lost, under Open MPI with ULFM; what they refuse."""
 
+import contextlib
 import json
 import os
 import random
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 from launch import LIMIT_S, environment, launcher, repeatable_metrics, train
+
+from prunex_mpi.run.kept import NEWCOMER
 
 FAULTY = str(Path(__file__).parents[1] / "harness" / "faulty.py")
 ITERATIONS = 8
@@ -178,6 +181,47 @@ def test_a_new_process_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     assert lost["lost_ranks"] == [1] and lost["ranks"] == 1
     assert joined["joined"] == 1 and joined["ranks"] == 2
     assert joined["iteration"] >= lost["iteration"]
+
+
+def newcomers(run: Path) -> list[int]:
+    """Return the processes that were started to join the job in `run`."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_bytes().decode().split("\0")
+            if NEWCOMER in words and os.readlink(folder / "cwd") == str(run.parent):
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.jobs
+@pytest.mark.long
+@pytest.mark.parametrize("after", [0.0, 0.7])
+def test_a_new_process_that_dies_before_it_joins_stops_nobody(tmp_path: Path, after: float) -> None:
+    patient = "import sys; from prunex_mpi.run import kept; kept.JOIN_LIMIT_S = 40"
+    program = f"{patient}; from prunex_mpi.train import main; sys.exit(main())"
+    flags = [*SMALL, *CONTINUE, "--outer-iterations", "20000", "--evaluate-every", "20000"]
+    flags += ["--ranks-per-node", "1", "--regrow-after", "0.5", "--run-dir", "run"]
+    run = tmp_path / "run"
+    job = start(2, ["-c", program, *flags], tmp_path)
+    kill_rank(run, 1, job)
+    end = time.monotonic() + LIMIT_S / 2
+    while not (first := newcomers(run)):
+        assert time.monotonic() < end and job.poll() is None
+    # As Python starts, or in MPI_Init.
+    time.sleep(after)
+    os.kill(first[0], signal.SIGKILL)
+    while "joined" not in (run / "nodes.jsonl").read_text():
+        assert time.monotonic() < end and job.poll() is None
+        before = (run / "metrics.jsonl").stat().st_size
+        time.sleep(2)
+        # The job goes on meanwhile.
+        assert (run / "metrics.jsonl").stat().st_size > before
+    job.send_signal(signal.SIGUSR1)
+    text, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 75, text
+    assert "new ranks failed before they joined" in text
+    assert summary(run)["reason"] == "SIGUSR1"
 
 
 @pytest.mark.jobs
