@@ -50,6 +50,7 @@ sys.exit(main())"""
 # others come there.
 READY, COME = 11, 12
 PORT_BYTES = 4096
+LOST_EARLY = "a new rank was lost as it started"
 # No outer iteration.
 NONE = 2**62
 
@@ -96,8 +97,12 @@ def born(pid: int) -> str:
 
 @dataclass
 class Snapshot:
-    """What ranks have in common before outer iteration `iteration`, and how long files were."""
+    """What ranks had in common `at` (Unix time), before outer iteration `iteration`.
 
+    `sizes` are those of the files then.
+    """
+
+    at: float
     iteration: int
     tensors: Tensors
     numbers: Numbers
@@ -112,9 +117,10 @@ class Kept:
     `settings` are those to go on with once the run has `began`, `made` the communicators in use,
     `members` the ranks by number; `loss` what was lost just now and `lost_at` when, `too_few` that
     fewer nodes are left than a run may have; `new_ranks` how many have just joined, `missing` the
-    hosts of ranks that are to be replaced, `start` how they are started, on world rank 0 alone, and
-    `port` where they can be met, "" until they are ready; `changes` tell of all that was lost and
-    has joined. But for times and communicators it is the same everywhere.
+    hosts of ranks that are to be replaced and since when, the first first, `start` how some of them
+    are started, on world rank 0 alone, and `port` where they can be met, "" until they are ready;
+    `changes` tell of all that was lost and has joined. But for times and communicators it is the
+    same everywhere.
     """
 
     settings: Settings
@@ -127,7 +133,7 @@ class Kept:
     lost_at: float = 0.0
     too_few: bool = False
     new_ranks: int = 0
-    missing: list[str] = field(default_factory=list)
+    missing: list[tuple[str, float]] = field(default_factory=list)
     start: "Start | None" = None
     port: str = ""
     changes: list[dict[str, Any]] = field(default_factory=list)
@@ -136,12 +142,12 @@ class Kept:
 class Start:
     """Start a process in place of each of `missing`, on its host, behind the training.
 
-    In a thread, since MPI waits for ever for one that dies as it starts: then the thread is left to
-    itself. `comm` leads to those who were started.
+    In a thread, since MPI waits for ever for one that dies as it starts. `comm` leads to those who
+    were started.
     """
 
     def __init__(self, missing: Sequence[str], command: Sequence[str]) -> None:
-        self.hosts = Counter(missing)
+        self.count, self.hosts = len(missing), Counter(missing)
         self.command = list(command)
         self.at = time.monotonic()
         self.comm: MPI.Intercomm | None = None
@@ -171,10 +177,18 @@ class Start:
                 return port.tobytes().rstrip(b"\0").decode()
         except MPI.Exception as error:
             self.error = one_line(error)
-        if not self.error and time.monotonic() - self.at > JOIN_LIMIT_S:
+        if self.comm is not None and self.late():
             # MPI does not tell of those who die before anything was exchanged with them.
             self.error = f"nothing was heard of them for {JOIN_LIMIT_S} s"
         return ""
+
+    def late(self) -> bool:
+        """Return whether the new ranks have had the time to join."""
+        return not self.error and time.monotonic() - self.at > JOIN_LIMIT_S
+
+    def hangs(self) -> bool:
+        """Return whether a new rank died in MPI_Init, and MPI waits for it in the thread."""
+        return self.comm is None and self.late()
 
     def call(self) -> bool:
         """Have the new ranks wait at their port; return whether they still can."""
@@ -207,11 +221,15 @@ def begin(topology: Topology, context: RunContext, path: str, kept: Kept) -> Non
 def keep(topology: Topology, files: RunDirectory | None, context: RunContext, kept: Kept) -> None:
     """Copy what the ranks have in common, in place of the last but one; replace those who are lost.
 
-    Raises Grown on every rank once the new ones are ready. Collective on `world`.
+    Raises Grown on every rank once the new ones are ready. Where one is lost as it starts the run
+    has to stop, as `context.stop` says then. Collective on `world`.
     """
     state, behind, world = context.state, context.behind, topology.world
-    told = json.dumps([files.lengths(), replace_missing(kept)]) if files else ""
-    sizes, kept.port = json.loads(broadcast_text(world, told))
+    told = json.dumps([files.lengths(), *replace_missing(kept)]) if files else ""
+    sizes, kept.port, hangs = json.loads(broadcast_text(world, told))
+    if hangs:
+        # With the thread inside MPI ranks could make no communicators, to go on after a loss.
+        context.stop.reason = LOST_EARLY
     if kept.port and behind is not None:
         behind.finish()
     tensors, numbers = common_contents(state, context.problem, behind is None or behind.at_rest)
@@ -224,28 +242,32 @@ def keep(topology: Topology, files: RunDirectory | None, context: RunContext, ke
             tensors[key] = there.copy_(tensor)
         else:
             tensors[key] = tensor.detach().to("cpu", copy=True).contiguous()
-    kept.snapshots.append(Snapshot(state.position.iteration, tensors, numbers, left, sizes))
+    iteration = state.position.iteration
+    kept.snapshots.append(Snapshot(time.time(), iteration, tensors, numbers, left, sizes))
     if kept.port:
         raise Grown("new ranks join")
 
 
-def replace_missing(kept: Kept) -> str:
+def replace_missing(kept: Kept) -> tuple[str, bool]:
     """Start new ranks where it is time to; return the port of those who are ready, else "".
 
-    On world rank 0 alone.
+    And whether MPI waits for one for ever. On world rank 0 alone.
     """
-    after = kept.settings.regrow_after
+    after, now = kept.settings.regrow_after, time.time()
     if kept.start is None:
-        if kept.missing and after and time.time() - kept.lost_at >= after:
+        due = [host for host, at in kept.missing if after and now - at >= after]
+        if due:
             flags = [*without_folder(sys.argv[1:]), "--resume", "--run-dir", kept.settings.run_dir]
-            kept.start = Start(kept.missing, ["-c", NEWCOMER, *flags])
-        return ""
-    port = kept.start.ready()
+            kept.start = Start(due, ["-c", NEWCOMER, *flags])
+        return "", False
+    port, hangs = kept.start.ready(), kept.start.hangs()
     if kept.start.error:
         log.warning("new ranks failed before they joined (%s); later again", kept.start.error)
         kept.start.give_up()
-        kept.start, kept.lost_at = None, time.time()
-    return port
+        kept.missing = [(host, now) for host, _ in kept.missing]
+    if hangs or kept.start.error:
+        kept.start = None
+    return port, hangs
 
 
 def without_folder(flags: Sequence[str]) -> list[str]:
@@ -305,7 +327,10 @@ def tell(
     """Log and note what was lost, or how many have joined, and who goes on."""
     iteration = context.state.position.iteration
     ranks, nodes, seconds = topology.world_size, topology.num_nodes, time.time() - kept.lost_at
-    change: dict[str, Any] = {"iteration": iteration, "seconds": seconds}
+    # What was done since is done again.
+    since = kept.snapshots[-1].at if kept.snapshots and kept.loss else kept.lost_at
+    change: dict[str, Any] = {"time": time.time(), "iteration": iteration, "seconds": seconds}
+    change["lost_seconds"] = max(kept.lost_at - since, 0.0)
     if kept.new_ranks:
         change["joined"] = kept.new_ranks
         what = f"{kept.new_ranks} ranks joined"

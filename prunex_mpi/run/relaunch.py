@@ -132,18 +132,21 @@ def slurm_hosts(environment: Mapping[str, str]) -> dict[str, int]:
 
 
 def run_dir_of(command: Sequence[str]) -> Path:
-    """Return the folder of the run that a command trains."""
+    """Return the folder of the run that a command trains: the last one that is named."""
+    found = ""
     for word, following in zip(command, [*command[1:], ""], strict=True):
-        if word == "--run-dir" and following:
-            return Path(following)
-        if word.startswith("--run-dir="):
-            return Path(word.partition("=")[2])
-    raise UserError("give the training a --run-dir: its checkpoints are there")
+        if word == "--run-dir":
+            found = following
+        elif word.startswith("--run-dir="):
+            found = word.partition("=")[2]
+    if not found:
+        raise UserError("give the training a --run-dir: its checkpoints are there")
+    return Path(found)
 
 
 def say(text: str) -> None:
     """Tell the user."""
-    print(f"{NAME}: {text}", file=sys.stderr, flush=True)
+    print(f"{time.strftime('%H:%M:%S')} {NAME}: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -303,8 +306,13 @@ def end_group(job: subprocess.Popen) -> None:
 
 
 def wait_until_free(run: Path, asked: Asked) -> None:
-    """Wait until no rank of the job before holds the run: one may outlive a link that was cut."""
+    """Wait until no rank of the job before holds the run: some may outlive their launcher.
+
+    They end by themselves, as the watchdog of a rank whose record is gone does.
+    """
     told = False
+    for record in (run / "heartbeats").glob("rank-*"):
+        record.unlink(missing_ok=True)
     while held(run / "lock") and not asked.times:
         if not told:
             say(f"{run} is still held by a rank of the last job: waiting until it has ended")

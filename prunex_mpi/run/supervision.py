@@ -173,6 +173,8 @@ def iterate(
     for record, status in recorded(topology, files, context, progress):
         if status == "running" and kept:
             keep(topology, files, context, kept)
+            if context.stop is not None and context.stop.reason:
+                break
         if status == "running" and checkpoints.due(topology.world, record["iteration"]):
             write_checkpoint(topology, files, context, checkpoints)
     if context.stop is not None and context.stop.reason:

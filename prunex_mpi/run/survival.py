@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter
 from contextlib import suppress
 from dataclasses import astuple, replace
 from typing import NoReturn
@@ -143,7 +142,7 @@ def grow(world: MPI.Comm, kept: Kept) -> MPI.Comm:
     kept.new_ranks = merged.size - world.size
     if start is not None:
         # Others may have been lost since these were started.
-        kept.missing = list((Counter(kept.missing) - start.hosts).elements())
+        kept.missing = kept.missing[start.count :]
     # Until they all meet, a new rank is a node of its own.
     kept.members += [Member(-number, "", 0, "?") for number in range(1, kept.new_ranks + 1)]
     return merged
@@ -156,7 +155,7 @@ def introduce(world: MPI.Comm, kept: Kept) -> None:
     told |= {"missing": kept.missing}
     told |= {name: getattr(kept.settings, name) for name in COLOURS}
     # Who is replaced rank 0 alone has decided.
-    kept.missing = json.loads(broadcast_text(world, json.dumps(told)))["missing"]
+    kept.missing = list(map(tuple, json.loads(broadcast_text(world, json.dumps(told)))["missing"]))
 
 
 def join(world: MPI.Comm, parent: MPI.Intercomm, settings: Settings) -> tuple[Kept, MPI.Comm]:
@@ -179,7 +178,7 @@ def join(world: MPI.Comm, parent: MPI.Intercomm, settings: Settings) -> tuple[Ke
     told = json.loads(broadcast_text(merged, ""))
     kept.settings = replace(settings, **{name: tuple(told[name]) for name in COLOURS})
     kept.members = [Member(*member) for member in told["members"]]
-    kept.missing = told["missing"]
+    kept.missing = list(map(tuple, told["missing"]))
     kept.changes, kept.started, kept.lost_at = told["changes"], told["started"], time.time()
     return kept, merged
 
@@ -233,7 +232,8 @@ def shrink(world: MPI.Comm, kept: Kept, error: MPI.Exception) -> tuple[MPI.Comm,
         with suppress(MPI.Exception):
             if left.Agree(int(done)):
                 if kept.began:
-                    kept.missing += [kept.members[rank].host for rank in loss.ranks]
+                    now = time.time()
+                    kept.missing += [(kept.members[rank].host, now) for rank in loss.ranks]
                     # By their numbers from now on: another loss may come before they meet anew.
                     kept.members = [kept.members[rank] for rank in sorted(whole)]
                 return left, stay, loss

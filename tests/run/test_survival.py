@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from launch import LIMIT_S, environment, launcher, repeatable_metrics, train
 
-from prunex_mpi.run.kept import NEWCOMER
+from prunex_mpi.run.kept import LOST_EARLY, NEWCOMER
 
 FAULTY = str(Path(__file__).parents[1] / "harness" / "faulty.py")
 ITERATIONS = 8
@@ -196,10 +196,11 @@ def newcomers(run: Path) -> list[int]:
 
 @pytest.mark.jobs
 @pytest.mark.long
-@pytest.mark.parametrize("after", [0.0, 0.7])
-def test_a_new_process_that_dies_before_it_joins_stops_nobody(tmp_path: Path, after: float) -> None:
-    patient = "import sys; from prunex_mpi.run import kept; kept.JOIN_LIMIT_S = 40"
-    program = f"{patient}; from prunex_mpi.train import main; sys.exit(main())"
+def test_a_new_process_that_dies_as_it_starts_ends_the_job_with_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    hasty = "import sys; from prunex_mpi.run import kept; kept.JOIN_LIMIT_S = 10"
+    program = f"{hasty}; from prunex_mpi.train import main; sys.exit(main())"
     flags = [*SMALL, *CONTINUE, "--outer-iterations", "20000", "--evaluate-every", "20000"]
     flags += ["--ranks-per-node", "1", "--regrow-after", "0.5", "--run-dir", "run"]
     run = tmp_path / "run"
@@ -208,21 +209,16 @@ def test_a_new_process_that_dies_before_it_joins_stops_nobody(tmp_path: Path, af
     end = time.monotonic() + LIMIT_S / 2
     while not (first := newcomers(run)):
         assert time.monotonic() < end and job.poll() is None
-    # As Python starts, or in MPI_Init.
-    time.sleep(after)
-    os.kill(first[0], signal.SIGKILL)
-    while "joined" not in (run / "nodes.jsonl").read_text():
-        assert job.poll() is None, job.communicate()[0]
-        before, seen = (run / "metrics.jsonl").stat().st_size, time.monotonic()
-        while (run / "metrics.jsonl").stat().st_size == before:
-            # The job goes on meanwhile.
-            assert time.monotonic() < min(end, seen + 20) and job.poll() is None
-            time.sleep(0.1)
-    job.send_signal(signal.SIGUSR1)
-    text, _ = job.communicate(timeout=LIMIT_S)
+    for process in first:
+        os.kill(process, signal.SIGKILL)
+    before = (run / "metrics.jsonl").stat().st_size
+    while (run / "metrics.jsonl").stat().st_size == before:
+        # The job goes on meanwhile.
+        assert time.monotonic() < end and job.poll() is None
+        time.sleep(0.1)
+    text, _ = job.communicate(timeout=LIMIT_S / 2)
     assert job.returncode == 75, text
-    assert "new ranks failed before they joined" in text
-    assert summary(run)["reason"] == "SIGUSR1"
+    assert summary(run)["reason"] == LOST_EARLY
 
 
 @pytest.mark.jobs
