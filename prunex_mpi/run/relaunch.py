@@ -431,26 +431,34 @@ def what_is_lost(run: Path) -> tuple[int, float]:
     checkpoint: theirs, and those of the one that was under way.
     """
     iteration, _ = newest_checkpoint(run)
-    count, seconds = 0, 0.0
-    try:
-        with open(run / METRICS, encoding="utf-8") as file:
-            for line in file:
-                record = json.loads(line)
-                if record["iteration"] >= iteration:
-                    count, seconds = count + 1, seconds + record["seconds"]["total"]
-        since = time.time() - (run / METRICS).stat().st_mtime
+    lost = [seconds for k, seconds in records(run) if k >= iteration]
+    with suppress(OSError):
+        return len(lost), sum(lost) + max(time.time() - (run / METRICS).stat().st_mtime, 0.0)
+    return 0, 0.0
+
+
+def records(run: Path) -> list[tuple[int, float]]:
+    """Return number and seconds of each outer iteration, as far as lines are whole."""
+    found = []
     # A job that was killed may leave half a line.
-    except (OSError, ValueError, KeyError, TypeError):
-        since = 0.0
-    return count, seconds + max(since, 0.0)
+    with (
+        suppress(OSError, ValueError, KeyError, TypeError),
+        open(run / METRICS, encoding="utf-8") as file,
+    ):
+        for line in file:
+            record = json.loads(line)
+            found.append((record["iteration"], record["seconds"]["total"]))
+    return found
 
 
 def note(options: Options, hosts: Sequence[str], change: Change) -> None:
-    """Note in the run's files that it goes on on other hosts, and what that has cost."""
+    """Note in the run's files that it goes on, on which hosts, and what that has cost."""
+    now, done = time.time(), sum(seconds for _, seconds in records(options.run)[-1:])
     line = {
-        "time": time.time(),
+        "time": now,
         "iteration": change.iteration,
-        "seconds": time.time() - change.at,
+        # Until it trains again.
+        "seconds": max(now - change.at - done, 0.0),
         "left": [name for name in change.hosts if name not in hosts],
         "joined": [name for name in hosts if name not in change.hosts],
         "lost_iterations": change.lost_iterations,

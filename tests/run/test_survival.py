@@ -217,7 +217,9 @@ def test_a_new_process_that_dies_as_it_starts_ends_the_job_with_a_checkpoint(
         assert time.monotonic() < end and job.poll() is None
         time.sleep(0.1)
     text, _ = job.communicate(timeout=LIMIT_S / 2)
-    assert job.returncode == 75, text
+    # The launcher's code may be that of the process that was killed.
+    assert job.returncode, text
+    assert summary(run)["status"] == "preempted", text
     assert summary(run)["reason"] == LOST_EARLY
 
 
