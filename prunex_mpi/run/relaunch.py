@@ -24,7 +24,7 @@ from typing import Any
 
 from prunex_mpi.base.errors import FAILURE, PREEMPTED, UNREADABLE, USAGE, UserError, quote
 from prunex_mpi.base.files import DIVERGED, SUMMARY, no_links
-from prunex_mpi.config.parser import check_range, program_parser
+from prunex_mpi.config.parser import Parser, check_range, program_parser
 
 NAME = "prunex_mpi.elastic"
 NODES, METRICS, RESUME = "nodes.jsonl", "metrics.jsonl", "--resume"
@@ -77,8 +77,8 @@ class Change:
     at: float = field(default_factory=time.time)
 
 
-def parse(argv: Sequence[str]) -> Options:
-    """Return what `argv` asks for; raise UserError with one line that names the culprit."""
+def build_parser() -> Parser:
+    """Return the parser of the launcher's own flags."""
     parser = program_parser(
         "elastic",
         "Start a job on the hosts that answer, and again on those that are left when one is lost.",
@@ -90,9 +90,14 @@ def parse(argv: Sequence[str]) -> Options:
     add("--min-hosts", type=int, default=1, metavar="M", help="wait until so many answer [1]")
     add("--probe", default=SSH, metavar="TEXT", help=f"succeeds where {{host}} answers [{SSH}]")
     add("--tries", type=int, default=3, metavar="N", help="starts without a new checkpoint [3]")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Return what `argv` asks for; raise UserError with one line that names the culprit."""
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
-    given, command = parser.parse_all(words[:end]), words[end + 1 :]
+    given, command = build_parser().parse_all(words[:end]), words[end + 1 :]
     if not command:
         raise UserError("no command: give it after --, as in -- mpirun --host {hosts} ...")
     if not any(name in word for word in command for name in ("{hosts}", "{names}")):
