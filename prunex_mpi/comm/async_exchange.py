@@ -90,11 +90,11 @@ def exchanging_behind(
     _free(behind)
 
 
-def check_thread_support(setting: str) -> None:
-    """Raise UserError where MPI was not started with MPI_THREAD_MULTIPLE, which `setting` needs."""
+def check_thread_support() -> None:
+    """Raise UserError where MPI was not started with MPI_THREAD_MULTIPLE."""
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise UserError(
-            f"{setting}: this MPI does not let several threads communicate "
+            "overlap-steps: this MPI does not let several threads communicate "
             "(MPI_THREAD_MULTIPLE); leave it at 0 or use an MPI that does"
         )
 

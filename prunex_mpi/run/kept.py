@@ -9,11 +9,8 @@ iteration that another one has not.
 import json
 import os
 import socket
-import sys
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ import numpy as np
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import FAILURE, UserError, one_line
+from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import (
     broadcast_text,
@@ -39,24 +36,8 @@ from prunex_mpi.run.snapshot import Numbers, Tensors, common_contents, put_commo
 from prunex_mpi.settings.fields import Settings
 
 NODES = "nodes.jsonl"
-# For new ranks to start Python, torch and MPI: then they end, and others are started.
-JOIN_LIMIT_S = 120
-# What a new rank runs: whatever it waits for, it does not outlive its limit until it has joined.
-NEWCOMER = f"""import signal, sys
-signal.alarm({JOIN_LIMIT_S})
-from prunex_mpi.train import main
-sys.exit(main())"""
-# Tags of the messages that new ranks are ready, with the port where they can be met, and that the
-# others come there.
-READY, COME = 11, 12
-PORT_BYTES = 4096
-LOST_EARLY = "a new rank was lost as it started"
 # No outer iteration.
 NONE = 2**62
-
-
-class Grown(UserError):
-    """End what all ranks are at, in good order, as new ones join them."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +97,8 @@ class Kept:
 
     `settings` are those to go on with once the run has `began`, `made` the communicators in use,
     `members` the ranks by number; `loss` what was lost just now and `lost_at` when, `too_few` that
-    fewer nodes are left than a run may have; `new_ranks` how many have just joined, `missing` the
-    hosts of ranks that are to be replaced and since when, the first first, `start` how some of them
-    are started, on world rank 0 alone, and `port` where they can be met, "" until they are ready;
-    `changes` tell of all that was lost and has joined. But for times and communicators it is the
-    same everywhere.
+    fewer nodes are left than a run may have; `changes` tell of all that was lost. But for times and
+    communicators it is the same everywhere.
     """
 
     settings: Settings
@@ -132,76 +110,7 @@ class Kept:
     loss: Loss | None = None
     lost_at: float = 0.0
     too_few: bool = False
-    new_ranks: int = 0
-    missing: list[tuple[str, float]] = field(default_factory=list)
-    start: "Start | None" = None
-    port: str = ""
     changes: list[dict[str, Any]] = field(default_factory=list)
-
-
-class Start:
-    """Start a process in place of each of `missing`, on its host, behind the training.
-
-    In a thread, since MPI waits for ever for one that dies as it starts. `comm` leads to those who
-    were started.
-    """
-
-    def __init__(self, missing: Sequence[str], command: Sequence[str]) -> None:
-        self.count, self.hosts = len(missing), Counter(missing)
-        self.command = list(command)
-        self.at = time.monotonic()
-        self.comm: MPI.Intercomm | None = None
-        self.error = ""
-        self.thread = threading.Thread(target=self._spawn, name="newcomers", daemon=True)
-        self.thread.start()
-
-    def _spawn(self) -> None:
-        try:
-            # By this rank alone: the others would wait with it, all of them in vain.
-            self.comm = MPI.COMM_SELF.Spawn_multiple(
-                [sys.executable] * len(self.hosts),
-                [self.command] * len(self.hosts),
-                list(self.hosts.values()),
-                [MPI.Info.Create({"host": host}) for host in self.hosts],
-                root=0,
-            )
-        except MPI.Exception as error:
-            self.error = one_line(error)
-
-    def ready(self) -> str:
-        """Return the port where the new ranks can be met, "" where they are not ready yet."""
-        try:
-            if self.comm is not None and self.comm.Iprobe(source=0, tag=READY):
-                port = np.zeros(PORT_BYTES, dtype=np.uint8)
-                self.comm.Recv(port, source=0, tag=READY)
-                return port.tobytes().rstrip(b"\0").decode()
-        except MPI.Exception as error:
-            self.error = one_line(error)
-        if self.comm is not None and self.late():
-            # MPI does not tell of those who die before anything was exchanged with them.
-            self.error = f"nothing was heard of them for {JOIN_LIMIT_S} s"
-        return ""
-
-    def late(self) -> bool:
-        """Return whether the new ranks have had the time to join."""
-        return not self.error and time.monotonic() - self.at > JOIN_LIMIT_S
-
-    def hangs(self) -> bool:
-        """Return whether a new rank died in MPI_Init, and MPI waits for it in the thread."""
-        return self.comm is None and self.late()
-
-    def call(self) -> bool:
-        """Have the new ranks wait at their port; return whether they still can."""
-        try:
-            self.comm.Send(np.ones(1, dtype=np.uint8), dest=0, tag=COME)
-        except MPI.Exception:
-            return False
-        return True
-
-    def give_up(self) -> None:
-        """Have the new ranks leave, as far as they can be reached."""
-        if self.comm is not None:
-            self.comm.Revoke()
 
 
 def begin(topology: Topology, context: RunContext, path: str, kept: Kept) -> None:
@@ -219,19 +128,10 @@ def begin(topology: Topology, context: RunContext, path: str, kept: Kept) -> Non
 
 
 def keep(topology: Topology, files: RunDirectory | None, context: RunContext, kept: Kept) -> None:
-    """Copy what the ranks have in common, in place of the last but one; replace those who are lost.
-
-    Raises Grown on every rank once the new ones are ready. Where one is lost as it starts the run
-    has to stop, as `context.stop` says then. Collective on `world`.
-    """
-    state, behind, world = context.state, context.behind, topology.world
-    told = json.dumps([files.lengths(), *replace_missing(kept)]) if files else ""
-    sizes, kept.port, hangs = json.loads(broadcast_text(world, told))
-    if hangs:
-        # With the thread inside MPI ranks could make no communicators, to go on after a loss.
-        context.stop.reason = LOST_EARLY
-    if kept.port and behind is not None:
-        behind.finish()
+    """Copy what the ranks have in common, in place of the last but one. Collective on `world`."""
+    state, behind = context.state, context.behind
+    told = broadcast_text(topology.world, json.dumps(files.lengths()) if files else "")
+    sizes = json.loads(told)
     tensors, numbers = common_contents(state, context.problem, behind is None or behind.at_rest)
     left = np.packbits(state.mask).tobytes().hex() if state.removes else ""
     old = kept.snapshots.pop(0).tensors if len(kept.snapshots) == 2 else {}
@@ -244,49 +144,15 @@ def keep(topology: Topology, files: RunDirectory | None, context: RunContext, ke
             tensors[key] = tensor.detach().to("cpu", copy=True).contiguous()
     iteration = state.position.iteration
     kept.snapshots.append(Snapshot(time.time(), iteration, tensors, numbers, left, sizes))
-    if kept.port:
-        raise Grown("new ranks join")
-
-
-def replace_missing(kept: Kept) -> tuple[str, bool]:
-    """Start new ranks where it is time to; return the port of those who are ready, else "".
-
-    And whether MPI waits for one for ever. On world rank 0 alone.
-    """
-    after, now = kept.settings.regrow_after, time.time()
-    if kept.start is None:
-        due = [host for host, at in kept.missing if after and now - at >= after]
-        if due:
-            flags = [*without_folder(sys.argv[1:]), "--resume", "--run-dir", kept.settings.run_dir]
-            kept.start = Start(due, ["-c", NEWCOMER, *flags])
-        return "", False
-    port, hangs = kept.start.ready(), kept.start.hangs()
-    if kept.start.error:
-        log.warning("new ranks failed before they joined (%s); later again", kept.start.error)
-        kept.start.give_up()
-        kept.missing = [(host, now) for host, _ in kept.missing]
-    if hangs or kept.start.error:
-        kept.start = None
-    return port, hangs
-
-
-def without_folder(flags: Sequence[str]) -> list[str]:
-    """Return flags without those that say which folder a run is in, and that it goes on."""
-    rest, skips = [], False
-    for flag in flags:
-        if not skips and flag != "--resume" and not flag.startswith("--run-dir"):
-            rest.append(flag)
-        skips = flag == "--run-dir"
-    return rest
 
 
 def put_back(
     topology: Topology, files: RunDirectory | None, context: RunContext, kept: Kept
 ) -> bool:
-    """Go on from the last outer iteration that all who have one have finished, if there is one.
+    """Go on from the last outer iteration that all have finished, if there is one.
 
-    Of what each rank had not sent yet the part of those who are gone is lost; those who are new
-    have none. Raises UserError where not all ranks hold the same then. Collective on `world`.
+    Of what each rank had not sent yet the part of those who are gone is lost. Raises UserError
+    where not all ranks hold the same then. Collective on `world`.
     """
     world, state = topology.world, context.state
     newest = np.array([kept.snapshots[-1].iteration if kept.snapshots else NONE], dtype=np.int64)
@@ -311,37 +177,25 @@ def put_back(
         for snapshot in found:
             yield snapshot.tensors, snapshot.numbers
 
-    put_common(topology, parts, world.size - kept.new_ranks, context)
+    put_common(topology, parts, world.size, context)
     if not digests_agree(world, bits_digest(state.z, state.spare)):
         raise UserError("the ranks that go on do not hold the same parameters", FAILURE)
     kept.snapshots = found
     return True
 
 
-def tell(
-    topology: Topology,
-    files: RunDirectory | None,
-    context: RunContext,
-    kept: Kept,
-) -> None:
-    """Log and note what was lost, or how many have joined, and who goes on."""
-    iteration = context.state.position.iteration
-    ranks, nodes, seconds = topology.world_size, topology.num_nodes, time.time() - kept.lost_at
+def tell(topology: Topology, files: RunDirectory | None, context: RunContext, kept: Kept) -> None:
+    """Log and note what was lost, and who goes on."""
+    iteration, now = context.state.position.iteration, time.time()
+    ranks, nodes = topology.world_size, topology.num_nodes
     # What was done since is done again.
-    since = kept.snapshots[-1].at if kept.snapshots and kept.loss else kept.lost_at
-    change: dict[str, Any] = {"time": time.time(), "iteration": iteration, "seconds": seconds}
-    change["lost_seconds"] = max(kept.lost_at - since, 0.0)
-    if kept.new_ranks:
-        change["joined"] = kept.new_ranks
-        what = f"{kept.new_ranks} ranks joined"
-    elif kept.loss is None:
-        change["failed"] = len(kept.missing)
-        what = "the new ranks failed as they joined"
-    else:
-        change |= {"lost_nodes": kept.loss.nodes, "lost_ranks": kept.loss.ranks}
-        what = f"{kept.loss.describe()} lost"
-        if any(key.startswith(OWN) for key in context.state.memory):
-            what += " with what had not been sent yet"
+    since = kept.snapshots[-1].at if kept.snapshots else kept.lost_at
+    change = {"time": now, "iteration": iteration, "seconds": now - kept.lost_at}
+    change |= {"lost_seconds": max(kept.lost_at - since, 0.0)}
+    change |= {"lost_nodes": kept.loss.nodes, "lost_ranks": kept.loss.ranks}
+    what = f"{kept.loss.describe()} lost"
+    if any(key.startswith(OWN) for key in context.state.memory):
+        what += " with what had not been sent yet"
     kept.changes.append(change | {"nodes": nodes, "ranks": ranks})
     if files is not None:
         files.append_line(NODES, kept.changes[-1])
@@ -352,6 +206,6 @@ def tell(
         nodes,
         ranks,
         iteration,
-        seconds,
+        now - kept.lost_at,
         context.problem.train.batch_size * ranks,
     )

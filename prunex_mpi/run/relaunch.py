@@ -54,6 +54,7 @@ class Options:
     min_hosts: int
     probe: str
     tries: int
+    regrow_after: float
     command: tuple[str, ...]
     run: Path
 
@@ -89,6 +90,13 @@ def build_parser() -> Parser:
     add("--hosts", default="", metavar="A:R,B:R", help="hosts, R ranks on each [those of Slurm]")
     add("--min-hosts", type=int, default=1, metavar="M", help="wait until so many answer [1]")
     add("--probe", default=SSH, metavar="TEXT", help=f"succeeds where {{host}} answers [{SSH}]")
+    add(
+        "--regrow-after",
+        type=float,
+        default=60.0,
+        metavar="X",
+        help="seconds from a loss with --on-node-loss continue until it starts on all again [60]",
+    )
     add("--tries", type=int, default=3, metavar="N", help="starts without a new checkpoint [3]")
     return parser
 
@@ -107,8 +115,11 @@ def parse(argv: Sequence[str]) -> Options:
     hosts = read_hosts(given.hosts) if given.hosts else slurm_hosts(os.environ)
     check_range(given, "min_hosts", 1, len(hosts))
     check_range(given, "tries", 1, 99)
+    if not given.regrow_after >= 0:
+        raise UserError(f"--regrow-after must be at least 0, not {given.regrow_after}")
+    numbers = given.tries, given.regrow_after
     run = run_dir_of(command)
-    return Options(hosts, given.min_hosts, given.probe, given.tries, tuple(command), run)
+    return Options(hosts, given.min_hosts, given.probe, *numbers, tuple(command), run)
 
 
 def read_hosts(text: str) -> dict[str, int]:
@@ -266,20 +277,27 @@ def attend(
     probes: dict[str, subprocess.Popen] = {}
     back: list[str] = []
     ended_at, probed_at, size = 0.0, time.monotonic(), size_of(run / METRICS)
+    lost_at, told_bytes = 0.0, size_of(run / NODES)
     while os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         time.sleep(LOOK_S)
         now, before, size = time.monotonic(), size, size_of(run / METRICS)
         if size > before:
             if change is not None and not went_on:
                 note(options, hosts, change)
+                told_bytes = size_of(run / NODES)
             went_on = True
+        if not lost_at and size_of(run / NODES) > told_bytes:
+            # The job has lost a node and goes on without it.
+            lost_at = now
+        if lost_at and now - lost_at > options.regrow_after:
+            back = back or ["a lost node"]
         if asked.times > told:
             # Open MPI's mpirun would end its ranks at a SIGTERM.
             job.send_signal(signal.SIGUSR1) if not told else end_group(job)
             told = asked.times
         elif back and size > before and not regrows:
             # An outer iteration is over: little is lost now.
-            say(f"{', '.join(back)} answers again: the job leaves with a checkpoint")
+            say(f"{', '.join(back)} can be had again: the job leaves with a checkpoint")
             job.send_signal(signal.SIGUSR1)
             regrows = True
         elif missing and not back and not probes and now - probed_at > PROBE_EVERY_S:

@@ -118,7 +118,7 @@ def check_exchange(topology: Topology, settings: Settings) -> None:
             "sum must fit into 8 bits; use int8 or int4"
         )
     if settings.overlap_steps:
-        run_collectively(topology.world, lambda: check_thread_support("overlap-steps"))
+        run_collectively(topology.world, check_thread_support)
 
 
 def run_to_end(
@@ -173,8 +173,6 @@ def iterate(
     for record, status in recorded(topology, files, context, progress):
         if status == "running" and kept:
             keep(topology, files, context, kept)
-            if context.stop is not None and context.stop.reason:
-                break
         if status == "running" and checkpoints.due(topology.world, record["iteration"]):
             write_checkpoint(topology, files, context, checkpoints)
     if context.stop is not None and context.stop.reason:

@@ -7,14 +7,12 @@ to themselves. Nodes of which a rank is missing leave as a whole. The others run
 smaller communicator, from what they keep in memory (`kept`).
 """
 
-import json
 import os
 import signal
 import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import astuple, replace
 from typing import NoReturn
 
 import numpy as np
@@ -23,25 +21,18 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.single_process import say_error
-from prunex_mpi.comm.agreement import broadcast_text, run_collectively
-from prunex_mpi.comm.async_exchange import check_thread_support
+from prunex_mpi.comm.agreement import run_collectively
 from prunex_mpi.comm.preemption import ReceivedSignal
 from prunex_mpi.run import job
-from prunex_mpi.run.kept import COME, PORT_BYTES, READY, Grown, Kept, Loss, Member, born
+from prunex_mpi.run.kept import Kept, Loss, born
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
 
 NAME = "prunex_mpi.train"
 # What Open MPI's mpirun sets with --with-ft ulfm.
 ENABLED = "OMPI_MCA_mpi_ft_enable"
-# What is measured on the images of all, and stays as it is.
-COLOURS = ("image_mean", "image_std")
 # For a process that is killed to be gone, with what it holds.
 GONE_S, LOOK_S = 5.0, 0.01
-# For ranks to meet new ones. It takes milliseconds; for one that dies in them MPI waits for ever.
-MEET_S = 20.0
-# For a start under way to end with the run.
-LEAVE_S = 5.0
 
 
 def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: ReceivedSignal) -> int:
@@ -49,41 +40,14 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
 
     Collective on `world`.
     """
-    parent = MPI.Comm.Get_parent()
-    if parent != MPI.COMM_NULL:
-        try:
-            kept, here = join(world, parent, settings)
-        except MPI.Exception:
-            text = f"rank {world.rank} of new ones on {socket.gethostname()} found nobody to join"
-            print(f"prunex_mpi: {text}", file=sys.stderr, flush=True)
-            # Those who have started it would wait for it as they leave.
-            os.kill(os.getpid(), signal.SIGKILL)
-        watchdog.move(here.rank)
-    else:
-        run_collectively(world, lambda: check_support(settings))
-        kept, here = Kept(settings), world
-    grows = False
+    run_collectively(world, check_support)
+    kept, here = Kept(settings), world
     while True:
         try:
-            if grows:
-                # Another loss may come meanwhile.
-                grows = False
-                with watchdog.within(MEET_S):
-                    here = grow(here, kept)
-                watchdog.move(here.rank)
-                if kept.new_ranks:
-                    introduce(here, kept)
             code = job.run(here, kept.settings, watchdog, received, kept)
-            if kept.start is not None:
-                # They come too late.
-                kept.start.thread.join(LEAVE_S)
-                kept.start.give_up()
             if here is not world:
                 leave(here, watchdog, code)
             return code
-        except Grown:
-            grows = True
-            continue
         except UserError as error:
             if here is world:
                 raise
@@ -101,86 +65,18 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             print(f"prunex_mpi: {text}", file=sys.stderr, flush=True)
             # As one that has failed: the others have gone on without it.
             os.kill(os.getpid(), signal.SIGKILL)
-        kept.loss, kept.lost_at, kept.new_ranks = loss, at, 0
+        kept.loss, kept.lost_at = loss, at
         here = stay
         watchdog.move(here.rank)
 
 
-def check_support(settings: Settings) -> None:
-    """Raise UserError where MPI ends the job when a rank fails, or can't do what that asks for."""
+def check_support() -> None:
+    """Raise UserError where MPI ends the job when a rank fails, or can't tell."""
     if os.environ.get(ENABLED) != "1":
         raise UserError(
             "on-node-loss continue: this MPI ends the job when a process fails; start it with Open "
             "MPI's mpirun --with-ft ulfm, or leave it away"
         )
-    if settings.regrow_after:
-        check_thread_support("regrow-after")
-
-
-def grow(world: MPI.Comm, kept: Kept) -> MPI.Comm:
-    """Return the communicator of all ranks of `world` and those who join. Collective on both.
-
-    Where one of the latter has failed meanwhile it is `world`: they are started again later.
-    """
-    start, kept.start = kept.start, None
-    kept.made.clear()
-    kept.lost_at, kept.loss, kept.new_ranks = time.time(), None, 0
-    between, merged = MPI.COMM_NULL, MPI.COMM_NULL
-    there = np.array([start is not None and start.call()], dtype=np.uint8)
-    world.Bcast(there, root=0)
-    done = False
-    if there[0]:
-        with suppress(MPI.Exception):
-            between = world.Connect(kept.port, root=0)
-            merged = between.Merge(high=False)
-            done = True
-    if not world.Agree(int(done)):
-        for comm in (between, merged):
-            if comm != MPI.COMM_NULL:
-                comm.Revoke()
-        return world
-    kept.new_ranks = merged.size - world.size
-    if start is not None:
-        # Others may have been lost since these were started.
-        kept.missing = kept.missing[start.count :]
-    # Until they all meet, a new rank is a node of its own.
-    kept.members += [Member(-number, "", 0, "?") for number in range(1, kept.new_ranks + 1)]
-    return merged
-
-
-def introduce(world: MPI.Comm, kept: Kept) -> None:
-    """Tell those who have joined what `join` asks for. Collective on `world`, them included."""
-    members = [astuple(member) for member in kept.members]
-    told = {"changes": kept.changes, "started": kept.started, "members": members}
-    told |= {"missing": kept.missing}
-    told |= {name: getattr(kept.settings, name) for name in COLOURS}
-    # Who is replaced rank 0 alone has decided.
-    kept.missing = list(map(tuple, json.loads(broadcast_text(world, json.dumps(told)))["missing"]))
-
-
-def join(world: MPI.Comm, parent: MPI.Intercomm, settings: Settings) -> tuple[Kept, MPI.Comm]:
-    """Join those who have started this rank; return what it needs to know, and all together.
-
-    Collective on `world` and on those who go on.
-    """
-    kept = Kept(settings, began=True, new_ranks=world.size)
-    world.Barrier()
-    port = ""
-    if world.rank == 0:
-        port = MPI.Open_port()
-        # Not at the port yet, where it would learn of no loss.
-        parent.Send(port.encode().ljust(PORT_BYTES, b"\0"), dest=0, tag=READY)
-        parent.Recv(np.zeros(1, dtype=np.uint8), source=0, tag=COME)
-    world.Barrier()
-    merged = world.Accept(port, root=0).Merge(high=True)
-    # It is as the others now.
-    signal.alarm(0)
-    told = json.loads(broadcast_text(merged, ""))
-    kept.settings = replace(settings, **{name: tuple(told[name]) for name in COLOURS})
-    kept.members = [Member(*member) for member in told["members"]]
-    kept.missing = list(map(tuple, told["missing"]))
-    kept.changes, kept.started, kept.lost_at = told["changes"], told["started"], time.time()
-    return kept, merged
 
 
 def leave(world: MPI.Comm, watchdog: Watchdog, code: int) -> NoReturn:
@@ -232,8 +128,6 @@ def shrink(world: MPI.Comm, kept: Kept, error: MPI.Exception) -> tuple[MPI.Comm,
         with suppress(MPI.Exception):
             if left.Agree(int(done)):
                 if kept.began:
-                    now = time.time()
-                    kept.missing += [(kept.members[rank].host, now) for rank in loss.ranks]
                     # By their numbers from now on: another loss may come before they meet anew.
                     kept.members = [kept.members[rank] for rank in sorted(whole)]
                 return left, stay, loss

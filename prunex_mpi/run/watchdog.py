@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -105,15 +105,6 @@ class Watchdog:
         """Watch this rank under the number that it has from now on, until it meets others anew."""
         # Its file stays open: the thread may be about to write, by a number that another may get.
         self.folder, self.file, self.size, self.rank = None, -1, 1, rank
-
-    @contextlib.contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
-        """Have less patience for the time of the block."""
-        whole, self.timeout_s = self.timeout_s, min(seconds, self.timeout_s)
-        try:
-            yield
-        finally:
-            self.timeout_s = whole
 
     def leave_if_lost(self) -> None:
         """End this process where the others have gone on without it: their records are new ones."""

@@ -136,7 +136,8 @@ def command(made: Cluster, way: str, ranks: int, iterations: int, away_s: float)
         job += ["--with-ft", "ulfm"]
         for name, value in DETECTOR.items():
             job += ["--mca", f"mpi_ft_detector{name}", value]
-        flags += ["--on-node-loss", "continue", "--regrow-after", f"{away_s:g}"]
+        flags += ["--on-node-loss", "continue"]
+        elastic += ["--regrow-after", f"{away_s:g}"]
     elif way in QUEUED:
         elastic += ["--min-hosts", str(NODES)]
     if faults in FAULTS and way not in QUEUED:

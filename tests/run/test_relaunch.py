@@ -45,6 +45,9 @@ for what, value in (word.split(" ") for word in plan[0].split(", ")):
         iterate(int(value), what == "it")
     elif what == "down":
         (up / value).unlink()
+    elif what == "lost":
+        line = json.dumps({"lost_ranks": [int(value)], "ranks": 5})
+        (run / "nodes.jsonl").write_text(line + "\\n")
     elif what == "up":
         (up / value).touch()
     elif what == "exit":
@@ -108,7 +111,7 @@ def test_a_job_goes_on_where_hosts_answer(capfd: pytest.CaptureFixture[str]) -> 
     assert (line["left"], line["joined"], line["code"]) == (["b"], [], 137)
     assert (line["iteration"], line["lost_iterations"]) == (3, 1)
     assert (line["nodes"], line["ranks"]) == (2, 4)
-    assert 2 <= line["lost_seconds"] < 10 and 0 < line["seconds"] < 20
+    assert 2 <= line["lost_seconds"] < 10 and 0 <= line["seconds"] < 20
     assert "starting on 2 of 3 hosts: a, c" in capfd.readouterr().err
 
 
@@ -141,6 +144,13 @@ def test_codes_and_what_follows(
     assert go(*plan) == code
     assert len(starts()) == count
     assert why in capfd.readouterr().err
+
+
+def test_a_node_that_was_lost_in_place_comes_back_later() -> None:
+    assert go("it 1, lost 1, usr1 2", "it 50, sleep 0.2, end 0", flags="--regrow-after 0.2") == 0
+    assert [words[1] for words in starts()] == ["a,b,c", "a,b,c"]
+    lost, again = notes()
+    assert lost["lost_ranks"] == [1] and (again["code"], again["ranks"]) == (75, 6)
 
 
 def test_it_waits_for_enough_hosts(capfd: pytest.CaptureFixture[str]) -> None:

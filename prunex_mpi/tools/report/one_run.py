@@ -1,6 +1,7 @@
 """The page of one run, and what its first paragraph says in words."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -307,7 +308,9 @@ def what_losses_cost(run: Run, changes: Sequence[Mapping[str, Any]]) -> str:
     """
     if not changes:
         return ""
-    joins = sum(bool(change.get("joined")) for change in changes)
+    ranks = [change.get("ranks", 0) for change in changes]
+    more = [False, *(b > a for a, b in pairwise(ranks))]
+    joins = sum(bool(c.get("joined")) or grown for c, grown in zip(changes, more, strict=True))
     losses = sum(any(change.get(key) for key in ("lost_ranks", "left")) for change in changes)
     vain = 0.0
     for change in changes:
