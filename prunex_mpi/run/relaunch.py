@@ -487,7 +487,7 @@ def note(options: Options, hosts: Sequence[str], change: Change) -> None:
         "lost_iterations": change.lost_iterations,
         "lost_seconds": change.lost_seconds,
         "code": change.code,
-        "nodes": len(hosts),
+        "hosts": len(hosts),
         "ranks": sum(options.hosts[name] for name in hosts),
     }
     with (

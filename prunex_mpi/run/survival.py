@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import NoReturn
 
 import numpy as np
@@ -66,6 +67,9 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             # As one that has failed: the others have gone on without it.
             os.kill(os.getpid(), signal.SIGKILL)
         kept.loss, kept.lost_at = loss, at
+        # Virtual nodes may not be larger than what is left.
+        most = min(kept.settings.ranks_per_node, stay.size)
+        kept.settings = replace(kept.settings, ranks_per_node=most)
         here = stay
         watchdog.move(here.rank)
 

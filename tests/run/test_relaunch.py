@@ -110,7 +110,7 @@ def test_a_job_goes_on_where_hosts_answer(capfd: pytest.CaptureFixture[str]) -> 
     (line,) = notes()
     assert (line["left"], line["joined"], line["code"]) == (["b"], [], 137)
     assert (line["iteration"], line["lost_iterations"]) == (3, 1)
-    assert (line["nodes"], line["ranks"]) == (2, 4)
+    assert (line["hosts"], line["ranks"]) == (2, 4)
     assert 2 <= line["lost_seconds"] < 10 and 0 <= line["seconds"] < 20
     assert "starting on 2 of 3 hosts: a, c" in capfd.readouterr().err
 
