@@ -36,8 +36,6 @@ from prunex_mpi.run.snapshot import Numbers, Tensors, common_contents, put_commo
 from prunex_mpi.settings.fields import Settings
 
 NODES = "nodes.jsonl"
-# No outer iteration.
-NONE = 2**62
 
 
 @dataclass(frozen=True)
@@ -155,15 +153,17 @@ def put_back(
     where not all ranks hold the same then. Collective on `world`.
     """
     world, state = topology.world, context.state
-    newest = np.array([kept.snapshots[-1].iteration if kept.snapshots else NONE], dtype=np.int64)
+    newest = np.array([kept.snapshots[-1].iteration if kept.snapshots else 0], dtype=np.int64)
     world.Allreduce(MPI.IN_PLACE, newest, op=MPI.MIN)
-    if newest[0] == NONE:
+    if not newest[0]:
+        # One rank at least has not come to the end of its first outer iteration in this job.
+        kept.snapshots = []
         return False
     found = [s for s in kept.snapshots if s.iteration == newest[0]]
     left = broadcast_text(world, found[0].left if found else "")
 
     def fit() -> None:
-        if kept.snapshots and not found:
+        if not found:
             raise UserError("the ranks that are left have no outer iteration in common", FAILURE)
         if reason := fit_network(left, context):
             raise UserError(f"what was kept does not fit the network: {reason}", FAILURE)
@@ -174,8 +174,7 @@ def put_back(
 
     def parts(going: Callable[[], None]) -> Iterator[tuple[Tensors, Numbers]]:
         going()
-        for snapshot in found:
-            yield snapshot.tensors, snapshot.numbers
+        yield found[0].tensors, found[0].numbers
 
     put_common(topology, parts, world.size, context)
     if not digests_agree(world, bits_digest(state.z, state.spare)):
