@@ -286,6 +286,7 @@ def test_an_allocation_goes_on_without_a_node(
     hosts: Cluster, slurm: dict[str, str], tmp_path: Path
 ) -> None:
     flags = [*LONGER, "--outer-iterations", "30", "--evaluate-every", "30", "--timeout", "15"]
+    flags += ["--checkpoint-every", "1"]
     number = submit(hosts, slurm, tmp_path, 2, "elastic", flags)
     run = tmp_path / "runs" / f"prunex-{number}"
 
