@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -34,6 +35,7 @@ NAME = "prunex_mpi.train"
 ENABLED = "OMPI_MCA_mpi_ft_enable"
 # For a process that is killed to be gone, with what it holds.
 GONE_S, LOOK_S = 5.0, 0.01
+FINALIZE_S = 10.0
 
 
 def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: ReceivedSignal) -> int:
@@ -48,6 +50,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             code = job.run(here, kept.settings, watchdog, received, kept)
             if here is not world:
                 leave(here, watchdog, code)
+            finalize(code)
             return code
         except UserError as error:
             if here is world:
@@ -93,6 +96,18 @@ def leave(world: MPI.Comm, watchdog: Watchdog, code: int) -> NoReturn:
     sys.stderr.flush()
     world.Barrier()
     os._exit(code)
+
+
+def finalize(code: int) -> None:
+    """End MPI, or this process with `code`: with its detector of failures MPI may not come to it.
+
+    Nobody has been lost. Collective on all ranks.
+    """
+    limit = threading.Timer(FINALIZE_S, os._exit, [code])
+    limit.daemon = True
+    limit.start()
+    MPI.Finalize()
+    limit.cancel()
 
 
 def end_together(world: MPI.Comm, watchdog: Watchdog, error: UserError) -> NoReturn:
