@@ -7,6 +7,7 @@ from prunex_mpi.base.errors import USAGE
 
 PROGRAMS = {
     "train": "train a network on several ranks and prune it while it trains",
+    "elastic": "start training again on the hosts that are left when one is lost",
     "doctor": "tell whether and how well a job would train, before it does",
     "bench": "measure what training costs; compare trains with one method after the other",
     "export": "write the smaller network of a run, proven and measured",

@@ -61,4 +61,4 @@ def check_range(given: argparse.Namespace, name: str, low: int, high: int) -> No
     """Raise UserError unless the flag `--name` was given a number from `low` to `high`."""
     value = getattr(given, name)
     if not low <= value <= high:
-        raise UserError(f"--{name} must be from {low} to {high}, not {value}")
+        raise UserError(f"--{name.replace('_', '-')} must be from {low} to {high}, not {value}")

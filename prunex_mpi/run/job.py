@@ -78,14 +78,15 @@ def run(
         heartbeat.beat(3)
 
         config = to_toml(context.settings, versions, wanted)
-        with closing(dataset), open_run(world, context.settings, config) as (path, files):
+        again = kept is not None and kept.began
+        held = open_run(world, context.settings, config, again)
+        with closing(dataset), held as (path, files):
             run_collectively(world, lambda: watchdog.share(path / "heartbeats", world.size))
             if settings.resume:
                 if is_complete(world, files):
                     log.info("%s is complete: there is nothing left to do", path)
                     return 0
                 heartbeat.enter("checkpoint")
-                again = kept is not None and kept.began
                 if not (again and put_back(topology, files, context, kept)):
                     checkpoint.resume(topology, files, context, versions)
                 if again:
@@ -133,11 +134,11 @@ def run(
 
 @contextmanager
 def open_run(
-    world: MPI.Comm, settings: Settings, config: str
+    world: MPI.Comm, settings: Settings, config: str, takes_over: bool = False
 ) -> Iterator[tuple[Path, RunDirectory | None]]:
     """Hold the run directory on rank 0 for the time of the block; the others get None.
 
-    Collective on `world`.
+    One that `takes_over` has it from a rank that is lost. Collective on `world`.
     """
     # Jobs of an array begin in the same second.
     parts = time.strftime("%Y%m%d-%H%M%S"), settings.model, os.environ.get("SLURM_JOB_ID", "")
@@ -149,6 +150,9 @@ def open_run(
         def take() -> RunDirectory | None:
             if world.rank:
                 return None
+            if takes_over:
+                # A lost rank that is stopped on another machine holds its lock still.
+                (path / "lock").unlink(missing_ok=True)
             held = RunDirectory(path, config, settings.resume, settings.outer_iterations)
             files = exits.enter_context(closing(held))
             files.make_folder("heartbeats")

@@ -9,10 +9,8 @@ iteration that another one has not.
 import json
 import os
 import socket
-import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ import numpy as np
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import FAILURE, UserError, one_line
+from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import (
     broadcast_text,
@@ -38,16 +36,6 @@ from prunex_mpi.run.snapshot import Numbers, Tensors, common_contents, put_commo
 from prunex_mpi.settings.fields import Settings
 
 NODES = "nodes.jsonl"
-# What is done about missing ranks between two outer iterations.
-SPAWN, MERGE, FORGET = "spawn", "merge", "forget"
-# For new ranks to start Python, torch and MPI.
-JOIN_LIMIT_S = 120.0
-# Tag of the message that new ranks are ready; no outer iteration.
-READY, NONE = 11, 2**62
-
-
-class Grown(UserError):
-    """End what all ranks are at, in good order, as new ones join them."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +76,12 @@ def born(pid: int) -> str:
 
 @dataclass
 class Snapshot:
-    """What ranks have in common before outer iteration `iteration`, and how long files were."""
+    """What ranks had in common `at` (Unix time), before outer iteration `iteration`.
 
+    `sizes` are those of the files then.
+    """
+
+    at: float
     iteration: int
     tensors: Tensors
     numbers: Numbers
@@ -103,11 +95,8 @@ class Kept:
 
     `settings` are those to go on with once the run has `began`, `made` the communicators in use,
     `members` the ranks by number; `loss` what was lost just now and `lost_at` when, `too_few` that
-    fewer nodes are left than a run may have; `new_ranks` how many have
-    just joined, `missing` the hosts of ranks that are to be replaced,
-    `joining` leads to those who will,
-    who were `started_at` that time; `changes` tell of all that was lost and has joined. But for
-    times and communicators it is the same everywhere.
+    fewer nodes are left than a run may have; `changes` tell of all that was lost. But for times and
+    communicators it is the same everywhere.
     """
 
     settings: Settings
@@ -119,10 +108,6 @@ class Kept:
     loss: Loss | None = None
     lost_at: float = 0.0
     too_few: bool = False
-    new_ranks: int = 0
-    missing: list[str] = field(default_factory=list)
-    joining: MPI.Intercomm | None = None
-    started_at: float = 0.0
     changes: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -141,15 +126,10 @@ def begin(topology: Topology, context: RunContext, path: str, kept: Kept) -> Non
 
 
 def keep(topology: Topology, files: RunDirectory | None, context: RunContext, kept: Kept) -> None:
-    """Copy what the ranks have in common, in place of the last but one; replace those who are lost.
-
-    Raises Grown on every rank once the new ones are ready. Collective on `world`.
-    """
-    state, behind, world = context.state, context.behind, topology.world
-    told = json.dumps([files.lengths(), next_of(kept)]) if files else ""
-    sizes, step = json.loads(broadcast_text(world, told))
-    if step == MERGE and behind is not None:
-        behind.finish()
+    """Copy what the ranks have in common, in place of the last but one. Collective on `world`."""
+    state, behind = context.state, context.behind
+    told = broadcast_text(topology.world, json.dumps(files.lengths()) if files else "")
+    sizes = json.loads(told)
     tensors, numbers = common_contents(state, context.problem, behind is None or behind.at_rest)
     left = np.packbits(state.mask).tobytes().hex() if state.removes else ""
     old = kept.snapshots.pop(0).tensors if len(kept.snapshots) == 2 else {}
@@ -160,93 +140,30 @@ def keep(topology: Topology, files: RunDirectory | None, context: RunContext, ke
             tensors[key] = there.copy_(tensor)
         else:
             tensors[key] = tensor.detach().to("cpu", copy=True).contiguous()
-    kept.snapshots.append(Snapshot(state.position.iteration, tensors, numbers, left, sizes))
-    if step == SPAWN:
-        start_new_ranks(world, kept)
-    elif step == MERGE:
-        raise Grown("new ranks join")
-    elif step == FORGET:
-        forget_new_ranks(kept)
-
-
-def next_of(kept: Kept) -> str:
-    """Return what world rank 0 wants to be done about ranks that are missing, "" for nothing."""
-    after = kept.settings.regrow_after
-    if kept.joining is None:
-        due = kept.missing and after and time.time() - kept.lost_at >= after
-        return SPAWN if due else ""
-    try:
-        if kept.joining.Iprobe(source=0, tag=READY):
-            return MERGE
-    except MPI.Exception:
-        return FORGET
-    # MPI does not tell of those who fail before anything was exchanged with them.
-    return FORGET if time.time() - kept.started_at > JOIN_LIMIT_S else ""
-
-
-def start_new_ranks(world: MPI.Comm, kept: Kept) -> None:
-    """Start a process in place of each that is missing, on its host. Collective on `world`."""
-    flags = [*without_folder(sys.argv[1:]), "--resume", "--run-dir", kept.settings.run_dir]
-    command = ["-m", "prunex_mpi.train", *flags]
-    hosts = Counter(kept.missing)
-    try:
-        kept.joining = world.Spawn_multiple(
-            [sys.executable] * len(hosts),
-            [command] * len(hosts),
-            list(hosts.values()),
-            [MPI.Info.Create({"host": host}) for host in hosts],
-            root=0,
-        )
-        kept.made.append(kept.joining)
-        kept.started_at = time.time()
-    except MPI.Exception as error:
-        if is_loss(error):
-            raise
-        kept.lost_at = time.time()
-        log.warning("no new ranks can be started (%s); trying again later", one_line(error))
-
-
-def forget_new_ranks(kept: Kept) -> None:
-    """Give up those who were to join and have failed; others will be started later."""
-    kept.made.remove(kept.joining)
-    kept.joining.Revoke()
-    kept.joining, kept.lost_at = None, time.time()
-    log.warning("the new ranks have failed before they joined; trying again later")
-
-
-def without_folder(flags: Sequence[str]) -> list[str]:
-    """Return flags without those that say which folder a run is in, and that it goes on."""
-    rest, skips = [], False
-    for flag in flags:
-        if not skips and flag != "--resume" and not flag.startswith("--run-dir"):
-            rest.append(flag)
-        skips = flag == "--run-dir"
-    return rest
-
-
-def is_loss(error: MPI.Exception) -> bool:
-    """Return whether an error says that a rank is lost, or that another one has learnt of it."""
-    return error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED)
+    iteration = state.position.iteration
+    kept.snapshots.append(Snapshot(time.time(), iteration, tensors, numbers, left, sizes))
 
 
 def put_back(
     topology: Topology, files: RunDirectory | None, context: RunContext, kept: Kept
 ) -> bool:
-    """Go on from the last outer iteration that all who have one have finished, if there is one.
+    """Go on from the last outer iteration that all have finished, if there is one.
 
-    Of what each rank had not sent yet the part of those who are gone is lost; those who are new
-    have none. Raises UserError where not all ranks hold the same then. Collective on `world`.
+    Of what each rank had not sent yet the part of those who are gone is lost. Raises UserError
+    where not all ranks hold the same then. Collective on `world`.
     """
     world, state = topology.world, context.state
-    newest = np.array([kept.snapshots[-1].iteration if kept.snapshots else NONE], dtype=np.int64)
+    newest = np.array([kept.snapshots[-1].iteration if kept.snapshots else 0], dtype=np.int64)
     world.Allreduce(MPI.IN_PLACE, newest, op=MPI.MIN)
-    if newest[0] == NONE:
+    if not newest[0]:
+        # One rank at least has not come to the end of its first outer iteration in this job.
+        kept.snapshots = []
         return False
     found = [s for s in kept.snapshots if s.iteration == newest[0]]
     left = broadcast_text(world, found[0].left if found else "")
 
     def fit() -> None:
-        if kept.snapshots and not found:
+        if not found:
             raise UserError("the ranks that are left have no outer iteration in common", FAILURE)
         if reason := fit_network(left, context):
             raise UserError(f"what was kept does not fit the network: {reason}", FAILURE)
@@ -257,37 +174,27 @@ def put_back(
 
     def parts(going: Callable[[], None]) -> Iterator[tuple[Tensors, Numbers]]:
         going()
-        for snapshot in found:
-            yield snapshot.tensors, snapshot.numbers
+        yield found[0].tensors, found[0].numbers
 
-    put_common(topology, parts, world.size - kept.new_ranks, context)
+    put_common(topology, parts, world.size, context)
     if not digests_agree(world, bits_digest(state.z, state.spare)):
         raise UserError("the ranks that go on do not hold the same parameters", FAILURE)
     kept.snapshots = found
     return True
 
 
-def tell(
-    topology: Topology,
-    files: RunDirectory | None,
-    context: RunContext,
-    kept: Kept,
-) -> None:
-    """Log and note what was lost, or how many have joined, and who goes on."""
-    iteration = context.state.position.iteration
-    ranks, nodes, seconds = topology.world_size, topology.num_nodes, time.time() - kept.lost_at
-    change: dict[str, Any] = {"iteration": iteration, "seconds": seconds}
-    if kept.new_ranks:
-        change["joined"] = kept.new_ranks
-        what = f"{kept.new_ranks} ranks joined"
-    elif kept.loss is None:
-        change["failed"] = len(kept.missing)
-        what = "the new ranks failed as they joined"
-    else:
-        change |= {"lost_nodes": kept.loss.nodes, "lost_ranks": kept.loss.ranks}
-        what = f"{kept.loss.describe()} lost"
-        if any(key.startswith(OWN) for key in context.state.memory):
-            what += " with what had not been sent yet"
+def tell(topology: Topology, files: RunDirectory | None, context: RunContext, kept: Kept) -> None:
+    """Log and note what was lost, and who goes on."""
+    iteration, now = context.state.position.iteration, time.time()
+    ranks, nodes = topology.world_size, topology.num_nodes
+    # What was done since is done again.
+    since = kept.snapshots[-1].at if kept.snapshots else kept.lost_at
+    change = {"time": now, "iteration": iteration, "seconds": now - kept.lost_at}
+    change |= {"lost_seconds": max(kept.lost_at - since, 0.0)}
+    change |= {"lost_nodes": kept.loss.nodes, "lost_ranks": kept.loss.ranks}
+    what = f"{kept.loss.describe()} lost"
+    if any(key.startswith(OWN) for key in context.state.memory):
+        what += " with what had not been sent yet"
     kept.changes.append(change | {"nodes": nodes, "ranks": ranks})
     if files is not None:
         files.append_line(NODES, kept.changes[-1])
@@ -298,6 +205,6 @@ def tell(
         nodes,
         ranks,
         iteration,
-        seconds,
+        now - kept.lost_at,
         context.problem.train.batch_size * ranks,
     )

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 Options = TypeVar("Options")
 
 # Unless the user has set them. Open MPI else sums what few ranks exchange at each step by a tree,
-# one way and then back, which between nodes takes twice as long as this ring.
-MPI_DEFAULTS = {REDUCTIONS: "1"}
+# one way and then back, which between nodes takes twice as long as this ring. And of a process that
+# is stopped the one rank alone learns that looks for its sign of life.
+PROPAGATOR = "OMPI_MCA_mpi_ft_propagator_with_rbcast"
+MPI_DEFAULTS = {REDUCTIONS: "1", PROPAGATOR: "1"}
 ABORT_LIMIT_S = 5
 FLUSH_S = 0.5
 

@@ -178,7 +178,9 @@ def misfit(
     if place is None or place["iteration"] < 1 or place["step"] < 0:
         return "its numbers are not what this version writes"
     epoch, at = numbers["data"]
-    if epoch < 0 or not 0 <= at <= problem.train.steps_per_epoch or place["steps_done"] < 0:
+    # Ranks of fewer nodes had more steps in an epoch.
+    most = problem.train.steps_per_epoch if same_nodes else at
+    if epoch < 0 or not 0 <= at <= most or place["steps_done"] < 0:
         return f"epoch {epoch}, step {at} is no place in this rank's data"
     order = problem.train.order
     wanted = _expected(state, problem, leader, first, retired=numbers["stage"][1])

@@ -7,14 +7,14 @@ to themselves. Nodes of which a rank is missing leave as a whole. The others run
 smaller communicator, from what they keep in memory (`kept`).
 """
 
-import json
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import NoReturn
 
 import numpy as np
@@ -23,20 +23,19 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.single_process import say_error
-from prunex_mpi.comm.agreement import broadcast_text, run_collectively
+from prunex_mpi.comm.agreement import run_collectively
 from prunex_mpi.comm.preemption import ReceivedSignal
 from prunex_mpi.run import job
-from prunex_mpi.run.kept import READY, Grown, Kept, Loss, Member, born
+from prunex_mpi.run.kept import Kept, Loss, born
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
 
 NAME = "prunex_mpi.train"
 # What Open MPI's mpirun sets with --with-ft ulfm.
 ENABLED = "OMPI_MCA_mpi_ft_enable"
-# What is measured on the images of all, and stays as it is.
-COLOURS = ("image_mean", "image_std")
 # For a process that is killed to be gone, with what it holds.
 GONE_S, LOOK_S = 5.0, 0.01
+FINALIZE_S = 10.0
 
 
 def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: ReceivedSignal) -> int:
@@ -44,39 +43,15 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
 
     Collective on `world`.
     """
-    parent = MPI.Comm.Get_parent()
-    if parent != MPI.COMM_NULL:
-        try:
-            kept, here = join(world, parent, settings)
-        except MPI.Exception:
-            text = f"rank {world.rank} of new ones on {socket.gethostname()} found nobody to join"
-            print(f"prunex_mpi: {text}", file=sys.stderr, flush=True)
-            # Those who have started it would wait for it as they leave.
-            os.kill(os.getpid(), signal.SIGKILL)
-        watchdog.move(here.rank)
-    else:
-        run_collectively(world, check_support)
-        kept, here = Kept(settings), world
-    grows = False
+    run_collectively(world, check_support)
+    kept, here = Kept(settings), world
     while True:
         try:
-            if grows:
-                # Another loss may come meanwhile.
-                grows = False
-                here = grow(here, kept)
-                watchdog.move(here.rank)
-                if kept.new_ranks:
-                    introduce(here, kept)
             code = job.run(here, kept.settings, watchdog, received, kept)
-            if kept.joining is not None:
-                # It comes too late.
-                kept.joining.Revoke()
             if here is not world:
                 leave(here, watchdog, code)
+            finalize(code)
             return code
-        except Grown:
-            grows = True
-            continue
         except UserError as error:
             if here is world:
                 raise
@@ -94,7 +69,10 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             print(f"prunex_mpi: {text}", file=sys.stderr, flush=True)
             # As one that has failed: the others have gone on without it.
             os.kill(os.getpid(), signal.SIGKILL)
-        kept.loss, kept.lost_at, kept.new_ranks, kept.joining = loss, at, 0, None
+        kept.loss, kept.lost_at = loss, at
+        # Virtual nodes may not be larger than what is left.
+        most = min(kept.settings.ranks_per_node, stay.size)
+        kept.settings = replace(kept.settings, ranks_per_node=most)
         here = stay
         watchdog.move(here.rank)
 
@@ -108,57 +86,6 @@ def check_support() -> None:
         )
 
 
-def grow(world: MPI.Comm, kept: Kept) -> MPI.Comm:
-    """Return the communicator of all ranks of `world` and those who join. Collective on both.
-
-    Where one of the latter has failed meanwhile it is `world`: they are started again later.
-    """
-    kept.made.clear()
-    joining, kept.joining = kept.joining, None
-    kept.lost_at, kept.loss, kept.new_ranks = time.time(), None, 0
-    merged, done = MPI.COMM_NULL, False
-    with suppress(MPI.Exception):
-        if world.rank == 0:
-            joining.Recv(np.zeros(1, dtype=np.uint8), source=0, tag=READY)
-        merged = joining.Merge(high=False)
-        done = True
-    if not world.Agree(int(done)):
-        for comm in (joining, merged):
-            if comm != MPI.COMM_NULL:
-                comm.Revoke()
-        return world
-    kept.new_ranks, kept.missing = merged.size - world.size, []
-    # Until they all meet, a new rank is a node of its own.
-    kept.members += [Member(-number, "", 0, "?") for number in range(1, kept.new_ranks + 1)]
-    return merged
-
-
-def introduce(world: MPI.Comm, kept: Kept) -> None:
-    """Tell those who have joined what `join` asks for. Collective on `world`, them included."""
-    members = [astuple(member) for member in kept.members]
-    told = {"changes": kept.changes, "started": kept.started, "members": members}
-    broadcast_text(
-        world, json.dumps(told | {name: getattr(kept.settings, name) for name in COLOURS})
-    )
-
-
-def join(world: MPI.Comm, parent: MPI.Intercomm, settings: Settings) -> tuple[Kept, MPI.Comm]:
-    """Join those who have started this rank; return what it needs to know, and all together.
-
-    Collective on `world` and on those who go on.
-    """
-    kept = Kept(settings, began=True, new_ranks=world.size)
-    world.Barrier()
-    if world.rank == 0:
-        parent.Send(np.ones(1, dtype=np.uint8), dest=0, tag=READY)
-    merged = parent.Merge(high=True)
-    told = json.loads(broadcast_text(merged, ""))
-    kept.settings = replace(settings, **{name: tuple(told[name]) for name in COLOURS})
-    kept.members = [Member(*member) for member in told["members"]]
-    kept.changes, kept.started, kept.lost_at = told["changes"], told["started"], time.time()
-    return kept, merged
-
-
 def leave(world: MPI.Comm, watchdog: Watchdog, code: int) -> NoReturn:
     """End this process, with all that are left, without MPI_Finalize. Collective on `world`.
 
@@ -169,6 +96,18 @@ def leave(world: MPI.Comm, watchdog: Watchdog, code: int) -> NoReturn:
     sys.stderr.flush()
     world.Barrier()
     os._exit(code)
+
+
+def finalize(code: int) -> None:
+    """End MPI, or this process with `code`: with its detector of failures MPI may not come to it.
+
+    Nobody has been lost. Collective on all ranks.
+    """
+    limit = threading.Timer(FINALIZE_S, os._exit, [code])
+    limit.daemon = True
+    limit.start()
+    MPI.Finalize()
+    limit.cancel()
 
 
 def end_together(world: MPI.Comm, watchdog: Watchdog, error: UserError) -> NoReturn:
@@ -208,7 +147,6 @@ def shrink(world: MPI.Comm, kept: Kept, error: MPI.Exception) -> tuple[MPI.Comm,
         with suppress(MPI.Exception):
             if left.Agree(int(done)):
                 if kept.began:
-                    kept.missing += [kept.members[rank].host for rank in loss.ranks]
                     # By their numbers from now on: another loss may come before they meet anew.
                     kept.members = [kept.members[rank] for rank in sorted(whole)]
                 return left, stay, loss

@@ -7,6 +7,7 @@ process that is stopped can't report itself.
 """
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -107,7 +108,7 @@ class Watchdog:
 
     def leave_if_lost(self) -> None:
         """End this process where the others have gone on without it: their records are new ones."""
-        if self.folder is not None and os.fstat(self.file).st_nlink == 0:
+        if self.folder is not None and _is_removed(self.file):
             text = f"prunex_mpi: rank {self.rank} on {self.host} was lost to the others, and ends"
             print(text, file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -272,6 +273,15 @@ def read_heartbeat(folder: Path, rank: int) -> Record | None:
             return Record(**json.loads(file.read(RECORD_BYTES)))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def _is_removed(file: int) -> bool:
+    """Return whether an open file has no name any more."""
+    try:
+        return os.fstat(file).st_nlink == 0
+    except OSError as error:
+        # As NFS says it.
+        return error.errno == errno.ESTALE
 
 
 def _path(folder: Path, rank: int) -> Path:

@@ -523,12 +523,6 @@ class Settings:
     min_nodes: int = setting(
         _S, "nodes below which a run that lost one writes a checkpoint and ends", 1, low=1
     )
-    regrow_after: float = setting(
-        _S,
-        "seconds from a loss until new processes take the place of lost ones, 0: never",
-        30.0,
-        low=0,
-    )
 
     _S = "output"
     run_dir: str = setting(
@@ -617,7 +611,6 @@ OF_THE_JOB = (
     "time_limit",
     "on_node_loss",
     "min_nodes",
-    "regrow_after",
     "data_dir",
     "download",
     "data_mode",

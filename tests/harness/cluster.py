@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,17 +166,25 @@ def set_rate(made: Cluster, rate: str) -> None:
             run(*tc, "add", "dev", "eth0", "root", "tbf", *shape.split())
 
 
+def kill_processes(name: str) -> None:
+    """Kill all that runs in a namespace, MPI's daemon with the ranks."""
+    pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+    for pid in map(int, pids.stdout.split()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def set_link(made: Cluster, host: Host, state: str) -> None:
+    """Cut the link of a host ("down"), of which TCP learns nothing, or mend it ("up")."""
+    run("ip", "link", "set", f"{PREFIX}p{made.hosts.index(host)}", state)
+
+
 def tear_down() -> None:
     """End all processes of all hosts and remove what `set_up` made, also by another process."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     names = [line.split()[0] for line in listed.splitlines() if line.startswith(PREFIX)]
     for name in names:
-        pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
-        for pid in map(int, pids.stdout.split()):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        kill_processes(name)
     # A namespace outlives its name while a process of it ends; its link must not.
     links = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True).stdout
     for port in [word.split("@")[0] for word in links.split() if word.startswith(f"{PREFIX}p")]:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import cluster as machines
@@ -183,6 +183,56 @@ def test_a_job_on_hosts_is_stopped_and_goes_on_exactly(
     assert repeatable_metrics(tmp_path / "run") == repeatable_metrics(whole)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["host", "link"])
+def test_a_run_goes_on_without_a_lost_host_and_takes_it_in_again(
+    what: str, hosts: Cluster, tmp_path: Path
+) -> None:
+    """A host is killed with MPI's daemon, or its link is cut, of which nobody is told."""
+    head, *others = hosts.hosts
+    lost, run, away = others[-1], tmp_path / "run", tmp_path / "away"
+    launcher = mpirun_words(Cluster(tuple(others), hosts.folder), [1] * len(others))
+    places = ",".join(f"{host.name}:1" for host in others)
+    launcher = ["{hosts}" if word == places else word for word in launcher]
+    launcher[launcher.index("-n") + 1] = "{ranks}"
+    flags = [*LONGER, "--outer-iterations", "40", "--evaluate-every", "40", "--timeout", "15"]
+    words = [sys.executable, "-m", "prunex_mpi.elastic", "--hosts", places]
+    words += ["--probe", f"sh -c 'test {{host}} != {lost.name} || test ! -e {away}'", "--"]
+    words += [*launcher, *TRAIN, *flags, "--checkpoint-every", "1", "--run-dir", "run"]
+    job = subprocess.Popen(
+        on_host(head, words),
+        cwd=tmp_path,
+        env=machines.job_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+    def count(name: str) -> int:
+        path = run / name
+        return path.read_text().count("\n") if path.exists() else 0
+
+    wait_for(lambda: count("metrics.jsonl") >= 3, job)
+    away.touch()
+    try:
+        if what == "host":
+            machines.kill_processes(lost.name)
+        machines.set_link(hosts, lost, "down")
+        wait_for(lambda: count("nodes.jsonl") == 1, job)
+    finally:
+        machines.set_link(hosts, lost, "up")
+        away.unlink()
+    out, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 0, out
+    left, joined = map(json.loads, (run / "nodes.jsonl").read_text().splitlines())
+    assert left["left"] == [lost.name] and left["ranks"] == len(others) - 1
+    # Beside the one that was under way, where its checkpoint was being written.
+    assert left["lost_iterations"] <= 1
+    assert joined["joined"] == [lost.name] and joined["ranks"] == len(others)
+    assert [record["iteration"] for record in repeatable_metrics(run)] == list(range(1, 41))
+
+
 def complete(run: Path, nodes: int) -> bool:
     """Return whether `run` has all its files and was one of two ranks on each of `nodes` hosts."""
     found = summary(run)
@@ -205,13 +255,20 @@ def test_srun_finds_four_hosts(hosts: Cluster, slurm: dict[str, str], tmp_path: 
     assert complete(tmp_path / "run", 4)
 
 
-def submit(hosts: Cluster, slurm: dict[str, str], folder: Path, nodes: int) -> str:
+def submit(
+    hosts: Cluster,
+    slurm: dict[str, str],
+    folder: Path,
+    nodes: int,
+    script: str = "train",
+    flags: Sequence[str] = LONGER,
+) -> str:
     """Hand batch/train.sbatch to Slurm, two tasks on each of `nodes`; return the job's number."""
     words = ["sbatch", "--parsable", f"--nodes={nodes}", "--ntasks-per-node=2"]
-    words += ["--cpus-per-task=1", "--output=job.out", str(ROOT / "batch" / "train.sbatch")]
+    words += ["--cpus-per-task=1", "--output=job.out", str(ROOT / "batch" / f"{script}.sbatch")]
     environment = Path(sys.executable).parent.parent
     places = {"PRUNEX_HOME": str(ROOT), "PRUNEX_VENV": str(environment)}
-    done = run_on(hosts, [*words, *LONGER], folder, LIMIT_S, **slurm, **places)
+    done = run_on(hosts, [*words, *flags], folder, LIMIT_S, **slurm, **places)
     require(done)
     return done.stdout.strip()
 
@@ -245,6 +302,30 @@ def test_sbatch_requeues_a_preempted_job_which_goes_on(
     assert "restart 1" in log()
     assert "going on from checkpoint" in log()
     assert repeatable_metrics(run) == repeatable_metrics(whole)
+
+
+@pytest.mark.long
+def test_an_allocation_goes_on_without_a_node(
+    hosts: Cluster, slurm: dict[str, str], tmp_path: Path
+) -> None:
+    flags = [*LONGER, "--outer-iterations", "30", "--evaluate-every", "30", "--timeout", "15"]
+    flags += ["--checkpoint-every", "1"]
+    number = submit(hosts, slurm, tmp_path, 2, "elastic", flags)
+    run = tmp_path / "runs" / f"prunex-{number}"
+
+    def log() -> str:
+        path = tmp_path / "job.out"
+        return path.read_text() if path.exists() else "no output"
+
+    wait_for(lambda: list(run.glob("checkpoints/000002-iteration-*[0-9]")), log=log)
+    # The node comes back by itself, but not into the allocation.
+    command = f"scontrol update NodeName={hosts.hosts[1].name} State=DOWN Reason=test"
+    require(run_on(hosts, command.split(), tmp_path, 30, **slurm))
+    wait_for(lambda: summary(run).get("status") == "completed", log=log)
+    (line,) = map(json.loads, (run / "nodes.jsonl").read_text().splitlines())
+    assert line["left"] == [hosts.hosts[1].name] and line["ranks"] == 2
+    assert line["iteration"] > 1 and line["lost_iterations"] <= 1
+    assert [record["iteration"] for record in repeatable_metrics(run)] == list(range(1, 31))
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from prunex_mpi.base.errors import USAGE
 FOLDER = Path(prunex_mpi.__file__).parent
 WORDS = {
     "train": "--keep-ratio",
+    "elastic": "--min-hosts",
     "doctor": "--mpi-buffers",
     "bench": "kernels, collectives, overhead, ddp, model, text or all",
     "export": "--torch-export",

@@ -24,6 +24,7 @@ from prunex_mpi.research.bench import bench_options as bench
 from prunex_mpi.research.compare import compare_options as compare
 from prunex_mpi.research.compare.outcomes import by_row, read_comparison
 from prunex_mpi.research.figures import figure_options as figures
+from prunex_mpi.run import relaunch as elastic
 from prunex_mpi.tools import evaluate_options as evaluate
 from prunex_mpi.tools import export_options as export
 from prunex_mpi.tools.report import report_options as report
@@ -37,21 +38,22 @@ FOLDERS += tuple(
 FOLDERS += ("prunex_mpi/methods/results",)
 READMES = [ROOT / folder / "README.md" for folder in FOLDERS]
 # Of the first page; and of all pages together, generated tables apart.
-LONGEST, MOST_WORDS, MOST_IN_ALL = 165, 1700, 16200
+LONGEST, MOST_WORDS, MOST_IN_ALL = 165, 1700, 16600
 GENERATED = re.compile(r"<!-- \S+\.json: (?!figures)\S+ -->.*?<!-- end -->", re.DOTALL)
 
 STARTS = ("python -m prunex_mpi", "python tests/", "mpirun ", "srun ", "sbatch ", "bash batch/")
 PARSERS = {"train": cli, "bench": bench, "doctor": doctor, "export": export, "report": report}
-PARSERS["evaluate"] = evaluate
+PARSERS |= {"evaluate": evaluate, "elastic": elastic}
 # What scripts of batch/ hand their flags to.
 SCRIPTS = {
     "batch/quickstart.sh": ["train"],
     "batch/train.sbatch": ["train"],
+    "batch/elastic.sbatch": ["train"],
     "batch/probe.sbatch": ["bench", "collectives"],
 }
 # Flags of Slurm and pytest, and what a run or an installation makes.
 FOREIGN = {"--mpi", "--gpu-bind", "--signal", "--nodes", "--ntasks-per-node", "--gpus-per-node"}
-FOREIGN |= {"--with-mpi", "--with-ft", "--oversubscribe", "--mca"}
+FOREIGN |= {"--with-mpi", "--with-ft", "--oversubscribe", "--mca", "--host", "--no-kill"}
 MADE = {".venv", "runs", "checkpoints", "heartbeats", "tensorboard"}
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -115,6 +117,8 @@ def refused(words: list[str]) -> str:
     if not arguments:
         # A program's name alone.
         return ""
+    if program == "elastic" and (why := refused(arguments[arguments.index("--") + 1 :])):
+        return why
     try:
         parser.parse(arguments)
     except UserError as error:
@@ -126,9 +130,9 @@ def refused(words: list[str]) -> str:
 
 def known_flags() -> set[str]:
     """Return the flags of all programs, of the tests and of the scripts of the harness."""
-    built = [cli, bench, compare, doctor, evaluate, export, figures, report]
+    built = [cli, bench, compare, doctor, elastic, evaluate, export, figures, report]
     flags = {flag for m in built for a in m.build_parser()._actions for flag in a.option_strings}
-    for name in ("conftest.py", "harness/cluster.py", "harness/golden.py"):
+    for name in ("conftest.py", "harness/cluster.py", "harness/golden.py", "campaigns/drill.py"):
         flags |= set(re.findall(r'"(--[a-z][a-z0-9-]+)"', (ROOT / "tests" / name).read_text()))
     return flags | FOREIGN
 

@@ -515,6 +515,10 @@ def test_a_place_that_no_data_have_is_refused(place: list[int]) -> None:
         whose = {"leader": True, "first": WORLD.rank == 0, "same_nodes": True}
         found = misfit(tensors, {**numbers, "data": place}, run.state, run.problem, **whose)
         assert found == f"epoch {place[0]}, step {place[1]} is no place in this rank's data"
+        # Ranks of fewer nodes had more images, and more steps in an epoch.
+        whose["same_nodes"] = False
+        found = misfit(tensors, {**numbers, "data": place}, run.state, run.problem, **whose)
+        assert ("is no place" in found) == (min(place) < 0)
 
 
 @pytest.mark.parametrize("after", [1, 3])

@@ -314,6 +314,21 @@ def test_a_run_that_was_preempted_says_so(tmp_path: Path) -> None:
     assert "was preempted after 20 outer iterations (SIGTERM)" in words_of(path)
 
 
+def test_a_run_that_lost_nodes_says_what_that_cost(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run")
+    seconds = float(read_run(path).column("seconds.total").sum())
+    assert "Nodes were lost" not in words_of(path)
+    changes = [
+        {"iteration": 3, "seconds": 0.2, "lost_seconds": 0.1, "lost_nodes": [1], "lost_ranks": [2]},
+        {"iteration": 5, "seconds": 0.3, "lost_seconds": 0.0, "joined": 1},
+        {"iteration": 9, "seconds": 8.0, "lost_seconds": 1.4, "left": ["b"], "joined": []},
+    ]
+    (path / "nodes.jsonl").write_text("".join(json.dumps(change) + "\n" for change in changes))
+    text = words_of(path)
+    assert "Nodes were lost 2 times and joined 1 time; 10 s went into going on" in text
+    assert f"the goodput is {100 * seconds / (seconds + 10):.1f} %" in text
+
+
 def test_a_run_with_images_held_out_shows_what_it_reached_on_those(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run")
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]

@@ -1,6 +1,7 @@
 """The page of one run, and what its first paragraph says in words."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from prunex_mpi.tools.report.read_runs import (
     Layers,
     Run,
     flat_config,
+    read_changes,
     read_layers,
     read_ranks,
     shown,
@@ -295,7 +297,37 @@ def topology_table(run: Run, times: RankTimes | None) -> Table:
 def lead(run: Run, times: RankTimes | None) -> list[str]:
     """Return the first paragraph: sentences that answer how the run ended and what it cost."""
     parts = [ending(run), quality(run), cost(run), where_time_went(run), who_was_slow(times)]
+    parts.append(what_losses_cost(run, read_changes(run.path)))
     return [*filter(None, [*parts, what_was_pruned(run)])]
+
+
+def what_losses_cost(run: Run, changes: Sequence[Mapping[str, Any]]) -> str:
+    """Return who was lost and joined, and the goodput: the share of time that was not in vain.
+
+    In vain are the steps that were done again, and the time until the run went on.
+    """
+    if not changes:
+        return ""
+    ranks = [change.get("ranks", 0) for change in changes]
+    more = [False, *(b > a for a, b in pairwise(ranks))]
+    joins = sum(bool(c.get("joined")) or grown for c, grown in zip(changes, more, strict=True))
+    losses = sum(any(change.get(key) for key in ("lost_ranks", "left")) for change in changes)
+    vain = 0.0
+    for change in changes:
+        parts = (change.get(key) for key in ("lost_seconds", "seconds"))
+        vain += sum(part for part in parts if isinstance(part, int | float))
+    useful = float(np.nansum(run.column("seconds.total")))
+    share = useful / (useful + vain) if useful else 0.0
+    return (
+        f"Nodes were lost {times_words(losses)} and joined {times_words(joins)}; "
+        f"{duration_words(vain)} went into going on and into what was done again: the goodput is "
+        f"{100 * share:.1f} %."
+    )
+
+
+def times_words(count: int) -> str:
+    """Return how often something was."""
+    return f"{count} time{'' if count == 1 else 's'}"
 
 
 def ending(run: Run) -> str:

@@ -29,6 +29,7 @@ else:
     import tomli as tomllib
 
 METRICS, LAYERS, RANKS, CONFIG = "metrics.jsonl", "layers.jsonl", "ranks.jsonl", "config.toml"
+NODES = "nodes.jsonl"
 OF_LAYERS = ("density", "rho1", "rho2", *RESIDUALS)
 # A job that is well gives a sign of life every five seconds.
 ALIVE_S = 60.0
@@ -229,6 +230,13 @@ def how_it_ended(path: Path, summary: Mapping[str, Any]) -> tuple[str, str]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "diverged", ""
     return ("running" if time.time() - last_sign(path) < ALIVE_S else "broken off"), ""
+
+
+def read_changes(path: Path) -> list[dict[str, Any]]:
+    """Return who was lost and who joined, as far as the lines of a run tell; raise UserError."""
+    if not (path / NODES).exists():
+        return []
+    return [record for _, record in records_of(path / NODES) if record is not None]
 
 
 def last_sign(path: Path) -> float:

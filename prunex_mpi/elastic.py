@@ -1,0 +1,25 @@
+"""Keep a run going where hosts come and go: `python -m prunex_mpi.elastic [flags] -- mpirun ...`.
+
+It starts the job, and starts it again on the hosts that are left whenever one is lost. It is one
+process that knows neither MPI nor torch.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.single_process import say_error
+from prunex_mpi.run.relaunch import NAME, keep_going, parse
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Keep the run going and return its exit code."""
+    try:
+        return keep_going(parse(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        say_error(NAME, error)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

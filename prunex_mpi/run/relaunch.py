@@ -1,0 +1,497 @@
+"""Start a job again on the hosts that answer, until its run is complete.
+
+The job itself ends when a host is lost: MPI or its launcher notices, or a rank's watchdog does.
+What is left for here: wait for it, look which hosts answer, start it on those with --resume, and
+have it leave with a checkpoint when others answer again. What a run has reached is read from its
+files.
+"""
+
+import fcntl
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prunex_mpi.base.errors import FAILURE, PREEMPTED, UNREADABLE, USAGE, UserError, quote
+from prunex_mpi.base.files import DIVERGED, SUMMARY, no_links
+from prunex_mpi.config.parser import Parser, check_range, program_parser
+
+NAME = "prunex_mpi.elastic"
+NODES, METRICS, RESUME = "nodes.jsonl", "metrics.jsonl", "--resume"
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5 {host} true"
+HOST = re.compile(r"([\w.-]+)(?::(\d{1,6}))?")
+CHECKPOINT = re.compile(r"\d{6,12}-iteration-(\d{1,12})-step-(\d{1,12})")
+# How Slurm writes tasks per node: 4(x2),3.
+TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+COMPLETE = ("completed", "converged")
+# How often to look at the job, and at hosts that do not answer; for one to answer.
+LOOK_S, PROBE_EVERY_S, PROBE_LIMIT_S = 0.1, 5.0, 15.0
+# From when the ranks have said that they end the job until its launcher has to be gone.
+END_S = 15.0
+# Between SIGTERM and SIGKILL.
+KILL_S = 5.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+EPILOG = """In COMMAND, which ends with the flags of the training, {hosts} stands for the hosts that
+answer as mpirun's --host and mpiexec's -hosts take them (a:4,b:4), {names} for their names alone
+(a,b), {nodes} and {ranks} for their numbers."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to start and where: the ranks of each host, the words of the command and of a probe."""
+
+    hosts: Mapping[str, int]
+    min_hosts: int
+    probe: str
+    tries: int
+    regrow_after: float
+    command: tuple[str, ...]
+    run: Path
+
+
+@dataclass
+class Asked:
+    """How often this process was asked to end."""
+
+    times: int = 0
+
+
+@dataclass
+class Change:
+    """What the end of a job cost, and on which hosts the run went on before."""
+
+    hosts: Sequence[str]
+    code: int
+    iteration: int
+    lost_iterations: int
+    lost_seconds: float
+    at: float = field(default_factory=time.time)
+
+
+def build_parser() -> Parser:
+    """Return the parser of the launcher's own flags."""
+    parser = program_parser(
+        "elastic",
+        "Start a job on the hosts that answer, and again on those that are left when one is lost.",
+        EPILOG,
+        usage="python -m prunex_mpi.elastic [flags] -- COMMAND",
+    )
+    add = parser.add_argument
+    add("--hosts", default="", metavar="A:R,B:R", help="hosts, R ranks on each [those of Slurm]")
+    add("--min-hosts", type=int, default=1, metavar="M", help="wait until so many answer [1]")
+    add("--probe", default=SSH, metavar="TEXT", help=f"succeeds where {{host}} answers [{SSH}]")
+    add(
+        "--regrow-after",
+        type=float,
+        default=60.0,
+        metavar="X",
+        help="seconds from a loss with --on-node-loss continue until it starts on all again [60]",
+    )
+    add("--tries", type=int, default=3, metavar="N", help="starts without a new checkpoint [3]")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Return what `argv` asks for; raise UserError with one line that names the culprit."""
+    words = list(argv)
+    end = words.index("--") if "--" in words else len(words)
+    given, command = build_parser().parse_all(words[:end]), words[end + 1 :]
+    if not command:
+        raise UserError("no command: give it after --, as in -- mpirun --host {hosts} ...")
+    if not any(name in word for word in command for name in ("{hosts}", "{names}")):
+        raise UserError("the command must say where the hosts go: {hosts} or {names}; see --help")
+    if "{host}" not in given.probe:
+        raise UserError("--probe must say where the host's name goes: {host}")
+    hosts = read_hosts(given.hosts) if given.hosts else slurm_hosts(os.environ)
+    check_range(given, "min_hosts", 1, len(hosts))
+    check_range(given, "tries", 1, 99)
+    if not given.regrow_after >= 0:
+        raise UserError(f"--regrow-after must be at least 0, not {given.regrow_after}")
+    numbers = given.tries, given.regrow_after
+    run = run_dir_of(command)
+    return Options(hosts, given.min_hosts, given.probe, *numbers, tuple(command), run)
+
+
+def read_hosts(text: str) -> dict[str, int]:
+    """Return the ranks of each host of a list such as a:4,b:4."""
+    found = {}
+    for word in text.split(","):
+        match = HOST.fullmatch(word.strip())
+        if match is None or not int(match[2] or 1):
+            raise UserError(f"--hosts: {quote(word)} is no host such as node1 or node1:4")
+        found[match[1]] = int(match[2] or 1)
+    return found
+
+
+def slurm_hosts(environment: Mapping[str, str]) -> dict[str, int]:
+    """Return the ranks of each host of the Slurm job that this is part of."""
+    nodes, tasks = (environment.get(f"SLURM_{x}", "") for x in ("JOB_NODELIST", "TASKS_PER_NODE"))
+    if not nodes or not tasks:
+        raise UserError("which hosts? give --hosts A:RANKS,B:RANKS, or start it in a Slurm job")
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(f"`{shlex.join(command)}` failed ({error}); give --hosts") from None
+    counts = [int(n) for n, times in TASKS.findall(tasks) for _ in range(int(times or 1))]
+    return dict(zip(names, counts, strict=True))
+
+
+def run_dir_of(command: Sequence[str]) -> Path:
+    """Return the folder of the run that a command trains: the last one that is named."""
+    found = ""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        if word == "--run-dir":
+            found = following
+        elif word.startswith("--run-dir="):
+            found = word.partition("=")[2]
+    if not found:
+        raise UserError("give the training a --run-dir: its checkpoints are there")
+    return Path(found)
+
+
+def say(text: str) -> None:
+    """Tell the user."""
+    print(f"{time.strftime('%H:%M:%S')} {NAME}: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def asked_to_end() -> Iterator[Asked]:
+    """Count the signals that ask for the end, for the time of the block."""
+    asked = Asked()
+
+    def count(*_: object) -> None:
+        asked.times += 1
+
+    before = [signal.signal(number, count) for number in SIGNALS]
+    try:
+        yield asked
+    finally:
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+
+
+def keep_going(options: Options) -> int:
+    """Start the job as often as it takes; return the exit code of the last one."""
+    run, failures, words = options.run, 0, list(options.command)
+    change: Change | None = None
+    with asked_to_end() as asked:
+        while True:
+            if change is not None:
+                wait_until_free(run, asked)
+                words = [*options.command, *([RESUME] if RESUME not in options.command else [])]
+            hosts = wait_for_hosts(options, asked)
+            if asked.times:
+                return PREEMPTED
+            say(f"starting on {len(hosts)} of {len(options.hosts)} hosts: {', '.join(hosts)}")
+            before = newest_checkpoint(run)
+            job = start(words, {name: options.hosts[name] for name in hosts}, run)
+            code, regrows, went_on = attend(job, options, hosts, asked, change)
+            if went_on:
+                change = None
+            if code == 0 and summary(run).get("status") in COMPLETE:
+                return 0
+            reason = why_no_more(code, run, asked, regrows)
+            if newest_checkpoint(run) > before:
+                failures = 0
+            elif not regrows:
+                failures += 1
+            if not reason and failures >= options.tries:
+                reason = f"{failures} starts in a row brought no new checkpoint"
+            if reason:
+                say(f"the job ended with code {code}, and is not started again: {reason}")
+                return code or FAILURE
+            lost, seconds = what_is_lost(run)
+            if change is None:
+                change = Change(hosts, code, newest_checkpoint(run)[0], lost, seconds)
+            say(f"the job ended with code {code}; {lost} outer iterations are done again")
+
+
+def why_no_more(code: int, run: Path, asked: Asked, regrows: bool) -> str:
+    """Return why not to start the job again once it has ended with `code`, "" to do so."""
+    if asked.times:
+        return "this was asked for"
+    if code in (USAGE, UNREADABLE):
+        return "it would end so again"
+    if (run / DIVERGED).exists():
+        return "it diverged"
+    # A loss may leave too few nodes; all else that has a job leave is meant for the whole.
+    reason = str(summary(run).get("reason", ""))
+    if code == PREEMPTED and not regrows and "lost" not in reason:
+        return f"it was told to leave ({reason})"
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------
+# A job
+# --------------------------------------------------------------------------------------------------
+
+
+def start(words: Sequence[str], hosts: Mapping[str, int], run: Path) -> subprocess.Popen:
+    """Start the job in a process group of its own."""
+    values = {
+        "{hosts}": ",".join(f"{name}:{ranks}" for name, ranks in hosts.items()),
+        "{names}": ",".join(hosts),
+        "{nodes}": str(len(hosts)),
+        "{ranks}": str(sum(hosts.values())),
+    }
+    filled = []
+    for word in words:
+        for name, value in values.items():
+            word = word.replace(name, value)
+        filled.append(word)
+    said_ended(run).unlink(missing_ok=True)
+    try:
+        return subprocess.Popen(filled, stdin=subprocess.DEVNULL, start_new_session=True)
+    except OSError as error:
+        raise UserError(f"{quote(filled[0])} can't be started: {error.strerror}") from None
+
+
+def said_ended(run: Path) -> Path:
+    """Return the file by which the first rank of a job to do so says that it ends it."""
+    return run / "heartbeats" / "ended"
+
+
+def attend(
+    job: subprocess.Popen,
+    options: Options,
+    hosts: Sequence[str],
+    asked: Asked,
+    change: Change | None,
+) -> tuple[int, bool, bool]:
+    """Wait for the end of a job on `hosts`; return its code, whether it left for hosts that are
+    back, and whether it has trained, of which the `change` before it is noted.
+    """
+    run, told, regrows, went_on = options.run, 0, False, False
+    missing = [name for name in options.hosts if name not in hosts]
+    probes: dict[str, subprocess.Popen] = {}
+    back: list[str] = []
+    ended_at, probed_at, size = 0.0, time.monotonic(), size_of(run / METRICS)
+    lost_at, told_bytes = 0.0, size_of(run / NODES)
+    while os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        time.sleep(LOOK_S)
+        now, before, size = time.monotonic(), size, size_of(run / METRICS)
+        if size > before:
+            if change is not None and not went_on:
+                note(options, hosts, change)
+                told_bytes = size_of(run / NODES)
+            went_on = True
+        if not lost_at and size_of(run / NODES) > told_bytes:
+            # The job has lost a node and goes on without it.
+            lost_at = now
+        if lost_at and now - lost_at > options.regrow_after:
+            back = back or ["a lost node"]
+        if asked.times > told:
+            # Open MPI's mpirun would end its ranks at a SIGTERM.
+            job.send_signal(signal.SIGUSR1) if not told else end_group(job)
+            told = asked.times
+        elif back and size > before and not regrows:
+            # An outer iteration is over: little is lost now.
+            say(f"{', '.join(back)} can be had again: the job leaves with a checkpoint")
+            job.send_signal(signal.SIGUSR1)
+            regrows = True
+        elif missing and not back and not probes and now - probed_at > PROBE_EVERY_S:
+            probes, probed_at = start_probes(options.probe, missing), now
+        elif probes and probes_are_over(probes, probed_at):
+            back, probes, probed_at = close_probes(probes), {}, now
+        ended_at = ended_at or (now if said_ended(run).exists() else 0.0)
+        if ended_at and now - ended_at > END_S:
+            say("the ranks have ended the job; its launcher is ended too")
+            end_group(job)
+    close_probes(probes)
+    # Before its number is free for others.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(job.pid, signal.SIGKILL)
+    code = job.wait()
+    return (code if code >= 0 else 128 - code), regrows and code == PREEMPTED, went_on
+
+
+def end_group(job: subprocess.Popen) -> None:
+    """End the launcher of a job and all that it has started on this host."""
+    with suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGTERM)
+        end = time.monotonic() + KILL_S
+        while time.monotonic() < end:
+            if os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                return
+            time.sleep(LOOK_S)
+        os.killpg(job.pid, signal.SIGKILL)
+
+
+def wait_until_free(run: Path, asked: Asked) -> None:
+    """Wait until no rank of the job before holds the run: some may outlive their launcher.
+
+    They end by themselves, as the watchdog of a rank whose record is gone does.
+    """
+    told = False
+    for record in (run / "heartbeats").glob("rank-*"):
+        record.unlink(missing_ok=True)
+    while held(run / "lock") and not asked.times:
+        if not told:
+            say(f"{run} is still held by a rank of the last job: waiting until it has ended")
+        told = True
+        time.sleep(LOOK_S)
+
+
+def held(lock: Path) -> bool:
+    """Return whether a job holds the lock of a run."""
+    try:
+        with open(lock, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+# --------------------------------------------------------------------------------------------------
+# Hosts
+# --------------------------------------------------------------------------------------------------
+
+
+def wait_for_hosts(options: Options, asked: Asked) -> list[str]:
+    """Return the hosts that answer, as soon as there are enough of them."""
+    told = False
+    while not asked.times:
+        began = time.monotonic()
+        probes = start_probes(options.probe, options.hosts)
+        while not probes_are_over(probes, began) and not asked.times:
+            time.sleep(LOOK_S)
+        found = close_probes(probes)
+        there = [name for name in options.hosts if name in found or is_here(name)]
+        if len(there) >= options.min_hosts:
+            return there
+        if not told:
+            say(f"{len(there)} of {len(options.hosts)} hosts answer: waiting for more")
+        told, end = True, time.monotonic() + PROBE_EVERY_S
+        while time.monotonic() < end and not asked.times:
+            time.sleep(LOOK_S)
+    return []
+
+
+def is_here(name: str) -> bool:
+    """Return whether a host is this one."""
+    return name in ("localhost", socket.gethostname(), socket.gethostname().split(".")[0])
+
+
+def start_probes(probe: str, names: Sequence[str] | Mapping[str, int]) -> dict[str, Any]:
+    """Ask hosts for an answer, all at once."""
+    quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    found = {}
+    for name in names:
+        if is_here(name):
+            continue
+        words = [word.replace("{host}", name) for word in shlex.split(probe)]
+        try:
+            found[name] = subprocess.Popen(words, start_new_session=True, **quiet)
+        except OSError as error:
+            raise UserError(f"--probe: {quote(words[0])}: {error.strerror}") from None
+    return found
+
+
+def probes_are_over(probes: Mapping[str, subprocess.Popen], began: float) -> bool:
+    """Return whether all hosts have answered, or have had the time to."""
+    late = time.monotonic() - began > PROBE_LIMIT_S
+    return late or all(probe.poll() is not None for probe in probes.values())
+
+
+def close_probes(probes: Mapping[str, subprocess.Popen]) -> list[str]:
+    """Return who has answered; end the probes of the others."""
+    found = [name for name, probe in probes.items() if probe.poll() == 0]
+    for probe in probes.values():
+        if probe.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(probe.pid, signal.SIGKILL)
+            probe.wait()
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# What the run's files tell
+# --------------------------------------------------------------------------------------------------
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file, 0 where there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def newest_checkpoint(run: Path) -> tuple[int, int]:
+    """Return outer iteration and step from which a run goes on, (1, 0) without a checkpoint."""
+    found = [(1, 0)]
+    with suppress(OSError):
+        for path in (run / "checkpoints").iterdir():
+            if match := CHECKPOINT.fullmatch(path.name):
+                found.append((int(match[1]), int(match[2])))
+    return max(found)
+
+
+def summary(run: Path) -> dict[str, Any]:
+    """Return what a job says of its end, {} where it has not come to say it."""
+    try:
+        found = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def what_is_lost(run: Path) -> tuple[int, float]:
+    """Return how many finished outer iterations are done again, and the seconds since the last
+    checkpoint: theirs, and those of the one that was under way.
+    """
+    iteration, _ = newest_checkpoint(run)
+    lost = [seconds for k, seconds in records(run) if k >= iteration]
+    with suppress(OSError):
+        return len(lost), sum(lost) + max(time.time() - (run / METRICS).stat().st_mtime, 0.0)
+    return 0, 0.0
+
+
+def records(run: Path) -> list[tuple[int, float]]:
+    """Return number and seconds of each outer iteration, as far as lines are whole."""
+    found = []
+    # A job that was killed may leave half a line.
+    with (
+        suppress(OSError, ValueError, KeyError, TypeError),
+        open(run / METRICS, encoding="utf-8") as file,
+    ):
+        for line in file:
+            record = json.loads(line)
+            found.append((record["iteration"], record["seconds"]["total"]))
+    return found
+
+
+def note(options: Options, hosts: Sequence[str], change: Change) -> None:
+    """Note in the run's files that it goes on, on which hosts, and what that has cost."""
+    now, done = time.time(), sum(seconds for _, seconds in records(options.run)[-1:])
+    line = {
+        "time": now,
+        "iteration": change.iteration,
+        # Until it trains again.
+        "seconds": max(now - change.at - done, 0.0),
+        "left": [name for name in change.hosts if name not in hosts],
+        "joined": [name for name in hosts if name not in change.hosts],
+        "lost_iterations": change.lost_iterations,
+        "lost_seconds": change.lost_seconds,
+        "code": change.code,
+        "hosts": len(hosts),
+        "ranks": sum(options.hosts[name] for name in hosts),
+    }
+    with (
+        suppress(OSError),
+        open(options.run / NODES, "a", encoding="utf-8", opener=no_links) as file,
+    ):
+        file.write(json.dumps(line) + "\n")
