@@ -1,6 +1,7 @@
-"""Modules for sizes that pruning leaves and torch's and torchvision's modules can't have.
+"""Modules for sizes that pruning leaves and torch's own can't have, and numbers for users' code.
 
-They replace the originals and have the same names of parameters.
+They replace the originals and have the same names of parameters. Code that counts channels runs
+unchanged: its torch calls get other numbers.
 """
 
 import copy
@@ -281,11 +282,12 @@ def slim_attention(
     return SlimAttention.of(module, num_heads, embed_dim)
 
 
+ATTENTIONS = (nn.MultiheadAttention, SlimAttention)
+
 # --------------------------------------------------------------------------------------------------
 # Numbers in a module's own code
 # --------------------------------------------------------------------------------------------------
 
-ATTENTIONS = (nn.MultiheadAttention, SlimAttention)
 TORCH_FILES = str(Path(torch.__file__).parent / "_")[:-1]
 # Functions of modes, which stand between a line of code and torch.
 PASSING = ("__torch_function__", "call_corrected", "run_corrected")

@@ -159,6 +159,8 @@ MORE_SHAPING = {
     "swapdims",
     *TEMPLATES,
 }
+# F.unfold has the same name.
+UNFOLD = Tensor.unfold
 # Of a positive number.
 POWERS = {"pow", "pow_", "__pow__", "__ipow__", "float_power"}
 # New tensors that take only dtype and device from their argument.
@@ -175,7 +177,7 @@ ADDITIONS = {
     *("rsub", "__rsub__", "subtract", "subtract_"),
 }
 PRODUCTS = {"mul", "mul_", "__mul__", "__imul__", "__rmul__", "multiply", "multiply_"}
-REDUCTIONS = {"mean", "sum", "amax", "norm", "vector_norm"}
+REDUCTIONS = {"mean", "sum", "amax", "norm", "vector_norm", "var", "std"}
 # By a number.
 SCALINGS = {"div", "div_", "__truediv__", "__itruediv__", "true_divide"}
 RULES = {
@@ -258,7 +260,7 @@ class Trace(TorchFunctionMode):
             label_layers.pool(labels, result, args[0])
         elif name in REDUCTIONS:
             label_layers.reduce(labels, result, func, args, kwargs)
-        elif name in SHAPING or (name in MORE_SHAPING and not labels.plain):
+        elif name in SHAPING or (not labels.plain and (name in MORE_SHAPING or func is UNFOLD)):
             shape(labels, result, func, args, kwargs)
         elif labels.plain:
             self._keep(result, func, args, kwargs)

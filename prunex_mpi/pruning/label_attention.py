@@ -73,7 +73,7 @@ def attend(
         # So many heads of queries have the same keys and values.
         sharing = query.shape[-3] // key.shape[-3]
         found[1:] = [f.repeat_interleave(sharing, dim=-3) for f in found[1:]]
-    head = _join_heads(labels, found, result)
+    head, apart = _join_heads(labels, found, result)
     if head is None:
         # Without heads, the scale of the product depends on the number of channels.
         labels.pin([query, key], MIXES)
@@ -83,7 +83,7 @@ def attend(
         own = labels.of(attn_mask)[0]
         if varying(own):
             labels.join(*thin(*torch.broadcast_tensors(head, own)))
-    labels.label(result, head.expand(result.shape), zero)
+    labels.label(result, head.expand(result.shape), zero and apart[2])
 
 
 def multiply_matrices(labels: Labels, result: Tensor, first: Tensor, second: Tensor) -> None:
@@ -93,9 +93,11 @@ def multiply_matrices(labels: Labels, result: Tensor, first: Tensor, second: Ten
         return
     if first.dim() > 1 and second.dim() > 1:
         found, zeros = zip(*(labels.of(x) for x in (first, second)), strict=True)
-        head = _join_heads(labels, list(found), result)
+        head, apart = _join_heads(labels, list(found), result)
         if head is not None:
-            labels.label(result, head.expand(result.shape), any(zeros))
+            # What all heads share is not zero where one is gone.
+            zero = any(z and own for z, own in zip(zeros, apart, strict=True))
+            labels.label(result, head.expand(result.shape), zero)
             return
         ways = [varying(f) for f in found]
         if not ways[0]:
@@ -117,25 +119,34 @@ def multiply_matrices(labels: Labels, result: Tensor, first: Tensor, second: Ten
     labels.keep([first, second], [result], "a product of matrices mixes it with others")
 
 
-def _join_heads(labels: Labels, found: list[Tensor], result: Tensor) -> Tensor | None:
-    """Join all channels of each head; return labels [..., heads, 1, 1], None without heads."""
+def _join_heads(
+    labels: Labels, found: list[Tensor], result: Tensor
+) -> tuple[Tensor | None, list[bool]]:
+    """Join all channels of each head, and keep those that all heads share.
+
+    Return labels [..., heads, 1, 1], None without heads, and which operands have some of their own.
+    """
     batch = result.shape[:-2]
     wide = [f.expand(*batch, *f.shape[-2:]) for f in found]
     dims = {d for f in wide for d in varying(f) if d < len(batch)}
-    if not dims:
-        return None
-    heads = None
+    heads, apart = None, []
     for own, f in zip(found, wide, strict=True):
-        # An operand that all heads share, such as a mask of positions, belongs to none.
         sizes = [1] * (f.dim() - own.dim()) + list(own.shape)
-        if not varying(own) and all(sizes[d] == 1 for d in dims):
+        apart.append(bool(dims) and any(sizes[d] != 1 for d in dims))
+        if not apart[-1]:
             continue
         first = f[..., :1, :1]
         labels.join(*thin(first.expand(f.shape), f))
         if heads is not None:
             labels.join(*thin(heads, first))
         heads = first
-    return labels.roots(heads)
+    if heads is None:
+        return None, apart
+    # For example a table of relative places.
+    for own, mine in zip(found, apart, strict=True):
+        if not mine:
+            labels.pin_labels(thin(own)[0].unique().tolist(), "all heads share it")
+    return labels.roots(heads), apart
 
 
 def _keep_columns(labels: Labels, result: Tensor, second: Tensor) -> None:

@@ -538,19 +538,23 @@ def reduce(
     Where they differ along those and others, they become equal along those. A result without
     channels is of them all.
     """
-    x, first = args[0], 2 if func.__name__ in ("norm", "vector_norm") else 1
+    x, name = args[0], func.__name__
+    # The places of the dimensions and of keepdim.
+    first, last = {"norm": (2, 3), "vector_norm": (2, 3), "var": (1, 3), "std": (1, 3)}.get(
+        name, (1, 2)
+    )
     dims = kwargs.get("dim", args[first] if len(args) > first else None)
-    keep = kwargs.get("keepdim", args[first + 1] if len(args) > first + 1 else False)
+    keep = kwargs.get("keepdim", args[last] if len(args) > last else False)
     found, zero = labels.of(x)
     if dims is None or not isinstance(result, Tensor):
-        labels.keep([x], [result], f"{func.__name__} mixes it with others")
+        labels.keep([x], [result], f"{name} mixes it with others")
         return
     over = {d % x.dim() for d in ([dims] if isinstance(dims, int) else dims)}
     along = set(varying(found))
     if len(along & over) == 1 and along <= over:
         (dim,) = along
         # Zeros change neither a sum nor a length.
-        if labels.mix(x, dim, filled=func.__name__ not in ("sum", "norm", "vector_norm")):
+        if labels.mix(x, dim, filled=name not in ("sum", "norm", "vector_norm")):
             labels.label_pinned([result])
             return
     elif not labels.plain or not along & over:
@@ -560,7 +564,7 @@ def reduce(
         if not over & set(varying(found)):
             labels.label(result, found.amin(tuple(over), keepdim=keep), zero)
             return
-    labels.keep([x], [result], f"{func.__name__} mixes it with others")
+    labels.keep([x], [result], f"{name} mixes it with others")
 
 
 def pad(

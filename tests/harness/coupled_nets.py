@@ -454,6 +454,8 @@ class HalfBiased(nn.Module):
         self.table = nn.Parameter(torch.randn(9, 3))
         places = torch.arange(SIDE**2)[:, None] * torch.arange(SIDE**2)
         self.register_buffer("places", places % 9, persistent=False)
+        # One for all heads.
+        self.relative = nn.Parameter(torch.randn(1, 8))
 
     def forward(self, x: Tensor) -> Tensor:
         n, c, h, w = x.shape
@@ -462,6 +464,8 @@ class HalfBiased(nn.Module):
         q, k, v = qkv.reshape(n, h * w, 3, 3, c // 3).permute(2, 0, 3, 1, 4).unbind(0)
         table = self.table[self.places.view(-1)].view(h * w, h * w, -1).permute(2, 0, 1)
         scores = q * (c // 3) ** -0.5 @ k.transpose(-2, -1) + table.unsqueeze(0)
+        over = q.reshape(n * 3, h * w, -1) @ self.relative.transpose(-1, -2)
+        scores = scores + over.reshape(n, 3, h * w, 1)
         found = (scores.softmax(dim=-1) @ v).transpose(1, 2).reshape(n, h * w, c)
         return x + self.out(found).transpose(1, 2).reshape(n, c, h, w)
 

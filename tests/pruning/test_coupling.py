@@ -110,16 +110,15 @@ class Shifted(Positioned):
         self.place = nn.Parameter(torch.randn(1))
 
 
-class AcrossChannels(nn.Module):
-    """A gate by a convolution over the means of channels that are neighbours (ECA)."""
+class Opaque(nn.Module):
+    """Apply `operation` to the feature map."""
 
-    def __init__(self) -> None:
+    def __init__(self, operation) -> None:
         super().__init__()
-        self.over = nn.Conv1d(1, 1, 3, padding=1, bias=False)
+        self.operation = operation
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.over(x.mean((2, 3)).unsqueeze(1)).view(len(x), -1, 1, 1)
-        return x * y.sigmoid().expand_as(x)
+        return self.operation(x)
 
 
 class Depthwise(nn.Module):
@@ -231,17 +230,6 @@ def test_rows_and_columns_of_a_residual_block() -> None:
     assert found.excluded == ("fc.weight [coupled]: its outputs are the classes",)
 
 
-class Opaque(nn.Module):
-    """Apply `operation` to the feature map."""
-
-    def __init__(self, operation) -> None:
-        super().__init__()
-        self.operation = operation
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.operation(x)
-
-
 @pytest.mark.parametrize(
     ("middle", "reason"),
     [
@@ -252,7 +240,6 @@ class Opaque(nn.Module):
         (Opaque(lambda x: x.cumsum(1)), "cumsum mixes it with others"),
         (Opaque(lambda x: F.pad(x, (1, 1, 1, 1), value=2.0)), "padding that isn't zero"),
         (nn.GroupNorm(2, 6), "group_norm mixes it with others"),
-        (AcrossChannels(), "stem.0.weight [coupled]: middle.over.weight reads all of them as one"),
         (nn.LocalResponseNorm(3), "mixes it with others"),
         (nn.BatchNorm2d(6, affine=False), "a BatchNorm without gamma and beta"),
         (nn.InstanceNorm2d(6, track_running_stats=True), "an InstanceNorm with statistics"),
