@@ -422,11 +422,13 @@ class CallsCorrected:
     """A module whose code counts channels of the whole network: its torch calls are corrected."""
 
     corrected_calls: Calls
+    own_forward: Callable | None
 
     def run_corrected(self, *args: Any, **options: Any) -> Any:
         """Run the forward pass of the module's class with other numbers."""
+        forward = self.own_forward or super().forward
         with Corrected(self, self.corrected_calls) as mode:
-            result = super().forward(*args, **options)
+            result = forward(*args, **options)
         if not (self.training or self.found_calls):
             if lost := [line for line in self.corrected_calls if line not in mode.seen]:
                 raise RuntimeError(f"{type(self).__name__} no longer has the code '{lost[0]}'")
@@ -446,7 +448,11 @@ def correct_calls_(module: nn.Module, calls: Calls) -> None:
     """Let the code of `module` run with the numbers in `calls`, with its own where that is {}."""
     if isinstance(module, CallsCorrected):
         module.__class__ = type(module).__mro__[2]
-        del module.corrected_calls, module.found_calls
+        if module.own_forward is not None:
+            module.forward = module.own_forward
+        del module.corrected_calls, module.found_calls, module.own_forward
     if calls:
+        # Some choose between several when they are made.
+        module.own_forward = vars(module).pop("forward", None)
         module.__class__ = _corrected(type(module))
         module.corrected_calls, module.found_calls = calls, False

@@ -299,7 +299,7 @@ def normalise_groups(
     known = all(id(p) in labels.names for p in (weight, bias))
     if groups == 1 and varying(found) == [1] and labels.names.get(id(weight)) in labels.norms:
         # As LayerNorm over channels and positions.
-        if not (known and zero):
+        if not zero or not (bias is None or known):
             labels.pin([x], "group_norm mixes it with others")
         for parameter in (weight, bias):
             labels.note(labels.rows, parameter, first_along(found, 1))

@@ -280,6 +280,19 @@ class Parts(nn.Module):
         return self.some(y[:, : self.first]) + self.others(y[:, self.first :])
 
 
+class Chosen(nn.Module):
+    """A convolution of some channels, by a forward pass that is chosen when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(24, 36, 1), nn.Conv2d(36, 24, 1)
+        self.some, self.forward = nn.Conv2d(9, 9, 3, 1, 1), self.cut_and_join
+
+    def cut_and_join(self, x: Tensor) -> Tensor:
+        first, others = torch.split(F.relu(self.up(x)), [9, 27], dim=1)
+        return x + self.down(torch.cat([self.some(first), others], dim=1))
+
+
 class Shuffled(nn.Module):
     """Grouped convolutions of few groups around a shuffle of channels."""
 
@@ -478,6 +491,10 @@ def parts(num_classes: int, image_size: int) -> nn.Module:
     return Around(Parts(), num_classes)
 
 
+def chosen(num_classes: int, image_size: int) -> nn.Module:
+    return Around(Chosen(), num_classes)
+
+
 def shuffled(num_classes: int, image_size: int) -> nn.Module:
     return Around(Shuffled(), num_classes)
 
@@ -559,6 +576,7 @@ NETWORKS: dict[Callable[[int, int], nn.Module], float] = {
     normed: 0.35,
     parts: 0.31,
     shuffled: 0.31,
+    chosen: 0.35,
     keywords: 0.45,
     response_norm: 0.35,
     one_group: 0.31,
