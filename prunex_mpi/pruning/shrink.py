@@ -44,6 +44,9 @@ from prunex_mpi.pruning.coupling import PLAIN, Coupling, Numbers, find_coupling
 from prunex_mpi.pruning.labels import Mixed, Site
 
 WEIGHT = ".weight"
+# Modules of torch, whose numbers are stated by name.
+STATED = (*CONVOLUTIONS, *BATCH_NORMS, *ATTENTIONS, nn.Linear, nn.Embedding, nn.GroupNorm)
+STATED += (nn.LayerNorm, nn.RMSNorm, SlimLayerNorm, SlimRMSNorm)
 STATISTICS = (".running_mean", ".running_var")
 # Largest difference of outputs, relative to the largest output or 1, in float64 and below.
 EXACT, TOLERANCE = 1e-9, 1e-3
@@ -118,6 +121,9 @@ def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> 
         # Others may have been corrected before.
         if name in calls or isinstance(module, CallsCorrected) or not removed.any():
             sizes.setdefault(name, {})[CALLS] = calls.get(name, {})
+        if not removed.any():
+            # Those of the whole network, to which a smaller one may grow again.
+            sizes[name].update(_own_numbers(module))
     return sizes
 
 
@@ -252,8 +258,56 @@ def _find_calls(
 ) -> dict[str, Calls]:
     """Return by module what to correct in the torch calls of its code without `removed`.
 
-    A smaller copy of the model runs once, on the CPU.
+    Where a module's own numbers say the same (`self.num_heads`), these are added to `sizes`
+    instead, since they cost no time. Smaller copies of the model run, on the CPU.
     """
+    given = coupling.inputs.draw(1, next(model.parameters()).dtype)
+    calls, wanted = _run_smaller(model, coupling, removed, sizes, given)
+    kinds: dict[type, dict[str, dict[str, int]]] = {}
+    for name, found in calls.items():
+        module = model.get_submodule(name)
+        if numbers := _counting_numbers(module, found):
+            kinds.setdefault(type(module), {})[name] = numbers
+    for kind in kinds.values():
+        while kind:
+            tried = {**sizes, **{name: {**sizes.get(name, {}), **kind[name]} for name in kind}}
+            found, result = _run_smaller(model, coupling, removed, tried, given)
+            # For some they may say only a part of it, as where heads are not the width.
+            if apart := found.keys() & kind.keys():
+                kind = {name: kind[name] for name in kind if name not in apart}
+                continue
+            if wanted and len(result) == len(wanted) and all(map(torch.equal, result, wanted)):
+                sizes.update(tried)
+                calls = found
+            break
+    return calls
+
+
+def _own_numbers(module: nn.Module) -> dict[str, int]:
+    """Return the whole numbers that a module's own code keeps."""
+    if isinstance(module, (*STATED, CallsCorrected)):
+        return {}
+    every = vars(module).items()
+    return {key: value for key, value in every if type(value) is int and key[0] != "_"}
+
+
+def _counting_numbers(module: nn.Module, calls: Calls) -> dict[str, int]:
+    """Return what a module's own numbers may have to be, {} where they can't be all."""
+    smaller: dict[int, set[int]] = {}
+    for given in (given for line in calls.values() for given in line if given is not None):
+        if not isinstance(given, list):
+            return {}
+        for asked, wanted in filter(None, given):
+            if type(asked) is int and type(wanted) is int and wanted < asked:
+                smaller.setdefault(asked, set()).add(wanted)
+    own = _own_numbers(module).items()
+    return {key: min(smaller[v]) for key, v in own if len(smaller.get(v, ())) == 1}
+
+
+def _run_smaller(
+    model: nn.Module, coupling: Coupling, removed: np.ndarray, sizes: Sizes, given: Tensor
+) -> tuple[dict[str, Calls], list[Tensor]]:
+    """Return by module which torch calls had to be corrected, and outputs, none where it fails."""
     smaller, before = copy.deepcopy(model).cpu(), {}
     for name, module in smaller.named_modules():
         before[name] = getattr(module, "corrected_calls", {})
@@ -262,11 +316,17 @@ def _find_calls(
     fill_(smaller, smaller_tensors(model, coupling, removed))
     places = Places()
     fitting = Fitting(places, coupling, removed, before)
-    given = coupling.inputs.draw(1, next(smaller.parameters()).dtype)
+    result: object = None
     # What fails here fails again where it is reported.
-    with suppress(Exception), evaluating(smaller), following(smaller, places), fitting:
-        smaller(given)
-    return fitting.found
+    with (
+        suppress(Exception),
+        torch.no_grad(),
+        evaluating(smaller),
+        following(smaller, places),
+        fitting,
+    ):
+        result = smaller(given)
+    return fitting.found, [x for x in flatten(result) if isinstance(x, Tensor)]
 
 
 def smaller_tensors(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> dict[str, Tensor]:

@@ -199,7 +199,7 @@ def keep_going(options: Options) -> int:
             code, regrows, went_on = attend(job, options, hosts, asked, change)
             if went_on:
                 change = None
-            if code == 0 and summary(run).get("status") in COMPLETE:
+            if code == 0 and is_complete(run):
                 return 0
             reason = why_no_more(code, run, asked, regrows)
             if newest_checkpoint(run) > before:
@@ -272,7 +272,7 @@ def attend(
     """Wait for the end of a job on `hosts`; return its code, whether it left for hosts that are
     back, and whether it has trained, of which the `change` before it is noted.
     """
-    run, told, regrows, went_on = options.run, 0, False, False
+    run, told, regrows, went_on, began = options.run, 0, False, False, time.time()
     missing = [name for name in options.hosts if name not in hosts]
     probes: dict[str, subprocess.Popen] = {}
     back: list[str] = []
@@ -304,7 +304,8 @@ def attend(
             probes, probed_at = start_probes(options.probe, missing), now
         elif probes and probes_are_over(probes, probed_at):
             back, probes, probed_at = close_probes(probes), {}, now
-        ended_at = ended_at or (now if said_ended(run).exists() else 0.0)
+        ended = said_ended(run).exists() or is_complete(run, began)
+        ended_at = ended_at or (now if ended else 0.0)
         if ended_at and now - ended_at > END_S:
             say("the ranks have ended the job; its launcher is ended too")
             end_group(job)
@@ -313,6 +314,9 @@ def attend(
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(job.pid, signal.SIGKILL)
     code = job.wait()
+    if is_complete(run, began):
+        # What ranks and launcher do after that is nothing to the run: MPI may fail to end.
+        code = 0
     return (code if code >= 0 else 128 - code), regrows and code == PREEMPTED, went_on
 
 
@@ -447,6 +451,14 @@ def summary(run: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def is_complete(run: Path, since: float = 0.0) -> bool:
+    """Return whether a job has come to the end of the run, and said so `since` that time."""
+    with suppress(OSError):
+        if (run / SUMMARY).stat().st_mtime >= since:
+            return summary(run).get("status") in COMPLETE
+    return False
 
 
 def what_is_lost(run: Path) -> tuple[int, float]:

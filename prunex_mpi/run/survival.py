@@ -7,11 +7,11 @@ to themselves. Nodes of which a rank is missing leave as a whole. The others run
 smaller communicator, from what they keep in memory (`kept`).
 """
 
+import faulthandler
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -50,7 +50,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             code = job.run(here, kept.settings, watchdog, received, kept)
             if here is not world:
                 leave(here, watchdog, code)
-            finalize(code)
+            finalize()
             return code
         except UserError as error:
             if here is world:
@@ -98,16 +98,16 @@ def leave(world: MPI.Comm, watchdog: Watchdog, code: int) -> NoReturn:
     os._exit(code)
 
 
-def finalize(code: int) -> None:
-    """End MPI, or this process with `code`: with its detector of failures MPI may not come to it.
+def finalize() -> None:
+    """End MPI, or this process with code 1: with its detector of failures MPI may not come to it.
 
     Nobody has been lost. Collective on all ranks.
     """
-    limit = threading.Timer(FINALIZE_S, os._exit, [code])
-    limit.daemon = True
-    limit.start()
-    MPI.Finalize()
-    limit.cancel()
+    with open(os.devnull, "w") as nowhere:
+        # Not by a thread of Python: MPI.Finalize keeps the interpreter to itself.
+        faulthandler.dump_traceback_later(FINALIZE_S, exit=True, file=nowhere)
+        MPI.Finalize()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def end_together(world: MPI.Comm, watchdog: Watchdog, error: UserError) -> NoReturn:

@@ -1,10 +1,12 @@
 """Smaller networks compute what the masked ones do."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from coupled_nets import timm_vit, vit
 from masking import draw, mask_
 from odd_models import randomise_
 from torch import nn
@@ -13,6 +15,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import describe
 from prunex_mpi.models.inputs import Images
+from prunex_mpi.models.slim import CALLS
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.removable import judge
 from prunex_mpi.pruning.shrink import find_rules, shrink, smaller_sizes, smaller_tensors
@@ -179,3 +182,18 @@ def test_a_model_that_needs_its_channels_is_refused_in_its_own_dtype() -> None:
 
     with pytest.raises(UserError, match="the outputs differ by"):
         find_rules(Both(), Images(4))
+
+
+@pytest.mark.parametrize(("factory", "number"), [(vit, "hidden_dim"), (timm_vit, "num_heads")])
+def test_numbers_that_a_module_keeps_are_set_where_they_say_all(
+    factory: Callable[..., nn.Module], number: str
+) -> None:
+    model = factory(num_classes=10, image_size=16).eval()
+    coupling = find_coupling(model, Images(16))
+    removed = draw(coupling)
+    found = smaller_sizes(model, coupling, removed)
+    assert not any(stated.get(CALLS) for stated in found.values())
+    before = smaller_sizes(model, coupling, np.zeros_like(removed))
+    counting = [name for name in found if number in found[name]]
+    assert counting
+    assert all(found[name][number] < before[name][number] for name in counting)

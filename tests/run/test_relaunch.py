@@ -20,7 +20,7 @@ from prunex_mpi.run.relaunch import parse, read_hosts
 HOSTS = ("a", "b", "c")
 # What a job does, by words: `it 3` makes outer iteration 3 and its checkpoint, `bare 3` without the
 # checkpoint, `down b` takes host b away, `exit 1` ends, `usr1` waits for the signal and leaves with
-# a checkpoint, `end 0` completes the run.
+# a checkpoint, `end 0` completes the run, `hang 0` does and stays.
 JOB = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -71,6 +71,9 @@ for what, value in (word.split(" ") for word in plan[0].split(", ")):
         leave("preempted", 75, reason="SIGUSR1")
     elif what == "end":
         leave("completed", int(value))
+    elif what == "hang":
+        (run / "summary.json").write_text(json.dumps({"status": "completed"}))
+        time.sleep(60)
 """
 
 
@@ -165,6 +168,12 @@ def test_a_launcher_that_outlives_its_ranks_is_killed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(relaunch, "END_S", 0.2)
     monkeypatch.setattr(relaunch, "KILL_S", 0.2)
     assert go("it 1, ended 1", "end 0") == 0
+
+
+def test_a_job_that_does_not_end_after_its_run_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relaunch, "END_S", 0.2)
+    assert go("it 1, hang 0") == 0
+    assert len(starts()) == 1
 
 
 def test_a_rank_that_holds_the_run_is_waited_for() -> None:
