@@ -28,7 +28,7 @@ from prunex_mpi.models.layout import Layout, trained_parameters
 from prunex_mpi.pruning.coupling import PLAIN
 from prunex_mpi.pruning.groups import Groups, find_groups
 from prunex_mpi.pruning.projection import with_budget
-from prunex_mpi.pruning.shrink import Rules, find_coupling_by, find_rules, training_failure
+from prunex_mpi.pruning.rules import Rules, find_coupling_by, find_rules, training_failure
 from prunex_mpi.settings.fields import Settings, layer_keep_ratios
 
 

@@ -63,7 +63,7 @@ from prunex_mpi.models.dummy_input import moved_in_training, probe
 from prunex_mpi.models.inputs import Images, Inputs, inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import out_of_reach
-from prunex_mpi.pruning.shrink import rules_of
+from prunex_mpi.pruning.rules import rules_of
 from prunex_mpi.run.pretrained import find_teacher, load_initial_, with_teacher
 from prunex_mpi.run.supervision import check_exchange
 from prunex_mpi.run.tuning import is_left_to_measure, trial_of, tuned

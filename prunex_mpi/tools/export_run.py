@@ -28,13 +28,8 @@ from prunex_mpi.models.dummy_input import evaluating
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
-from prunex_mpi.pruning.shrink import (
-    find_coupling_by,
-    find_rules,
-    shrink,
-    sizes_in_all,
-    smaller_tensors,
-)
+from prunex_mpi.pruning.rules import find_coupling_by, find_rules
+from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_tensors
 from prunex_mpi.run.finished_run import FinishedRun, read_run
 from prunex_mpi.run.tensor_file import save_tensors
 from prunex_mpi.tools.export_options import Options

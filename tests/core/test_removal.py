@@ -22,7 +22,8 @@ from prunex_mpi.models import batchnorm
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.slim import CallsCorrected
 from prunex_mpi.models.standalone import load
-from prunex_mpi.pruning.shrink import Rules, cut
+from prunex_mpi.pruning.rules import Rules
+from prunex_mpi.pruning.shrink import cut
 from prunex_mpi.run.finished_run import read_run
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]

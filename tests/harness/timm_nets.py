@@ -22,7 +22,7 @@ from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.compaction import build_plan
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.projection import group_energies, select
-from prunex_mpi.pruning.shrink import attempt, find_coupling_by, find_rules
+from prunex_mpi.pruning.rules import attempt, find_coupling_by, find_rules
 
 NAMES = Path(__file__).with_name("timm_names.txt")
 LARGEST = 32e6

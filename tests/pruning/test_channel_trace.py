@@ -10,7 +10,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.pruning.channel_trace import Pins
 from prunex_mpi.pruning.coupling import PLAIN
-from prunex_mpi.pruning.shrink import Rules, attempt, find_coupling_by, find_rules, rules_of
+from prunex_mpi.pruning.rules import Rules, attempt, find_coupling_by, find_rules, rules_of
 
 SIDE, CLASSES = 8, 5
 

@@ -26,16 +26,8 @@ from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.pruning.projection import group_energies, select
 from prunex_mpi.pruning.removable import judge
-from prunex_mpi.pruning.shrink import (
-    Rules,
-    attempt,
-    find_coupling_by,
-    find_rules,
-    sizes_in_all,
-    smaller_sizes,
-    smaller_tensors,
-    training_failure,
-)
+from prunex_mpi.pruning.rules import Rules, attempt, find_coupling_by, find_rules, training_failure
+from prunex_mpi.pruning.shrink import sizes_in_all, smaller_sizes, smaller_tensors
 from prunex_mpi.tools.export_run import write_network
 
 CLASSES = 5

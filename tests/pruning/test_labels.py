@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.shrink import Rules, attempt, find_coupling_by, find_rules
+from prunex_mpi.pruning.rules import Rules, attempt, find_coupling_by, find_rules
 
 SIDE, WIDTH = 8, 16
 

@@ -19,15 +19,8 @@ from prunex_mpi.pruning.compaction import build_plan
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.projection import group_energies, select, with_budget
 from prunex_mpi.pruning.removable import judge
-from prunex_mpi.pruning.shrink import (
-    Rules,
-    find_coupling_by,
-    find_rules,
-    shrink,
-    sizes_in_all,
-    smaller_sizes,
-    smaller_tensors,
-)
+from prunex_mpi.pruning.rules import Rules, find_coupling_by, find_rules
+from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_sizes, smaller_tensors
 from prunex_mpi.tools.export_run import write_network
 
 EXACT = 1e-9
