@@ -6,9 +6,9 @@
 # tests on several ranks and those that start jobs.
 # Tests marked `long`, which take long and guard what rarely breaks, run with PRUNEX_LONG=1 and
 # whenever arguments are given: who names tests gets all of them. So do the run on one rank, where
-# little happens that the others do not show, on two ranks the tests marked `any_mpi`, since four are
-# two nodes as well, and on four those marked `two_ranks`. Without them, processes load torch.compile's modules late, see
-# tests/harness/late_compiler.
+# little happens that the others do not show, on two ranks the tests marked `any_mpi`, since four
+# are two nodes as well, and on four those marked `two_ranks`. Without long tests processes load
+# torch.compile's modules late, see tests/harness/late_compiler.
 # RUN_TIMEOUT_S (2400) is the limit of each run of pytest.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_install.sh"
