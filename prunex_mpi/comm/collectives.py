@@ -83,7 +83,9 @@ def between_nodes(transport: Transport, nodes: int) -> Transport:
 
     A large message waits, before it may go on, for answers that queue behind those of the other
     direction: one of 11 MB took up to 1.8 times as long as the link needs, under Open MPI 5.0 and
-    MPICH 5.0 over TCP. With 60 KiB for each of 2 to 4 nodes it took 1.05 to 1.2 times.
+    MPICH 5.0 over TCP. With 60 KiB for each of 2 to 4 nodes it took 1.05 to 1.2 times. 28 MiB
+    between two hosts in these pieces, in 480 KiB, and whole: 2.6, 4.8 and 3.9 s at 100 Mbit/s;
+    246, 376 and 252 ms at 1 Gbit/s; 31, 30 and 29 ms without a limit.
     """
     if not transport.piece_bytes:
         return transport
