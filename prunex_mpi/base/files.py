@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -24,8 +25,11 @@ CHUNK_BYTES = 4 * MIB
 LOOK_S = 0.5
 # Of checkpoints, configurations and exported networks: a file of another number is refused.
 FORMAT = 5
-# The files of a run directory that grow by lines.
-LINES = ("metrics.jsonl", "layers.jsonl", "ranks.jsonl")
+# The files of a run directory that grow by lines; the last one is not part of checkpoints.
+METRICS, LAYERS, RANKS, NODES = "metrics.jsonl", "layers.jsonl", "ranks.jsonl", "nodes.jsonl"
+LINES = (METRICS, LAYERS, RANKS)
+# The folders of complete checkpoints: number, outer iteration and step.
+CHECKPOINT = re.compile(r"(\d{6,12})-iteration-(\d{1,12})-step-(\d{1,12})")
 SUMMARY, STATE = "summary.json", "state.safetensors"
 # Holds why, in a run that diverged.
 DIVERGED = "diverged.json"

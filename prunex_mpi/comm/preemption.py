@@ -18,6 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.signals import handling
 
 # Between two safe points; a request takes at most two such periods to be agreed.
 PERIOD_S = 1.0
@@ -62,12 +63,8 @@ def catching(rank: int = 0) -> Iterator[ReceivedSignal]:
                 os.write(2, INTERRUPTED)
         received.number = number
 
-    before = [signal.signal(number, note) for number in SIGNALS]
-    try:
+    with handling(SIGNALS, note):
         yield received
-    finally:
-        for number, handler in zip(SIGNALS, before, strict=True):
-            signal.signal(number, handler)
 
 
 class StopAgreement:

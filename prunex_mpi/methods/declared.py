@@ -469,8 +469,5 @@ METHODS = (
     *(LOCAL_SGD, DILOCO, QSR, SPARSELOCO, ONE_SHOT),
 )
 # Where an optimizer's defaults are not those of SGD: rates of another size, and what goes by them.
-OPTIMIZER_DEFAULTS = {
-    "adamw": {"lr": 0.001, "weight_decay": 0.05, "qsr_alpha": 0.001, "inner_momentum": "keep"},
-    "muon": {"lr": 0.001, "weight_decay": 0.05, "qsr_alpha": 0.001, "inner_momentum": "keep"}
-    | {"momentum": 0.95},
-}
+_ADAMW = {"lr": 0.001, "weight_decay": 0.05, "qsr_alpha": 0.001, "inner_momentum": "keep"}
+OPTIMIZER_DEFAULTS = {"adamw": _ADAMW, "muon": {**_ADAMW, "momentum": 0.95}}

@@ -102,7 +102,11 @@ def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> 
             }
     _add_own_sizes(model, coupling, removed, sizes)
     sites = {c.site for c in coupling.calls} | {c.site for c, _ in coupling.mixed if c.filled}
-    calls = _find_calls(model, coupling, removed, sizes) if sites and removed.any() else {}
+    calls: dict[str, Calls] = {}
+    if sites and removed.any():
+        calls, numbers = _find_calls(model, coupling, removed, sizes)
+        for name, own in numbers.items():
+            sizes.setdefault(name, {}).update(own)
     for name in {name for name, *_ in sites}:
         module = model.get_submodule(name)
         # Others may have been corrected before.
@@ -242,32 +246,55 @@ class Fitting(TorchFunctionMode):
 
 def _find_calls(
     model: nn.Module, coupling: Coupling, removed: np.ndarray, sizes: Sizes
-) -> dict[str, Calls]:
-    """Return by module what to correct in the torch calls of its code without `removed`.
+) -> tuple[dict[str, Calls], dict[str, dict[str, int]]]:
+    """Return by module what to correct in the torch calls of its code without `removed`, or to set.
 
-    Where a module's own numbers say the same (`self.num_heads`), these are added to `sizes`
-    instead, since they cost no time. Smaller copies of the model run, on the CPU.
+    Where a module's own numbers say the same (`self.num_heads`), these are to be set, since they
+    cost no time. Smaller copies of the model run, on the CPU.
     """
-    given = coupling.inputs.draw(1, next(model.parameters()).dtype)
-    calls, wanted = _run_smaller(model, coupling, removed, sizes, given)
+    smaller, before = copy.deepcopy(model).cpu(), {}
+    for name, module in smaller.named_modules():
+        before[name] = getattr(module, "corrected_calls", {})
+        correct_calls_(module, {})
+    resize_(smaller, sizes)
+    fill_(smaller, smaller_tensors(model, coupling, removed))
+
+    def run(own: Sizes) -> tuple[dict[str, Calls], list[Tensor]]:
+        """Return which calls had to be corrected, and outputs, none where it fails."""
+        # Modules may remember what they have computed.
+        tried, places, result = copy.deepcopy(smaller), Places(), None
+        resize_(tried, own)
+        fitting = Fitting(places, coupling, removed, before)
+        # What fails here fails again where it is reported.
+        with (
+            suppress(Exception),
+            torch.no_grad(),
+            evaluating(tried),
+            following(tried, places),
+            fitting,
+        ):
+            result = tried(coupling.inputs.draw(1, next(tried.parameters()).dtype))
+        return fitting.found, [x for x in flatten(result) if isinstance(x, Tensor)]
+
+    calls, wanted = run({})
     kinds: dict[type, dict[str, dict[str, int]]] = {}
     for name, found in calls.items():
         module = model.get_submodule(name)
         if numbers := _counting_numbers(module, found):
             kinds.setdefault(type(module), {})[name] = numbers
+    chosen: dict[str, dict[str, int]] = {}
     for kind in kinds.values():
         while kind:
-            tried = {**sizes, **{name: {**sizes.get(name, {}), **kind[name]} for name in kind}}
-            found, result = _run_smaller(model, coupling, removed, tried, given)
+            found, result = run({**chosen, **kind})
             # For some they may say only a part of it, as where heads are not the width.
             if apart := found.keys() & kind.keys():
                 kind = {name: kind[name] for name in kind if name not in apart}
                 continue
             if wanted and len(result) == len(wanted) and all(map(torch.equal, result, wanted)):
-                sizes.update(tried)
+                chosen |= kind
                 calls = found
             break
-    return calls
+    return calls, chosen
 
 
 def _own_numbers(module: nn.Module) -> dict[str, int]:
@@ -289,31 +316,6 @@ def _counting_numbers(module: nn.Module, calls: Calls) -> dict[str, int]:
                 smaller.setdefault(asked, set()).add(wanted)
     own = _own_numbers(module).items()
     return {key: min(smaller[v]) for key, v in own if len(smaller.get(v, ())) == 1}
-
-
-def _run_smaller(
-    model: nn.Module, coupling: Coupling, removed: np.ndarray, sizes: Sizes, given: Tensor
-) -> tuple[dict[str, Calls], list[Tensor]]:
-    """Return by module which torch calls had to be corrected, and outputs, none where it fails."""
-    smaller, before = copy.deepcopy(model).cpu(), {}
-    for name, module in smaller.named_modules():
-        before[name] = getattr(module, "corrected_calls", {})
-        correct_calls_(module, {})
-    resize_(smaller, sizes)
-    fill_(smaller, smaller_tensors(model, coupling, removed))
-    places = Places()
-    fitting = Fitting(places, coupling, removed, before)
-    result: object = None
-    # What fails here fails again where it is reported.
-    with (
-        suppress(Exception),
-        torch.no_grad(),
-        evaluating(smaller),
-        following(smaller, places),
-        fitting,
-    ):
-        result = smaller(given)
-    return fitting.found, [x for x in flatten(result) if isinstance(x, Tensor)]
 
 
 def smaller_tensors(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> dict[str, Tensor]:

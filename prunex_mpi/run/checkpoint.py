@@ -18,7 +18,7 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError
-from prunex_mpi.base.files import FORMAT, FileRecord, telling_disk_errors
+from prunex_mpi.base.files import FORMAT, METRICS, FileRecord, telling_disk_errors
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.agreement import (
@@ -178,7 +178,7 @@ def make_longer(files: RunDirectory | None, context: RunContext) -> None:
         return
     telling_disk_errors("config.toml", files.keep_length)
     settings, rate = context.settings, rate_now(context)
-    records = files.read_lines("metrics.jsonl")
+    records = files.read_lines(METRICS)
     after = f" (last: {records[-1]['lr']:.3g})" if records else ""
     log.info(
         "the run becomes longer: %d outer iterations in place of %d; from here on the learning "

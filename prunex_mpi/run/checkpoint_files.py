@@ -10,7 +10,6 @@ are made here and not taken from files, and links are refused.
 
 import json
 import os
-import re
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from prunex_mpi.base.errors import DamagedCheckpoint
 from prunex_mpi.base.files import (
+    CHECKPOINT,
     FORMAT,
     LINES,
     FileRecord,
@@ -34,7 +34,6 @@ from prunex_mpi.run.tensor_file import save_tensors
 
 KEEP = 2
 PARTIAL = ".partial"
-NAME = re.compile(r"(\d{6,12})-iteration-(\d{1,12})-step-(\d{1,12})")
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT_BYTES = 64 * MIB
 
@@ -44,7 +43,7 @@ def valid_names(run: Path) -> list[str]:
     folder = run / "checkpoints"
     if not folder.exists():
         return []
-    found = [p.name for p in folder.iterdir() if NAME.fullmatch(p.name) and _is_folder(p)]
+    found = [p.name for p in folder.iterdir() if CHECKPOINT.fullmatch(p.name) and _is_folder(p)]
     return sorted(found, key=lambda name: int(name.split("-")[0]), reverse=True)
 
 
@@ -57,7 +56,7 @@ def begin(run: Path, iteration: int, step: int, going: Callable[[], None] = lamb
     parent.mkdir(exist_ok=True)
     remove_partial(run, going)
     # Numbers in use count even where the name is not a checkpoint: the rename must not meet it.
-    taken = [int(p.name.split("-")[0]) for p in parent.iterdir() if NAME.fullmatch(p.name)]
+    taken = [int(p.name.split("-")[0]) for p in parent.iterdir() if CHECKPOINT.fullmatch(p.name)]
     number = max(taken, default=0) + 1
     partial = parent / f"{number:06d}-iteration-{iteration}-step-{step}{PARTIAL}"
     partial.mkdir()

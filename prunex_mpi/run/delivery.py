@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prunex_mpi.base.files import STATE, telling_disk_errors
+from prunex_mpi.base.files import METRICS, STATE, telling_disk_errors
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import run_collectively_while
 from prunex_mpi.comm.topology import Topology
@@ -39,7 +39,7 @@ def deliver(
         if files is None:
             return {}
         with delivered(context):
-            records = files.read_lines("metrics.jsonl")
+            records = files.read_lines(METRICS)
             totals = summarise(context.settings, topology, context.state, records, status)
             model = save_model(files.path, context.state, context.problem, going)
         model["classes"] = list(class_names)

@@ -20,6 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, UserError
+from prunex_mpi.base.files import NODES
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import (
     broadcast_text,
@@ -34,8 +35,6 @@ from prunex_mpi.models.layout import bits_digest
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.snapshot import Numbers, Tensors, common_contents, put_common
 from prunex_mpi.settings.fields import Settings
-
-NODES = "nodes.jsonl"
 
 
 @dataclass(frozen=True)

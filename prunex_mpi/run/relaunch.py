@@ -23,17 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from prunex_mpi.base.errors import FAILURE, PREEMPTED, UNREADABLE, USAGE, UserError, quote
-from prunex_mpi.base.files import DIVERGED, SUMMARY, no_links
+from prunex_mpi.base.files import CHECKPOINT, DIVERGED, METRICS, NODES, SUMMARY, no_links
+from prunex_mpi.base.signals import handling
 from prunex_mpi.config.parser import Parser, check_range, program_parser
+from prunex_mpi.run.directory import COMPLETE, read_summary
 
 NAME = "prunex_mpi.elastic"
-NODES, METRICS, RESUME = "nodes.jsonl", "metrics.jsonl", "--resume"
+RESUME = "--resume"
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5 {host} true"
 HOST = re.compile(r"([\w.-]+)(?::(\d{1,6}))?")
-CHECKPOINT = re.compile(r"\d{6,12}-iteration-(\d{1,12})-step-(\d{1,12})")
 # How Slurm writes tasks per node: 4(x2),3.
 TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-COMPLETE = ("completed", "converged")
 # How often to look at the job, and at hosts that do not answer; for one to answer.
 LOOK_S, PROBE_EVERY_S, PROBE_LIMIT_S = 0.1, 5.0, 15.0
 # From when the ranks have said that they end the job until its launcher has to be gone.
@@ -173,12 +173,8 @@ def asked_to_end() -> Iterator[Asked]:
     def count(*_: object) -> None:
         asked.times += 1
 
-    before = [signal.signal(number, count) for number in SIGNALS]
-    try:
+    with handling(SIGNALS, count):
         yield asked
-    finally:
-        for number, handler in zip(SIGNALS, before, strict=True):
-            signal.signal(number, handler)
 
 
 def keep_going(options: Options) -> int:
@@ -440,17 +436,15 @@ def newest_checkpoint(run: Path) -> tuple[int, int]:
     with suppress(OSError):
         for path in (run / "checkpoints").iterdir():
             if match := CHECKPOINT.fullmatch(path.name):
-                found.append((int(match[1]), int(match[2])))
+                found.append((int(match[2]), int(match[3])))
     return max(found)
 
 
 def summary(run: Path) -> dict[str, Any]:
     """Return what a job says of its end, {} where it has not come to say it."""
-    try:
-        found = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    with suppress(UserError):
+        return read_summary(run)
+    return {}
 
 
 def is_complete(run: Path, since: float = 0.0) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import Diverged, UserError
-from prunex_mpi.base.files import telling_disk_errors
+from prunex_mpi.base.files import METRICS, telling_disk_errors
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.progress import Length, Progress
 from prunex_mpi.comm.agreement import run_collectively
@@ -199,7 +199,7 @@ def recorded(
         rank = record.pop("rank")
         row = ranks.gather(record["iteration"], rank)
         if files is not None:
-            files.append("metrics.jsonl", [record])
+            files.append(METRICS, [record])
             files.append("layers.jsonl", layers)
             files.append("ranks.jsonl", [row] if row else [])
             if files.tensorboard is not None:

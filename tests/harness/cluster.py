@@ -274,6 +274,19 @@ def run_on(
     )
 
 
+def start_on(host: Host, words: list[str], cwd: Path) -> subprocess.Popen[str]:
+    """Start a command on a host, with its errors among its output; return it."""
+    return subprocess.Popen(
+        on_host(host, words),
+        cwd=cwd,
+        env=job_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 # --------------------------------------------------------------------------------------------------
 # Slurm
 # --------------------------------------------------------------------------------------------------

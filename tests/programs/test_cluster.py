@@ -13,7 +13,7 @@ from pathlib import Path
 
 import cluster as machines
 import pytest
-from cluster import Cluster, mpirun_words, on_host, run_on, srun_words
+from cluster import Cluster, mpirun_words, run_on, srun_words, start_on
 from launch import repeatable_metrics
 
 HOSTS = 4
@@ -164,15 +164,7 @@ def test_a_job_on_hosts_is_stopped_and_goes_on_exactly(
     pair = Cluster(hosts.hosts[:2], hosts.folder)
     words = [*mpirun_words(pair, [2, 2]), *TRAIN, *LONGER]
     flags = ["--run-dir", "run", "--resume"]
-    job = subprocess.Popen(
-        on_host(pair.first, [*words, *flags]),
-        cwd=tmp_path,
-        env=machines.job_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    job = start_on(pair.first, [*words, *flags], tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, job)
     job.send_signal(signal.SIGUSR1)
@@ -199,15 +191,7 @@ def test_a_run_goes_on_without_a_lost_host_and_takes_it_in_again(
     words = [sys.executable, "-m", "prunex_mpi.elastic", "--hosts", places]
     words += ["--probe", f"sh -c 'test {{host}} != {lost.name} || test ! -e {away}'", "--"]
     words += [*launcher, *TRAIN, *flags, "--checkpoint-every", "1", "--run-dir", "run"]
-    job = subprocess.Popen(
-        on_host(head, words),
-        cwd=tmp_path,
-        env=machines.job_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    job = start_on(head, words, tmp_path)
 
     def count(name: str) -> int:
         path = run / name

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.files import RANKS
 from prunex_mpi.base.record_keys import ACCURACY, IN_SENTENCES, RANK_PHASES, RESIDUALS
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.config.resolve import FIELDS, make, to_toml, toml_key
@@ -15,7 +16,6 @@ from prunex_mpi.tools.report import run_pictures
 from prunex_mpi.tools.report.page import Page, Section, pictures_of
 from prunex_mpi.tools.report.read_runs import (
     COLUMNS,
-    RANKS,
     Layers,
     Run,
     flat_config,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
-from prunex_mpi.base.files import DIVERGED, plain_only, read_text
+from prunex_mpi.base.files import DIVERGED, LAYERS, METRICS, NODES, RANKS, plain_only, read_text
 from prunex_mpi.base.record_keys import ACCURACY, LOSS, RESIDUALS, Measure
 from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.settings.fields import TEXT
@@ -28,8 +28,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-METRICS, LAYERS, RANKS, CONFIG = "metrics.jsonl", "layers.jsonl", "ranks.jsonl", "config.toml"
-NODES = "nodes.jsonl"
+CONFIG = "config.toml"
 OF_LAYERS = ("density", "rho1", "rho2", *RESIDUALS)
 # A job that is well gives a sign of life every five seconds.
 ALIVE_S = 60.0
