@@ -21,7 +21,6 @@ from prunex_mpi.comm.async_exchange import check_thread_support, exchanging_behi
 from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.evaluation import check_errors, check_finite
-from prunex_mpi.core.muon import require_muon
 from prunex_mpi.core.schedule import local_steps, rounds_left, total_steps
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.core.sums import MOST_SUMMED, SUMMED
@@ -108,8 +107,6 @@ def check_exchange(topology: Topology, settings: Settings) -> None:
 
     Collective on `world`.
     """
-    if settings.optimizer == "muon":
-        run_collectively(topology.world, require_muon)
     if not settings.method.averages:
         return
     if settings.payload == SUMMED and topology.num_nodes > MOST_SUMMED:
