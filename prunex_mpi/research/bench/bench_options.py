@@ -9,14 +9,11 @@ from prunex_mpi.config.parser import Parser, add_timeout, check_range, program_p
 from prunex_mpi.config.resolve import make
 from prunex_mpi.settings.fields import Settings
 
-ALONE = ("kernels",)
+ALONE = ("kernels", "overhead")
 TOGETHER = ("collectives",)
-ANYWHERE = ("overhead",)
 # They take minutes: only for who asks, on two or more ranks.
 ASKED = ("ddp", "model")
-# Likewise, on one rank.
-ASKED_ALONE = ("text",)
-SECTIONS = (*ALONE, *TOGETHER, *ANYWHERE, *ASKED, *ASKED_ALONE)
+SECTIONS = (*ALONE, *TOGETHER, *ASKED)
 # They come first, and have flags of their own.
 APART = ("compare", "figure")
 # What fits the number of ranks, beside what is named.
@@ -43,11 +40,10 @@ def build_parser() -> Parser:
     """Return the parser of the benchmark's flags."""
     parser = program_parser(
         "bench",
-        "Measure kernels and text (dense beside a plain torch loop) on one rank, collectives and "
-        "ddp (dense SGD beside torch's) on several, overhead on any number; model calibrates what "
-        "train --dry-run --link-gbit estimates.",
+        "Measure kernels and overhead on one rank, collectives and ddp (dense SGD beside torch's) "
+        "on several; model calibrates what train --dry-run --link-gbit estimates.",
         "Without WHAT, and with all: everything that makes sense for the number of ranks, but "
-        "ddp, model and text where they aren't named. "
+        "ddp and model where they aren't named. "
         "`compare --help` tells how to compare methods of training, `figure --help` how to draw "
         "the paper's figures.",
     )
@@ -108,26 +104,19 @@ def parse(argv: Sequence[str]) -> Options:
         timeout=convert_flag("timeout", given.timeout),
     )
     wanted = tuple(s for s in (ALL, *SECTIONS) if s in given.what)
-    return Options(
-        wanted,
-        settings,
-        tuple(given.train_models),
-        given.steps,
-        given.repeat,
-        given.threads,
-        given.json_file,
-    )
+    counts = given.steps, given.repeat, given.threads
+    return Options(wanted, settings, tuple(given.train_models), *counts, given.json_file)
 
 
 def choose_sections(asked: tuple[str, ...], ranks: int) -> tuple[str, ...]:
     """Return what to measure on `ranks` ranks; raise UserError for what does not fit them."""
     for section in asked:
-        if section in (*ALONE, *ASKED_ALONE) and ranks > 1:
+        if section in ALONE and ranks > 1:
             raise UserError(
                 f"{section} is measured on one rank, not {ranks}; start it without mpirun"
             )
         if section in (*TOGETHER, *ASKED) and ranks == 1:
             raise UserError(f"{section} needs 2 or more ranks; start it with mpirun or srun")
     if not asked or ALL in asked:
-        asked = (*asked, *(ALONE if ranks == 1 else TOGETHER), *ANYWHERE)
+        asked = (*asked, *(ALONE if ranks == 1 else TOGETHER))
     return tuple(section for section in SECTIONS if section in asked)

@@ -11,7 +11,6 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mpi4py import MPI
@@ -19,19 +18,15 @@ from mpi4py import MPI
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.collectives import (
-    Transport,
     allreduce_,
     allreduce_then_bcast_,
     bcast_,
     between_nodes,
-    buckets,
 )
-from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
 from prunex_mpi.core.state import State, adopt_mask, freeze, wires_of
 from prunex_mpi.core.sums import MOST_SUMMED, SUMMED
-from prunex_mpi.research.bench.beside_torch import gloo_group
 from prunex_mpi.research.bench.kernels import coding_steps, shared_steps
 from prunex_mpi.research.bench.workbench import Bench, make_state
 from prunex_mpi.run.cost import Exchange, Kernels, Link, bound_s, exchange_s, latency_s
@@ -40,8 +35,6 @@ from prunex_mpi.settings.fields import PAYLOADS
 from prunex_mpi.tools.timing import Action
 
 SMALL_BYTES = 16 * MIB
-# torch's default for the buckets of DistributedDataParallel.
-DDP_BUCKET_BYTES = 25 * MIB
 # Of the cost model: bytes of messages between leaders, and of the float32 vectors that kernels work
 # on.
 MESSAGES = (2**12, 2**16, 2**20, 2**22, 2**24)
@@ -50,24 +43,17 @@ VECTORS = (2**23, 2**24, 2**25)
 SMALL = ("resnet8", "resnet20")
 
 
-def collectives(bench: Bench) -> list[Table]:
-    """Return the tables of collectives, the same on every rank.
+def collectives(bench: Bench) -> Table:
+    """Return the table of collectives, the same on every rank.
 
     Collective on `world`, `node` and `leader`: every rank walks the same list in the same order.
     Whether an entry is left out depends only on the node sizes, which all ranks know.
     """
     state = make_state(bench.settings, bench.device)
-    tables = [_transfers(bench, state)]
-    if bench.device.type == "cpu":
-        tables.append(_beside_gloo(bench, state))
-    return tables
-
-
-def _transfers(bench: Bench, state: State) -> Table:
     topology, transport, device = bench.topology, bench.transport, bench.device
     world, node, leader = topology.world, topology.node, topology.leader
     element_size = state.theta.element_size()
-    one_host = _all_ranks_share_a_host(topology)
+    one_host = topology.host_size == topology.world_size
     layout = f"{topology.num_nodes} nodes of {'+'.join(map(str, topology.node_sizes))} ranks"
     comms = {"world": world}
     if max(topology.node_sizes) > 1:
@@ -117,38 +103,6 @@ def _transfers(bench: Bench, state: State) -> Table:
             "- between machines",
         ),
     )
-
-
-def _beside_gloo(bench: Bench, state: State) -> Table:
-    """Compare a dense synchronisation with what DistributedDataParallel does over gloo."""
-    topology = bench.topology
-    flat = torch.zeros_like(state.theta)
-
-    def ours() -> None:
-        allreduce_then_bcast_(topology.leader, topology.node, flat, bench.transport)
-
-    def gloo() -> None:
-        of_ddp = buckets(flat, Transport(DDP_BUCKET_BYTES))
-        pending = [dist.all_reduce(bucket, async_op=True) for bucket in of_ddp]
-        for request in pending:
-            request.wait()
-
-    seconds = {"leaders, then nodes, over MPI": bench.slowest(ours)}
-    with gloo_group(topology.world):
-        seconds["all ranks, over gloo, as DDP does"] = bench.slowest(gloo)
-    size = flat.numel() * flat.element_size()
-    return Table(
-        f"One dense synchronisation: {size / MIB:.1f} MiB",
-        ("how", "ms", "MB/s"),
-        tuple((how, 1e3 * s, size / s / 1e6) for how, s in seconds.items()),
-        (f"minimum of {bench.repeat}; DDP's buckets are of {DDP_BUCKET_BYTES // MIB} MiB",),
-    )
-
-
-def _all_ranks_share_a_host(topology: Topology) -> bool:
-    smallest = np.array([topology.host_size], dtype=np.int64)
-    topology.world.Allreduce(MPI.IN_PLACE, smallest, op=MPI.MIN)
-    return int(smallest[0]) == topology.world_size
 
 
 # --------------------------------------------------------------------------------------------------

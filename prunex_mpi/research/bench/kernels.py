@@ -53,11 +53,7 @@ def kernels(bench: Bench, values: int = VALUES) -> list[Table]:
     """
     state = make_state(bench.settings, bench.device)
     adopt_mask(state, project_alone(state, bench.settings))
-    return [
-        _steps(bench, state),
-        _stages(bench, state),
-        block_codes(bench, values),
-    ]
+    return [_steps(bench, state), _stages(bench, state), block_codes(bench, values)]
 
 
 def project_alone(state: State, settings: Settings) -> np.ndarray:
@@ -86,41 +82,22 @@ def _steps(bench: Bench, state: State) -> Table:
         norms = hsadmm.update_duals(state, moved, moved)
         return find_residuals(bench.topology.world, state, settings, norms, 0.0)
 
+    def intra() -> object:
+        return hsadmm.intra_node_consensus(node, state, settings)
+
+    def unpack() -> None:
+        unpack_(state.message(state.whole_message), state.plan, state.scratch)
+
+    model, both = ("the model", (theta,)), ("both duals", (state.u, state.v))
+    projection = Action(lambda: project_alone(state, settings), candidate)
+    updating = Action(lambda: hsadmm.update_duals(state, None, None))
     steps: list[tuple[str, str, tuple[Tensor, ...], Action]] = [
-        (
-            "intra candidate",
-            "the model",
-            (theta,),
-            Action(lambda: hsadmm.intra_node_consensus(node, state, settings)),
-        ),
-        (
-            "projection",
-            "the model",
-            (theta,),
-            Action(lambda: project_alone(state, settings), candidate),
-        ),
-        (
-            "pack",
-            "the payload",
-            (payload,),
-            Action(lambda: pack_(state.theta, state.plan, state.message(state.whole_message))),
-        ),
-        (
-            "unpack",
-            "the model",
-            (theta,),
-            Action(
-                lambda: unpack_(state.message(state.whole_message), state.plan, state.scratch),
-                fill_payload,
-            ),
-        ),
-        (
-            "dual update",
-            "both duals",
-            (state.u, state.v),
-            Action(lambda: hsadmm.update_duals(state, None, None)),
-        ),
-        ("dual update + norms", "both duals", (state.u, state.v), Action(duals)),
+        ("intra candidate", *model, Action(intra)),
+        ("projection", *model, projection),
+        ("pack", "the payload", (payload,), Action(fill_payload)),
+        ("unpack", *model, Action(unpack, fill_payload)),
+        ("dual update", *both, updating),
+        ("dual update + norms", *both, Action(duals)),
     ]
     actions = {}
     for name, _, sources, action in steps:
@@ -161,12 +138,10 @@ def _stages(bench: Bench, state: State) -> Table:
         for measured in (False, True):
             adopt_mask(state, everything)
             stage = Stage(strict, choose=strict > 0, vote=True, freeze=False, measured=measured)
-            times = _phases(bench, state, stage)
-            rows.append((name, *times))
+            rows.append((name, *_phases(bench, state, stage)))
     freeze(state, True)
     stage = Stage(1.0, choose=False, vote=True, freeze=False, measured=False)
-    times = _phases(bench, state, stage)
-    rows.append(("consensus SGD after the freeze", *times))
+    rows.append(("consensus SGD after the freeze", *_phases(bench, state, stage)))
     return Table(
         "Phases 2 to 5 as the driver runs them on one rank: times a copy of the model",
         ("stage", "residuals", "copy ms", *PHASES, "2 to 5 in all", "aim"),
@@ -208,12 +183,8 @@ def _phases(
 
     # In the order of the driver: each phase prepares what the next one reads.
     actions = (intra, project, inter, dual)
-    best = bench.best(
-        {
-            "copy": Action(lambda: target.copy_(state.theta)),
-            **{name: Action(run) for name, run in zip(PHASES, actions, strict=True)},
-        }
-    )
+    timed = {name: Action(run) for name, run in zip(PHASES, actions, strict=True)}
+    best = bench.best({"copy": Action(lambda: target.copy_(state.theta)), **timed})
     copy = best.pop("copy")
     times = [seconds / copy for seconds in best.values()]
     return "measured" if stage.measured else "-", 1e3 * copy, *times, sum(times), AIM_IN_ALL
