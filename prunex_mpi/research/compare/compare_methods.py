@@ -58,7 +58,7 @@ def compare(world: MPI.Comm, options: Options) -> int:
     timeout_s = settings_of(options.common, options.rows[0], options.seeds[0]).timeout
     with watched(world, timeout_s) as watchdog:
         found = run_all(world, options, watchdog.heartbeat)
-        run_collectively(world, lambda: show(options, found, {}) if world.rank == 0 else None)
+        run_collectively(world, lambda: show(options, found) if world.rank == 0 else None)
         # Nobody leaves while another may still need the job.
         world.Barrier()
     return FAILURE if any(run.failed for run in found.outcomes) else 0
@@ -67,8 +67,7 @@ def compare(world: MPI.Comm, options: Options) -> int:
 def show_again(options: Options) -> None:
     """Show what files hold; raise UserError."""
     kept_runs.prepare(options)
-    times = {name: read_comparison("--times", path) for name, path in options.times.items()}
-    show(options, join([read_comparison("--from", path) for path in options.sources]), times)
+    show(options, join([read_comparison(path) for path in options.sources]))
 
 
 def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparison:

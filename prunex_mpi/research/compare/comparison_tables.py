@@ -1,12 +1,9 @@
-"""Show a comparison: tables of what each row reached and cost, and curves over bytes and time."""
+"""Show a comparison: tables of what each row reached and cost."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import mean, stdev
-from typing import TYPE_CHECKING
 
-from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import write_json
 from prunex_mpi.base.tables import Cell, Table, as_json, format_table
 from prunex_mpi.base.units import MIB
@@ -21,28 +18,15 @@ from prunex_mpi.research.compare.outcomes import (
     shown,
     to_dict,
 )
-from prunex_mpi.research.picture_files import save
 from prunex_mpi.run.cost import wire_s
-from prunex_mpi.tools.drawing import new_figure, styled
-from prunex_mpi.tools.report.comparisons import THIS_MACHINE, curves_of, draw_bytes, draw_seconds
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # Links to tell times to a target for: names, 10^9 bits per second.
 LINKS = {"20 Mbit/s": 0.02, "100 Mbit/s": 0.1, "1 Gbit/s": 1.0}
 BASELINE = "dense"
-PANEL_INCHES, HEIGHT_INCHES, LEGEND_INCHES = 4.2, 4.0, 2.6
-# What a row takes of the legend's height; the layout makes no room for a legend that is too high.
-ROW_INCHES = 0.19
-# More panels than these would be too small beside each other in a page of text.
-IN_A_ROW = 3
-# Bytes of a step that differ by no more are those of one method: stages are whole iterations.
-SAME_BYTES = 0.05
 
 
-def show(options: Options, found: Comparison, times: Mapping[str, Comparison]) -> None:
-    """Print, write and draw; raise UserError."""
+def show(options: Options, found: Comparison) -> None:
+    """Print and write; raise UserError."""
     tables = tables_of(found, options.targets)
     # First of all: who reads the text through a pipe may close it.
     if options.json_file:
@@ -50,8 +34,6 @@ def show(options: Options, found: Comparison, times: Mapping[str, Comparison]) -
         write_json(options.json_file, whole)
     text = "\n\n".join(["\n".join(found.machine.values()), *map(format_table, tables)])
     print(text, flush=True)
-    if options.figure:
-        draw(found, times, options.figure)
 
 
 def tables_of(found: Comparison, targets: Sequence[float] = ()) -> list[Table]:
@@ -326,69 +308,3 @@ def _mean(measured: Sequence[Measured], value: Callable[[Measured], float | None
     """Return the mean over the runs, None where there is none or one of them has no value."""
     values = [value(m) for m in measured]
     return mean(values) if values and None not in values else None
-
-
-# --------------------------------------------------------------------------------------------------
-# The figure
-# --------------------------------------------------------------------------------------------------
-
-
-def seconds_of(found: Comparison, times: Comparison) -> dict[str, float]:
-    """Return what the runs of `found` take at the pace of `times`, by row.
-
-    The same rows, perhaps shorter: stages that are shares of a run are as large a share of both. A
-    row whose step sends something else there has another pace, and is left out.
-    """
-    whole, paced = _per_step(found), _per_step(times)
-    return {
-        row: paced[row][1] * steps
-        for row, (sent, _, steps) in whole.items()
-        if row in paced and math.isclose(sent, paced[row][0], rel_tol=SAME_BYTES)
-    }
-
-
-def _per_step(found: Comparison) -> dict[str, tuple[float, float, int]]:
-    """Return of each row that ended bytes and seconds of a step, and its steps."""
-    return {
-        row: (
-            mean(m.sent_bytes / m.steps for m in ended(runs)),
-            mean(m.train_s / m.steps for m in ended(runs)),
-            ended(runs)[0].steps,
-        )
-        for row, runs in by_row(found.outcomes).items()
-        if ended(runs)
-    }
-
-
-def draw(found: Comparison, times: Mapping[str, Comparison], path: str) -> None:
-    """Write the figure of a comparison, as `make_figure` makes it; raise UserError."""
-    with styled():
-        save(make_figure(found, times), path, "--figure")
-
-
-def make_figure(found: Comparison, times: Mapping[str, Comparison]) -> "Figure":
-    """Return a panel over bytes, and one over seconds for each of `times`, by the names there.
-
-    Without `times` the seconds are those of the comparison itself. Raises UserError.
-    """
-    curves = curves_of(to_dict(found)["outcomes"])
-    if not curves:
-        raise UserError("--figure: no run was evaluated, so there is nothing to draw")
-    paces = {name: seconds_of(found, other) for name, other in times.items()}
-    paces = paces or {THIS_MACHINE: {curve.row: curve.train_s for curve in curves}}
-    count = 1 + len(paces)
-    columns = count if count <= IN_A_ROW else 2
-    lines = math.ceil(count / columns)
-    height = max(HEIGHT_INCHES * lines, ROW_INCHES * (len(curves) + 1))
-    figure = new_figure(height, PANEL_INCHES * columns + LEGEND_INCHES)
-    panels = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
-    draw_bytes(panels[0], curves)
-    for panel in panels[::columns]:
-        panel.set_ylabel(" ".join(reversed(quality_names(found))))
-    for panel, (name, pace) in zip(panels[1:], paces.items(), strict=False):
-        draw_seconds(panel, curves, pace, name)
-    for panel in panels[count:]:
-        panel.remove()
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside right center")
-    return figure

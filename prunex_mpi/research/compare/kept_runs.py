@@ -20,13 +20,11 @@ from prunex_mpi.base.files import (
     telling_disk_errors,
     write_json_durably,
 )
-from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.comm.agreement import broadcast_text, run_collectively
 from prunex_mpi.config.resolve import first_difference, from_table, to_toml
 from prunex_mpi.research.compare.compare_options import Options
 from prunex_mpi.research.compare.outcomes import Outcome, outcome_from, to_dict
 from prunex_mpi.research.compare.plan import BY_SEED, Row, name_seed, settings_of
-from prunex_mpi.research.picture_files import check_file_kind
 from prunex_mpi.run.pretrained import TORCHVISION
 from prunex_mpi.settings.fields import Settings, key_of
 
@@ -76,15 +74,11 @@ def _diverged(file: Path) -> bool:
 
 
 def prepare(options: Options) -> None:
-    """Raise UserError unless all can be written that --json, --figure and --dir name.
+    """Raise UserError unless all can be written that --json and --dir name.
 
     Hours later would be late. Runs that are there already are taken over or refused.
     """
     prepare_file("json", options.json_file)
-    if options.figure:
-        check_file_kind("--figure", options.figure)
-        require_packages("--figure", "report", "matplotlib")
-    prepare_file("figure", options.figure)
     if not options.folder:
         return
     folder = Path(options.folder)

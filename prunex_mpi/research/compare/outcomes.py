@@ -245,9 +245,9 @@ def comparison_from(found: Mapping[str, Any]) -> Comparison:
     return Comparison(**{**found, **lists, **made})
 
 
-def read_comparison(flag: str, path: str) -> Comparison:
-    """Return the comparison that a file holds, which a flag may name; raise UserError."""
-    where = f"{flag} {quote(path, 250)}".strip()
+def read_comparison(path: str) -> Comparison:
+    """Return the comparison that a file of `--from` holds; raise UserError."""
+    where = f"--from {quote(path, 250)}"
     try:
         return comparison_from(json.loads(Path(path).read_text(encoding="utf-8"))["comparison"])
     except OSError as error:

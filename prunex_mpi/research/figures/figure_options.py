@@ -6,8 +6,8 @@ from pathlib import Path
 
 from prunex_mpi.base.errors import UserError, quote
 from prunex_mpi.config.parser import Parser, program_parser
-from prunex_mpi.research.picture_files import check_file_kind
 
+KINDS = (".svg", ".png", ".pdf")
 FIGURES = {
     "5": "accuracy against time and against bytes between nodes",
     "6a": "payload per outer iteration",
@@ -64,5 +64,7 @@ def parse(argv: Sequence[str]) -> Options:
     if given.layers and given.number not in ("11", "13"):
         raise UserError("--layers is for figures 11 and 13; leave it away")
     output = given.output or f"figure-{given.number}.svg"
-    check_file_kind("--output", output)
+    if Path(output).suffix not in KINDS:
+        names = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
+        raise UserError(f"--output {quote(output, 250)}: give a name that ends in {names}")
     return Options(given.number, tuple(map(Path, given.runs)), output, tuple(given.layers))

@@ -1,11 +1,10 @@
 """The paper's figures of runs as they are: 5 to 8, 10, 11 and 13, and its values beside ours.
 
 What training reaches and costs in bytes and time (5 to 8), residuals of each rank and layer (10,
-11), patterns of zeros (13). A few lines below each figure have the paper's values.
+11), patterns of zeros (13).
 """
 
 import re
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ import numpy as np
 from prunex_mpi.base.errors import UNREADABLE, UserError, listed, meant, quote
 from prunex_mpi.base.files import STATE
 from prunex_mpi.base.record_keys import ACCURACY, RESIDUALS
-from prunex_mpi.base.tables import Table
 from prunex_mpi.config.resolve import BY_NAME
 from prunex_mpi.tools.drawing import (
     COLOURS,
@@ -54,8 +52,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NONE = "-"
-# Letters of the text below that fill an inch, and the inches of a line.
-LETTERS, LINE_INCHES, TITLE_INCHES = 17.0, 0.155, 0.25
 PAYLOAD_WHY = (
     "40 % is not what the paper's stated setting gives: half of the input channels of ResNet-152 "
     "leave 50.3 %"
@@ -103,57 +99,11 @@ class Beside:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure and what stands below it."""
+    """A figure, and what is printed with it."""
 
     figure: "Figure"
     rows: Sequence[Beside]
     notes: Sequence[str] = ()
-
-
-def table_of(number: str, title: str, drawn: Drawn) -> Table:
-    """Return what is printed: the values side by side."""
-    rows = tuple((row.what, row.here, row.paper, row.why) for row in drawn.rows)
-    return Table(
-        f"Figure {number}: {title}",
-        ("what", "here", "paper", "why they differ"),
-        rows,
-        tuple(drawn.notes),
-    )
-
-
-def frame(drawn: Drawn, title: str) -> None:
-    """Write the title above the figure and the values below it, which becomes as much higher."""
-    width, height = drawn.figure.get_size_inches()
-    lines: list[str] = []
-    for row in drawn.rows:
-        text = f"{row.what}: {row.here}"
-        if row.paper != NONE:
-            text += f"; paper: {row.paper}"
-        if row.why:
-            text += f" ({row.why})"
-        lines += _wrapped(text, width)
-    for note in drawn.notes:
-        lines += _wrapped(note, width)
-    below = LINE_INCHES * len(lines) + 0.12
-    # Legends outside of the panels are laid out in the whole figure, and not in the part of it.
-    legends = drawn.figure.legends
-    boxes = [legend.get_window_extent() for legend in legends]
-    names = max((box.height / drawn.figure.dpi for box in boxes), default=0.0)
-    whole = height + below + names + TITLE_INCHES
-    bottom, top = below / whole, 1 - TITLE_INCHES / whole
-    drawn.figure.set_size_inches(width, whole)
-    engine = drawn.figure.get_layout_engine()
-    if engine is not None:
-        engine.set(rect=(0, bottom, 1, height / whole))
-    for legend in legends:
-        legend.set_bbox_to_anchor((0, bottom, 1, top - bottom), drawn.figure.transFigure)
-    drawn.figure.text(0.012, 1 - 0.06 / whole, plain(title), va="top", fontsize=10)
-    text = "\n".join(lines)
-    drawn.figure.text(0.012, (below - 0.06) / whole, text, va="top", fontsize=7.5)
-
-
-def _wrapped(text: str, width: float) -> list[str]:
-    return textwrap.wrap(plain(text), int(LETTERS * width), subsequent_indent=" " * 4)
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
