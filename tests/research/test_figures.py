@@ -269,13 +269,6 @@ def test_patterns_are_those_of_the_weights(run: Path) -> None:
     assert list(run_figures.read_weights(read_run(run), ())) == ["a.weight"]
 
 
-def test_large_patterns_are_drawn_as_shares() -> None:
-    kept = np.zeros((3, 4 * run_figures.CELLS), dtype=bool)
-    kept[:, ::2] = True
-    cells = run_figures.shrunk(kept)
-    assert cells.shape == (3, run_figures.CELLS) and (cells == 0.5).all()
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -1,6 +1,6 @@
 """Show a comparison: tables of what each row reached and cost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from statistics import mean, stdev
 
@@ -71,6 +71,11 @@ def quality_names(found: Comparison) -> tuple[str, str]:
     return what, "test" if found.revealed or not found.plan else "validation"
 
 
+def _table(title: str, rows: Sequence[Mapping[str, Cell]], notes: Sequence[str]) -> Table:
+    """Return a table whose rows hold their cells by column."""
+    return Table(title, tuple(rows[0]), tuple(tuple(row.values()) for row in rows), tuple(notes))
+
+
 def results_table(found: Comparison) -> Table:
     """Return the table of quality and cost: a row per method, means over the seeds that ended."""
     places, rows = ranks_of(found), []
@@ -79,105 +84,75 @@ def results_table(found: Comparison) -> Table:
     for row, runs in methods.items():
         done = ended(runs)
         sent = _mean(done, lambda m: m.sent_bytes)
+        validation = {"validation": _mean(done, lambda m: m.quality.shown)}
         rows.append(
-            (
-                row,
-                places.get(row),
-                runs[0].lr,
-                *_qualities(runs, found.seeds),
-                *([_mean(done, lambda m: m.quality.shown)] if found.revealed else []),
-                _mean(done, lambda m: m.epochs),
-                done[0].samples if done else None,
-                None if sent is None else sent / MIB,
-                100 * sent / dense if dense and sent is not None else None,
-                _mean(done, lambda m: 1e3 * m.sync_s / m.steps),
-                _mean(done, lambda m: 1e3 * m.own_s / m.steps),
-                _mean(done, lambda m: 100 * m.own_s / m.local_s),
-                _mean(done, lambda m: m.train_s),
-                round(mean(m.parameters_left for m in done)) if done else None,
-            )
+            {
+                "row": row,
+                "place": places.get(row),
+                "lr": runs[0].lr,
+                **_qualities(found, runs),
+                **(validation if found.revealed else {}),
+                "epochs": _mean(done, lambda m: m.epochs),
+                "samples": done[0].samples if done else None,
+                "sent MiB": None if sent is None else sent / MIB,
+                "of dense %": 100 * sent / dense if dense and sent is not None else None,
+                "sync ms/step": _mean(done, lambda m: 1e3 * m.sync_s / m.steps),
+                "own ms/step": _mean(done, lambda m: 1e3 * m.own_s / m.steps),
+                "own %": _mean(done, lambda m: 100 * m.own_s / m.local_s),
+                "train s": _mean(done, lambda m: m.train_s),
+                "parameters left": round(mean(m.parameters_left for m in done)) if done else None,
+            }
         )
-    columns = (
-        "row",
-        "place",
-        "lr",
-        *_quality_columns(found),
-        *(["validation"] if found.revealed else []),
-        "epochs",
-        "samples",
-        "sent MiB",
-        "of dense %",
-        "sync ms/step",
-        "own ms/step",
-        "own %",
-        "train s",
-        "parameters left",
-    )
-    explained = (
+    notes = [
         "place: by the mean; +-: standard deviation over the seeds; sent: what leaves a node in "
         "the whole run by ring algorithms, masks included",
-        *_of_the_protocol(found),
+        _of_the_protocol(found),
         "sync: all messages, between nodes and inside them, votes and losses too, waiting for the "
         "slowest rank included; own: the method's work beside forward, backward and step, coding "
         "too, and its share of these; train: all but evaluation",
         "times as rank 0 takes them; means over the seeds; parameters left: those that are not 0",
-    )
-    chance = [
-        f"{tuning.row}: no better than guessing in any trial, so it has no place"
-        for tuning in found.tunings
-        if tuning.chance
+        *found.notes,
     ]
-    extra = [
-        f"{row}: {max(m.extra_samples for m in ended(runs)):,} samples more, not trained on, to "
-        "decide what to prune"
-        for row, runs in methods.items()
-        if any(m.extra_samples for m in ended(runs))
-    ]
-    problems = [
-        f"{run.row}, seed {run.seed}: {run.problem}"
-        for run in found.outcomes
-        if run.measured is None
-    ]
-    edges = [
-        f"{tuning.row}: its best trial is at the edge of its grid ({', '.join(tuning.at_edge)})"
-        for tuning in found.tunings
-        if tuning.at_edge
-    ]
-    notes = (*explained, *found.notes, *edges, *chance, *extra, *problems)
-    return Table(found.title, columns, tuple(rows), notes)
+    for tuning in found.tunings:
+        if tuning.at_edge:
+            edge = ", ".join(tuning.at_edge)
+            notes.append(f"{tuning.row}: its best trial is at the edge of its grid ({edge})")
+    for tuning in found.tunings:
+        if tuning.chance:
+            text = "no better than guessing in any trial, so it has no place"
+            notes.append(f"{tuning.row}: {text}")
+    for row, runs in methods.items():
+        if more := max((m.extra_samples for m in ended(runs)), default=0):
+            text = f"{more:,} samples more, not trained on, to decide what to prune"
+            notes.append(f"{row}: {text}")
+    failed = [run for run in found.outcomes if run.measured is None]
+    notes += [f"{run.row}, seed {run.seed}: {run.problem}" for run in failed]
+    return _table(found.title, rows, notes)
 
 
-def _of_the_protocol(found: Comparison) -> list[str]:
+def _of_the_protocol(found: Comparison) -> str:
     """Return on which data networks were judged, and of which plan they are."""
     if not found.plan:
-        return ["a former protocol: choices were made with test accuracies known"]
-    when = (
-        f"test data, looked at once, {found.revealed}"
-        if found.revealed
-        else ("data held out of the training set; no test data were read")
-    )
-    return [f"plan {found.plan}; networks are judged on {when}"]
+        return "a former protocol: choices were made with test accuracies known"
+    when = "data held out of the training set; no test data were read"
+    if found.revealed:
+        when = f"test data, looked at once, {found.revealed}"
+    return f"plan {found.plan}; networks are judged on {when}"
 
 
-def _quality_columns(found: Comparison) -> tuple[str, ...]:
-    what, where = quality_names(found)
-    return (f"{where} {what}", "+-", *(f"seed {seed}" for seed in found.seeds))
-
-
-def _qualities(runs: Sequence[Outcome], seeds: Sequence[int]) -> tuple[Cell, ...]:
+def _qualities(found: Comparison, runs: Sequence[Outcome]) -> dict[str, Cell]:
     """Return mean, standard deviation and each seed's accuracy or loss; None: no such run.
 
     Where one diverged there is no mean, which would be of the better ones.
     """
-    values = shown(runs)
-    cells: dict[int, Cell] = {run.seed: _cell(run) for run in runs}
+    values, cells = shown(runs), {run.seed: _cell(run) for run in runs}
     whole = len(values) == len(runs)
-    spread = stdev(values) if whole and len(values) > 1 else None
-    return (
-        mean(values) if whole and values else None,
-        spread,
-        *(cells.get(seed) for seed in seeds),
-    )
+    what, where = quality_names(found)
+    return {
+        f"{where} {what}": mean(values) if whole else None,
+        "+-": stdev(values) if whole and len(values) > 1 else None,
+        **{f"seed {seed}": cells.get(seed) for seed in found.seeds},
+    }
 
 
 def _cell(run: Outcome) -> Cell:
@@ -231,44 +206,37 @@ def measured_table(outcomes: Sequence[Outcome]) -> Table:
     """Return the columns of Table 1 of the PruneX paper, measured: a row per method."""
     methods = by_row(outcomes)
     dense = ended(methods.get(BASELINE, []))
-    dense_sent, dense_wait = (
-        _mean(dense, lambda m: m.sent_bytes),
-        _mean(dense, lambda m: m.sync_s),
-    )
-    rows: list[tuple[Cell, ...]] = []
+
+    def saved(done: Sequence[Measured], value: Callable[[Measured], float]) -> float | None:
+        before, after = _mean(dense, value), _mean(done, value)
+        return before / after if before and after else None
+
+    rows = []
     for row, runs in methods.items():
         done = ended(runs)
-        sent, wait = _mean(done, lambda m: m.sent_bytes), _mean(done, lambda m: m.sync_s)
         rows.append(
-            (
-                row,
-                _mean(done, lambda m: 100 * m.zeros / m.weights),
-                _mean(done, lambda m: 100 * m.line_zeros / m.zeros if m.zeros else None),
-                _mean(done, lambda m: 100 * m.metadata_bytes / max(1, m.payload_bytes)),
-                done[0].operations if done else None,
-                f"{done[0].speakers} of {done[0].ranks} ranks" if done else None,
-                dense_sent / sent if dense_sent and sent else None,
-                dense_wait / wait if dense_wait and wait else None,
-                _mean(done, lambda m: m.dense_forward_s / m.forward_s),
-                _mean(done, lambda m: m.forward_spread * m.dense_forward_s / m.forward_s),
-            )
+            {
+                "row": row,
+                "sparsity: % zero": _mean(done, lambda m: 100 * m.zeros / m.weights),
+                "in whole lines %": _mean(
+                    done, lambda m: 100 * m.line_zeros / m.zeros if m.zeros else None
+                ),
+                "metadata %": _mean(
+                    done, lambda m: 100 * m.metadata_bytes / max(1, m.payload_bytes)
+                ),
+                "operations between nodes": done[0].operations if done else None,
+                "topology: who speaks": (
+                    f"{done[0].speakers} of {done[0].ranks} ranks" if done else None
+                ),
+                "bytes saved, times": saved(done, lambda m: m.sent_bytes),
+                "sync saved, times": saved(done, lambda m: m.sync_s),
+                "inference, times": _mean(done, lambda m: m.dense_forward_s / m.forward_s),
+                "+-": _mean(done, lambda m: m.forward_spread * m.dense_forward_s / m.forward_s),
+            }
         )
-    columns = (
-        "row",
-        "sparsity: % zero",
-        "in whole lines %",
-        "metadata %",
-        "operations between nodes",
-        "topology: who speaks",
-        "bytes saved, times",
-        "sync saved, times",
-        "inference, times",
-        "+-",
-    )
-    return Table(
+    return _table(
         "The same rows in the columns of the PruneX paper's Table 1, measured",
-        columns,
-        tuple(rows),
+        rows,
         (
             "% zero: of the weights of kernels and matrices; in whole lines: the part of them that "
             "fills rows or columns of C_out x (C_in kh kw), which a smaller network does without",

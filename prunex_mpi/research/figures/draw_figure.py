@@ -282,11 +282,7 @@ def ratio_of(run: Run) -> float:
         raise lacking("12", run, f"a keep ratio: {method} has none")
     if not BY_NAME[method].keeps_a_share:
         return 1.0
-    ratio = run.setting("keep-ratio", [1.0])
-    try:
-        return float(np.prod([float(x) for x in (ratio if isinstance(ratio, list) else [ratio])]))
-    except (TypeError, ValueError):
-        raise lacking("12", run, "a keep ratio") from None
+    return float(np.prod(run.setting("keep-ratio", 1.0)))
 
 
 def ratio_series(run: Run) -> str:
@@ -294,8 +290,7 @@ def ratio_series(run: Run) -> str:
     method = str(run.setting("method"))
     if not BY_NAME[method].keeps_a_share:
         return method
-    groups = run.setting("groups", [])
-    kinds = " ".join(map(str, groups)) if isinstance(groups, list) else str(groups)
+    kinds = " ".join(run.setting("groups", ()))
     return f"{method}, {kinds}" if kinds else method
 
 

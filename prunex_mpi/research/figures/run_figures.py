@@ -36,7 +36,7 @@ from prunex_mpi.tools.report.read_runs import (
     read_layers,
     read_ranks,
     shown,
-    starts_of,
+    spread_out,
 )
 from prunex_mpi.tools.report.run_pictures import (
     RESIDUAL_WORDS,
@@ -83,8 +83,6 @@ MOST_LAYERS, TOP_LAYERS = 10, 5
 DECAY_WHY = "norms grow with the network and with what local steps move"
 # Of figure 13.
 PATTERNS, MOST_PATTERNS = 4, 12
-# Cells of a pattern that a screen can show.
-CELLS = 480
 
 
 @dataclass(frozen=True)
@@ -120,17 +118,9 @@ def looks_of(runs: Sequence[Run]) -> list[dict[str, str]]:
     return [{**look_of(i), "label": plain(name)} for i, name in enumerate(names_of(runs))]
 
 
-def groups_of(run: Run) -> list[str]:
-    """Return the kinds of groups that a run prunes, none where its method has no keep ratio."""
-    if not BY_NAME[str(run.setting("method"))].keeps_a_share:
-        return []
-    groups = run.setting("groups", [])
-    return [str(kind) for kind in groups] if isinstance(groups, list) else [str(groups)]
-
-
 def as_in_the_paper(run: Run) -> bool:
     """Return whether a run prunes as the paper's main configuration does: input channels."""
-    return str(run.setting("method")) == "prunex" and groups_of(run) == ["channel"]
+    return run.setting("method") == "prunex" and run.setting("groups") == ["channel"]
 
 
 def unequal(runs: Sequence[Run]) -> list[str]:
@@ -241,15 +231,10 @@ def payload(runs: Sequence[Run]) -> Drawn:
         plot(panel, run.iterations, run.column("bytes.dense") / size, **dense, **word)
         first, end = run.column("bytes.dense")[0], last(run, "bytes.payload")
         share = end / last(run, "bytes.dense")
-        pruned = str(run.setting("method")) == "prunex"
-        rows.append(
-            Beside(
-                name,
-                f"dense {size_words(first)}, at the end {size_words(end)}: {100 * share:.1f} %",
-                "about 220 MB falling to about 40 %" if pruned else NONE,
-                PAYLOAD_WHY if as_in_the_paper(run) else "",
-            )
-        )
+        here = f"dense {size_words(first)}, at the end {size_words(end)}: {100 * share:.1f} %"
+        pruned = run.setting("method") == "prunex"
+        paper = "about 220 MB falling to about 40 %" if pruned else NONE
+        rows.append(Beside(name, here, paper, PAYLOAD_WHY if as_in_the_paper(run) else ""))
     panel.set_ylim(bottom=0)
     panel.set_ylabel(f"{unit} per leader,\nbetween nodes")
     run_pictures.count_iterations(panel)
@@ -267,14 +252,13 @@ def volume(runs: Sequence[Run]) -> Drawn:
     places = np.arange(len(runs))
     at_each_step = np.array([BY_NAME[str(run.setting("method"))].per_step for run in runs])
     light = {"facecolor": "#e4e4e4", "edgecolor": "#555555", "linewidth": 0.6}
-    kinds = (
-        (~at_each_step, "dense: one full model per OUTER iteration", ""),
-        (at_each_step, "dense: one full model per STEP", "////"),
-    )
-    for which, word, hatch in kinds:
+    for which, word, hatch in (
+        (~at_each_step, "OUTER iteration", ""),
+        (at_each_step, "STEP", "////"),
+    ):
         if which.any():
-            bars = places[which] - 0.2
-            panel.barh(bars, dense[which] / size, 0.38, label=word, hatch=hatch, **light)
+            look = {"label": f"dense: one full model per {word}", "hatch": hatch, **light}
+            panel.barh(places[which] - 0.2, dense[which] / size, 0.38, **look)
     panel.barh(places + 0.2, sent / size, 0.38, color=COLOURS[1], label="sent")
     names = names_of(runs)
     name_bars(panel, names)
@@ -282,16 +266,12 @@ def volume(runs: Sequence[Run]) -> Drawn:
     legend_above(panel, 2)
     rows = []
     for number, run in enumerate(runs):
-        paper = VOLUMES.get(str(run.setting("model")), NONE)
-        paper = paper if str(run.setting("method")) == "prunex" else NONE
-        rows.append(
-            Beside(
-                f"{names[number]}, {len(run.iterations)} outer iterations",
-                f"{size_words(dense[number])} → {size_words(sent[number])}",
-                f"{paper} in 60" if paper != NONE else NONE,
-                PAYLOAD_WHY if paper != NONE and as_in_the_paper(run) else "",
-            )
-        )
+        known = VOLUMES if run.setting("method") == "prunex" else {}
+        paper = known.get(str(run.setting("model")), NONE)
+        what = f"{names[number]}, {len(run.iterations)} outer iterations"
+        here = f"{size_words(dense[number])} → {size_words(sent[number])}"
+        why = PAYLOAD_WHY if paper != NONE and as_in_the_paper(run) else ""
+        rows.append(Beside(what, here, f"{paper} in 60" if paper != NONE else NONE, why))
     notes = [
         "The paper's dense figure, and ours of methods that exchange once per outer iteration, is "
         "one full model per outer iteration; DDP sends a full gradient at each step."
@@ -347,24 +327,20 @@ def split(runs: Sequence[Run]) -> Drawn:
     rows, shares = [], []
     names = names_of(runs)
     for run, name in zip(runs, names, strict=True):
-        hierarchical = str(run.setting("method")) == "prunex"
+        hierarchical = run.setting("method") == "prunex"
         seconds = communication(run)
         whole = sum(seconds.values())
         if not whole:
             raise lacking("8", run, f"any communication in {RANKS}")
-        shares.append({part: value / whole for part, value in seconds.items()})
+        share = {part: 100 * value / whole for part, value in seconds.items()}
+        shares.append(share)
         rows += [
-            beside(
-                run,
-                f"{name}, {word}",
-                f"{100 * shares[-1][part]:.1f} %",
-                paper if hierarchical else NONE,
-            )
+            beside(run, f"{name}, {word}", f"{share[part]:.1f} %", paper if hierarchical else NONE)
             for part, (word, paper) in PARTS.items()
-            if shares[-1][part]
+            if share[part]
         ]
     figure, panel = new_panel(1.6 + 0.4 * max(2, len(runs)))
-    widths = {part: np.array([100 * share[part] for share in shares]) for part in PARTS}
+    widths = {part: np.array([share[part] for share in shares]) for part in PARTS}
     bars = [(PARTS[p][0], w, {"color": PART_COLOURS[p]}) for p, w in widths.items() if w.any()]
     stack_bars(panel, names, bars)
     panel.set_xlim(0, 100)
@@ -475,29 +451,16 @@ def patterns(run: Run, wanted: Sequence[str]) -> Drawn:
     rows = []
     for panel, (name, weight) in zip(panels, weights.items(), strict=True):
         kept = weight.reshape(len(weight), -1) != 0
-        panel.imshow(
-            shrunk(kept),
-            cmap="gray_r",
-            vmin=0,
-            vmax=1,
-            aspect="auto",
-            interpolation="nearest",
-            extent=(0, kept.shape[1], kept.shape[0], 0),
-        )
+        extent = (0, kept.shape[1], kept.shape[0], 0)
+        panel.imshow(kept * 1.0, cmap="gray_r", vmin=0, vmax=1, aspect="auto", extent=extent)
         panel.grid(False)
         # Zeros are as white as what is around them.
         panel.spines[:].set_visible(True)
         panel.set_title(plain(name), loc="left", fontsize=8)
         panel.set_ylabel("C_out", fontsize=8)
         gone = (~kept.any(axis=1)).sum(), (~kept.any(axis=0)).sum()
-        rows.append(
-            Beside(
-                name,
-                f"{100 * kept.mean():.1f} % kept; whole rows of zeros {gone[0]} of {len(kept)}, "
-                f"columns {gone[1]} of {kept.shape[1]}",
-                "stripes",
-            )
-        )
+        here = f"{100 * kept.mean():.1f} % kept; whole rows of zeros {gone[0]} of {len(kept)}, "
+        rows.append(Beside(name, f"{here}columns {gone[1]} of {kept.shape[1]}", "stripes"))
     panels[-1].set_xlabel("C_in x kernel places; black: kept, white: zero")
     return Drawn(figure, rows)
 
@@ -520,29 +483,12 @@ def read_weights(run: Run, wanted: Sequence[str]) -> dict[str, np.ndarray]:
     found = {name: value for name, value in tensors.items() if value.ndim == 4}
     if not found:
         raise lacking("13", run, "a convolution")
+    if len(wanted) > MOST_PATTERNS:
+        raise UserError(f"--layers: at most {MOST_PATTERNS} fit into a figure")
+    chosen = [layer_called(word, tuple(found), "convolution") for word in wanted]
     if not wanted:
         pruned = [name for name, value in found.items() if (value == 0).any()]
         if not pruned:
             raise lacking("13", run, "a convolution with zeros")
-        places = np.unique(np.linspace(0, len(pruned) - 1, PATTERNS).round().astype(int))
-        return {pruned[i]: found[pruned[i]] for i in places}
-    if len(wanted) > MOST_PATTERNS:
-        raise UserError(f"--layers: at most {MOST_PATTERNS} fit into a figure")
-    chosen = {}
-    for word in wanted:
-        name = layer_called(word, tuple(found), "convolution")
-        chosen[name] = found[name]
-    return chosen
-
-
-def shrunk(kept: np.ndarray) -> np.ndarray:
-    """Return the share of kept weights in cells, so few that all can be shown; float64."""
-    values = kept.astype(np.float64)
-    for axis in (0, 1):
-        size = values.shape[axis]
-        if size > CELLS:
-            starts = starts_of(size, CELLS)
-            counts = np.diff(np.append(starts, size))
-            shape = (-1, 1) if axis == 0 else (1, -1)
-            values = np.add.reduceat(values, starts, axis=axis) / counts.reshape(shape)
-    return values
+        chosen = [pruned[i] for i in spread_out(np.arange(len(pruned)), PATTERNS)]
+    return {name: found[name] for name in chosen}
