@@ -1,8 +1,8 @@
 """The page of one run, and what its first paragraph says in words."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,10 +13,9 @@ from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.config.resolve import FIELDS, make, to_toml, toml_key
 from prunex_mpi.run.summary import closing_rows
 from prunex_mpi.tools.report import run_pictures
-from prunex_mpi.tools.report.page import Page, Section, pictures_of
+from prunex_mpi.tools.report.page import Page, Picture, Section, pictures_of
 from prunex_mpi.tools.report.read_runs import (
     COLUMNS,
-    Layers,
     Run,
     flat_config,
     read_changes,
@@ -28,6 +27,9 @@ from prunex_mpi.tools.report.read_runs import (
 )
 from prunex_mpi.tools.report.run_pictures import freeze_iteration, phases_of, unit_of_bytes
 from prunex_mpi.tools.report.stragglers import RankTimes, Straggler, find_stragglers, ranges
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Columns of a picture of all layers.
 LAYER_COLUMNS = 240
@@ -52,15 +54,48 @@ def page_of(run: Run) -> Page:
     times = find_stragglers(per_rank.watch(read_ranks(run.path)))
     words = lead(run, times)
     notices = [*([words[0]] if run.status in BAD or not run.complete else []), *run.notes]
+    mean = ""
+    if len(run.iterations) > COLUMNS:
+        mean = "A long run: each column is the mean of its outer iterations."
+    how = "Primal: how far copies are apart. Dual: how far what they agreed upon moved."
+    density = run_pictures.layer_density(layers) if layers else None
+    of_layers = run_pictures.layer_residuals(layers) if layers else None
+    of_ranks = run_pictures.rank_residuals(per_rank)
+    learning = learning_pictures(lambda axis: run_pictures.learning(run, axis))
+    cost = pictures_of(
+        ("bytes", "Bytes of each outer iteration", run_pictures.traffic(run), mean),
+        ("seconds", "Seconds of each outer iteration", run_pictures.duration(run), mean),
+    )
+    pruning = pictures_of(
+        ("density", "Density, mask drift, freeze", run_pictures.pruning(run), ""),
+        ("density-layers", "Density of the layers that were pruned", density, ""),
+    )
+    agreement = pictures_of(
+        ("residuals", "Residuals", run_pictures.residuals(run), how),
+        ("penalties", "Penalties and learning rate", run_pictures.penalties(run), ""),
+        ("residuals-layers", "Residuals of each layer", of_layers, ""),
+        ("residuals-ranks", "Residuals of each rank", of_ranks, ""),
+    )
     sections = [
-        Section("Did it learn?", learning_pictures(run), [closing(run)]),
-        Section("What it cost", cost_pictures(run)),
+        Section("Did it learn?", learning, [closing(run)]),
+        Section("What it cost", cost),
         slow_section(times),
-        Section("What was pruned", pruning_pictures(run, layers)),
-        Section("How far ranks and nodes agree", agreement_pictures(run, layers, per_rank)),
+        Section("What was pruned", pruning),
+        Section("How far ranks and nodes agree", agreement),
         Section("Settings", (), settings_tables(run, times)),
     ]
     return Page(f"Run {run.name}", source_line(run), words, sections, notices)
+
+
+def learning_pictures(draw: Callable[[str], "Figure | None"]) -> list[Picture]:
+    """Return loss and accuracy along iterations, time and bytes."""
+    axes = {"iterations": "outer iterations", "seconds": "time", "bytes": "bytes"}
+    return pictures_of(
+        *(
+            (f"learning-{axis}", f"Loss and accuracy against {words}", draw(axis), "")
+            for axis, words in axes.items()
+        )
+    )
 
 
 def source_line(run: Run) -> str:
@@ -81,59 +116,6 @@ def wanted_iterations(run: Run) -> list[int]:
     return sorted(chosen)
 
 
-def learning_pictures(run: Run) -> list:
-    """Return loss and accuracy along iterations, time and bytes."""
-    titles = {
-        "iterations": "Loss and accuracy against outer iterations",
-        "seconds": "Loss and accuracy against time",
-        "bytes": "Loss and accuracy against bytes",
-    }
-    return pictures_of(
-        [
-            (f"learning-{axis}", title, run_pictures.learning(run, axis), "")
-            for axis, title in titles.items()
-        ]
-    )
-
-
-def cost_pictures(run: Run) -> list:
-    """Return bytes by kind and seconds by phase."""
-    note = ""
-    if len(run.iterations) > COLUMNS:
-        note = "A long run: each column is the mean of its outer iterations."
-    return pictures_of(
-        [
-            ("bytes", "Bytes of each outer iteration", run_pictures.traffic(run), note),
-            ("seconds", "Seconds of each outer iteration", run_pictures.duration(run), note),
-        ]
-    )
-
-
-def pruning_pictures(run: Run, layers: Layers | None) -> list:
-    """Return density, drift and freeze, and the density of each layer."""
-    found = [("density", "Density, mask drift, freeze", run_pictures.pruning(run), "")]
-    if layers is not None:
-        title = "Density of the layers that were pruned"
-        found.append(("density-layers", title, run_pictures.layer_density(layers), ""))
-    return pictures_of(found)
-
-
-def agreement_pictures(
-    run: Run, layers: Layers | None, per_rank: run_pictures.RankResiduals
-) -> list:
-    """Return residuals in all, by layer and by rank, and penalties."""
-    note = "Primal: how far copies are apart. Dual: how far what they agreed upon moved."
-    found = [("residuals", "Residuals", run_pictures.residuals(run), note)]
-    title = "Penalties and learning rate"
-    found.append(("penalties", title, run_pictures.penalties(run), ""))
-    if layers is not None:
-        figure = run_pictures.layer_residuals(layers)
-        found.append(("residuals-layers", "Residuals of each layer", figure, ""))
-    figure = run_pictures.rank_residuals(per_rank)
-    found.append(("residuals-ranks", "Residuals of each rank", figure, ""))
-    return pictures_of(found)
-
-
 def slow_section(times: RankTimes | None) -> Section:
     """Return where the ranks' time went, and which ranks the others waited for."""
     title = "Which ranks the others waited for"
@@ -141,25 +123,20 @@ def slow_section(times: RankTimes | None) -> Section:
         return Section(title, text=NO_RANKS)
     if times.ranks == 1:
         return Section(title, text="There was one rank, which waited for nobody.")
-    some = f"{len(run_pictures.shown_ranks(times))} of {times.ranks} ranks. "
+    sent = (
+        "Transmitting: the least that any rank spent in the collectives of a phase; what a rank "
+        "spent beyond that it waited."
+    )
+    if times.ranks > run_pictures.MOST_BARS:
+        sent = f"{len(run_pictures.shown_ranks(times))} of {times.ranks} ranks. {sent}"
+    late = (
+        "Where ranks meet, what the last one came later than they did counts as its delay, in the "
+        "phases in which it took longer than its likes."
+    )
+    went, lost = run_pictures.rank_seconds(times), run_pictures.lost_seconds(times)
     found = pictures_of(
-        [
-            (
-                "ranks",
-                "Where the time of each rank went",
-                run_pictures.rank_seconds(times),
-                ("" if times.ranks <= run_pictures.MOST_BARS else some)
-                + "Transmitting: the least that any rank spent in the collectives of a phase; what "
-                "a rank spent beyond that it waited.",
-            ),
-            (
-                "lost",
-                "Time lost to the last rank, in each outer iteration",
-                run_pictures.lost_seconds(times),
-                "Where ranks meet, what the last one came later than they did counts as its delay, "
-                "in the phases in which it took longer than its likes.",
-            ),
-        ]
+        ("ranks", "Where the time of each rank went", went, sent),
+        ("lost", "Time lost to the last rank, in each outer iteration", lost, late),
     )
     return Section(title, found, [stragglers_table(times), phases_table(times)])
 

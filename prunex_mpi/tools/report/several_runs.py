@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prunex_mpi.base.record_keys import LABELS, Measure
+from prunex_mpi.base.record_keys import LABELS
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.tools.drawing import (
@@ -19,15 +19,16 @@ from prunex_mpi.tools.drawing import (
     stack_bars,
 )
 from prunex_mpi.tools.report import run_pictures
-from prunex_mpi.tools.report.one_run import duration_words, ending, listed, value_words
+from prunex_mpi.tools.report.one_run import (
+    duration_words,
+    ending,
+    learning_pictures,
+    listed,
+    value_words,
+)
 from prunex_mpi.tools.report.page import Page, Section, pictures_of
 from prunex_mpi.tools.report.read_runs import Run, read_ranks, shown
-from prunex_mpi.tools.report.run_pictures import (
-    along,
-    axis_unit,
-    plot,
-    widen,
-)
+from prunex_mpi.tools.report.run_pictures import along, axis_unit, plot, widen
 from prunex_mpi.tools.report.stragglers import RankTimes, find_stragglers
 
 if TYPE_CHECKING:
@@ -40,32 +41,21 @@ UNTOLD = ("run-dir", "resume", "dry-run")
 
 def page_of(runs: Sequence[Run]) -> Page:
     """Return the page of several runs; raise UserError."""
-    learning = [
-        (f"learning-{axis}", f"Loss and accuracy against {word}", learned(runs, axis), "")
-        for axis, word in (
-            ("iterations", "outer iterations"),
-            ("seconds", "time"),
-            ("bytes", "bytes"),
-        )
-    ]
-    cost = [
+    density = curves(runs, "kept share of prunable weights", lambda run: run.column("density"))
+    learning = learning_pictures(lambda axis: learned(runs, axis))
+    cost = pictures_of(
         ("payload", "Bytes of each outer iteration", payload(runs), ""),
         ("seconds", "Seconds of an outer iteration, by phase", durations(runs), MEAN),
-    ]
-    inside = [
-        (
-            "density",
-            "Density",
-            curves(runs, "kept share of prunable weights", lambda run: run.column("density")),
-            "",
-        ),
+    )
+    inside = pictures_of(
+        ("density", "Density", density, ""),
         ("residuals", "Primal residual between nodes", residual(runs), ""),
-    ]
+    )
     sections = [
         Section("Side by side", (), [table_of(runs)]),
-        Section("Did they learn?", pictures_of(learning)),
-        Section("What they cost", pictures_of(cost)),
-        Section("What was pruned, and how far nodes agree", pictures_of(inside)),
+        Section("Did they learn?", learning),
+        Section("What they cost", cost),
+        Section("What was pruned, and how far nodes agree", inside),
         Section("Settings", (), [settings_table(runs)]),
     ]
     # Who says well that a run ended badly: its number leads to its name.
@@ -112,8 +102,8 @@ def lead(runs: Sequence[Run]) -> list[str]:
     sizes = {run.name: float(run_pictures.sent_bytes(run)[-1]) for run in judged}
     seconds = {run.name: float(run_pictures.trained_seconds(run)[-1]) for run in judged}
     known = {name: value for name, value in reached.items() if np.isfinite(value)}
-    measure = measure_of_all(judged)
-    if known and measure is not None:
+    measure = judged[0].measure
+    if known and all(run.measure is measure for run in judged):
         best = list(known)[measure.best(list(known.values()))]
         text.append(f"The {measure.superlative} is {best} ({measure.shown(known[best])}).")
     least, fastest = min(sizes, key=lambda n: sizes[n]), min(seconds, key=lambda n: seconds[n])
@@ -130,12 +120,6 @@ def last(run: Run, name: str) -> float:
     column = run.column(name)
     known = column[np.isfinite(column)]
     return float(known[-1]) if len(known) else float("nan")
-
-
-def measure_of_all(runs: Sequence[Run]) -> Measure | None:
-    """Return what all runs are judged by, None where some are not like others."""
-    measures = {run.measure.key: run.measure for run in runs}
-    return next(iter(measures.values())) if len(measures) == 1 else None
 
 
 def named(runs: Sequence[Run]) -> str:
@@ -245,7 +229,7 @@ def table_of(runs: Sequence[Run]) -> Table:
                 run.status,
                 str(run.setting("method", "")),
                 len(run.iterations),
-                None if np.isnan(reached) else reached,
+                _cell(reached),
                 _cell(last(run, "density")),
                 float(sent / MIB),
                 float(100 * sent / dense) if dense else None,
