@@ -95,7 +95,7 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
         apply_findings(place, first)
         transport = find_transport(place, first)
         around = topology, options, place.device, transport, heartbeat
-        bench = Bench(world, *around, revealed=options.reveal or bool(revealed))
+        bench = Bench(*around, revealed=options.reveal or bool(revealed))
         check_equal_work(bench)
         tunings = tune_all(bench, rows) if options.tunes else []
         chosen = {tuning.row: tuning for tuning in tunings}
@@ -188,7 +188,7 @@ def confirm(bench: Bench, row: Row, seed: int, tuning: Tuning | None, dataset: D
     """
     number, problem, failed = 0, "", False
     if tuning is not None:
-        best = agreed_best(bench.world, tuning)
+        best = agreed_best(bench.topology.world, tuning)
         failed = any(run.failed for run in tuning.runs)
         problem = "a trial failed, so nothing is chosen" if failed else ""
         problem = problem or ("diverged in every trial" if best is None else "")

@@ -12,10 +12,7 @@ from typing import Any
 from prunex_mpi.base.errors import UserError, meant, quote
 from prunex_mpi.config.cli import add_settings, convert_flag, join_negative_numbers
 from prunex_mpi.config.parser import Parser, program_parser
-from prunex_mpi.config.resolve import (
-    BY_NAME,
-    defaults,
-)
+from prunex_mpi.config.resolve import BY_NAME, defaults
 from prunex_mpi.research.compare.plan import (
     COMMON,
     DIGITS,
@@ -33,7 +30,7 @@ from prunex_mpi.research.compare.plan import (
     to_seed,
     to_share,
 )
-from prunex_mpi.settings.fields import OF_THE_JOB, key_of
+from prunex_mpi.settings.fields import OF_THE_JOB, Settings, key_of
 from prunex_mpi.settings.values import AUTO
 
 
@@ -70,6 +67,13 @@ class Options:
     def tuning_length(self) -> Fraction:
         """The share of a row's outer iterations that a trial has."""
         return self.length * self.protocol.length
+
+    def first_settings(self, row: Row) -> Settings:
+        """Return the settings of a row's first run at the first point of its grid.
+
+        They stand for the row: values of other points change no length.
+        """
+        return settings_of(self.common, row, self.seeds[0], row.points[0], self.length)
 
 
 def build_parser() -> Parser:
@@ -238,8 +242,7 @@ def _check_rows(options: Options) -> None:
     """Raise UserError unless all runs can be made, and train on as many samples each."""
     trained = {}
     for row in options.rows:
-        # The first point stands for the row: values of others change no length.
-        found = settings_of(options.common, row, options.seeds[0], row.points[0], options.length)
+        found = options.first_settings(row)
         if not found.val_split:
             raise UserError(
                 f"val-split 0: a comparison chooses by images that are held out; give a share, "

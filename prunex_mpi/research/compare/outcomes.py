@@ -166,15 +166,8 @@ class Tuning:
         best, found = self.runs[self.best].point, []
         for key in best:
             tried = {number_of(run.point[key]) for run in self.runs}
-            if (
-                len(tried) > 1
-                and None not in tried
-                and number_of(best[key])
-                in (
-                    min(tried),
-                    max(tried),
-                )
-            ):
+            ends = () if None in tried or len(tried) == 1 else (min(tried), max(tried))
+            if number_of(best[key]) in ends:
                 found.append(key)
         return found
 
