@@ -196,7 +196,7 @@ def tell(topology: Topology, files: RunDirectory | None, context: RunContext, ke
         what += " with what had not been sent yet"
     kept.changes.append(change | {"nodes": nodes, "ranks": ranks})
     if files is not None:
-        files.append_line(NODES, kept.changes[-1])
+        files.append(NODES, kept.changes[-1:])
     log.info(
         "%s: %d nodes with %d ranks go on from outer iteration %d after %.2g s, with %d samples "
         "per step",

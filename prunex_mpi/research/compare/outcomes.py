@@ -12,8 +12,6 @@ from typing import Any
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 
-# How a note ends that is not of all rows.
-OF_ROWS = re.compile(r" \(of .*\)$")
 # What a run reached, higher is better. A run that diverged reached nothing.
 Score = tuple[float, float]
 NOTHING: Score = (-math.inf, -math.inf)
@@ -193,8 +191,7 @@ class Comparison:
 
     `plan` is a digest of the plan, `protocol` what it says of tuning and seeds, `revealed` when the
     test images were looked at, or "" where they were not; files of before have none of these, and
-    are of test images. `data` tells other images apart, as far as it is known. Where files were
-    joined, a note of some rows alone ends with their names.
+    are of test images. `data` tells other images apart, as far as it is known.
     """
 
     title: str
@@ -279,7 +276,7 @@ def join(parts: Sequence[Comparison]) -> Comparison:
         seeds=seeds,
         tunings=tuple(tunings[row] for row in rows if row in tunings),
         outcomes=tuple(outcomes),
-        notes=_join_notes(parts),
+        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
         data=next(iter(data), ""),
         own_length=tuple(dict.fromkeys(row for part in parts for row in part.own_length)),
     )
@@ -288,24 +285,6 @@ def join(parts: Sequence[Comparison]) -> Comparison:
     except RuntimeError as error:
         raise UserError(f"--from: {error}") from None
     return joined
-
-
-def _join_notes(parts: Sequence[Comparison]) -> tuple[str, ...]:
-    """Return the notes of all; those of some of them say of which rows, and seeds, they are."""
-    found = []
-    for note in dict.fromkeys(note for part in parts for note in part.notes):
-        some = [part for part in parts if note in part.notes]
-        others = [part for part in parts if note not in part.notes]
-        rows, elsewhere = (dict.fromkeys(r for p in of for r in p.rows) for of in (some, others))
-        # Files that were joined before say it already.
-        if others and not OF_ROWS.search(note):
-            note += f" (of {', '.join(rows)}"
-            if any(row in elsewhere for row in rows):
-                seeds = dict.fromkeys(str(seed) for part in some for seed in part.seeds)
-                note += f"; seed {', '.join(seeds)}"
-            note += ")"
-        found.append(note)
-    return tuple(found)
 
 
 def _refuse_gaps(outcomes: Sequence[Outcome], rows: Sequence[str], seeds: Sequence[int]) -> None:
