@@ -25,7 +25,8 @@ from prunex_mpi.research.compare.outcomes import Outcome, Quality
 from prunex_mpi.run.directory import read_summary
 from prunex_mpi.run.start import Place
 from prunex_mpi.settings.fields import TEXT
-from prunex_mpi.tools.evaluate_network import judge, judge_text, load_images, read_network
+from prunex_mpi.tools.evaluate_network import judge, load_images, read_network
+from prunex_mpi.tools.evaluate_text import judge_text
 
 REVEAL = "reveal.json"
 BATCH = 256
