@@ -82,10 +82,7 @@ def build_parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Return what `argv` (without the program's name) asks for; torch is not loaded.
-
-    Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
-    """
+    """Return what `argv`, without the words before, asks for; raise UserError in one line."""
     given = build_parser().parse_all(argv)
     check_range(given, "classes", 0, MAX_COUNT)
     if not 1 <= given.batch_size <= MAX_COUNT:

@@ -66,10 +66,7 @@ def build_parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Return what `argv` (without the program's name) asks for; torch is not loaded.
-
-    Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
-    """
+    """Return what `argv`, without the words before, asks for; raise UserError in one line."""
     given = build_parser().parse_all(argv)
     check_range(given, "images", 0, MAX_COUNT)
     check_range(given, "repeat", 0, MAX_COUNT)

@@ -164,28 +164,23 @@ def test_dense_and_ddp_take_the_same_steps():
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
-def test_the_cost_model_is_calibrated_and_tried(monkeypatch):
+def test_the_cost_model_is_calibrated(monkeypatch):
     module = "prunex_mpi.research.bench.communication"
     monkeypatch.setattr(f"{module}.VECTORS", (2**17, 2**18))
     monkeypatch.setattr(f"{module}.MESSAGES", (2**12, 2**20))
     with nodes_of(MPI.COMM_WORLD, 1) as topology:
-        constants, predictions = cost_model(bench_on(topology))
+        constants = cost_model(bench_on(topology))
     assert_sane(constants)
-    assert_sane(predictions)
-    assert list(column(predictions, "payload")) == list(PAYLOADS)
+    assert set(column(constants, "payload")) == set(PAYLOADS)
     steps = set(zip(column(constants, "payload"), column(constants, "step"), strict=True))
     found = {step for payload, step in steps if payload == "int4"}
     # The three small models may not tell bytes from pieces.
     assert {"encode", "add", "decode"} <= found <= {"pack", "unpack", "encode", "add", "decode"}
     assert not {("fp32", "encode"), ("fp32", "decode")} & steps
-    for row in predictions.rows:
-        named = dict(zip(predictions.columns, row, strict=True))
-        assert named["ratio"] == pytest.approx(named["predicted ms"] / named["measured ms"])
-        assert named["ratio"] > 0
     flags = constants.notes[0].removeprefix("for train --dry-run: ").split()
     asked = cli.parse(["--dry-run", *flags]).estimate
     assert asked.link_gbit > 0 and asked.copy_gbs > 0
-    titles = MPI.COMM_WORLD.allgather([constants.notes, predictions.rows])
+    titles = MPI.COMM_WORLD.allgather([constants.notes, constants.rows])
     assert all(other == titles[0] for other in titles)
 
 

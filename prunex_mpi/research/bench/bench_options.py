@@ -61,7 +61,7 @@ def build_parser() -> Parser:
         default=["resnet20", "resnet18"],
         metavar="NAME",
         dest="train_models",
-        help="models that overhead and ddp train and model predicts [resnet20 resnet18]",
+        help="models that overhead and ddp train [resnet20 resnet18]",
     )
     add("--groups", nargs="+", default=["channel"], metavar="KIND", help="groups [channel]")
     add("--keep-ratio", nargs="+", type=float, default=[0.5], metavar="X", help="[0.5]")
@@ -78,10 +78,7 @@ def build_parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Return what `argv` (without the program's name) asks for; neither torch nor MPI is loaded.
-
-    Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
-    """
+    """Return what `argv`, without the words before, asks for; raise UserError in one line."""
     given = build_parser().parse_all(argv)
     for word in given.what:
         if word in APART:

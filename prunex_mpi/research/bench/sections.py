@@ -68,7 +68,7 @@ def measure(section: str, bench: Bench) -> list[Table]:
         case "collectives":
             return [communication.collectives(bench)]
         case "model":
-            return communication.cost_model(bench)
+            return [communication.cost_model(bench)]
         case _:
             return [beside_torch.compare_with_ddp(bench)]
 
@@ -115,4 +115,4 @@ def _networks(sections: Sequence[str], bench: Bench) -> Iterator[tuple[Settings,
                 yield from ((s, SMALL) for s in trained)
             case "model":
                 small = [with_overrides(given, model=name) for name in communication.SMALL]
-                yield from ((s, whole) for s in (*small, given, *trained))
+                yield from ((s, whole) for s in (*small, given))

@@ -49,10 +49,7 @@ def build_parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Return what `argv` (without `figure`) asks for; nothing heavy is loaded.
-
-    Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
-    """
+    """Return what `argv`, without the words before, asks for; raise UserError in one line."""
     given = build_parser().parse_all(argv)
     if given.number not in FIGURES:
         raise UserError(f"there is no figure {quote(given.number)}; there are {', '.join(FIGURES)}")

@@ -44,9 +44,6 @@ def build_parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Return what `argv` (without the program's name) asks for.
-
-    Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
-    """
+    """Return what `argv`, without the words before, asks for; raise UserError in one line."""
     given = build_parser().parse_all(argv)
     return Options(tuple(map(Path, given.runs)), given.output, given.png)
