@@ -40,6 +40,19 @@ NO_RANKS = (
     f"The run has no {RANKS}, in which the seconds of every rank are recorded: which ranks the "
     "others waited for can't be told."
 )
+ENDINGS = {
+    "completed": "The run completed its {count} outer iterations.",
+    "converged": "The run converged: it stopped after {of} outer iterations, when all residuals "
+    "were small.",
+    "preempted": "The run was preempted after {of} outer iterations{because}: it left a checkpoint "
+    "and can go on with --resume.",
+    "diverged": "The run diverged after {of} outer iterations{because}.",
+    # A job that was killed looks as one that goes on, as long as its last sign is fresh.
+    "running": "The run is still going, or was broken off within the last minute: {of} outer "
+    "iterations are done so far.",
+    "broken off": "The run ended badly: it was broken off after {of} outer iterations, and says "
+    "nothing of why (it has no summary.json).",
+}
 # The part of a run at its end by which it is judged whether it still moves.
 END = 5
 # What is lost through a rank is worth a word from this part of all seconds on.
@@ -143,18 +156,14 @@ def slow_section(times: RankTimes | None) -> Section:
 
 def stragglers_table(times: RankTimes) -> Table:
     """Return the ranks that the others waited for most."""
-    rows: list[tuple[Cell, ...]] = [
-        (
-            f"{number}.",
-            IN_SENTENCES[straggler.phase],
-            straggler.rank,
-            straggler.host or None,
-            duration_words(straggler.seconds),
-            duration_words(straggler.seconds / times.iterations),
-            iteration_words(straggler, times),
-        )
-        for number, straggler in enumerate(times.stragglers[:5], 1)
-    ]
+    rows: list[tuple[Cell, ...]] = []
+    for number, s in enumerate(times.stragglers[:5], 1):
+        lost = duration_words(s.seconds), duration_words(s.seconds / times.iterations)
+        where = IN_SENTENCES[s.phase], s.rank, s.host or None
+        when = "all"
+        if len(s.iterations) < times.iterations:
+            when = f"{len(s.iterations):,}: {ranges(s.iterations)}"
+        rows.append((f"{number}.", *where, *lost, when))
     columns = ("straggler", "phase", "rank", "host", "lost", "per iteration", "in iterations")
     title = f"Stragglers, in {times.iterations:,} recorded outer iterations"
     return Table(title, columns, tuple(rows))
@@ -194,11 +203,9 @@ def closing(run: Run) -> Table:
 
 def settings_tables(run: Run, times: RankTimes | None) -> list[Table]:
     """Return the settings that differ from the preset's, versions and topology."""
-    tables = [settings_table(run)]
-    if run.versions:
-        rows = tuple((shown(name), str(version)) for name, version in run.versions.items())
-        tables.append(Table("Versions", (), rows))
-    return [*tables, topology_table(run, times)]
+    rows = tuple((shown(name), str(version)) for name, version in run.versions.items())
+    versions = [Table("Versions", (), rows)] if rows else []
+    return [settings_table(run), *versions, topology_table(run, times)]
 
 
 def settings_table(run: Run) -> Table:
@@ -289,10 +296,7 @@ def what_losses_cost(run: Run, changes: Sequence[Mapping[str, Any]]) -> str:
     more = [False, *(b > a for a, b in pairwise(ranks))]
     joins = sum(bool(c.get("joined")) or grown for c, grown in zip(changes, more, strict=True))
     losses = sum(any(change.get(key) for key in ("lost_ranks", "left")) for change in changes)
-    vain = 0.0
-    for change in changes:
-        parts = (change.get(key) for key in ("lost_seconds", "seconds"))
-        vain += sum(part for part in parts if isinstance(part, int | float))
+    vain = sum(change.get(key, 0.0) for change in changes for key in ("lost_seconds", "seconds"))
     useful = float(np.nansum(run.column("seconds.total")))
     share = useful / (useful + vain) if useful else 0.0
     return (
@@ -312,32 +316,8 @@ def ending(run: Run) -> str:
     count, asked = len(run.iterations), run.setting("outer-iterations")
     of = f"{count:,} of {asked:,}" if isinstance(asked, int) and asked != count else f"{count:,}"
     because = f" ({run.reason})" if run.reason else ""
-    match run.status:
-        case "completed":
-            return f"The run completed its {count:,} outer iterations."
-        case "converged":
-            return (
-                f"The run converged: it stopped after {of} outer iterations, when all residuals "
-                "were small."
-            )
-        case "preempted":
-            return (
-                f"The run was preempted after {of} outer iterations{because}: it left a checkpoint "
-                "and can go on with --resume."
-            )
-        case "diverged":
-            return f"The run diverged after {of} outer iterations{because}."
-        case "running":
-            # A job that was killed looks as one that goes on, as long as its last sign is fresh.
-            return (
-                "The run is still going, or was broken off within the last minute: "
-                f"{of} outer iterations are done so far."
-            )
-        case _:
-            return (
-                f"The run ended badly: it was broken off after {of} outer iterations, and says "
-                "nothing of why (it has no summary.json)."
-            )
+    text = ENDINGS.get(run.status, ENDINGS["broken off"])
+    return text.format(count=f"{count:,}", of=of, because=because)
 
 
 def quality(run: Run) -> str:
@@ -422,10 +402,8 @@ def who_was_slow(times: RankTimes | None) -> str:
     found = [s for s in times.stragglers[:2] if s.seconds >= WORTH * whole]
     if not found:
         return "For no rank did the others wait for more than 1 % of the time."
-    text = f"The others waited most for {straggler_words(found[0], times)}"
-    if len(found) > 1:
-        text += f", then for {straggler_words(found[1], times)}"
-    return text + "."
+    words = ", then for ".join(straggler_words(straggler, times) for straggler in found)
+    return f"The others waited most for {words}."
 
 
 def straggler_words(straggler: Straggler, times: RankTimes) -> str:
@@ -437,13 +415,6 @@ def straggler_words(straggler: Straggler, times: RankTimes) -> str:
         f"{duration_words(straggler.seconds)} in {times.iterations:,} recorded outer iterations, "
         f"{duration_words(each)} in each)"
     )
-
-
-def iteration_words(straggler: Straggler, times: RankTimes) -> str:
-    """Return in which outer iterations the others waited for a straggler."""
-    if len(straggler.iterations) == times.iterations:
-        return "all"
-    return f"{len(straggler.iterations):,}: {ranges(straggler.iterations)}"
 
 
 def what_was_pruned(run: Run) -> str:
