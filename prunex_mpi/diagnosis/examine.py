@@ -138,11 +138,7 @@ def find_device(requested: str, host_rank: int) -> tuple[torch.device, str]:
 
 
 def ask_mpi(
-    topology: Topology,
-    requested: str,
-    device: torch.device,
-    quick: bool,
-    heartbeat: Heartbeat,
+    topology: Topology, requested: str, device: torch.device, quick: bool, heartbeat: Heartbeat
 ) -> tuple[bool | None, dict[str, str] | None]:
     """Return on rank 0 what the library claims of CUDA buffers and what the probe says.
 

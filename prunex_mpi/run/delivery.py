@@ -91,11 +91,7 @@ def save_model(
 
 
 def summarise(
-    settings: Settings,
-    topology: Topology,
-    state: State,
-    records: list[dict[str, Any]],
-    status: str,
+    settings: Settings, topology: Topology, state: State, records: list[dict[str, Any]], status: str
 ) -> dict[str, Any]:
     """Return summary.json: totals over the run, the network in force, the last one's quality."""
     last = records[-1]

@@ -31,13 +31,7 @@ from prunex_mpi.models import standalone
 from prunex_mpi.models.dummy_input import try_forward
 from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.models.standalone import PLAN
-from prunex_mpi.models.trained import (
-    Moments,
-    digest_of,
-    find_torchvision_file,
-    fit_,
-    read_tensors,
-)
+from prunex_mpi.models.trained import Moments, digest_of, find_torchvision_file, fit_, read_tensors
 from prunex_mpi.run.directory import RunDirectory, read_summary
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.settings.fields import Settings
@@ -164,11 +158,7 @@ def evaluate_initial(topology: Topology, files: RunDirectory | None, context: Ru
     # It is no part of the first outer iteration, and no network that the run has made.
     position.best = []
     begin_iteration(position)
-    record = {
-        "from": settings.init_from,
-        "sha256": settings.init_digest,
-        **quality(context, found),
-    }
+    record = {"from": settings.init_from, "sha256": settings.init_digest, **quality(context, found)}
     log.info("before training: loss %.4f, %s", found["loss"], judged(record))
 
     def write() -> None:

@@ -16,12 +16,7 @@ from mpi4py import MPI
 
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
-from prunex_mpi.comm.collectives import (
-    allreduce_,
-    allreduce_then_bcast_,
-    bcast_,
-    between_nodes,
-)
+from prunex_mpi.comm.collectives import allreduce_, allreduce_then_bcast_, bcast_, between_nodes
 from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.message import fill_message_, take_over_, way_of
 from prunex_mpi.core.state import State, adopt_mask, freeze, wires_of

@@ -110,9 +110,7 @@ def draw(options: Options, runs: Sequence[Run]) -> Drawn:
 
 
 def curves(
-    runs: Sequence[Run],
-    points: Mapping[Path, tuple[str, float | None]],
-    keys: Sequence[str],
+    runs: Sequence[Run], points: Mapping[Path, tuple[str, float | None]], keys: Sequence[str]
 ) -> dict[str, list[Run]]:
     """Return the runs of each curve by its name.
 
