@@ -207,7 +207,7 @@ def measure(run: Run) -> tuple[int, float]:
         raise lacking("9", run, "seconds by phase")
     # The first outer iteration warms caches up.
     rest = slice(1, None) if len(run.iterations) > 1 else slice(None)
-    columns = [np.nan_to_num(run.column(f"seconds.{phase}"))[rest] for phase in MEASURED_PHASES]
+    columns = [run.filled(f"seconds.{phase}")[rest] for phase in MEASURED_PHASES]
     return ranks, work_of(run, ranks) / sum(float(np.median(column)) for column in columns)
 
 

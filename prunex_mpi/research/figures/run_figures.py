@@ -187,7 +187,7 @@ def accuracy(runs: Sequence[Run]) -> Drawn:
             raise lacking("5", run, "an accuracy (train with --evaluate-every)")
     figure = new_figure(3.4, 7.6)
     panels = figure.subplots(1, 2, sharey=True)
-    handed = [np.cumsum(np.nan_to_num(run.column("bytes.payload"))) for run in runs]
+    handed = [np.cumsum(run.filled("bytes.payload")) for run in runs]
     seconds = [trained_seconds(run) for run in runs]
     size, unit = unit_of_seconds(max(float(x[-1]) for x in seconds))
     kib, bytes_unit = unit_of_bytes(max(float(x[-1]) for x in handed))
@@ -218,9 +218,7 @@ def payload(runs: Sequence[Run]) -> Drawn:
     """Draw figure 6a: what a leader hands over in each outer iteration, and if it were dense."""
     require("6a", runs, "bytes.payload", "bytes")
     figure, panel = new_panel(3.6)
-    columns = [run.column("bytes.dense") for run in runs]
-    largest = max(float(np.nanmax(np.nan_to_num(c))) for c in columns)
-    size, unit = unit_of_bytes(largest)
+    size, unit = unit_of_bytes(max(float(run.filled("bytes.dense").max()) for run in runs))
     rows = []
     for number, (run, name, look) in enumerate(
         zip(runs, names_of(runs), looks_of(runs), strict=True)
@@ -245,8 +243,8 @@ def payload(runs: Sequence[Run]) -> Drawn:
 def volume(runs: Sequence[Run]) -> Drawn:
     """Draw figure 6b: the bytes of whole runs, and if they were dense."""
     require("6b", runs, "bytes.payload", "bytes")
-    dense = np.array([np.nansum(run.column("bytes.dense")) for run in runs])
-    sent = np.array([np.nansum(run.column("bytes.payload")) for run in runs])
+    dense = np.array([run.total("bytes.dense") for run in runs])
+    sent = np.array([run.total("bytes.payload") for run in runs])
     size, unit = unit_of_bytes(float(max(dense.max(), sent.max())))
     figure, panel = new_panel(1.5 + 0.55 * max(2, len(runs)))
     places = np.arange(len(runs))
@@ -282,8 +280,8 @@ def volume(runs: Sequence[Run]) -> Drawn:
 def waiting(runs: Sequence[Run]) -> Drawn:
     """Draw figure 7: the seconds of synchronisation of each outer iteration."""
     require("7", runs, "seconds.inter", "seconds by phase")
-    inside = [np.nan_to_num(run.column("seconds.intra")) for run in runs]
-    between = [np.nan_to_num(run.column("seconds.inter")) for run in runs]
+    inside = [run.filled("seconds.intra") for run in runs]
+    between = [run.filled("seconds.inter") for run in runs]
     columns = [a + b for a, b in zip(inside, between, strict=True)]
     figure, panel = new_panel(3.6)
     size, unit = unit_of_seconds(max(float(column.max()) for column in columns))

@@ -193,10 +193,10 @@ def closing(run: Run) -> Table:
     rows = [("status", f"{run.status} after {len(run.iterations)} outer iterations")]
     for key, word in (("payload", "sent"), ("dense", "dense"), ("sent", "leaving a node")):
         if run.has(f"bytes.{key}"):
-            size = size_words(float(np.nansum(run.column(f"bytes.{key}"))))
+            size = size_words(run.total(f"bytes.{key}"))
             rows.append((f"bytes between nodes, {word}", size))
     for phase in phases_of(run):
-        seconds = duration_words(float(np.nansum(run.column(f"seconds.{phase}"))))
+        seconds = duration_words(run.total(f"seconds.{phase}"))
         rows.append((f"seconds, {IN_SENTENCES[phase]}", seconds))
     return Table("So far", (), tuple(rows))
 
@@ -297,7 +297,7 @@ def what_losses_cost(run: Run, changes: Sequence[Mapping[str, Any]]) -> str:
     joins = sum(bool(c.get("joined")) or grown for c, grown in zip(changes, more, strict=True))
     losses = sum(any(change.get(key) for key in ("lost_ranks", "left")) for change in changes)
     vain = sum(change.get(key, 0.0) for change in changes for key in ("lost_seconds", "seconds"))
-    useful = float(np.nansum(run.column("seconds.total")))
+    useful = run.total("seconds.total")
     share = useful / (useful + vain) if useful else 0.0
     return (
         f"Nodes were lost {times_words(losses)} and joined {times_words(joins)}; "
@@ -367,9 +367,9 @@ def still_moves(accuracy: np.ndarray, loss: np.ndarray) -> str:
 
 def cost(run: Run) -> str:
     """Return what it cost in time and bytes."""
-    seconds = np.nansum(run.column("seconds.total"))
+    seconds = run.total("seconds.total")
     text = f"It took {duration_words(seconds)} in outer iterations"
-    dense, payload = (np.nansum(run.column(f"bytes.{k}")) for k in ("dense", "payload"))
+    dense, payload = (run.total(f"bytes.{k}") for k in ("dense", "payload"))
     if dense:
         text += (
             f", and each leader handed over {size_words(payload)} between nodes, "
@@ -382,7 +382,7 @@ def cost(run: Run) -> str:
 
 def where_time_went(run: Run) -> str:
     """Return which phases took the time, the largest first."""
-    sums = {phase: np.nansum(run.column(f"seconds.{phase}")) for phase in phases_of(run)}
+    sums = {phase: run.total(f"seconds.{phase}") for phase in phases_of(run)}
     whole = sum(sums.values())
     if not whole:
         return ""

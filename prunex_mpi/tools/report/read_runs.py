@@ -80,6 +80,14 @@ class Run:
         found = self.columns.get(name)
         return np.full(len(self.iterations), np.nan) if found is None else found
 
+    def filled(self, name: str) -> np.ndarray:
+        """Return a column, 0 where it has no number."""
+        return np.nan_to_num(self.column(name))
+
+    def total(self, name: str) -> float:
+        """Return the sum of a column."""
+        return float(self.filled(name).sum())
+
     def has(self, name: str) -> bool:
         """Return whether any outer iteration has such a number."""
         return bool(np.isfinite(self.column(name)).any())

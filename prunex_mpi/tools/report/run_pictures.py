@@ -69,8 +69,7 @@ def unit_of_seconds(most: float) -> tuple[float, str]:
 
 def trained_seconds(run: Run) -> np.ndarray:
     """Return the seconds of training until the end of each outer iteration, without evaluation."""
-    total, evaluation = run.column("seconds.total"), run.column("seconds.evaluate")
-    return np.cumsum(np.nan_to_num(total) - np.nan_to_num(evaluation))
+    return np.cumsum(run.filled("seconds.total") - run.filled("seconds.evaluate"))
 
 
 def sent_bytes(run: Run) -> np.ndarray:
@@ -78,8 +77,8 @@ def sent_bytes(run: Run) -> np.ndarray:
 
     Those that left a node, or on one node those that a leader would have handed over.
     """
-    sent = np.nan_to_num(run.column("bytes.sent"))
-    return np.cumsum(sent if sent.any() else np.nan_to_num(run.column("bytes.payload")))
+    sent = run.filled("bytes.sent")
+    return np.cumsum(sent if sent.any() else run.filled("bytes.payload"))
 
 
 def along(run: Run, axis: str) -> np.ndarray:
@@ -98,7 +97,7 @@ def axis_unit(runs: Sequence[Run], axis: str) -> tuple[float, str]:
         size, name = unit_of_seconds(most)
         return size, f"{name} of training, evaluation left out"
     size, name = unit_of_bytes(most)
-    left = any(np.nan_to_num(run.column("bytes.sent")).any() for run in runs)
+    left = any(run.filled("bytes.sent").any() for run in runs)
     return size, f"{name} that left a node" if left else f"{name} that a leader handed over"
 
 
@@ -222,10 +221,10 @@ def stack(panel: "Axes", run: Run, look: dict[str, tuple[str, str]], size: float
 
 def traffic(run: Run) -> "Figure | None":
     """Draw the bytes of each outer iteration by kind: between nodes, and inside them."""
-    kinds = [k for k in OF_KIND if np.nan_to_num(run.column(f"bytes.{k}")).any()]
+    kinds = [k for k in OF_KIND if run.filled(f"bytes.{k}").any()]
     if not kinds:
         return None
-    inside = bool(np.nan_to_num(run.column("bytes.intra")).any())
+    inside = bool(run.filled("bytes.intra").any())
     figure = new_figure(4.6 if inside else 3.2)
     panels = figure.subplots(
         1 + inside, 1, sharex=True, squeeze=False, height_ratios=[2, 1][: 1 + inside]
@@ -252,7 +251,7 @@ def traffic(run: Run) -> "Figure | None":
 
 def phases_of(run: Run) -> list[str]:
     """Return the phases that took time, in their order."""
-    return [p for p in PHASE_COLOURS if np.nan_to_num(run.column(f"seconds.{p}")).any()]
+    return [p for p in PHASE_COLOURS if run.filled(f"seconds.{p}").any()]
 
 
 def duration(run: Run) -> "Figure | None":
@@ -262,7 +261,7 @@ def duration(run: Run) -> "Figure | None":
         return None
     figure, panel = new_panel(3.4)
     look = {f"seconds.{p}": (PHASE_COLOURS[p], LABELS[p]) for p in phases}
-    totals = sum(np.nan_to_num(run.column(name)) for name in look)
+    totals = sum(run.filled(name) for name in look)
     size, unit = unit_of_seconds(float(np.max(totals)))
     stack(panel, run, look, size)
     panel.set_ylabel(f"{unit} of rank 0")

@@ -181,7 +181,7 @@ def curves(
 
 def payload(runs: Sequence[Run]) -> "Figure | None":
     """Draw what a leader hands over in each outer iteration."""
-    most = max(float(np.nanmax(np.nan_to_num(run.column("bytes.payload")))) for run in runs)
+    most = max(float(run.filled("bytes.payload").max()) for run in runs)
     size, unit = run_pictures.unit_of_bytes(most)
     word = f"{unit} per leader, between nodes"
     return curves(runs, word, lambda run: run.column("bytes.payload") / size)
@@ -203,10 +203,7 @@ def durations(runs: Sequence[Run]) -> "Figure | None":
     phases = [phase for phase in PHASE_COLOURS if phase in found]
     if not phases:
         return None
-    rows = {
-        p: np.array([np.nan_to_num(run.column(f"seconds.{p}")).mean() for run in runs])
-        for p in phases
-    }
+    rows = {p: np.array([run.filled(f"seconds.{p}").mean() for run in runs]) for p in phases}
     size, unit = run_pictures.unit_of_seconds(float(sum(rows.values()).max()))
     figure, panel = new_panel(1.5 + 0.3 * max(3, len(runs)))
     bars = [(LABELS[p], rows[p] / size, {"color": PHASE_COLOURS[p]}) for p in rows]
@@ -221,8 +218,8 @@ def table_of(runs: Sequence[Run]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for number, run in enumerate(runs):
         times = find_stragglers(read_ranks(run.path))
-        reached, dense = run.final, np.nansum(run.column("bytes.dense"))
-        sent = np.nansum(run.column("bytes.payload"))
+        reached, dense = run.final, run.total("bytes.dense")
+        sent = run.total("bytes.payload")
         rows.append(
             (
                 label(number, run),
@@ -233,7 +230,7 @@ def table_of(runs: Sequence[Run]) -> Table:
                 _cell(last(run, "density")),
                 float(sent / MIB),
                 float(100 * sent / dense) if dense else None,
-                float(np.nansum(run.column("seconds.total"))),
+                run.total("seconds.total"),
                 straggler(times),
             )
         )
