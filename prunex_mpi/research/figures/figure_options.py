@@ -1,7 +1,7 @@
 """Flags of `python -m prunex_mpi.bench figure`."""
 
+import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from prunex_mpi.base.errors import UserError, quote
@@ -22,14 +22,8 @@ FIGURES = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """Which figure to draw of which runs, the file it goes to, and layers of 11 and 13."""
-
-    number: str
-    runs: tuple[Path, ...]
-    output: str
-    layers: tuple[str, ...]
+# Which figure to draw of which runs, the file it goes to, and layers of 11 and 13.
+Options = argparse.Namespace
 
 
 def build_parser() -> Parser:
@@ -42,7 +36,7 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument
     add("number", metavar="N", help=", ".join(FIGURES))
-    add("runs", nargs="+", metavar="RUN", help="folders of runs")
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
     add("--output", default="", metavar="FILE", help=".svg, .png or .pdf [figure-N.svg]")
     add("--layers", nargs="+", default=[], metavar="NAME", help="11, 13: layers [five, four]")
     return parser
@@ -60,8 +54,8 @@ def parse(argv: Sequence[str]) -> Options:
         )
     if given.layers and given.number not in ("11", "13"):
         raise UserError("--layers is for figures 11 and 13; leave it away")
-    output = given.output or f"figure-{given.number}.svg"
-    if Path(output).suffix not in KINDS:
+    given.output = given.output or f"figure-{given.number}.svg"
+    if Path(given.output).suffix not in KINDS:
         names = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
-        raise UserError(f"--output {quote(output, 250)}: give a name that ends in {names}")
-    return Options(given.number, tuple(map(Path, given.runs)), output, tuple(given.layers))
+        raise UserError(f"--output {quote(given.output, 250)}: give a name that ends in {names}")
+    return given
