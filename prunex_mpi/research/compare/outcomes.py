@@ -290,27 +290,23 @@ def join(parts: Sequence[Comparison]) -> Comparison:
 def _refuse_gaps(outcomes: Sequence[Outcome], rows: Sequence[str], seeds: Sequence[int]) -> None:
     """Raise UserError unless each row has one run of each seed, all of them with one setup."""
     runs = by_row(outcomes)
-    _refuse_mixtures(runs, seeds)
     for row in rows:
-        mine = [run.seed for run in runs.get(row, [])]
+        mine = runs.get(row, [])
+        where = f"--from: row {row!r}"
         for seed in seeds:
-            if seed not in mine:
-                raise UserError(f"--from: row {row!r} has no run with seed {seed}, as others have")
-        if len({run.settings for run in runs[row]} - {""}) > 1:
-            raise UserError(f"--from: row {row!r} had other settings in one of the files")
-
-
-def _refuse_mixtures(runs: Mapping[str, Sequence[Outcome]], seeds: Sequence[int]) -> None:
-    """Raise UserError where a row has two runs of a seed, or runs of two learning rates."""
-    for row, some in runs.items():
-        for seed in seeds:
-            if sum(run.seed == seed for run in some) > 1:
-                where = f"row {row!r} with seed {seed} is in two of the files"
-                raise UserError(f"--from: {where}; leave one of them away")
-        rates = sorted({run.lr for run in some})
+            count = sum(run.seed == seed for run in mine)
+            if count > 1:
+                raise UserError(
+                    f"{where} with seed {seed} is in two of the files; leave one of them away"
+                )
+            if not count:
+                raise UserError(f"{where} has no run with seed {seed}, as others have")
+        rates = sorted({run.lr for run in mine})
         if len(rates) > 1:
             text = " and ".join(f"{lr:g}" for lr in rates)
-            raise UserError(f"--from: row {row!r} was trained at learning rates of {text}")
+            raise UserError(f"{where} was trained at learning rates of {text}")
+        if len({run.settings for run in mine} - {""}) > 1:
+            raise UserError(f"{where} had other settings in one of the files")
 
 
 def without_hosts(machine: Mapping[str, str]) -> dict[str, str]:
