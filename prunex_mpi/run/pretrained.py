@@ -104,10 +104,10 @@ def _fit_file_(
         return fit_(model, read_tensors(path), inputs, str(path), others)
     except UserError:
         if _delivered(settings).get("layers"):
+            run = quote(str(Path(settings.init_from)), 250)
             raise UserError(
-                f"--init-from {quote(str(Path(settings.init_from)), 250)}: its network became smaller while "
-                "it was trained; give one of these widths as --model, or a run without "
-                "remove-dropped",
+                f"--init-from {run}: its network became smaller while it was trained; give one of "
+                "these widths as --model, or a run without remove-dropped",
                 UNREADABLE,
             ) from None
         raise
