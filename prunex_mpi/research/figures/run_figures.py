@@ -115,7 +115,10 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 def looks_of(runs: Sequence[Run]) -> list[dict[str, str]]:
     """Return how the curve of each run looks, and what it is called."""
-    return [{**look_of(i), "label": plain(name)} for i, name in enumerate(names_of(runs))]
+    return [
+        {"mark": marker_of(number), **look_of(number), "label": plain(name)}
+        for number, name in enumerate(names_of(runs))
+    ]
 
 
 def as_in_the_paper(run: Run) -> bool:
@@ -195,22 +198,16 @@ def accuracy(runs: Sequence[Run]) -> Drawn:
         (panels[0], seconds, size, f"(a) {unit} of training, evaluation left out"),
         (panels[1], handed, kib, f"(b) {bytes_unit} per leader between nodes"),
     ):
-        for number, (run, x, look) in enumerate(zip(runs, columns, looks_of(runs), strict=True)):
-            plot(panel, x / scale, run.judged, marker_of(number), **look)
+        for run, x, look in zip(runs, columns, looks_of(runs), strict=True):
+            plot(panel, x / scale, run.judged, **look)
         panel.set_xlabel(word)
     panels[0].set_ylabel(f"{judged_on(runs)} accuracy %")
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper center", ncols=3)
-    rows = [
-        beside(
-            run,
-            name,
-            f"{run.final:.1f} % in {duration_words(float(seconds[number][-1]))}, "
-            f"{size_words(handed[number][-1])}",
-            paper_of(run, "5"),
-        )
-        for number, (run, name) in enumerate(zip(runs, names_of(runs), strict=True))
-    ]
+    rows = []
+    for run, name, taken, sent in zip(runs, names_of(runs), seconds, handed, strict=True):
+        cost = f"{duration_words(float(taken[-1]))}, {size_words(sent[-1])}"
+        rows.append(beside(run, name, f"{run.final:.1f} % in {cost}", paper_of(run, "5")))
     return Drawn(figure, rows, [*held_out(runs), *unequal(runs)])
 
 
@@ -220,12 +217,10 @@ def payload(runs: Sequence[Run]) -> Drawn:
     figure, panel = new_panel(3.6)
     size, unit = unit_of_bytes(max(float(run.filled("bytes.dense").max()) for run in runs))
     rows = []
-    for number, (run, name, look) in enumerate(
-        zip(runs, names_of(runs), looks_of(runs), strict=True)
-    ):
-        plot(panel, run.iterations, run.column("bytes.payload") / size, marker_of(number), **look)
+    for run, name, look in zip(runs, names_of(runs), looks_of(runs), strict=True):
+        plot(panel, run.iterations, run.column("bytes.payload") / size, **look)
         dense = {"color": look["color"], "linestyle": (0, (1, 3)), "linewidth": 1}
-        word = {"label": "if dense (dotted)"} if number == len(runs) - 1 else {}
+        word = {"label": "if dense (dotted)"} if run is runs[-1] else {}
         plot(panel, run.iterations, run.column("bytes.dense") / size, **dense, **word)
         first, end = run.column("bytes.dense")[0], last(run, "bytes.payload")
         share = end / last(run, "bytes.dense")
@@ -285,24 +280,19 @@ def waiting(runs: Sequence[Run]) -> Drawn:
     columns = [a + b for a, b in zip(inside, between, strict=True)]
     figure, panel = new_panel(3.6)
     size, unit = unit_of_seconds(max(float(column.max()) for column in columns))
-    for number, (run, column, look) in enumerate(zip(runs, columns, looks_of(runs), strict=True)):
-        plot(panel, run.iterations, column / size, marker_of(number), **look)
+    for run, column, look in zip(runs, columns, looks_of(runs), strict=True):
+        plot(panel, run.iterations, column / size, **look)
     run_pictures.widen(panel, columns)
     panel.set_ylabel(f"{unit} of synchronisation,\nbetween nodes and inside them")
     run_pictures.count_iterations(panel)
     legend_above(panel, 3)
-    rows = [
-        beside(
-            run,
-            name,
-            f"median {duration_words(float(np.median(columns[i])))}, between nodes "
-            f"{duration_words(float(np.median(between[i])))} and inside them "
-            f"{duration_words(float(np.median(inside[i])))}; "
-            f"most {duration_words(float(columns[i].max()))}",
-            paper_of(run, "7"),
-        )
-        for i, (run, name) in enumerate(zip(runs, names_of(runs), strict=True))
-    ]
+    rows = []
+    for number, (run, name) in enumerate(zip(runs, names_of(runs), strict=True)):
+        parts = (columns[number], between[number], inside[number])
+        whole, outer, inner = (duration_words(float(np.median(part))) for part in parts)
+        most = duration_words(float(columns[number].max()))
+        here = f"median {whole}, between nodes {outer} and inside them {inner}; most {most}"
+        rows.append(beside(run, name, here, paper_of(run, "7")))
     notes = [
         "Of an outer iteration, as rank 0 took it: with methods that exchange at each step, of all "
         "its steps together."
@@ -428,8 +418,8 @@ def of_layers(run: Run, wanted: Sequence[str] = ()) -> Drawn:
         block = np.where(layers.values[name] > 0, layers.values[name], np.nan)
         for number, i in enumerate(chosen):
             word = layers.names[i].removesuffix(".weight")
-            look = {**look_of(number), "label": plain(word)}
-            plot(panel, layers.iterations, block[:, i], marker_of(number), **look)
+            look = {"mark": marker_of(number), **look_of(number), "label": plain(word)}
+            plot(panel, layers.iterations, block[:, i], **look)
             known = block[np.isfinite(block[:, i]), i]
             if len(known) and name.endswith("_primal"):
                 ends = f"from {known[0]:.1e} to {known[-1]:.1e}"

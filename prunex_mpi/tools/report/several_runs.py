@@ -79,7 +79,7 @@ def label(number: int, run: Run) -> str:
 
 def look_and_label(number: int, run: Run) -> dict[str, str]:
     """Return how the curve of a run looks, and what it is called."""
-    return {**look_of(number), "label": plain(label(number, run))}
+    return {"mark": marker_of(number), **look_of(number), "label": plain(label(number, run))}
 
 
 def differing(
@@ -148,8 +148,8 @@ def learned(runs: Sequence[Run], axis: str) -> "Figure | None":
     for number, run in enumerate(runs):
         look = look_and_label(number, run)
         x = along(run, axis) / size
-        plot(upper, x, run.column("train_loss"), marker_of(number), **look)
-        plot(lower, x, run.judged, marker_of(number), **look)
+        plot(upper, x, run.column("train_loss"), **look)
+        plot(lower, x, run.judged, **look)
     widen(upper, [run.column("train_loss") for run in runs])
     upper.set_ylabel("training loss")
     lower.set_ylabel(f"{judged_on(runs)} {named(runs)}")
@@ -168,8 +168,7 @@ def curves(
         return None
     figure, panel = new_panel(3.2 + 0.18 * ((len(runs) + 2) // 3))
     for number, run in enumerate(runs):
-        look = look_and_label(number, run)
-        plot(panel, run.iterations, column(run), marker_of(number), **look)
+        plot(panel, run.iterations, column(run), **look_and_label(number, run))
     panel.set_yscale(scale)
     if scale == "linear":
         panel.set_ylim(bottom=0)
