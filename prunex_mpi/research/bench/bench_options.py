@@ -1,13 +1,12 @@
 """Flags of `python -m prunex_mpi.bench`, and what is measured on how many ranks."""
 
+import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from prunex_mpi.base.errors import UserError, meant, quote
 from prunex_mpi.config.cli import convert_flag
 from prunex_mpi.config.parser import Parser, add_timeout, check_range, program_parser
 from prunex_mpi.config.resolve import make
-from prunex_mpi.settings.fields import Settings
 
 ALONE = ("kernels", "overhead")
 TOGETHER = ("collectives",)
@@ -23,17 +22,8 @@ MAX_COUNT, MAX_THREADS = 10**6, 4096
 TIMEOUT_S = 1800.0
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to measure; `sections` empty, or with ALL, for everything that fits the ranks."""
-
-    sections: tuple[str, ...]
-    settings: Settings
-    train_models: tuple[str, ...]
-    steps: int
-    repeat: int
-    threads: int
-    json_file: str
+# What was given, by the names of the flags; `settings` are made of those that training has too.
+Options = argparse.Namespace
 
 
 def build_parser() -> Parser:
@@ -90,7 +80,7 @@ def parse(argv: Sequence[str]) -> Options:
     check_range(given, "steps", 1, MAX_COUNT)
     check_range(given, "repeat", 1, MAX_COUNT)
     check_range(given, "threads", 0, MAX_THREADS)
-    settings = make(
+    given.settings = make(
         model=given.model,
         groups=given.groups,
         keep_ratio=given.keep_ratio,
@@ -100,12 +90,10 @@ def parse(argv: Sequence[str]) -> Options:
         mpi_buffers=given.mpi_buffers,
         timeout=convert_flag("timeout", given.timeout),
     )
-    wanted = tuple(s for s in (ALL, *SECTIONS) if s in given.what)
-    counts = given.steps, given.repeat, given.threads
-    return Options(wanted, settings, tuple(given.train_models), *counts, given.json_file)
+    return given
 
 
-def choose_sections(asked: tuple[str, ...], ranks: int) -> tuple[str, ...]:
+def choose_sections(asked: Sequence[str], ranks: int) -> tuple[str, ...]:
     """Return what to measure on `ranks` ranks; raise UserError for what does not fit them."""
     for section in asked:
         if section in ALONE and ranks > 1:

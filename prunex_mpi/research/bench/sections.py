@@ -33,7 +33,7 @@ def run_sections(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int
     """
     check_launched_together(world)
     settings = options.settings
-    sections = choose_sections(options.sections, world.size)
+    sections = choose_sections(options.what, world.size)
     with take_places(world, settings.ranks_per_node, settings.device, options.threads) as place:
         around = place.topology, settings, find_transport(place, settings), place.device
         bench = Bench(*around, heartbeat, options.train_models, options.steps, options.repeat)
