@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -25,13 +24,9 @@ from prunex_mpi.config.resolve import first_difference, from_table, to_toml
 from prunex_mpi.research.compare.compare_options import Options
 from prunex_mpi.research.compare.outcomes import Outcome, outcome_from, to_dict
 from prunex_mpi.research.compare.plan import BY_SEED, Row, name_seed, settings_of
+from prunex_mpi.run.directory import tomllib
 from prunex_mpi.run.pretrained import TORCHVISION
 from prunex_mpi.settings.fields import Settings, key_of
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 OUTCOMES = "outcomes"
 

@@ -7,7 +7,6 @@ other line that can't be read is refused.
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,14 +18,9 @@ import numpy as np
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.files import DIVERGED, LAYERS, METRICS, NODES, RANKS, plain_only, read_text
 from prunex_mpi.base.record_keys import ACCURACY, LOSS, RESIDUALS, Measure
-from prunex_mpi.run.directory import COMPLETE, read_summary
+from prunex_mpi.run.directory import COMPLETE, read_summary, tomllib
 from prunex_mpi.settings.fields import TEXT
 from prunex_mpi.tools.report.stragglers import RankRecord
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 CONFIG = "config.toml"
 OF_LAYERS = ("density", "rho1", "rho2", *RESIDUALS)
